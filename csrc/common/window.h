@@ -1,0 +1,84 @@
+// The window of secant pairs: ring-buffer slots, the window matrix N and its small solve.
+// Shared by the CPU and CUDA kernels; `deqfast/reference.py` (solve_window) is the specification.
+#pragma once
+
+#include "monitor.h"
+
+namespace deqfast {
+
+enum Method : int64_t { kBroydenGood = 0, kBroydenBad = 1, kAndersonI = 2, kAndersonII = 3 };
+
+constexpr double kPivotFloor = 1e-7;
+
+// `left` holds differences of the residual (Y) for these methods, steps (S) for the others.
+DEQFAST_HD inline bool left_is_y(int64_t method) { return method == kBroydenBad || method == kAndersonII; }
+
+// Pair i is made by step i and lies in slot i % history. At iteration k its slot `next` receives step k.
+struct Window {
+  int64_t k;
+  int history;
+
+  DEQFAST_HD int size() const { return k < history ? static_cast<int>(k) : history; }
+  DEQFAST_HD int next() const { return static_cast<int>(k % history); }
+  DEQFAST_HD int newest() const { return slot(0); }
+  DEQFAST_HD int slot(int age) const { return static_cast<int>((k - 1 - age) % history); }  // age < size()
+};
+
+template <class T>
+DEQFAST_HD T inverse_length(T square) {
+  const T scale = T(1) / sqrt(square);
+  return scale <= Limits<T>::max ? scale : T(0);  // also where the square is NaN
+}
+
+// Number of T in `work` that solve_window needs for n pairs.
+DEQFAST_HD inline int solve_workspace(int n) { return n * n + 2 * n; }
+
+// N gamma = t by elimination without pivoting from the newest pair to the oldest, on the equilibrated matrix. The first
+// pivot under kPivotFloor drops its pair and all older ones. Gamma is zero where nothing is left or it overflows.
+// `gram` (history + 2, history) has |left|^2 and |y|^2 in its last two rows; t and gamma are indexed by slot.
+template <class T>
+DEQFAST_HD void solve_window(const T* gram, const T* t, T* gamma, T* work, const Window& window, int64_t method,
+                             T ridge) {
+  const int n = window.size(), stride = window.history;
+  T* a = work;          // n x n, newest first
+  T* b = work + n * n;  // right-hand side, then solution
+  T* y_scale = b + n;
+  const T* left_sq = gram + static_cast<int64_t>(stride) * stride;
+  const T* y_sq = left_sq + stride;
+  for (int j = 0; j < n; ++j) y_scale[j] = inverse_length(y_sq[window.slot(j)]);
+  for (int i = 0; i < n; ++i) {
+    const int slot = window.slot(i);
+    const T scale = inverse_length(left_sq[slot]);
+    for (int j = 0; j < n; ++j) {
+      const bool zero = method == kBroydenBad && j > i;
+      a[i * n + j] = zero ? T(0) : gram[slot * stride + window.slot(j)] * scale * y_scale[j];
+    }
+    if (method == kAndersonI || method == kAndersonII) a[i * n + i] += a[i * n + i] < 0 ? -ridge : ridge;
+    b[i] = t[slot] * scale;
+    gamma[slot] = T(0);
+  }
+
+  int kept = 0;
+  while (kept < n && fabs(a[kept * n + kept]) >= static_cast<T>(kPivotFloor)) {
+    const T* pivot_row = a + kept * n;
+    for (int i = kept + 1; i < n; ++i) {
+      const T factor = a[i * n + kept] / pivot_row[kept];
+      for (int j = kept + 1; j < n; ++j) a[i * n + j] -= factor * pivot_row[j];
+      b[i] -= factor * b[kept];
+    }
+    ++kept;
+  }
+  for (int i = kept - 1; i >= 0; --i) {
+    T value = b[i];
+    for (int j = i + 1; j < kept; ++j) value -= a[i * n + j] * b[j];
+    b[i] = value / a[i * n + i];
+  }
+  bool finite = true;
+  for (int i = 0; i < kept; ++i) {
+    b[i] *= y_scale[i];
+    finite = finite && fabs(b[i]) <= Limits<T>::max;
+  }
+  for (int i = 0; i < kept && finite; ++i) gamma[window.slot(i)] = b[i];
+}
+
+}  // namespace deqfast

@@ -1,0 +1,35 @@
+"""Find the two shared objects; where one is absent, keep the reason."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a kernel can be used here; falsy when not, and then `reason` says why in plain words."""
+
+    available: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.available
+
+    def __str__(self) -> str:
+        return self.reason or ("available" if self.available else "not available")
+
+
+def _load(name: str) -> tuple[ModuleType | None, str]:
+    try:
+        return importlib.import_module(f"deqfast.{name}"), ""
+    except ModuleNotFoundError:
+        return None, f"deqfast.{name} was not built: install deqfast where a compiler is, without DEQFAST_BUILD=none"
+    except ImportError as error:  # for instance a CUDA object beside a torch without CUDA
+        return None, f"deqfast.{name} does not load: {error}"
+
+
+# Importing a module registers its kernels, which needs the schemas: `deqfast.ops` imports this module after them.
+cpp_module, cpp_reason = _load("_C_cpu")
+cuda_module, cuda_reason = _load("_C_cuda")

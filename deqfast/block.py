@@ -1,0 +1,116 @@
+"""DEQBlock: a deep equilibrium layer for anyone's model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .adjoint import Adjoint, Problem, as_adjoint
+from .ops import check_kernel_name
+from .solution import Solution
+from .solvers import Solver, as_solver
+from .solvers.base import check_count
+
+
+class DEQBlock(nn.Module):
+    """z* = cell(z*, x), solved forward and differentiated through the answer.
+
+    cell: any callable (z, x) -> z; an ``nn.Module`` is registered. A submodule with a method ``begin_solve()`` has it
+        called once per forward, before the solve.
+    solver: "broyden", "anderson", "picard" or a solver object; eval_solver: the same for evaluation mode (None: solver).
+    adjoint: "jfb", "implicit", "phantom", "unrolled" or an adjoint object.
+    kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every: see ``deqfast.solve``.
+    init: x -> z0. Without it the first of these that exists is taken: ``cell.initial_state(x)``, zeros like x.
+
+    After a backward pass with ``Implicit``, `backward_solution` is the Solution of its solve.
+    Raises ValueError or TypeError at construction for an unknown name or a value out of range, naming the argument.
+    """
+
+    backward_solution: Solution | None
+
+    def __init__(
+        self,
+        cell: Callable[[Any, Any], Any],
+        solver: str | Solver = "broyden",
+        adjoint: str | Adjoint = "jfb",
+        kernel: str = "auto",
+        init: Callable[[Any], Any] | None = None,
+        eval_solver: str | Solver | None = None,
+        check_every: int | None = None,
+    ):
+        super().__init__()
+        for name, value in (("cell", cell), ("init", init)):
+            if not callable(value) and not (name == "init" and value is None):
+                raise TypeError(f"{name} must be callable, got {value!r}")
+        if check_every is not None:
+            check_count("check_every", check_every)
+        self.cell = cell
+        self.solver = as_solver(solver)
+        self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
+        self.adjoint = as_adjoint(adjoint)
+        self.kernel = check_kernel_name(kernel)
+        self.init = init
+        self.check_every = check_every
+        self.backward_solution = None
+        self._checked_training = False
+
+    def forward(self, x: Any, z0: Any = None, return_solution: bool = False) -> Any:
+        """z* for x, a tensor or a pytree with the batch as dimension 0; with `return_solution` (z*, Solution).
+
+        z0: start of the iteration; None: see the class. Gradients pass to x and to the cell's parameters (with
+        ``Unrolled`` also to z0).
+        """
+        if self.training and not self._checked_training:
+            self._warn_of_changing_cells()
+        for module in self.cell.modules() if isinstance(self.cell, nn.Module) else ():
+            begin_solve = getattr(module, "begin_solve", None)
+            if begin_solve is not None:
+                begin_solve()
+        problem = Problem(
+            cell=self.cell,
+            x=x,
+            z0=self._initial_state(x) if z0 is None else z0,
+            solver=self.solver if self.training or self.eval_solver is None else self.eval_solver,
+            options={"kernel": self.kernel, "check_every": self.check_every},
+            on_backward=self._keep_backward_solution,
+        )
+        value, solution = self.adjoint(problem)
+        return (value, solution) if return_solution else value
+
+    def _keep_backward_solution(self, solution: Solution) -> None:
+        self.backward_solution = solution
+
+    def _initial_state(self, x: Any) -> Any:
+        if self.init is not None:
+            return self.init(x)
+        if hasattr(self.cell, "initial_state"):
+            return self.cell.initial_state(x)
+        leaves = pytree.tree_leaves(x)
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and leaves[0].is_floating_point():
+            return torch.zeros_like(leaves[0])
+        raise ValueError(
+            "no initial state: x is not a single floating-point tensor. Pass z0 to the call, or init=... to DEQBlock, "
+            "or give the cell a method initial_state(x)"
+        )
+
+    def _warn_of_changing_cells(self) -> None:
+        """A cell that is another function at every call has no fixed point."""
+        self._checked_training = True
+        for name, module in self.named_modules():
+            drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+            normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if module.training and (drops or normalises):
+                warnings.warn(
+                    f"deqfast: {name} ({type(module).__name__}) in training mode makes the cell another function at "
+                    "every call, which has no fixed point; use GroupNorm, frozen statistics, or a mask fixed per solve",
+                    stacklevel=3,
+                )
+                return
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"

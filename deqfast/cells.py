@@ -1,0 +1,134 @@
+"""Cells: the maps z -> f(z, x) whose fixed point a DEQBlock finds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .solvers.base import check_choice, check_count
+
+_ACTIVATIONS = {"identity": lambda x: x, "relu": torch.relu, "tanh": torch.tanh, "gelu": F.gelu}
+# Spectral radius at initialisation: clearly contractive, far from trivial.
+_INITIAL_RADIUS = 0.5
+
+
+def _check_features(name: str, tensor: Tensor, width: int) -> None:
+    if tensor.dim() != 2 or tensor.shape[1] != width:
+        raise ValueError(f"{name} must have shape (B, {width}), got {tuple(tensor.shape)}")
+
+
+def _recurrent_weight(features: int) -> nn.Parameter:
+    # The eigenvalues of a Gaussian matrix of variance 1/n fill the unit disc (circular law).
+    return nn.Parameter(torch.randn(features, features) * _INITIAL_RADIUS / math.sqrt(features))
+
+
+class LinearCell(nn.Module):
+    """f(z, x) = W z + x; z, x: (B, features). The linear DEQ of Sun and Shi (NeurIPS 2024), section 3."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        check_count("features", features)
+        self.weight = _recurrent_weight(features)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        _check_features("x", x, self.weight.shape[0])
+        return F.linear(z, self.weight) + x
+
+
+class FCCell(nn.Module):
+    """f(z, x) = act(W z + U x + b); z: (B, features), x: (B, in_features).
+
+    activation: "identity", "relu", "tanh" or "gelu".
+    """
+
+    def __init__(self, in_features: int, features: int, activation: str = "tanh", bias: bool = True):
+        super().__init__()
+        check_count("in_features", in_features)
+        check_count("features", features)
+        check_choice("activation", activation, tuple(_ACTIVATIONS))
+        self.weight = _recurrent_weight(features)
+        self.injection = nn.Linear(in_features, features, bias=bias)
+        self.activation = activation
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        """Zeros (B, features)."""
+        return x.new_zeros(x.shape[0], self.weight.shape[0])
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        _check_features("x", x, self.injection.in_features)
+        return _ACTIVATIONS[self.activation](F.linear(z, self.weight) + self.injection(x))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class FrozenStatisticsBatchNorm2d(nn.Module):
+    """Batch norm that normalises with its running statistics always, so that it is one function during a solve.
+
+    In training mode, evaluations that are differentiated (the adjoint's, after the solve) measure the batch; the
+    running statistics take the measurement up when the next solve begins. Arguments and state as nn.BatchNorm2d's.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1):
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self._measured: list[tuple[Tensor, Tensor]] = []
+
+    def begin_solve(self) -> None:
+        """Take up what the differentiated evaluations have measured since the last solve."""
+        with torch.no_grad():
+            for mean, var in self._measured:
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(var, self.momentum)
+        self._measured.clear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            if x.numel() == x.shape[1]:
+                raise ValueError(f"batch norm in training needs more than one value per channel, got {tuple(x.shape)}")
+            var, mean = torch.var_mean(x.detach().to(self.running_mean.dtype), dim=(0, 2, 3))
+            self._measured.append((mean, var))
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+class ResidualCell(nn.Module):
+    """ResNet's basic block as a cell: f(z, x) = N3(relu(z + N2(conv2(relu(N1(conv1 z))) + x))).
+
+    z, x: (B, channels, H, W); x is the injection. The convolutions are 3x3 without bias. Without the last
+    normalisation N3 there is no fixed point: the norm of z would grow for ever.
+
+    norm: "group" (GroupNorm with `groups` groups) or "batch" (``FrozenStatisticsBatchNorm2d``).
+    """
+
+    def __init__(self, channels: int, groups: int = 8, norm: str = "group"):
+        super().__init__()
+        check_count("channels", channels)
+        check_choice("norm", norm, ("group", "batch"))
+        check_count("groups", groups)
+        if norm == "group" and channels % groups:
+            raise ValueError(f"groups must divide channels ({channels}), got {groups}")
+
+        def normalisation() -> nn.Module:
+            return nn.GroupNorm(groups, channels) if norm == "group" else FrozenStatisticsBatchNorm2d(channels)
+
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = normalisation()
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = normalisation()
+        self.norm3 = normalisation()
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[1] != self.conv1.in_channels:
+            raise ValueError(f"x must have shape (B, {self.conv1.in_channels}, H, W), got {tuple(x.shape)}")
+        update = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(z)))) + x)
+        return self.norm3(torch.relu(z + update))

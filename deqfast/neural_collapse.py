@@ -1,0 +1,663 @@
+"""Neural-collapse metrics NC1-NC4 of the features under a classifier, as a function and as a torchmetrics metric.
+
+Notation: N samples h_i in R^D with labels y_i in K classes; class means mu_k; H-bar the (D, K) matrix of class means.
+
+    Sigma_W = (1/N) sum_i (h_i - mu_{y_i})(h_i - mu_{y_i})^T        Sigma_B = (1/K) sum_k (mu_k - c)(mu_k - c)^T
+    NC1 = tr(Sigma_W Sigma_B^+) / K
+    NC2 = || H-bar^T H-bar / ||H-bar^T H-bar||_F - a (I - 11^T / K) ||_F
+    NC3 = || W / ||W||_F - H-bar^T / ||H-bar||_F ||_F
+    NC4 = share of the samples on which argmax_k (W h)_k is the class of the nearest mean
+
+Sigma_B has rank K - 1 at most, so no D x D matrix is formed: with the thin SVD U diag(s) R^T of the centred class means,
+NC1 = (1/N) sum_j sum_i (R_j . (h_i - mu_{y_i}))^2 / s_j^2 over the singular values kept. Two passes read the features a
+block of rows at a time: class sums, then deviations from the class means (taken before any product) and their projections.
+Half and single precision features are widened to float64 block by block: that costs little, and autocast and the float32
+matmul precision settings have no say. Class sums are one-hot matrix products: the same inputs give the same bits.
+
+Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+__all__ = ["NCResult", "NeuralCollapse", "neural_collapse"]
+
+MAX_STREAMING_FEATURES = 1024
+
+_FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_CENTERS = ("class-means", "samples")
+_EPS64 = torch.finfo(torch.float64).eps
+_RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
+_NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
+# Elements of a block of rows: about the L2 cache of two cores on the CPU, enough work per launch on a GPU.
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+
+
+@dataclass(frozen=True)
+class NCResult:
+    """Neural-collapse metrics as Python numbers.
+
+    Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A; NC4 is defined there and not measured.
+
+    Attributes:
+        nc1: tr(Sigma_W Sigma_B^+) / K. NaN when the class means coincide or there is one class (``rank`` is 0 then).
+        rank: numerical rank of Sigma_B: singular values of the centred class means that were kept.
+        condition: smallest kept singular value over the largest; NaN when ``rank`` is 0.
+        nc2: distance of the normalised Gram matrix of the class means from the simplex, target of unit norm
+            (a = 1/sqrt(K - 1)), class means not centred. NaN with one class, or when all class means are zero.
+        nc2_paper: the same with a = 1/(K - 1) as the paper prints it; never below 1 - 1/sqrt(K - 1).
+        nc2_centered: ``nc2`` of the centred class means.
+        nc3: distance of the normalised classifier from the normalised class means; None without a classifier.
+        nc3_centered: ``nc3`` of the centred class means (the classifier is taken as it is); None without a classifier.
+        nc4: share of the samples on which the classifier (no bias) agrees with the nearest class mean; None without a
+            classifier, and when the samples were not kept (``streaming=True``).
+        num_classes: K, the number of classes with at least one sample kept.
+        excluded: rows left out because a feature was not finite.
+    """
+
+    nc1: float
+    rank: int
+    condition: float
+    nc2: float
+    nc2_paper: float
+    nc2_centered: float
+    nc3: float | None
+    nc3_centered: float | None
+    nc4: float | None
+    num_classes: int
+    excluded: int
+
+
+@torch.no_grad()
+def neural_collapse(
+    features: Tensor,
+    labels: Tensor,
+    classifier_weight: Tensor | None = None,
+    num_classes: int | None = None,
+    rtol: float | None = None,
+    center: str = "class-means",
+) -> NCResult:
+    """Measure NC1-NC4 of ``features`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
+
+    Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and both
+    rules that NC4 compares choose among these; ties go to the lowest index. Rows with a non-finite feature are left out and
+    counted. Everything is computed in float64 whatever the dtype of the features; no gradient is recorded.
+
+    Args:
+        features: (N, D), float16, bfloat16, float32 or float64, N and D at least 1, any strides, CPU or CUDA.
+        labels: (N,), uint8 or a signed integer dtype, values in [0, num_classes), on the device of ``features``.
+        classifier_weight: (num_classes, D), dtypes as ``features``, on the same device. Without it NC3 and NC4 are None.
+        num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
+        rtol: singular values of the centred class means up to ``rtol`` times the largest count as zero, in [0, 1). For means
+            that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the features'
+            dtype, of float32 for float16 and bfloat16: what these round away in single samples averages out in the means.
+            Singular values within the float64 rounding of the means are never kept.
+        center: "class-means" subtracts the mean of the class means (the paper's choice), "samples" the mean over all
+            samples; the two differ when classes are imbalanced.
+
+    Returns:
+        NCResult. Warns when the features are float16 or bfloat16 and NC1 is below what these resolve.
+
+    Raises:
+        TypeError: an argument is not of the type or dtype above.
+        ValueError: a shape, device, label, ``num_classes``, ``rtol`` or ``center`` is not as above, or features are so large
+            that their sums overflow.
+    """
+    _check_features(features)
+    _check_labels(labels, features)
+    if features.shape[0] == 0:
+        raise ValueError(f"features has no rows (shape {tuple(features.shape)}); at least one sample is needed")
+    _check_rtol(rtol)
+    _check_center(center)
+    if num_classes is not None:
+        _check_num_classes(num_classes)
+    weight = _checked_weight(classifier_weight, features, num_classes)
+    if num_classes is None and weight is not None:
+        num_classes = weight.shape[0]
+    samples = _Samples(features, labels.long(), _check_label_range(labels, num_classes))
+
+    samples, stats = _class_means(samples)
+    excluded = features.shape[0] - samples.count
+    samples, stats, weight = _drop_empty_classes(samples, stats, weight)
+    if samples.num_classes == 0:
+        return _undefined(excluded, with_nc3=weight is not None, with_nc4=weight is not None)
+    between = _between_classes(stats, center, _default_rtol(features.dtype) if rtol is None else rtol)
+    within = _projected_scatter(samples, stats.means, between.directions)
+    agreement = None if weight is None else _agreement(samples, stats.means, weight)
+    return _result(stats, between, within, weight, agreement, excluded, _NC1_RESOLUTION.get(features.dtype, 0.0))
+
+
+class NeuralCollapse(Metric):
+    """NC1-NC4 as a ``torchmetrics.Metric`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
+
+    ``update(features, labels)`` per batch, ``compute()`` for the ``NCResult`` over all batches (and all processes),
+    ``reset()``. The result is that of ``neural_collapse`` on the batches put together.
+
+    By default the state is the list of feature and label batches, copied (a buffer may be reused) and kept in their dtype:
+    N x D memory, twice that during ``compute``, and all of it on every process after a distributed sync. With
+    ``streaming=True`` it is a count and a mean per class and one D x D within-class scatter in float64, each batch centred
+    on its own class means before any product: memory does not grow with N, and NC4 is None, as it needs the samples.
+
+    Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier as it is then.
+
+    Args:
+        num_classes: number of classes; labels are in [0, num_classes).
+        classifier_weight: (num_classes, D) tensor, or a module whose ``weight`` is one and is read at every ``compute``, or
+            None. Can be set later as an attribute. It is no parameter and no state of the metric, and may be on another
+            device.
+        rtol: as in ``neural_collapse``.
+        center: as in ``neural_collapse``.
+        streaming: keep moments instead of features.
+        num_features: D, at most 1024; needed with ``streaming=True`` unless ``classifier_weight`` tells it.
+        **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` is False by default, as the classifier may change.
+
+    Raises:
+        TypeError: an argument, or a batch given to ``update``, is not of the type or dtype ``neural_collapse`` takes.
+        ValueError: an argument or a batch is out of range; ``compute`` without samples. Labels out of range raise in
+            ``update`` when streaming (it waits for the device), else in ``compute``.
+
+    Example:
+        >>> metric = NeuralCollapse(num_classes=10, classifier_weight=model.fc)
+        >>> for images, labels in loader:
+        ...     metric.update(model.features(images), labels)
+        >>> metric.compute().nc1
+    """
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    features: list[Tensor] | Tensor
+    labels: list[Tensor] | Tensor
+    moments: Tensor
+    precision: Tensor
+    excluded: Tensor
+    classifier_weight: Tensor | nn.Module | None
+
+    def __init__(
+        self,
+        num_classes: int,
+        classifier_weight: Tensor | nn.Module | None = None,
+        rtol: float | None = None,
+        center: str = "class-means",
+        streaming: bool = False,
+        num_features: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**{"compute_with_cache": False, **kwargs})
+        _check_num_classes(num_classes)
+        _check_rtol(rtol)
+        _check_center(center)
+        if num_features is not None:
+            _check_count("num_features", num_features)
+        self.num_classes = num_classes
+        self.num_features = num_features
+        self.rtol = rtol
+        self.center = center
+        self.streaming = streaming
+        self.classifier_weight = classifier_weight
+        if streaming:
+            self._add_moment_states()
+        else:
+            self.add_state("features", default=[], dist_reduce_fx="cat")
+            self.add_state("labels", default=[], dist_reduce_fx="cat")
+
+    def _add_moment_states(self) -> None:
+        if self.num_features is None and (weight := self._read_weight()) is not None:
+            self.num_features = weight.shape[1]
+        if self.num_features is None:
+            raise ValueError("num_features is None; streaming=True needs it, or a classifier_weight (num_classes, D)")
+        if self.num_features > MAX_STREAMING_FEATURES:
+            raise ValueError(
+                f"num_features is {self.num_features}; streaming=True keeps a D x D matrix and allows at most "
+                f"{MAX_STREAMING_FEATURES}: use streaming=False"
+            )
+        shape = (self.num_classes + self.num_features, 1 + self.num_features)
+        self.add_state("moments", default=torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=_merge_moments)
+        # (default rtol, NC1 resolution) of the coarsest dtype seen
+        self.add_state("precision", default=torch.zeros(2, dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("excluded", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; ``classifier_weight`` is checked and stays outside of the module tree."""
+        if name == "classifier_weight":
+            # Registered, the classifier's parameters would show up again in the metric's parameters() and state_dict().
+            object.__setattr__(self, name, self._checked_classifier(value))
+        else:
+            super().__setattr__(name, value)
+
+    def _checked_classifier(self, value: Any) -> Tensor | nn.Module | None:
+        if value is None:
+            return None
+        weight = value.weight if isinstance(value, nn.Module) and hasattr(value, "weight") else value
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"classifier_weight is a {_name(value)}; it must be a tensor, a module with a weight, or None")
+        _check_weight(weight, self.num_classes, self.num_features)
+        return value if isinstance(value, nn.Module) else value.detach()
+
+    def _read_weight(self) -> Tensor | None:
+        classifier = self.classifier_weight
+        return classifier.weight.detach() if isinstance(classifier, nn.Module) else classifier  # type: ignore[operator,return-value]
+
+    @torch.no_grad()
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        """Add a batch: features (N, D), labels (N,), dtypes as in ``neural_collapse``; N may be 0."""
+        _check_features(features)
+        _check_labels(labels, features)
+        width = self.features[0].shape[1] if self.num_features is None and len(self.features) else self.num_features
+        if width is not None and features.shape[1] != width:
+            raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, {width})")
+        if self.streaming:
+            self._update_moments(features, labels)
+        else:
+            assert isinstance(self.features, list) and isinstance(self.labels, list)
+            self.features.append(features.detach().clone())
+            self.labels.append(labels.to(torch.int64, copy=True))
+
+    def _update_moments(self, features: Tensor, labels: Tensor) -> None:
+        if features.device != self.moments.device:
+            raise ValueError(f"features is on {features.device}; it must be on {self.moments.device} as the metric is")
+        if features.shape[0] == 0:
+            return
+        _check_label_range(labels, self.num_classes)
+        samples, stats = _class_means(_Samples(features, labels.long(), self.num_classes))
+        self.moments = _merge_moments([self.moments, _batch_moments(samples, stats)])
+        self.excluded = self.excluded + (features.shape[0] - samples.count)
+        facts = (_default_rtol(features.dtype), _NC1_RESOLUTION.get(features.dtype, 0.0))
+        self.precision = torch.maximum(self.precision, self.precision.new_tensor(facts))
+
+    @torch.no_grad()
+    def compute(self) -> NCResult:
+        """Return the ``NCResult`` of all samples since the last ``reset``."""
+        if self.streaming:
+            return self._compute_moments()
+        features, labels = (dim_zero_cat(x) if len(x) else None for x in (self.features, self.labels))
+        if features is None or labels is None:
+            raise ValueError("NeuralCollapse has no samples; call update(features, labels) before compute()")
+        weight = self._read_weight()
+        weight = None if weight is None else weight.to(features.device)
+        return neural_collapse(features, labels, weight, self.num_classes, self.rtol, self.center)
+
+    def _compute_moments(self) -> NCResult:
+        counts, means, scatter = _unpack(self.moments, self.num_classes)
+        default_rtol, resolution = self.precision.tolist()
+        excluded = int(self.excluded)
+        seen = counts.nonzero()[:, 0]
+        weight = self._read_weight()
+        if len(seen) == 0 and excluded == 0:
+            raise ValueError("NeuralCollapse has no samples; call update(features, labels) before compute()")
+        if len(seen) == 0:
+            return _undefined(excluded, with_nc3=weight is not None, with_nc4=False)
+        if weight is not None:
+            weight = weight.to(means.device, torch.float64)[seen]
+        stats = _ClassMeans(counts[seen], means[seen], torch.zeros_like(means[0]))
+        between = _between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
+        within = ((between.directions @ scatter) * between.directions).sum(1).clamp_min(0)
+        return _result(stats, between, within, weight, None, excluded, resolution)
+
+    def _wrap_compute(self, compute: Callable) -> Callable:
+        # torchmetrics maps a function over the fields of what compute returns, which a frozen dataclass refuses.
+        @functools.wraps(compute)
+        def opaque() -> _Opaque:
+            return _Opaque(compute())
+
+        wrapped = super()._wrap_compute(opaque)
+
+        @functools.wraps(compute)
+        def transparent() -> NCResult:
+            return wrapped().value
+
+        return transparent
+
+    def _sync_dist(self, dist_sync_fn: Callable = gather_all_tensors, process_group: Any | None = None) -> None:
+        if not self.streaming and torch.distributed.is_initialized():
+            self._agree_on_layout(process_group or self.process_group)
+        super()._sync_dist(dist_sync_fn, process_group)
+
+    def _agree_on_layout(self, group: Any | None) -> None:
+        """Give a process without samples zero rows of the others' width and dtype: gathering needs like tensors."""
+        mine = (self.features[0].shape[1], self.features[0].dtype) if len(self.features) else None
+        layouts: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(layouts, mine, group=group)
+        found = {layout for layout in layouts if layout is not None}
+        if len(found) > 1:
+            raise ValueError(f"features have (columns, dtype) {layouts} on the processes; they must be alike on all")
+        if mine is None and found:
+            width, dtype = found.pop()
+            self.features = [torch.empty((0, width), dtype=dtype, device=self.device)]
+            self.labels = [torch.empty(0, dtype=torch.int64, device=self.device)]
+
+
+class _Opaque:
+    """A value that torchmetrics does not look into."""
+
+    def __init__(self, value: NCResult) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Features (N, D) and int64 labels (N,); ``rows`` selects those that count (None: all)."""
+
+    features: Tensor
+    labels: Tensor
+    num_classes: int
+    rows: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.features.shape[0] if self.rows is None else self.rows.shape[0]
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (features, labels) of a few rows at a time, split by the shapes and the kind of device alone."""
+        budget = _BLOCK_ELEMENTS.get(self.features.device.type, _BLOCK_ELEMENTS["cpu"])
+        step = max(1, budget // max(self.features.shape[1], self.num_classes))
+        for start in range(0, self.count, step):
+            part = slice(start, start + step)
+            if self.rows is None:
+                yield self.features[part], self.labels[part]
+            else:
+                yield self.features[self.rows[part]], self.labels[self.rows[part]]
+
+
+class _ClassMeans(NamedTuple):
+    """Counts (K,) and class means, as ``local`` (K, D) relative to ``shift`` (D,).
+
+    The shift is one of the samples, so that an offset common to all of them costs no digits.
+    """
+
+    counts: Tensor
+    local: Tensor
+    shift: Tensor
+
+    @property
+    def means(self) -> Tensor:
+        return self.local + self.shift
+
+
+class _Between(NamedTuple):
+    """SVD of the centred class means (K, D): directions (min(K, D), D), singular values, and which of these count."""
+
+    centred: Tensor
+    directions: Tensor
+    singular: Tensor
+    kept: Tensor
+
+
+def _class_sums(samples: _Samples, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts (K,) and sums of h - shift over each class (K, D), float64."""
+    classes = torch.arange(samples.num_classes, device=shift.device)[:, None]
+    counts = shift.new_zeros(samples.num_classes)
+    sums = shift.new_zeros(samples.num_classes, shift.shape[0])
+    for features, labels in samples.blocks():
+        one_hot = (labels == classes).to(torch.float64)
+        counts += one_hot.sum(1)
+        sums.addmm_(one_hot, features - shift)
+    return counts, sums
+
+
+def _class_means(samples: _Samples) -> tuple[_Samples, _ClassMeans]:
+    """Means of all classes (those of empty classes are zero) and the samples without non-finite rows."""
+    shift = samples.features[0].to(torch.float64)
+    counts, sums = _class_sums(samples, shift)
+    # A non-finite feature makes its sum non-finite: only then is there a search for the rows to leave out.
+    if not bool(sums.isfinite().all()):
+        finite = [features.isfinite().all(1) for features, _ in samples.blocks()]
+        samples = replace(samples, rows=torch.cat(finite).nonzero()[:, 0])
+        shift = next(samples.blocks())[0][0].to(torch.float64) if samples.count else torch.zeros_like(shift)
+        counts, sums = _class_sums(samples, shift)
+        if not bool(sums.isfinite().all()):
+            raise ValueError("features holds values whose sums overflow float64; scale them (the metrics are scale-free)")
+    local = torch.where(counts[:, None] > 0, sums / counts.clamp_min(1)[:, None], -shift)
+    return samples, _ClassMeans(counts, local, shift)
+
+
+def _drop_empty_classes(
+    samples: _Samples, stats: _ClassMeans, weight: Tensor | None
+) -> tuple[_Samples, _ClassMeans, Tensor | None]:
+    """Renumber the classes that have samples as 0 .. K-1."""
+    present = stats.counts > 0
+    seen = present.nonzero()[:, 0]
+    if len(seen) == samples.num_classes:
+        return samples, stats, weight
+    labels = (present.cumsum(0) - 1)[samples.labels]
+    samples = replace(samples, labels=labels, num_classes=len(seen))
+    stats = stats._replace(counts=stats.counts[seen], local=stats.local[seen])
+    return samples, stats, None if weight is None else weight[seen]
+
+
+def _between_classes(stats: _ClassMeans, center: str, rtol: float) -> _Between:
+    """SVD of the centred class means, and the singular values that are neither below rtol nor rounding."""
+    local, counts = stats.local, stats.counts
+    middle = local.mean(0) if center == "class-means" else counts @ local / counts.sum()
+    centred = local - middle
+    _, singular, directions = torch.linalg.svd(centred, full_matrices=False)
+    rounding = _RANK_FACTOR * _EPS64 * torch.linalg.vector_norm(local)
+    kept = singular > torch.maximum(rtol * singular[0], rounding)
+    kept[len(counts) - 1 :] = False  # either centre leaves one linear dependence between the K rows
+    return _Between(centred, directions, singular, kept)
+
+
+def _projected_scatter(samples: _Samples, means: Tensor, directions: Tensor) -> Tensor:
+    """sum_i (R_j . (h_i - mu_{y_i}))^2 for each direction R_j, float64."""
+    total = means.new_zeros(directions.shape[0])
+    for features, labels in samples.blocks():
+        total += ((features - means[labels]) @ directions.T).square_().sum(0)
+    return total
+
+
+def _agreement(samples: _Samples, means: Tensor, weight: Tensor) -> Tensor:
+    """Share of the samples for which the classifier picks the class of the nearest mean; NaN for a non-finite classifier.
+
+    With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . (mu_k - middle) up to a term without k.
+    """
+    # From differences only: |mu_k|^2 - 2 h . mu_k would lose digits to an offset of the features.
+    gaps = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist").square_()
+    centred = means - means.mean(0)
+    agreed = torch.zeros((), dtype=torch.int64, device=means.device)
+    for features, labels in samples.blocks():
+        nearest = gaps[labels].addmm_(features - means[labels], centred.T, alpha=-2).argmin(1)
+        chosen = (features.to(torch.float64) @ weight.T).argmax(1)
+        agreed += (nearest == chosen).sum()
+    return torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
+
+
+def _simplex_distance(means: Tensor, scale: float) -> Tensor:
+    """|| M M^T / ||M M^T||_F - scale (I - 11^T / K) ||_F for class means M (K, D)."""
+    gram = means @ means.T
+    target = torch.eye(len(means), dtype=means.dtype, device=means.device) - 1 / len(means)
+    return torch.linalg.vector_norm(gram / torch.linalg.vector_norm(gram) - scale * target)
+
+
+def _duality_distance(weight: Tensor, means: Tensor) -> Tensor:
+    """|| W / ||W||_F - M / ||M||_F ||_F for W and M (K, D)."""
+    return torch.linalg.vector_norm(weight / torch.linalg.vector_norm(weight) - means / torch.linalg.vector_norm(means))
+
+
+def _result(
+    stats: _ClassMeans,
+    between: _Between,
+    within: Tensor,
+    weight: Tensor | None,
+    agreement: Tensor | None,
+    excluded: int,
+    resolution: float,
+) -> NCResult:
+    """Put the metrics together and bring them to the host at once."""
+    num_classes, means = len(stats.counts), stats.means
+    rank = between.kept.sum()
+    inverse = torch.where(between.kept, between.singular.pow(-2), 0.0)
+    smallest = torch.where(between.kept, between.singular, math.inf).amin()
+    unit = 1 / math.sqrt(num_classes - 1) if num_classes > 1 else math.nan
+    values = {
+        "nc1": torch.where(rank > 0, (within * inverse).sum() / stats.counts.sum(), math.nan),
+        "rank": rank.to(torch.float64),
+        "condition": torch.where(rank > 0, smallest / between.singular[0], math.nan),
+        "nc2": _simplex_distance(means, unit),
+        "nc2_paper": _simplex_distance(means, unit**2),
+        "nc2_centered": _simplex_distance(between.centred, unit),
+    }
+    if weight is not None:
+        values["nc3"] = _duality_distance(weight, means)
+        values["nc3_centered"] = _duality_distance(weight, between.centred)
+    if agreement is not None:
+        values["nc4"] = agreement
+    host: dict[str, Any] = dict.fromkeys(("nc3", "nc3_centered", "nc4"))
+    host.update(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+    host["rank"] = int(host["rank"])
+    if host["nc1"] < resolution:
+        warnings.warn(
+            f"NC1 = {host['nc1']:.1e} is below what half-precision features resolve (about {resolution:.0e}): it measures "
+            "their rounding; give float32 features",
+            stacklevel=4,
+        )
+    return NCResult(num_classes=num_classes, excluded=excluded, **host)
+
+
+def _undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
+    """The result when no row is finite."""
+    nan, nc3, nc4 = math.nan, math.nan if with_nc3 else None, math.nan if with_nc4 else None
+    return NCResult(nan, 0, nan, nan, nan, nan, nc3, nc3, nc4, num_classes=0, excluded=excluded)
+
+
+# Moments are packed in one (K + D, 1 + D) tensor, [count, mean] per class above [0, scatter], because torchmetrics reduces
+# each state on its own while counts, means and the scatter can only be merged together.
+
+
+def _pack(counts: Tensor, means: Tensor, scatter: Tensor) -> Tensor:
+    top = torch.cat([counts[:, None], means], dim=1)
+    return torch.cat([top, torch.nn.functional.pad(scatter, (1, 0))])
+
+
+def _unpack(moments: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts (K,), means (K, D) and the within-class scatter (D, D)."""
+    top, bottom = moments[:num_classes], moments[num_classes:]
+    return top[:, 0], top[:, 1:], bottom[:, 1:]
+
+
+def _batch_moments(samples: _Samples, stats: _ClassMeans) -> Tensor:
+    """Moments of one batch, its within-class scatter about its own class means."""
+    means = stats.means
+    scatter = means.new_zeros(means.shape[1], means.shape[1])
+    for features, labels in samples.blocks():
+        deviations = features - means[labels]
+        scatter.addmm_(deviations.T, deviations)
+    return _pack(stats.counts, means, scatter)
+
+
+def _merge_moments(parts: Iterable[Tensor]) -> Tensor:
+    """Moments of the union of sets of samples: their scatters plus that of their class means about the joint ones.
+
+    Pairwise update of Chan, Golub & LeVeque (1983) for any number of parts; ``parts`` is a list or a stacked tensor.
+    """
+    parts = list(parts)
+    num_classes = parts[0].shape[0] - parts[0].shape[1] + 1
+    counts, means, scatters = zip(*(_unpack(part, num_classes) for part in parts), strict=True)
+    total = torch.stack(counts).sum(0)
+    share = [(count / total.clamp_min(1))[:, None] for count in counts]
+    joint, scatter = means[0].clone(), scatters[0].clone()
+    for mean, fraction in zip(means[1:], share[1:], strict=True):
+        joint += fraction * (mean - means[0])
+    for other in scatters[1:]:
+        scatter += other
+    for count, mean in zip(counts, means, strict=True):
+        gap = mean - joint
+        scatter.addmm_((count[:, None] * gap).T, gap)
+    return _pack(total, joint, scatter)
+
+
+def _default_rtol(dtype: torch.dtype) -> float:
+    return _RANK_FACTOR * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def _name(value: object) -> str:
+    return type(value).__name__
+
+
+def _check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {_name(value)}; it must be a tensor of dtype {allowed}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {value.dtype}; it must be one of {allowed}")
+
+
+def _check_features(features: Tensor) -> None:
+    _check_tensor("features", features, _FEATURE_DTYPES)
+    if features.ndim != 2 or features.shape[1] == 0:
+        raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, D), D >= 1: flatten or pool the rest")
+
+
+def _check_labels(labels: Tensor, features: Tensor) -> None:
+    _check_tensor("labels", labels, _LABEL_DTYPES)
+    if labels.ndim != 1 or len(labels) != len(features):
+        raise ValueError(f"labels has shape {tuple(labels.shape)}; it must be ({len(features)},) as features has rows")
+    if labels.device != features.device:
+        raise ValueError(f"labels is on {labels.device}; it must be on {features.device} as features is")
+
+
+def _check_label_range(labels: Tensor, num_classes: int | None) -> int:
+    """The number of classes: as given, or the largest label plus one."""
+    low, high = torch.stack(labels.aminmax()).tolist()
+    if num_classes is None:
+        num_classes = high + 1
+    for value in (low, high):
+        if not 0 <= value < num_classes:
+            raise ValueError(f"labels holds {value}; every label must be in [0, {max(num_classes, 1)})")
+    return num_classes
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, a {_name(value)}; it must be an int")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def _check_num_classes(num_classes: int) -> None:
+    _check_count("num_classes", num_classes)
+
+
+def _check_rtol(rtol: float | None) -> None:
+    if rtol is None:
+        return
+    if not isinstance(rtol, (int, float)) or isinstance(rtol, bool):
+        raise TypeError(f"rtol is {rtol!r}, a {_name(rtol)}; it must be a float in [0, 1) or None")
+    if not 0 <= rtol < 1:
+        raise ValueError(f"rtol is {rtol}; it must be in [0, 1), or None for 16 eps of the features' dtype")
+
+
+def _check_center(center: str) -> None:
+    if center not in _CENTERS:
+        raise ValueError(f"center is {center!r}; it must be one of {_CENTERS}")
+
+
+def _check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> None:
+    _check_tensor("classifier_weight", weight, _FEATURE_DTYPES)
+    expected = f"({'num_classes' if num_classes is None else num_classes}, {'D' if width is None else width})"
+    fits = weight.ndim == 2 and num_classes in (None, weight.shape[0]) and width in (None, weight.shape[1])
+    if not fits or weight.shape[0] == 0:
+        raise ValueError(f"classifier_weight has shape {tuple(weight.shape)}; it must be {expected}")
+
+
+def _checked_weight(weight: Tensor | None, features: Tensor, num_classes: int | None) -> Tensor | None:
+    """The classifier in float64."""
+    if weight is None:
+        return None
+    _check_weight(weight, num_classes, features.shape[1])
+    if weight.device != features.device:
+        raise ValueError(f"classifier_weight is on {weight.device}; it must be on {features.device} as features is")
+    return weight.to(torch.float64)

@@ -1,0 +1,101 @@
+"""The state as the solvers see it, one row per sample, and as f sees it: a tensor or a pytree of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class _Leaf:
+    """Shape, dtype and memory order of one tensor of the state; its samples are flattened in memory order."""
+
+    def __init__(self, tensor: Tensor):
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        # Dimensions after the batch from the slowest to the fastest in memory; ties (sizes of 1) keep their order.
+        self.order = sorted(range(1, tensor.dim()), key=lambda d: -tensor.stride(d))
+        self.inverse = [0, *(1 + self.order.index(d) for d in range(1, tensor.dim()))]
+        self.width = tensor[0].numel() if len(tensor) else 0
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(B, width): a view where the memory order allows it."""
+        return tensor.permute(0, *self.order).reshape(self.shape[0], self.width)
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """The tensor of the leaf's shape and memory order from its rows; a view of them if they are contiguous."""
+        sizes = [self.shape[d] for d in self.order]
+        return rows.reshape(self.shape[0], *sizes).permute(self.inverse)
+
+
+class Packing:
+    """Maps between the pytree that f takes and the rows (B, D) that the solvers work on."""
+
+    def __init__(self, z0: Any):
+        leaves, self.spec = pytree.tree_flatten(z0)
+        if not leaves:
+            raise ValueError("z0 must hold at least one tensor, got an empty structure")
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise TypeError(f"z0 must hold floating-point tensors only, got {got}")
+            if leaf.dim() == 0:
+                raise ValueError("z0 must have the batch as its first dimension, got a tensor without dimensions")
+            if len(leaf) != len(leaves[0]) or leaf.device != leaves[0].device:
+                raise ValueError(
+                    "the tensors of z0 must have one batch size and one device, got "
+                    + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
+                )
+        self.leaves = [_Leaf(leaf) for leaf in leaves]
+        self.batch, self.device = len(leaves[0]), leaves[0].device
+        self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+
+    def pack(self, z: Any) -> Tensor:
+        """Fresh rows (B, D) of z in the dtype of the solve."""
+        leaves = pytree.tree_leaves(z)
+        rows = [leaf.rows(tensor).to(self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
+        return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def check_value(self, value: Any) -> list[Tensor]:
+        """The tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
+        leaves, spec = pytree.tree_flatten(value)
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+        expected = [tuple(leaf.shape) for leaf in self.leaves]
+        if spec != self.spec:
+            raise ValueError(f"f must return the structure of z0, {self.spec}, got {spec}")
+        if shapes != expected:
+            only = len(expected) == 1
+            raise ValueError(
+                f"f must return the shape of z0, {expected[0] if only else expected}, got {shapes[0] if only else shapes}"
+            )
+        return leaves
+
+    def pack_value(self, value: Any, z: Tensor) -> Tensor:
+        """Rows of f's output: a view of it where its dtype and memory order allow, never of the iterate `z`."""
+        leaves = self.check_value(value)
+        if len(leaves) > 1:
+            return self.pack(value)
+        rows = self.leaves[0].rows(leaves[0]).to(self.dtype).contiguous()
+        return rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
+
+    def unpack(self, rows: Tensor) -> Any:
+        """What f takes: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
+        parts: Sequence[Tensor] = [rows]
+        if len(self.leaves) > 1:
+            parts = [part.contiguous() for part in rows.split([leaf.width for leaf in self.leaves], dim=1)]
+        tensors = [leaf.restore(part).to(leaf.dtype) for leaf, part in zip(self.leaves, parts, strict=True)]
+        return pytree.tree_unflatten(tensors, self.spec)
+
+    def runs_low_precision(self, value: Any) -> bool:
+        """Whether f computed in bfloat16 or float16, judged by its output and the autocast state."""
+        low = (torch.bfloat16, torch.float16)
+        return torch.is_autocast_enabled(self.device.type) or any(x.dtype in low for x in pytree.tree_leaves(value))
+
+    def low_precision_eps(self, value: Any) -> float:
+        """Rounding unit of the low precision f runs in."""
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.finfo(torch.get_autocast_dtype(self.device.type)).eps
+        return max(torch.finfo(x.dtype).eps for x in pytree.tree_leaves(value))

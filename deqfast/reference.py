@@ -1,0 +1,189 @@
+"""Every op in plain torch: the ground truth of the tests, ``kernel="torch"``, and the baseline of the benchmarks.
+
+The functions take the arguments of the registered ops (``deqfast.ops``), update their tensors in place, and work in
+the dtype of the state (float32 or float64). They hold no host synchronisation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A solve has lost all hope of gaining in low precision after this many iterations without a gain of this much.
+STALL_ITERATIONS = 5
+STALL_GAIN = 0.95
+# Pivots of the equilibrated window matrix below this carry no information.
+PIVOT_FLOOR = 1e-7
+
+BROYDEN_GOOD, BROYDEN_BAD, ANDERSON_I, ANDERSON_II = range(4)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(dim=-1)
+
+
+def _judge(
+    z: Tensor,
+    fz: Tensor,
+    g: Tensor,
+    best: Tensor,
+    status: Tensor,
+    iterations: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    active: Tensor,
+    k: int,
+    tol: float,
+    absolute: bool,
+    stall_floor: float,
+) -> Tensor:
+    """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
+    limits = torch.finfo(z.dtype)
+    running = status == 0
+    res_abs = _dot(g, g).sqrt()
+    f_norm = _dot(fz, fz).sqrt()
+    finite = torch.isfinite(res_abs) & torch.isfinite(f_norm)
+    res_rel = (res_abs / f_norm.clamp_min(limits.tiny)).clamp_max(limits.max)
+    measure, best_measure = (res_abs, residual[1]) if absolute else (res_rel, residual[0])
+
+    improved = running & finite & (measure < best_measure)
+    best.copy_(torch.where(improved[:, None], z, best))
+    gained = running & finite & (res_rel < STALL_GAIN * gain[0])
+    gain.copy_(torch.where(gained, torch.stack([res_rel, torch.full_like(res_rel, k)]), gain))
+    residual.copy_(torch.where(improved, torch.stack([res_rel, res_abs]), residual))
+    converged = running & finite & (measure <= tol)
+    stalled = (residual[0] < stall_floor) & (k - gain[1] >= STALL_ITERATIONS)
+    stalled &= running & finite & ~converged
+    broken = running & ~finite
+
+    iterations.masked_fill_(running, k + 1)
+    status.masked_fill_(converged, 1).masked_fill_(broken, 2).masked_fill_(stalled, 3)
+    z.copy_(torch.where(broken[:, None], best, z))
+    active.sub_((running & (status != 0)).sum())
+    return running & (status == 0)
+
+
+def picard_step(
+    z: Tensor,
+    fz: Tensor,
+    best: Tensor,
+    status: Tensor,
+    iterations: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    active: Tensor,
+    k: int,
+    last: bool,
+    tol: float,
+    absolute: bool,
+    stall_floor: float,
+    damping: float,
+) -> None:
+    """z <- z + damping (f(z) - z) for every running sample. See ``deqfast.ops`` for the arguments."""
+    g = fz - z
+    advance = _judge(z, fz, g, best, status, iterations, residual, gain, active, k, tol, absolute, stall_floor)
+    if not last:
+        z.copy_(torch.where(advance[:, None], fz if damping == 1.0 else z + damping * g, z))
+
+
+def multisecant_step(
+    z: Tensor,
+    fz: Tensor,
+    best: Tensor,
+    status: Tensor,
+    iterations: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    active: Tensor,
+    f_prev: Tensor,
+    left: Tensor,
+    df: Tensor,
+    gram: Tensor,
+    k: int,
+    last: bool,
+    tol: float,
+    absolute: bool,
+    stall_floor: float,
+    method: int,
+    alpha: float,
+    beta: float,
+    ridge: float,
+) -> None:
+    """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g. See ``deqfast.ops`` for the arguments."""
+    g = fz - z
+    advance = _judge(z, fz, g, best, status, iterations, residual, gain, active, k, tol, absolute, stall_floor)
+    if last:
+        return
+    history, n, slot = left.shape[1], min(k, left.shape[1]), k % left.shape[1]
+    with torch.autocast(z.device.type, enabled=False):
+        step = beta * g
+        if n:
+            _append_pair(z, fz, f_prev, left, df, gram, k, method, beta)
+            t = torch.einsum("bmd,bd->bm", left[:, :n].to(z.dtype), g)
+            gamma = solve_window(gram, t, k, method, ridge)
+            step = step - torch.einsum("bmd,bm->bd", df[:, :n].to(z.dtype), gamma)
+        # The history holds the step as it is taken, so that secant equations stay exact in a short history dtype.
+        z_next = z + (alpha * step).to(left.dtype).to(z.dtype)
+        left[:, slot] = z_next - z
+        if n and method in (BROYDEN_GOOD, ANDERSON_I):
+            gram[:, slot, :n] = torch.einsum("bmd,bd->bm", df[:, :n].to(z.dtype), left[:, slot].to(z.dtype))
+        z.copy_(torch.where(advance[:, None], z_next, z))
+
+
+def _append_pair(
+    z: Tensor, fz: Tensor, f_prev: Tensor, left: Tensor, df: Tensor, gram: Tensor, k: int, method: int, beta: float
+) -> None:
+    """Complete the newest pair, whose step lies in `left`, and its row and column of the window matrix."""
+    history, n, newest = left.shape[1], min(k, left.shape[1]), (k - 1) % left.shape[1]
+    delta = fz - f_prev
+    s = left[:, newest].to(z.dtype)
+    y = delta - s
+    df[:, newest] = beta * delta + (1 - beta) * s
+    if method in (ANDERSON_II, BROYDEN_BAD):
+        left[:, newest] = y
+        y = left[:, newest].to(z.dtype)
+    window = left[:, :n].to(z.dtype)
+    column = torch.einsum("bmd,bd->bm", window, y)
+    if method in (ANDERSON_II, BROYDEN_BAD):
+        gram[:, newest, :n] = column
+        gram[:, history, newest] = gram[:, history + 1, newest] = column[:, newest]
+    else:
+        if method == ANDERSON_I:
+            gram[:, newest, :n] = (gram[:, newest, :n] - torch.einsum("bmd,bd->bm", window, s)) / beta
+        gram[:, history, newest] = _dot(s, s)
+        gram[:, history + 1, newest] = _dot(y, y)
+    gram[:, :n, newest] = column
+
+
+def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> Tensor:
+    """Solve N gamma = t in the window of iteration k; t and gamma (B, n) are in the order of the slots.
+
+    N is equilibrated by the lengths of its pairs and eliminated without pivoting from the newest pair to the oldest:
+    the first pivot under ``PIVOT_FLOOR`` drops its pair and all older ones, which is dropping the oldest pair until
+    the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows.
+    """
+    history, n = gram.shape[2], min(k, gram.shape[2])
+    order = [(k - 1 - age) % history for age in range(n)]  # newest first
+    scale = gram[:, history:, :].rsqrt()
+    scale = torch.where(torch.isfinite(scale), scale, 0)[:, :, order]
+    a = gram[:, order][:, :, order] * scale[:, 0, :, None] * scale[:, 1, None, :]
+    if method == BROYDEN_BAD:
+        a = a.tril()
+    elif method in (ANDERSON_I, ANDERSON_II):
+        diagonal = a.diagonal(dim1=1, dim2=2)
+        diagonal += torch.where(diagonal < 0, -ridge, ridge)
+    b = t[:, order] * scale[:, 0]
+    kept = torch.ones_like(b, dtype=torch.bool)
+    for c in range(n):
+        pivot = a[:, c, c]
+        kept[:, c] = (pivot.abs() >= PIVOT_FLOOR) & (kept[:, c - 1] if c else True)
+        factor = a[:, c + 1 :, c] / torch.where(kept[:, c], pivot, 1)[:, None]
+        a[:, c + 1 :] -= factor[:, :, None] * a[:, c, None]
+        b[:, c + 1 :] -= factor * b[:, c, None]
+    gamma = torch.zeros_like(b)
+    for c in reversed(range(n)):
+        value = (b[:, c] - _dot(a[:, c, c + 1 :], gamma[:, c + 1 :])) / a[:, c, c]
+        gamma[:, c] = torch.where(kept[:, c], value, 0)
+    gamma = gamma * scale[:, 1]
+    gamma = torch.where(torch.isfinite(gamma).all(dim=1, keepdim=True), gamma, 0)
+    return torch.empty_like(gamma).index_copy_(1, torch.tensor(order, device=t.device), gamma)

@@ -1,0 +1,101 @@
+"""Solvers are frozen hyper-parameters; their state is made by ``init`` and advanced in place by ``advance``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import Kernel
+
+# A low-precision f has a residual floor of a few units of its rounding error; below this many, no gain is a stall.
+STALL_UNITS = 8
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
+    """Raise unless `value` is a finite real number in [low, high] (or ]low, high])."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    bound = f"{'greater than' if low_open else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    if not math.isfinite(value) or value > high or value < low or (low_open and value == low):
+        raise ValueError(f"{name} must be finite and {bound}, got {value!r}")
+
+
+def check_count(name: str, value: Any, low: int = 1) -> None:
+    """Raise unless `value` is an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}")
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+@dataclass
+class State:
+    """Tensors of a running solve; see ``deqfast.ops`` for their shapes and meaning."""
+
+    kernel: Kernel
+    z: Tensor
+    best: Tensor
+    status: Tensor
+    iterations: Tensor
+    residual: Tensor
+    gain: Tensor
+    active: Tensor
+    stall_floor: float
+
+    @classmethod
+    def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
+        batch, device = z.shape[0], z.device
+        infinity = torch.full((2, batch), math.inf, dtype=z.dtype, device=device)
+        return cls(
+            kernel=kernel,
+            z=z,
+            best=z.clone(),
+            status=torch.zeros(batch, dtype=torch.int8, device=device),
+            iterations=torch.zeros(batch, dtype=torch.int32, device=device),
+            residual=infinity,
+            gain=infinity.clone(),
+            active=torch.full((1,), batch, dtype=torch.int32, device=device),
+            stall_floor=0.0,
+            **more,
+        )
+
+    def monitor(self) -> tuple[Tensor, ...]:
+        return self.best, self.status, self.iterations, self.residual, self.gain, self.active
+
+
+@dataclass(frozen=True)
+class Solver:
+    """What every solver has.
+
+    tol: bound on the residual; max_iter: calls of f; stop: "rel" for |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+    Raises TypeError or ValueError, naming the argument, for values out of range.
+    """
+
+    tol: float = 1e-3
+    max_iter: int = 20
+    stop: str = "rel"
+
+    def __post_init__(self) -> None:
+        check_number("tol", self.tol, 0.0, low_open=True)
+        check_count("max_iter", self.max_iter)
+        check_choice("stop", self.stop, ("rel", "abs"))
+
+    def init(self, z: Tensor, kernel: Kernel) -> State:
+        """The state of a solve from `z` (B, D), which it owns from now on."""
+        raise NotImplementedError
+
+    def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
+        """Judge f(z) = `fz` (B, D), the value number `k` from 0, and step; `fz` is kept until the next step."""
+        raise NotImplementedError
+
+    def _rule(self, state: State, k: int, last: bool) -> tuple[int, bool, float, bool, float]:
+        return k, last, self.tol, self.stop == "abs", state.stall_floor

@@ -1,0 +1,89 @@
+"""What Broyden and Anderson share: a window of secant pairs in the pair form of the multisecant family.
+
+z <- z + alpha (beta g - DF gamma), N gamma = L^T g with g = f(z) - z, DF the differences of f and L the steps or the
+differences of g. Broyden's product of rank-one updates in this form: Byrd, Nocedal and Schnabel, Math. Programming 63
+(1994); Anderson as a multisecant method: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops import Kernel
+from .base import Solver, State, check_count
+
+DEFAULT_HISTORY = 20
+HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@dataclass
+class MultisecantState(State):
+    f_prev: Tensor  # f at the previous iterate
+    left: Tensor
+    df: Tensor
+    gram: Tensor
+    raw: Tensor | None = None  # what f returned last, held so that its memory is not handed out again
+    reuses_buffer: bool = False  # f writes all its values to one buffer
+
+    def keep(self, fz: Tensor, k: int) -> None:
+        """Keep f's value for the next step: without a copy, unless f overwrites it."""
+        self.raw = fz
+        self.f_prev = fz.clone() if k == 0 or self.reuses_buffer else fz
+
+    def check_buffer(self, fz: Tensor, k: int) -> None:
+        """Notice an f that returns its previous value's memory; the first value was copied for this case."""
+        if self.raw is None or fz.data_ptr() != self.raw.data_ptr() or self.reuses_buffer:
+            return
+        if k > 1:
+            raise RuntimeError(f"f returned, at its call {k + 1}, the memory of its previous value; return a fresh tensor")
+        self.reuses_buffer = True
+
+
+class Multisecant(Solver):
+    """Base of Broyden and Anderson, which hold the fields."""
+
+    history: int | None
+    history_dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history is not None:
+            check_count("history", self.history)
+        if self.history_dtype not in (None, *HISTORY_DTYPES):
+            allowed = ", ".join(map(str, HISTORY_DTYPES))
+            raise ValueError(f"history_dtype must be None or one of {allowed}, got {self.history_dtype!r}")
+
+    def method(self) -> tuple[int, float, float, float]:
+        """(method, alpha, beta, ridge) of the op."""
+        raise NotImplementedError
+
+    def init(self, z: Tensor, kernel: Kernel) -> MultisecantState:
+        history = self.history or DEFAULT_HISTORY
+        if kernel.max_history is not None and history > kernel.max_history:
+            raise ValueError(f"history must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}")
+        history = min(history, self.max_iter)  # more slots than iterations would stay empty
+        dtype = self.history_dtype or z.dtype
+        if dtype not in (z.dtype, torch.bfloat16) or (dtype == torch.bfloat16 and z.dtype != torch.float32):
+            raise ValueError(
+                f"history_dtype must be the state's ({z.dtype}), or torch.bfloat16 beside torch.float32, got {dtype}"
+            )
+        batch, dim = z.shape
+        return MultisecantState.start(  # type: ignore[return-value]
+            z,
+            kernel,
+            f_prev=z,
+            left=torch.empty(batch, history, dim, dtype=dtype, device=z.device),
+            df=torch.empty(batch, history, dim, dtype=dtype, device=z.device),
+            gram=torch.empty(batch, history + 2, history, dtype=z.dtype, device=z.device),
+        )
+
+    def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
+        assert isinstance(state, MultisecantState)
+        state.check_buffer(fz, k)
+        window = state.f_prev, state.left, state.df, state.gram
+        rule = self._rule(state, k, last)
+        state.kernel.multisecant_step(state.z, fz, *state.monitor(), *window, *rule, *self.method())
+        state.keep(fz, k)

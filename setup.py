@@ -1,0 +1,84 @@
+"""The two extensions, and nothing else: metadata is in pyproject.toml.
+
+DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU object, and the CUDA object where torch was built for
+CUDA and an nvcc of the same major version is there, with or without a GPU; `cuda` fails where it cannot.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import setup
+
+MODE = os.environ.get("DEQFAST_BUILD", "auto")
+OPS = ("picard_step", "multisecant_step")
+# The stable ABI of torch 2.11: one object for every torch from then on.
+MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
+CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"
+
+
+def find_cuda_home() -> Path | None:
+    """The toolkit that really holds the CUDA runtime: an nvcc on the PATH may be a wrapper outside it."""
+    nvcc = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    candidates += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
+    for candidate in [*candidates, "/usr/local/cuda"]:
+        if candidate and Path(candidate, "bin/nvcc").is_file() and list(Path(candidate).glob("lib*/libcudart.so*")):
+            return Path(candidate)
+    return None
+
+
+def why_not_cuda(cuda_home: Path | None) -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return "the installed torch was built without CUDA"
+    if cuda_home is None:
+        return "no CUDA toolkit was found (set CUDA_HOME)"
+    text = subprocess.run([cuda_home / "bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+)", text)
+    if match is None or match.group(1) != torch.version.cuda.split(".")[0]:
+        return f"{cuda_home}/bin/nvcc is not of CUDA {torch.version.cuda.split('.')[0]}, for which torch was built"
+    return None
+
+
+def extensions() -> dict:
+    if MODE not in ("auto", "cpu", "cuda", "none"):
+        raise SystemExit(f"DEQFAST_BUILD must be auto, cpu, cuda or none, got {MODE!r}")
+    if MODE == "none":
+        return {}
+    cuda_home = find_cuda_home()
+    if cuda_home is not None:
+        os.environ["CUDA_HOME"] = str(cuda_home)  # read by torch's build code when it is imported
+    import pybind11
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    include = [pybind11.get_include()]
+    cxx = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
+    cpu_sources = ["csrc/bindings_cpu.cpp", *(f"csrc/cpu/{op}.cpp" for op in OPS)]
+    modules = [
+        CppExtension(
+            "deqfast._C_cpu", cpu_sources, include_dirs=include, define_macros=MACROS, extra_compile_args={"cxx": cxx}
+        )
+    ]
+    reason = "DEQFAST_BUILD=cpu" if MODE == "cpu" else why_not_cuda(cuda_home)
+    if reason is not None and MODE == "cuda":
+        raise SystemExit(f"DEQFAST_BUILD=cuda cannot be met: {reason}")
+    if reason is None:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)  # without a GPU torch cannot ask for one
+        cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{op}_cuda.cu" for op in OPS)]
+        flags = {"cxx": cxx, "nvcc": ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]}
+        macros = [*MACROS, ("USE_CUDA", None)]
+        modules.append(
+            CUDAExtension(
+                "deqfast._C_cuda", cuda_sources, include_dirs=include, define_macros=macros, extra_compile_args=flags
+            )
+        )
+    else:
+        print(f"deqfast: building without the CUDA kernels: {reason}")
+    return {"ext_modules": modules, "cmdclass": {"build_ext": BuildExtension}}
+
+
+setup(**extensions())
