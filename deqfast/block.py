@@ -22,7 +22,7 @@ class DEQBlock(nn.Module):
 
     cell: any callable (z, x) -> z; an ``nn.Module`` is registered. A submodule with a method ``begin_solve()`` has it
         called once per forward, before the solve.
-    solver: "broyden", "anderson", "picard" or a solver object; eval_solver: the same for evaluation mode (None: solver).
+    solver: "broyden", "anderson", "picard" or a solver object; eval_solver: that of evaluation mode (None: solver).
     adjoint: "jfb", "implicit", "phantom", "unrolled" or an adjoint object.
     kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every: see ``deqfast.solve``.
     init: x -> z0. Without it the first of these that exists is taken: ``cell.initial_state(x)``, zeros like x.

@@ -8,11 +8,11 @@ Notation: N samples h_i in R^D with labels y_i in K classes; class means mu_k; H
     NC3 = || W / ||W||_F - H-bar^T / ||H-bar||_F ||_F
     NC4 = share of the samples on which argmax_k (W h)_k is the class of the nearest mean
 
-Sigma_B has rank K - 1 at most, so no D x D matrix is formed: with the thin SVD U diag(s) R^T of the centred class means,
-NC1 = (1/N) sum_j sum_i (R_j . (h_i - mu_{y_i}))^2 / s_j^2 over the singular values kept. Two passes read the features a
-block of rows at a time: class sums, then deviations from the class means (taken before any product) and their projections.
-Half and single precision features are widened to float64 block by block: that costs little, and autocast and the float32
-matmul precision settings have no say. Class sums are one-hot matrix products: the same inputs give the same bits.
+Sigma_B has rank K - 1 at most, so no D x D matrix is formed. With the thin SVD U diag(s) R^T of the centred class means,
+NC1 = (1/N) sum_j sum_i (R_j . (h_i - mu_{y_i}))^2 / s_j^2 over the singular values kept. Two passes read the features
+a block of rows at a time: class sums, then deviations from the class means (before any product) and their projections.
+Each block is widened to float64: that costs little, and autocast and the float32 matmul settings have no say. Class sums
+are one-hot matrix products, not scattered additions: the same inputs give the same bits.
 
 Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A.
 """
@@ -43,7 +43,7 @@ _EPS64 = torch.finfo(torch.float64).eps
 _RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
 _NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
 # Elements of a block of rows: about the L2 cache of two cores on the CPU, enough work per launch on a GPU.
-_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ def neural_collapse(
 ) -> NCResult:
     """Measure NC1-NC4 of ``features`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
 
-    Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and both
-    rules that NC4 compares choose among these; ties go to the lowest index. Rows with a non-finite feature are left out and
-    counted. Everything is computed in float64 whatever the dtype of the features; no gradient is recorded.
+    Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and
+    both rules that NC4 compares choose among these; ties go to the lowest index. Rows with a non-finite feature are left
+    out and counted. Everything is computed in float64 whatever the dtype of the features; no gradient is recorded.
 
     Args:
         features: (N, D), float16, bfloat16, float32 or float64, N and D at least 1, any strides, CPU or CUDA.
         labels: (N,), uint8 or a signed integer dtype, values in [0, num_classes), on the device of ``features``.
-        classifier_weight: (num_classes, D), dtypes as ``features``, on the same device. Without it NC3 and NC4 are None.
+        classifier_weight: (num_classes, D), a dtype and the device as above. Without it NC3 and NC4 are None.
         num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
-        rtol: singular values of the centred class means up to ``rtol`` times the largest count as zero, in [0, 1). For means
-            that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the features'
-            dtype, of float32 for float16 and bfloat16: what these round away in single samples averages out in the means.
-            Singular values within the float64 rounding of the means are never kept.
+        rtol: singular values of the centred class means up to ``rtol`` times the largest count as zero, in [0, 1). For
+            means that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the dtype
+            of ``features``, of float32 for float16 and bfloat16: what these round away in single samples averages out
+            in the means. Singular values within the float64 rounding of the means are never kept.
         center: "class-means" subtracts the mean of the class means (the paper's choice), "samples" the mean over all
             samples; the two differ when classes are imbalanced.
 
@@ -113,8 +113,8 @@ def neural_collapse(
 
     Raises:
         TypeError: an argument is not of the type or dtype above.
-        ValueError: a shape, device, label, ``num_classes``, ``rtol`` or ``center`` is not as above, or features are so large
-            that their sums overflow.
+        ValueError: a shape, device, label, ``num_classes``, ``rtol`` or ``center`` is not as above, or features are so
+            large that their sums overflow.
     """
     _check_features(features)
     _check_labels(labels, features)
@@ -135,8 +135,7 @@ def neural_collapse(
     if samples.num_classes == 0:
         return _undefined(excluded, with_nc3=weight is not None, with_nc4=weight is not None)
     between = _between_classes(stats, center, _default_rtol(features.dtype) if rtol is None else rtol)
-    within = _projected_scatter(samples, stats.means, between.directions)
-    agreement = None if weight is None else _agreement(samples, stats.means, weight)
+    within, agreement = _second_pass(samples, stats.means, between.directions, weight)
     return _result(stats, between, within, weight, agreement, excluded, _NC1_RESOLUTION.get(features.dtype, 0.0))
 
 
@@ -146,18 +145,19 @@ class NeuralCollapse(Metric):
     ``update(features, labels)`` per batch, ``compute()`` for the ``NCResult`` over all batches (and all processes),
     ``reset()``. The result is that of ``neural_collapse`` on the batches put together.
 
-    By default the state is the list of feature and label batches, copied (a buffer may be reused) and kept in their dtype:
-    N x D memory, twice that during ``compute``, and all of it on every process after a distributed sync. With
-    ``streaming=True`` it is a count and a mean per class and one D x D within-class scatter in float64, each batch centred
-    on its own class means before any product: memory does not grow with N, and NC4 is None, as it needs the samples.
+    By default the state is the list of feature and label batches, copied (a buffer may be reused) and kept in their
+    dtype: N x D memory, twice that during ``compute``, and all of it on every process after a distributed sync. With
+    ``streaming=True`` it is a count and a mean per class and one D x D within-class scatter in float64, each batch
+    centred on its own class means before any product: memory does not grow with N, and NC4, which needs the samples, is
+    None.
 
-    Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier as it is then.
+    Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier.
 
     Args:
         num_classes: number of classes; labels are in [0, num_classes).
-        classifier_weight: (num_classes, D) tensor, or a module whose ``weight`` is one and is read at every ``compute``, or
-            None. Can be set later as an attribute. It is no parameter and no state of the metric, and may be on another
-            device.
+        classifier_weight: (num_classes, D) tensor, or a module whose ``weight`` is one and is read at every ``compute``,
+            or None. Can be set later as an attribute. It is no parameter and no state of the metric, and may be on
+            another device.
         rtol: as in ``neural_collapse``.
         center: as in ``neural_collapse``.
         streaming: keep moments instead of features.
@@ -244,13 +244,13 @@ class NeuralCollapse(Metric):
             return None
         weight = value.weight if isinstance(value, nn.Module) and hasattr(value, "weight") else value
         if not isinstance(weight, Tensor):
-            raise TypeError(f"classifier_weight is a {_name(value)}; it must be a tensor, a module with a weight, or None")
+            raise TypeError(f"classifier_weight is a {_name(value)}; it must be a tensor, a module with weight, or None")
         _check_weight(weight, self.num_classes, self.num_features)
         return value if isinstance(value, nn.Module) else value.detach()
 
     def _read_weight(self) -> Tensor | None:
         classifier = self.classifier_weight
-        return classifier.weight.detach() if isinstance(classifier, nn.Module) else classifier  # type: ignore[operator,return-value]
+        return classifier.weight.detach() if isinstance(classifier, nn.Module) else classifier  # type: ignore[operator]
 
     @torch.no_grad()
     def update(self, features: Tensor, labels: Tensor) -> None:
@@ -362,15 +362,16 @@ class _Samples:
         return self.features.shape[0] if self.rows is None else self.rows.shape[0]
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (features, labels) of a few rows at a time, split by the shapes and the kind of device alone."""
+        """Yield (features, labels) of a few rows at a time, split by the shapes and the kind of device alone.
+
+        The features are a float64 copy, free to be overwritten.
+        """
         budget = _BLOCK_ELEMENTS.get(self.features.device.type, _BLOCK_ELEMENTS["cpu"])
         step = max(1, budget // max(self.features.shape[1], self.num_classes))
         for start in range(0, self.count, step):
             part = slice(start, start + step)
-            if self.rows is None:
-                yield self.features[part], self.labels[part]
-            else:
-                yield self.features[self.rows[part]], self.labels[self.rows[part]]
+            chosen = part if self.rows is None else self.rows[part]
+            yield self.features[chosen].to(torch.float64, copy=True), self.labels[chosen]
 
 
 class _ClassMeans(NamedTuple):
@@ -405,7 +406,7 @@ def _class_sums(samples: _Samples, shift: Tensor) -> tuple[Tensor, Tensor]:
     for features, labels in samples.blocks():
         one_hot = (labels == classes).to(torch.float64)
         counts += one_hot.sum(1)
-        sums.addmm_(one_hot, features - shift)
+        sums.addmm_(one_hot, features.sub_(shift))
     return counts, sums
 
 
@@ -417,10 +418,10 @@ def _class_means(samples: _Samples) -> tuple[_Samples, _ClassMeans]:
     if not bool(sums.isfinite().all()):
         finite = [features.isfinite().all(1) for features, _ in samples.blocks()]
         samples = replace(samples, rows=torch.cat(finite).nonzero()[:, 0])
-        shift = next(samples.blocks())[0][0].to(torch.float64) if samples.count else torch.zeros_like(shift)
+        shift = next(samples.blocks())[0][0] if samples.count else torch.zeros_like(shift)
         counts, sums = _class_sums(samples, shift)
         if not bool(sums.isfinite().all()):
-            raise ValueError("features holds values whose sums overflow float64; scale them (the metrics are scale-free)")
+            raise ValueError("features holds values whose sums overflow float64; scale them (no metric depends on it)")
     local = torch.where(counts[:, None] > 0, sums / counts.clamp_min(1)[:, None], -shift)
     return samples, _ClassMeans(counts, local, shift)
 
@@ -451,28 +452,28 @@ def _between_classes(stats: _ClassMeans, center: str, rtol: float) -> _Between:
     return _Between(centred, directions, singular, kept)
 
 
-def _projected_scatter(samples: _Samples, means: Tensor, directions: Tensor) -> Tensor:
-    """sum_i (R_j . (h_i - mu_{y_i}))^2 for each direction R_j, float64."""
-    total = means.new_zeros(directions.shape[0])
-    for features, labels in samples.blocks():
-        total += ((features - means[labels]) @ directions.T).square_().sum(0)
-    return total
-
-
-def _agreement(samples: _Samples, means: Tensor, weight: Tensor) -> Tensor:
-    """Share of the samples for which the classifier picks the class of the nearest mean; NaN for a non-finite classifier.
+def _second_pass(
+    samples: _Samples, means: Tensor, directions: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """sum_i (R_j . (h_i - mu_{y_i}))^2 for each direction R_j and, with a classifier, the share of agreeing samples.
 
     With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . (mu_k - middle) up to a term without k.
     """
     # From differences only: |mu_k|^2 - 2 h . mu_k would lose digits to an offset of the features.
     gaps = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist").square_()
     centred = means - means.mean(0)
+    within = means.new_zeros(directions.shape[0])
     agreed = torch.zeros((), dtype=torch.int64, device=means.device)
     for features, labels in samples.blocks():
-        nearest = gaps[labels].addmm_(features - means[labels], centred.T, alpha=-2).argmin(1)
-        chosen = (features.to(torch.float64) @ weight.T).argmax(1)
-        agreed += (nearest == chosen).sum()
-    return torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
+        chosen = None if weight is None else (features @ weight.T).argmax(1)
+        deviations = features.sub_(means[labels])
+        within += (deviations @ directions.T).square_().sum(0)
+        if chosen is not None:
+            nearest = gaps[labels].addmm_(deviations, centred.T, alpha=-2).argmin(1)
+            agreed += (nearest == chosen).sum()
+    if weight is None:
+        return within, None
+    return within, torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
 
 
 def _simplex_distance(means: Tensor, scale: float) -> Tensor:
@@ -520,7 +521,7 @@ def _result(
     host["rank"] = int(host["rank"])
     if host["nc1"] < resolution:
         warnings.warn(
-            f"NC1 = {host['nc1']:.1e} is below what half-precision features resolve (about {resolution:.0e}): it measures "
+            f"NC1 = {host['nc1']:.1e} is below what half-precision features resolve (about {resolution:.0e}): it is "
             "their rounding; give float32 features",
             stacklevel=4,
         )
@@ -533,8 +534,8 @@ def _undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
     return NCResult(nan, 0, nan, nan, nan, nan, nc3, nc3, nc4, num_classes=0, excluded=excluded)
 
 
-# Moments are packed in one (K + D, 1 + D) tensor, [count, mean] per class above [0, scatter], because torchmetrics reduces
-# each state on its own while counts, means and the scatter can only be merged together.
+# Moments are packed in one (K + D, 1 + D) tensor, [count, mean] per class above [0, scatter], because torchmetrics
+# reduces each state on its own while counts, means and the scatter can only be merged together.
 
 
 def _pack(counts: Tensor, means: Tensor, scatter: Tensor) -> Tensor:
@@ -553,7 +554,7 @@ def _batch_moments(samples: _Samples, stats: _ClassMeans) -> Tensor:
     means = stats.means
     scatter = means.new_zeros(means.shape[1], means.shape[1])
     for features, labels in samples.blocks():
-        deviations = features - means[labels]
+        deviations = features.sub_(means[labels])
         scatter.addmm_(deviations.T, deviations)
     return _pack(stats.counts, means, scatter)
 
@@ -598,7 +599,7 @@ def _check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> 
 def _check_features(features: Tensor) -> None:
     _check_tensor("features", features, _FEATURE_DTYPES)
     if features.ndim != 2 or features.shape[1] == 0:
-        raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, D), D >= 1: flatten or pool the rest")
+        raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, D): flatten or pool the rest")
 
 
 def _check_labels(labels: Tensor, features: Tensor) -> None:

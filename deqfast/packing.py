@@ -17,7 +17,8 @@ class _Leaf:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         # Dimensions after the batch from the slowest to the fastest in memory; ties (sizes of 1) keep their order.
-        self.order = sorted(range(1, tensor.dim()), key=lambda d: -tensor.stride(d))
+        strides = tensor.stride()
+        self.order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])
         self.inverse = [0, *(1 + self.order.index(d) for d in range(1, tensor.dim()))]
         self.width = tensor[0].numel() if len(tensor) else 0
 
@@ -67,10 +68,8 @@ class Packing:
         if spec != self.spec:
             raise ValueError(f"f must return the structure of z0, {self.spec}, got {spec}")
         if shapes != expected:
-            only = len(expected) == 1
-            raise ValueError(
-                f"f must return the shape of z0, {expected[0] if only else expected}, got {shapes[0] if only else shapes}"
-            )
+            wanted, got = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
+            raise ValueError(f"f must return the shape of z0, {wanted}, got {got}")
         return leaves
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:

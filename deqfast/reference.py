@@ -114,7 +114,7 @@ def multisecant_step(
     advance = _judge(z, fz, g, best, status, iterations, residual, gain, active, k, tol, absolute, stall_floor)
     if last:
         return
-    history, n, slot = left.shape[1], min(k, left.shape[1]), k % left.shape[1]
+    n, slot = min(k, left.shape[1]), k % left.shape[1]
     with torch.autocast(z.device.type, enabled=False):
         step = beta * g
         if n:

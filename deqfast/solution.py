@@ -57,5 +57,6 @@ class Solution:
         return self.status == Status.CONVERGED
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{int((self.status == s).sum())} {s.name}" for s in Status if bool((self.status == s).any()))
+        ended = self.status.tolist()
+        counts = ", ".join(f"{ended.count(status)} {status.name}" for status in Status if status in ended)
         return f"Solution({counts or 'empty batch'}, evaluations={self.evaluations})"

@@ -15,9 +15,10 @@ from .multisecant import Multisecant
 class Anderson(Multisecant):
     """Anderson acceleration of type II (least squares on the residuals) or I (on the steps).
 
-    history: pairs kept (None: as for ``Broyden``); kind: "II" or "I"; mixing in ]0, 2]: weight of the residual in the step; ridge: added to
-    the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on the scale of z;
-    history_dtype: None for the state's, or torch.bfloat16, which halves the memory. The rest as in ``Solver``.
+    history: pairs kept (None: as for ``Broyden``); kind: "II" or "I"; mixing in ]0, 2]: weight of the residual in the
+    step; ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
+    the scale of z; history_dtype: None for the state's, or torch.bfloat16, which halves the memory. The rest as in
+    ``Solver``.
     """
 
     history: int | None = 6

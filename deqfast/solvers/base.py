@@ -19,7 +19,8 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, l
     """Raise unless `value` is a finite real number in [low, high] (or ]low, high])."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    bound = f"{'greater than' if low_open else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    bound = f"{'greater than' if low_open else 'at least'} {low:g}"
+    bound += f" and at most {high:g}" if high < math.inf else ""
     if not math.isfinite(value) or value > high or value < low or (low_open and value == low):
         raise ValueError(f"{name} must be finite and {bound}, got {value!r}")
 

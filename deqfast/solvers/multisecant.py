@@ -38,7 +38,7 @@ class MultisecantState(State):
         if self.raw is None or fz.data_ptr() != self.raw.data_ptr() or self.reuses_buffer:
             return
         if k > 1:
-            raise RuntimeError(f"f returned, at its call {k + 1}, the memory of its previous value; return a fresh tensor")
+            raise RuntimeError(f"f returned, at call {k + 1}, the memory of its previous value; return a fresh tensor")
         self.reuses_buffer = True
 
 

@@ -1,0 +1,116 @@
+"""What the wheel and the sdist hold, and a life without a compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools.config.pyprojecttoml import read_configuration
+
+ROOT = Path(__file__).resolve().parent.parent
+TOP_LEVEL = {"pyproject.toml", "setup.py", "README.md", "csrc", "deqfast", "kernels", "benchmarks", "experiments",
+             "tests", "LICENSE", "MANIFEST.in"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what is under version control, so that no build touches the checkout."""
+    target = tmp_path_factory.mktemp("source") / "deqfast"
+    for name in TOP_LEVEL:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, target / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            target.mkdir(exist_ok=True)
+            shutil.copy(path, target / name)
+    return target
+
+
+def run(*command, **environment):
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
+    run(*pip, source, DEQFAST_BUILD="none")
+    return next(out.glob("*.whl"))
+
+
+def modules(folder, package):
+    return {f"{package}/{path.name}" for path in folder.glob("*.py")}
+
+
+def test_wheel_contains_every_module(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {"deqfast/py.typed"}
+    for folder in [ROOT / "deqfast", *(p for p in (ROOT / "deqfast").rglob("*") if p.is_dir())]:
+        expected |= modules(folder, folder.relative_to(ROOT).as_posix())
+    expected |= modules(ROOT / "kernels", "deqfast/kernels")
+    assert len(expected) > 15
+    assert expected <= names
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"deqfast"}
+
+
+def test_every_package_is_listed():
+    listed = set(read_configuration(ROOT / "pyproject.toml", expand=False)["tool"]["setuptools"]["packages"])
+    found = {p.parent.relative_to(ROOT).as_posix().replace("/", ".") for p in (ROOT / "deqfast").rglob("__init__.py")}
+    assert listed == found | {"deqfast.kernels"}
+
+
+def test_sdist_contains_the_sources(source, tmp_path):
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, source, DEQFAST_BUILD="none")
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = archive.getnames()
+    inside = {name.split("/", 1)[1] for name in names if "/" in name}
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert len(sources) > 5
+    assert sources | {"kernels/__init__.py", "LICENSE", "setup.py"} <= inside
+
+
+def test_works_without_the_extension(wheel, tmp_path):
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path, wheel)
+    script = (
+        # An editable install of the checkout would lend its extension to this copy.
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+        "import torch, deqfast, pathlib\n"
+        "assert pathlib.Path(deqfast.__file__).is_relative_to(sys.argv[1]), deqfast.__file__\n"
+        "import deqfast.kernels\n"
+        "print(deqfast.backends()['cpp'].reason)\n"
+        "block = deqfast.DEQBlock(deqfast.LinearCell(8))\n"
+        "x = torch.randn(4, 8)\n"
+        "z, solution = block(x, return_solution=True)\n"
+        "assert bool(solution.converged.all())\n"
+        "exact = torch.linalg.solve(torch.eye(8) - block.cell.weight, x.T).T\n"
+        "assert (z - exact).norm() < 1e-2 * exact.norm()\n"
+        "try:\n"
+        "    deqfast.DEQBlock(deqfast.LinearCell(8), kernel='cpp')(x)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    printed = run(sys.executable, "-P", "-c", script, str(tmp_path), PYTHONPATH=str(tmp_path)).splitlines()
+    assert len(printed) == 2
+    assert "DEQFAST_BUILD=none" in printed[0]
+    assert "kernel='cpp' is not available" in printed[1] and printed[0] in printed[1]
+
+
+def test_unknown_build_mode_is_an_error(source):
+    result = subprocess.run([sys.executable, "setup.py", "--version"], cwd=source, capture_output=True, text=True,
+                            env=os.environ | {"DEQFAST_BUILD": "gpu"}, check=False)  # fmt: skip
+    assert result.returncode != 0
+    assert "DEQFAST_BUILD must be auto, cpu, cuda or none, got 'gpu'" in result.stderr
+
+
+def test_top_level_is_the_fixed_one():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == TOP_LEVEL
