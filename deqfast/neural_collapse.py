@@ -8,11 +8,11 @@ Notation: N samples h_i in R^D with labels y_i in K classes; class means mu_k; H
     NC3 = || W / ||W||_F - H-bar^T / ||H-bar||_F ||_F
     NC4 = share of the samples on which argmax_k (W h)_k is the class of the nearest mean
 
-Sigma_B has rank K - 1 at most, so no D x D matrix is formed. With the thin SVD U diag(s) R^T of the centred class means,
-NC1 = (1/N) sum_j sum_i (R_j . (h_i - mu_{y_i}))^2 / s_j^2 over the singular values kept. Two passes read the features
-a block of rows at a time: class sums, then deviations from the class means (before any product) and their projections.
-Each block is widened to float64: that costs little, and autocast and the float32 matmul settings have no say. Class sums
-are one-hot matrix products, not scattered additions: the same inputs give the same bits.
+Sigma_B has rank K - 1 at most, so no D x D matrix is formed. With the thin SVD R diag(s) V^T of the centred class means
+(D, K), NC1 = (1/N) sum_j sum_i (R_j . (h_i - mu_{y_i}))^2 / s_j^2 over the singular values kept. Two passes read the
+features a block of rows at a time: class sums, then deviations from the class means (before any product) and their
+projections. Blocks are widened to float64: it costs little, and autocast and the float32 matmul settings have no say.
+Class sums are one-hot matrix products, not scattered additions: the same inputs give the same bits.
 
 Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A.
 """
@@ -42,8 +42,10 @@ _CENTERS = ("class-means", "samples")
 _EPS64 = torch.finfo(torch.float64).eps
 _RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
 _NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
-# Elements of a block of rows: about the L2 cache of two cores on the CPU, enough work per launch on a GPU.
-_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
+# Elements of a block of rows: what stays in the cache of a CPU, enough work per launch on a GPU.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+_MIN_BLOCK_ROWS = 64  # matrix products of fewer rows are slow
+_NO_SAMPLES = "the metric has no samples; call update(features, labels) before compute()"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class NCResult:
         nc2: distance of the normalised Gram matrix of the class means from the simplex, target of unit norm
             (a = 1/sqrt(K - 1)), class means not centred. NaN with one class, or when all class means are zero.
         nc2_paper: the same with a = 1/(K - 1) as the paper prints it; never below 1 - 1/sqrt(K - 1).
-        nc2_centered: ``nc2`` of the centred class means.
+        nc2_centered: ``nc2`` of the centred class means; NaN when ``rank`` is 0, as is ``nc3_centered``.
         nc3: distance of the normalised classifier from the normalised class means; None without a classifier.
         nc3_centered: ``nc3`` of the centred class means (the classifier is taken as it is); None without a classifier.
         nc4: share of the samples on which the classifier (no bias) agrees with the nearest class mean; None without a
@@ -93,8 +95,8 @@ def neural_collapse(
     """Measure NC1-NC4 of ``features`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
 
     Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and
-    both rules that NC4 compares choose among these; ties go to the lowest index. Rows with a non-finite feature are left
-    out and counted. Everything is computed in float64 whatever the dtype of the features; no gradient is recorded.
+    both rules that NC4 compares choose among these; ties go to the lowest index. Rows with a non-finite feature are
+    left out and counted. Everything is computed in float64 whatever the dtype of the features; no gradient is recorded.
 
     Args:
         features: (N, D), float16, bfloat16, float32 or float64, N and D at least 1, any strides, CPU or CUDA.
@@ -102,9 +104,9 @@ def neural_collapse(
         classifier_weight: (num_classes, D), a dtype and the device as above. Without it NC3 and NC4 are None.
         num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
         rtol: singular values of the centred class means up to ``rtol`` times the largest count as zero, in [0, 1). For
-            means that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the dtype
-            of ``features``, of float32 for float16 and bfloat16: what these round away in single samples averages out
-            in the means. Singular values within the float64 rounding of the means are never kept.
+            means that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the
+            dtype of ``features``, of float32 for float16 and bfloat16: what these round away in single samples averages
+            out in the means. Singular values within the float64 rounding of the means are never kept.
         center: "class-means" subtracts the mean of the class means (the paper's choice), "samples" the mean over all
             samples; the two differ when classes are imbalanced.
 
@@ -123,7 +125,7 @@ def neural_collapse(
     _check_rtol(rtol)
     _check_center(center)
     if num_classes is not None:
-        _check_num_classes(num_classes)
+        _check_count("num_classes", num_classes)
     weight = _checked_weight(classifier_weight, features, num_classes)
     if num_classes is None and weight is not None:
         num_classes = weight.shape[0]
@@ -155,9 +157,9 @@ class NeuralCollapse(Metric):
 
     Args:
         num_classes: number of classes; labels are in [0, num_classes).
-        classifier_weight: (num_classes, D) tensor, or a module whose ``weight`` is one and is read at every ``compute``,
-            or None. Can be set later as an attribute. It is no parameter and no state of the metric, and may be on
-            another device.
+        classifier_weight: (num_classes, D) tensor, or a module whose ``weight`` is one and is read at every
+            ``compute``, or None. Can be set later as an attribute. It is no parameter and no state of the metric, and
+            may be on another device.
         rtol: as in ``neural_collapse``.
         center: as in ``neural_collapse``.
         streaming: keep moments instead of features.
@@ -169,19 +171,20 @@ class NeuralCollapse(Metric):
         ValueError: an argument or a batch is out of range; ``compute`` without samples. Labels out of range raise in
             ``update`` when streaming (it waits for the device), else in ``compute``.
 
-    Example:
-        >>> metric = NeuralCollapse(num_classes=10, classifier_weight=model.fc)
-        >>> for images, labels in loader:
-        ...     metric.update(model.features(images), labels)
-        >>> metric.compute().nc1
+    Example::
+
+        metric = NeuralCollapse(num_classes=10, classifier_weight=model.fc)
+        for images, labels in loader:
+            metric.update(model.features(images), labels)
+        result = metric.compute()
     """
 
     is_differentiable = False
     higher_is_better = None
     full_state_update = False
 
-    features: list[Tensor] | Tensor
-    labels: list[Tensor] | Tensor
+    features: list[Tensor]
+    labels: list[Tensor]
     moments: Tensor
     precision: Tensor
     excluded: Tensor
@@ -198,7 +201,7 @@ class NeuralCollapse(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"compute_with_cache": False, **kwargs})
-        _check_num_classes(num_classes)
+        _check_count("num_classes", num_classes)
         _check_rtol(rtol)
         _check_center(center)
         if num_features is not None:
@@ -244,7 +247,7 @@ class NeuralCollapse(Metric):
             return None
         weight = value.weight if isinstance(value, nn.Module) and hasattr(value, "weight") else value
         if not isinstance(weight, Tensor):
-            raise TypeError(f"classifier_weight is a {_name(value)}; it must be a tensor, a module with weight, or None")
+            raise TypeError(f"classifier_weight is a {_name(value)}; give a tensor, a module with a weight, or None")
         _check_weight(weight, self.num_classes, self.num_features)
         return value if isinstance(value, nn.Module) else value.detach()
 
@@ -263,7 +266,6 @@ class NeuralCollapse(Metric):
         if self.streaming:
             self._update_moments(features, labels)
         else:
-            assert isinstance(self.features, list) and isinstance(self.labels, list)
             self.features.append(features.detach().clone())
             self.labels.append(labels.to(torch.int64, copy=True))
 
@@ -284,9 +286,9 @@ class NeuralCollapse(Metric):
         """Return the ``NCResult`` of all samples since the last ``reset``."""
         if self.streaming:
             return self._compute_moments()
-        features, labels = (dim_zero_cat(x) if len(x) else None for x in (self.features, self.labels))
-        if features is None or labels is None:
-            raise ValueError("NeuralCollapse has no samples; call update(features, labels) before compute()")
+        if len(self.features) == 0:
+            raise ValueError(_NO_SAMPLES)
+        features, labels = dim_zero_cat(self.features), dim_zero_cat(self.labels)
         weight = self._read_weight()
         weight = None if weight is None else weight.to(features.device)
         return neural_collapse(features, labels, weight, self.num_classes, self.rtol, self.center)
@@ -298,14 +300,14 @@ class NeuralCollapse(Metric):
         seen = counts.nonzero()[:, 0]
         weight = self._read_weight()
         if len(seen) == 0 and excluded == 0:
-            raise ValueError("NeuralCollapse has no samples; call update(features, labels) before compute()")
+            raise ValueError(_NO_SAMPLES)
         if len(seen) == 0:
             return _undefined(excluded, with_nc3=weight is not None, with_nc4=False)
         if weight is not None:
             weight = weight.to(means.device, torch.float64)[seen]
         stats = _ClassMeans(counts[seen], means[seen], torch.zeros_like(means[0]))
         between = _between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
-        within = ((between.directions @ scatter) * between.directions).sum(1).clamp_min(0)
+        within = ((scatter @ between.directions) * between.directions).sum(0).clamp_min(0)
         return _result(stats, between, within, weight, None, excluded, resolution)
 
     def _wrap_compute(self, compute: Callable) -> Callable:
@@ -367,7 +369,7 @@ class _Samples:
         The features are a float64 copy, free to be overwritten.
         """
         budget = _BLOCK_ELEMENTS.get(self.features.device.type, _BLOCK_ELEMENTS["cpu"])
-        step = max(1, budget // max(self.features.shape[1], self.num_classes))
+        step = max(_MIN_BLOCK_ROWS, budget // max(self.features.shape[1], self.num_classes))
         for start in range(0, self.count, step):
             part = slice(start, start + step)
             chosen = part if self.rows is None else self.rows[part]
@@ -390,7 +392,7 @@ class _ClassMeans(NamedTuple):
 
 
 class _Between(NamedTuple):
-    """SVD of the centred class means (K, D): directions (min(K, D), D), singular values, and which of these count."""
+    """Thin SVD of the centred class means (K, D): directions (D, min(K, D)), singular values, which of these count."""
 
     centred: Tensor
     directions: Tensor
@@ -445,7 +447,7 @@ def _between_classes(stats: _ClassMeans, center: str, rtol: float) -> _Between:
     local, counts = stats.local, stats.counts
     middle = local.mean(0) if center == "class-means" else counts @ local / counts.sum()
     centred = local - middle
-    _, singular, directions = torch.linalg.svd(centred, full_matrices=False)
+    directions, singular, _ = torch.linalg.svd(centred.T, full_matrices=False)
     rounding = _RANK_FACTOR * _EPS64 * torch.linalg.vector_norm(local)
     kept = singular > torch.maximum(rtol * singular[0], rounding)
     kept[len(counts) - 1 :] = False  # either centre leaves one linear dependence between the K rows
@@ -457,23 +459,31 @@ def _second_pass(
 ) -> tuple[Tensor, Tensor | None]:
     """sum_i (R_j . (h_i - mu_{y_i}))^2 for each direction R_j and, with a classifier, the share of agreeing samples.
 
-    With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . (mu_k - middle) up to a term without k.
+    With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . mu_k up to a term without k: an offset of the features
+    cancels no digits, as it would in |mu_k|^2 - 2 h . mu_k.
     """
-    # From differences only: |mu_k|^2 - 2 h . mu_k would lose digits to an offset of the features.
-    gaps = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist").square_()
-    centred = means - means.mean(0)
-    within = means.new_zeros(directions.shape[0])
+    within = means.new_zeros(directions.shape[1])
     agreed = torch.zeros((), dtype=torch.int64, device=means.device)
+    if weight is not None:
+        gaps = _squared_distances(means)
     for features, labels in samples.blocks():
         chosen = None if weight is None else (features @ weight.T).argmax(1)
         deviations = features.sub_(means[labels])
-        within += (deviations @ directions.T).square_().sum(0)
+        within += (deviations @ directions).square_().sum(0)
         if chosen is not None:
-            nearest = gaps[labels].addmm_(deviations, centred.T, alpha=-2).argmin(1)
+            nearest = gaps[labels].addmm_(deviations, means.T, alpha=-2).argmin(1)
             agreed += (nearest == chosen).sum()
     if weight is None:
         return within, None
     return within, torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
+
+
+def _squared_distances(points: Tensor) -> Tensor:
+    """|p_i - p_j|^2 for the rows of ``points``, (K, K)."""
+    first, second = torch.triu_indices(len(points), len(points), offset=1, device=points.device)
+    distances = points.new_zeros(len(points), len(points))
+    distances[first, second] = nn.functional.pdist(points).square_()
+    return distances + distances.T
 
 
 def _simplex_distance(means: Tensor, scale: float) -> Tensor:
@@ -502,6 +512,7 @@ def _result(
     rank = between.kept.sum()
     inverse = torch.where(between.kept, between.singular.pow(-2), 0.0)
     smallest = torch.where(between.kept, between.singular, math.inf).amin()
+    centred = torch.where(rank > 0, between.centred, math.nan)  # else it is rounding
     unit = 1 / math.sqrt(num_classes - 1) if num_classes > 1 else math.nan
     values = {
         "nc1": torch.where(rank > 0, (within * inverse).sum() / stats.counts.sum(), math.nan),
@@ -509,11 +520,11 @@ def _result(
         "condition": torch.where(rank > 0, smallest / between.singular[0], math.nan),
         "nc2": _simplex_distance(means, unit),
         "nc2_paper": _simplex_distance(means, unit**2),
-        "nc2_centered": _simplex_distance(between.centred, unit),
+        "nc2_centered": _simplex_distance(centred, unit),
     }
     if weight is not None:
         values["nc3"] = _duality_distance(weight, means)
-        values["nc3_centered"] = _duality_distance(weight, between.centred)
+        values["nc3_centered"] = _duality_distance(weight, centred)
     if agreement is not None:
         values["nc4"] = agreement
     host: dict[str, Any] = dict.fromkeys(("nc3", "nc3_centered", "nc4"))
@@ -530,8 +541,20 @@ def _result(
 
 def _undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
     """The result when no row is finite."""
-    nan, nc3, nc4 = math.nan, math.nan if with_nc3 else None, math.nan if with_nc4 else None
-    return NCResult(nan, 0, nan, nan, nan, nan, nc3, nc3, nc4, num_classes=0, excluded=excluded)
+    nc3, nc4 = math.nan if with_nc3 else None, math.nan if with_nc4 else None
+    return NCResult(
+        nc1=math.nan,
+        rank=0,
+        condition=math.nan,
+        nc2=math.nan,
+        nc2_paper=math.nan,
+        nc2_centered=math.nan,
+        nc3=nc3,
+        nc3_centered=nc3,
+        nc4=nc4,
+        num_classes=0,
+        excluded=excluded,
+    )
 
 
 # Moments are packed in one (K + D, 1 + D) tensor, [count, mean] per class above [0, scatter], because torchmetrics
@@ -540,7 +563,7 @@ def _undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
 
 def _pack(counts: Tensor, means: Tensor, scatter: Tensor) -> Tensor:
     top = torch.cat([counts[:, None], means], dim=1)
-    return torch.cat([top, torch.nn.functional.pad(scatter, (1, 0))])
+    return torch.cat([top, nn.functional.pad(scatter, (1, 0))])
 
 
 def _unpack(moments: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -626,10 +649,6 @@ def _check_count(name: str, value: int) -> None:
         raise TypeError(f"{name} is {value!r}, a {_name(value)}; it must be an int")
     if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1")
-
-
-def _check_num_classes(num_classes: int) -> None:
-    _check_count("num_classes", num_classes)
 
 
 def _check_rtol(rtol: float | None) -> None:

@@ -85,4 +85,26 @@ Monitor<T> monitor_of(const Tensor& status, const Tensor& iterations, const Tens
           gain.mutable_data_ptr<T>(),        active.mutable_data_ptr<int32_t>(),     status.size(0)};
 }
 
+// Call `body` with a zero of the state's type.
+template <class F>
+void dispatch_state(ScalarType dtype, const F& body) {
+  if (dtype == ScalarType::Double) {
+    body(double());
+  } else {
+    body(float());
+  }
+}
+
+// Call `body` with a zero of the state's type and one of the history's; bfloat16 goes beside float only.
+template <class BFloat16, class F>
+void dispatch_history(ScalarType state, ScalarType history, const F& body) {
+  if (state == ScalarType::Double) {
+    body(double(), double());
+  } else if (history == ScalarType::BFloat16) {
+    body(float(), BFloat16());
+  } else {
+    body(float(), float());
+  }
+}
+
 }  // namespace deqfast

@@ -30,23 +30,31 @@ DEQFAST_HD T inverse_length(T square) {
   return scale <= Limits<T>::max ? scale : T(0);  // also where the square is NaN
 }
 
+// The threads that solve one window together: one on the CPU, a warp on a GPU.
+struct OneLane {
+  static constexpr int index = 0, count = 1;
+  DEQFAST_HD void sync() const {}
+};
+
 // Number of T in `work` that solve_window needs for n pairs.
 DEQFAST_HD inline int solve_workspace(int n) { return n * n + 2 * n; }
 
 // N gamma = t by elimination without pivoting from the newest pair to the oldest, on the equilibrated matrix. The first
 // pivot under kPivotFloor drops its pair and all older ones. Gamma is zero where nothing is left or it overflows.
-// `gram` (history + 2, history) has |left|^2 and |y|^2 in its last two rows; t and gamma are indexed by slot.
-template <class T>
+// `gram` (history + 2, history) has |left|^2 and |y|^2 in its last two rows; t and gamma are indexed by slot. The lanes
+// share all arrays; gamma is complete for all of them on return.
+template <class T, class Lanes>
 DEQFAST_HD void solve_window(const T* gram, const T* t, T* gamma, T* work, const Window& window, int64_t method,
-                             T ridge) {
+                             T ridge, const Lanes& lanes) {
   const int n = window.size(), stride = window.history;
   T* a = work;          // n x n, newest first
   T* b = work + n * n;  // right-hand side, then solution
   T* y_scale = b + n;
   const T* left_sq = gram + static_cast<int64_t>(stride) * stride;
   const T* y_sq = left_sq + stride;
-  for (int j = 0; j < n; ++j) y_scale[j] = inverse_length(y_sq[window.slot(j)]);
-  for (int i = 0; i < n; ++i) {
+  for (int j = lanes.index; j < n; j += lanes.count) y_scale[j] = inverse_length(y_sq[window.slot(j)]);
+  lanes.sync();
+  for (int i = lanes.index; i < n; i += lanes.count) {
     const int slot = window.slot(i);
     const T scale = inverse_length(left_sq[slot]);
     for (int j = 0; j < n; ++j) {
@@ -55,30 +63,33 @@ DEQFAST_HD void solve_window(const T* gram, const T* t, T* gamma, T* work, const
     }
     if (method == kAndersonI || method == kAndersonII) a[i * n + i] += a[i * n + i] < 0 ? -ridge : ridge;
     b[i] = t[slot] * scale;
-    gamma[slot] = T(0);
   }
+  lanes.sync();
 
   int kept = 0;
   while (kept < n && fabs(a[kept * n + kept]) >= static_cast<T>(kPivotFloor)) {
     const T* pivot_row = a + kept * n;
-    for (int i = kept + 1; i < n; ++i) {
+    for (int i = kept + 1 + lanes.index; i < n; i += lanes.count) {
       const T factor = a[i * n + kept] / pivot_row[kept];
       for (int j = kept + 1; j < n; ++j) a[i * n + j] -= factor * pivot_row[j];
       b[i] -= factor * b[kept];
     }
     ++kept;
+    lanes.sync();
   }
-  for (int i = kept - 1; i >= 0; --i) {
-    T value = b[i];
-    for (int j = i + 1; j < kept; ++j) value -= a[i * n + j] * b[j];
-    b[i] = value / a[i * n + i];
+  for (int j = kept - 1; j >= 0; --j) {
+    const T value = b[j] / a[j * n + j];
+    lanes.sync();
+    for (int i = lanes.index; i < j; i += lanes.count) b[i] -= a[i * n + j] * value;
+    if (lanes.index == 0) b[j] = value;
+    lanes.sync();
   }
   bool finite = true;
-  for (int i = 0; i < kept; ++i) {
-    b[i] *= y_scale[i];
-    finite = finite && fabs(b[i]) <= Limits<T>::max;
+  for (int i = 0; i < kept; ++i) finite = finite && fabs(b[i] * y_scale[i]) <= Limits<T>::max;
+  for (int i = lanes.index; i < n; i += lanes.count) {
+    gamma[window.slot(i)] = finite && i < kept ? b[i] * y_scale[i] : T(0);
   }
-  for (int i = 0; i < kept && finite; ++i) gamma[window.slot(i)] = b[i];
+  lanes.sync();
 }
 
 }  // namespace deqfast

@@ -156,7 +156,8 @@ DEQFAST_INLINE void solve_sample(const MultisecantArgs<T, H>& a, int64_t row, co
   const T y_sq = static_cast<T>(sum<T>(sums.y_sq));
   gram[m * m + newest] = left_is_y(a.method) ? y_sq : static_cast<T>(sum<T>(sums.s_sq));
   gram[(m + 1) * m + newest] = y_sq;
-  solve_window(gram, scratch.t.data(), scratch.gamma.data(), scratch.work.data(), a.window, a.method, a.ridge);
+  solve_window(gram, scratch.t.data(), scratch.gamma.data(), scratch.work.data(), a.window, a.method, a.ridge,
+               OneLane());
 }
 
 // Sweep 2: take the step, store it as the next pair's, and take its dots with DF where the method needs them.
@@ -229,23 +230,15 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
   checker.check_state(fz, best, status, iterations, residual, gain, active);
   const auto history_dtype = checker.check_window(f_prev, left, df, gram, k, method, /*max_history=*/1 << 15);
   const Window window{k, static_cast<int>(left.size(1))};
-  dispatch_state(z.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    const StopRule<T> rule{k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last};
-    auto launch_with = [&](auto* left_ptr, auto* df_ptr) {
-      using H = std::remove_pointer_t<decltype(left_ptr)>;
-      launch(MultisecantArgs<T, H>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(),
-                                   f_prev.const_data_ptr<T>(), left_ptr, df_ptr, gram.mutable_data_ptr<T>(), z.size(1),
-                                   window, monitor_of<T>(status, iterations, residual, gain, active), rule, method,
-                                   static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)});
-    };
-    if constexpr (std::is_same_v<T, float>) {
-      if (history_dtype == ScalarType::BFloat16) {
-        launch_with(static_cast<BFloat16*>(left.mutable_data_ptr()), static_cast<BFloat16*>(df.mutable_data_ptr()));
-        return;
-      }
-    }
-    launch_with(left.mutable_data_ptr<T>(), df.mutable_data_ptr<T>());
+  dispatch_history<BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto history) {
+    using T = decltype(state);
+    using H = decltype(history);
+    launch(MultisecantArgs<T, H>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(),
+                                 f_prev.const_data_ptr<T>(), static_cast<H*>(left.mutable_data_ptr()),
+                                 static_cast<H*>(df.mutable_data_ptr()), gram.mutable_data_ptr<T>(), z.size(1), window,
+                                 monitor_of<T>(status, iterations, residual, gain, active),
+                                 {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last}, method,
+                                 static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)});
   });
 }
 

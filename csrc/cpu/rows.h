@@ -1,7 +1,5 @@
-// What the CPU solver kernels share: the end of sweep one, the choice of threads, the dispatch on the state's dtype.
+// What the CPU solver kernels share: the end of sweep 1 and the choice of threads.
 #pragma once
-
-#include <torch/headeronly/core/ScalarType.h>
 
 #include "../common/monitor.h"
 #include "simd.h"
@@ -22,14 +20,5 @@ DEQFAST_INLINE Verdict settle(const Monitor<T>& monitor, int64_t row, T res_sq, 
 
 // Below about 16,000 elements a thread costs more than it saves.
 inline int64_t rows_per_thread(int64_t dim) { return dim < 16384 ? 16384 / (dim > 0 ? dim : 1) : 1; }
-
-template <class F>
-void dispatch_state(torch::headeronly::ScalarType dtype, const F& body) {
-  if (dtype == torch::headeronly::ScalarType::Double) {
-    body(double());
-  } else {
-    body(float());
-  }
-}
 
 }  // namespace deqfast

@@ -1,0 +1,16 @@
+// The module deqfast._C_cuda: importing it registers the CUDA kernels; it tells how they were built.
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+PYBIND11_MODULE(_C_cuda, m) {
+  m.doc() = "CUDA kernels of deqfast. Importing this module registers them with torch.";
+  m.def("build_info", [] {
+    pybind11::dict info;
+    info["compiler"] = std::string(__VERSION__);
+    info["cuda"] = CUDART_VERSION;
+    info["torch_target_version"] = static_cast<unsigned long long>(TORCH_TARGET_VERSION);
+    return info;
+  });
+}
