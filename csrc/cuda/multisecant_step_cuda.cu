@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <torch/csrc/stable/library.h>
 
+#include <type_traits>
+
 #include "../common/checks.h"
 #include "block.cuh"
 
@@ -27,6 +29,18 @@ struct MultisecantParams {
   int64_t method;
   T alpha, beta, ridge;
 };
+
+// Torch builds extensions without the implicit conversions of bfloat16.
+template <class To, class From>
+__device__ To convert(From x) {
+  if constexpr (std::is_same_v<From, __nv_bfloat16>) {
+    return __bfloat162float(x);
+  } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
 
 struct WarpLanes {
   int index;
@@ -70,12 +84,12 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, T (&su
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const T delta = f.value[i] - before.value[i];
-      s[i] = static_cast<T>(kept.value[i]);
-      df.value[i] = static_cast<H>(p.beta * delta + (T(1) - p.beta) * s[i]);
+      s[i] = convert<T>(kept.value[i]);
+      df.value[i] = convert<H>(p.beta * delta + (T(1) - p.beta) * s[i]);
       y[i] = delta - s[i];
       if (store_y) {
-        kept.value[i] = static_cast<H>(y[i]);
-        y[i] = static_cast<T>(kept.value[i]);
+        kept.value[i] = convert<H>(y[i]);
+        y[i] = convert<T>(kept.value[i]);
       }
       sums[kSSq] += s[i] * s[i];
       sums[kYSq] += y[i] * y[i];
@@ -88,7 +102,7 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, T (&su
       const auto pair = j == newest ? kept : load<H, N>(left + j * p.dim + d);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const T l = static_cast<T>(pair.value[i]);
+        const T l = convert<T>(pair.value[i]);
         sums[kDots + j] += l * g[i];
         sums[kDots + M + j] += l * y[i];
         if constexpr (WithLs) sums[kDots + 2 * M + j] += l * s[i];
@@ -144,14 +158,14 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
       if (j >= n) break;
       const auto pair = load<H, N>(df + j * p.dim + d);
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[i] -= gamma[j] * static_cast<T>(pair.value[i]);
+      for (int i = 0; i < N; ++i) x[i] -= gamma[j] * convert<T>(pair.value[i]);
     }
     Pack<T, N> now;
     Pack<H, N> taken;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      now.value[i] = old.value[i] + static_cast<T>(static_cast<H>(p.alpha * x[i]));
-      taken.value[i] = static_cast<H>(now.value[i] - old.value[i]);
+      now.value[i] = old.value[i] + convert<T>(convert<H>(p.alpha * x[i]));
+      taken.value[i] = convert<H>(now.value[i] - old.value[i]);
     }
     store(z + d, now);
     store(left_next + d, taken);
@@ -162,13 +176,13 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
       if (j >= n) break;
       const auto pair = load<H, N>(df + j * p.dim + d);
 #pragma unroll
-      for (int i = 0; i < N; ++i) dots[j] += static_cast<T>(pair.value[i]) * static_cast<T>(taken.value[i]);
+      for (int i = 0; i < N; ++i) dots[j] += convert<T>(pair.value[i]) * convert<T>(taken.value[i]);
     }
   }
 }
 
 template <class T, class H, int M, bool WithLs, int N>
-__global__ void __launch_bounds__(kThreads) multisecant_kernel(const MultisecantParams<T, H> p) {
+__global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
   constexpr int Values = kDots + (WithLs ? 3 : 2) * M;
   __shared__ Shared<T, M, Values> shared;
   const int64_t row = blockIdx.x;

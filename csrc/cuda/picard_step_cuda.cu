@@ -19,7 +19,7 @@ struct PicardParams {
 };
 
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads) picard_kernel(const PicardParams<T> p) {
+__global__ void __launch_bounds__(kThreads, 4) picard_kernel(const PicardParams<T> p) {
   __shared__ T partials[kWarps][2];
   __shared__ T totals[2];
   const int64_t row = blockIdx.x;
