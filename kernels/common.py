@@ -1,0 +1,117 @@
+"""Jit helpers shared by the kernels of the solver steps, and the constants that they share with the other backends."""
+
+import triton
+import triton.language as tl
+
+STALL_ITERATIONS = tl.constexpr(5)
+STALL_GAIN = tl.constexpr(0.95)
+PIVOT_FLOOR = tl.constexpr(1e-7)
+
+BROYDEN_GOOD = tl.constexpr(0)
+BROYDEN_BAD = tl.constexpr(1)
+ANDERSON_I = tl.constexpr(2)
+ANDERSON_II = tl.constexpr(3)
+
+
+@triton.jit
+def scalar(value, dtype: tl.constexpr):
+    """A scalar argument in `dtype`; the interpreter hands floats over as plain numbers, which have no ``to``."""
+    return tl.full([], value, dtype)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def square_root(x):
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def tiny_and_max(dtype: tl.constexpr):
+    """The smallest normal and the largest number of `dtype`."""
+    if dtype == tl.float64:
+        return scalar(2.2250738585072014e-308, dtype), scalar(1.7976931348623157e308, dtype)
+    else:
+        return scalar(1.1754943508222875e-38, dtype), scalar(3.4028234663852886e38, dtype)
+
+
+@triton.jit
+def copy_row(p_to, p_from, D, BLK: tl.constexpr):
+    for start in range(0, D, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < D
+        tl.store(p_to + o_d, tl.load(p_from + o_d, mask=m_d, other=0.0), mask=m_d)
+
+
+@triton.jit
+def judge(
+    p_z,
+    p_best,
+    p_status,
+    p_iterations,
+    p_residual,
+    p_gain,
+    p_active,
+    i_b,
+    B,
+    D,
+    b_gg,
+    b_ff,
+    k,
+    tol,
+    absolute,
+    stall_floor,
+    BLK: tl.constexpr,
+):
+    """Record what the running sample i_b has reached at iteration k; return whether it takes another step.
+
+    b_gg = |f(z) - z|^2 and b_ff = |f(z)|^2 are scalars of the state's dtype; p_z and p_best point to the sample's row.
+    rel = sqrt(b_gg / b_ff), abs = sqrt(b_gg). Status 1: measure <= tol, 2: a norm is not finite (z goes back to the
+    best iterate), 3: best rel below stall_floor and no gain of 5 % in 5 iterations.
+    """
+    dtype: tl.constexpr = b_gg.dtype
+    tiny, largest = tiny_and_max(dtype)
+    res_abs = square_root(b_gg)
+    f_norm = square_root(b_ff)
+    finite = is_finite(res_abs) & is_finite(f_norm)
+    res_rel = tl.minimum(res_abs / tl.maximum(f_norm, tiny), largest)
+    best_rel = tl.load(p_residual + i_b)
+    best_abs = tl.load(p_residual + B + i_b)
+    gain_rel = tl.load(p_gain + i_b)
+    gain_k = tl.load(p_gain + B + i_b)
+    measure = tl.where(absolute != 0, res_abs, res_rel)
+
+    improved = finite & (measure < tl.where(absolute != 0, best_abs, best_rel))
+    best_rel = tl.where(improved, res_rel, best_rel)
+    best_abs = tl.where(improved, res_abs, best_abs)
+    gained = finite & (res_rel < gain_rel * STALL_GAIN)
+    now = scalar(k, dtype)
+    gain_rel = tl.where(gained, res_rel, gain_rel)
+    gain_k = tl.where(gained, now, gain_k)
+    converged = measure <= scalar(tol, dtype)
+    stalled = (best_rel < scalar(stall_floor, dtype)) & (now - gain_k >= STALL_ITERATIONS)
+    status = tl.where(finite, tl.where(converged, 1, tl.where(stalled, 3, 0)), 2)
+
+    # Every warp has read what is overwritten below: status, the records, and the row of z.
+    tl.debug_barrier()
+    tl.store(p_status + i_b, status.to(tl.int8))
+    tl.store(p_iterations + i_b, k + 1)
+    tl.store(p_residual + i_b, best_rel)
+    tl.store(p_residual + B + i_b, best_abs)
+    tl.store(p_gain + i_b, gain_rel)
+    tl.store(p_gain + B + i_b, gain_k)
+    if improved:
+        copy_row(p_best, p_z, D, BLK)
+    if status == 2:
+        copy_row(p_z, p_best, D, BLK)
+    if status != 0:
+        tl.atomic_add(p_active, -1, sem="relaxed")
+    # The caller may overwrite z, which other warps may still be copying.
+    tl.debug_barrier()
+    return status == 0

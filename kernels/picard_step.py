@@ -1,0 +1,89 @@
+"""Picard step: z <- z + damping (f(z) - z), with the residuals, best iterate and status of every sample.
+
+z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations (B,) int32; residual, gain (2, B) T;
+active (1,) int32. Accumulation in T. One program per sample; samples with status != 0 move no bytes.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import judge, scalar
+from .config import device_guard, picard_config
+
+
+@triton.jit(do_not_specialize=["B", "k", "last", "absolute"])
+def _picard_step_kernel(
+    p_z,
+    p_fz,
+    p_best,
+    p_status,
+    p_iterations,
+    p_residual,
+    p_gain,
+    p_active,
+    B,
+    D,
+    k,
+    last,
+    tol: tl.float64,
+    absolute,
+    stall_floor: tl.float64,
+    damping: tl.float64,
+    BLK: tl.constexpr,
+):
+    i_b = tl.program_id(0).to(tl.int64)
+    if tl.load(p_status + i_b) != 0:
+        return
+    dtype: tl.constexpr = p_z.dtype.element_ty
+    p_z += i_b * D
+    p_fz += i_b * D
+    b_gg = tl.zeros([BLK], dtype)
+    b_ff = tl.zeros([BLK], dtype)
+    for start in range(0, D, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < D
+        b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+        b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
+        b_gg = tl.fma(b_g, b_g, b_gg)
+        b_ff = tl.fma(b_fz, b_fz, b_ff)
+    advance = judge(
+        p_z, p_best + i_b * D, p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, D,
+        tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), k, tol, absolute, stall_floor, BLK,
+    )  # fmt: skip
+    if advance & (last == 0):
+        b_w = scalar(damping, dtype)
+        for start in range(0, D, BLK):
+            o_d = start + tl.arange(0, BLK)
+            m_d = o_d < D
+            b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+            b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+            tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
+
+
+def picard_step(
+    z: Tensor,
+    fz: Tensor,
+    best: Tensor,
+    status: Tensor,
+    iterations: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    active: Tensor,
+    k: int,
+    last: bool,
+    tol: float,
+    absolute: bool,
+    stall_floor: float,
+    damping: float,
+) -> None:
+    """z <- z + damping (f(z) - z) for every running sample, in place; only the records when `last`."""
+    batch, size = z.shape
+    if batch == 0:
+        return
+    config = picard_config(size, z.dtype)
+    with device_guard(z):
+        _picard_step_kernel[(batch,)](
+            z, fz, best, status, iterations, residual, gain, active, batch, size, k, int(last), tol, int(absolute),
+            stall_floor, damping, BLK=config.block, num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,80 @@
+"""Fixtures of all tests: kernels, devices, poisoned memory; and a header that shows what is under test."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Read when a kernel is decorated: to be set before the first import of a kernel module.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The random op states in kernels/cases.py serve the tests of every implementation.
+sys.path.append(str(Path(__file__).parent / "kernels"))
+
+import deqfast  # noqa: E402
+from deqfast import _extension  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter computes both sides of a select, in numpy, which warns of the side that is not taken.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def _version(name: str) -> str:
+    try:
+        return __import__(name).__version__
+    except ImportError as error:
+        return f"absent ({error})"
+
+
+def pytest_report_header() -> list[str]:
+    extensions = {"_C_cpu": _extension.cpp_module, "_C_cuda": _extension.cuda_module}
+    loaded = [Path(module.__file__).name for module in extensions.values() if module is not None]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    package = Path(deqfast.__file__).parent
+    return [
+        f"deqfast {deqfast.__version__} from {package}; extensions: {', '.join(loaded) or 'none'}",
+        "kernels: " + "; ".join(f"{name}: {state}" for name, state in deqfast.backends().items()),
+        f"triton {_version('triton')} {'interpreted' if INTERPRETED else 'compiled'}; torch {torch.__version__}; "
+        f"numpy {_version('numpy')}; device {device}; {torch.get_num_threads()} threads",
+    ]
+
+
+@pytest.fixture(params=["torch", "cpp", "triton", "cuda"])
+def kernel(request: pytest.FixtureRequest) -> str:
+    """Every kernel; one that is not available skips with its reason. Parametrise indirectly for some of them."""
+    available = deqfast.backends()[request.param]
+    if not available:
+        pytest.skip(f"kernel {request.param}: {available.reason}")
+    return request.param
+
+
+@pytest.fixture
+def device(kernel: str) -> str:
+    """Where `kernel` runs."""
+    return "cuda" if kernel == "cuda" or (kernel == "triton" and not INTERPRETED) else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that deqfast allocates without a value is full of NaN, so that reading it before writing it shows."""
+
+    def poisoning(allocate):
+        def poisoned(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "deqfast":
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
+            return tensor
+
+        return poisoned
+
+    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
+        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))

@@ -1,0 +1,194 @@
+"""The Triton kernels of the solver steps against the reference: interpreted on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
+
+from cases import METHODS, Case, State, check_run, check_step, clone, make_state, same_bits, start_state  # noqa: E402
+from deqfast.kernels import common  # noqa: E402
+from deqfast.kernels.multisecant_step import multisecant_step  # noqa: E402
+from deqfast.kernels.picard_step import picard_step  # noqa: E402
+
+from deqfast import reference  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# The interpreter truncates to bfloat16 where a GPU rounds to nearest: each of two conversions may be an ulp off.
+SHORT = {"history_dtype": torch.bfloat16, "history_slack": 2**-6 if INTERPRETED else 0.0}
+DTYPES = {"fp32": {}, "bf16": SHORT, "fp64": {"dtype": torch.float64}}
+PLAIN = [Case(None, size=31, k=1), Case("good", size=31, k=3), Case("and2", size=31, k=3)]
+
+
+def step_of(case: Case):
+    return picard_step if case.method is None else multisecant_step
+
+
+def label(case: Case) -> str:
+    return case.method or "picard"
+
+
+def check(case: Case) -> State:
+    return check_step(step_of(case), case, DEVICE)
+
+
+def after_step(case: Case, state: State) -> State:
+    state = clone(state)
+    case.call(step_of(case), state)
+    return state
+
+
+def test_constants_are_those_of_the_reference():
+    methods = ("BROYDEN_GOOD", "BROYDEN_BAD", "ANDERSON_I", "ANDERSON_II")
+    for name in ("STALL_ITERATIONS", "STALL_GAIN", "PIVOT_FLOOR", *methods):
+        assert getattr(common, name).value == getattr(reference, name)
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("size", [1, 63, 777])
+def test_picard_run(size, dtype, damping):
+    check_run(picard_step, Case(None, size=size, k=2, damping=damping, **DTYPES[dtype]), DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_run_through_filling_and_eviction(method, dtype):
+    check_run(multisecant_step, Case(method, batch=1, history=3, k=6, **DTYPES[dtype]), DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("method", "beta"), [("good", 1.0), ("bad", 1.0), ("and1", 0.8), ("and2", 0.8)])
+def test_mixing_step_and_ridge(method, beta, dtype):
+    case = Case(method, history=3, alpha=0.7, beta=beta, ridge=2.0**-10, **DTYPES[dtype])
+    for k in (0, 2, 4):
+        check(replace(case, k=k))
+
+
+@pytest.mark.parametrize("size", [1, 777])
+@pytest.mark.parametrize("method", METHODS)
+def test_odd_sizes(method, size):
+    check(Case(method, size=size, history=1 if size == 1 else 3, k=4, batch=1))
+
+
+@pytest.mark.parametrize(("history", "k"), [(6, 8), (10, 12), (20, 20), (32, 33)])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_padded_window(method, history, k):
+    check(Case(method, history=history, k=k, batch=1, wobble=0.5))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_what_befalls_single_samples(case, last):
+    rows = ("done", "nan", "inf", "overflow", "converged", "zero", "stalled", "run")
+    case = replace(case, batch=len(rows), rows=rows, last=last, k=case.k + 6, tol=1e-9, stall_floor=1e-3)
+    after = check(case)
+    assert after["status"].tolist() == [1, 2, 2, 2, 1, 1, 3, 0]
+    assert after["iterations"].tolist() == [case.k] + [case.k + 1] * 7
+    assert after["active"].item() == len(rows) - 6
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_degenerate_history(method, k):
+    """s = y = 0: without a ridge the pair and all older ones are dropped, which leaves a Picard step."""
+    case = Case(method, size=31, k=k, history=3, rows=("degenerate",))
+    assert torch.isfinite(check(case)["z"]).all()
+    after = check(replace(case, ridge=0.0))
+    torch.testing.assert_close(after["z"][0], after["fz"][0])
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_absolute_and_relative_stop(case):
+    state = make_state(case, DEVICE)
+    g, f = state["fz"] - state["z"], state["fz"]
+    absolute = torch.linalg.vector_norm(g, dim=1)
+    relative = absolute / torch.linalg.vector_norm(f, dim=1)
+    for measure, measured in ((False, relative), (True, absolute)):
+        for factor, status in ((1.01, [1, 1]), (0.5, [0, 0])):
+            tol = measured.max().item() * factor if status[0] else measured.min().item() * factor
+            assert check(replace(case, tol=tol, absolute=measure))["status"].tolist() == status
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_last_takes_no_step(case):
+    check(replace(case, last=True))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_empty_batch(case):
+    case = replace(case, batch=0, k=0)
+    case.call(step_of(case), start_state(case, DEVICE))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_bits_depend_neither_on_the_run_nor_on_the_batch(case):
+    case = replace(case, batch=3, k=4, size=200)
+    before = make_state(case, DEVICE)
+    together = after_step(case, before)
+    for _ in range(9 if DEVICE == "cuda" else 1):
+        again = after_step(case, before)
+        assert all(same_bits(together[name], again[name]) for name in case.names)
+    columns = ("residual", "gain")
+    for row in range(3):
+        alone = {name: before[name][:, row : row + 1] if name in columns else before[name][row : row + 1]
+                 for name in case.names}  # fmt: skip
+        alone["active"] = before["active"]
+        alone = after_step(case, {name: tensor.contiguous() for name, tensor in alone.items()})
+        for name in case.names:
+            if name != "active":
+                mine = together[name][:, row : row + 1] if name in columns else together[name][row : row + 1]
+                assert same_bits(mine, alone[name]), name
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_pointers_that_are_not_aligned(case):
+    """Tensors that start one element into a buffer, with a row length that would allow wide accesses."""
+    case = replace(case, size=64)
+    before = make_state(case, DEVICE)
+    shifted = {}
+    for name, tensor in before.items():
+        buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+        shifted[name] = buffer[1:].view(tensor.shape).copy_(tensor)
+    case.call(step_of(case), shifted)
+    after = after_step(case, before)
+    assert all(same_bits(shifted[name], after[name]) for name in ("status", "best", "residual"))
+    torch.testing.assert_close(shifted["z"], after["z"])
+
+
+def test_history_over_the_limit_names_the_argument():
+    case = Case("good", size=4, history=33)
+    with pytest.raises(ValueError, match="left holds 33 pairs"):
+        case.call(multisecant_step, start_state(case, DEVICE))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device: 10 GB of history")
+def test_history_of_more_than_two_to_the_31_elements():
+    """The last sample of a large batch, alone, gives the same bits."""
+    case = Case("good", batch=3, size=2**26, history=11, history_dtype=torch.bfloat16)
+    state = start_state(replace(case, batch=1, history=1), DEVICE)
+    shapes = {"left": (3, 11, 2**26), "df": (3, 11, 2**26), "gram": (3, 13, 11)}
+    state = {name: tensor.expand(3, *tensor.shape[1:]).contiguous() if tensor.shape[0] == 1 else
+             tensor.expand(2, 3).contiguous() for name, tensor in state.items() if name not in shapes}  # fmt: skip
+    for name, shape in shapes.items():
+        state[name] = torch.empty(shape, dtype=torch.float32 if name == "gram" else torch.bfloat16, device=DEVICE)
+    state["active"] = state["active"][:1]
+    for k in range(3):
+        replace(case, k=k).call(multisecant_step, state)
+        state["f_prev"], state["fz"] = state["fz"], (0.5 * state["z"] + 1).cos()
+    assert torch.equal(state["z"][0], state["z"][2])
+    assert torch.equal(state["left"][0, :3], state["left"][2, :3])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("case", PLAIN, ids=label)
+def test_a_device_that_is_not_the_current_one(case):
+    check_step(step_of(case), case, "cuda:1")
+    assert torch.cuda.current_device() == 0
