@@ -1,0 +1,185 @@
+"""Compile the Triton kernels ahead of time for GPUs that need not be there, and tabulate what their code needs.
+
+    python tests/kernels/aot.py [--json FILE]
+
+One row per kernel, dtypes, window and architecture: registers, stack (a spill shows there), shared memory, barriers,
+and 16-byte global loads. Exits with 1 when a row breaks a limit. Must run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from deqfast.kernels import config, multisecant_step, picard_step
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+MAX_BARRIERS = 48  # in the code, not as executed
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+METHODS = {"good": 0, "bad": 1, "and1": 2, "and2": 3}
+INT8, INT32 = {"p_status"}, {"p_iterations", "p_active"}
+INTEGERS = {"B", "D", "M", "k", "n", "newest", "new", "last", "absolute"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`."""
+
+    kernel: str
+    state: str
+    history: str = ""
+    window: int = 0
+    method: str = ""
+    size: int = 8192
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    arch: int
+    block: int
+    warps: int
+    registers: int
+    stack: int
+    shared: int
+    barriers: int
+    wide_loads: int
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.stack:
+            found.append(f"spills: {self.stack} bytes of stack")
+        if self.shared > SHARED_LIMIT[self.arch]:
+            found.append(f"shared memory {self.shared} exceeds {SHARED_LIMIT[self.arch]}")
+        if self.barriers > MAX_BARRIERS:
+            found.append(f"more than {MAX_BARRIERS} barriers")
+        if self.case.size % 16 == 0 and self.case.kernel != "solve" and not self.wide_loads:
+            found.append("no 16-byte global loads")
+        return found
+
+
+def table() -> list[Case]:
+    """The windows that solvers use by default and the hardest of each padded window (4, 8, 16, 32)."""
+    cases = [Case("picard", state, size=size) for state, size in (("fp32", 8192), ("fp64", 8192), ("fp32", 63))]
+    for window in (4, 8, 16, 32):
+        dtypes = [("fp32", "fp32"), ("fp32", "bf16"), ("fp64", "fp64")]
+        for state, history in dtypes if window > 8 else dtypes[:-1]:
+            cases.append(Case("left", state, history, window, "and1"))
+            cases.append(Case("right", state, history, window, "good"))
+    for window, history in ((6, "bf16"), (20, "fp32")):
+        cases += [Case(kernel, "fp32", history, window, "and2") for kernel in ("left", "right")]
+    cases += [Case("left", "fp32", "fp32", 10, "bad"), Case("left", "fp32", "fp32", 20, "good")]
+    cases += [Case("left", "fp32", "bf16", 6, "and2", size) for size in (777, 1)]
+    cases += [Case("left", "fp32", "fp32", 16, "and1", 777), Case("right", "fp32", "fp32", 8, "good", 1)]
+    cases += [
+        Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
+    ]
+    return cases
+
+
+def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
+    """The jit function of a case, the values of its constexpr arguments, and its launch configuration."""
+    dtype = DTYPES[case.state]
+    one: dict[str, object] = {"D": 1} if case.size == 1 else {}  # triton specialises on arguments that are 1
+    if case.kernel == "picard":
+        launch = config.picard_config(case.size, dtype)
+        return picard_step._picard_step_kernel, {"BLK": launch.block, **one}, launch
+    padded = config.padded_window(case.window)
+    constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
+    if case.kernel == "solve":
+        return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
+    launch = config.sweep_config(case.size, padded, dtype)
+    constants.update(one, BLK=launch.block)
+    if case.kernel == "left":
+        return multisecant_step._multisecant_left_kernel, constants, launch
+    constants["SOLVE"] = padded <= config.MAX_INLINE_WINDOW
+    return multisecant_step._multisecant_right_kernel, constants, launch
+
+
+def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> dict[str, str]:
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if not name.startswith("p_"):
+            return "i32" if name in INTEGERS else "fp64"
+        if name in INT8 | INT32:
+            return "*i8" if name in INT8 else "*i32"
+        return "*" + (case.history if name in ("p_left", "p_df") else case.state)
+
+    return {name: type_of(name) for name in names}
+
+
+def compile_case(case: Case, arch: int) -> Row:
+    kernel, constants, launch = specialise(case)
+    signature = signature_of(case, kernel.arg_names, constants)
+    divisible = [i for i, (name, kind) in enumerate(signature.items())
+                 if kind.startswith("*") or (name == "D" and case.size % 16 == 0)]  # fmt: skip
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
+                       attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
+    options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    if case.kernel == "left":
+        options["maxnreg"] = launch.max_registers
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = run_tool("cuobjdump", "--dump-resource-usage", cubin)
+        sass = run_tool("nvdisasm", "-c", cubin)
+    return Row(
+        case, arch, launch.block, launch.num_warps,
+        registers=int(re.findall(r"REG:(\d+)", usage)[-1]), stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        shared=compiled.metadata.shared, barriers=sass.count("BAR.SYNC"),
+        wide_loads=len(re.findall(r"LDG\.E[.\w]*\.128", sass)),
+    )  # fmt: skip
+
+
+def run_tool(name: str, *arguments: str | Path) -> str:
+    return subprocess.run([TOOLS / name, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def compile_job(job: tuple[Case, int]) -> Row:
+    return compile_case(*job)
+
+
+def format_table(rows: list[Row]) -> str:
+    lines = ["kernel  state history window method  size   arch block warps  regs stack shared  bars  LDG.128"]
+    for row in rows:
+        c = row.case
+        lines.append(
+            f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:6} {c.size:>5}   sm_{row.arch}"
+            f" {row.block:>5} {row.warps:>5} {row.registers:>5} {row.stack:>5} {row.shared:>6} {row.barriers:>5}"
+            f" {row.wide_loads:>8}  {'; '.join(row.problems())}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing")
+    jobs = [(case, arch) for case in table() for arch in sorted(SHARED_LIMIT)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        rows = list(pool.map(compile_job, jobs))
+    print(f"triton {triton.__version__}\n{format_table(rows)}")
+    if options.json:
+        options.json.write_text(json.dumps([{**asdict(row), "problems": row.problems()} for row in rows], indent=1))
+    return any(row.problems() for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
