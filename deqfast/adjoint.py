@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .packing import Packing
 from .solution import Solution, Status
-from .solve import solve
+from .solve import finite_rows, solve
 from .solvers import Solver, as_solver
 from .solvers.base import check_count, check_number
 
@@ -167,6 +167,23 @@ class Phantom(Adjoint):
         return _attach(solution.value, z, broken, "Phantom", None)
 
 
+def _depends_on_more(evaluation: Any, z: Any) -> bool:
+    """Whether `evaluation` is differentiable in anything but the leaves `z`."""
+    own = {id(leaf) for leaf in pytree.tree_leaves(z)}
+    nodes = [y.grad_fn for y in pytree.tree_leaves(evaluation)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf's node
+        if variable is not None and id(variable) not in own:
+            return True
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
 @dataclass(frozen=True)
 class Implicit(Adjoint):
     """The implicit function theorem: u = J^T u + g is solved as a fixed point, started at u = g.
@@ -188,6 +205,8 @@ class Implicit(Adjoint):
         z, x, broken = _without_broken(problem, solution)
         z = _detached(z, requires_grad=True)
         evaluation = problem.cell(z, x)
+        if not _depends_on_more(evaluation, z):
+            return solution.value
         device = pytree.tree_leaves(z)[0].device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
@@ -204,10 +223,17 @@ class Implicit(Adjoint):
         finite = torch.stack([torch.isfinite(g.flatten(1)).all(dim=1) for g in grads]).all(dim=0)
         start = [torch.where(_rows(finite, g), g, torch.zeros_like(g)) for g in grads]
 
+        attached = [i for i, y in enumerate(outputs) if y.requires_grad]  # the rest depends on nothing
+
         def f(u: Any) -> Any:
-            cotangents = [c.to(y.dtype) for c, y in zip(pytree.tree_leaves(u), outputs, strict=True)]
+            leaves = pytree.tree_leaves(u)
             products = torch.autograd.grad(
-                outputs, inputs, cotangents, retain_graph=True, allow_unused=True, materialize_grads=True
+                [outputs[i] for i in attached],
+                inputs,
+                [leaves[i].to(outputs[i].dtype) for i in attached],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
             )
             return pytree.tree_unflatten([p + g for p, g in zip(products, start, strict=True)], spec)
 
@@ -234,10 +260,12 @@ class Unrolled(Adjoint):
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
         packing = Packing(problem.z0)
+        with torch.no_grad():
+            finite_rows(packing, problem.z0)
         value, solution = self._unroll(problem, packing, problem.z0, problem.x)
         broken = solution.status == Status.NONFINITE
         if not bool(broken.any()):
-            return value, solution
+            return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
         stand_ins = replace(solution, value=problem.z0)
         z0, x, _ = _without_broken(problem, stand_ins)

@@ -46,7 +46,7 @@ def solve(
     chosen = choose_kernel(kernel, packing.device)
     check_every = check_every or (1 if packing.device.type == "cpu" else CHECK_EVERY_ON_GPU)
     with torch.no_grad():
-        state = solver.init(_finite_rows(packing, z0), chosen)
+        state = solver.init(finite_rows(packing, z0), chosen)
         evaluations = _iterate(f, packing, solver, state, check_every) if packing.batch else 0
         return Solution(
             value=packing.unpack(state.best),
@@ -59,7 +59,8 @@ def solve(
         )
 
 
-def _finite_rows(packing: Packing, z0: Any) -> Tensor:
+def finite_rows(packing: Packing, z0: Any) -> Tensor:
+    """The rows of z0; ValueError naming those that are not finite."""
     z = packing.pack(z0)
     finite = torch.isfinite(z).all(dim=1)
     if not bool(finite.all()):
@@ -73,10 +74,11 @@ def _iterate(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: S
     """Run the solve; return the number of calls of f."""
     for k in range(solver.max_iter):
         value = f(packing.unpack(state.z))
+        rows = packing.pack_value(value, state.z)
         if k == 0 and packing.runs_low_precision(value):
             state.stall_floor = STALL_UNITS * packing.low_precision_eps(value)
         last = k + 1 == solver.max_iter
-        solver.advance(state, packing.pack_value(value, state.z), k, last)
+        solver.advance(state, rows, k, last)
         if last or ((k + 1) % check_every == 0 and int(state.active) == 0):
             return k + 1
     raise AssertionError("max_iter is at least 1")

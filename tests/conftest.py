@@ -20,6 +20,10 @@ sys.path.append(str(Path(__file__).parent / "kernels"))
 import deqfast  # noqa: E402
 from deqfast import _extension  # noqa: E402
 
+# Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
+# What depends on the number of threads sets it.
+torch.set_num_threads(1)
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

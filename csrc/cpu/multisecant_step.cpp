@@ -96,7 +96,7 @@ struct SweepSums {
 template <class T, class H>
 DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantArgs<T, H>& a, int64_t row, Scratch<T>& scratch) {
   constexpr int W = Simd<T>::lanes;
-  const int n = a.window.size();
+  const int n = a.rule.last ? 0 : a.window.size();  // without a step to come only the residual counts
   const int64_t history = static_cast<int64_t>(a.window.history) * a.dim * row;
   H* left = a.left + history;
   H* left_new = left + (n ? a.window.newest() * a.dim : 0);

@@ -63,7 +63,8 @@ enum Sum { kResSq = 0, kFSq = 1, kSSq = 2, kYSq = 3, kDots = 4 };
 // Sweep 1: form g, complete the newest pair, take every dot with the left history.
 template <class T, class H, int M, bool WithLs, int N, int Values>
 __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, T (&sums)[Values]) {
-  const int n = p.window.size(), newest = n ? p.window.newest() : 0;
+  const int n = p.rule.last ? 0 : p.window.size();  // without a step to come only the residual counts
+  const int newest = n ? p.window.newest() : 0;
   const int64_t history = row * p.window.history * p.dim;
   H* left = p.left + history;
   H* df_new = p.df + history + newest * p.dim;

@@ -1,0 +1,523 @@
+"""Gradients through a solve: three ways in float64, by definition, of bad samples, of scaled losses, twice."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+
+from deqfast import JFB, Anderson, Broyden, DEQBlock, FCCell, Implicit, Phantom, Picard, ResidualCell, Status, Unrolled
+from deqfast.adjoint import as_adjoint
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close, rounding
+
+TIGHT = 1e-13
+ADJOINTS = {
+    "jfb": JFB(),
+    "implicit": Implicit(Broyden(tol=TIGHT, max_iter=40)),
+    "phantom": Phantom(steps=3),
+    "unrolled": Unrolled(steps=60),
+}
+every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOINTS)
+# Those that attach a gradient to a solve.
+attaching = pytest.mark.parametrize("adjoint", [ADJOINTS[n] for n in ("jfb", "implicit", "phantom")])
+
+
+class Toy:
+    """z = tanh(W z + U x + b) with all its tensors at hand, |W| = 0.6; x (B, 3), z (B, 4)."""
+
+    def __init__(self, batch: int = 3, dtype: torch.dtype = torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"w": (4, 4), "u": (4, 3), "b": (4,), "x": (batch, 3), "cotangent": (batch, 4)}
+        tensors = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+        tensors["w"] *= 0.6 / torch.linalg.matrix_norm(tensors["w"], 2)
+        self.cotangent = tensors.pop("cotangent").to(dtype)
+        self.w, self.u, self.b, self.x = (t.to(dtype).requires_grad_() for t in tensors.values())
+        self.z0 = torch.zeros(batch, 4, dtype=dtype)
+
+    @property
+    def inputs(self):
+        return self.x, self.w, self.u, self.b
+
+    @staticmethod
+    def value(z, x, w, u, b):
+        return torch.tanh(z @ w.T + x @ u.T + b)
+
+    def cell(self, z, x):
+        return self.value(z, x, self.w, self.u, self.b)
+
+    def block(self, adjoint, solver=None, **options):
+        return DEQBlock(self.cell, solver or Broyden(tol=TIGHT, max_iter=40), adjoint, **options)
+
+    def gradients(self, adjoint, solver=None, scale=1.0, **options):
+        z = self.block(adjoint, solver, **options)(self.x, z0=self.z0)
+        return torch.autograd.grad(z, self.inputs, scale * self.cotangent)
+
+
+class TestThreeWays:
+    """Implicit, unrolled and finite differences agree."""
+
+    @pytest.mark.parametrize("name", SOLVERS)
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+    def test_implicit_equals_unrolled(self, name, kernel):
+        toy = Toy()
+        solver = SOLVERS[name](tol=TIGHT, max_iter=120)
+        implicit = toy.gradients(Implicit(solver), solver, kernel=kernel)
+        assert_close(implicit, toy.gradients(Unrolled(steps=120)), GRADIENT)
+
+    def test_implicit_on_the_slow_kernels(self, kernel, device):
+        toy = Toy(batch=1)
+        moved = [t.detach().to(device).requires_grad_() for t in toy.inputs]
+        x, *weights = moved
+        solver = Broyden(tol=1e-11, max_iter=12)
+        block = DEQBlock(lambda z, x: Toy.value(z, x, *weights), solver, Implicit(solver), kernel)
+        z = block(x, z0=toy.z0.to(device))
+        gradients = torch.autograd.grad(z, moved, toy.cotangent.to(device))
+        assert_close(gradients, toy.gradients(Unrolled(steps=120)), GRADIENT)
+
+    @pytest.mark.parametrize("adjoint", [ADJOINTS["implicit"], ADJOINTS["unrolled"]])
+    def test_finite_differences(self, adjoint):
+        toy = Toy(batch=2)
+
+        def layer(x, w, u, b):
+            solver = Broyden(tol=TIGHT, max_iter=40)
+            return DEQBlock(lambda z, x: Toy.value(z, x, w, u, b), solver, adjoint)(x, z0=toy.z0)
+
+        assert torch.autograd.gradcheck(layer, toy.inputs, **FINITE_DIFFERENCES)
+
+    def test_a_residual_cell(self):
+        torch.manual_seed(0)
+        cell = ResidualCell(2, groups=2).double()
+        x = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+        cotangent = torch.randn_like(x)
+        gradients = []
+        for adjoint in (Implicit(Broyden(tol=TIGHT, max_iter=60)), Unrolled(steps=300)):
+            z = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=60), adjoint)(x)
+            gradients.append(torch.autograd.grad(z, (x, *cell.parameters()), cotangent))
+        assert_close(*gradients, GRADIENT)
+
+    def test_many_phantom_steps_are_the_implicit_gradient(self):
+        toy = Toy()
+        assert_close(toy.gradients(Phantom(steps=200, damping=0.7)), toy.gradients(ADJOINTS["implicit"]), GRADIENT)
+
+
+class TestDefinitions:
+    def test_jfb_is_one_product_at_the_solution(self):
+        toy = Toy()
+        z = toy.block("jfb")(toy.x, z0=toy.z0).detach()
+        expected = torch.autograd.grad(toy.cell(z, toy.x), toy.inputs, toy.cotangent)
+        assert_close(toy.gradients("jfb"), expected, rounding(torch.float64))
+
+    @pytest.mark.parametrize(("steps", "damping"), [(1, 1.0), (5, 0.5), (3, 0.2)])
+    def test_phantom_is_the_derivative_of_damped_steps_from_the_solution(self, steps, damping):
+        toy = Toy()
+        solution = toy.block("jfb")(toy.x, z0=toy.z0).detach()
+        z = solution
+        for _ in range(steps):
+            z = (1 - damping) * z + damping * toy.cell(z, toy.x)
+        expected = torch.autograd.grad(z, toy.inputs, toy.cotangent)
+        assert_close(toy.gradients(Phantom(steps, damping)), expected, rounding(torch.float64))
+        assert torch.equal(toy.block(Phantom(steps, damping))(toy.x, z0=toy.z0), solution)
+
+    @pytest.mark.parametrize("steps", [1, 4, None])
+    def test_unrolled_is_a_loop(self, steps):
+        toy = Toy()
+        z0 = torch.randn_like(toy.z0).requires_grad_()
+        solver = Picard(tol=1e-2, max_iter=7)
+        value, solution = DEQBlock(toy.cell, solver, Unrolled(steps))(toy.x, z0=z0, return_solution=True)
+        z = z0
+        for _ in range(steps or 7):
+            before, z = z, toy.cell(z, toy.x)
+        assert torch.equal(value, z) and torch.equal(solution.value, z) and not solution.value.requires_grad
+        inputs = (z0, *toy.inputs)
+        expected = torch.autograd.grad(z, inputs, toy.cotangent)
+        assert_close(torch.autograd.grad(value, inputs, toy.cotangent), expected, rounding(torch.float64))
+        absolute = (z - before).norm(dim=1).detach()
+        assert_close(solution.residual_abs, absolute, rounding(torch.float64))
+        assert_close(solution.residual_rel, absolute / z.norm(dim=1).detach(), rounding(torch.float64))
+        assert torch.equal(solution.residual, solution.residual_rel)
+        assert solution.evaluations == (steps or 7) and solution.iterations.tolist() == [steps or 7] * 3
+        assert torch.equal(solution.converged, solution.residual <= 1e-2)
+
+    def test_unrolled_reports_the_measure_of_its_solver(self):
+        toy = Toy()
+        _, solution = toy.block(Unrolled(3), Picard(stop="abs"))(toy.x, z0=toy.z0, return_solution=True)
+        assert torch.equal(solution.residual, solution.residual_abs)
+
+    @attaching
+    def test_the_value_is_the_solvers_in_every_mode(self, adjoint):
+        toy = Toy()
+        block = toy.block(adjoint, Broyden(tol=1e-3))
+        value, solution = block(toy.x, z0=toy.z0, return_solution=True)
+        assert value.requires_grad and torch.equal(value, solution.value)
+        with torch.no_grad():
+            assert torch.equal(block(toy.x, z0=toy.z0), value)
+        assert torch.equal(block.eval()(toy.x, z0=toy.z0), value)
+
+    @every_adjoint
+    def test_a_start_has_a_gradient_only_where_iterations_are_differentiated(self, adjoint):
+        toy = Toy()
+        z0 = toy.z0.clone().requires_grad_()
+        toy.block(adjoint)(toy.x, z0=z0).sum().backward()
+        assert (z0.grad is not None) == isinstance(adjoint, Unrolled)
+
+
+class TestCalls:
+    """What a gradient costs in calls of the cell and products with its Jacobian."""
+
+    @pytest.mark.parametrize(
+        ("adjoint", "extra"), [(JFB(), 1), (Implicit(), 1), (Phantom(steps=4), 4)], ids=["jfb", "implicit", "phantom"]
+    )
+    def test_calls_of_the_cell(self, adjoint, extra):
+        toy, calls = Toy(), []
+        block = DEQBlock(lambda z, x: (calls.append(1), toy.cell(z, x))[1], "broyden", adjoint)
+        _, solution = block(toy.x, z0=toy.z0, return_solution=True)
+        assert len(calls) == solution.evaluations + extra
+        with torch.no_grad():
+            _, solution = block(toy.x, z0=toy.z0, return_solution=True)
+        assert len(calls) == 2 * solution.evaluations + extra
+
+    def probed(self, toy):
+        """The toy's cell, and a log of (cotangent, autocast enabled) of every product with its Jacobian."""
+        log = []
+
+        class Probe(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                log.append((grad.clone(), torch.is_autocast_enabled("cpu")))
+                return grad
+
+        return lambda z, x: Probe.apply(toy.cell(z, x)), log
+
+    def test_implicit_starts_at_the_gradient_and_ends_at_its_solution(self):
+        toy = Toy()
+        cell, log = self.probed(toy)
+        block = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=40), Implicit(Broyden(tol=TIGHT, max_iter=40)))
+        z = block(toy.x, z0=toy.z0)
+        assert block.backward_solution is None
+        z.backward(toy.cotangent)
+        solution = block.backward_solution
+        assert len(log) == solution.evaluations + 1
+        assert torch.equal(log[0][0], toy.cotangent) and torch.equal(log[-1][0], solution.value)
+        assert all((cotangent != 0).any() for cotangent, _ in log)
+        # u = J^T u + g, with J the Jacobian at the solution
+        jacobian = (1 - z.detach() ** 2)[:, :, None] * toy.w.detach()
+        expected = torch.linalg.solve((torch.eye(4) - jacobian).mT, toy.cotangent[:, :, None])[:, :, 0]
+        assert_close(solution.value, expected, GRADIENT)
+
+    def test_jfb_takes_one_product(self):
+        toy = Toy()
+        cell, log = self.probed(toy)
+        DEQBlock(cell)(toy.x, z0=toy.z0).backward(toy.cotangent)
+        assert len(log) == 1 and torch.equal(log[0][0], toy.cotangent)
+
+    def test_the_backward_solve_runs_under_the_autocast_state_of_the_forward(self):
+        toy = Toy(dtype=torch.float32)
+        for enabled in (True, False):
+            cell, log = self.probed(toy)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                z = DEQBlock(cell, "broyden", "implicit")(toy.x, z0=toy.z0)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not enabled):
+                z.sum().backward()
+            assert {state for _, state in log[:-1]} == {enabled}
+
+    def test_the_default_backward_solver_is_the_forwards_made_tight(self):
+        toy = Toy()
+        solver = Anderson(tol=1e-1, max_iter=30, history=3, stop="abs")
+        block = toy.block(Implicit(), solver)
+        block(toy.x, z0=toy.z0).backward(toy.cotangent)
+        backward = block.backward_solution
+        assert backward.converged.all() and (backward.residual <= 1e-6).all()
+        assert torch.equal(backward.residual, backward.residual_rel)
+
+
+class TestLossScale:
+    @pytest.mark.parametrize("name", SOLVERS)
+    def test_scales_take_the_same_steps(self, name):
+        toy = Toy()
+        taken = []
+        for scale in (1e-3, 1.0, 65536.0):
+            block = toy.block(Implicit(SOLVERS[name](tol=1e-6, max_iter=60)))
+            z = block(toy.x, z0=toy.z0)
+            gradients = torch.autograd.grad(z, toy.inputs, scale * toy.cotangent)
+            solution = block.backward_solution
+            taken.append((solution.iterations.tolist(), solution.status.tolist(), [g / scale for g in gradients]))
+        for iterations, status, gradients in taken:
+            assert (iterations, status) == taken[0][:2] and set(status) == {Status.CONVERGED}
+            assert_close(gradients, taken[0][2], GRADIENT)
+
+    def test_a_power_of_two_gives_the_same_bits(self):
+        toy = Toy()
+        plain, scaled = toy.gradients(Implicit()), toy.gradients(Implicit(), scale=65536.0)
+        assert all(torch.equal(65536 * a, b) for a, b in zip(plain, scaled, strict=True))
+
+    @every_adjoint
+    def test_a_gradient_of_zero(self, adjoint):
+        toy = Toy()
+        assert all((g == 0).all() for g in toy.gradients(adjoint, scale=0.0))
+
+
+class TestBadSamples:
+    """A sample whose solve broke down has no gradient, and leaves no trace in any other."""
+
+    def compare(self, adjoint, broken_rows, bad=math.nan):
+        toy = Toy(batch=5)
+        with torch.no_grad():
+            toy.x[broken_rows, 1] = bad
+        z, solution = toy.block(adjoint)(toy.x, z0=toy.z0, return_solution=True)
+        nonfinite = solution.status == Status.NONFINITE
+        assert nonfinite.nonzero().flatten().tolist() == broken_rows
+        assert torch.isfinite(z).all() and torch.equal(z[broken_rows], toy.z0[broken_rows])
+        assert torch.equal(z, solution.value) and (solution.residual[broken_rows] == math.inf).all()
+        x_grad, *weight_grads = torch.autograd.grad(z, toy.inputs, toy.cotangent)
+
+        rest = Toy(batch=5)
+        healthy = [i for i in range(5) if i not in broken_rows]
+        rest.x, rest.z0 = rest.x.detach()[healthy].requires_grad_(), rest.z0[healthy]
+        rest.cotangent = rest.cotangent[healthy]
+        x_expected, *weights_expected = rest.gradients(adjoint)
+        assert (x_grad[broken_rows] == 0).all()
+        assert_close(x_grad[healthy], x_expected, GRADIENT)
+        assert_close(weight_grads, weights_expected, GRADIENT)
+
+    @every_adjoint
+    @pytest.mark.parametrize("rows", [[0], [2], [4], [0, 1, 3]])
+    def test_rows_of_nan(self, adjoint, rows):
+        self.compare(adjoint, rows)
+
+    @every_adjoint
+    def test_every_row_of_nan(self, adjoint):
+        toy = Toy()
+        with torch.no_grad():
+            toy.x.fill_(math.nan)
+        assert all((g == 0).all() for g in toy.gradients(adjoint))
+
+    @every_adjoint
+    def test_a_solve_that_overflows_from_finite_input(self, adjoint):
+        # Under a factor of 1e160 the third iterate overflows; the others are contractions.
+        weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        gain = torch.tensor([[1.0], [1e160], [0.5]], dtype=torch.float64)
+        gradients = []
+        for rows in ([0, 1, 2], [0, 2]):
+            block = DEQBlock(lambda z, x: weight * x * z + 1, Picard(tol=TIGHT, max_iter=80), adjoint)
+            z, solution = block(gain[rows], z0=torch.ones(len(rows), 2).double(), return_solution=True)
+            assert torch.isfinite(z).all()
+            assert (solution.status == Status.NONFINITE).tolist() == [i == 1 for i in rows]
+            gradients.append(torch.autograd.grad(z.sum(), weight))
+        assert_close(gradients[0], gradients[1], GRADIENT)
+
+    @every_adjoint
+    def test_modules_and_images(self, adjoint):
+        torch.manual_seed(0)
+        cell = ResidualCell(4, groups=2).double()
+        cell.conv1.weight.data.mul_(0.3)
+        x = torch.randn(4, 4, 3, 3, dtype=torch.float64)
+        x[1, 2, 0, 0] = math.nan
+        gradients = []
+        for rows in ([0, 1, 2, 3], [0, 2, 3]):
+            z = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=60), adjoint)(x[rows])
+            cell.zero_grad()
+            z[[0, -2, -1]].pow(3).sum().backward()
+            gradients.append([p.grad.clone() for p in cell.parameters()])
+        assert_close(*gradients, GRADIENT)
+
+    @every_adjoint
+    def test_structures_with_integers_and_shared_tensors(self, adjoint):
+        """x may hold what has no batch dimension, and indices."""
+        table = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+        shift = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+        def cell(z, x):
+            return 0.5 * torch.tanh(z) + table[x["index"]] * x["gain"] + x["shift"]
+
+        gradients = []
+        for rows in ([0, 1, 2], [0, 2]):
+            x = {
+                "index": torch.tensor([4, 3, 1])[rows],
+                "gain": torch.tensor([[1.0], [math.nan], [2.0]], dtype=torch.float64)[rows],
+                "shift": shift,
+                "name": "shared",
+            }
+            z = DEQBlock(cell, Broyden(tol=TIGHT), adjoint)(x, z0=torch.zeros(len(rows), 2).double())
+            gradients.append(torch.autograd.grad(z.sum(), (table, shift)))
+        assert_close(*gradients, GRADIENT)
+
+
+class TestIncomingGradients:
+    @pytest.mark.parametrize("bad", [math.inf, math.nan])
+    @every_adjoint
+    def test_what_is_not_finite_is_passed_on(self, adjoint, bad):
+        toy = Toy()
+        toy.cotangent[1, 2] = bad
+        x_grad, *weight_grads = toy.gradients(adjoint)
+        assert not any(torch.isfinite(g).all() for g in weight_grads)
+        assert not torch.isfinite(x_grad[1]).all() and torch.isfinite(x_grad[[0, 2]]).all()
+        healthy = Toy()
+        assert_close(x_grad[[0, 2]], healthy.gradients(adjoint)[0][[0, 2]], GRADIENT)
+
+    def test_a_backward_solve_that_does_not_converge_returns_its_best(self):
+        toy = Toy()
+        block = toy.block(Implicit(Picard(tol=TIGHT, max_iter=2)))
+        block(toy.x, z0=toy.z0).backward(toy.cotangent)
+        assert block.backward_solution.status.tolist() == [Status.MAX_ITER] * 3
+        assert torch.isfinite(toy.w.grad).all()
+
+
+class TestSecondDerivatives:
+    @attaching
+    def test_they_are_refused_in_words(self, adjoint):
+        toy = Toy()
+        z = toy.block(adjoint)(toy.x, z0=toy.z0)
+        (first,) = torch.autograd.grad(z.sum(), toy.x, create_graph=True)
+        name = type(adjoint).__name__
+        with pytest.raises(RuntimeError, match=rf"double backward through {name} is not supported.*Unrolled\(\)"):
+            first.square().sum().backward()
+
+    @attaching
+    def test_create_graph_does_not_change_the_first(self, adjoint):
+        toy = Toy()
+        z = toy.block(adjoint)(toy.x, z0=toy.z0)
+        graph = torch.autograd.grad(z, toy.inputs, toy.cotangent, create_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(graph, toy.gradients(adjoint), strict=True))
+
+    def test_unrolled_is_differentiable_twice_also_in_the_start(self):
+        toy = Toy(batch=1)
+
+        def layer(z0, x, w, u, b):
+            return DEQBlock(lambda z, x: Toy.value(z, x, w, u, b), adjoint=Unrolled(steps=3))(x, z0=z0)
+
+        inputs = (torch.randn_like(toy.z0).requires_grad_(), *toy.inputs)
+        assert torch.autograd.gradcheck(layer, inputs, **FINITE_DIFFERENCES)
+        assert torch.autograd.gradgradcheck(layer, inputs, **FINITE_DIFFERENCES)
+
+
+class TestStructures:
+    @every_adjoint
+    def test_a_state_of_several_tensors(self, adjoint):
+        toy = Toy()
+
+        def cell(z, x):
+            value = toy.cell(torch.cat([z["a"], z["b"]], dim=1), x[0])
+            return {"a": value[:, :1], "b": value[:, 1:]}
+
+        block = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=40), adjoint)
+        z = block([toy.x], z0={"a": toy.z0[:, :1], "b": toy.z0[:, 1:]})
+        loss = (torch.cat([z["a"], z["b"]], dim=1) * toy.cotangent).sum()
+        assert_close(torch.autograd.grad(loss, toy.inputs), toy.gradients(adjoint), GRADIENT)
+
+    @every_adjoint
+    def test_a_loss_of_some_of_them(self, adjoint):
+        toy = Toy()
+        block = DEQBlock(lambda z, x: (toy.cell(z[0], x), 0.5 * z[1] + z[0]), Broyden(tol=TIGHT, max_iter=40), adjoint)
+        z = block(toy.x, z0=(toy.z0, toy.z0))
+        gradients = torch.autograd.grad(z[0], toy.inputs, toy.cotangent)
+        assert_close(gradients, toy.gradients(adjoint), GRADIENT)
+
+    @every_adjoint
+    def test_a_component_that_depends_on_nothing_differentiable(self, adjoint):
+        toy = Toy()
+        constant = torch.ones(3, 4, dtype=torch.float64)
+        block = DEQBlock(lambda z, x: (toy.cell(z[0], x), constant), Broyden(tol=TIGHT, max_iter=40), adjoint)
+        z = block(toy.x, z0=(toy.z0, toy.z0))
+        gradients = torch.autograd.grad(z[0] + z[1], toy.inputs, toy.cotangent)
+        assert_close(gradients, toy.gradients(adjoint), GRADIENT)
+
+    @every_adjoint
+    def test_a_cell_that_does_not_read_its_state(self, adjoint):
+        x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+        z = DEQBlock(lambda z, x: 2 * x, Broyden(tol=TIGHT), adjoint)(x)
+        (gradient,) = torch.autograd.grad(z.sum(), x)
+        # Phantom's damped steps go part of the way from the solution.
+        reached = 1 - (1 - adjoint.damping) ** adjoint.steps if isinstance(adjoint, Phantom) else 1.0
+        assert_close(gradient, torch.full_like(x, 2 * reached), GRADIENT)
+
+    @every_adjoint
+    @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+    def test_a_low_precision_state(self, adjoint, low):
+        toy = Toy()
+        w = toy.w.detach().to(low).requires_grad_()
+        x = toy.x.detach().to(low) @ toy.u.detach().to(low).T
+        solver = Broyden(tol=2 * torch.finfo(low).eps)
+        z = DEQBlock(lambda z, x: torch.tanh(z @ w.T + x), solver, adjoint)(x, z0=toy.z0.to(low))
+        assert z.dtype == low
+        z.sum().backward()
+        assert w.grad.dtype == low and torch.isfinite(w.grad).all() and (w.grad != 0).any()
+
+
+@every_adjoint
+def test_backward_twice_through_one_graph(adjoint):
+    toy = Toy()
+    z = toy.block(adjoint)(toy.x, z0=toy.z0)
+    first = torch.autograd.grad(z, toy.inputs, toy.cotangent, retain_graph=True)
+    second = torch.autograd.grad(z, toy.inputs, toy.cotangent)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@every_adjoint
+def test_ten_runs_give_the_same_bits(adjoint):
+    torch.manual_seed(0)
+    cell, x = FCCell(8, 40), torch.randn(16, 8)
+    runs = []
+    for _ in range(10):
+        z = DEQBlock(cell, adjoint=adjoint)(x)
+        runs.append((z, *torch.autograd.grad(z.square().sum(), cell.parameters())))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@every_adjoint
+def test_the_graph_is_freed_with_the_output(adjoint):
+    """Without waiting for the garbage collector: no reference cycle holds the activations of a step."""
+    toy = Toy()
+    held = []
+
+    def cell(z, x):
+        value = toy.cell(z, x)
+        if value.requires_grad:
+            held.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    gc.collect()
+    gc.disable()
+    try:
+        z = DEQBlock(cell, adjoint=adjoint)(toy.x, z0=toy.z0)
+        z.sum().backward()
+        del z
+        assert held and all(reference() is None for reference in held)
+    finally:
+        gc.enable()
+
+
+BAD_ARGUMENTS = [
+    (Phantom, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
+    (Phantom, {"steps": 2.0}, TypeError, "steps must be an integer, got 2.0"),
+    (Phantom, {"damping": 0.0}, ValueError, "damping must be finite and greater than 0 and at most 1, got 0.0"),
+    (Phantom, {"damping": 1.1}, ValueError, "damping must be .* at most 1, got 1.1"),
+    (Phantom, {"damping": "half"}, TypeError, "damping must be a number, got 'half'"),
+    (Unrolled, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
+    (Unrolled, {"steps": True}, TypeError, "steps must be an integer, got True"),
+    (Implicit, {"solver": "gmres"}, ValueError, "solver must be .* got 'gmres'"),
+    (Implicit, {"solver": Broyden(stop="abs")}, ValueError, "solver of Implicit must have stop='rel', got Broyden"),
+    (JFB, {"steps": 1}, TypeError, "unexpected keyword argument"),
+    (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'phantom', 'unrolled', got 'ift'"),
+    (as_adjoint, {"adjoint": JFB}, ValueError, "adjoint must be a deqfast adjoint"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "error", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_are_named(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+def test_names_stand_for_default_adjoints():
+    names = ("jfb", "implicit", "phantom", "unrolled")
+    assert [as_adjoint(name) for name in names] == [JFB(), Implicit(), Phantom(), Unrolled()]
+    assert (Phantom().steps, Phantom().damping, Unrolled().steps, Implicit().solver) == (5, 0.5, None, None)
+    assert Implicit("anderson") == Implicit(Anderson())

@@ -1,0 +1,442 @@
+"""DEQBlock as a module in other people's models: starts, solvers, copies, warnings, AMP, compilation, DDP."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from deqfast import (
+    JFB,
+    Anderson,
+    Broyden,
+    DEQBlock,
+    FCCell,
+    Implicit,
+    LinearCell,
+    Phantom,
+    Picard,
+    ResidualCell,
+    Unrolled,
+    solve,
+)
+from deqfast.testing import assert_close, rounding, solved
+
+EPS = rounding(torch.float32)
+ADJOINTS = ("jfb", "implicit", "phantom", "unrolled")
+every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def halve(z, x):
+    return 0.5 * z + x
+
+
+class TestStart:
+    """z0: the argument, else init(x), else cell.initial_state(x), else zeros like a single floating x."""
+
+    class Cell(nn.Module):
+        def forward(self, z, x):
+            return 0.5 * z + x
+
+        def initial_state(self, x):
+            return torch.full_like(x, 2.0)
+
+    def start(self, block, x, **options):
+        """Where the solve starts: the value of a solve of one evaluation."""
+        return block(x, **options)
+
+    def block(self, cell, **options):
+        return DEQBlock(cell, Picard(max_iter=1), **options)
+
+    def test_priority(self):
+        x = torch.ones(2, 3)
+        init = lambda x: torch.full_like(x, 3.0)  # noqa: E731
+        z0 = torch.full_like(x, 4.0)
+        assert torch.equal(self.block(self.Cell(), init=init)(x, z0=z0), z0)
+        assert (self.block(self.Cell(), init=init)(x) == 3).all()
+        assert (self.block(self.Cell())(x) == 2).all()
+        assert (self.block(halve)(x) == 0).all()
+
+    def test_zeros_are_like_x(self):
+        x = torch.ones(2, 4, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
+        z = self.block(halve)(x)
+        assert z.dtype == torch.float64 and z.is_contiguous(memory_format=torch.channels_last)
+
+    def test_x_in_a_structure(self):
+        x = torch.ones(2, 3)
+        cell = lambda z, x: 0.5 * z + x["inputs"][0]  # noqa: E731
+        assert_close(DEQBlock(cell)({"inputs": [x]}), 2 * x, solved(1e-3))
+
+    @pytest.mark.parametrize("x", [torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0])
+    def test_an_x_that_says_nothing_is_an_error_with_advice(self, x):
+        with pytest.raises(ValueError, match=r"no initial state: x is not .* Pass z0 .*init=.*initial_state\(x\)"):
+            DEQBlock(halve)(x)
+
+    @every_adjoint
+    def test_a_start_that_is_not_finite_names_its_rows(self, adjoint):
+        with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
+            DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 1), z0=torch.tensor([[0.0], [torch.nan]]))
+
+
+def test_the_value_is_that_of_solve():
+    cell, x = FCCell(3, 5), torch.randn(4, 3)
+    block = DEQBlock(cell, Anderson(tol=1e-5), check_every=4, kernel="torch")
+    z, solution = block(x, return_solution=True)
+    expected = solve(lambda z: cell(z, x), cell.initial_state(x), Anderson(tol=1e-5), "torch", 4)
+    assert torch.equal(z, expected.value) and torch.equal(solution.value, z)
+    assert solution.evaluations == expected.evaluations and solution.evaluations % 4 == 0
+    assert torch.equal(block(x), z)
+
+
+def test_the_evaluation_solver_serves_in_evaluation_mode():
+    block = DEQBlock(FCCell(3, 5), Picard(max_iter=3), eval_solver=Picard(tol=1e-6, max_iter=50))
+    x = torch.randn(2, 3)
+    assert block(x, return_solution=True)[1].evaluations == 3
+    _, solution = block.eval()(x, return_solution=True)
+    assert solution.converged.all() and solution.evaluations > 3
+    assert block.train()(x, return_solution=True)[1].evaluations == 3
+    same = DEQBlock(FCCell(3, 5), Picard(max_iter=3)).eval()
+    assert same(x, return_solution=True)[1].evaluations == 3
+
+
+@every_adjoint
+def test_an_empty_batch(adjoint):
+    z, solution = DEQBlock(FCCell(3, 5), adjoint=adjoint)(torch.zeros(0, 3), return_solution=True)
+    assert z.shape == (0, 5) and solution.status.shape == (0,)
+
+
+class TestGradientReaches:
+    """Everything the cell reads gets its gradient, however it reads it."""
+
+    @every_adjoint
+    def test_parameters_when_x_needs_none(self, adjoint):
+        block = DEQBlock(FCCell(3, 5), adjoint=adjoint)
+        z = block(torch.randn(4, 3))
+        assert z.requires_grad
+        z.square().sum().backward()
+        assert all((p.grad != 0).any() for p in block.parameters())
+
+    @every_adjoint
+    def test_a_tensor_that_a_closure_captured(self, adjoint):
+        weight = torch.full((3,), 0.5, requires_grad=True)
+        z = DEQBlock(lambda z, x: weight * z + x, adjoint=adjoint)(torch.ones(2, 3))
+        assert z.requires_grad
+        z.sum().backward()
+        assert (weight.grad > 0).all()
+
+    @every_adjoint
+    def test_x_alone(self, adjoint):
+        block = DEQBlock(FCCell(3, 5).requires_grad_(False), adjoint=adjoint)
+        x = torch.randn(4, 3, requires_grad=True)
+        block(x).square().sum().backward()
+        assert (x.grad != 0).any(dim=1).all() and all(p.grad is None for p in block.parameters())
+
+    @every_adjoint
+    def test_layers_before_and_after(self, adjoint):
+        model = nn.Sequential(nn.Linear(7, 3), DEQBlock(FCCell(3, 5), adjoint=adjoint), nn.Linear(5, 2))
+        model(torch.randn(4, 7)).square().sum().backward()
+        assert all((p.grad != 0).any() for p in model.parameters())
+
+    @every_adjoint
+    def test_no_gradient_where_there_is_nothing_to_differentiate(self, adjoint):
+        assert not DEQBlock(halve, adjoint=adjoint)(torch.ones(2, 3)).requires_grad
+
+    @every_adjoint
+    def test_no_gradient_where_none_is_recorded(self, adjoint):
+        block = DEQBlock(FCCell(3, 5), adjoint=adjoint)
+        with torch.no_grad():
+            assert not block(torch.ones(2, 3)).requires_grad
+        with torch.inference_mode():
+            inside = block(torch.ones(2, 3))
+        assert torch.equal(inside, block(torch.ones(2, 3)))
+
+    @every_adjoint
+    def test_work_in_place_on_the_output(self, adjoint):
+        block, x = DEQBlock(FCCell(3, 5), adjoint=adjoint), torch.randn(4, 3)
+        block(x).mul(2).square().sum().backward()
+        expected = [p.grad.clone() for p in block.parameters()]
+        block.zero_grad()
+        z, solution = block(x, return_solution=True)
+        value = solution.value.clone()
+        z.mul_(2).square().sum().backward()
+        assert torch.equal(solution.value, value)
+        assert all(torch.equal(p.grad, e) for p, e in zip(block.parameters(), expected, strict=True))
+
+
+class TestCopies:
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(4, 3),
+            DEQBlock(FCCell(3, 5), Broyden(tol=1e-4), Implicit(Anderson()), eval_solver="picard", kernel="torch"),
+        )
+
+    @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+    def test_after_a_step(self, copier):
+        model, x = self.model(), torch.randn(6, 4)
+        model(x).sum().backward()
+        twin = copier(model)
+        assert torch.equal(twin(x), model(x))
+        twin[1].cell.weight.data.zero_()
+        assert not torch.equal(twin(x), model(x))
+        for name in ("solver", "eval_solver", "adjoint", "kernel", "check_every"):
+            assert getattr(twin[1], name) == getattr(model[1], name)
+
+    def test_torch_save(self):
+        model, x = self.model(), torch.randn(6, 4)
+        model(x).sum().backward()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(x), model(x))
+
+    def test_state_dict_holds_the_cells_parameters_only(self):
+        model, other, x = self.model(), self.model(), torch.randn(6, 4)
+        assert set(model[1].state_dict()) == {f"cell.{name}" for name in FCCell(3, 5).state_dict()}
+        assert not torch.equal(other(x), model(x))
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(x), model(x))
+
+    def test_device_and_dtype_follow_the_module(self):
+        block = DEQBlock(FCCell(3, 5), Broyden(tol=1e-9, max_iter=30)).double()
+        z, solution = block(torch.randn(2, 3, dtype=torch.float64), return_solution=True)
+        assert z.dtype == torch.float64 and solution.converged.all()
+
+    def test_repr_shows_the_settings(self):
+        text = repr(self.model())
+        for part in ("Broyden(tol=0.0001", "Implicit(solver=Anderson(", "kernel='torch'", "FCCell"):
+            assert part in text
+
+
+class TestWarnings:
+    """A cell that is another function at every call is named, once."""
+
+    @pytest.mark.parametrize(
+        ("layer", "name"),
+        [
+            (nn.Dropout(0.1), "Dropout"),
+            (nn.Dropout2d(0.1), "Dropout2d"),
+            (nn.AlphaDropout(0.1), "AlphaDropout"),
+            (nn.BatchNorm1d(3), "BatchNorm1d"),
+            (nn.SyncBatchNorm(3), "SyncBatchNorm"),
+        ],
+    )
+    def test_once_in_training(self, layer, name):
+        class Cell(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Sequential(nn.Linear(3, 3), layer)
+
+            def forward(self, z, x):
+                return 0.1 * z + x
+
+        block, x = DEQBlock(Cell()), torch.randn(4, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            block.eval()(x)
+            block.train()
+        with pytest.warns(UserWarning, match=rf"deqfast: cell\.inner\.1 \({name}\) in training mode"):
+            block(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            block(x)
+
+    @pytest.mark.parametrize(
+        "layer",
+        [nn.Dropout(0.0), nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.BatchNorm1d(3).eval(), nn.Dropout(0.5).eval()],
+    )
+    def test_not_for_layers_that_stay_the_same(self, layer):
+        class Cell(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = layer
+
+            def forward(self, z, x):
+                return 0.1 * self.layer(z) + x
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            DEQBlock(Cell())(torch.randn(4, 3))
+
+    def test_not_for_the_cells_of_the_library(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for norm in ("group", "batch"):
+                DEQBlock(ResidualCell(8, norm=norm))(torch.randn(2, 8, 3, 3))
+
+
+class TestBeginSolve:
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = nn.Module()
+            self.mask.begin_solve = lambda: self.log.append("begin")
+            self.log = []
+
+        def forward(self, z, x):
+            self.log.append("call")
+            return 0.5 * z + x
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_once_per_forward_before_the_solve(self, training):
+        cell = self.Cell()
+        block = DEQBlock(cell).train(training)
+        for _ in range(2):
+            cell.log.clear()
+            block(torch.ones(2, 3))
+            assert cell.log[0] == "begin" and cell.log.count("begin") == 1 and cell.log.count("call") > 2
+
+
+class TestMixedPrecision:
+    @every_adjoint
+    def test_bfloat16_autocast(self, adjoint):
+        block, x = DEQBlock(FCCell(6, 16), Broyden(tol=1e-2), adjoint), torch.randn(8, 6)
+        gradients = {}
+        for enabled in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                z, solution = block(x, return_solution=True)
+            assert z.dtype == torch.float32 and solution.residual.dtype == torch.float32
+            block.zero_grad()
+            z.square().sum().backward()
+            gradients[enabled] = [p.grad.clone() for p in block.parameters()]
+            assert {g.dtype for g in gradients[enabled]} == {torch.float32}
+        assert_close(gradients[True], gradients[False], solved(1e-2))
+        assert not torch.equal(gradients[True][0], gradients[False][0])
+
+    def test_a_grad_scaler_sees_an_overflow(self):
+        block, x = DEQBlock(FCCell(3, 5), adjoint="implicit"), torch.randn(4, 3)
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        before = copy.deepcopy(block.state_dict())
+        for expected_scale in (2.0**126, 2.0**125):
+            optimizer.zero_grad()
+            scaler.scale(1e4 * block(x).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == expected_scale
+        assert all(torch.equal(p, before[name]) for name, p in block.state_dict().items())
+
+    def test_a_grad_scaler_steps_otherwise(self):
+        block, x = DEQBlock(FCCell(3, 5), adjoint="implicit"), torch.randn(4, 3)
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        block(x).square().sum().backward()
+        expected = {name: (p - 0.1 * p.grad).detach() for name, p in block.named_parameters()}
+        optimizer.zero_grad()
+        scaler.scale(block(x).square().sum()).backward()
+        scaler.step(optimizer)
+        assert_close({name: p.detach() for name, p in block.named_parameters()}, expected, EPS)
+
+
+@every_adjoint
+def test_a_compiled_cell(adjoint):
+    cell, x = FCCell(3, 5), torch.randn(4, 3)
+    gradients = []
+    for f in (cell, torch.compile(cell, backend="aot_eager")):
+        z = DEQBlock(lambda z, x: f(z, x), adjoint=adjoint)(x, z0=torch.zeros(4, 5))  # noqa: B023
+        gradients.append(torch.autograd.grad(z.square().sum(), cell.parameters()))
+    assert_close(*gradients, EPS)
+
+
+def test_training_lowers_the_loss():
+    block = nn.Sequential(DEQBlock(FCCell(2, 16)), nn.Linear(16, 1))
+    x = torch.rand(64, 2)
+    y = torch.sin(3 * x.sum(dim=1, keepdim=True))
+    optimizer = torch.optim.Adam(block.parameters(), 1e-2)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.mse_loss(block(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 10
+
+
+def ddp_gradients(rank: int, world: int, path: str, adjoint: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store-{adjoint}", rank=rank, world_size=world)
+    model, x = ddp_model(adjoint), ddp_data()
+    parallel = DistributedDataParallel(model)
+    share = x.chunk(world)[rank]
+    for _ in range(2):  # the second step finds what the first left in the buckets
+        model.zero_grad()
+        parallel(share).square().mean().backward()
+    torch.save([p.grad for p in model.parameters()], f"{path}/{adjoint}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def ddp_model(adjoint: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), DEQBlock(FCCell(3, 5), Broyden(tol=1e-6), adjoint), nn.Linear(5, 2)).double()
+
+
+def ddp_data() -> torch.Tensor:
+    return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def ddp_worker(rank: int, world: int, path: str) -> None:
+    for adjoint in ADJOINTS:
+        ddp_gradients(rank, world, path, adjoint)
+
+
+def test_two_processes_train_as_one(tmp_path):
+    mp.spawn(ddp_worker, args=(2, str(tmp_path)), nprocs=2)
+    for adjoint in ADJOINTS:
+        model = ddp_model(adjoint)
+        model(ddp_data()).square().mean().backward()
+        expected = [p.grad for p in model.parameters()]
+        for rank in range(2):
+            assert_close(torch.load(tmp_path / f"{adjoint}-{rank}.pt"), expected, rounding(torch.float64))
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"cell": None}, TypeError, "cell must be callable, got None"),
+            ({"init": 0.0}, TypeError, "init must be callable, got 0.0"),
+            ({"solver": "newton"}, ValueError, "solver must be .* got 'newton'"),
+            ({"solver": None}, ValueError, "solver must be .* got None"),
+            ({"eval_solver": "newton"}, ValueError, "solver must be .* got 'newton'"),
+            ({"adjoint": "ift"}, ValueError, "adjoint must be .* got 'ift'"),
+            ({"kernel": "gpu"}, ValueError, "kernel must be one of auto, triton, cuda, cpp, torch, got 'gpu'"),
+            ({"kernel": None}, ValueError, "kernel must be one of .* got None"),
+            ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
+            ({"check_every": "2"}, TypeError, "check_every must be an integer, got '2'"),
+            ({"tol": 1e-3}, TypeError, "unexpected keyword argument 'tol'"),
+        ],
+    )
+    def test_arguments(self, arguments, error, message):
+        with pytest.raises(error, match=message):
+            DEQBlock(**{"cell": halve, **arguments})
+
+    def test_a_kernel_that_cannot_serve(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(RuntimeError, match="kernel='cuda' is not available: "):
+            DEQBlock(halve, kernel="cuda")(torch.ones(2, 3))
+
+    @every_adjoint
+    def test_a_cell_of_another_shape(self, adjoint):
+        with pytest.raises(ValueError, match=r"f must return the shape of z0, \(2, 3\), got \(2, 2\)"):
+            DEQBlock(lambda z, x: x[:, :2], adjoint=adjoint)(torch.ones(2, 3))
+
+
+def test_defaults():
+    block = DEQBlock(LinearCell(3))
+    assert (block.solver, block.adjoint, block.kernel) == (Broyden(), JFB(), "auto")
+    assert (block.init, block.eval_solver, block.check_every, block.backward_solution) == (None, None, None, None)
+    assert DEQBlock(halve, "anderson", "phantom").adjoint == Phantom()
+    assert DEQBlock(halve, Picard(), Unrolled(3)).adjoint == Unrolled(3)

@@ -1,0 +1,307 @@
+"""The registered ops: that they are proper ops, what they refuse, how accurate they are, and which there are."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import METHODS, Case, check_run, check_step, clone, make_state, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deqfast
+from deqfast import _extension
+from deqfast._extension import Availability
+from deqfast.ops import KERNELS, choose_kernel
+
+OPS = ["picard_step", "multisecant_step"]
+SHORT = {"history_dtype": torch.bfloat16}
+DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}
+every_method = pytest.mark.parametrize("method", METHODS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def op_of(op: str, kernel: str):
+    """The op as registered: Triton's have names of their own."""
+    return getattr(torch.ops.deqfast, f"{op}_triton" if kernel == "triton" else op).default
+
+
+def arguments(case: Case, device: str) -> tuple:
+    state = make_state(case, device)
+    return (*(torch.nan_to_num(state[name]) for name in case.names), *case.scalars())
+
+
+@pytest.fixture(params=["cpp", "triton", "cuda"])
+def kernel(request):
+    """The kernels that are registered ops."""
+    available = deqfast.backends()[request.param]
+    if not available:
+        pytest.skip(f"kernel {request.param}: {available.reason}")
+    return request.param
+
+
+class TestRegistration:
+    CASES = {"picard_step": Case(None, size=17, k=1, damping=0.7), "multisecant_step": Case("good", size=17, k=2)}
+
+    def test_every_op_is_checked_here(self):
+        registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
+        assert registered == {f"deqfast::{op}{suffix}" for op in OPS for suffix in ("", "_triton")}
+
+    @pytest.mark.parametrize("op", OPS)
+    @every_dtype
+    def test_opcheck(self, op, dtype, kernel, device):
+        if op == "picard_step" and "history" in dtype:
+            pytest.skip("picard_step has no history")
+        case = replace(self.CASES[op], **DTYPES[dtype])
+        results = torch.library.opcheck(op_of(op, kernel), arguments(case, device))
+        assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_it_compiles_without_a_graph_break(self, op, kernel, device):
+        eager, compiled = (arguments(self.CASES[op], device) for _ in range(2))
+
+        def step(*args):
+            op_of(op, kernel)(*args)
+            return args[0] + 1
+
+        moved = torch.compile(step, fullgraph=True, backend="aot_eager")(*compiled)
+        op_of(op, kernel)(*eager)
+        assert same_bits(moved, eager[0] + 1)
+        for a, b in zip(eager, compiled, strict=True):
+            assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_only_the_declared_arguments_are_written(self, op, kernel):
+        written = {a.name for a in op_of(op, kernel)._schema.arguments if a.alias_info and a.alias_info.is_write}
+        monitor = {"z", "best", "status", "iterations", "residual", "gain", "active"}
+        assert written == monitor | ({"left", "df", "gram"} if op == "multisecant_step" else set())
+
+
+class TestArguments:
+    """A wrong tensor is named, with what it must be and what it is."""
+
+    BATCH, DIM, HISTORY = 2, 7, 4
+    SHAPES = {
+        "fz": "(2, 7)", "best": "(2, 7)", "status": "(2)", "iterations": "(2)", "residual": "(2, 2)", "gain": "(2, 2)",
+        "active": "(1)", "f_prev": "(2, 7)", "df": "(2, 4, 7)", "gram": "(2, 6, 4)",
+    }  # fmt: skip
+
+    def case(self, name: str) -> Case:
+        window = name in ("f_prev", "left", "df", "gram")
+        return Case("good" if window else None, batch=self.BATCH, size=self.DIM, history=self.HISTORY)
+
+    def call(self, kernel, device, case, **tensors):
+        state = make_state(case, device) | tensors
+        op = "picard_step" if case.method is None else "multisecant_step"
+        op_of(op, kernel)(*(state[name] for name in case.names), *case.scalars())
+
+    def refuses(self, kernel, device, case, name, *fragments, **tensors):
+        # The checks of the kernels launched from Python raise ValueError, those in C++ RuntimeError.
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            self.call(kernel, device, case, **tensors)
+        message = str(error.value).replace(",)", ")")
+        for fragment in (f"`{name}` must", *fragments):
+            assert fragment in message, message
+
+    def good(self, name, device):
+        return make_state(self.case(name), device)[name]
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_shape(self, name, kernel, device):
+        wrong = torch.cat([self.good(name, device)] * 2, dim=-1)
+        actual = f"({', '.join(map(str, wrong.shape))})"
+        self.refuses(kernel, device, self.case(name), name, self.SHAPES[name], f"got {actual}", **{name: wrong})
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_number_of_dimensions(self, name, kernel, device):
+        wrong = self.good(name, device)[None]
+        self.refuses(kernel, device, self.case(name), name, self.SHAPES[name], "got (1, ", **{name: wrong})
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_dtype(self, name, kernel, device):
+        right = self.good(name, device)
+        wrong = right.to(torch.float64 if right.dtype != torch.float64 else torch.float32)
+        self.refuses(kernel, device, self.case(name), name, **{name: wrong})
+
+    @pytest.mark.parametrize("name", ["fz", "best", "residual", "f_prev", "left", "df", "gram"])
+    def test_contiguity(self, name, kernel, device):
+        right = self.good(name, device)
+        wrong = torch.stack([right, right], dim=-1)[..., 0]
+        self.refuses(kernel, device, self.case(name), name, "contiguous", **{name: wrong})
+
+    @pytest.mark.parametrize("wrong", [torch.zeros(2), torch.zeros(2, 3, 4), torch.zeros(2, 7, dtype=torch.bfloat16)])
+    def test_state(self, wrong, kernel, device):
+        self.refuses(kernel, device, self.case("z"), "z", z=wrong.to(device))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+    def test_history_dtype(self, dtype, kernel, device):
+        left = self.good("left", device).to(dtype)
+        self.refuses(kernel, device, self.case("left"), "left", "bfloat16 beside float32", left=left)
+
+    @pytest.mark.parametrize("history", [0, 33])
+    def test_history_length(self, history, kernel, device):
+        if kernel == "cpp" and history:
+            pytest.skip("the CPU kernels take windows of any length")
+        left = torch.zeros(self.BATCH, history, self.DIM, device=device)
+        gram = torch.zeros(self.BATCH, history + 2, history, device=device)
+        window = {"left": left, "df": left.clone(), "gram": gram}
+        self.refuses(kernel, device, self.case("left"), "left", "hold 1 to ", **window)
+
+    def test_method_and_k(self):
+        case = self.case("left")
+        state = make_state(case)
+        tensors = [state[name] for name in case.names]
+        scalars = list(case.scalars())
+        with pytest.raises(RuntimeError, match="`method` must be 0 to 3, got 4"):
+            torch.ops.deqfast.multisecant_step(*tensors, *scalars[:5], 4, *scalars[6:])
+        with pytest.raises(RuntimeError, match="`k` must not be negative, got -1"):
+            torch.ops.deqfast.multisecant_step(*tensors, -1, *scalars[1:])
+
+
+class TestAccuracy:
+    """cpp against the reference in float64: at most twice the error of plain torch in the same dtype."""
+
+    @staticmethod
+    def step(case: Case):
+        return torch.ops.deqfast.picard_step if case.method is None else torch.ops.deqfast.multisecant_step
+
+    @pytest.mark.parametrize("damping", [1.0, 0.6])
+    @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+    @pytest.mark.parametrize("size", [1, 16, 63, 64, 777, 1025])
+    def test_picard(self, size, dtype, damping):
+        case = Case(None, batch=3, size=size, k=2, damping=damping, **DTYPES[dtype])
+        check_run(self.step(case), case)
+
+    @every_method
+    @every_dtype
+    @pytest.mark.parametrize("size", [16, 63, 777])
+    def test_multisecant(self, method, dtype, size):
+        case = Case(method, batch=3, size=size, history=4, k=6, **DTYPES[dtype])
+        check_run(self.step(case), case)
+
+    @every_method
+    @every_dtype
+    def test_step_and_mixing(self, method, dtype):
+        case = Case(method, size=130, history=3, k=5, alpha=0.7, beta=0.5, **DTYPES[dtype])
+        check_run(self.step(case), case)
+
+    @every_method
+    def test_a_long_window(self, method):
+        case = Case(method, size=500, history=40, k=43, dtype=torch.float64, wobble=1.0)
+        check_step(self.step(case), case)
+
+    EVENTS = ("run", "done", "nan", "inf", "overflow", "converged", "zero", "stalled", "degenerate")
+
+    def befallen(self, method, **settings):
+        rows = tuple(event for event in self.EVENTS if method or event != "degenerate")
+        return Case(method, batch=len(rows), size=70, history=3, k=6, stall_floor=1e-3, rows=rows, **settings)
+
+    @pytest.mark.parametrize("method", [None, *METHODS])
+    @pytest.mark.parametrize("absolute", [False, True])
+    def test_what_can_befall_a_sample(self, method, absolute):
+        check_step(self.step(Case(method)), self.befallen(method, absolute=absolute))
+
+    def test_the_last_evaluation_is_judged_only(self):
+        check_step(self.step(Case(None)), self.befallen(None, last=True))
+
+    @every_method
+    def test_the_last_evaluation_leaves_the_history(self, method):
+        check_step(self.step(Case(method)), self.befallen(method, last=True))
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(
+        method=st.sampled_from([None, *METHODS]),
+        dtype=st.sampled_from(list(DTYPES)),
+        batch=st.integers(1, 5),
+        size=st.integers(16, 600),
+        history=st.integers(2, 7),
+        k=st.integers(0, 9),
+        events=st.lists(st.sampled_from(EVENTS[:-1]), max_size=5),
+    )
+    def test_any_state(self, method, dtype, batch, size, history, k, events):
+        settings = DTYPES[dtype] if method or dtype != "bf16 history" else {}
+        case = Case(method, batch=batch, size=size, history=history, k=k, rows=tuple(events[:batch]), **settings)
+        check_step(self.step(case), case)
+
+    @pytest.mark.parametrize("method", [None, *METHODS])
+    def test_ten_runs_give_the_same_bits(self, method):
+        case = Case(method, batch=4, size=3000, history=5, k=6)
+        before = make_state(case)
+        results = [clone(before) for _ in range(10)]
+        for state in results:
+            case.call(self.step(case), state)
+            assert all(same_bits(state[name], results[0][name]) for name in case.names)
+
+    @pytest.mark.parametrize("method", [None, *METHODS])
+    def test_an_empty_batch(self, method, kernel, device):
+        case = Case(method, batch=0, size=5, k=0)
+        state = make_state(case, device)
+        op = op_of("picard_step" if method is None else "multisecant_step", kernel)
+        case.call(op, state)
+        assert state["active"].item() == 0
+
+
+class TestBackends:
+    def test_they_tell_why_they_are_not_available(self):
+        backends = deqfast.backends()
+        assert {"auto", *backends} == set(KERNELS)
+        assert backends["torch"] and backends["torch"].reason == ""
+        for availability in backends.values():
+            assert bool(availability) == (availability.reason == "")
+            assert str(availability) == (availability.reason or "available")
+
+    def test_availability_is_falsy_with_a_reason(self):
+        assert not Availability(False, "why") and str(Availability(False, "why")) == "why"
+        assert str(Availability(False)) == "not available" and Availability(True)
+
+    def test_an_extension_that_was_not_built(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "deqfast._C_cpu", None)
+        module, reason = _extension._load("_C_cpu")
+        assert module is None and "deqfast._C_cpu was not built" in reason and "DEQFAST_BUILD" in reason
+
+    def test_an_extension_that_does_not_load(self, monkeypatch):
+        def fail(name):
+            raise ImportError("libtorch_cuda.so: cannot open shared object file")
+
+        monkeypatch.setattr(importlib, "import_module", fail)
+        assert _extension._load("_C_cuda") == (
+            None,
+            "deqfast._C_cuda does not load: libtorch_cuda.so: cannot open shared object file",
+        )
+
+    def test_a_process_without_extensions(self):
+        code = """
+import sys
+sys.modules["deqfast._C_cpu"] = sys.modules["deqfast._C_cuda"] = None
+import torch, deqfast
+for name in ("cpp", "cuda"):
+    print(name, "|", deqfast.backends()[name].reason)
+z = deqfast.solve(lambda z: 0.5 * z + 1, torch.zeros(2, 3)).value
+print(torch.allclose(z, torch.full((2, 3), 2.0), rtol=1e-2))
+print(torch.equal(z, deqfast.solve(lambda z: 0.5 * z + 1, torch.zeros(2, 3), kernel="torch").value))
+try:
+    deqfast.solve(lambda z: z, z, kernel="cpp")
+except RuntimeError as error:
+    print(error)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        cpp, cuda, close, equal, error = done.stdout.strip().splitlines()
+        assert cpp.startswith("cpp | deqfast._C_cpu was not built") and "_C_cuda was not built" in cuda
+        assert (close, equal) == ("True", "True")
+        assert error.startswith("kernel='cpp' is not available: deqfast._C_cpu was not built")
+
+    def test_the_module_tells_how_it_was_built(self):
+        info = _extension.cpp_module.build_info()
+        assert info["torch_target_version"] == 0x020B000000000000 and info["compiler"]
+
+    def test_the_kernel_knows_its_longest_window(self):
+        cpu = torch.device("cpu")
+        assert choose_kernel("cpp", cpu).max_history is None and choose_kernel("torch", cpu).max_history is None
+        if deqfast.backends()["triton"]:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            assert choose_kernel("triton", device).max_history == 32

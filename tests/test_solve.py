@@ -1,0 +1,670 @@
+"""The contract of ``deqfast.solve``: counting, freezing, best iterates, bad samples, layouts, dtypes, errors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from functools import partial
+
+import pytest
+import torch
+
+import deqfast
+from deqfast import Anderson, Broyden, Picard, Solution, Status, _extension
+from deqfast.ops import choose_kernel
+from deqfast.testing import PROBLEMS, SOLVERS, Recorder, assert_close, assert_solves, linear, rounding, solved, tanh
+
+# The default on a GPU is to look less often.
+solve = partial(deqfast.solve, check_every=1)
+
+# One of each kind of step: without a window, with a least-squares window, with an unsymmetric one.
+some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+in_process = pytest.mark.parametrize("kernel", ["torch", "cpp", "cuda"], indirect=True)
+
+FLOATS = [torch.float32, torch.float64]
+
+
+def ring(bias: torch.Tensor, weight: float | torch.Tensor = 0.8):
+    """An f of elementwise operations only, which gives a sample the same bits in every batch."""
+
+    def f(z):
+        shifted = z.roll(1, -1)
+        return bias + weight * shifted / (1 + 0.1 * shifted * shifted)
+
+    return f
+
+
+def ring_bias(batch: int, dim: int = 12, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(batch, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device, dtype)
+
+
+def assert_same(actual: Solution, expected: Solution, but: tuple[str, ...] = ()) -> None:
+    for field in fields(Solution):
+        if field.name in but:
+            continue
+        a, b = getattr(actual, field.name), getattr(expected, field.name)
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, field.name
+
+
+def row(solution: Solution, i: int) -> dict:
+    names = ("value", "status", "iterations", "residual", "residual_rel", "residual_abs")
+    return {name: getattr(solution, name)[i] for name in names}
+
+
+def norms(recorder: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
+    """(|f(z) - z|, |f(z)|) of every call and sample, in float64."""
+    z, fz = torch.stack(recorder.arguments).double(), torch.stack(recorder.values).double()
+    return (fz - z).norm(dim=-1), fz.norm(dim=-1)
+
+
+@every_solver
+@pytest.mark.parametrize("stop", ["rel", "abs"])
+def test_a_sample_uses_its_own_evaluations_and_is_frozen_when_done(name, stop, kernel, device):
+    weight = torch.tensor([0.1, 0.8, 0.0], device=device)[:, None]
+    f = Recorder(ring(ring_bias(3, device=device), weight))
+    tol = 1e-2
+    solution = solve(f, torch.zeros(3, 12, device=device), SOLVERS[name](tol=tol, stop=stop), kernel)
+    assert solution.status.tolist() == [Status.CONVERGED] * 3
+    assert solution.evaluations == len(f) == max(solution.iterations.tolist())
+    assert len(set(solution.iterations.tolist())) == 3
+    absolute, value = norms(f)
+    reached = (absolute if stop == "abs" else absolute / value) <= tol
+    assert solution.iterations.tolist() == (reached.int().argmax(dim=0) + 1).tolist()
+    for sample, used in enumerate(solution.iterations.tolist()):
+        for argument in f.arguments[used - 1 :]:
+            assert torch.equal(argument[sample], solution.value[sample])
+
+
+@every_solver
+@pytest.mark.parametrize("stop", ["rel", "abs"])
+def test_the_best_iterate_is_returned_with_its_residual(name, stop, kernel, device):
+    # Expansive, and started near its fixed point: residuals of all solvers rise, some fall again.
+    problem = linear(batch=2, device=device, rho=4.0)
+    f = Recorder(problem.f)
+    solution = solve(f, problem.solution.to(device, torch.float32) + 0.1, SOLVERS[name](1e-6, 6, stop), kernel)
+    assert solution.status.tolist() == [Status.MAX_ITER] * 2
+    assert solution.iterations.tolist() == [6, 6] and solution.evaluations == len(f) == 6
+    absolute, value = norms(f)
+    measure = absolute if stop == "abs" else absolute / value
+    best = measure.argmin(dim=0).tolist()
+    assert min(best) < 5
+    eps = rounding(torch.float32)
+    for sample, call in enumerate(best):
+        assert torch.equal(solution.value[sample], f.arguments[call][sample])
+        assert_close(solution.residual_abs[sample], absolute[call, sample], eps)
+        assert_close(solution.residual_rel[sample], (absolute / value)[call, sample], eps)
+    assert torch.equal(solution.residual, solution.residual_abs if stop == "abs" else solution.residual_rel)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("problem_name", PROBLEMS)
+@in_process
+def test_the_reported_residual_is_that_of_the_value(problem_name, dtype, kernel, device):
+    problem = PROBLEMS[problem_name](dtype=dtype, device=device)
+    for solver in (Broyden(tol=1e-4), Anderson(tol=1e-10, max_iter=7), Picard(tol=1e-2, stop="abs")):
+        solution = solve(problem.f, problem.z0, solver, kernel)
+        value = problem.f(solution.value).double()
+        absolute = (value - solution.value.double()).norm(dim=1)
+        scale = value.norm(dim=1)
+        assert_close(solution.residual_abs / scale, absolute / scale, rounding(dtype) / min(1, solver.tol))
+        assert_close(solution.residual_rel.double() * scale, solution.residual_abs, rounding(dtype))
+
+
+def test_a_scripted_f_gives_the_scripted_counts(kernel, device):
+    # |f - z| = 1, 0.1, 1.9, 0.5 for the first sample; 1, 0 for the second.
+    script = torch.tensor([[1.0, 1.1, 3.0, 3.5], [1.0, 1.0, 9.0, 9.0]], device=device)
+    calls = iter(range(4))
+    z0 = torch.zeros(2, 1, device=device)
+    solution = solve(lambda z: script[:, next(calls)][:, None], z0, Picard(max_iter=4), kernel)
+    assert solution.evaluations == 4
+    assert solution.iterations.tolist() == [4, 2]
+    assert solution.status.tolist() == [Status.MAX_ITER, Status.CONVERGED]
+    assert solution.converged.tolist() == [False, True]
+    assert solution.value.tolist() == [[1.0], [1.0]]
+    eps = rounding(torch.float32)
+    assert_close(solution.residual_abs, torch.tensor([0.1, 0.0]), eps)
+    assert_close(solution.residual_rel, torch.tensor([0.1 / 1.1, 0.0]), eps)
+
+
+def test_zero_over_zero_is_converged(kernel, device):
+    solution = solve(lambda z: 0 * z, torch.zeros(2, 3, device=device), kernel=kernel)
+    assert solution.status.tolist() == [Status.CONVERGED] * 2 and solution.evaluations == 1
+    assert solution.residual.tolist() == [0.0, 0.0]
+
+
+@every_solver
+def test_one_evaluation_judges_the_start_and_takes_no_step(name, kernel, device):
+    problem = linear(device=device)
+    f = Recorder(problem.f)
+    start = problem.z0 + 1
+    solution = solve(f, start, SOLVERS[name](max_iter=1), kernel)
+    assert len(f) == solution.evaluations == 1 and solution.iterations.tolist() == [1, 1]
+    assert torch.equal(solution.value, start)
+    assert_close(solution.residual_abs, norms(f)[0][0], rounding(torch.float32))
+
+
+@some_solvers
+@in_process
+@pytest.mark.parametrize("every", [2, 3, 50])
+def test_check_every_only_adds_evaluations(name, every, kernel, device):
+    f = ring(ring_bias(4, device=device))
+    z0 = torch.zeros(4, 12, device=device)
+    solver = SOLVERS[name](tol=1e-2)
+    often = solve(f, z0, solver, kernel, check_every=1)
+    seldom = solve(f, z0, solver, kernel, check_every=every)
+    assert_same(seldom, often, but=("evaluations",))
+    default = deqfast.solve(f, z0, solver, kernel)
+    usual = 1 if device == "cpu" else 2
+    assert default.evaluations == math.ceil(often.evaluations / usual) * usual
+    assert often.evaluations == max(often.iterations.tolist())
+    assert seldom.evaluations == min(20, math.ceil(often.evaluations / every) * every)
+
+
+@some_solvers
+def test_a_sample_does_not_depend_on_its_batch_mates(name, kernel, device):
+    bias = ring_bias(3, device=device)
+    weight = torch.tensor([0.3, 0.7, 0.2], device=device)[:, None]
+    z0 = bias.flip(0)
+    solver = SOLVERS[name](tol=1e-3, max_iter=8)
+    together = solve(ring(bias, weight), z0, solver, kernel)
+    for i in range(3):
+        one = slice(i, i + 1)
+        alone = solve(ring(bias[one], weight[one]), z0[one], solver, kernel)
+        for field, expected in row(alone, 0).items():
+            actual = row(together, i)[field]
+            if kernel == "torch" and actual.is_floating_point():
+                # The residual of a converged sample is a small difference: it is only as exact as the value.
+                scale = 1 if field == "value" else solver.tol
+                assert_close(actual, expected, rounding(torch.float32) / scale, field)
+            else:
+                assert torch.equal(actual, expected), field
+
+
+@every_solver
+@in_process
+def test_a_straggler_leaves_the_others_as_they_are(name, kernel, device):
+    bias = ring_bias(4, device=device)
+    weight = torch.tensor([0.1, 0.1, 3.0, 0.1], device=device)[:, None]
+    easy = weight.clamp_max(0.1)
+    solver = SOLVERS[name](tol=1e-4, max_iter=12)
+    z0 = torch.zeros_like(bias)
+    slow, fast = solve(ring(bias, weight), z0, solver, kernel), solve(ring(bias, easy), z0, solver, kernel)
+    assert slow.status.tolist()[2] == Status.MAX_ITER and slow.evaluations == 12
+    assert fast.converged.all() and fast.evaluations < 12
+    for i in (0, 1, 3):
+        for field, expected in row(fast, i).items():
+            assert torch.equal(row(slow, i)[field], expected), field
+
+
+@every_solver
+@pytest.mark.parametrize(("bad", "first_call"), [(math.nan, 2), (math.inf, 2), (-math.inf, 0), (math.nan, 0)])
+def test_a_sample_that_breaks_goes_back_to_its_best_iterate(name, bad, first_call, kernel, device):
+    bias = ring_bias(3, device=device)
+
+    def breaking(z):
+        value = ring(bias)(z)
+        if len(f) - 1 >= first_call:
+            value[1, 5] = bad
+        return value
+
+    f = Recorder(breaking)
+    z0 = torch.zeros_like(bias)
+    solver = SOLVERS[name](tol=1e-3, max_iter=4)
+    broken, healthy = solve(f, z0, solver, kernel), solve(ring(bias), z0, solver, kernel)
+    assert all(torch.isfinite(z).all() for z in f.arguments)
+    for i in (0, 2):
+        for field, expected in row(healthy, i).items():
+            assert torch.equal(row(broken, i)[field], expected), field
+    assert broken.status[1] == Status.NONFINITE and broken.iterations[1] == first_call + 1
+    if first_call == 0:
+        assert torch.equal(broken.value[1], z0[1])
+        assert broken.residual.tolist()[1] == broken.residual_abs.tolist()[1] == math.inf
+    else:
+        absolute, value = norms(f)
+        best = int((absolute / value)[:first_call, 1].argmin())
+        assert torch.equal(broken.value[1], f.arguments[best][1])
+        assert_close(broken.residual_abs[1], absolute[best, 1], rounding(torch.float32))
+
+
+def test_an_overflow_of_the_norm_is_not_finite(kernel, device):
+    solution = solve(lambda z: z * 1e15, torch.ones(2, 3, device=device), Picard(), kernel)
+    assert solution.status.tolist() == [Status.NONFINITE] * 2
+    assert torch.isfinite(solution.value).all() and torch.isfinite(solution.residual).all()
+
+
+class TestStall:
+    """STALLED exists for an f that ran in low precision, and for no other."""
+
+    TOL = 1e-6
+
+    def solve(self, f, z0, kernel, **settings):
+        return solve(f, z0, Picard(tol=self.TOL, max_iter=40, **settings), kernel)
+
+    def test_at_the_rounding_floor_of_bfloat16(self, kernel, device):
+        problem = tanh(device=device)
+        low = Recorder(lambda z: problem.f(z).bfloat16())
+        solution = self.solve(low, problem.z0, kernel)
+        assert set(solution.status.tolist()) <= {Status.STALLED, Status.CONVERGED}
+        assert Status.STALLED in solution.status.tolist()
+        assert (solution.residual_rel < 8 * torch.finfo(torch.bfloat16).eps).all()
+        assert solution.evaluations < 40
+
+    def test_not_above_eight_roundings(self, kernel, device):
+        sign = iter(range(99))
+        coarse = lambda z: torch.full_like(z, 1 + 0.05 * (-1) ** next(sign)).bfloat16()  # noqa: E731
+        solution = self.solve(coarse, torch.full((1, 4), 0.95, device=device), kernel)
+        assert solution.status.tolist() == [Status.MAX_ITER]
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_never_in_full_precision(self, dtype, kernel, device):
+        """Neither at the rounding floor of f's own dtype, nor at that of a bfloat16 that f does not own up to."""
+        problem = tanh(device=device, dtype=dtype)
+        rounded = lambda z: problem.f(z).bfloat16().to(dtype)  # noqa: E731
+        solution = self.solve(rounded, problem.z0, kernel)
+        assert Status.MAX_ITER in solution.status.tolist() and Status.STALLED not in solution.status.tolist()
+        unit, calls = torch.finfo(dtype).eps, iter(range(10))
+        z0 = torch.ones(1, 2, dtype=dtype, device=device)
+        flutter = lambda z: torch.full_like(z0, 1 + (2 + 2 * (next(calls) % 2)) * unit)  # noqa: E731
+        solution = solve(flutter, z0, Picard(unit / 4, 10), kernel)
+        assert solution.status.tolist() == [Status.MAX_ITER] and (solution.residual < 8 * unit).all()
+
+    def test_five_iterations_without_a_gain(self, kernel, device):
+        # In units of float16's rounding the residuals are 4, 2, 2, 2, ...; those of the second sample gain once more.
+        unit = torch.finfo(torch.float16).eps
+        script = torch.tensor([[4, 2] * 6, [4, 2, 4, 2, 4, 3, 4, 3, 4, 3, 4, 3]], device=device) * unit + 1
+        calls = iter(range(12))
+        z0 = torch.ones(2, 1, device=device)
+        solution = solve(lambda z: script[:, next(calls)][:, None].half(), z0, Picard(1e-6, 12), kernel)
+        assert solution.status.tolist() == [Status.STALLED] * 2
+        assert solution.iterations.tolist() == [7, 11] and solution.evaluations == 11
+
+    def test_under_autocast_the_autocast_dtype_counts(self):
+        problem = linear(dim=16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            solution = self.solve(lambda z: problem.f(z).float(), problem.z0, "auto")
+        assert Status.STALLED in solution.status.tolist()
+        assert Status.STALLED not in self.solve(problem.f, problem.z0, "auto").status.tolist()
+
+    def test_a_slow_healthy_solve_in_float32_does_not_stall(self, kernel, device):
+        problem = linear(device=device, rho=0.99)
+        solution = solve(problem.f, problem.z0, Picard(1e-6, 30), kernel)
+        assert solution.status.tolist() == [Status.MAX_ITER] * 2
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_a_low_precision_z0_gives_f_its_dtype_and_solves_in_float32(low, kernel, device):
+    problem = tanh(device=device, dtype=torch.float32)
+    f = Recorder(lambda z: problem.f(z.float()).to(low))
+    solution = solve(f, problem.z0.to(low), Broyden(tol=2e-2), kernel)
+    assert {z.dtype for z in f.arguments} == {low} and solution.value.dtype == low
+    assert solution.residual.dtype == solution.residual_abs.dtype == torch.float32
+    assert solution.converged.all()
+    assert_close(solution.value, problem.solution, solved(2e-2))
+
+
+def test_float64_is_solved_in_float64(kernel, device):
+    problem = linear(batch=1, dim=6, dtype=torch.float64, device=device)
+    solution = solve(problem.f, problem.z0, Broyden(tol=1e-13), kernel)
+    assert solution.value.dtype == solution.residual.dtype == torch.float64
+    assert_solves(solution, problem)
+
+
+@every_solver
+@in_process
+def test_autocast_does_not_reach_into_the_solver(name, kernel, device):
+    problem = linear(device=device)
+
+    def full(z):
+        with torch.autocast(device, enabled=False):
+            return problem.f(z)
+
+    solver = SOLVERS[name](tol=1e-3)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        inside = solve(full, problem.z0, solver, kernel)
+    assert_same(inside, solve(problem.f, problem.z0, solver, kernel))
+
+
+def test_autocast_reaches_f_and_leaves_the_state_in_float32():
+    inside = torch.nn.Linear(16, 16)
+    f = Recorder(lambda z: 0.1 * inside(z) + 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = solve(f, torch.zeros(2, 16), Anderson(tol=1e-2))
+    assert {z.dtype for z in f.arguments} == {torch.float32} and {v.dtype for v in f.values} == {torch.bfloat16}
+    assert solution.value.dtype == solution.residual.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dim", [1, 63, 64, 777])
+@pytest.mark.parametrize("batch", [1, 3])
+@some_solvers
+@in_process
+def test_sizes(name, batch, dim, kernel, device):
+    bias = ring_bias(batch, dim, device)
+    solution = solve(ring(bias, 0.4), torch.zeros_like(bias), SOLVERS[name](tol=1e-4), kernel)
+    assert solution.converged.all()
+    expected = solve(ring(bias.double(), 0.4), torch.zeros_like(bias).double(), Picard(1e-12, 200), "torch").value
+    distance = (solution.value - expected).norm(dim=1)
+    assert (distance <= 1e-4 / (1 - 0.4) * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dim", [1, 77])
+def test_sizes_interpreted(dim, kernel, device):
+    bias = ring_bias(1, dim, device)
+    solution = solve(ring(bias, 0.2), torch.zeros_like(bias), Broyden(tol=1e-2), kernel)
+    expected = solve(ring(bias, 0.2), torch.zeros_like(bias), Broyden(tol=1e-2), "torch")
+    assert torch.equal(solution.iterations, expected.iterations)
+    assert_close(solution.value, expected.value, rounding(torch.float32))
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (0,), (0, 3, 2, 2)])
+@some_solvers
+def test_an_empty_batch_calls_nothing(name, shape, kernel, device):
+    f = Recorder(lambda z: z)
+    solution = solve(f, torch.zeros(shape, device=device), SOLVERS[name](), kernel)
+    assert solution.value.shape == shape and solution.evaluations == len(f) == 0
+    assert solution.status.shape == solution.iterations.shape == solution.residual.shape == (0,)
+    assert "empty batch" in repr(solution)
+
+
+class TestLayout:
+    """f sees the state in the memory order of z0, and so does the caller."""
+
+    def bias(self):
+        return ring_bias(2, 4 * 3 * 5).view(2, 4, 3, 5)
+
+    def expected(self):
+        return solve(ring(self.bias()), torch.zeros(2, 4, 3, 5), Anderson(tol=1e-4))
+
+    def check(self, z0, f=None):
+        f = Recorder(f or ring(self.bias()))
+        strides = []
+        solution = solve(lambda z: (strides.append(z.stride()), f(z))[1], z0, Anderson(tol=1e-4))
+        dense = torch.empty_like(z0).stride()
+        assert set(strides) == {dense} and solution.value.stride() == dense
+        assert torch.equal(solution.iterations, self.expected().iterations)
+        assert_close(solution.value, self.expected().value, rounding(torch.float32))
+
+    def test_channels_last(self):
+        z0 = torch.zeros(2, 4, 3, 5).to(memory_format=torch.channels_last)
+        assert not z0.is_contiguous()
+        self.check(z0)
+
+    def test_transposed(self):
+        self.check(torch.zeros(2, 5, 4, 3).permute(0, 2, 3, 1))
+
+    def test_slice_of_a_larger_buffer(self):
+        z0 = torch.full((2, 4, 3, 9), torch.nan)[..., 2:7].zero_()
+        self.check(z0)
+        assert not z0.is_contiguous() and (z0 == 0).all()
+
+    def test_value_of_f_in_another_order(self):
+        self.check(torch.zeros(2, 4, 3, 5), lambda z: ring(self.bias())(z).to(memory_format=torch.channels_last))
+
+    def test_expanded_start_and_value(self):
+        f = lambda z: 0.5 * z.mean(dim=1, keepdim=True).expand(2, 6) + 1  # noqa: E731
+        solution = solve(f, torch.zeros(2, 1).expand(2, 6), Broyden(tol=1e-6))
+        assert_close(solution.value, torch.full((2, 6), 2.0), solved(1e-6))
+
+    @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 3, 1, 1)])
+    def test_any_number_of_dimensions(self, shape):
+        f = Recorder(lambda z: 0.5 * z + 1)
+        solution = solve(f, torch.zeros(shape), Broyden(tol=1e-6))
+        assert {z.shape for z in f.arguments} == {solution.value.shape} == {torch.Size(shape)}
+        assert_close(solution.value, torch.full(shape, 2.0), solved(1e-6))
+
+
+class TestStructures:
+    """A state of several tensors is solved as the one it makes when laid side by side."""
+
+    @some_solvers
+    @in_process
+    def test_tuple_and_dict(self, name, kernel, device):
+        bias = ring_bias(3, 10, device)
+        solver = SOLVERS[name](tol=1e-3)
+        f = ring(bias)
+        whole = solve(f, torch.zeros_like(bias), solver, kernel)
+
+        def parts(z):
+            return z[:, :4].reshape(3, 2, 2), {"rest": z[:, 4:]}
+
+        def split_f(z):
+            return parts(f(torch.cat([z[0].reshape(3, 4), z[1]["rest"]], dim=1)))
+
+        split = solve(split_f, parts(torch.zeros_like(bias)), solver, kernel)
+        assert isinstance(split.value, tuple) and split.value[0].shape == (3, 2, 2)
+        assert torch.equal(split.value[0].reshape(3, 4), whole.value[:, :4])
+        assert torch.equal(split.value[1]["rest"], whole.value[:, 4:])
+        assert_same(split, whole, but=("value",))
+
+    def test_dtypes_of_leaves_are_kept(self):
+        z0 = (torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 2))
+        f = Recorder(lambda z: (0.5 * z[0] + 1, 0.5 * z[1] + 1))
+        solution = solve(f, z0, Picard(tol=1e-2))
+        for z in (*f.arguments, solution.value):
+            assert (z[0].dtype, z[1].dtype) == (torch.bfloat16, torch.float32)
+        assert solution.residual.dtype == torch.float32 and solution.converged.all()
+        mixed = solve(lambda z: [0.5 * x + 1 for x in z], [torch.zeros(2, 1), torch.zeros(2, 1).double()])
+        assert mixed.residual.dtype == torch.float64
+        assert [x.dtype for x in mixed.value] == [torch.float32, torch.float64]
+
+    def test_channels_last_leaf(self):
+        image = torch.zeros(2, 4, 3, 3).to(memory_format=torch.channels_last)
+        f = Recorder(lambda z: [0.5 * x + 1 for x in z])
+        value = solve(f, [image, torch.zeros(2, 5)]).value[0]
+        assert value.is_contiguous(memory_format=torch.channels_last)
+
+
+class TestBuffers:
+    """f may return what it likes, as long as it leaves its earlier values alone."""
+
+    BIAS = ring_bias(3)
+    SOLVER = Broyden(tol=1e-5, max_iter=12)
+
+    def fresh(self, name, kernel):
+        return solve(ring(self.BIAS), torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel)
+
+    @every_solver
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+    def test_one_static_buffer(self, name, kernel):
+        buffer = torch.empty_like(self.BIAS)
+        f = lambda z: buffer.copy_(ring(self.BIAS)(z))  # noqa: E731
+        assert_same(solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel), self.fresh(name, kernel))
+
+    @every_solver
+    def test_two_buffers_in_turn(self, name):
+        buffers = [torch.empty_like(self.BIAS) for _ in range(2)]
+        f = Recorder(lambda z: buffers[len(f) % 2].copy_(ring(self.BIAS)(z)))
+        assert_same(solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12)), self.fresh(name, "auto"))
+
+    @pytest.mark.parametrize("name", [name for name in SOLVERS if name != "picard"])
+    def test_a_buffer_that_is_reused_later_is_an_error(self, name):
+        buffer = torch.empty_like(self.BIAS)
+
+        def f(z):
+            value = ring(self.BIAS)(z)
+            calls.append(value)
+            return value if len(calls) < 3 else buffer.copy_(value)
+
+        calls: list[torch.Tensor] = []
+        with pytest.raises(RuntimeError, match="at call 4, the memory of its previous value"):
+            solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12))
+
+    def test_picard_keeps_no_value(self):
+        buffer = torch.empty_like(self.BIAS)
+        f = Recorder(lambda z: (lambda v: v if len(f) < 3 else buffer.copy_(v))(ring(self.BIAS)(z)))
+        assert_same(solve(f, torch.zeros_like(self.BIAS), Picard(1e-5, 12)), self.fresh("picard", "auto"))
+
+    @every_solver
+    def test_the_argument_itself(self, name, kernel, device):
+        z0 = self.BIAS.to(device)
+        solution = solve(lambda z: z, z0, SOLVERS[name](), kernel)
+        assert torch.equal(solution.value, z0) and solution.residual.tolist() == [0.0] * 3
+        assert solution.evaluations == 1
+
+    def test_a_view_of_the_argument(self):
+        # f(z) = z reversed in the first call, a contraction later: the value must not move with z.
+        f = Recorder(lambda z: z[:, :] if len(f) == 2 else ring(self.BIAS)(z))
+        solution = solve(f, torch.zeros_like(self.BIAS), Broyden(tol=1e-5))
+        assert solution.status.tolist() == [Status.CONVERGED] * 3 and solution.iterations.tolist() == [2] * 3
+
+    def test_a_constant_f_takes_two_evaluations(self, kernel, device):
+        constant = self.BIAS.to(device)
+        for solver in ("picard", "anderson", "broyden"):
+            solution = solve(lambda z: constant, torch.zeros_like(constant), solver, kernel)
+            assert torch.equal(solution.value, constant) and solution.iterations.tolist() == [2] * 3
+
+    def test_z0_is_left_alone(self):
+        z0 = self.BIAS.clone()
+        value = solve(ring(self.BIAS), z0, self.SOLVER).value
+        assert torch.equal(z0, self.BIAS) and value.data_ptr() != z0.data_ptr()
+
+    def test_parameters_need_no_gradient_inside(self):
+        weight = torch.full((), 0.5, requires_grad=True)
+        f = Recorder(lambda z: weight * z + 1)
+        solution = solve(f, torch.zeros(2, 3, requires_grad=True))
+        assert not any(v.requires_grad for v in f.values) and not solution.value.requires_grad
+
+
+class TestErrors:
+    """Arguments out of range are named, with what they are and what they should be."""
+
+    Z0 = torch.zeros(4, 3)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"f": 3}, TypeError, "f must be callable, got 3"),
+            ({"z0": 3}, TypeError, "z0 must hold floating-point tensors only, got int"),
+            ({"z0": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "got torch.int64"),
+            ({"z0": torch.zeros(2, 3, dtype=torch.complex64)}, TypeError, "got torch.complex64"),
+            ({"z0": ()}, ValueError, "z0 must hold at least one tensor, got an empty structure"),
+            ({"z0": torch.tensor(1.0)}, ValueError, "z0 must have the batch as its first dimension"),
+            ({"z0": (Z0, Z0[1:])}, ValueError, r"one batch size .*\(4, 3\) on cpu, \(3, 3\) on"),
+            ({"solver": "newton"}, ValueError, "solver must be .* 'picard', 'anderson', 'broyden', got 'newton'"),
+            ({"solver": Broyden}, ValueError, "solver must be a deqfast solver"),
+            ({"kernel": "gpu"}, ValueError, "kernel must be one of auto, triton, cuda, cpp, torch, got 'gpu'"),
+            ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
+            ({"check_every": 1.5}, TypeError, "check_every must be an integer, got 1.5"),
+            ({"check_every": True}, TypeError, "check_every must be an integer, got True"),
+        ],
+    )
+    def test_arguments(self, arguments, error, message):
+        with pytest.raises(error, match=message):
+            solve(**{"f": lambda z: z, "z0": self.Z0, **arguments})
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_a_start_that_is_not_finite_names_its_rows(self, bad):
+        z0 = self.Z0.clone()
+        z0[1, 0] = z0[3, 2] = bad
+        with pytest.raises(ValueError, match=r"z0 must be finite; it is not in 2 of 4 rows: 1, 3$"):
+            solve(lambda z: z, z0)
+        with pytest.raises(ValueError, match=r"not in 20 of 20 rows: 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.$"):
+            solve(lambda z: z, (torch.zeros(20, 1), torch.full((20, 2), bad)))
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (torch.zeros(4, 2), r"f must return the shape of z0, \(4, 3\), got \(4, 2\)"),
+            (torch.zeros(3, 3), r"\(4, 3\), got \(3, 3\)"),
+            (torch.zeros(4, 3, 1), r"\(4, 3\), got \(4, 3, 1\)"),
+            ((torch.zeros(4, 3),), r"f must return the structure of z0, .*, got .*tuple"),
+            (3.0, r"\(4, 3\), got float"),
+        ],
+    )
+    def test_values_of_another_shape(self, value, message):
+        with pytest.raises(ValueError, match=message):
+            solve(lambda z: value, self.Z0)
+        with pytest.raises(ValueError, match=r"\[\(4, 3\), \(4, 1\)\], got \[\(4, 3\), \(4, 2\)\]"):
+            solve(lambda z: (torch.zeros(4, 3), torch.zeros(4, 2)), (self.Z0, torch.zeros(4, 1)))
+
+    def test_f_raises_its_own_errors(self):
+        with pytest.raises(ZeroDivisionError):
+            solve(lambda z: 1 / 0, self.Z0)
+
+
+class TestKernels:
+    """The choice of kernel: by name it serves or raises, automatically it serves."""
+
+    def test_an_absent_extension_raises_with_its_reason(self, monkeypatch):
+        monkeypatch.setattr(_extension, "cpp_module", None)
+        monkeypatch.setattr(_extension, "cpp_reason", "it fell off")
+        assert not deqfast.backends()["cpp"] and deqfast.backends()["cpp"].reason == "it fell off"
+        problem = linear()
+        with pytest.raises(RuntimeError, match="kernel='cpp' is not available: it fell off"):
+            solve(problem.f, problem.z0, kernel="cpp")
+        assert_same(solve(problem.f, problem.z0, kernel="auto"), solve(problem.f, problem.z0, kernel="torch"))
+
+    def test_triton_without_a_device_raises_with_its_reason(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        with pytest.raises(RuntimeError, match="kernel='triton' is not available: no CUDA device .*TRITON_INTERPRET=1"):
+            solve(lambda z: z, torch.zeros(1, 1), kernel="triton")
+
+    def test_cuda_without_a_device_raises_with_its_reason(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        reason = deqfast.backends()["cuda"].reason
+        assert reason
+        with pytest.raises(RuntimeError, match="kernel='cuda' is not available: ") as error:
+            solve(lambda z: z, torch.zeros(1, 1), kernel="cuda")
+        assert reason in str(error.value)
+
+    def test_a_kernel_refuses_tensors_of_another_device(self):
+        with pytest.raises(RuntimeError, match="kernel='cpp' does not run on cuda tensors, only on cpu"):
+            choose_kernel("cpp", torch.device("cuda"))
+
+    def test_auto_takes_cpp_on_the_cpu(self):
+        assert choose_kernel("auto", torch.device("cpu")).name == "cpp"
+
+    def test_auto_prefers_cuda_then_triton_on_cuda_tensors(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(_extension, "cuda_module", object())
+        assert choose_kernel("auto", torch.device("cuda")).name == "cuda"
+        monkeypatch.setattr(_extension, "cuda_module", None)
+        assert choose_kernel("auto", torch.device("cuda")).name == "triton"
+
+
+@some_solvers
+def test_ten_runs_give_the_same_bits(name, kernel, device):
+    problem = tanh(batch=1, device=device)
+    solver = SOLVERS[name](tol=1e-6, max_iter=4)
+    first = solve(problem.f, problem.z0, solver, kernel)
+    for _ in range(9):
+        assert_same(solve(problem.f, problem.z0, solver, kernel), first)
+
+
+@every_solver
+def test_the_number_of_threads_does_not_change_the_bits(name):
+    bias = ring_bias(8, 6000)  # two rows a thread
+    threads = torch.get_num_threads()
+    try:
+        solutions = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            solutions.append(solve(ring(bias), torch.zeros_like(bias), SOLVERS[name](1e-6, 8), "cpp"))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(*solutions)
+
+
+def test_inference_mode():
+    problem = linear()
+    with torch.inference_mode():
+        inside = solve(problem.f, problem.z0)
+    assert_same(inside, solve(problem.f, problem.z0))
+
+
+def test_solution_speaks_plainly():
+    slope = torch.tensor([[0.5], [torch.nan], [1.0]])
+    solution = solve(lambda z: z * slope + 1, torch.zeros(3, 2), Picard(max_iter=15))
+    assert repr(solution) == "Solution(1 MAX_ITER, 1 CONVERGED, 1 NONFINITE, evaluations=15)"
+    assert solution.converged.tolist() == [True, False, False]
+    assert {status.name: int(status) for status in Status} == {
+        "MAX_ITER": 0,
+        "CONVERGED": 1,
+        "NONFINITE": 2,
+        "STALLED": 3,
+    }
+    for status in Status:
+        assert status.message.endswith(".") and " " in status.message
+    assert len({status.message for status in Status}) == 4
+    assert solution.status.dtype == torch.int8 and solution.iterations.dtype == torch.int32

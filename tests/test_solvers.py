@@ -1,0 +1,387 @@
+"""The solvers: that they solve the problem table, that their iterates are the textbook's, and their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from deqfast import Anderson, Broyden, Picard, Status, solve
+from deqfast.ops import choose_kernel
+from deqfast.solvers import as_solver
+from deqfast.testing import (
+    ITERATES,
+    NEGLIGIBLE_RIDGE,
+    PROBLEMS,
+    SOLVERS,
+    FixedPoint,
+    Recorder,
+    assert_close,
+    assert_solves,
+    linear,
+    non_normal,
+    rounding,
+    sawtooth,
+    tanh,
+)
+
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+multisecant = pytest.mark.parametrize("name", [name for name in SOLVERS if name != "picard"])
+in_process = pytest.mark.parametrize("kernel", ["torch", "cpp", "cuda"], indirect=True)
+
+NEVER = 1e-300  # a tolerance that is never met
+
+
+@every_solver
+@pytest.mark.parametrize("problem_name", PROBLEMS)
+def test_every_solver_solves_every_problem(name, problem_name, kernel, device):
+    interpreted = kernel == "triton" and device == "cpu"  # slow: one sample, and not as far
+    size = {"dim": 5} if problem_name == "sawtooth" else {}
+    problem = PROBLEMS[problem_name](batch=1 if interpreted else 3, device=device, **size)
+    solver = SOLVERS[name](tol=1e-2 if interpreted else 1e-4, max_iter=200 if name == "picard" else 30)
+    assert_solves(solve(problem.f, problem.z0, solver, kernel), problem)
+
+
+@pytest.mark.parametrize("problem_name", PROBLEMS)
+@in_process
+@every_solver
+def test_float64_reaches_far_tolerances(name, problem_name, kernel, device):
+    size = {"dim": 5} if problem_name == "sawtooth" else {}
+    problem = PROBLEMS[problem_name](dtype=torch.float64, device=device, **size)
+    solution = solve(problem.f, problem.z0, SOLVERS[name](tol=1e-11, max_iter=600 if name == "picard" else 100), kernel)
+    assert_solves(solution, problem)
+
+
+@multisecant
+@in_process
+def test_acceleration_accelerates(name, kernel, device):
+    problem = linear(rho=0.95, dim=48, device=device)
+    plain = solve(problem.f, problem.z0, Picard(tol=1e-4, max_iter=200), kernel)
+    accelerated = solve(problem.f, problem.z0, SOLVERS[name](tol=1e-4, max_iter=200), kernel)
+    assert plain.converged.all() and accelerated.converged.all()
+    assert accelerated.evaluations < plain.evaluations / 3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rho", [0.9, 0.95])
+@in_process
+def test_limited_memory_converges_where_ring_buffers_break(rho, seed, kernel, device):
+    """Overwriting pairs that others were built on gives NaN on these problems; a window of the newest ten does not."""
+    problem = linear(batch=1, dim=256, rho=rho, seed=seed, device=device)
+    short = solve(problem.f, problem.z0, Broyden(tol=1e-4, max_iter=150, history=10), kernel)
+    assert_solves(short, problem)
+    problem = linear(batch=1, dim=256, rho=rho, seed=seed)
+    full = solve(problem.f, problem.z0, Broyden(tol=1e-4, max_iter=150, history=150), "cpp")
+    assert short.evaluations <= 1.5 * full.evaluations
+
+
+class TestSawtooth:
+    """Theorem 1 of Wu et al.: a fixed point known in closed form, 2^m linear pieces."""
+
+    def test_plain_iteration_ends_exactly(self, kernel, device):
+        m = 8
+        problem = sawtooth(batch=6, dim=m, dtype=torch.float64, device=device)
+        solution = solve(problem.f, problem.z0, Picard(tol=1e-15, max_iter=m + 1), kernel)
+        assert solution.residual.tolist() == [0.0] * 6
+        assert torch.equal(solution.value.cpu(), problem.solution)
+
+    def test_readout_is_the_sawtooth(self):
+        m = 6
+        x = torch.arange(0, 257, dtype=torch.float64) / 256
+        powers = 2.0 ** torch.arange(1, m + 1, dtype=torch.float64)
+        weight = -(powers[:, None] / powers * 2).tril(-1)
+        f = lambda z: torch.relu(x[:, None] * powers - 1 + z @ weight.T)  # noqa: E731
+        z = solve(f, torch.zeros(257, m, dtype=torch.float64), Picard(tol=1e-15)).value
+        tent = x
+        for _ in range(m):
+            tent = torch.minimum(2 * tent, 2 - 2 * tent)
+        assert torch.equal(2.0**m * x - z @ (2.0 ** (m + 1) / powers), tent)
+        assert int((tent.diff().sign().diff() != 0).sum()) + 1 == 2**m
+
+    @multisecant
+    def test_accelerated(self, name):
+        problem = sawtooth(batch=16, dim=8, dtype=torch.float64)
+        assert_solves(solve(problem.f, problem.z0, SOLVERS[name](tol=1e-12, max_iter=100)), problem)
+
+
+def textbook_broyden(problem: FixedPoint, count: int, kind: str, step: float, history: int) -> torch.Tensor:
+    """Iterates (count, B, D) by updates of a dense inverse Jacobian, rebuilt from -I on the newest pairs."""
+    z = problem.z0
+    g, pairs, iterates = problem.f(z) - z, deque(maxlen=history), [z]
+    for _ in range(count - 1):
+        h = -torch.eye(z.shape[1], dtype=z.dtype).expand(len(z), -1, -1)
+        for s, y in pairs:
+            error = s - (h @ y[:, :, None])[:, :, 0]
+            row = (s[:, None] @ h)[:, 0] if kind == "good" else y
+            h = h + error[:, :, None] * (row / (row * y).sum(dim=1, keepdim=True))[:, None]
+        z_next = z - step * (h @ g[:, :, None])[:, :, 0]
+        g_next = problem.f(z_next) - z_next
+        pairs.append((z_next - z, g_next - g))
+        z, g = z_next, g_next
+        iterates.append(z)
+    return torch.stack(iterates)
+
+
+def textbook_anderson(problem: FixedPoint, count: int, kind: str, mixing: float, history: int) -> torch.Tensor:
+    """Iterates (count, B, D); gamma by least squares on the residuals (II) or by S^T Y gamma = S^T g (I)."""
+    z = problem.z0
+    g, pairs, iterates = problem.f(z) - z, deque(maxlen=history), [z]
+    for _ in range(count - 1):
+        step = mixing * g
+        if pairs:
+            s, y = (torch.stack(column, dim=2) for column in zip(*pairs, strict=True))
+            if kind == "II":
+                gamma = torch.linalg.lstsq(y, g[:, :, None]).solution
+            else:
+                gamma = torch.linalg.solve(s.mT @ y, s.mT @ g[:, :, None])
+            step = step - ((s + mixing * y) @ gamma)[:, :, 0]
+        z_next = z + step
+        g_next = problem.f(z_next) - z_next
+        pairs.append((z_next - z, g_next - g))
+        z, g = z_next, g_next
+        iterates.append(z)
+    return torch.stack(iterates)
+
+
+class TestIterates:
+    """In float64 the pair form takes the steps of the textbook's methods, full and with a sliding window."""
+
+    COUNT = 10
+
+    def compare(self, solver, problem, expected, kernel, device, tolerance=ITERATES):
+        f = Recorder(problem.f)
+        solve(f, problem.z0.to(device), solver, kernel)
+        assert len(f) == len(expected)
+        for k, (actual, iterate) in enumerate(zip(f.arguments, expected, strict=True)):
+            assert_close(actual, iterate, tolerance, f"iterate {k}")
+
+    def problem(self, device, maker=tanh):
+        return maker(batch=2, dim=12, dtype=torch.float64, device=device)
+
+    @pytest.mark.parametrize("kind", ["good", "bad"])
+    @pytest.mark.parametrize(("step", "history"), [(1.0, None), (0.7, 3)])
+    def test_broyden(self, kind, step, history, kernel, device):
+        expected = textbook_broyden(self.problem("cpu"), self.COUNT, kind, step, history or self.COUNT)
+        solver = Broyden(tol=NEVER, max_iter=self.COUNT, kind=kind, step=step, history=history)
+        self.compare(solver, self.problem(device), expected, kernel, device)
+
+    @pytest.mark.parametrize("kind", ["I", "II"])
+    @pytest.mark.parametrize(("mixing", "history"), [(1.0, None), (0.7, 3)])
+    def test_anderson(self, kind, mixing, history, kernel, device):
+        expected = textbook_anderson(self.problem("cpu"), self.COUNT, kind, mixing, history or self.COUNT)
+        solver = Anderson(NEVER, self.COUNT, ridge=0.0, kind=kind, mixing=mixing, history=history or self.COUNT)
+        self.compare(solver, self.problem(device), expected, kernel, device)
+
+    @pytest.mark.parametrize("maker", [linear, non_normal])
+    @pytest.mark.parametrize("kind", ["good", "bad"])
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+    def test_broyden_on_other_problems(self, kind, maker, kernel):
+        expected = textbook_broyden(self.problem("cpu", maker), self.COUNT, kind, 1.0, self.COUNT)
+        self.compare(Broyden(NEVER, self.COUNT, kind=kind), self.problem("cpu", maker), expected, kernel, "cpu")
+
+    @pytest.mark.parametrize("name", ["broyden", "broyden-bad", "anderson", "anderson-I"])
+    @in_process
+    def test_a_window_of_one_pair(self, name, kernel, device):
+        exact = {"ridge": 0.0} if "anderson" in name else {}
+        solver = SOLVERS[name](NEVER, self.COUNT, history=1, **exact)
+        if "anderson" in name:
+            expected = textbook_anderson(self.problem("cpu"), self.COUNT, solver.kind, 1.0, 1)
+        else:
+            expected = textbook_broyden(self.problem("cpu"), self.COUNT, solver.kind, 1.0, 1)
+        self.compare(solver, self.problem(device), expected, kernel, device)
+
+    @pytest.mark.parametrize("damping", [1.0, 0.7, 1.3])
+    def test_picard(self, damping, kernel, device):
+        problem = self.problem(device)
+        iterates = [problem.z0]
+        for _ in range(4):
+            iterates.append(iterates[-1] + damping * (problem.f(iterates[-1]) - iterates[-1]))
+        eps = rounding(torch.float64)
+        self.compare(Picard(NEVER, 5, damping=damping), problem, torch.stack(iterates).cpu(), kernel, device, eps)
+
+    def test_torchdeq_broyden_with_its_full_history(self):
+        from torchdeq.solver.broyden import broyden_solver
+
+        problem = self.problem("cpu")
+        peer = Recorder(problem.f)
+        broyden_solver(peer, problem.z0, max_iter=self.COUNT, tol=0.0)
+        expected = torch.stack(peer.arguments)
+        self.compare(Broyden(NEVER, len(expected)), problem, expected, "cpp", "cpu")
+
+    def test_torchdeq_anderson_where_its_ridge_is_negligible(self):
+        from torchdeq.solver.anderson import anderson_solver
+
+        scale = 1e6  # its ridge is absolute: on large residuals it is nothing
+        small = linear(batch=2, dim=12, dtype=torch.float64)
+        problem = FixedPoint(lambda z: scale * small.f(z / scale), small.z0, small.solution, small.amplification)
+        peer = Recorder(problem.f)
+        anderson_solver(peer, problem.z0, max_iter=self.COUNT, tol=0.0, m=6)
+        # Six iterates make five pairs.
+        solver = Anderson(NEVER, self.COUNT, history=5, ridge=0.0)
+        self.compare(solver, problem, torch.stack(peer.arguments), "cpp", "cpu", NEGLIGIBLE_RIDGE)
+
+
+@every_solver
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_the_solve_does_not_depend_on_the_scale_of_z(name, exponent, kernel, device):
+    problem = tanh(device=device)
+    scale = 2.0**exponent
+    solver = SOLVERS[name](tol=1e-4, max_iter=5)
+    plain = solve(problem.f, problem.z0, solver, kernel)
+    scaled = solve(lambda z: scale * problem.f(z / scale), scale * problem.z0, solver, kernel)
+    assert torch.equal(scaled.value, scale * plain.value)
+    for field in ("status", "iterations", "residual"):
+        assert torch.equal(getattr(scaled, field), getattr(plain, field))
+    assert torch.equal(scaled.residual_abs, scale * plain.residual_abs)
+
+
+class TestDegenerateHistory:
+    """At the rounding floor pairs lose their meaning; the solve stays at the floor and finite."""
+
+    @every_solver
+    @in_process
+    @pytest.mark.parametrize("problem_name", ["linear-0.5", "tanh", "sawtooth"])
+    def test_long_after_convergence(self, name, problem_name, kernel, device):
+        problem = PROBLEMS[problem_name](device=device)
+        f = Recorder(problem.f)
+        solution = solve(f, problem.z0, SOLVERS[name](tol=1e-30, max_iter=100), kernel)
+        assert all(torch.isfinite(z).all() for z in f.arguments)
+        assert (solution.residual < rounding(torch.float32)).all()
+        assert_close(solution.value, problem.solution, rounding(torch.float32) * problem.amplification)
+
+    @multisecant
+    def test_a_step_that_is_lost_in_rounding(self, name, kernel, device):
+        """s = 0 and y = 0 from the first step on: every pivot is dropped, which leaves Picard steps."""
+        one_above = torch.nextafter(torch.ones(2, 3), torch.full((2, 3), 2.0)).to(device)
+        f = Recorder(lambda z: one_above + 0 * z)
+        shorter = {"step": 0.3} if "broyden" in name else {"mixing": 0.3}
+        solution = solve(f, torch.ones_like(one_above), SOLVERS[name](tol=1e-9, max_iter=6, **shorter), kernel)
+        assert all((z == 1).all() for z in f.arguments) and len(f) == 6
+        assert solution.status.tolist() == [Status.MAX_ITER] * 2 and (solution.value == 1).all()
+
+    @multisecant
+    def test_an_unknown_of_one_element(self, name, kernel, device):
+        """Every pair spans the space, so that all older ones are dropped: the secant method."""
+        z0 = torch.tensor([[0.0], [2.0]], dtype=torch.float64, device=device)
+        f = Recorder(torch.cos)
+        exact = {"ridge": 0.0} if "anderson" in name else {}
+        solve(f, z0, SOLVERS[name](tol=NEVER, max_iter=6, **exact), kernel)
+        before, z = z0, torch.cos(z0)
+        for actual in f.arguments[1:]:
+            assert_close(actual, z, ITERATES)
+            slope = ((torch.cos(z) - z) - (torch.cos(before) - before)) / (z - before)
+            before, z = z, z - (torch.cos(z) - z) / slope
+
+    @multisecant
+    def test_pairs_that_repeat(self, name, kernel, device):
+        # f(z) = 1 - z jumps between two points; both differences are multiples of one vector.
+        solution = solve(lambda z: 1 - z, torch.zeros(2, 4, device=device), SOLVERS[name](tol=1e-6, max_iter=6), kernel)
+        assert solution.converged.all()
+        assert_close(solution.value, torch.full((2, 4), 0.5), rounding(torch.float32))
+
+
+@multisecant
+def test_a_short_history_dtype_reaches_the_same_answer(name, kernel, device):
+    problem = tanh(device=device)
+    solver = SOLVERS[name](tol=1e-3, history_dtype=torch.bfloat16)
+    assert_solves(solve(problem.f, problem.z0, solver, kernel), problem)
+
+
+@multisecant
+@in_process
+def test_a_short_history_dtype_costs_few_iterations(name, kernel, device):
+    problem = linear(rho=0.9, device=device)
+    short, full = (
+        solve(problem.f, problem.z0, SOLVERS[name](tol=1e-4, max_iter=40, history_dtype=dtype), kernel)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert_solves(short, problem)
+    assert full.evaluations <= short.evaluations <= 2 * full.evaluations
+
+
+@multisecant
+def test_the_history_takes_the_memory_it_says(name):
+    kernel = choose_kernel("torch", torch.device("cpu"))
+    z = torch.zeros(2, 7)
+    for settings, slots, dtype in [
+        ({}, 6 if "anderson" in name else 20, torch.float32),
+        ({"max_iter": 4}, 4, torch.float32),
+        ({"max_iter": 100, "history": None}, 20, torch.float32),
+        ({"max_iter": 100, "history": 33, "history_dtype": torch.bfloat16}, 33, torch.bfloat16),
+    ]:
+        state = SOLVERS[name](**settings).init(z.clone(), kernel)
+        for window in (state.left, state.df):
+            assert window.shape == (2, slots, 7) and window.dtype == dtype
+            assert window.isnan().all()  # nothing reads what was not written
+
+
+@multisecant
+def test_a_window_longer_than_a_gpu_kernel_holds_is_an_error(name):
+    problem = linear()
+    solver = SOLVERS[name](max_iter=40, history=33)
+    with pytest.raises(ValueError, match="history must be at most 32 on kernel='triton', got 33"):
+        solver.init(problem.z0, choose_kernel("triton", torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    assert solve(problem.f, problem.z0, solver, "cpp").converged.all()
+
+
+@multisecant
+@pytest.mark.parametrize("types", [("float64", "bfloat16"), ("float64", "float32"), ("float32", "float64")])
+def test_a_history_dtype_that_does_not_fit_the_state_is_an_error(name, types):
+    dtype, history = types
+    solver = SOLVERS[name](history_dtype=getattr(torch, history))
+    problem = linear(dtype=getattr(torch, dtype))
+    with pytest.raises(ValueError, match=rf"history_dtype must be the state's \(torch.{dtype}\).* got torch.{history}"):
+        solve(problem.f, problem.z0, solver)
+
+
+BAD_ARGUMENTS = [
+    *((solver, argument, value, error) for solver in SOLVERS.values() for argument, value, error in [
+        ("tol", 0.0, ValueError), ("tol", -1e-3, ValueError), ("tol", math.nan, ValueError),
+        ("tol", math.inf, ValueError), ("tol", "small", TypeError), ("tol", True, TypeError), ("tol", None, TypeError),
+        ("max_iter", 0, ValueError), ("max_iter", -3, ValueError), ("max_iter", 2.0, TypeError),
+        ("max_iter", True, TypeError), ("stop", "relative", ValueError), ("stop", None, ValueError),
+    ]),
+    *((solver, argument, value, error) for solver in (Anderson, Broyden) for argument, value, error in [
+        ("history", 0, ValueError), ("history", -1, ValueError), ("history", 2.5, TypeError),
+        ("history_dtype", torch.float16, ValueError), ("history_dtype", "bfloat16", ValueError),
+    ]),
+    (Picard, "damping", 0.0, ValueError), (Picard, "damping", 2.5, ValueError), (Picard, "damping", "1", TypeError),
+    (Picard, "damping", math.nan, ValueError),
+    (Anderson, "mixing", 0, ValueError), (Anderson, "mixing", 2.1, ValueError), (Anderson, "mixing", [1], TypeError),
+    (Anderson, "ridge", -1e-9, ValueError), (Anderson, "ridge", 1.5, ValueError), (Anderson, "ridge", None, TypeError),
+    (Anderson, "kind", "III", ValueError), (Anderson, "kind", 2, ValueError),
+    (Broyden, "step", 0.0, ValueError), (Broyden, "step", 3.0, ValueError), (Broyden, "step", None, TypeError),
+    (Broyden, "kind", "best", ValueError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("solver", "argument", "value", "error"), BAD_ARGUMENTS)
+def test_bad_arguments_are_named_with_their_value(solver, argument, value, error):
+    with pytest.raises(error) as raised:
+        solver(**{argument: value})
+    assert str(raised.value).startswith(f"{argument} must be ") and repr(value) in str(raised.value)
+
+
+@pytest.mark.parametrize("solver", [Picard, Anderson, Broyden])
+def test_unknown_arguments_are_errors(solver):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tolerance'"):
+        solver(tolerance=1e-3)
+
+
+def test_solvers_are_frozen_and_compare_by_value():
+    assert Broyden(tol=1e-2) == Broyden(tol=1e-2) != Broyden()
+    with pytest.raises(FrozenInstanceError):
+        Broyden().tol = 1.0
+    assert (Picard(damping=2.0).damping, Anderson(ridge=0.0).ridge, Anderson(mixing=2).mixing) == (2.0, 0.0, 2)
+
+
+def test_names_stand_for_default_solvers():
+    assert [as_solver(name) for name in ("picard", "anderson", "broyden")] == [Picard(), Anderson(), Broyden()]
+    assert as_solver(Picard(tol=0.1)) == Picard(tol=0.1)
+    default = Anderson()
+    assert (default.tol, default.max_iter, default.stop) == (1e-3, 20, "rel")
+    assert (default.history, default.kind, default.mixing, default.ridge) == (6, "II", 1.0, 1e-6)
+    assert (Broyden().history, Broyden().kind, Broyden().step, Picard().damping) == (None, "good", 1.0, 1.0)
