@@ -125,7 +125,7 @@ class Adjoint:
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
         solution = problem.solve()
-        if not torch.is_grad_enabled() or not len(solution.status):
+        if not torch.is_grad_enabled():
             return solution.value, solution
         return self._differentiate(problem, solution), solution
 

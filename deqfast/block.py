@@ -20,8 +20,9 @@ from .solvers.base import check_count
 class DEQBlock(nn.Module):
     """z* = cell(z*, x), solved forward and differentiated through the answer.
 
-    cell: any callable (z, x) -> z; an ``nn.Module`` is registered. A submodule with a method ``begin_solve()`` has it
-        called once per forward, before the solve.
+    cell: any callable (z, x) -> z; an ``nn.Module`` is registered. Methods ``begin_solve()`` and
+        ``end_solve()`` of a submodule are called once per forward, before the solve and after it and the evaluations
+        that its gradient needs: for masks and statistics that must not change in between.
     solver: "broyden", "anderson", "picard" or a solver object; eval_solver: that of evaluation mode (None: solver).
     adjoint: "jfb", "implicit", "phantom", "unrolled" or an adjoint object.
     kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every: see ``deqfast.solve``.
@@ -67,10 +68,6 @@ class DEQBlock(nn.Module):
         """
         if self.training and not self._checked_training:
             self._warn_of_changing_cells()
-        for module in self.cell.modules() if isinstance(self.cell, nn.Module) else ():
-            begin_solve = getattr(module, "begin_solve", None)
-            if begin_solve is not None:
-                begin_solve()
         problem = Problem(
             cell=self.cell,
             x=x,
@@ -79,8 +76,16 @@ class DEQBlock(nn.Module):
             options={"kernel": self.kernel, "check_every": self.check_every},
             on_backward=self._keep_backward_solution,
         )
+        self._notify("begin_solve")
         value, solution = self.adjoint(problem)
+        self._notify("end_solve")
         return (value, solution) if return_solution else value
+
+    def _notify(self, event: str) -> None:
+        for module in self.cell.modules() if isinstance(self.cell, nn.Module) else ():
+            handler = getattr(module, event, None)
+            if handler is not None:
+                handler()
 
     def _keep_backward_solution(self, solution: Solution) -> None:
         self.backward_solution = solution

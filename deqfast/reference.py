@@ -171,7 +171,8 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> 
         a = a.tril()
     elif method in (ANDERSON_I, ANDERSON_II):
         diagonal = a.diagonal(dim1=1, dim2=2)
-        diagonal += torch.where(diagonal < 0, -ridge, ridge)
+        shift = torch.full_like(diagonal, ridge)
+        diagonal += torch.where(diagonal < 0, -shift, shift)
     b = t[:, order] * scale[:, 0]
     kept = torch.ones_like(b, dtype=torch.bool)
     for c in range(n):
@@ -182,7 +183,8 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> 
         b[:, c + 1 :] -= factor * b[:, c, None]
     gamma = torch.zeros_like(b)
     for c in reversed(range(n)):
-        value = (b[:, c] - _dot(a[:, c, c + 1 :], gamma[:, c + 1 :])) / a[:, c, c]
+        known = torch.where(kept[:, c + 1 :], a[:, c, c + 1 :], 0)  # a dropped pair may hold an overflow
+        value = (b[:, c] - _dot(known, gamma[:, c + 1 :])) / a[:, c, c]
         gamma[:, c] = torch.where(kept[:, c], value, 0)
     gamma = gamma * scale[:, 1]
     gamma = torch.where(torch.isfinite(gamma).all(dim=1, keepdim=True), gamma, 0)

@@ -33,9 +33,10 @@ def solve(
     solver: a solver or the name of one; kernel: "auto", "triton", "cuda", "cpp" or "torch" (see ``deqfast.backends``).
     check_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU).
 
-    The state is float32 (float64 if any of z0 is). A sample that is done is frozen; the answer for a sample does not
-    depend on the others. Raises ValueError for a z0 that is not finite, naming its rows, and for an f that returns
-    another shape; RuntimeError where a kernel asked for by name cannot serve.
+    The state is float32 (float64 if any of z0 is); squared norms must be representable, so that in float32 those of
+    f(z) - z and f(z) have to lie between about 1e-18 and 1e18. A sample that is done is frozen; the answer for a sample
+    does not depend on the others. Raises ValueError for a z0 that is not finite, naming its rows, and for an f that
+    returns another shape; RuntimeError where a kernel asked for by name cannot serve.
     """
     if not callable(f):
         raise TypeError(f"f must be callable, got {f!r}")

@@ -277,12 +277,13 @@ class TestWarnings:
                 DEQBlock(ResidualCell(8, norm=norm))(torch.randn(2, 8, 3, 3))
 
 
-class TestBeginSolve:
+class TestEvents:
     class Cell(nn.Module):
         def __init__(self):
             super().__init__()
             self.mask = nn.Module()
             self.mask.begin_solve = lambda: self.log.append("begin")
+            self.mask.end_solve = lambda: self.log.append("end")
             self.log = []
 
         def forward(self, z, x):
@@ -290,13 +291,14 @@ class TestBeginSolve:
             return 0.5 * z + x
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_once_per_forward_before_the_solve(self, training):
+    def test_once_per_forward_around_the_solve_and_the_gradients_evaluation(self, training):
         cell = self.Cell()
         block = DEQBlock(cell).train(training)
         for _ in range(2):
             cell.log.clear()
             block(torch.ones(2, 3))
-            assert cell.log[0] == "begin" and cell.log.count("begin") == 1 and cell.log.count("call") > 2
+            assert cell.log[0] == "begin" and cell.log[-1] == "end"
+            assert cell.log.count("begin") == cell.log.count("end") == 1 and cell.log.count("call") > 2
 
 
 class TestMixedPrecision:

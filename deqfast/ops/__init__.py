@@ -28,7 +28,9 @@ ridge       float         Anderson: added to the diagonal of the equilibrated N
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -174,17 +176,25 @@ def check_kernel_name(kernel: str) -> str:
     return kernel
 
 
+@functools.cache
+def _warn_of_fallback(reasons: str) -> None:
+    warnings.warn(f"deqfast: kernel='auto' takes the slower torch, for {reasons}", stacklevel=4)
+
+
 def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     """Resolve `kernel` for tensors on `device`.
 
-    "auto" takes cuda, then triton, on CUDA tensors and cpp on CPU tensors, else torch. A kernel asked for by name that
-    cannot serve raises RuntimeError with the reason.
+    "auto" takes cuda, then triton, on CUDA tensors and cpp on CPU tensors, else torch, with one warning. A kernel asked
+    for by name that cannot serve raises RuntimeError with the reason.
     """
     check_kernel_name(kernel)
     available = backends()
     if kernel == "auto":
         preferred = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}.get(device.type, ())
-        return _kernel(next((name for name in preferred if available[name]), "torch"))
+        name = next((name for name in preferred if available[name]), "torch")
+        if preferred and name == "torch":
+            _warn_of_fallback("; ".join(f"{missing}: {available[missing].reason}" for missing in preferred))
+        return _kernel(name)
     if not available[kernel]:
         raise RuntimeError(f"kernel={kernel!r} is not available: {available[kernel].reason}")
     interpreted = kernel == "triton" and os.environ.get("TRITON_INTERPRET") == "1"

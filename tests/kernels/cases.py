@@ -256,8 +256,8 @@ def check_untouched_history(case: Case, before: State, after: State, stepped: Te
     for name in ("left", "df"):
         rest = [slot for slot in range(case.history) if slot not in written_slots(case, name)]
         assert_same_bits(f"{name} elsewhere", after[name][stepped][:, rest], before[name][stepped][:, rest])
-    rest = ~written_gram(case)
-    assert_same_bits("gram elsewhere", after["gram"][stepped][:, rest], before["gram"][stepped][:, rest])
+    unwritten = ~written_gram(case)
+    assert_same_bits("gram elsewhere", after["gram"][stepped][:, unwritten], before["gram"][stepped][:, unwritten])
 
 
 def check_gram(case: Case, stepped: Tensor, after: State, exact: State, rounded: list[State]) -> None:
