@@ -1,0 +1,8 @@
+"""Imbalanced CIFAR (Table 2 of Sun & Shi, NeurIPS 2024): an explicit ResNet-18 beside its deep-equilibrium twin."""
+
+import sys
+
+from nc_study.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main("cifar_lt", __doc__))

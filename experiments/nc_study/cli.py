@@ -1,0 +1,98 @@
+"""The course of a study script, from its command line to its last printed line."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from . import figures
+from .config import Settings, StudyError, parse
+from .data import Source, StudyData, find_source, load
+from .models import build, choose_kernel
+from .results import build_result, report
+from .rundir import RunDirectory, check_space, prepare_out, read_json, write_json
+from .training import train
+
+STATES_ON_DISK = 3  # a checkpoint, the one before, and the next while it is written
+
+
+def main(study: str, description: str | None, argv: Sequence[str] | None = None) -> int:
+    """Run a study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
+    settings = parse(study, description, argv)
+    try:
+        run_study(settings)
+    except StudyError as error:
+        print(f"{study}.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        again = shlex.join(["python", *sys.argv])
+        again += "" if settings.resume else " --resume"
+        print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run_study(asked: Settings) -> None:
+    """Train the networks that the settings name, or go on with them, and print what came out."""
+    prepare(asked)
+    out = Path(asked.out)
+    prepare_out(out)
+    source = find_source(asked.dataset, Path(asked.data_root))
+    kernel, obstacle = choose_kernel(asked.kernel, asked.device)
+    settings = replace(asked, dataset=source.name, kernel=kernel)
+    announce(asked, settings, source, obstacle)
+    run = RunDirectory(out / settings.run_name)
+    with run.locked():
+        run.start(settings)
+        if not run.finished:
+            train_all(settings, source, run, {"requested": asked.kernel, "used": kernel, "reason": obstacle or None})
+        figures.draw(run)
+    print(f"\n{report(read_json(run.result))}\n\nresults: {run.result}\nfigure:  {run.figure}")
+
+
+def prepare(settings: Settings) -> None:
+    """Threads, and on the CPU the same bits for the same settings."""
+    torch.set_num_threads(settings.threads)
+    if settings.device == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # Filling every new tensor with NaN is a debugging aid, not part of being deterministic.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def announce(asked: Settings, settings: Settings, source: Source, obstacle: str) -> None:
+    """A line each: preset, data and kernel, with the reason where one is not what was asked for."""
+    images = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
+    print(f"preset: {settings.preset} on {settings.device} ({images})")
+    print(f"data: {source.name}" + (f" instead of CIFAR-10: {source.reason}" if source.reason else ""))
+    print(f"kernel: {settings.kernel}" + (f", for {obstacle}" if obstacle else ""), flush=True)
+
+
+def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: dict[str, str | None]) -> None:
+    """Train the networks one after the other and write the result."""
+    parameters = {model: count_parameters(model, settings) for model in settings.models}
+    # Parameters and momentum, four bytes each.
+    check_space(run.path, STATES_ON_DISK * 8 * sum(parameters.values()))
+    data = load(source, settings, torch.device(settings.device))
+    describe_data(data)
+    for model in settings.models:
+        train(model, settings, data, run)
+    write_json(run.result, build_result(settings, run, kernel, data.counts, parameters))
+
+
+def count_parameters(model: str, settings: Settings) -> int:
+    """Trainable numbers of a network."""
+    return sum(parameter.numel() for parameter in build(model, settings).parameters())
+
+
+def describe_data(data: StudyData) -> None:
+    """How many images there are, and of which classes."""
+    majority, minority = data.majority, data.classes - data.majority
+    split = f"{majority} classes of {data.counts[0]}"
+    if minority:
+        split += f" and {minority} of {data.counts[-1]}"
+    print(f"{len(data.train_images)} training images ({split}), {len(data.test_images)} test images", flush=True)

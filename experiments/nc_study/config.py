@@ -1,0 +1,235 @@
+"""The settings of a study: one frozen dataclass, the presets that fill it in, and the command line over it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
+MODELS = ("explicit", "deq")
+IMBALANCE = ("majority", "ratio")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "width": 64,
+        "n_majority": {10: 5000, 100: 500},
+        "test_images": 10_000,
+        "epochs": 100,
+        "batch_size": 128,
+        "lr": 1e-4,
+        "schedule": "constant",
+        "metrics_every": 5,
+    },
+    "quick": {
+        "width": 16,
+        "n_majority": {10: 1000, 100: 100},
+        "test_images": 2_000,
+        "epochs": 16,
+        "batch_size": 32,
+        "lr": 0.01,
+        "schedule": "cosine",
+        "metrics_every": 2,
+    },
+}
+
+
+class StudyError(Exception):
+    """Something the user can put right: printed as one line, without a traceback."""
+
+
+class SettingsError(StudyError):
+    """A setting with a value that makes no sense."""
+
+
+def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
+    """A field that is also a command-line option; `checks`: kind, choices, minimum, above (exclusive)."""
+    return field(default=default, metadata={"group": group, "help": text, **checks})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides the outcome of one run; a field without a default is filled in by the preset."""
+
+    study: str
+
+    model: str = option("study", "networks to train, one after the other", "both", choices=("both", *MODELS))
+    majority: int | None = option(
+        "study", "tenths of the classes that keep all their images (the paper's K_A)", 3, kind=int, minimum=1
+    )
+    ratio: int | None = option(
+        "study", "imbalance: images of a majority class for one image of a minority class (R)", 10, kind=int, minimum=1
+    )
+    preset: str = option(
+        "study",
+        "where the values below that name a preset come from; auto: paper with a GPU, else quick",
+        "auto",
+        choices=("auto", *PRESETS),
+    )
+    seed: int = option("study", "of initial weights, batches and augmentation", 0, kind=int, minimum=0)
+
+    dataset: str = option(
+        "data",
+        "auto: CIFAR-10 from --data-root, else downloaded, else shapes (images drawn by this script)",
+        "auto",
+        choices=("auto", *CLASSES),
+    )
+    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data", kind=str)
+    n_majority: int = option("data", "images of a majority class (n_A)", kind=int, minimum=1)
+    test_images: int = option("data", "test images, equally many of every class", kind=int, minimum=1)
+
+    width: int = option("network", "channels of the first stage", kind=int, minimum=1)
+    solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
+    tol: float = option("network", "relative residual at which a sample has converged", 1e-3, kind=float, above=0)
+    max_iter: int = option("network", "most evaluations of the last block per solve", 20, kind=int, minimum=1)
+    adjoint: str = option(
+        "network", "gradient of the fixed point", "jfb", choices=("jfb", "implicit", "phantom", "unrolled")
+    )
+    kernel: str = option(
+        "network", "implementation of the solver's steps", "auto", choices=("auto", "triton", "cuda", "cpp", "torch")
+    )
+
+    epochs: int = option("training", "passes over the training images", kind=int, minimum=1)
+    batch_size: int = option("training", "images per step", kind=int, minimum=1)
+    lr: float = option("training", "learning rate of SGD", kind=float, above=0)
+    schedule: str = option("training", "of the learning rate; cosine warms up first", choices=("constant", "cosine"))
+    momentum: float = option("training", "of SGD", 0.9, kind=float, minimum=0)
+    weight_decay: float = option("training", "of SGD", 5e-4, kind=float, minimum=0)
+    e_w: float | None = option(
+        "training", "bound on the classifier's mean squared row norm, kept after each step", None, kind=float, above=0
+    )
+    e_h: float | None = option(
+        "training", "bound on the norm of the last block's convolutions, kept likewise", None, kind=float, above=0
+    )
+    metrics_every: int = option("training", "epochs between measurements of neural collapse", kind=int, minimum=1)
+
+    device: str = option("machine", "where to train", "auto", choices=("auto", "cpu", "cuda"))
+    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, kind=int, minimum=0)
+    amp: bool = option("machine", "bfloat16 autocast", False, kind=bool)
+    out: str = option("machine", "folder under which every run gets a folder of its own", "runs", kind=str)
+    resume: bool = option("machine", "go on with the run of these settings where it stopped", False, kind=bool)
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            _check(spec, getattr(self, spec.name))
+        if self.test_images < self.classes:
+            raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
+        if self.study == "cifar_lt":
+            self._check_imbalance()
+
+    def _check_imbalance(self) -> None:
+        if self.majority is None or self.ratio is None or self.majority > 9:
+            raise SettingsError(f"--majority {self.majority}: 1 to 9 tenths of the classes; all: cifar_balanced.py")
+        if self.n_majority < self.ratio:
+            raise SettingsError(f"--ratio {self.ratio} leaves minority classes empty at --n-majority {self.n_majority}")
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; `auto` ends in one of the data sets with ten."""
+        return CLASSES.get(self.dataset, 10)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The networks to train, in order."""
+        return MODELS if self.model == "both" else (self.model,)
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run's folder: what distinguishes the runs of one table or of several seeds."""
+        split = "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
+        parts = (self.dataset, split, self.preset, self.model, self.solver, self.adjoint, f"seed{self.seed}")
+        return "-".join(parts)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to be continued: all but where its files are."""
+        return {name: value for name, value in asdict(self).items() if name not in ("out", "data_root", "resume")}
+
+
+def _check(spec: Field[Any], value: Any) -> None:
+    flag, checks = flag_of(spec.name), spec.metadata
+    if value is None or not checks:
+        return
+    if "choices" in checks and value not in checks["choices"]:
+        raise SettingsError(f"{flag} {value}: one of {', '.join(checks['choices'])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{flag} {value}: a finite number")
+    if "minimum" in checks and value < checks["minimum"]:
+        raise SettingsError(f"{flag} {value}: at least {checks['minimum']}")
+    if "above" in checks and value <= checks["above"]:
+        raise SettingsError(f"{flag} {value}: more than {checks['above']}")
+
+
+def flag_of(name: str) -> str:
+    """The command-line option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def settings_from(study: str, **given: Any) -> Settings:
+    """Complete settings: what is given, then the preset, then the defaults; device and preset are no longer `auto`."""
+    device = given.get("device", "auto")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device cuda: PyTorch sees no GPU here")
+    preset = given.get("preset", "auto")
+    if preset == "auto":
+        preset = "paper" if device == "cuda" else "quick"
+    classes = CLASSES.get(given.get("dataset", "auto"), 10)
+    filled = {
+        name: value[classes] if isinstance(value, dict) else value for name, value in PRESETS.get(preset, {}).items()
+    }
+    values = {**filled, **given, "study": study, "device": device, "preset": preset}
+    if study == "cifar_balanced":
+        values |= dict.fromkeys(IMBALANCE)
+    values["threads"] = values.get("threads") or torch.get_num_threads()
+    return Settings(**values)
+
+
+def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
+    """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
+    )
+    groups: dict[str, Any] = {}
+    for spec in fields(Settings):
+        if not spec.metadata or (study == "cifar_balanced" and spec.name in IMBALANCE):
+            continue
+        name = spec.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        _add_option(groups[name], spec)
+    given = vars(parser.parse_args(argv))
+    try:
+        return settings_from(study, **given)
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def _add_option(group: Any, spec: Field[Any]) -> None:
+    text = f"{spec.metadata['help']} {_default_text(spec)}".replace("%", "%%")
+    common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    if spec.metadata.get("kind") is bool:
+        common["action"] = "store_true"
+    elif "choices" in spec.metadata:
+        common["choices"] = spec.metadata["choices"]
+    else:
+        common |= {"type": spec.metadata["kind"], "metavar": spec.metadata["kind"].__name__.upper()}
+    group.add_argument(flag_of(spec.name), **common)
+
+
+def _default_text(spec: Field[Any]) -> str:
+    if spec.default is not MISSING:
+        shown = "off" if spec.default is None or spec.default is False else spec.default
+        return f"(default: {shown})"
+    values = []
+    for preset, filled in PRESETS.items():
+        value = filled[spec.name]
+        if isinstance(value, dict):
+            value = " or ".join(f"{n} of {classes} classes" for classes, n in value.items())
+        values.append(f"{preset}: {value}")
+    return f"({', '.join(values)})"

@@ -1,0 +1,279 @@
+"""Images of a study: CIFAR or drawn shapes, the step imbalance, and crops and flips on the device."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .config import Settings, StudyError
+from .shapes import draw_shapes
+
+PAD = 4
+NETWORK_SECONDS = 5.0
+CHANNELS = {
+    "cifar10": ((0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)),
+    "cifar100": ((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that can be had: its name, why it stands in for another ("" if not), its splits if from files."""
+
+    name: str
+    reason: str
+    train: tuple[np.ndarray, np.ndarray] | None = None
+    test: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class StudyData:
+    """uint8 images (N, 3, 32, 32) and labels of both splits on one device, and the channels' mean and deviation."""
+
+    name: str
+    counts: tuple[int, ...]
+    majority: int
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    mean: Tensor
+    std: Tensor
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.counts)
+
+    def steps(self, batch_size: int) -> int:
+        """Batches in an epoch."""
+        return -(-len(self.train_images) // batch_size)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 images as channels-last floats with the data set's channel mean and deviation taken out."""
+        scaled = (images.float() / 255 - self.mean[:, None, None]) / self.std[:, None, None]
+        return scaled.contiguous(memory_format=torch.channels_last)
+
+    def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Shuffled, cropped and flipped batches of one epoch: a function of (seed, epoch) alone, on every device."""
+        device, total = self.train_images.device, len(self.train_images)
+        stream = generator(seed, epoch)
+        order = torch.randperm(total, generator=stream).to(device)
+        offsets = torch.randint(2 * PAD + 1, (total, 2), generator=stream).to(device)
+        flips = torch.randint(2, (total,), generator=stream).bool().to(device)
+        for start in range(0, total, batch_size):
+            part = slice(start, start + batch_size)
+            images = crop_and_flip(self.train_images[order[part]], offsets[part], flips[part])
+            yield self.normalise(images), self.train_labels[order[part]]
+
+    def plain(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of "train" or "test" in their order, as they are."""
+        images, labels = (
+            (self.train_images, self.train_labels) if split == "train" else (self.test_images, self.test_labels)
+        )
+        for start in range(0, len(images), batch_size):
+            yield self.normalise(images[start : start + batch_size]), labels[start : start + batch_size]
+
+
+def generator(*key: int) -> torch.Generator:
+    """A private CPU generator for a key of integers: the same for the same key, unrelated for different ones."""
+    word = np.random.SeedSequence(key).generate_state(1, np.uint32)[0]
+    return torch.Generator().manual_seed(int(word))
+
+
+def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
+    """Image i padded by 4 black pixels, cut to its size at offsets[i] = (row, column), and mirrored where flips[i]."""
+    size = images.shape[-1]
+    padded = F.pad(images, (PAD,) * 4)
+    line = torch.arange(size, device=images.device)
+    columns = torch.where(flips[:, None], line.flip(0), line) + offsets[:, 1:]
+    rows = line + offsets[:, :1]
+    sample = torch.arange(len(images), device=images.device)
+    cut = padded[sample[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+    return cut.permute(0, 3, 1, 2)
+
+
+def class_sizes(settings: Settings) -> list[int]:
+    """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all."""
+    if settings.majority is None or settings.ratio is None:
+        return [settings.n_majority] * settings.classes
+    majority = majority_classes(settings)
+    minority = settings.n_majority // settings.ratio
+    return [settings.n_majority] * majority + [minority] * (settings.classes - majority)
+
+
+def majority_classes(settings: Settings) -> int:
+    """How many of the first classes form the majority; all of them in the balanced study."""
+    return settings.classes if settings.majority is None else settings.majority * settings.classes // 10
+
+
+def select_images(labels: np.ndarray, sizes: list[int]) -> np.ndarray:
+    """Indices of the images kept, class after class, by the rule of LDAM-DRW and with its random numbers."""
+    random = np.random.RandomState(0)
+    kept = []
+    for label, size in enumerate(sizes):
+        indices = np.where(labels == label)[0]
+        if len(indices) < size:
+            raise StudyError(f"--n-majority {size}: class {label} has {len(indices)} images")
+        random.shuffle(indices)
+        kept.append(indices[:size])
+    return np.concatenate(kept)
+
+
+def find_source(dataset: str, root: Path) -> Source:
+    """The data set asked for, with its files read; `auto` takes shapes where CIFAR-10 cannot be had, and says why."""
+    if dataset.startswith("shapes"):
+        return Source(dataset, "")
+    name = "cifar10" if dataset == "auto" else dataset
+    try:
+        torchvision_datasets = _import_datasets()
+        if not _on_disk(torchvision_datasets, name, root):
+            _download(torchvision_datasets, name, root)
+        return Source(name, "", *_read(torchvision_datasets, name, root))
+    except _CannotHave as reason:
+        if dataset == "auto":
+            return Source("shapes", str(reason))
+        raise StudyError(f"--dataset {name}: {reason}; --dataset shapes needs no files") from reason
+    except OSError as error:
+        raise StudyError(f"--data-root {root}: {error}") from error
+
+
+def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
+    """Select the training and test images that the settings ask for and bring them to the device."""
+    classes = settings.classes
+    train = source.train or draw_shapes(np.arange(settings.n_majority * classes) % classes, classes, seed=0)
+    test = source.test or draw_shapes(np.arange(settings.test_images) % classes, classes, seed=1)
+    sizes = class_sizes(settings)
+    kept = select_images(train[1], sizes)
+    tested = _first_of_each(test[1], settings)
+    mean, std = CHANNELS.get(source.name) or _channel_statistics(train[0])
+    return StudyData(
+        name=source.name,
+        counts=tuple(sizes),
+        majority=majority_classes(settings),
+        train_images=_image_tensor(train[0][kept], device),
+        train_labels=torch.from_numpy(train[1][kept]).to(device),
+        test_images=_image_tensor(test[0][tested], device),
+        test_labels=torch.from_numpy(test[1][tested]).to(device),
+        mean=torch.tensor(mean, dtype=torch.float32, device=device),
+        std=torch.tensor(std, dtype=torch.float32, device=device),
+    )
+
+
+def _first_of_each(labels: np.ndarray, settings: Settings) -> np.ndarray:
+    size = settings.test_images // settings.classes
+    groups = [np.where(labels == label)[0][:size] for label in range(settings.classes)]
+    if min(map(len, groups)) < size:
+        raise StudyError(f"--test-images {settings.test_images}: the test set has {len(labels)}")
+    return np.sort(np.concatenate(groups))
+
+
+def _channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    scaled = images.reshape(-1, 3).astype(np.float64) / 255
+    return tuple(scaled.mean(axis=0).tolist()), tuple(scaled.std(axis=0).tolist())
+
+
+def _image_tensor(images: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).to(device)
+
+
+class _CannotHave(Exception):
+    """Why a data set is neither on disk nor to be had from the network."""
+
+
+def _import_datasets() -> ModuleType:
+    try:
+        from torchvision import datasets
+    except (ImportError, RuntimeError) as error:
+        raise _CannotHave(f"torchvision, which reads the CIFAR files, cannot be imported ({error})") from error
+    return datasets
+
+
+def _dataset_class(datasets: ModuleType, name: str) -> Any:
+    return getattr(datasets, name.upper())
+
+
+def _read(datasets: ModuleType, name: str, root: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for train in (True, False):
+        split = _dataset_class(datasets, name)(str(root), train=train)
+        yield split.data, np.asarray(split.targets, dtype=np.int64)
+
+
+def _on_disk(datasets: ModuleType, name: str, root: Path) -> bool:
+    """Whether the files are under root, if need be unpacked from their archive. Damaged ones are an error."""
+    from torchvision.datasets.utils import check_integrity
+
+    kind = _dataset_class(datasets, name)
+    folder, archive = root / kind.base_folder, root / kind.filename
+    files = [*kind.train_list, *kind.test_list, [kind.meta["filename"], kind.meta["md5"]]]
+    damaged = [file for file, md5 in files if not check_integrity(str(folder / file), md5)]
+    if not damaged:
+        return True
+    if archive.exists():
+        if not check_integrity(str(archive), kind.tgz_md5):
+            raise StudyError(f"{archive} is damaged or not wholly downloaded: delete it to have it fetched again")
+        _unpack(kind, root)
+        return True
+    if folder.exists():
+        state = "damaged or not wholly copied" if (folder / damaged[0]).exists() else "missing"
+        raise StudyError(f"{folder / damaged[0]} is {state}: restore it, or delete {folder} to have it fetched again")
+    return False
+
+
+def _unpack(kind: Any, root: Path) -> None:
+    try:
+        kind(str(root), download=True)
+    except OSError as error:
+        raise StudyError(f"cannot unpack the archive in {root}: {error.strerror or error}") from error
+
+
+def _download(datasets: ModuleType, name: str, root: Path) -> None:
+    """Fetch into a temporary folder first, so that a broken download leaves nothing behind that looks like data."""
+    kind = _dataset_class(datasets, name)
+    obstacle = _unreachable(kind.url)
+    if obstacle:
+        raise _CannotHave(f"not under {root}, and the download failed ({obstacle})")
+    print(f"downloading {kind.url} to {root}", flush=True)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(4 * NETWORK_SECONDS)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as temporary:
+            kind(temporary, download=True)
+            os.replace(Path(temporary) / kind.base_folder, root / kind.base_folder)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
+        raise _CannotHave(f"not under {root}, and the download failed ({error})") from error
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _unreachable(url: str) -> str:
+    """Why `url` does not answer, "" if it does. Asked in a thread: looking up a host's name knows no timeout."""
+    answer = [f"no answer in {NETWORK_SECONDS:g} s"]
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD")
+            urllib.request.urlopen(request, timeout=NETWORK_SECONDS).close()
+            answer[0] = ""
+        except (OSError, http.client.HTTPException) as error:
+            answer[0] = str(getattr(error, "reason", error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(NETWORK_SECONDS)
+    return answer[0]

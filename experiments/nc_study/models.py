@@ -1,0 +1,113 @@
+"""The two networks: a CIFAR ResNet-18, and the same with its last residual block turned into a fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import deqfast
+from deqfast import ops
+
+from .config import Settings
+
+SOLVERS = {"broyden": deqfast.Broyden, "anderson": deqfast.Anderson, "picard": deqfast.Picard}
+
+
+class Output(NamedTuple):
+    """What a network returns: logits (B, K), pooled features (B, D), and the Solution if its last block solves."""
+
+    logits: Tensor
+    features: Tensor
+    solution: deqfast.Solution | None
+
+
+class BasicBlock(nn.Module):
+    """ReLU(BN(conv(ReLU(BN(conv x)))) + shortcut(x)) with two 3x3 convolutions."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            projection = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, C, H, W) to (B, channels, H / stride, W / stride)."""
+        hidden = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for 32x32 images: 3x3 stem, four stages of w, 2w, 4w, 8w channels, mean pool, classifier without bias.
+
+    `last` makes the last block from its number of channels. It is made after all else, so that two networks of one
+    seed start from the same values everywhere but there.
+    """
+
+    def __init__(self, classes: int, width: int, last: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        widths = [width, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 8 * width]
+        strides = [1, 1, 2, 1, 2, 1, 2]
+        self.trunk = nn.Sequential(*map(BasicBlock, widths[:-1], widths[1:], strides))
+        self.classifier = nn.Linear(widths[-1], classes, bias=False)
+        self.last = last(widths[-1])
+
+    def forward(self, images: Tensor) -> Output:
+        """Normalised images (B, 3, 32, 32) to logits, features and solution."""
+        x = self.trunk(self.stem(images))
+        solution = None
+        if isinstance(self.last, deqfast.DEQBlock):
+            z, solution = self.last(x, return_solution=True)
+        else:
+            z = self.last(x)
+        features = z.float().mean((2, 3))
+        return Output(self.classifier(features), features, solution)
+
+
+def build(model: str, settings: Settings) -> ResNet18:
+    """The "explicit" or the "deq" network, with the initial values of the settings' seed."""
+
+    def last(channels: int) -> nn.Module:
+        if model == "explicit":
+            return BasicBlock(channels, channels)
+        solver = SOLVERS[settings.solver](tol=settings.tol, max_iter=settings.max_iter)
+        cell = deqfast.ResidualCell(channels)
+        return deqfast.DEQBlock(cell, solver=solver, adjoint=settings.adjoint, kernel=settings.kernel)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        network = ResNet18(settings.classes, settings.width, last)
+    return network.to(memory_format=torch.channels_last).to(settings.device)
+
+
+def choose_kernel(requested: str, device: str) -> tuple[str, str]:
+    """The name of the kernel to use on a device, and why it is not the one requested ("" if it is)."""
+    try:
+        return ops.choose_kernel(requested, torch.device(device)).name, ""
+    except RuntimeError as error:
+        return ops.choose_kernel("auto", torch.device(device)).name, str(error)
+
+
+@torch.no_grad()
+def project(network: ResNet18, e_w: float | None, e_h: float | None) -> None:
+    """Scale the weights back into (1/K) sum |w_k|^2 <= e_w and |convolutions of the last block| <= e_h, where given."""
+    if e_w is not None:
+        rows = network.classifier.weight
+        _shrink([rows], (e_w * rows.shape[0]) ** 0.5)
+    if e_h is not None:
+        _shrink([module.weight for module in network.last.modules() if isinstance(module, nn.Conv2d)], e_h)
+
+
+def _shrink(weights: list[Tensor], bound: float) -> None:
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(weight) for weight in weights]))
+    for weight in weights:
+        weight.mul_((bound / norm).clamp(max=1))

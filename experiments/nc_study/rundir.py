@@ -1,0 +1,207 @@
+"""The folder of one run: its settings, a JSON line per epoch, checkpoints that survive a kill, and the result.
+
+- settings.json: what was asked for; a run is only continued under the same settings
+- <model>.jsonl: one line per finished epoch
+- <model>.ckpt: the state after the last finished epoch; <model>.previous.ckpt: after the one before
+- result.json, figure.png: written at the end
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import Settings, StudyError, flag_of
+
+Row = dict[str, Any]
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn a failed write into a line that names the file and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise StudyError(
+            f"cannot write {path}: {error.strerror or error}; what was saved before is intact, --resume goes on from it"
+        ) from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace the file at once or not at all: a kill or a full disk leaves the old one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with _writing(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as indented JSON, atomically."""
+    write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; a damaged one is an error that names it."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise StudyError(f"{path} cannot be read ({error})") from error
+
+
+def prepare_out(out: Path) -> None:
+    """Make sure, before any work, that files can be made under `out`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StudyError(f"--out {out}: cannot write there ({error.strerror or error})") from error
+
+
+def check_space(out: Path, needed: int) -> None:
+    """An error if the disk of `out` has less than `needed` bytes free."""
+    free = shutil.disk_usage(out).free
+    if free < needed:
+        raise StudyError(f"--out {out}: {free / 1e6:.0f} MB free, and the checkpoints take {needed / 1e6:.0f} MB")
+
+
+class RunDirectory:
+    """The folder of one run, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.result = path / "result.json"
+        self.figure = path / "figure.png"
+        self._settings = path / "settings.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the result was written."""
+        return self.result.exists()
+
+    def start(self, settings: Settings) -> None:
+        """Begin the run, or make sure that the one whose epochs are here may be continued under these settings."""
+        if not self.finished and not any(self.path.glob("*.ckpt")):
+            write_json(self._settings, settings.identity())
+            return
+        if not settings.resume:
+            state = "a finished run" if self.finished else "an unfinished run"
+            raise StudyError(
+                f"{self.path} holds {state} of this kind: --resume goes on with it (or prints its results again), "
+                "another --out starts a new one"
+            )
+        before = read_json(self._settings)
+        for name, value in settings.identity().items():
+            if before.get(name) != value:
+                raise StudyError(
+                    f"{self.path} was begun with {flag_of(name)} {before.get(name)}, not {value}: "
+                    "resume it with the same settings, or start a new run in another --out"
+                )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and keep a second process out for as long as this one works here; a kill releases it."""
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StudyError(f"{self.path}: another process is working on this run") from error
+            yield
+
+    def append(self, model: str, row: Row) -> None:
+        """Add the line of a finished epoch."""
+        path = self._log(model)
+        with _writing(path), open(path, "a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rows(self, model: str) -> list[Row]:
+        """The lines of the finished epochs."""
+        path = self._log(model)
+        if not path.exists():
+            return []
+        rows = []
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+        return rows
+
+    def cut(self, model: str, epochs: int) -> None:
+        """Drop what was logged after the checkpoint that is gone on from, half a line included."""
+        path, rows = self._log(model), self.rows(model)[:epochs]
+        if [row.get("epoch") for row in rows] != list(range(1, epochs + 1)):
+            raise StudyError(f"{path} lacks lines of the {epochs} epochs that are done: start anew in another --out")
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def save(self, model: str, state: dict[str, Any]) -> None:
+        """Write a checkpoint and keep the one before, which `restore` falls back on if the writing is cut short."""
+        content = io.BytesIO()
+        torch.save(state, content)
+        path = self._checkpoint(model)
+        if path.exists():
+            with _writing(path):
+                os.replace(path, self._checkpoint(model, previous=True))
+        write_atomically(path, content.getvalue())
+
+    def restore(self, model: str, load: Callable[[dict[str, Any]], None]) -> int:
+        """Hand the last checkpoint to `load`; its epoch, 0 if there is none."""
+        path, previous = self._checkpoint(model), self._checkpoint(model, previous=True)
+        rest = f"trains {model} from the start"
+        if not path.exists():
+            path = previous
+        elif previous.exists():
+            rest = f"goes on from {previous.name}"
+        if not path.exists():
+            return 0
+        try:
+            state = _load_checked(path)
+            load(state)
+            return int(state["epoch"])
+        except Exception as error:
+            raise StudyError(
+                f"{path} is damaged ({_first_line(error)}); nothing else is lost: delete it, and --resume {rest}"
+            ) from error
+
+    def _log(self, model: str) -> Path:
+        return self.path / f"{model}.jsonl"
+
+    def _checkpoint(self, model: str, previous: bool = False) -> Path:
+        return self.path / f"{model}{'.previous' if previous else ''}.ckpt"
+
+
+def _load_checked(path: Path) -> dict[str, Any]:
+    """A checkpoint whose every byte is as written: torch.load itself does not look at the archive's checksums."""
+    with zipfile.ZipFile(path) as archive:
+        changed = archive.testzip()
+    if changed is not None:
+        raise ValueError(f"checksum of {changed} is wrong")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

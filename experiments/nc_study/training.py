@@ -1,0 +1,239 @@
+"""Training one network: epochs that depend on (seed, epoch) alone, the skip rule, evaluation and neural collapse."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import deqfast
+
+from .config import Settings, StudyError
+from .data import StudyData
+from .models import build, project
+from .rundir import Row, RunDirectory
+
+EVALUATION_BATCH = 256
+WARM_UP = 0.05
+
+
+class SolverTally:
+    """Sums over the solves of one pass, kept on the device until they are read."""
+
+    _FIELDS = ("samples", "iterations", "residual", "converged", "max_iter", "nonfinite", "stalled", "skipped")
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(len(self._FIELDS), dtype=torch.float64, device=device)
+
+    def add(self, solution: deqfast.Solution) -> None:
+        """Count the samples of one solve."""
+        status, residual = solution.status, solution.residual_rel
+        parts = (
+            torch.ones_like(status),
+            solution.iterations,
+            torch.where(residual.isfinite(), residual, 0),
+            status == deqfast.Status.CONVERGED,
+            status == deqfast.Status.MAX_ITER,
+            status == deqfast.Status.NONFINITE,
+            status == deqfast.Status.STALLED,
+            ~usable(solution),
+        )
+        self._sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
+
+    def summary(self) -> dict[str, float] | None:
+        """Mean iterations and residual, converged share, and how many ended otherwise; None if nothing was solved."""
+        counts = dict(zip(self._FIELDS, self._sums.tolist(), strict=True))
+        samples = counts.pop("samples")
+        if not samples:
+            return None
+        means = {name: counts.pop(name) / samples for name in ("iterations", "residual", "converged")}
+        return means | {name: int(count) for name, count in counts.items()}
+
+
+@dataclass(frozen=True)
+class Inference:
+    """One pass with fixed weights: predicted and true labels (N,), features (N, D), and the solver's summary."""
+
+    predictions: Tensor
+    labels: Tensor
+    features: Tensor
+    solver: dict[str, float] | None
+
+
+def usable(solution: deqfast.Solution) -> Tensor:
+    """(B,) bool: the samples that training keeps, those whose solve stayed finite and ended nearer than it began."""
+    return (solution.status != deqfast.Status.NONFINITE) & (solution.residual_rel <= 1)
+
+
+def sample_losses(logits: Tensor, labels: Tensor, kept: Tensor) -> Tensor:
+    """Cross-entropy of each sample, 0 for those not kept, whose logits are replaced first: NaN times 0 is NaN."""
+    losses = F.cross_entropy(torch.where(kept[:, None], logits, 0), labels, reduction="none")
+    return torch.where(kept, losses, 0)
+
+
+def learning_rate(settings: Settings, done: float) -> float:
+    """The rate when a share `done` of the training is over."""
+    if settings.schedule == "constant":
+        return settings.lr
+    return settings.lr * min(1.0, done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
+
+
+class Trainer:
+    """A network, its optimiser, and the data it is trained on."""
+
+    def __init__(self, model: str, settings: Settings, data: StudyData) -> None:
+        self.settings = settings
+        self.data = data
+        self.network = build(model, settings)
+        self.optimizer = torch.optim.SGD(
+            self.network.parameters(), settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        )
+
+    def state(self, epoch: int) -> dict[str, Any]:
+        """All that the epochs after `epoch` depend on."""
+        return {"epoch": epoch, "network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def run_epoch(self, epoch: int, progress: tqdm[Any]) -> Row:
+        """Train for an epoch, test, and measure neural collapse when it is due: the epoch's line."""
+        clock = [time.perf_counter()]
+        trained = self.train_epoch(epoch, progress)
+        clock.append(time.perf_counter())
+        test = self.infer("test")
+        accuracy = accuracies(test, self.data)
+        clock.append(time.perf_counter())
+        last, every = self.settings.epochs, self.settings.metrics_every
+        collapse = self.measure_collapse() if epoch in (1, last) or epoch % every == 0 else None
+        clock.append(time.perf_counter())
+        spent = [round(after - before, 3) for before, after in pairwise(clock)]
+        return {
+            "epoch": epoch,
+            "train": trained,
+            "test": {**accuracy, "solver": test.solver},
+            "nc": collapse,
+            "seconds": dict(zip(("train", "test", "metrics"), spent, strict=True)),
+        }
+
+    def train_epoch(self, epoch: int, progress: tqdm[Any]) -> Row:
+        """One pass over the training images; its mean loss, accuracy on the augmented images, and solver summary."""
+        self.network.train()
+        device, settings = self.data.train_images.device, self.settings
+        tally, sums = SolverTally(device), torch.zeros(3, dtype=torch.float64, device=device)
+        steps = self.data.steps(settings.batch_size)
+        for step, (images, labels) in enumerate(self.data.epoch(settings.seed, epoch, settings.batch_size)):
+            rate = learning_rate(settings, (epoch - 1 + (step + 0.5) / steps) / settings.epochs)
+            self.optimizer.param_groups[0]["lr"] = rate
+            sums += self.train_step(images, labels, tally)
+            progress.update()
+        loss, right, count = sums.tolist()
+        if not math.isfinite(loss):
+            raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {settings.lr:g} is too large")
+        return {
+            "lr": rate,
+            "loss": loss / count if count else None,
+            "accuracy": 100 * right / count if count else None,
+            "solver": tally.summary(),
+        }
+
+    def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
+        """A step of the optimiser, if any sample can be kept; loss, right answers and number of those kept."""
+        with autocast(self.settings):
+            logits, _, solution = self.network(images)
+        kept = torch.ones_like(labels, dtype=torch.bool)
+        if solution is not None:
+            tally.add(solution)
+            kept = usable(solution)
+            if not kept.any():
+                return torch.zeros(3, dtype=torch.float64, device=labels.device)
+        losses = sample_losses(logits.float(), labels, kept)
+        self.optimizer.zero_grad()
+        (losses.sum() / kept.sum()).backward()
+        self.optimizer.step()
+        project(self.network, self.settings.e_w, self.settings.e_h)
+        right = kept & (logits.argmax(1) == labels)
+        return torch.stack([part.detach().sum(dtype=torch.float64) for part in (losses, right, kept)])
+
+    @torch.no_grad()
+    def infer(self, split: str) -> Inference:
+        """A pass over "train" or "test" as it is, no sample left out."""
+        self.network.eval()
+        tally = SolverTally(self.data.train_images.device)
+        predictions, truth, features = [], [], []
+        for images, labels in self.data.plain(split, EVALUATION_BATCH):
+            with autocast(self.settings):
+                output = self.network(images)
+            if output.solution is not None:
+                tally.add(output.solution)
+            predictions.append(output.logits.argmax(1))
+            truth.append(labels)
+            features.append(output.features)
+        return Inference(torch.cat(predictions), torch.cat(truth), torch.cat(features), tally.summary())
+
+    def measure_collapse(self) -> Row:
+        """NC1-NC4 of the training images, not augmented, under fixed weights; None where a metric is not defined."""
+        seen = self.infer("train")
+        weight = self.network.classifier.weight.detach()
+        result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
+        return {name: value if math.isfinite(value) else None for name, value in asdict(result).items()}
+
+
+def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> None:
+    """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
+    trainer = Trainer(model, settings, data)
+    done = run.restore(model, trainer.load)
+    run.cut(model, done)
+    if 0 < done < settings.epochs:
+        print(f"{model}: going on after epoch {done}", flush=True)
+    steps = data.steps(settings.batch_size)
+    with tqdm(total=settings.epochs * steps, initial=done * steps, desc=model, unit="batch", disable=None) as progress:
+        for epoch in range(done + 1, settings.epochs + 1):
+            row = trainer.run_epoch(epoch, progress)
+            run.append(model, row)
+            run.save(model, trainer.state(epoch))
+            progress.write(describe(model, row, settings.epochs))
+            sys.stdout.flush()
+
+
+def accuracies(test: Inference, data: StudyData) -> Row:
+    """Percent right: of each class, and the means over all, the majority's and the minority's (None if balanced)."""
+    right = torch.bincount(test.labels[test.predictions == test.labels], minlength=data.classes)
+    per_class = 100 * right.double() / torch.bincount(test.labels, minlength=data.classes)
+    split = data.majority < data.classes
+    return {
+        "overall": per_class.mean().item(),
+        "majority": per_class[: data.majority].mean().item() if split else None,
+        "minority": per_class[data.majority :].mean().item() if split else None,
+        "per_class": per_class.tolist(),
+    }
+
+
+def autocast(settings: Settings) -> torch.autocast:
+    """bfloat16 autocast if the settings ask for it."""
+    return torch.autocast(settings.device, torch.bfloat16, enabled=settings.amp)
+
+
+def describe(model: str, row: Row, epochs: int) -> str:
+    """A finished epoch in a line."""
+    test, solver = row["test"], row["train"]["solver"]
+    loss = "every sample was left out" if row["train"]["loss"] is None else f"loss {row['train']['loss']:.3f}"
+    parts = [f"{model:8} {row['epoch']:3}/{epochs}", loss, f"test {test['overall']:.2f} %"]
+    if test["minority"] is not None:
+        parts[-1] += f" (majority {test['majority']:.2f}, minority {test['minority']:.2f})"
+    if solver:
+        parts.append(f"{solver['iterations']:.1f} evaluations, {100 * solver['converged']:.1f} % converged")
+        if solver["skipped"]:
+            parts.append(f"{solver['skipped']} left out")
+    parts.append(f"{sum(row['seconds'].values()):.0f} s")
+    return "  ".join(parts)

@@ -1,0 +1,78 @@
+"""Fixtures of the studies: tiny runs inside this process, and CIFAR files with made-up pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+sys.path.append(str(EXPERIMENTS))
+
+from nc_study.cli import main  # noqa: E402
+
+TINY = [
+    *("--dataset", "shapes", "--width", "1", "--n-majority", "30", "--test-images", "20", "--ratio", "10"),
+    *("--epochs", "3", "--batch-size", "16", "--metrics-every", "2", "--threads", "1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def process_settings() -> Iterator[None]:
+    """What a run sets for the whole process is put back."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a tiny cifar_lt with --out tmp_path: exit status, what it printed, and its errors."""
+
+    def run(*arguments: str, script: str = "cifar_lt") -> tuple[int, str, str]:
+        capsys.readouterr()
+        tiny = [word for word in TINY if script == "cifar_lt" or word not in ("--ratio", "10")]
+        try:
+            status = main(script, None, [*tiny, "--out", str(tmp_path), *arguments])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def write_cifar(root: Path, dataset: Any, per_class: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    """Files in the format of torchvision's CIFAR class, whose checksums it then expects; {"train", "test"} labels."""
+    folder = root / dataset.base_folder
+    folder.mkdir(parents=True)
+    key = "labels" if dataset.__name__ == "CIFAR10" else "fine_labels"
+    classes = 10 if key == "labels" else 100
+    random = np.random.default_rng(0)
+
+    def write(name: str, content: dict[str, Any]) -> list[str]:
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    def batch(name: str) -> tuple[list[str], np.ndarray]:
+        labels = random.permutation(np.arange(per_class * classes) % classes)
+        pixels = random.integers(256, size=(len(labels), 3072), dtype=np.uint8)
+        return write(name, {"data": pixels, key: labels.tolist()}), labels
+
+    labels = {}
+    for split, attribute in (("train", "train_list"), ("test", "test_list")):
+        written = [batch(name) for name, _ in getattr(dataset, attribute)]
+        monkeypatch.setattr(dataset, attribute, [entry for entry, _ in written])
+        labels[split] = np.concatenate([part for _, part in written])
+    names = {dataset.meta["key"]: [str(label) for label in range(classes)]}
+    _, md5 = write(dataset.meta["filename"], names)
+    monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
+    return labels

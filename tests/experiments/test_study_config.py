@@ -1,0 +1,86 @@
+"""Settings and command line: presets, overrides, and arguments that make no sense."""
+
+from __future__ import annotations
+
+import pytest
+from nc_study.config import PRESETS, Settings, SettingsError, parse, settings_from
+
+
+def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
+    for gpu, preset in ((False, "quick"), (True, "paper")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
+        assert settings_from("cifar_lt").preset == preset
+
+
+def test_the_paper_preset_is_the_papers_recipe():
+    settings = settings_from("cifar_lt", preset="paper", device="cpu")
+    assert (settings.width, settings.epochs, settings.batch_size, settings.n_majority) == (64, 100, 128, 5000)
+    assert (settings.lr, settings.momentum, settings.weight_decay) == (1e-4, 0.9, 5e-4)
+    assert (settings.solver, settings.tol, settings.max_iter) == ("broyden", 1e-3, 20)
+    assert settings.e_w is None and settings.e_h is None
+    assert settings_from("cifar_lt", preset="paper", dataset="cifar100", device="cpu").n_majority == 500
+
+
+def test_every_setting_of_a_preset_can_be_overridden():
+    given = {"width": 3, "n_majority": 30, "test_images": 40, "epochs": 5, "batch_size": 7, "lr": 0.5}
+    given |= {"schedule": "constant", "metrics_every": 4}
+    assert set(given) == set(PRESETS["quick"])
+    arguments = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    settings = parse("cifar_lt", None, ["--preset", "quick", *arguments])
+    assert {name: getattr(settings, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--majority", "0"], "--majority 0: at least 1"),
+        (["--majority", "10"], "--majority 10: 1 to 9 tenths of the classes"),
+        (["--majority", "three"], "--majority: invalid int value"),
+        (["--ratio", "0"], "--ratio 0: at least 1"),
+        (["--ratio", "50", "--n-majority", "49"], "--ratio 50 leaves minority classes empty at --n-majority 49"),
+        (["--epochs", "0"], "--epochs 0: at least 1"),
+        (["--lr", "0"], "--lr 0.0: more than 0"),
+        (["--lr", "nan"], "--lr nan: a finite number"),
+        (["--e-w", "-1"], "--e-w -1.0: more than 0"),
+        (["--test-images", "9"], "--test-images 9: at least one of each of 10 classes"),
+        (["--model", "vgg"], "--model: invalid choice"),
+        (["--kernel", "fast"], "--kernel: invalid choice"),
+        (["--seed", "-1"], "--seed -1: at least 0"),
+    ],
+)
+def test_a_bad_argument_ends_with_status_2_and_its_name(arguments, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        parse("cifar_lt", None, [*arguments, "--out", str(tmp_path / "runs")])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_cuda_without_a_gpu_is_an_error(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SettingsError, match="--device cuda"):
+        settings_from("cifar_lt", device="cuda")
+
+
+def test_the_balanced_study_knows_no_imbalance(capsys):
+    settings = settings_from("cifar_balanced", device="cpu")
+    assert settings.majority is None and settings.ratio is None and "balanced" in settings.run_name
+    with pytest.raises(SystemExit):
+        parse("cifar_balanced", None, ["--ratio", "10"])
+
+
+def test_help_explains_every_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("cifar_lt", "About the study.", ["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name in Settings.__dataclass_fields__:
+        assert name == "study" or "--" + name.replace("_", "-") in text
+    assert "quick: 16" in text and "About the study." in text
+
+
+def test_what_may_differ_on_resume_is_where_the_files_are():
+    one = settings_from("cifar_lt", device="cpu", out="a", data_root="b", resume=True)
+    other = settings_from("cifar_lt", device="cpu", out="c", data_root="d")
+    assert one.identity() == other.identity()
+    assert one.identity() != settings_from("cifar_lt", device="cpu", lr=0.3).identity()

@@ -1,0 +1,253 @@
+"""Data: the selection of LDAM-DRW, drawn shapes, crops and flips, CIFAR files whole, damaged and absent."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import sys
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_cifar
+from nc_study import data
+from nc_study.config import StudyError, settings_from
+from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
+from nc_study.shapes import draw_shapes
+from torchvision.datasets import CIFAR10, CIFAR100
+
+CPU = torch.device("cpu")
+
+
+def ldam_selection(targets, per_class):
+    """The procedure of LDAM-DRW's IMBALANCECIFAR10 with rand_number = 0, on numpy's global generator."""
+    state = np.random.get_state()
+    np.random.seed(0)
+    chosen = []
+    for the_class, the_number in zip(np.unique(targets), per_class, strict=True):
+        idx = np.where(targets == the_class)[0]
+        np.random.shuffle(idx)
+        chosen.extend(idx[:the_number])
+    np.random.set_state(state)
+    return chosen
+
+
+@pytest.mark.parametrize("ratio", [10, 50, 100])
+def test_selection_equals_ldam_index_for_index(ratio):
+    labels = np.random.default_rng(3).permutation(np.repeat(np.arange(10), 5000))
+    settings = settings_from("cifar_lt", preset="paper", device="cpu", majority=5, ratio=ratio)
+    per_class = [5000] * 5 + [int(5000 * (1 / ratio))] * 5
+    before = np.random.get_state()[1].copy()
+    kept = select_images(labels, class_sizes(settings))
+    assert kept.tolist() == ldam_selection(labels, per_class)
+    assert (np.random.get_state()[1] == before).all()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "majority", "ratio", "sizes"),
+    [
+        ("cifar10", 3, 10, [5000] * 3 + [500] * 7),
+        ("cifar10", 7, 100, [5000] * 7 + [50] * 3),
+        ("cifar100", 3, 50, [500] * 30 + [10] * 70),
+        ("cifar100", 5, 100, [500] * 50 + [5] * 50),
+    ],
+)
+def test_class_sizes_are_the_papers(dataset, majority, ratio, sizes):
+    settings = settings_from(
+        "cifar_lt", preset="paper", device="cpu", dataset=dataset, majority=majority, ratio=ratio
+    )
+    assert class_sizes(settings) == sizes
+
+
+def test_the_balanced_study_keeps_as_many_of_every_class():
+    assert class_sizes(settings_from("cifar_balanced", preset="paper", device="cpu")) == [5000] * 10
+
+
+def test_more_images_than_there_are_is_an_error():
+    with pytest.raises(StudyError, match="--n-majority 6: class 0 has 5 images"):
+        select_images(np.arange(50) % 10, [6] * 10)
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_shapes_depend_on_the_seed_alone(classes):
+    labels = np.arange(300) % classes
+    state = np.random.get_state()[1].copy()
+    images, again = draw_shapes(labels, classes, seed=4)[0], draw_shapes(labels, classes, seed=4)[0]
+    assert images.shape == (300, 32, 32, 3) and images.dtype == np.uint8
+    assert (images == again).all()
+    assert (images != draw_shapes(labels, classes, seed=5)[0]).any(axis=(1, 2, 3)).all()
+    assert (np.random.get_state()[1] == state).all()
+
+
+def test_shapes_fill_the_range_and_differ_between_images():
+    images, _ = draw_shapes(np.zeros(64, np.int64), 10, seed=0)
+    assert images.min() == 0 and images.max() == 255
+    assert len(np.unique(images.reshape(64, -1), axis=0)) == 64
+
+
+def test_crop_and_flip_agree_with_one_image_at_a_time():
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(1, 256, (40, 3, 32, 32), generator=random).to(torch.uint8)
+    offsets = torch.randint(9, (40, 2), generator=random)
+    offsets[0], offsets[1] = torch.tensor([0, 0]), torch.tensor([8, 8])
+    flips = torch.arange(40) % 2 == 1
+    batch = crop_and_flip(images, offsets, flips)
+    for image, (row, column), flip, result in zip(images, offsets.tolist(), flips, batch, strict=True):
+        canvas = torch.zeros(3, 40, 40, dtype=torch.uint8)
+        canvas[:, 4:36, 4:36] = image
+        expected = canvas[:, row : row + 32, column : column + 32]
+        assert torch.equal(result, expected.flip(2) if flip else expected)
+
+
+def tiny_data(**given):
+    settings = settings_from("cifar_lt", dataset="shapes", n_majority=20, test_images=40, device="cpu", **given)
+    return load(Source("shapes", ""), settings, CPU)
+
+
+def test_an_epoch_is_a_function_of_seed_and_epoch():
+    study = tiny_data()
+    torch.manual_seed(0)
+    first = list(study.epoch(1, 2, 16))
+    torch.manual_seed(99)
+    again = list(study.epoch(1, 2, 16))
+    assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, again, strict=True))
+    for seed, epoch in ((1, 3), (2, 2)):
+        assert not torch.equal(first[0][0], next(iter(study.epoch(seed, epoch, 16)))[0])
+
+
+def test_an_epoch_shows_every_image_once():
+    study = tiny_data(ratio=2)
+    labels = torch.cat([labels for _, labels in study.epoch(0, 1, 16)])
+    assert torch.bincount(labels).tolist() == list(study.counts)
+    assert study.steps(16) == len(list(study.epoch(0, 1, 16)))
+
+
+def test_normalised_shapes_have_mean_0_and_deviation_1():
+    study = tiny_data(majority=9, ratio=1)
+    pixels = torch.cat([images for images, _ in study.plain("train", 64)])
+    assert pixels.mean((0, 2, 3)).abs().max() < 1e-4
+    assert (pixels.std((0, 2, 3)) - 1).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("name", "dataset", "classes"), [("cifar10", CIFAR10, 10), ("cifar100", CIFAR100, 100)])
+def test_cifar_files_are_read(name, dataset, classes, tmp_path, monkeypatch):
+    labels = write_cifar(tmp_path, dataset, per_class=4, monkeypatch=monkeypatch)
+    source = find_source(name, tmp_path)
+    assert (source.name, source.reason) == (name, "")
+    settings = settings_from(
+        "cifar_lt", dataset=name, n_majority=4, ratio=2, test_images=2 * classes, device="cpu", majority=3
+    )
+    study = load(source, settings, CPU)
+    assert list(study.counts) == [4] * (3 * classes // 10) + [2] * (7 * classes // 10)
+    kept = ldam_selection(labels["train"], study.counts)
+    assert study.train_labels.tolist() == labels["train"][kept].tolist()
+    assert torch.equal(study.train_images[5], torch.from_numpy(source.train[0][kept[5]]).permute(2, 0, 1))
+    assert torch.bincount(study.test_labels).tolist() == [2] * classes
+
+
+def test_auto_takes_cifar10_where_it_is(tmp_path, monkeypatch):
+    write_cifar(tmp_path, CIFAR10, per_class=1, monkeypatch=monkeypatch)
+    assert find_source("auto", tmp_path).name == "cifar10"
+
+
+@pytest.mark.parametrize("dataset", ["auto", "cifar10"])
+def test_a_damaged_file_is_named_and_not_replaced_by_shapes(dataset, tmp_path, monkeypatch):
+    write_cifar(tmp_path, CIFAR10, per_class=1, monkeypatch=monkeypatch)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"?" + content[101:])
+    with pytest.raises(StudyError, match="data_batch_3 is damaged"):
+        find_source(dataset, tmp_path)
+
+
+def test_a_missing_file_of_a_set_is_named(tmp_path, monkeypatch):
+    write_cifar(tmp_path, CIFAR10, per_class=1, monkeypatch=monkeypatch)
+    (tmp_path / "cifar-10-batches-py" / "test_batch").unlink()
+    with pytest.raises(StudyError, match="test_batch is missing"):
+        find_source("auto", tmp_path)
+
+
+def test_a_half_downloaded_archive_is_named(tmp_path):
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b half of it")
+    with pytest.raises(StudyError, match="cifar-10-python.tar.gz is damaged or not wholly downloaded"):
+        find_source("auto", tmp_path)
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """CIFAR-10 as an archive on a local server; the folder that is served."""
+    folder, made = tmp_path / "served", tmp_path / "made"
+    folder.mkdir()
+    write_cifar(made, CIFAR10, per_class=1, monkeypatch=monkeypatch)
+    archive = folder / CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(made / CIFAR10.base_folder, CIFAR10.base_folder)
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}")
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    yield folder
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_not_there_is_downloaded(served, tmp_path):
+    root = tmp_path / "new" / "data"
+    source = find_source("auto", root)
+    assert source.name == "cifar10" and len(source.train[0]) == 50
+    assert [path.name for path in root.iterdir()] == [CIFAR10.base_folder]
+    assert find_source("cifar10", root).name == "cifar10"
+
+
+def test_an_archive_that_is_there_is_unpacked_without_network(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "_download", lambda *_: pytest.fail("network"))
+    assert find_source("auto", served).name == "cifar10"
+
+
+def test_a_download_that_breaks_off_leaves_nothing_and_shapes_take_over(served, tmp_path):
+    archive = served / CIFAR10.filename
+    archive.write_bytes(archive.read_bytes()[:1000])
+    source = find_source("auto", tmp_path / "data")
+    assert source.name == "shapes" and "download failed" in source.reason
+    assert not list((tmp_path / "data").iterdir())
+    with pytest.raises(StudyError, match="--dataset cifar10: .*download failed"):
+        find_source("cifar10", tmp_path / "data")
+
+
+def test_without_network_shapes_take_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/nothing")
+    source = find_source("auto", tmp_path / "data")
+    assert source.name == "shapes" and "refused" in source.reason
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_network_that_never_answers_is_given_up_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "NETWORK_SECONDS", 0.2)
+    silence = threading.Event()
+
+    def urlopen(*_, **__):
+        silence.wait()
+        raise OSError("too late")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    assert "no answer in 0.2 s" in find_source("auto", tmp_path).reason
+    silence.set()
+
+
+def test_a_torchvision_that_cannot_be_imported_is_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    source = find_source("auto", tmp_path)
+    assert source.name == "shapes" and "torchvision" in source.reason
+
+
+def test_shapes_asked_for_need_no_reason(tmp_path):
+    assert find_source("shapes100", tmp_path) == Source("shapes100", "")

@@ -1,0 +1,120 @@
+"""The networks: sizes, common initial weights, the constraints, and the choice of kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nc_study import models
+from nc_study.config import settings_from
+from nc_study.models import build, choose_kernel, project
+
+import deqfast
+
+
+def make(model, **given):
+    return build(model, settings_from("cifar_lt", device="cpu", dataset="shapes", kernel="torch", **given))
+
+
+def test_the_explicit_network_is_resnet_18():
+    network = make("explicit", width=64)
+    assert sum(parameter.numel() for parameter in network.parameters()) == 11_173_962 - 10  # no bias in the classifier
+    convolutions = [module for module in network.modules() if isinstance(module, torch.nn.Conv2d)]
+    assert len(convolutions) == 17 + 3  # with the classifier 18 layers, and three projections
+    shapes = []
+    network.trunk.register_forward_hook(lambda *call: shapes.append(call[-1].shape[1:]))
+    logits, features, solution = network(torch.randn(2, 3, 32, 32))
+    assert shapes == [(512, 4, 4)]
+    assert logits.shape == (2, 10) and features.shape == (2, 512) and solution is None
+
+
+def test_the_deq_network_differs_in_its_last_block_alone():
+    explicit, deq = make("explicit", width=2).state_dict(), make("deq", width=2).state_dict()
+    shared = {name for name in explicit if not name.startswith("last.")}
+    assert shared == {name for name in deq if not name.startswith("last.")}
+    assert all(torch.equal(explicit[name], deq[name]) for name in shared)
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    one, two, other = make("deq", width=1), make("deq", width=1), make("deq", width=1, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.classifier.weight, other.classifier.weight)
+
+
+@pytest.mark.parametrize("solver", ["broyden", "anderson", "picard"])
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "unrolled"])
+def test_the_deq_network_takes_its_settings(solver, adjoint):
+    network = make("deq", width=1, solver=solver, adjoint=adjoint, tol=0.02, max_iter=7)
+    output = network(torch.randn(3, 3, 32, 32).contiguous(memory_format=torch.channels_last))
+    assert output.solution.evaluations <= 7
+    assert (network.last.solver.tol, network.last.solver.max_iter) == (0.02, 7)
+    output.logits.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+
+
+def test_the_features_are_the_pooled_fixed_point():
+    network = make("deq", width=4).eval()
+    images = torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        output = network(images)
+        x = network.trunk(network.stem(images))
+        again = network.last.cell(output.solution.value, x)
+    residual = (again - output.solution.value).flatten(1).norm(dim=1) / again.flatten(1).norm(dim=1)
+    torch.testing.assert_close(residual, output.solution.residual_rel, rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(output.solution.value.mean((2, 3)), output.features)
+
+
+@pytest.mark.parametrize("model", ["explicit", "deq"])
+def test_project_moves_weights_into_the_bounds_and_no_others(model):
+    network = make(model, width=1)
+    before = {name: parameter.clone() for name, parameter in network.named_parameters()}
+    project(network, e_w=0.01, e_h=0.3)
+    rows = network.classifier.weight
+    assert rows.square().sum().item() / len(rows) == pytest.approx(0.01)
+    convolutions = [module.weight for module in network.last.modules() if isinstance(module, torch.nn.Conv2d)]
+    assert len(convolutions) == 2
+    assert sum(weight.square().sum().item() for weight in convolutions) ** 0.5 == pytest.approx(0.3)
+    moved = {name for name, parameter in network.named_parameters() if not torch.equal(parameter, before[name])}
+    assert len(moved) == 3
+
+
+def test_project_leaves_weights_within_the_bounds_as_they_are():
+    network = make("explicit", width=1)
+    before = [parameter.clone() for parameter in network.parameters()]
+    project(network, e_w=1e6, e_h=1e6)
+    project(network, e_w=None, e_h=None)
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), before, strict=True))
+
+
+def test_project_keeps_zero_weights():
+    network = make("explicit", width=1)
+    torch.nn.init.zeros_(network.classifier.weight)
+    project(network, e_w=1.0, e_h=None)
+    assert (network.classifier.weight == 0).all()
+
+
+def test_an_available_kernel_is_taken_as_it_is():
+    assert choose_kernel("torch", "cpu") == ("torch", "")
+
+
+def test_auto_becomes_the_name_of_a_kernel():
+    name, reason = choose_kernel("auto", "cpu")
+    assert name == ("cpp" if deqfast.backends()["cpp"] else "torch") and reason == ""
+
+
+def test_triton_on_a_cpu_falls_back_with_the_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    name, reason = choose_kernel("triton", "cpu")
+    assert name in ("cpp", "torch") and "triton" in reason
+
+
+def test_without_the_extension_torch_is_left(monkeypatch):
+    def absent(kernel, device):
+        if kernel == "cpp":
+            raise RuntimeError("kernel='cpp' is not available: not built")
+        return type("Kernel", (), {"name": "torch"})
+
+    monkeypatch.setattr(models.ops, "choose_kernel", absent)
+    assert choose_kernel("cpp", "cpu") == ("torch", "kernel='cpp' is not available: not built")

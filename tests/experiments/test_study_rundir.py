@@ -1,0 +1,195 @@
+"""The run's folder: atomic files, checkpoints and their predecessors, damage, full disks, a second process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import EXPERIMENTS
+from nc_study.config import StudyError, settings_from
+from nc_study.rundir import RunDirectory, check_space, prepare_out, read_json, write_atomically
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    return directory
+
+
+def settings(**given):
+    return settings_from("cifar_lt", device="cpu", dataset="shapes", **given)
+
+
+def full_disk(monkeypatch, writes=0):
+    """After so many more synced files the disk is full."""
+    left = [writes]
+
+    def fsync(_):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def restored(run):
+    states = []
+    epoch = run.restore("deq", states.append)
+    return epoch, states[0]["weight"] if states else None
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    full_disk(monkeypatch)
+    with pytest.raises(StudyError, match="file: No space left on device; what was saved before is intact"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_real_limit_on_file_size_is_an_error_in_a_line(tmp_path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(EXPERIMENTS)!r})\n"
+        "from pathlib import Path; from nc_study.rundir import write_atomically\n"
+        f"write_atomically(Path({str(tmp_path)!r}) / 'file', b'x' * 100_000)"
+    )
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # noqa: E731
+    done = subprocess.run([sys.executable, "-c", program], preexec_fn=limit, capture_output=True, text=True)
+    assert "file: File too large" in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_last_checkpoint_comes_back_and_the_one_before_is_kept(run):
+    assert restored(run) == (0, None)
+    for epoch in (1, 2, 3):
+        run.save("deq", {"epoch": epoch, "weight": torch.full((100,), float(epoch))})
+    epoch, weight = restored(run)
+    assert epoch == 3 and (weight == 3).all()
+    (run.path / "deq.ckpt").unlink()
+    assert restored(run)[0] == 2
+
+
+def test_a_full_disk_while_saving_loses_nothing(run, monkeypatch):
+    run.save("deq", {"epoch": 1, "weight": torch.ones(5)})
+    with monkeypatch.context() as patch:
+        full_disk(patch)
+        for _ in range(2):
+            with pytest.raises(StudyError, match="deq.ckpt: No space left"):
+                run.save("deq", {"epoch": 2, "weight": torch.zeros(5)})
+            assert restored(run)[0] == 1
+    run.save("deq", {"epoch": 2, "weight": torch.zeros(5)})
+    assert restored(run)[0] == 2
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other"])
+def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(run, damage):
+    for epoch in (1, 2):
+        run.save("deq", {"epoch": epoch, "weight": torch.ones(1000)})
+    path = run.path / "deq.ckpt"
+    content = path.read_bytes()
+    middle = content.index(torch.ones(4).numpy().tobytes()) + 400
+    flipped = content[:middle] + b"\xff" + content[middle + 1 :]
+    path.write_bytes({"flip": flipped, "cut": content[:middle], "empty": b"", "other": b"hello" * 99}[damage])
+    with pytest.raises(StudyError, match="deq.ckpt is damaged .* delete it, and --resume goes on from deq.previous.ckpt"):
+        restored(run)
+    path.unlink()
+    assert restored(run)[0] == 1
+
+
+def test_a_damaged_last_resort_says_that_training_starts_over(run):
+    run.save("deq", {"epoch": 1, "weight": torch.ones(1)})
+    (run.path / "deq.ckpt").write_bytes(b"")
+    with pytest.raises(StudyError, match="--resume trains deq from the start"):
+        restored(run)
+    (run.path / "deq.ckpt").unlink()
+    assert restored(run) == (0, None)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(run):
+    class Harm:
+        def __reduce__(self):
+            return (os.system, ("true",))
+
+    torch.save({"epoch": 1, "weight": Harm()}, run.path / "deq.ckpt")
+    with pytest.raises(StudyError, match="deq.ckpt is damaged"):
+        restored(run)
+
+
+def test_lines_after_the_checkpoint_are_dropped(run):
+    for epoch in (1, 2, 3):
+        run.append("deq", {"epoch": epoch})
+    with open(run.path / "deq.jsonl", "a") as file:
+        file.write('{"epoch": 4, "te')
+    assert [row["epoch"] for row in run.rows("deq")] == [1, 2, 3]
+    run.cut("deq", 2)
+    run.append("deq", {"epoch": 3})
+    assert [json.loads(line)["epoch"] for line in (run.path / "deq.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_missing_lines_are_an_error(run):
+    run.append("deq", {"epoch": 1})
+    with pytest.raises(StudyError, match="deq.jsonl lacks lines of the 2 epochs that are done"):
+        run.cut("deq", 2)
+
+
+def test_a_run_with_epochs_is_not_overwritten(run):
+    run.start(settings())
+    run.start(settings(lr=0.3))  # nothing has been trained yet
+    run.save("deq", {"epoch": 1})
+    with pytest.raises(StudyError, match="holds an unfinished run of this kind: --resume goes on"):
+        run.start(settings(lr=0.3))
+    run.start(settings(lr=0.3, resume=True))
+    run.result.write_text("{}")
+    with pytest.raises(StudyError, match="holds a finished run"):
+        run.start(settings(lr=0.3))
+
+
+def test_another_setting_is_named_on_resume(run):
+    run.start(settings(lr=0.3))
+    run.save("deq", {"epoch": 1})
+    with pytest.raises(StudyError, match="was begun with --lr 0.3, not 0.1"):
+        run.start(settings(lr=0.1, resume=True))
+    run.start(settings(lr=0.3, resume=True, out="elsewhere", data_root="elsewhere"))
+
+
+def test_damaged_settings_are_named(run):
+    run.start(settings())
+    run.save("deq", {"epoch": 1})
+    (run.path / "settings.json").write_text("{")
+    with pytest.raises(StudyError, match="settings.json cannot be read"):
+        run.start(settings(resume=True))
+    with pytest.raises(StudyError, match="absent.json cannot be read"):
+        read_json(run.path / "absent.json")
+
+
+def test_a_second_process_is_kept_out(tmp_path):
+    with (
+        RunDirectory(tmp_path / "run").locked(),
+        pytest.raises(StudyError, match="another process"),
+        RunDirectory(tmp_path / "run").locked(),
+    ):
+        pass
+    with RunDirectory(tmp_path / "run").locked():
+        pass
+
+
+def test_an_unwritable_out_is_found_before_any_work(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "runs", "/proc/runs"):
+        with pytest.raises(StudyError, match="cannot write there"):
+            prepare_out(type(tmp_path)(out))
+    prepare_out(tmp_path / "new" / "runs")
+    assert not list((tmp_path / "new" / "runs").iterdir())
+
+
+def test_too_small_a_disk_is_found_before_any_work(tmp_path):
+    check_space(tmp_path, 1)
+    with pytest.raises(StudyError, match="MB free, and the checkpoints take 1000000000 MB"):
+        check_space(tmp_path, 10**15)

@@ -1,0 +1,261 @@
+"""The scripts from command line to last line: fresh, killed, interrupted, resumed, and in trouble."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import EXPERIMENTS, TINY
+from nc_study.training import Trainer
+
+RUN = "shapes-k3-r10-quick-both-broyden-jfb-seed0"
+
+
+def script(name, *arguments, cwd, **environment):
+    """Run a script as a user does, on a machine without GPU, interpreter and network."""
+    without = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    blocked = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    return subprocess.run(
+        [sys.executable, str(EXPERIMENTS / f"{name}.py"), *arguments],
+        cwd=cwd,
+        env=without | blocked | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def outcome(folder):
+    """All of a finished run that must not depend on how it came about: weights, and lines without their times."""
+    states = {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.ckpt")}
+    lines = {}
+    for path in folder.glob("*.jsonl"):
+        lines[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines[path.name]:
+            del line["seconds"]
+    return states, lines
+
+
+def assert_same_bits(one, other):
+    (states, lines), (other_states, other_lines) = outcome(one), outcome(other)
+    assert lines == other_lines and set(states) == set(other_states) and "deq.ckpt" in states
+    for name, state in states.items():
+        assert_equal(state, other_states[name])
+
+
+def assert_equal(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbed, in a process of its own."""
+    out = tmp_path_factory.mktemp("whole")
+    done = script("cifar_lt", *TINY, "--out", str(out), "--kernel", "triton", cwd=out)
+    assert done.returncode == 0, done.stderr
+    return out / RUN, done
+
+
+def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
+    folder, done = whole
+    lines = done.stdout.splitlines()
+    kernel = json.loads((folder / "result.json").read_text())["kernel"]
+    if not torch.cuda.is_available():
+        assert f"kernel: {kernel['used']}, for kernel='triton' is not available: no CUDA device" in done.stdout
+        assert kernel["requested"] == "triton" and "no CUDA device" in kernel["reason"]
+    assert any(line.startswith("data: shapes") for line in lines)
+    assert sum(line.startswith(("explicit   ", "deq   ")) for line in lines) == 6
+    assert any(line.split() == ["overall", "majority", "minority"] for line in lines)
+    assert any(line.split() == ["NC1", "NC2", "NC3", "NC4"] for line in lines)
+    assert "not comparable with the paper: shapes, not CIFAR" in done.stdout
+    assert lines[-2] == f"results: {folder / 'result.json'}" and lines[-1] == f"figure:  {folder / 'figure.png'}"
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "Traceback" not in done.stderr and "%|" not in done.stderr  # no bars outside a terminal
+
+
+def test_the_result_is_complete(whole):
+    folder, _ = whole
+    result = json.loads((folder / "result.json").read_text())
+    assert result["train_images_per_class"] == [30] * 3 + [3] * 7
+    for model in ("explicit", "deq"):
+        assert set(result["models"][model]["accuracy"]) == {"overall", "majority", "minority"}
+        assert result["models"][model]["nc"]["nc4"] is not None
+    assert result["models"]["deq"]["solver"]["iterations"] > 1
+    assert result["command"].startswith("python ") and "--kernel triton" in result["command"]
+
+
+def test_without_data_and_network_auto_says_why_it_takes_shapes(tmp_path):
+    arguments = [word for word in TINY if word not in ("--dataset", "shapes")]
+    done = script("cifar_lt", *arguments, "--model", "explicit", "--epochs", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    reasons = [line for line in done.stdout.splitlines() if line.startswith("data:")]
+    assert len(reasons) == 1
+    assert reasons[0].startswith("data: shapes instead of CIFAR-10: not under data, and the download failed")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_the_balanced_script(tmp_path):
+    arguments = [word for word in TINY if word not in ("--ratio", "10")]
+    done = script("cifar_balanced", *arguments, "--out", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "300 training images (10 classes of 30)" in done.stdout
+    assert "93.23±0.13" in done.stdout and "minority" not in done.stdout
+    assert (tmp_path / "shapes-balanced-quick-both-broyden-jfb-seed0" / "result.json").exists()
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {experiments!r})
+from nc_study.cli import main
+from nc_study.training import Trainer
+step, left = Trainer.train_step, [{steps}]
+
+def train_step(self, *arguments):
+    left[0] -= 1
+    if left[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *arguments)
+
+Trainer.train_step = train_step
+main("cifar_lt", None, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("steps", [3, 10, 31])
+def test_kill_9_and_resume_end_in_the_same_bits(steps, whole, study, tmp_path):
+    """111 images are 7 steps an epoch: killed in the explicit network's first and second epoch and the DEQ's second."""
+    program = KILLED.format(experiments=str(EXPERIMENTS), steps=steps)
+    arguments = [sys.executable, "-c", program, *TINY, "--out", str(tmp_path)]
+    killed = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / RUN / "result.json").exists()
+    status, printed, errors = study("--resume")
+    assert status == 0, errors
+    assert ("going on after epoch" in printed) == (steps > 7)
+    assert_same_bits(tmp_path / RUN, whole[0])
+
+
+def at_step(monkeypatch, number, action):
+    """Do something in the middle of an epoch."""
+    step, left = Trainer.train_step, [number]
+
+    def train_step(self, *arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            action()
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+def test_ctrl_c_says_how_to_go_on_and_resume_does(study, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_step(patch, 12, lambda: signal.raise_signal(signal.SIGINT))
+        status, _, errors = study()
+    assert status == 130 and "interrupted" in errors and errors.rstrip().endswith("--resume")
+    assert study("--resume")[0] == 0
+    assert_same_bits(tmp_path / RUN, whole[0])
+
+
+def test_a_full_disk_is_an_error_in_a_line_and_resume_goes_on(study, whole, tmp_path, monkeypatch):
+    sync, left = os.fsync, [6]
+
+    def fsync(descriptor):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        status, _, errors = study()
+    assert status == 1 and errors.count("\n") == 1
+    assert "error: cannot write" in errors and "No space left on device" in errors
+    assert study("--resume")[0] == 0
+    assert_same_bits(tmp_path / RUN, whole[0])
+
+
+def test_a_damaged_checkpoint_is_an_error_in_a_line_and_loses_one_epoch(study, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_step(patch, 20, lambda: signal.raise_signal(signal.SIGINT))
+        study()
+    damaged = tmp_path / RUN / "explicit.ckpt"
+    damaged.write_bytes(damaged.read_bytes()[:-2000])
+    status, _, errors = study("--resume")
+    assert status == 1 and errors.count("\n") == 1 and "explicit.ckpt is damaged" in errors
+    damaged.unlink()
+    status, printed, _ = study("--resume")
+    assert status == 0 and "explicit: going on after epoch 1" in printed
+    assert_same_bits(tmp_path / RUN, whole[0])
+
+
+def test_a_finished_run_is_printed_again_and_never_overwritten(study, tmp_path):
+    first = study("--model", "explicit")
+    assert first[0] == 0
+    folder = next(tmp_path.iterdir())
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.suffix != ".png"}
+    status, _, errors = study("--model", "explicit")
+    assert status == 1 and "holds a finished run of this kind: --resume" in errors
+    status, printed, _ = study("--model", "explicit", "--resume")
+    assert status == 0
+    assert printed.partition("Test accuracy")[2] == first[1].partition("Test accuracy")[2] != ""
+    after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.suffix != ".png"}
+    assert after == before | {".lock": after[".lock"]}
+
+
+def test_resume_with_another_setting_names_it(study):
+    assert study("--model", "explicit", "--epochs", "1")[0] == 0
+    status, _, errors = study("--model", "explicit", "--epochs", "2", "--resume")
+    assert status == 1 and "was begun with --epochs 1, not 2" in errors
+
+
+def test_the_gradient_by_implicit_differentiation(study, tmp_path):
+    assert study("--model", "deq", "--adjoint", "implicit", "--epochs", "1")[0] == 0
+    assert "implicit" in next(tmp_path.iterdir()).name
+
+
+def test_a_hundred_classes(study):
+    arguments = ("--dataset", "shapes100", "--n-majority", "10", "--test-images", "100", "--epochs", "1")
+    status, printed, errors = study(*arguments)
+    assert status == 0, errors
+    assert "(30 classes of 10 and 70 of 1)" in printed and "43.72±0.60" in printed
+
+
+@pytest.mark.parametrize("name", ["file", "file/runs"])
+def test_an_unwritable_out_is_an_error_in_a_line(name, study, tmp_path):
+    (tmp_path / "file").touch()
+    status, printed, errors = study("--out", str(tmp_path / name))
+    assert status == 1 and printed == "" and errors.count("\n") == 1
+    assert errors.startswith(f"cifar_lt.py: error: --out {tmp_path / name}: cannot write there")
+
+
+def test_half_downloaded_data_is_an_error_in_a_line(study, tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "cifar-10-python.tar.gz").write_bytes(b"half")
+    status, _, errors = study("--dataset", "auto", "--data-root", str(root))
+    assert status == 1 and errors.count("\n") == 1 and "cifar-10-python.tar.gz is damaged" in errors
+
+
+def test_bad_arguments_end_with_status_2(study, tmp_path):
+    status, _, errors = study("--majority", "0")
+    assert status == 2 and "--majority 0: at least 1" in errors
+    assert not list(tmp_path.iterdir())

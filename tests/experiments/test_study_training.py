@@ -1,0 +1,195 @@
+"""Training: the skip rule, the learning rate, and what an epoch's line says."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from nc_study import training
+from nc_study.config import StudyError, settings_from
+from nc_study.data import Source, load
+from nc_study.training import SolverTally, Trainer, accuracies, learning_rate, sample_losses, usable
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from deqfast import Solution, Status
+
+CPU = torch.device("cpu")
+
+
+def trainer(model="deq", **given):
+    tiny = {"dataset": "shapes", "device": "cpu", "kernel": "torch", "width": 1, "n_majority": 16, "ratio": 4}
+    tiny |= {"test_images": 20, "epochs": 2, "batch_size": 16, **given}
+    settings = settings_from("cifar_lt", **tiny)
+    return Trainer(model, settings, load(Source("shapes", ""), settings, CPU))
+
+
+def solution(status, residual):
+    residual = torch.tensor(residual)
+    return Solution(
+        value=None,
+        status=torch.tensor([int(one) for one in status], dtype=torch.int8),
+        iterations=torch.arange(1, len(status) + 1, dtype=torch.int32),
+        residual=residual,
+        residual_rel=residual,
+        residual_abs=residual,
+        evaluations=len(status),
+    )
+
+
+MIXED = solution(
+    [Status.CONVERGED, Status.MAX_ITER, Status.MAX_ITER, Status.NONFINITE, Status.STALLED, Status.NONFINITE],
+    [1e-4, 0.5, 1.5, 0.2, 1e-2, math.inf],
+)
+
+
+def test_left_out_are_samples_not_finite_or_farther_than_they_began():
+    assert usable(MIXED).tolist() == [True, True, False, False, True, False]
+    assert usable(solution([Status.MAX_ITER], [math.nan])).tolist() == [False]
+
+
+def test_the_tally_counts_every_kind():
+    tally = SolverTally(CPU)
+    assert tally.summary() is None
+    tally.add(MIXED)
+    tally.add(solution([Status.CONVERGED] * 2, [1e-4, 1e-4]))
+    summary = tally.summary()
+    assert {name: summary[name] for name in ("max_iter", "nonfinite", "stalled", "skipped")} == {
+        "max_iter": 2,
+        "nonfinite": 2,
+        "stalled": 1,
+        "skipped": 3,
+    }
+    assert summary["converged"] == pytest.approx(3 / 8)
+    assert summary["iterations"] == pytest.approx((21 + 3) / 8)
+    assert summary["residual"] == pytest.approx((1e-4 + 0.5 + 1.5 + 0.2 + 1e-2 + 2e-4) / 8)
+
+
+def test_the_loss_is_that_of_the_samples_kept_alone():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 2, 3, 0])
+    kept = torch.tensor([True, False, True, True, False])
+    losses = sample_losses(logits, labels, kept)
+    (losses.sum() / kept.sum()).backward()
+    alone = logits.detach()[kept].requires_grad_()
+    expected = F.cross_entropy(alone, labels[kept])
+    expected.backward()
+    torch.testing.assert_close(losses.sum() / kept.sum(), expected)
+    torch.testing.assert_close(logits.grad[kept], alone.grad)
+    assert (logits.grad[~kept] == 0).all()
+
+
+def test_a_nan_that_is_left_out_reaches_no_gradient():
+    logits = torch.randn(3, 4)
+    logits[1] = math.nan
+    logits.requires_grad_()
+    losses = sample_losses(logits, torch.tensor([0, 1, 2]), torch.tensor([True, False, True]))
+    losses.sum().backward()
+    assert losses.isfinite().all() and logits.grad.isfinite().all()
+
+
+def spoil(monkeypatch, rows):
+    """Report the given rows of every solve as not finite."""
+    real = training.usable
+
+    def usable(solved):
+        kept = real(solved)
+        kept[rows] = False
+        return kept
+
+    monkeypatch.setattr(training, "usable", usable)
+
+
+def test_left_out_samples_are_counted_and_the_rest_trains(monkeypatch):
+    spoil(monkeypatch, slice(0, 2))
+    one = trainer()
+    before = one.network.classifier.weight.clone()
+    row = one.train_epoch(1, tqdm(disable=True))
+    assert row["solver"]["skipped"] == 2 * one.data.steps(16)
+    assert math.isfinite(row["loss"]) and not torch.equal(one.network.classifier.weight, before)
+
+
+def test_without_a_usable_sample_no_step_is_taken(monkeypatch):
+    spoil(monkeypatch, slice(None))
+    one = trainer()
+    before = [parameter.clone() for parameter in one.network.parameters()]
+    row = one.train_epoch(1, tqdm(disable=True))
+    assert row["loss"] is None and row["accuracy"] is None
+    assert row["solver"]["skipped"] == len(one.data.train_images)
+    assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), before, strict=True))
+    assert not one.optimizer.state
+    assert "every sample was left out" in training.describe("deq", one.run_epoch(2, tqdm(disable=True)), 2)
+
+
+def test_evaluation_leaves_nothing_out(monkeypatch):
+    spoil(monkeypatch, slice(None))
+    one = trainer()
+    assert len(one.infer("test").predictions) == 20
+    assert len(one.infer("train").features) == len(one.data.train_images)
+
+
+def test_a_real_nonfinite_sample_is_left_out_and_harms_no_other():
+    one = trainer()
+    images, labels = next(one.data.epoch(0, 1, 16))
+    one.network.stem.eval()
+    one.network.trunk.eval()  # batch normalisation would spread the NaN to every sample
+    images[3] = math.nan
+    tally = SolverTally(CPU)
+    loss, _, kept = one.train_step(images, labels, tally).tolist()
+    assert kept == 15 and math.isfinite(loss)
+    assert tally.summary()["nonfinite"] == tally.summary()["skipped"] == 1
+    assert all(parameter.isfinite().all() for parameter in one.network.last.parameters())
+
+
+def test_a_loss_that_explodes_is_an_error_with_advice():
+    one = trainer("explicit", lr=1e30, schedule="constant")
+    with pytest.raises(StudyError, match="no longer finite in epoch 1: --lr 1e\\+30 is too large"):
+        one.train_epoch(1, tqdm(disable=True))
+
+
+def test_learning_rates():
+    constant = settings_from("cifar_lt", device="cpu", lr=0.3, schedule="constant")
+    assert {learning_rate(constant, done) for done in (0, 0.5, 1)} == {0.3}
+    cosine = settings_from("cifar_lt", device="cpu", lr=0.3, schedule="cosine")
+    rates = [learning_rate(cosine, (i + 0.5) / 1000) for i in range(1000)]
+    assert 0 < rates[0] < 0.02 and max(rates) == pytest.approx(0.3, rel=0.02) and rates[-1] < 1e-4
+    peak = rates.index(max(rates))
+    assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+@pytest.mark.parametrize("model", ["explicit", "deq"])
+def test_an_epochs_line_says_it_all_in_json(model):
+    one = trainer(model, e_w=0.01, e_h=0.5)
+    row = json.loads(json.dumps(one.run_epoch(1, tqdm(disable=True)), allow_nan=False))
+    assert set(row) == {"epoch", "train", "test", "nc", "seconds"}
+    assert set(row["seconds"]) == {"train", "test", "metrics"}
+    assert (row["train"]["solver"] is None) == (row["test"]["solver"] is None) == (model == "explicit")
+    assert {"nc1", "nc2", "nc3", "nc4", "nc2_paper", "nc3_centered", "rank"} <= set(row["nc"])
+    assert one.network.classifier.weight.square().sum() <= 0.1 + 1e-6
+
+
+def test_metrics_are_measured_when_due_and_at_both_ends():
+    one = trainer("explicit", epochs=5, metrics_every=2)
+    measured = [epoch for epoch in range(1, 6) if one.run_epoch(epoch, tqdm(disable=True))["nc"]]
+    assert measured == [1, 2, 4, 5]
+
+
+def test_accuracy_is_the_mean_over_classes():
+    one = trainer("explicit")
+    test = one.infer("test")
+    predictions = torch.where(test.labels < 3, test.labels, 0)
+    predictions[(test.labels == 5).nonzero()[0]] = 5
+    found = accuracies(training.Inference(predictions, test.labels, test.features, None), one.data)
+    assert found["majority"] == 100
+    assert found["minority"] == pytest.approx(50 / 7)
+    assert found["overall"] == pytest.approx(0.3 * 100 + 0.7 * 50 / 7)
+    assert found["per_class"][5] == 50
+
+
+def test_training_does_not_touch_the_global_random_state():
+    one = trainer()
+    state = torch.get_rng_state()
+    one.run_epoch(1, tqdm(disable=True))
+    assert torch.equal(torch.get_rng_state(), state)
