@@ -97,7 +97,8 @@ def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(run, damage):
     middle = content.index(torch.ones(4).numpy().tobytes()) + 400
     flipped = content[:middle] + b"\xff" + content[middle + 1 :]
     path.write_bytes({"flip": flipped, "cut": content[:middle], "empty": b"", "other": b"hello" * 99}[damage])
-    with pytest.raises(StudyError, match="deq.ckpt is damaged .* delete it, and --resume goes on from deq.previous.ckpt"):
+    message = "deq.ckpt is damaged .* delete it, and --resume goes on from deq.previous.ckpt"
+    with pytest.raises(StudyError, match=message):
         restored(run)
     path.unlink()
     assert restored(run)[0] == 1
