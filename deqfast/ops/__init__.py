@@ -162,6 +162,14 @@ class Kernel:
         return MAX_GPU_HISTORY if self.name in ("triton", "cuda") else None
 
 
+def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory without values for a solve's history; on the CPU in large pages where the system gives them."""
+    history = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and _extension.cpp_module is not None:
+        _extension.cpp_module.advise_huge_pages(history.data_ptr(), history.nbytes)
+    return history
+
+
 def _kernel(name: str) -> Kernel:
     if name == "torch":
         return Kernel(name, reference.picard_step, reference.multisecant_step)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops import Kernel
+from ..ops import Kernel, empty_history
 from .base import Solver, State, check_count
 
 DEFAULT_HISTORY = 20
@@ -75,8 +75,8 @@ class Multisecant(Solver):
             z,
             kernel,
             f_prev=z,
-            left=torch.empty(batch, history, dim, dtype=dtype, device=z.device),
-            df=torch.empty(batch, history, dim, dtype=dtype, device=z.device),
+            left=empty_history((batch, history, dim), dtype, z.device),
+            df=empty_history((batch, history, dim), dtype, z.device),
             gram=torch.empty(batch, history + 2, history, dtype=z.dtype, device=z.device),
         )
 

@@ -56,9 +56,7 @@ def test_selection_equals_ldam_index_for_index(ratio):
     ],
 )
 def test_class_sizes_are_the_papers(dataset, majority, ratio, sizes):
-    settings = settings_from(
-        "cifar_lt", preset="paper", device="cpu", dataset=dataset, majority=majority, ratio=ratio
-    )
+    settings = settings_from("cifar_lt", preset="paper", device="cpu", dataset=dataset, majority=majority, ratio=ratio)
     assert class_sizes(settings) == sizes
 
 
