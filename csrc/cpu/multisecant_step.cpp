@@ -63,11 +63,16 @@ DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T
 template <bool Two, class T, class H>
 DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, const T* y, int64_t count,
                              double* out_x, double* out_y) {
+  // Several rows at once: the sums of one alone would wait for each other.
   int r = 0;
   for (; r + 4 <= n; r += 4) {
     dot_block<4, Two>(rows + r * stride, stride, x, y, count, out_x + r, Two ? out_y + r : nullptr);
   }
-  for (; r < n; ++r) dot_block<1, Two>(rows + r * stride, stride, x, y, count, out_x + r, Two ? out_y + r : nullptr);
+  if (r + 2 <= n) {
+    dot_block<2, Two>(rows + r * stride, stride, x, y, count, out_x + r, Two ? out_y + r : nullptr);
+    r += 2;
+  }
+  if (r < n) dot_block<1, Two>(rows + r * stride, stride, x, y, count, out_x + r, Two ? out_y + r : nullptr);
 }
 
 // x -= sum_r weight[r] rows[r] over one tile.
@@ -84,7 +89,11 @@ template <class T, class H>
 DEQFAST_INLINE void combine_rows(const H* rows, int64_t stride, int n, const T* weight, int64_t count, T* x) {
   int r = 0;
   for (; r + 4 <= n; r += 4) combine_block<4>(rows + r * stride, stride, weight + r, count, x);
-  for (; r < n; ++r) combine_block<1>(rows + r * stride, stride, weight + r, count, x);
+  if (r + 2 <= n) {
+    combine_block<2>(rows + r * stride, stride, weight + r, count, x);
+    r += 2;
+  }
+  if (r < n) combine_block<1>(rows + r * stride, stride, weight + r, count, x);
 }
 
 template <class T>
