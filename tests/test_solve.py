@@ -11,7 +11,7 @@ import torch
 
 import deqfast
 from deqfast import Anderson, Broyden, Picard, Solution, Status, _extension
-from deqfast.ops import choose_kernel
+from deqfast.ops import _warn_of_fallback, choose_kernel
 from deqfast.testing import PROBLEMS, SOLVERS, Recorder, assert_close, assert_solves, linear, rounding, solved, tanh
 
 # The default on a GPU is to look less often.
@@ -592,7 +592,10 @@ class TestKernels:
         problem = linear()
         with pytest.raises(RuntimeError, match="kernel='cpp' is not available: it fell off"):
             solve(problem.f, problem.z0, kernel="cpp")
-        assert_same(solve(problem.f, problem.z0, kernel="auto"), solve(problem.f, problem.z0, kernel="torch"))
+        _warn_of_fallback.cache_clear()
+        with pytest.warns(UserWarning, match="'auto' takes the slower torch, for cpp: it fell off"):
+            automatic = solve(problem.f, problem.z0, kernel="auto")
+        assert_same(automatic, solve(problem.f, problem.z0, kernel="torch"))
 
     def test_triton_without_a_device_raises_with_its_reason(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
