@@ -11,7 +11,8 @@ import torch
 
 import deqfast
 from deqfast import Anderson, Broyden, Picard, Solution, Status, _extension
-from deqfast.ops import _warn_of_fallback, choose_kernel
+from deqfast.ops import choose_kernel
+from deqfast.ops.choice import _warn_of_fallback
 from deqfast.testing import PROBLEMS, SOLVERS, Recorder, assert_close, assert_solves, linear, rounding, solved, tanh
 
 # The default on a GPU is to look less often.

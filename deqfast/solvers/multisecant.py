@@ -85,5 +85,5 @@ class Multisecant(Solver):
         state.check_buffer(fz, k)
         window = state.f_prev, state.left, state.df, state.gram
         rule = self._rule(state, k, last)
-        state.kernel.multisecant_step(state.z, fz, *state.monitor(), *window, *rule, *self.method())
+        state.kernel.op("multisecant_step")(state.z, fz, *state.monitor(), *window, *rule, *self.method())
         state.keep(fz, k)

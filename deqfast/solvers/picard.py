@@ -24,4 +24,4 @@ class Picard(Solver):
         return State.start(z, kernel)
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
-        state.kernel.picard_step(state.z, fz, *state.monitor(), *self._rule(state, k, last), self.damping)
+        state.kernel.op("picard_step")(state.z, fz, *state.monitor(), *self._rule(state, k, last), self.damping)

@@ -1,0 +1,107 @@
+"""The steps of the solvers: ``picard_step`` and ``multisecant_step``.
+
+Arguments of the solver steps (T is the dtype of the state, float32 or float64; all tensors contiguous; B samples of D
+elements):
+
+==========  ============  =====================================================================================
+z           (B, D) T      the iterate; replaced by the next one
+fz          (B, D) T      f(z)
+best        (B, D) T      the iterate of least residual; starts as a copy of the first z
+status      (B,) int8     ``deqfast.Status``; 0 while running. Other rows are neither read nor written
+iterations  (B,) int32    values of f used so far
+residual    (2, B) T      relative and absolute residual of `best`; starts at infinity
+gain        (2, B) T      relative residual at the last gain of 5 %, and its iteration; starts at infinity
+active      (1,) int32    number of running samples; starts at B
+f_prev      (B, D) T      f at the previous iterate (read from k = 1 on)
+left, df    (B, M, D) H   history; H is T, or bfloat16 beside float32. Pair i lies in slot i mod M
+gram        (B, M+2, M) T the window matrix N and, in its last two rows, the squared lengths of its pairs
+k           int           evaluations of f before this one
+last        bool          no evaluation follows: judge, take no step
+tol         float         bound on the relative residual |f(z)-z| / |f(z)|, or, if `absolute`, on |f(z)-z|
+stall_floor float         relative residual below which a sample without a gain may stall; 0: never
+damping     float         picard_step: z + damping (f(z) - z)
+method      int           multisecant_step: 0 Broyden good, 1 Broyden bad, 2 Anderson I, 3 Anderson II
+alpha, beta float         step length; mixing: z + alpha (beta g - DF gamma), N gamma = L^T g
+ridge       float         Anderson: added to the diagonal of the equilibrated N
+==========  ============  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import register
+
+# The window of the GPU kernels lives in registers and shared memory.
+MAX_GPU_HISTORY = 32
+
+_STATE = (
+    "Tensor(a!) z, Tensor fz, Tensor(b!) best, Tensor(c!) status, Tensor(d!) iterations, Tensor(e!) residual, "
+    "Tensor(f!) gain, Tensor(g!) active, "
+)
+_RULE = "int k, bool last, float tol, bool absolute, float stall_floor, "
+_SCHEMAS = {
+    "picard_step": f"({_STATE}{_RULE}float damping) -> ()",
+    "multisecant_step": (
+        f"({_STATE}Tensor f_prev, Tensor(h!) left, Tensor(i!) df, Tensor(j!) gram, {_RULE}"
+        "int method, float alpha, float beta, float ridge) -> ()"
+    ),
+}
+
+
+def _no_output(*args: Any) -> None:
+    """Fake of an op that only mutates its arguments."""
+
+
+def _check_step(op: str, z: Tensor, **others: Tensor) -> None:
+    """The checks of csrc/common/checks.h, for the kernels that are launched from Python."""
+    batch, dim = z.shape if z.dim() == 2 else (-1, -1)
+    if z.dim() != 2 or z.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{op}: `z` must be (B, D) float32 or float64, got {tuple(z.shape)} {z.dtype}")
+    history = others["left"].shape[1] if "left" in others and others["left"].dim() == 3 else 0
+    history_dtype = others["left"].dtype if "left" in others else z.dtype
+    if history_dtype != z.dtype and not (history_dtype == torch.bfloat16 and z.dtype == torch.float32):
+        raise ValueError(f"{op}: `left` must have the dtype of `z`, or bfloat16 beside float32, got {history_dtype}")
+    expected = {
+        "status": ((batch,), torch.int8),
+        "iterations": ((batch,), torch.int32),
+        "residual": ((2, batch), z.dtype),
+        "gain": ((2, batch), z.dtype),
+        "active": ((1,), torch.int32),
+        "left": ((batch, history, dim), history_dtype),
+        "df": ((batch, history, dim), history_dtype),
+        "gram": ((batch, history + 2, history), z.dtype),
+    }
+    for name, tensor in {"z": z, **others}.items():
+        shape, dtype = expected.get(name, ((batch, dim), z.dtype))
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(f"{op}: `{name}` must be {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+        if not tensor.is_contiguous() or tensor.device != z.device:
+            raise ValueError(f"{op}: `{name}` must be contiguous and on the device of `z` ({z.device})")
+    if "left" in others and not 1 <= history <= MAX_GPU_HISTORY:
+        raise ValueError(f"{op}: `left` must hold 1 to {MAX_GPU_HISTORY} pairs, got {history}")
+
+
+def _picard_step_triton(z: Tensor, fz: Tensor, best: Tensor, status: Tensor, *rest: Any) -> None:
+    from ..kernels.picard_step import picard_step
+
+    iterations, residual, gain, active = rest[:4]
+    _check_step("picard_step_triton", z, fz=fz, best=best, status=status, iterations=iterations, residual=residual,
+                gain=gain, active=active)  # fmt: skip
+    picard_step(z, fz, best, status, *rest)
+
+
+def _multisecant_step_triton(z: Tensor, fz: Tensor, best: Tensor, status: Tensor, *rest: Any) -> None:
+    from ..kernels.multisecant_step import multisecant_step
+
+    iterations, residual, gain, active, f_prev, left, df, gram = rest[:8]
+    _check_step("multisecant_step_triton", z, fz=fz, best=best, status=status, iterations=iterations,
+                residual=residual, gain=gain, active=active, f_prev=f_prev, left=left, df=df, gram=gram)  # fmt: skip
+    multisecant_step(z, fz, best, status, *rest)
+
+
+register("picard_step", _SCHEMAS["picard_step"], _no_output, _picard_step_triton)
+register("multisecant_step", _SCHEMAS["multisecant_step"], _no_output, _multisecant_step_triton)
