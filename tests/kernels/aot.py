@@ -25,7 +25,7 @@ from deqfast.kernels import config, multisecant_step, picard_step
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-MAX_BARRIERS = 48  # in the code, not as executed
+MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -101,11 +101,16 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
     if case.kernel == "solve":
         return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
-    launch = config.sweep_config(case.size, padded, dtype)
-    constants.update(one, BLK=launch.block)
+    tile = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
+    if tile:
+        launch = config.tile_config(case.size, padded, dtype)
+    else:
+        launch = config.sweep_config(case.size, padded, dtype, DTYPES[case.history])
+    rows = config.rows_at_once(padded, METHODS[case.method], dtype, DTYPES[case.history])
+    constants.update(one, BLK=launch.block, ROWS=rows)
     if case.kernel == "left":
         return multisecant_step._multisecant_left_kernel, constants, launch
-    constants["SOLVE"] = padded <= config.MAX_INLINE_WINDOW
+    constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tile)
     return multisecant_step._multisecant_right_kernel, constants, launch
 
 
@@ -130,8 +135,8 @@ def compile_case(case: Case, arch: int) -> Row:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
                        attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    if case.kernel == "left":
-        options["maxnreg"] = launch.max_registers
+    if case.kernel in ("left", "right"):
+        options["maxnreg"] = config.MAX_REGISTERS
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
