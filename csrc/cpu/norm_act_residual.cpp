@@ -1,5 +1,6 @@
 // norm_act_residual on the CPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))), its norms, and its backward.
-// A piece's passes after the first read from the caches; f's memory holds y + x, then relu(...), then f.
+// A piece's passes after the first read from the caches. The memory of results serves in between: f's holds y + x, then
+// relu(...); that of the gradients, where they are in the accumulation dtype, what the later passes would compute again.
 #include <torch/csrc/stable/library.h>
 
 #include "norm.h"
@@ -96,6 +97,7 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardArgs<T, Y, Z>& a, int64_t b
   const Piece p(a.shape);
   ChannelArrays<T> arrays(p.channels, 10), sums(p.channels, 2);
   T *mean2 = arrays[0], *rstd2 = arrays[1], *mean3 = arrays[2], *rstd3 = arrays[3];
+  constexpr bool kKeep = std::is_same_v<T, Z>;
   for (int64_t i = begin; i < end; ++i) {
     const T* grad = a.grad + i * p.size();
     const Y* y = a.y + i * p.size();
@@ -119,13 +121,21 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardArgs<T, Y, Z>& a, int64_t b
     };
     sweep<T, kLast, 2>(p, sums,
                        [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
-      const Vec<T> before_relu = before_relu_at(d, c, count, normal2_at(d, c, count));
+      const Vec<T> normal2 = normal2_at(d, c, count), before_relu = before_relu_at(d, c, count, normal2);
       const Vec<T> g = load<T>(grad + d, count);
+      if constexpr (kKeep) store(grad_sum + d, normal2, count);
       terms[0] += g * normal3_at(c, count, before_relu);
       terms[1] += g;
     });
     put_affine(a.shape, p, i, sums, a.grad_affine + 2 * a.shape.batch * a.shape.channels);
     const NormBackward<T, kLast> through_norm3(p, sums, weight3, rstd3, arrays, 4);
+    const auto normal2_again = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+      if constexpr (kKeep) {
+        return load<T>(grad_sum + d, count);
+      } else {
+        return normal2_at(d, c, count);
+      }
+    };
     const auto grad_z_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_INLINE_LAMBDA {
       const Vec<T> before_relu = before_relu_at(d, c, count, normal2);
       const Vec<T> g = load<T>(grad + d, count);
@@ -133,7 +143,7 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardArgs<T, Y, Z>& a, int64_t b
     };
     sweep<T, kLast, 2>(p, sums,
                        [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
-      const Vec<T> normal2 = normal2_at(d, c, count), g = grad_z_at(d, c, count, normal2);
+      const Vec<T> normal2 = normal2_again(d, c, count), g = grad_z_at(d, c, count, normal2);
       store(grad_z + d, g, count);
       terms[0] += g * normal2;
       terms[1] += g;
@@ -141,8 +151,9 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardArgs<T, Y, Z>& a, int64_t b
     put_affine(a.shape, p, i, sums, a.grad_affine);
     const NormBackward<T, kLast> through_norm2(p, sums, weight2, rstd2, arrays, 7);
     sweep<T, kLast, 0>(p, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_INLINE_LAMBDA {
-      const Vec<T> normal2 = normal2_at(d, c, count);
-      store(grad_sum + d, through_norm2(grad_z_at(d, c, count, normal2), normal2, c, count), count);
+      const Vec<T> normal2 = normal2_again(d, c, count);
+      const Vec<T> g = kKeep ? load<T>(grad_z + d, count) : grad_z_at(d, c, count, normal2);
+      store(grad_sum + d, through_norm2(g, normal2, c, count), count);
     });
   }
 }
