@@ -58,3 +58,22 @@ def solve_config(padded: int) -> LaunchConfig:
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, which is where triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Pixels and channels of a tile of one group, and warps per program."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+
+def norm_config(pixels: int, group_channels: int, dtype: torch.dtype) -> NormConfig:
+    """The whole group where it has at most 32 KiB: then nothing is read twice. 8 elements per thread, at most 16 warps.
+
+    dtype: what is accumulated in.
+    """
+    cols = next_power_of_2(group_channels)
+    rows = min(next_power_of_2(pixels), max(1, 32768 // (cols * dtype.itemsize)))
+    return NormConfig(rows, cols, min(16, max(1, rows * cols // 256)))
