@@ -14,8 +14,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The random op states in kernels/cases.py serve the tests of every implementation.
-sys.path.append(str(Path(__file__).parent / "kernels"))
+# The random op states in kernels/cases.py, and the emulation in csrc/emulate.py, serve the tests of every op.
+sys.path += [str(Path(__file__).parent / folder) for folder in ("kernels", "csrc")]
 
 import deqfast  # noqa: E402
 from deqfast import _extension  # noqa: E402

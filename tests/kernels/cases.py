@@ -156,7 +156,9 @@ def restore(state: State, flip: int) -> State:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
+        return a.dtype == b.dtype and a.shape == b.shape
+    return torch.equal(a.flatten().contiguous().view(torch.uint8), b.flatten().contiguous().view(torch.uint8))
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
