@@ -68,12 +68,18 @@ class NormConfig:
     cols: int
     num_warps: int
 
+    @property
+    def max_registers(self) -> int:
+        """So many that 16 warps fit an SM, see ``LaunchConfig``."""
+        return 128
+
 
 def norm_config(pixels: int, group_channels: int, dtype: torch.dtype) -> NormConfig:
-    """The whole group where it has at most 32 KiB: then nothing is read twice. 8 elements per thread, at most 16 warps.
+    """The whole group where it has at most 32 KiB: then nothing is read twice. Else tiles of 16 KiB.
 
-    dtype: what is accumulated in.
+    8 elements of 4 bytes or 4 of 8 per thread, at most 16 warps. dtype: what is accumulated in.
     """
-    cols = next_power_of_2(group_channels)
-    rows = min(next_power_of_2(pixels), max(1, 32768 // (cols * dtype.itemsize)))
-    return NormConfig(rows, cols, min(16, max(1, rows * cols // 256)))
+    cols, rows = next_power_of_2(group_channels), next_power_of_2(pixels)
+    row = cols * dtype.itemsize
+    rows = rows if rows * row <= 32768 else max(1, 16384 // row)
+    return NormConfig(rows, cols, min(16, max(1, rows * row // 1024)))

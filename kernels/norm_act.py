@@ -34,6 +34,15 @@ def group_tile(start, P: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BR: tl
 
 
 @triton.jit
+def loop_end(pixels, P: tl.constexpr, BR: tl.constexpr):
+    """Where the loops over further tiles end. pixels = P, not a constant: loops of few rounds would be unrolled."""
+    if P <= BR:
+        return BR
+    else:
+        return pixels
+
+
+@triton.jit
 def load_tile(p, offsets, mask, dtype: tl.constexpr):
     return tl.load(p + offsets, mask=mask, other=0.0).to(dtype)
 
@@ -79,6 +88,7 @@ def _norm_act_kernel(
     p_mean,
     p_rstd,
     eps: tl.float64,
+    pixels,
     P: tl.constexpr,
     C: tl.constexpr,
     CG: tl.constexpr,
@@ -87,20 +97,21 @@ def _norm_act_kernel(
 ):
     dtype: tl.constexpr = p_mean.dtype.element_ty
     i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
     p_y += o_group
     p_out += o_group
     o_0, m_0 = group_tile(0, P, C, CG, BR, BC)
     b_y = load_tile(p_y, o_0, m_0, dtype)
 
     b_t = b_y
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_t += load_tile(p_y, o_t, m_t, dtype)
     mean = tl.sum(b_t) / (P * CG)
 
     b_y = tl.where(m_0, b_y - mean, 0.0)
     b_t = b_y * b_y
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_d = tl.where(m_t, load_tile(p_y, o_t, m_t, dtype) - mean, 0.0)
         b_t += b_d * b_d
@@ -110,7 +121,7 @@ def _norm_act_kernel(
     b_b = load_channels(p_bias + c_0, CG, BC)
     short: tl.constexpr = p_out.dtype.element_ty
     tl.store(p_out + o_0, relu(b_y * rstd * b_w + b_b).to(short), mask=m_0)
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_n = (load_tile(p_y, o_t, m_t, dtype) - mean) * rstd
         tl.store(p_out + o_t, relu(b_n * b_w + b_b).to(short), mask=m_t)
@@ -126,7 +137,7 @@ def _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd):
     return b_n, tl.where(b_n * b_w + b_b <= 0, 0.0, load_tile(p_grad, o_t, m_t, dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def _norm_act_backward_kernel(
     p_grad,
     p_y,
@@ -137,6 +148,7 @@ def _norm_act_backward_kernel(
     p_grad_y,
     p_affine,
     plane,
+    pixels,
     P: tl.constexpr,
     C: tl.constexpr,
     CG: tl.constexpr,
@@ -144,6 +156,7 @@ def _norm_act_backward_kernel(
     BC: tl.constexpr,
 ):
     i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
     p_grad += o_group
     p_y += o_group
     p_grad_y += o_group
@@ -156,7 +169,7 @@ def _norm_act_backward_kernel(
 
     b_gn = b_g * b_n
     b_gs = b_g
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_nt, b_gt = _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd)
         b_gn += b_gt * b_nt
@@ -169,18 +182,19 @@ def _norm_act_backward_kernel(
 
     short: tl.constexpr = p_grad_y.dtype.element_ty
     tl.store(p_grad_y + o_0, norm_backward(b_g, b_n, b_w, rstd, offset, slope).to(short), mask=m_0)
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_nt, b_gt = _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd)
         tl.store(p_grad_y + o_t, norm_backward(b_gt, b_nt, b_w, rstd, offset, slope).to(short), mask=m_t)
 
 
-def sizes_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and compile-time arguments for tensors shaped as y."""
+def launch_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[int], dict[str, int]]:
+    """Grid, and sizes and options of the launch, for tensors shaped as y."""
     channels, pixels = y.shape[1], y.shape[2] * y.shape[3]
     config = norm_config(pixels, channels // groups, accumulation)
     sizes = {"P": pixels, "C": channels, "CG": channels // groups, "BR": config.rows, "BC": config.cols}
-    return (y.shape[0] * groups,), {**sizes, "num_warps": config.num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers, "enable_fp_fusion": False}
+    return (y.shape[0] * groups,), {"pixels": pixels, **sizes, **options}
 
 
 def norm_act(y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +202,7 @@ def norm_act(y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -
     out = torch.empty_like(y)
     mean, rstd = (weight.new_empty(y.shape[0], groups) for _ in range(2))
     if len(y):
-        grid, sizes = sizes_of(y, groups, weight.dtype)
+        grid, sizes = launch_of(y, groups, weight.dtype)
         with device_guard(y):
             _norm_act_kernel[grid](y, weight, bias, out, mean, rstd, eps, **sizes)
     return out, mean, rstd
@@ -201,7 +215,7 @@ def norm_act_backward(
     grad_y = torch.empty_like(y)
     affine = weight.new_empty(2, y.shape[0], y.shape[1])
     if len(y):
-        grid, sizes = sizes_of(y, groups, weight.dtype)
+        grid, sizes = launch_of(y, groups, weight.dtype)
         with device_guard(y):
             _norm_act_backward_kernel[grid](
                 grad, y, weight, bias, mean, rstd, grad_y, affine, affine[0].numel(), **sizes

@@ -15,11 +15,12 @@ from .norm_act import (
     group_of_program,
     group_tile,
     inverse_deviation,
+    launch_of,
     load_channels,
     load_tile,
+    loop_end,
     norm_backward,
     relu,
-    sizes_of,
     store_affine,
 )
 
@@ -37,7 +38,7 @@ def _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2):
     return tl.where(m_t, relu(load_tile(p_z, o_t, m_t, dtype) + (b_n * b_w2 + b_b2)), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def _norm_act_residual_kernel(
     p_y,
     p_x,
@@ -54,6 +55,7 @@ def _norm_act_residual_kernel(
     p_rstd3,
     plane,
     eps: tl.float64,
+    pixels,
     P: tl.constexpr,
     C: tl.constexpr,
     CG: tl.constexpr,
@@ -63,6 +65,7 @@ def _norm_act_residual_kernel(
     dtype: tl.constexpr = p_f.dtype.element_ty
     i_g = tl.program_id(0)
     i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
     p_y += o_group
     p_x += o_group
     p_z += o_group
@@ -72,14 +75,14 @@ def _norm_act_residual_kernel(
     b_z = load_tile(p_z, o_0, m_0, dtype)
 
     b_t = b_v
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_t += _load_sum(p_y, p_x, o_t, m_t, dtype)
     mean2 = tl.sum(b_t) / (P * CG)
 
     b_v = tl.where(m_0, b_v - mean2, 0.0)
     b_t = b_v * b_v
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_d = tl.where(m_t, _load_sum(p_y, p_x, o_t, m_t, dtype) - mean2, 0.0)
         b_t += b_d * b_d
@@ -89,14 +92,14 @@ def _norm_act_residual_kernel(
     b_b2 = load_channels(p_bias2 + c_0, CG, BC)
     b_v = tl.where(m_0, relu(b_z + (b_v * rstd2 * b_w2 + b_b2)), 0.0)
     b_t = b_v
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_t += _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2)
     mean3 = tl.sum(b_t) / (P * CG)
 
     b_v = tl.where(m_0, b_v - mean3, 0.0)
     b_t = b_v * b_v
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_d = _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2)
         b_d = tl.where(m_t, b_d - mean3, 0.0)
@@ -109,7 +112,7 @@ def _norm_act_residual_kernel(
     tl.store(p_f + o_0, b_f, mask=m_0)
     b_gg = (b_f - b_z) * (b_f - b_z)
     b_ff = b_f * b_f
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_n = (_activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2) - mean3) * rstd3
         b_f = tl.where(m_t, b_n * b_w3 + b_b3, 0.0)
@@ -135,7 +138,7 @@ def _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3):
     return b_n2, b_n3, b_u <= 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])
 def _norm_act_residual_backward_kernel(
     p_grad,
     p_y,
@@ -152,6 +155,7 @@ def _norm_act_residual_backward_kernel(
     p_grad_z,
     p_affine,
     plane,
+    pixels,
     P: tl.constexpr,
     C: tl.constexpr,
     CG: tl.constexpr,
@@ -162,6 +166,7 @@ def _norm_act_residual_backward_kernel(
     short: tl.constexpr = p_grad_z.dtype.element_ty
     i_g = tl.program_id(0)
     i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
     p_grad += o_group
     p_y += o_group
     p_x += o_group
@@ -181,7 +186,7 @@ def _norm_act_residual_backward_kernel(
 
     b_gn = b_g * b_n3
     b_gs = b_g
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         _, b_n3t, _ = _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3)
         b_gt = load_tile(p_grad, o_t, m_t, dtype)
@@ -197,7 +202,7 @@ def _norm_act_residual_backward_kernel(
     tl.store(p_grad_z + o_0, b_g.to(short), mask=m_0)
     b_gn = b_g * b_n2
     b_gs = b_g
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_n2t, b_n3t, b_offt = _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3)
         b_gt = norm_backward(load_tile(p_grad, o_t, m_t, dtype), b_n3t, b_w3, rstd3, offset3, slope3)
@@ -213,7 +218,7 @@ def _norm_act_residual_backward_kernel(
 
     b_gy = norm_backward(b_g, b_n2, b_w2, rstd2, offset2, slope2)
     tl.store(p_grad_sum + o_0, b_gy.to(short), mask=m_0)
-    for start in range(BR, P, BR):
+    for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_n2t, b_n3t, b_offt = _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3)
         b_gt = norm_backward(load_tile(p_grad, o_t, m_t, dtype), b_n3t, b_w3, rstd3, offset3, slope3)
@@ -237,7 +242,7 @@ def norm_act_residual(
     norms = weight2.new_empty(2, len(z), groups)
     statistics = [weight2.new_empty(len(z), groups) for _ in range(4)]
     if len(z):
-        grid, sizes = sizes_of(z, groups, weight2.dtype)
+        grid, sizes = launch_of(z, groups, weight2.dtype)
         with device_guard(z):
             _norm_act_residual_kernel[grid](
                 y, x, z, weight2, bias2, weight3, bias3, f, norms, *statistics, norms[0].numel(), eps, **sizes
@@ -263,7 +268,7 @@ def norm_act_residual_backward(
     grad_sum, grad_z = torch.empty_like(z), torch.empty_like(z)
     affine = weight2.new_empty(4, z.shape[0], z.shape[1])
     if len(z):
-        grid, sizes = sizes_of(z, groups, weight2.dtype)
+        grid, sizes = launch_of(z, groups, weight2.dtype)
         with device_guard(z):
             _norm_act_residual_backward_kernel[grid](
                 grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3, grad_sum, grad_z, affine,
