@@ -4,6 +4,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <tuple>
+
 #include "checks.h"
 
 namespace deqfast {
@@ -153,6 +155,154 @@ void dispatch_maps(ScalarType y, ScalarType z, const F& body) {
   } else {
     body(BFloat16(), BFloat16());
   }
+}
+
+template <class T, class Y>
+struct NormActParams {
+  NormShape shape;
+  const Y* y;       // (B, C, H, W)
+  const T* weight;  // (C,)
+  const T* bias;    // (C,)
+  Y* out;           // (B, C, H, W)
+  T* mean;          // (B, groups)
+  T* rstd;          // (B, groups)
+  T eps;
+};
+
+template <class T, class Y>
+struct NormActBackwardParams {
+  NormShape shape;
+  const Y* grad;    // (B, C, H, W)
+  const Y* y;       // (B, C, H, W)
+  const T* weight;  // (C,)
+  const T* bias;    // (C,)
+  const T* mean;    // (B, groups)
+  const T* rstd;    // (B, groups)
+  Y* grad_y;        // (B, C, H, W)
+  T* grad_affine;   // (2, B, C)
+};
+
+template <class T, class Y, class Z>
+struct ResidualParams {
+  NormShape shape;
+  const Y* y;        // (B, C, H, W)
+  const Z* x;        // (B, C, H, W)
+  const Z* z;        // (B, C, H, W)
+  const T* weight2;  // (C,), as the next three
+  const T* bias2;
+  const T* weight3;
+  const T* bias3;
+  T* f;      // (B, C, H, W)
+  T* norms;  // (2, B, groups)
+  T* mean2;  // (B, groups), as the next three
+  T* rstd2;
+  T* mean3;
+  T* rstd3;
+  T eps;
+};
+
+template <class T, class Y, class Z>
+struct ResidualBackwardParams {
+  NormShape shape;
+  const T* grad;     // (B, C, H, W)
+  const Y* y;        // (B, C, H, W)
+  const Z* x;        // (B, C, H, W)
+  const Z* z;        // (B, C, H, W)
+  const T* weight2;  // (C,), as the next two
+  const T* bias2;
+  const T* weight3;
+  const T* mean2;  // (B, groups), as the next three
+  const T* rstd2;
+  const T* mean3;
+  const T* rstd3;
+  Z* grad_sum;     // (B, C, H, W)
+  Z* grad_z;       // (B, C, H, W)
+  T* grad_affine;  // (4, B, C)
+};
+
+// The ops: check the arguments, allocate the results, call `launch` with the parameters. `native`: see NormChecker;
+// `BFloat16` is the type of the device for it.
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor, Tensor> norm_act_with(const Tensor& y, const Tensor& weight, const Tensor& bias,
+                                                 int64_t groups, double eps, bool native, const F& launch) {
+  const NormChecker checker{"norm_act", y};
+  const NormShape shape = checker.shape(groups, native);
+  checker.vector("weight", weight, {shape.channels});
+  checker.vector("bias", bias, {shape.channels});
+  Tensor out = torch::stable::empty_like(y), mean = torch::stable::new_empty(weight, {shape.batch, groups});
+  Tensor rstd = torch::stable::empty_like(mean);
+  dispatch_maps<BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
+    using Y = decltype(zero);
+    using T = Accumulator<Y>;
+    launch(NormActParams<T, Y>{shape, in<Y>(y), in<T>(weight), in<T>(bias), result<Y>(out), result<T>(mean),
+                             result<T>(rstd), static_cast<T>(eps)});
+  });
+  return {out, mean, rstd};
+}
+
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor> norm_act_backward_with(const Tensor& grad, const Tensor& y, const Tensor& weight,
+                                                  const Tensor& bias, const Tensor& mean, const Tensor& rstd,
+                                                  int64_t groups, bool native, const F& launch) {
+  const NormChecker checker{"norm_act_backward", y};
+  const NormShape shape = checker.shape(groups, native);
+  checker.map("grad", grad, shape, y.scalar_type());
+  checker.vector("weight", weight, {shape.channels});
+  checker.vector("bias", bias, {shape.channels});
+  checker.vector("mean", mean, {shape.batch, groups});
+  checker.vector("rstd", rstd, {shape.batch, groups});
+  Tensor grad_y = torch::stable::empty_like(y);
+  Tensor grad_affine = torch::stable::new_empty(weight, {2, shape.batch, shape.channels});
+  dispatch_maps<BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
+    using Y = decltype(zero);
+    using T = Accumulator<Y>;
+    launch(NormActBackwardParams<T, Y>{shape, in<Y>(grad), in<Y>(y), in<T>(weight), in<T>(bias), in<T>(mean), in<T>(rstd),
+                                     result<Y>(grad_y), result<T>(grad_affine)});
+  });
+  return {grad_y, grad_affine};
+}
+
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual_with(
+    const Tensor& y, const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
+    const Tensor& weight3, const Tensor& bias3, int64_t groups, double eps, bool native, const F& launch) {
+  const NormChecker checker{"norm_act_residual", y};
+  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, native);
+  checker.vector("bias3", bias3, {shape.channels});
+  Tensor f = empty_like(z, weight2.scalar_type());
+  Tensor norms = torch::stable::new_empty(weight2, {2, shape.batch, groups});
+  Tensor mean2 = torch::stable::new_empty(weight2, {shape.batch, groups}), rstd2 = torch::stable::empty_like(mean2);
+  Tensor mean3 = torch::stable::empty_like(mean2), rstd3 = torch::stable::empty_like(mean2);
+  dispatch_maps<BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
+    using Y = decltype(zero_y);
+    using Z = decltype(zero_z);
+    using T = Accumulator<Y>;
+    launch(ResidualParams<T, Y, Z>{shape, in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2), in<T>(weight3),
+                                 in<T>(bias3), result<T>(f), result<T>(norms), result<T>(mean2), result<T>(rstd2),
+                                 result<T>(mean3), result<T>(rstd3), static_cast<T>(eps)});
+  });
+  return {f, norms, mean2, rstd2, mean3, rstd3};
+}
+
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward_with(
+    const Tensor& grad, const Tensor& y, const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
+    const Tensor& weight3, const Tensor& mean2, const Tensor& rstd2, const Tensor& mean3, const Tensor& rstd3,
+    int64_t groups, bool native, const F& launch) {
+  const NormChecker checker{"norm_act_residual_backward", y};
+  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, native);
+  checker.residual_results(grad, mean2, rstd2, mean3, rstd3, shape);
+  Tensor grad_sum = torch::stable::empty_like(z), grad_z = torch::stable::empty_like(z);
+  Tensor grad_affine = torch::stable::new_empty(weight2, {4, shape.batch, shape.channels});
+  dispatch_maps<BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
+    using Y = decltype(zero_y);
+    using Z = decltype(zero_z);
+    using T = Accumulator<Y>;
+    launch(ResidualBackwardParams<T, Y, Z>{shape, in<T>(grad), in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2),
+                                         in<T>(weight3), in<T>(mean2), in<T>(rstd2), in<T>(mean3), in<T>(rstd3),
+                                         result<Z>(grad_sum), result<Z>(grad_z), result<T>(grad_affine)});
+  });
+  return {grad_sum, grad_z, grad_affine};
 }
 
 }  // namespace deqfast

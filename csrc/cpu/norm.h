@@ -211,22 +211,22 @@ void put_affine(const NormShape& s, const Piece& p, int64_t piece, ChannelArrays
   }
 }
 
-// An op defines run_pieces(args, begin, end, channels last: std::bool_constant) and run(args, begin, end), which calls
-// this one in clones for several architectures.
-template <class Args>
-DEQFAST_INLINE void run_any(const Args& args, int64_t begin, int64_t end) {
-  if (args.shape.channels_last) {
-    run_pieces(args, begin, end, std::true_type());
+// Calls body(channels last: std::bool_constant).
+template <class Body>
+DEQFAST_INLINE void with_layout(const NormShape& shape, const Body& body) {
+  if (shape.channels_last) {
+    body(std::true_type());
   } else {
-    run_pieces(args, begin, end, std::false_type());
+    body(std::false_type());
   }
 }
 
-template <class Args>
-void launch(const Args& args) {
-  const Piece piece(args.shape);
-  torch::stable::parallel_for(0, pieces(args.shape), pieces_per_thread(piece),
-                              [&](int64_t begin, int64_t end) { run(args, begin, end); });
+// Calls run(params, begin, end) for all pieces, on several threads.
+template <class Params, class Run>
+void launch(const Params& params, const Run& run) {
+  const Piece piece(params.shape);
+  torch::stable::parallel_for(0, pieces(params.shape), pieces_per_thread(piece),
+                              [&](int64_t begin, int64_t end) { run(params, begin, end); });
 }
 
 }  // namespace deqfast
