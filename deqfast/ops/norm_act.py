@@ -94,10 +94,10 @@ def _fake_norm_act_residual_backward(
     return torch.empty_like(z), torch.empty_like(z), weight2.new_empty(4, z.shape[0], z.shape[1])
 
 
-def _check_norm(op: str, y: Tensor, groups: int, maps: dict[str, tuple[Tensor, torch.dtype]], **others: Tensor) -> None:
+def _check_norm(op: str, y: Tensor, groups: int, images: dict[str, Tensor], **others: Tensor) -> None:
     """The checks of csrc/common/norm.h, for the kernels that are launched from Python.
 
-    maps: what is shaped as y, each with the dtype it must have; others: vectors and statistics.
+    images: what is shaped as y; others: vectors and statistics.
     """
     if y.dim() != 4 or y.dtype not in DTYPES or 0 in y.shape[1:]:
         raise ValueError(
@@ -107,30 +107,21 @@ def _check_norm(op: str, y: Tensor, groups: int, maps: dict[str, tuple[Tensor, t
     if groups < 1 or channels % groups:
         raise ValueError(f"{op}: `groups` must divide the {channels} channels, got {groups}")
     accumulation = torch.float64 if y.dtype == torch.float64 else torch.float32
-    for name, (tensor, dtype) in {"y": (y, y.dtype), **maps}.items():
-        if tensor.shape != y.shape or tensor.dtype != dtype:
-            raise ValueError(
-                f"{op}: `{name}` must be {tuple(y.shape)} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
-            )
-        if not tensor.is_contiguous(memory_format=torch.channels_last):
-            raise ValueError(f"{op}: `{name}` must be contiguous in the memory format channels_last")
-    for name, tensor in others.items():
-        shape = (batch, groups) if name.startswith(("mean", "rstd")) else (channels,)
-        if tuple(tensor.shape) != shape or tensor.dtype != accumulation:
-            raise ValueError(
-                f"{op}: `{name}` must be {shape} {accumulation}, got {tuple(tensor.shape)} {tensor.dtype}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{op}: `{name}` must be contiguous")
-    for name, tensor in {**{name: tensor for name, (tensor, _) in maps.items()}, **others}.items():
+    state = images["z"].dtype if "z" in images else y.dtype
+    if state != y.dtype and not (y.dtype == torch.bfloat16 and state == torch.float32):
+        raise ValueError(f"{op}: `z` must have the dtype of `y`, or float32 beside bfloat16, got {state}")
+    dtypes = {"y": y.dtype, "x": state, "z": state, "grad": accumulation if "z" in images else y.dtype}
+    for name, tensor in {"y": y, **images, **others}.items():
+        shape, dtype, memory_format = tuple(y.shape), dtypes.get(name, accumulation), torch.channels_last
+        if name in others:
+            shape = (batch, groups) if name.startswith(("mean", "rstd")) else (channels,)
+            memory_format = torch.contiguous_format
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(f"{op}: `{name}` must be {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+        if not tensor.is_contiguous(memory_format=memory_format):
+            raise ValueError(f"{op}: `{name}` must be contiguous in the memory format {str(memory_format)[6:]}")
         if tensor.device != y.device:
             raise ValueError(f"{op}: `{name}` must be on the device of `y` ({y.device})")
-
-
-def _state_dtype(op: str, y: Tensor, z: Tensor) -> torch.dtype:
-    if z.dtype != y.dtype and not (y.dtype == torch.bfloat16 and z.dtype == torch.float32):
-        raise ValueError(f"{op}: `z` must have the dtype of `y`, or float32 beside bfloat16, got {z.dtype}")
-    return z.dtype
 
 
 def _norm_act_triton(y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, ...]:
@@ -145,7 +136,7 @@ def _norm_act_backward_triton(
 ) -> tuple[Tensor, ...]:
     from ..kernels.norm_act import norm_act_backward
 
-    _check_norm("norm_act_backward_triton", y, groups, {"grad": (grad, y.dtype)}, weight=weight, bias=bias, mean=mean,
+    _check_norm("norm_act_backward_triton", y, groups, {"grad": grad}, weight=weight, bias=bias, mean=mean,
                 rstd=rstd)  # fmt: skip
     return norm_act_backward(grad, y, weight, bias, mean, rstd, groups)
 
@@ -163,10 +154,8 @@ def _norm_act_residual_triton(
 ) -> tuple[Tensor, ...]:
     from ..kernels.norm_act_residual import norm_act_residual
 
-    op = "norm_act_residual_triton"
-    state = _state_dtype(op, y, z)
-    _check_norm(op, y, groups, {"x": (x, state), "z": (z, state)}, weight2=weight2, bias2=bias2, weight3=weight3,
-                bias3=bias3)  # fmt: skip
+    _check_norm("norm_act_residual_triton", y, groups, {"x": x, "z": z}, weight2=weight2, bias2=bias2,
+                weight3=weight3, bias3=bias3)  # fmt: skip
     return norm_act_residual(y, x, z, weight2, bias2, weight3, bias3, groups, eps)
 
 
@@ -186,11 +175,8 @@ def _norm_act_residual_backward_triton(
 ) -> tuple[Tensor, ...]:
     from ..kernels.norm_act_residual import norm_act_residual_backward
 
-    op = "norm_act_residual_backward_triton"
-    state = _state_dtype(op, y, z)
-    maps = {"grad": (grad, weight2.dtype), "x": (x, state), "z": (z, state)}
-    _check_norm(op, y, groups, maps, weight2=weight2, bias2=bias2, weight3=weight3, mean2=mean2, rstd2=rstd2,
-                mean3=mean3, rstd3=rstd3)  # fmt: skip
+    _check_norm("norm_act_residual_backward_triton", y, groups, {"grad": grad, "x": x, "z": z}, weight2=weight2,
+                bias2=bias2, weight3=weight3, mean2=mean2, rstd2=rstd2, mean3=mean3, rstd3=rstd3)  # fmt: skip
     return norm_act_residual_backward(
         grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3, groups
     )
