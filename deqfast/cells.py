@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +153,7 @@ class ResidualCell(nn.Module):
             raise ValueError(f"kernel must be 'auto' or 'torch' with norm='batch', got {kernel!r}")
         self.kernel = check_kernel_name(kernel)
 
-        def normalisation() -> nn.Module:
+        def normalisation() -> Any:
             return nn.GroupNorm(groups, channels) if norm == "group" else FrozenStatisticsBatchNorm2d(channels)
 
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)

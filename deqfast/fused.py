@@ -45,12 +45,12 @@ class _NormActResidual(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         tensors, statistics = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
         if torch.is_grad_enabled():
-            _, _, *statistics = reference.norm_act_residual(*tensors, ctx.groups, ctx.eps)
+            _, _, *statistics = reference.norm_act_residual(*[*tensors, ctx.groups, ctx.eps])
             backward, grad = reference.norm_act_residual_backward, grads[0]
         else:
             backward = ctx.kernel.op("norm_act_residual_backward")
             grad = grads[0].contiguous(memory_format=_format_of(tensors[0]))
-        grad_sum, grad_z, grad_affine = backward(grad, *tensors[:6], *statistics, ctx.groups)
+        grad_sum, grad_z, grad_affine = backward(*[grad, *tensors[:6], *statistics, ctx.groups])
         return None, None, None, grad_sum, grad_sum, grad_z, *grad_affine.sum(dim=1)
 
 
