@@ -1,5 +1,4 @@
-// The arguments of the norm_act ops, checked: shapes, dtypes, memory format. Shared by the CPU and CUDA kernels;
-// `deqfast/ops/norm_act.py` says what they mean.
+// What the norm_act ops work on, and the checks of their arguments, which deqfast/ops/norm_act.py tells.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -256,8 +255,8 @@ std::tuple<Tensor, Tensor> norm_act_backward_with(const Tensor& grad, const Tens
   dispatch_maps<BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
     using Y = decltype(zero);
     using T = Accumulator<Y>;
-    launch(NormActBackwardParams<T, Y>{shape, in<Y>(grad), in<Y>(y), in<T>(weight), in<T>(bias), in<T>(mean), in<T>(rstd),
-                                     result<Y>(grad_y), result<T>(grad_affine)});
+    launch(NormActBackwardParams<T, Y>{shape, in<Y>(grad), in<Y>(y), in<T>(weight), in<T>(bias), in<T>(mean),
+                                       in<T>(rstd), result<Y>(grad_y), result<T>(grad_affine)});
   });
   return {grad_y, grad_affine};
 }
@@ -298,9 +297,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward_with(
     using Y = decltype(zero_y);
     using Z = decltype(zero_z);
     using T = Accumulator<Y>;
-    launch(ResidualBackwardParams<T, Y, Z>{shape, in<T>(grad), in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2),
-                                         in<T>(weight3), in<T>(mean2), in<T>(rstd2), in<T>(mean3), in<T>(rstd3),
-                                         result<Z>(grad_sum), result<Z>(grad_z), result<T>(grad_affine)});
+    launch(ResidualBackwardParams<T, Y, Z>{shape, in<T>(grad), in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2),
+                                           in<T>(bias2), in<T>(weight3), in<T>(mean2), in<T>(rstd2), in<T>(mean3),
+                                           in<T>(rstd3), result<Z>(grad_sum), result<Z>(grad_z),
+                                           result<T>(grad_affine)});
   });
   return {grad_sum, grad_z, grad_affine};
 }

@@ -15,9 +15,10 @@ DEQFAST_INLINE void run_pieces(const NormActParams<T, Y>& p, int64_t begin, int6
   for (int64_t i = begin; i < end; ++i) {
     const Y* y = p.y + i * piece.size();
     Y* out = p.out + i * piece.size();
-    const T *weight = p.weight + i * piece.channels % p.shape.channels, *bias = p.bias + i * piece.channels % p.shape.channels;
+    const int64_t c0 = i * piece.channels % p.shape.channels, g0 = i * piece.groups;
+    const T *weight = p.weight + c0, *bias = p.bias + c0;
     const auto value = [&](int64_t d, int64_t, auto count) DEQFAST_INLINE_LAMBDA { return load<T>(y + d, count); };
-    statistics<T, kLast>(piece, p.eps, sums, mean_c, rstd_c, p.mean + i * piece.groups, p.rstd + i * piece.groups, value, value);
+    statistics<T, kLast>(piece, p.eps, sums, mean_c, rstd_c, p.mean + g0, p.rstd + g0, value, value);
     sweep<T, kLast, 0>(piece, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_INLINE_LAMBDA {
       const Vec<T> normal = (load<T>(y + d, count) - at<kLast>(mean_c, c, count)) * at<kLast>(rstd_c, c, count);
       store(out + d, relu<T>(normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count)), count);
@@ -34,15 +35,15 @@ DEQFAST_INLINE void run_pieces(const NormActBackwardParams<T, Y>& p, int64_t beg
   for (int64_t i = begin; i < end; ++i) {
     const Y *y = p.y + i * piece.size(), *grad = p.grad + i * piece.size();
     Y* grad_y = p.grad_y + i * piece.size();
-    const T *weight = p.weight + i * piece.channels % p.shape.channels, *bias = p.bias + i * piece.channels % p.shape.channels;
-    spread(piece, p.mean + i * piece.groups, mean_c);
-    spread(piece, p.rstd + i * piece.groups, rstd_c);
+    const int64_t c0 = i * piece.channels % p.shape.channels, g0 = i * piece.groups;
+    const T *weight = p.weight + c0, *bias = p.bias + c0;
+    spread(piece, p.mean + g0, mean_c);
+    spread(piece, p.rstd + g0, rstd_c);
     const auto normal_at = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
       return Vec<T>((load<T>(y + d, count) - at<kLast>(mean_c, c, count)) * at<kLast>(rstd_c, c, count));
     };
     const auto grad_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal) DEQFAST_INLINE_LAMBDA {
-      return masked<T>(load<T>(grad + d, count),
-                       normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count));
+      return masked<T>(load<T>(grad + d, count), normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count));
     };
     sweep<T, kLast, 2>(piece, sums,
                        [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {

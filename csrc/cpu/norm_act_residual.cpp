@@ -1,6 +1,6 @@
 // norm_act_residual on the CPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))), its norms, and its backward.
 // A piece's passes after the first read from the caches. The memory of results serves in between: f's holds y + x, then
-// relu(...); that of the gradients, where they are in the accumulation dtype, what the later passes would compute again.
+// relu(...); that of the gradients, if they are in the accumulation dtype, what later passes would compute again.
 #include <torch/csrc/stable/library.h>
 
 #include "norm.h"
@@ -158,7 +158,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(Ten
                                                                             Tensor weight2, Tensor bias2,
                                                                             Tensor weight3, Tensor bias3,
                                                                             int64_t groups, double eps) {
-  return norm_act_residual_with<BFloat16>(y, x, z, weight2, bias2, weight3, bias3, groups, eps, /*native=*/true, run_all);
+  return norm_act_residual_with<BFloat16>(y, x, z, weight2, bias2, weight3, bias3, groups, eps, /*native=*/true,
+                                          run_all);
 }
 
 std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward(Tensor grad, Tensor y, Tensor x, Tensor z,
