@@ -12,6 +12,7 @@ import torch
 from cases import METHODS, Case, check_run, check_step, clone, make_state, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from norm_cases import NORM_OPS
 
 import deqfast
 from deqfast import _extension
@@ -49,7 +50,7 @@ class TestRegistration:
 
     def test_every_op_is_checked_here(self):
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
-        assert registered == {f"deqfast::{op}{suffix}" for op in OPS for suffix in ("", "_triton")}
+        assert registered == {f"deqfast::{op}{suffix}" for op in (*OPS, *NORM_OPS) for suffix in ("", "_triton")}
 
     @pytest.mark.parametrize("op", OPS)
     @every_dtype
