@@ -11,6 +11,8 @@ z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T; the sc
 float32 or float64, H is T or bfloat16. Everything is computed in T. Windows are walked by age, newest pair first.
 """
 
+# The language of jit functions grows tuples in loops.
+# mypy: disable-error-code="assignment, var-annotated"
 import torch
 import triton
 import triton.language as tl
