@@ -1,0 +1,238 @@
+"""Sections of the GPU benchmark: the convolutional cell, training steps, neural-collapse metrics."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import NEVER, torchdeq_solve
+from gpu_measure import Bench, Skipped, compare, judge
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import deqfast
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "experiments"))
+from nc_study.config import settings_from  # noqa: E402
+from nc_study.models import build  # noqa: E402
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+CHECKED = 4  # samples computed in float64 on the CPU
+# Convolutions in tf32 or bf16 err by their own roundings of the operands; relative to the largest entry.
+CELL_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-1}
+NC_ERROR = 1e-6
+
+
+@contextmanager
+def precision(name: str, device: str) -> Iterator[None]:
+    """fp32 with or without tf32 products, or bfloat16 autocast."""
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+    try:
+        with torch.autocast(device, torch.bfloat16, enabled=name == "bf16"):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
+
+
+def kernels(bench: Bench) -> tuple[str, ...]:
+    return ("torch", *bench.plan.kernels)
+
+
+def conv_cell(bench: Bench) -> None:
+    """f of ResNet's last block, and a solve of it: the solver's share, and torchdeq's time for the same."""
+    device, shape = bench.plan.device, bench.plan.cell_shape
+    torch.manual_seed(0)
+    cell = deqfast.ResidualCell(shape[1]).to(device, memory_format=torch.channels_last).requires_grad_(False)
+    z, x = (torch.randn(shape, device=device).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    with torch.no_grad():
+        exact = exact_cell(cell, z, x)
+        for name in PRECISIONS:
+            for kernel in kernels(bench):
+                with bench.row("cell", f"f {shape} {name}", kernel) as row, precision(name, device):
+                    cell.kernel = kernel
+                    time_cell(bench, row, cell, z, x, exact, name)
+        for kernel in bench.plan.kernels:
+            cell.kernel = kernel
+            solve_cell(bench, cell, z, x, kernel)
+
+
+def exact_cell(cell: deqfast.ResidualCell, z: Tensor, x: Tensor) -> Tensor:
+    """f of the first samples, in float64."""
+    double = copy.deepcopy(cell).cpu().double()
+    double.kernel = "torch"
+    return double(z[:CHECKED].cpu().double(), x[:CHECKED].cpu().double())
+
+
+def time_cell(
+    bench: Bench, row: dict[str, Any], cell: deqfast.ResidualCell, z: Tensor, x: Tensor, exact: Tensor, name: str
+) -> None:
+    value = cell(z, x)[:CHECKED].cpu().double()
+    row["error"] = float((value - exact).abs().max() / exact.abs().max())
+    if not row["error"] <= CELL_ERROR[name]:
+        raise AssertionError(f"wrong: relative error {row['error']:.1e}, allowed {CELL_ERROR[name]:.0e}; not timed")
+    row["ms"] = bench.clock.device([lambda: cell(z, x)])
+    plain = bench.find("cell", row["case"], "torch")
+    if plain and row["provider"] != "torch":
+        row["note"] = f"{plain / row['ms']:.2f}x torch"
+
+
+def solve_cell(bench: Bench, cell: deqfast.ResidualCell, z: Tensor, x: Tensor, kernel: str) -> None:
+    """20 iterations in bf16: time in a CUDA graph beside that of f alone, and eagerly beside torchdeq."""
+    plan = bench.plan
+    history = torch.bfloat16
+    cases = {
+        "anderson m=6 bf16 history": (deqfast.Anderson(NEVER, plan.iterations, history_dtype=history), "anderson"),
+        "broyden": (deqfast.Broyden(NEVER, plan.iterations), "broyden"),
+    }
+    z0 = torch.zeros_like(z)
+    for name, (solver, peer) in cases.items():
+        case = f"solve bf16, {name}"
+        if bench.find("cell", case, "torchdeq") is None:
+            with bench.row("cell", case, "torchdeq") as row, precision("bf16", plan.device):
+                time_peer(bench, row, peer, cell, z0, x)
+        for graph in (False, True):
+            with bench.row("cell", case, f"{kernel} graph" if graph else kernel) as row:
+                if graph and not bench.clock.cuda:
+                    raise Skipped("CUDA graphs need a GPU")
+                with precision("bf16", plan.device):
+                    block = deqfast.DEQBlock(cell, solver, kernel=kernel, cuda_graph=graph)
+                    time_block(bench, row, block, z0, x)
+                    compare(row, bench.find("cell", case, "torchdeq"), 3)
+                    if graph:
+                        judge_share_of_f(bench, row, kernel)
+
+
+def time_peer(
+    bench: Bench, row: dict[str, Any], peer: str, cell: deqfast.ResidualCell, z0: Tensor, x: Tensor
+) -> None:
+    """torchdeq keeps its state in the dtype and layout that f returns."""
+    options = {"m": 6} if peer == "anderson" else {}
+    try:
+        run = torchdeq_solve(peer, bench.plan.iterations, options)
+    except ImportError as error:
+        raise Skipped(f"torchdeq cannot be imported: {error}") from None
+    calls = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cell(z.contiguous(memory_format=torch.channels_last), x).float()
+
+    value = run(f, z0)
+    row["evaluations"], row["residual"] = calls, residual_of(cell, value, x)
+    row["ms"] = bench.clock.wall(lambda: run(f, z0), bench.plan.rounds)
+
+
+def time_block(bench: Bench, row: dict[str, Any], block: deqfast.DEQBlock, z0: Tensor, x: Tensor) -> None:
+    value, solution = block(x, z0=z0, return_solution=True)
+    row["evaluations"], row["residual"] = solution.evaluations, residual_of(block.cell, value, x)
+    row["ms"] = bench.clock.wall(lambda: block(x, z0=z0), bench.plan.rounds)
+
+
+def residual_of(cell: Callable[..., Tensor], z: Tensor, x: Tensor) -> float:
+    """Largest relative residual, f computed as in the solve."""
+    f = cell(z.contiguous(memory_format=torch.channels_last), x).float().flatten(1)
+    return float(((f - z.float().flatten(1)).norm(dim=1) / f.norm(dim=1)).max())
+
+
+def judge_share_of_f(bench: Bench, row: dict[str, Any], kernel: str) -> None:
+    f_ms = bench.find("cell", f"f {bench.plan.cell_shape} bf16", kernel)
+    if f_ms:
+        row["solver_share_of_f"] = row["ms"] / (row["evaluations"] * f_ms) - 1
+        judge(row, "solver <=40% of f", row["solver_share_of_f"] <= 0.4)
+        row["note"] = f"solver {row['solver_share_of_f']:.0%} of f"
+
+
+def training(bench: Bench) -> None:
+    """A step of SGD of the explicit ResNet-18 and of the DEQ (JFB) on the same random images."""
+    for name in ("fp32", "bf16"):
+        case = f"ResNet-18 w={bench.plan.width} B={bench.plan.train_batch} {name}"
+        for model, kernel in (("explicit", "torch"), *(("deq", kernel) for kernel in kernels(bench))):
+            provider = model if model == "explicit" else f"deq {kernel}"
+            with bench.row("training", case, provider) as row, precision(name, bench.plan.device):
+                time_training(bench, row, model, kernel, name)
+                if model == "deq":
+                    judge_training(bench, row, case)
+
+
+def time_training(bench: Bench, row: dict[str, Any], model: str, kernel: str, name: str) -> None:
+    plan, clock = bench.plan, bench.clock
+    settings = settings_from(
+        "gpu", preset="quick", device=plan.device, dataset="shapes", width=plan.width, kernel=kernel, solver="broyden"
+    )
+    network = build(model, settings).train()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(plan.train_batch, 3, 32, 32, generator=generator).to(plan.device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(settings.classes, (plan.train_batch,), generator=generator).to(plan.device)
+    solution = None
+
+    def step() -> Tensor:
+        nonlocal solution
+        with torch.autocast(plan.device, torch.bfloat16, enabled=name == "bf16"):
+            logits, _, solution = network(images)
+        loss = F.cross_entropy(logits.float(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with FlopCounterMode(display=False) as counter:
+        loss = step()
+    if not loss.isfinite():
+        raise AssertionError(f"wrong: the loss is {loss.item()}; not timed")
+    row["ms"] = clock.wall(step, plan.rounds)
+    row["flop"] = counter.get_total_flops()
+    row["peak_bytes"] = clock.peak_bytes(step)
+    if solution is not None:
+        row["evaluations"], row["residual"] = solution.evaluations, float(solution.residual_rel.max())
+
+
+def judge_training(bench: Bench, row: dict[str, Any], case: str) -> None:
+    explicit, flop = (bench.find("training", case, "explicit", key) for key in ("ms", "flop"))
+    if explicit and flop:
+        row["times_explicit"], row["flop_ratio"] = row["ms"] / explicit, row["flop"] / flop
+        row["note"] = f"{row['times_explicit']:.2f}x explicit, FLOPs {row['flop_ratio']:.2f}x"
+        judge(row, "<=1.15x FLOP ratio", row["times_explicit"] <= 1.15 * row["flop_ratio"])
+
+
+def neural_collapse(bench: Bench) -> None:
+    """NC1-NC4, the error of NC1 against a pseudo-inverse through the singular vectors in float64."""
+    plan = bench.plan
+    for samples, dim, classes in plan.nc_shapes:
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.arange(samples) % classes
+        features = torch.randn(samples, dim, generator=generator)
+        features += 2 * torch.randn(classes, dim, generator=generator)[labels]
+        with bench.row("NC", f"N={samples} D={dim} K={classes} fp32", "deqfast") as row:
+            exact = torch.tensor(exact_nc1(features.double(), labels, classes), dtype=torch.float64)
+            on_device = features.to(plan.device), labels.to(plan.device)
+            value = torch.tensor(deqfast.neural_collapse(*on_device).nc1, dtype=torch.float64)
+            row["error"] = float(abs(value - exact) / exact)
+            if not row["error"] <= NC_ERROR:
+                raise AssertionError(f"wrong: relative error {row['error']:.1e}, allowed {NC_ERROR:.0e}; not timed")
+            row["ms"] = bench.clock.wall(lambda: deqfast.neural_collapse(*on_device), plan.rounds)
+            row["bytes"] = 2 * features.nbytes  # a pass for the means, one for the scatter
+            row["peak_bytes"] = bench.clock.peak_bytes(lambda: deqfast.neural_collapse(*on_device))
+            if (samples, dim, classes) == (50_000, 512, 10):
+                judge(row, "<=120 us", row["ms"] <= 0.12)
+
+
+def exact_nc1(features: Tensor, labels: Tensor, classes: int) -> float:
+    """tr(Sigma_W Sigma_B^+) / K: squared lengths of what is left of the samples, in the metric of Sigma_B^+."""
+    means = torch.zeros(classes, features.shape[1], dtype=features.dtype).index_add_(0, labels, features)
+    means /= torch.bincount(labels, minlength=classes)[:, None]
+    _, s, right = torch.linalg.svd((means - means.mean(0)) / classes**0.5, full_matrices=False)
+    kept = s > 1e-10 * s[0]
+    projected = (features - means[labels]) @ (right[kept] / s[kept, None]).T
+    return float((projected**2).sum() / len(features) / classes)
+
+

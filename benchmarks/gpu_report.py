@@ -1,0 +1,106 @@
+"""The table that a run of gpu.sh ends with, and the file of its results.
+
+    python benchmarks/gpu_report.py --stages FILE --measures FILE [--results FILE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gpu_measure import write_json
+
+COLUMNS = ("us", "floor", "x", "in place", "evals", "resid", "error", "MB", "x peer")
+
+
+def stages_of(path: Path) -> list[dict[str, Any]]:
+    """Tab-separated lines: name, outcome, seconds, note."""
+    stages = []
+    for line in path.read_text().splitlines():
+        name, outcome, seconds, note = line.split("\t")
+        stages.append({"stage": name, "outcome": outcome, "seconds": int(seconds), "note": note})
+    return stages
+
+
+def slug(gpu: str) -> str:
+    """The short name of a GPU: "NVIDIA H200" is h200, "NVIDIA A100-SXM4-80GB" a100."""
+    words = re.sub(r"^(nvidia|amd|tesla|geforce|quadro|rtx|\s)+", "", gpu.lower())
+    return re.split(r"[^a-z0-9]", words)[0] or re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def micro(ms: float | None) -> str:
+    """Microseconds of a time in milliseconds, in three digits or more."""
+    return "" if ms is None else f"{1e3 * ms:.{1 if ms < 0.1 else 0}f}"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    peak = row.get("peak_bytes")
+    return [
+        micro(row.get("ms")), micro(row.get("floor_ms")), number(row.get("ratio"), ".2f"), micro(row.get("in_place_ms")),
+        number(row.get("evaluations"), "d"), number(row.get("residual"), ".0e"), number(row.get("error"), ".0e"),
+        number(None if peak is None else peak / 1e6, ".1f"), number(row.get("gain"), ".1f"),
+    ]  # fmt: skip
+
+
+def remarks(row: dict[str, Any]) -> str:
+    marks = {True: "met", False: "MISSED", None: "not told"}
+    parts = [f"{t['target']}: {marks[t['met']]}" for t in row.get("targets", [])]
+    if "problem" in row:
+        parts.insert(0, f"PROBLEM {row['problem'][:200]}")
+    if "skipped" in row:
+        parts.insert(0, f"skipped: {row['skipped'][:120]}")
+    return "; ".join([*parts, row["note"]] if "note" in row else parts)
+
+
+def aligned(rows: list[list[str]], left: int) -> Iterable[str]:
+    """Columns as wide as needed; the first `left` and the last to the left, others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        parts = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
+        parts[-1] = row[-1]
+        yield " ".join(parts).rstrip()
+
+
+def table(stages: list[dict[str, Any]], data: dict[str, Any]) -> list[str]:
+    lines = [f"{name}: {value}" for name, value in data.get("machine", {}).items() if name != "kernels"]
+    lines += list(aligned([[s["stage"], s["outcome"], str(s["seconds"]) + " s", s["note"]] for s in stages], 2))
+    rows = data.get("rows", [])
+    for section in dict.fromkeys(row["section"] for row in rows):
+        here = [row for row in rows if row["section"] == section]
+        body = [[row["case"], row["provider"], *cells(row), remarks(row)] for row in here]
+        used = [i for i in range(len(body[0])) if any(line[i] for line in body)]
+        header = [section, "", *COLUMNS, "targets, notes"]
+        lines += ["", *aligned([[line[i] for i in used] for line in [header, *body]], 2)]
+    targets = [target["met"] for row in rows for target in row.get("targets", [])]
+    lines += ["", f"targets: {targets.count(True)} met, {targets.count(False)} missed, {targets.count(None)} not told; "
+              f"rows with a problem: {sum('problem' in row for row in rows)}"]  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=Path, required=True)
+    parser.add_argument("--measures", type=Path, required=True, help="what gpu.py wrote; it may be missing")
+    parser.add_argument("--results", type=Path, action="append", default=[], help="a folder: the GPU names the file")
+    given = parser.parse_args()
+    stages = stages_of(given.stages)
+    data = json.loads(given.measures.read_text()) if given.measures.is_file() else {}
+    data = {**data, "stages": stages}
+    for path in given.results:
+        gpu = data.get("machine", {}).get("gpu")
+        target = path / f"{slug(gpu or 'unknown gpu')}.json" if path.is_dir() else path
+        write_json(target, data)
+        print(f"results: {target}")
+    print("\n".join(table(stages, data)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Run every op of the C++ or CUDA extension at tiny shapes, for compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck python benchmarks/sanitize.py
+
+Results are not compared here; the tests do that. An op that is registered and not run here is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import deqfast
+from deqfast.ops import ACTIVATIONS
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "kernels"))
+from cases import METHODS, Case, start_state  # noqa: E402
+from norm_cases import NORM_DTYPES, NORM_OPS, NormCase  # noqa: E402
+
+# Odd, with vectors, with several blocks per sample (odd and with vectors).
+SIZES = (63, 256, 2 * 4096 + 1, 3 * 4096)
+DTYPES = ((torch.float32, None), (torch.float32, torch.bfloat16), (torch.float64, None))
+
+
+def picard(device: str) -> Iterator[str]:
+    for size, (dtype, _) in product(SIZES, DTYPES[::2]):
+        case = Case(size=size, dtype=dtype)
+        case.call(torch.ops.deqfast.picard_step, start_state(case, device))
+        yield f"picard_step {size} {dtype}"
+
+
+def multisecant(device: str) -> Iterator[str]:
+    """The steps from the first to one past a full window, for every kernel that the window's length selects."""
+    for method, size, (dtype, history_dtype) in product(METHODS, SIZES, DTYPES):
+        for history, ks in ((3, range(5)), (12, (12,)), (20, (20,))):
+            case = Case(method, size=size, dtype=dtype, history_dtype=history_dtype, history=history, wobble=0.5)
+            run_steps(case, ks, device)
+            yield f"multisecant_step {method} {size} {dtype} {history_dtype} {history}"
+
+
+def run_steps(case: Case, ks: Iterator[int] | range | tuple[int, ...], device: str) -> None:
+    state = start_state(case, device)
+    for name in ("f_prev", "left", "df", "gram"):  # a step in the midst of a solve reads what earlier ones wrote
+        state[name] = torch.rand(state[name].shape, device=device).to(state[name].dtype)
+    for k in ks:
+        Case(**{**vars(case), "k": k}).call(torch.ops.deqfast.multisecant_step, state)
+
+
+def norms(device: str) -> Iterator[str]:
+    # One group per program, vectors or not; and a group larger than what a block holds.
+    shapes = [((2, 32, 4, 4), 4), ((3, 6, 5, 3), 3), ((1, 64, 20, 12), 1)]
+    for op, dtypes, (shape, groups) in product(NORM_OPS, NORM_DTYPES, shapes):
+        case = NormCase(op, shape, groups, dtypes)
+        getattr(torch.ops.deqfast, op)(*case.arguments(device).values())
+        yield f"{op} {shape} {dtypes}"
+
+
+def fully_connected(device: str) -> Iterator[str]:
+    dtypes = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64))
+    for batch, features, (weight_dtype, dtype) in product((1, 9), (5, 64, 256), dtypes):
+        weight = (torch.randn(features, features) * 0.5 / features**0.5).to(device, weight_dtype)
+        c = torch.randn(batch, features).to(device, dtype)
+        for activation in range(len(ACTIVATIONS)):
+            torch.ops.deqfast.fc_fixed_point(weight, c, torch.zeros_like(c), activation, 1e-4, False, 8, 0.0)
+            torch.ops.deqfast.fc_vjp(c, c, activation)
+        yield f"fc_fixed_point, fc_vjp {batch} {features} {weight_dtype}"
+
+
+RUNS = {
+    picard: ("picard_step",),
+    multisecant: ("multisecant_step",),
+    norms: NORM_OPS,
+    fully_connected: ("fc_fixed_point", "fc_vjp"),
+}
+
+
+def registered_ops() -> set[str]:
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    ours = {name.removeprefix("deqfast::") for name in names if name.startswith("deqfast::")}
+    return {name for name in ours if not name.endswith("_triton")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    device = parser.parse_args().device
+    kernel = deqfast.backends()["cuda" if device == "cuda" else "cpp"]
+    if not kernel:
+        sys.exit(f"the ops do not run on {device}: {kernel.reason}")
+    forgotten = registered_ops() - {op for ops in RUNS.values() for op in ops}
+    if forgotten:
+        sys.exit(f"not run here: {', '.join(sorted(forgotten))}")
+    done = 0
+    for run in RUNS:
+        for title in run(device):
+            if device == "cuda":
+                torch.cuda.synchronize()  # so that an error names its op
+            done += 1
+        print(f"{title.split()[0]}: {done} runs so far", flush=True)
+
+
+if __name__ == "__main__":
+    main()
