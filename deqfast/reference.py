@@ -130,6 +130,35 @@ def multisecant_step(
         z.copy_(torch.where(advance[:, None], z_next, z))
 
 
+def multisecant_transposed(
+    v: Tensor,
+    left: Tensor,
+    df: Tensor,
+    gram: Tensor,
+    newest: Tensor,
+    count: Tensor,
+    method: int,
+    alpha: float,
+    beta: float,
+    ridge: float,
+) -> Tensor:
+    """alpha (beta v - L gamma) with N^T gamma = DF^T v. See ``deqfast.ops.steps`` for the arguments."""
+    history = left.shape[1]
+    ages = torch.arange(history - 1, -1, -1, device=v.device)
+    slots = (newest[:, None].long() - ages) % history  # (B, M), oldest first
+    inside = ages < count[:, None]
+
+    def in_order(pairs: Tensor) -> Tensor:
+        rows = pairs.gather(1, slots[:, :, None].expand(-1, -1, pairs.shape[2])).to(v.dtype)
+        return torch.where(inside[:, :, None], rows, 0)
+
+    squares = in_order(gram[:, history:].mT).mT.flip(1)
+    matrix = in_order(in_order(gram[:, :history]).mT)
+    t = torch.einsum("bmd,bd->bm", in_order(df), v)
+    gamma = solve_window(torch.cat([matrix, squares], dim=1), t, history, method, ridge, transposed=True)
+    return alpha * (beta * v - torch.einsum("bmd,bm->bd", in_order(left), gamma))
+
+
 def _append_pair(
     z: Tensor, fz: Tensor, f_prev: Tensor, left: Tensor, df: Tensor, gram: Tensor, k: int, method: int, beta: float
 ) -> None:
@@ -155,12 +184,13 @@ def _append_pair(
     gram[:, :n, newest] = column
 
 
-def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> Tensor:
+def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, transposed: bool = False) -> Tensor:
     """Solve N gamma = t in the window of iteration k; t and gamma (B, n) are in the order of the slots.
 
     N is equilibrated by the lengths of its pairs and eliminated without pivoting from the newest pair to the oldest:
     the first pivot under ``PIVOT_FLOOR`` drops its pair and all older ones, which is dropping the oldest pair until
-    the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows.
+    the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows. `transposed`:
+    `gram` holds N^T and its lengths are swapped.
     """
     history, n = gram.shape[2], min(k, gram.shape[2])
     order = [(k - 1 - age) % history for age in range(n)]  # newest first
@@ -168,7 +198,7 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> 
     scale = torch.where(torch.isfinite(scale), scale, 0)[:, :, order]
     a = gram[:, order][:, :, order] * scale[:, 0, :, None] * scale[:, 1, None, :]
     if method == BROYDEN_BAD:
-        a = a.tril()
+        a = a.triu() if transposed else a.tril()
     elif method in (ANDERSON_I, ANDERSON_II):
         diagonal = a.diagonal(dim1=1, dim2=2)
         shift = torch.full_like(diagonal, ridge)

@@ -30,7 +30,7 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 METHODS = {"good": 0, "bad": 1, "and1": 2, "and2": 3}
-INT8, INT32 = {"p_status"}, {"p_iterations", "p_active"}
+INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 NORM_KERNELS = {
     "act": norm_act._norm_act_kernel,
     "act'": norm_act._norm_act_backward_kernel,
@@ -97,6 +97,9 @@ def table() -> list[Case]:
     cases += [
         Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
     ]
+    cases += [Case("transp", "fp32", history, window, "and1")
+              for window, history in ((6, "bf16"), (8, "fp32"), (20, "fp32"), (32, "bf16"))]  # fmt: skip
+    cases += [Case("transp", "fp64", "fp64", 32, "good"), Case("transp", "fp32", "fp32", 6, "bad", 777)]
     for channels, pixels in ((512, 16), (256, 64), (64, 1024)):
         cases += [Case(kernel, "fp32", dtype, channels, dtype, pixels) for dtype in ("fp32", "bf16")
                   for kernel in NORM_KERNELS]  # fmt: skip
@@ -122,6 +125,9 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
     if case.kernel == "solve":
         return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
+    if case.kernel == "transp":
+        launch = config.tile_config(case.size, padded, dtype)
+        return multisecant_step._multisecant_transposed_kernel, {**constants, **one, "BLK": launch.block}, launch
     tile = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
     if tile:
         launch = config.tile_config(case.size, padded, dtype)
@@ -165,7 +171,7 @@ def compile_case(case: Case, arch: int) -> Row:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
                        attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    if case.kernel in ("left", "right"):
+    if case.kernel in ("left", "right", "transp"):
         options["maxnreg"] = config.MAX_REGISTERS
     elif case.kernel in NORM_KERNELS:
         options["maxnreg"] = launch.max_registers
