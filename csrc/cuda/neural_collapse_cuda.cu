@@ -276,8 +276,8 @@ std::tuple<Tensor, Tensor> class_means(Tensor features, Tensor rows, Tensor offs
       class_sums_kernel<H, N><<<grid, kThreads, 0, stream>>>(g, partials);
     });
     const dim3 grid(static_cast<unsigned>(classes), blocks_for(dim, kThreads));
-    class_means_kernel<H>
-        <<<grid, kThreads, 0, stream>>>(g, partials, local.mutable_data_ptr<double>(), shift.mutable_data_ptr<double>());
+    double *local_data = data_of<double>(local), *shift_data = data_of<double>(shift);
+    class_means_kernel<H><<<grid, kThreads, 0, stream>>>(g, partials, local_data, shift_data);
     check_launch("class_means");
   });
   return {local, shift};
@@ -291,10 +291,12 @@ void launch_scatter(ScatterParams<H> p, const Tensor& like, const double* direct
   const cudaStream_t stream = current_stream(like);
   p.padded = static_cast<int64_t>(panels) * Tile::columns;
   const Tensor padded = workspace_of<T>(like, dim * p.padded), partials = workspace_of<T>(like, blocks * p.padded);
-  p.directions = data_of<T>(padded);
   p.partials = data_of<T>(partials);
-  const unsigned pad_blocks = blocks_for(dim * p.padded, kThreads);
-  pad_kernel<T><<<pad_blocks, kThreads, 0, stream>>>(directions, count, p.padded, dim * p.padded, data_of<T>(padded));
+  const int64_t padded_size = dim * p.padded;
+  const unsigned pad_blocks = blocks_for(padded_size, kThreads);
+  T* padded_data = data_of<T>(padded);
+  pad_kernel<T><<<pad_blocks, kThreads, 0, stream>>>(directions, count, p.padded, padded_size, padded_data);
+  p.directions = padded_data;
   dispatch_pack(p.grouped, [&](auto n) {
     constexpr int N = decltype(n)::value;
     const dim3 grid(blocks, panels);
@@ -321,15 +323,17 @@ Tensor within_class_scatter(Tensor features, Tensor rows, Tensor offsets, Tensor
     const Tensor low = workspace_of<float>(features, split ? mean_size : 0);
     if constexpr (split) {
       const unsigned blocks = blocks_for(mean_size, kThreads);
-      split_kernel<<<blocks, kThreads, 0, current_stream(features)>>>(means.const_data_ptr<double>(), mean_size,
-                                                                      data_of<float>(high), data_of<float>(low));
-      p.high = data_of<float>(high);
-      p.low = data_of<float>(low);
+      const cudaStream_t stream = current_stream(features);
+      float *high_data = data_of<float>(high), *low_data = data_of<float>(low);
+      const double* mean_data = data_of<double>(means);
+      split_kernel<<<blocks, kThreads, 0, stream>>>(mean_data, mean_size, high_data, low_data);
+      p.high = high_data;
+      p.low = low_data;
     } else {
-      p.high = means.const_data_ptr<double>();
+      p.high = data_of<double>(means);
     }
-    const double* from = directions.const_data_ptr<double>();
-    double* to = within.mutable_data_ptr<double>();
+    const double* from = data_of<double>(directions);
+    double* to = data_of<double>(within);
     if (count <= 16) {
       launch_scatter<Tile<T, 128, 16, 4, 2>>(p, features, from, count, to);
     } else if (count <= 64) {
