@@ -75,12 +75,15 @@ def class_sums_config(dim: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(32, columns, 0, max(1, columns * 32 * dtype.itemsize // 4096))
 
 
-def scatter_config(directions: int, dtype: torch.dtype) -> TileConfig:
-    """At most 64 x 128 projections per program, which stay in registers; a product takes at least 16 of everything."""
+def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
+    """At most 64 x 128 projections per program, which stay in registers; a product takes at least 16 of everything.
+
+    64 x 64 where rows do not all start on 16 bytes: the addresses of single elements need registers too.
+    """
     width = max(16, next_power_of_2(directions))
     if dtype == torch.float64:
         return TileConfig(32, 16, min(64, width), 4)
-    return TileConfig(64, 32, min(128, width), 8 if width > 32 else 4)
+    return TileConfig(64, 32, min(128 if aligned else 64, width), 8 if width > 32 else 4)
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .config import CHUNK_ROWS, class_sums_config, device_guard, scatter_config
 
+SCATTER_STAGES = 2  # tiles in shared memory; with a third fewer programs fit a multiprocessor
+
 
 @triton.jit(do_not_specialize=["count"])
 def _class_sums_kernel(
@@ -158,7 +160,7 @@ def within_class_scatter(
     if count == 0 or size == 0:
         return torch.zeros(size, dtype=torch.float64, device=features.device)
     dtype = _accumulation(features)
-    config = scatter_config(size, features.dtype)
+    config = scatter_config(size, features.dtype, aligned=(dim | features.stride(0)) % 16 == 0)
     panels = triton.cdiv(size, config.directions)
     padded = torch.nn.functional.pad(directions.to(dtype), (0, panels * config.directions - size))
     high = means.to(dtype)
@@ -169,7 +171,7 @@ def within_class_scatter(
     with device_guard(features):
         _scatter_kernel[(blocks, panels)](
             features, rows, labels, high, low, padded, partials, count, features.stride(0), dim, padded.shape[1],
-            BM=config.rows, BK=config.columns, BR=config.directions, num_warps=config.num_warps, num_stages=2,
+            BM=config.rows, BK=config.columns, BR=config.directions, num_warps=config.num_warps, num_stages=SCATTER_STAGES,
             enable_fp_fusion=False,
         )  # fmt: skip
     return partials.sum(0, dtype=torch.float64)[:size]
