@@ -27,6 +27,16 @@ void check_rows(const char* op, const Tensor& features, const Tensor& rows, cons
   STD_TORCH_CHECK(grouped, op, ": `offsets` must grow from 0 to ", count, ", the number of `rows`");
 }
 
+#define DEQFAST_LAMBDA __attribute__((always_inline))
+
+// body(d, left) for every eighth d of [begin, end). In whole vectors `left` is a constant, and no load is a choice.
+template <class F>
+DEQFAST_INLINE void each_vector(int64_t begin, int64_t end, const F& body) {
+  int64_t d = begin;
+  for (; d + kLanes <= end; d += kLanes) body(d, kLanes);
+  if (d < end) body(d, end - d);
+}
+
 // --- class means
 
 template <class H>
@@ -40,12 +50,12 @@ template <int R, class H>
 DEQFAST_INLINE void add_rows(const Grouped<H>& g, int64_t i, const H* first, double* sums, int64_t begin, int64_t end) {
   const H* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = g.row(i + r);
-  for (int64_t d = begin; d < end; d += kLanes) {
-    const Vec<double> shift = load_double(first + d, end - d);
-    Vec<double> total = load(sums + d, end - d);
-    for (int r = 0; r < R; ++r) total += load_double(rows[r] + d, end - d) - shift;
-    store(sums + d, total, end - d);
-  }
+  each_vector(begin, end, [&](int64_t d, int64_t left) DEQFAST_LAMBDA {
+    const Vec<double> shift = load_double(first + d, left);
+    Vec<double> total = load(sums + d, left);
+    for (int r = 0; r < R; ++r) total += load_double(rows[r] + d, left) - shift;
+    store(sums + d, total, left);
+  });
 }
 
 template <class H>
@@ -124,9 +134,9 @@ DEQFAST_INLINE void centre(const ScatterParams<H>& p, int64_t begin, int64_t end
     while (g.offsets[k + 1] <= i) ++k;
     const H* row = g.row(i) + column;
     const double* mean = p.means + k * g.dim + column;
-    for (int64_t d = 0; d < depth; d += kLanes) {
-      store(deviations + d, load_double(row + d, depth - d) - load(mean + d, depth - d), depth - d);
-    }
+    each_vector(0, depth, [&](int64_t d, int64_t left) DEQFAST_LAMBDA {
+      store(deviations + d, load_double(row + d, left) - load(mean + d, left), left);
+    });
   }
   std::fill(deviations, deviations + (padded - (end - begin)) * kBlockDepth, 0.0);
 }
