@@ -491,7 +491,7 @@ def _agreement(samples: _Samples, means: Tensor, weight: Tensor) -> Tensor:
     gaps = _squared_distances(means)
     for features, labels in samples.blocks():
         chosen = (features @ weight.T).argmax(1)
-        nearest = gaps[labels].addmm_(features.sub_(means[labels]), means.T, alpha=-2).argmin(1)
+        nearest = gaps.index_select(0, labels).addmm_(features.sub_(means.index_select(0, labels)), means.T, alpha=-2).argmin(1)
         agreed += (nearest == chosen).sum()
     return torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
 
@@ -594,7 +594,7 @@ def _batch_moments(samples: _Samples, stats: _ClassMeans) -> Tensor:
     means = stats.means
     scatter = means.new_zeros(means.shape[1], means.shape[1])
     for features, labels in samples.blocks():
-        deviations = features.sub_(means[labels])
+        deviations = features.sub_(means.index_select(0, labels))
         scatter.addmm_(deviations.T, deviations)
     return _pack(stats.counts, means, scatter)
 

@@ -207,7 +207,7 @@ def row_blocks(features: Tensor, rows: Tensor, labels: Tensor, width: int = 0) -
     budget = _BLOCK_ELEMENTS.get(features.device.type, _BLOCK_ELEMENTS["cpu"])
     step = max(_MIN_BLOCK_ROWS, budget // max(features.shape[1], width))
     for chosen, chosen_labels in zip(rows.split(step), labels.split(step), strict=True):
-        yield features[chosen].to(torch.float64), chosen_labels
+        yield features.index_select(0, chosen).to(torch.float64), chosen_labels  # several times faster than [chosen]
 
 
 def labels_of(offsets: Tensor, count: int) -> Tensor:
@@ -228,7 +228,7 @@ def class_means(features: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor
     first = features[rows[offsets[:-1].clamp_max(len(rows) - 1)]].to(torch.float64)
     classes = torch.arange(num_classes, device=features.device)[:, None]
     for block, labels in row_blocks(features, rows, labels_of(offsets, len(rows)), num_classes):
-        sums.addmm_((labels == classes).to(torch.float64), block.sub_(first[labels]))
+        sums.addmm_((labels == classes).to(torch.float64), block.sub_(first.index_select(0, labels)))
     counts = offsets.diff()[:, None]
     shift = features[rows[0]].to(torch.float64)
     return torch.where(counts > 0, sums / counts.clamp_min(1) + (first - shift), -shift), shift
@@ -240,5 +240,5 @@ def within_class_scatter(
     """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j, float64. See ``deqfast.ops.neural_collapse``."""
     within = means.new_zeros(directions.shape[1])
     for block, labels in row_blocks(features, rows, labels_of(offsets, len(rows)), directions.shape[1]):
-        within += (block.sub_(means[labels]) @ directions).square_().sum(0)
+        within += (block.sub_(means.index_select(0, labels)) @ directions).square_().sum(0)
     return within
