@@ -442,7 +442,7 @@ class _Between(NamedTuple):
 def _class_means(samples: _Samples, kernel: Kernel) -> tuple[_Samples, _ClassMeans]:
     """Means of all classes (those of empty classes are zero) and the samples without non-finite rows."""
     local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
-    # A non-finite feature makes the mean of its class non-finite: only then is there a search for the rows to leave out.
+    # A non-finite feature makes the mean of its class non-finite: only then are the rows to leave out searched for.
     if not bool(local.isfinite().all()):
         samples = samples.finite()
         local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
@@ -491,7 +491,8 @@ def _agreement(samples: _Samples, means: Tensor, weight: Tensor) -> Tensor:
     gaps = _squared_distances(means)
     for features, labels in samples.blocks():
         chosen = (features @ weight.T).argmax(1)
-        nearest = gaps.index_select(0, labels).addmm_(features.sub_(means.index_select(0, labels)), means.T, alpha=-2).argmin(1)
+        deviations = features.sub_(means.index_select(0, labels))
+        nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
         agreed += (nearest == chosen).sum()
     return torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
 

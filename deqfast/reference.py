@@ -234,9 +234,7 @@ def class_means(features: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor
     return torch.where(counts > 0, sums / counts.clamp_min(1) + (first - shift), -shift), shift
 
 
-def within_class_scatter(
-    features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor
-) -> Tensor:
+def within_class_scatter(features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor) -> Tensor:
     """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j, float64. See ``deqfast.ops.neural_collapse``."""
     within = means.new_zeros(directions.shape[1])
     for block, labels in row_blocks(features, rows, labels_of(offsets, len(rows)), directions.shape[1]):

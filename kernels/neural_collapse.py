@@ -152,9 +152,7 @@ def class_means(features: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor
     return local, shift
 
 
-def within_class_scatter(
-    features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor
-) -> Tensor:
+def within_class_scatter(features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor) -> Tensor:
     """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j, (R,) float64."""
     count, (dim, size) = len(rows), directions.shape
     if count == 0 or size == 0:
@@ -171,7 +169,7 @@ def within_class_scatter(
     with device_guard(features):
         _scatter_kernel[(blocks, panels)](
             features, rows, labels, high, low, padded, partials, count, features.stride(0), dim, padded.shape[1],
-            BM=config.rows, BK=config.columns, BR=config.directions, num_warps=config.num_warps, num_stages=SCATTER_STAGES,
-            enable_fp_fusion=False,
+            BM=config.rows, BK=config.columns, BR=config.directions, num_warps=config.num_warps,
+            num_stages=SCATTER_STAGES, enable_fp_fusion=False,
         )  # fmt: skip
     return partials.sum(0, dtype=torch.float64)[:size]

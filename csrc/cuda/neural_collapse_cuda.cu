@@ -334,12 +334,14 @@ Tensor within_class_scatter(Tensor features, Tensor rows, Tensor offsets, Tensor
     }
     const double* from = data_of<double>(directions);
     double* to = data_of<double>(within);
+    // Twice as many doubles would not stay in registers.
+    using Widest = Tile<T, 64, std::is_same_v<T, double> ? 64 : 128, 4, std::is_same_v<T, double> ? 4 : 8>;
     if (count <= 16) {
       launch_scatter<Tile<T, 128, 16, 4, 2>>(p, features, from, count, to);
     } else if (count <= 64) {
       launch_scatter<Tile<T, 64, 64, 4, 4>>(p, features, from, count, to);
     } else {
-      launch_scatter<Tile<T, 64, 128, 4, 8>>(p, features, from, count, to);
+      launch_scatter<Widest>(p, features, from, count, to);
     }
   });
   return within;

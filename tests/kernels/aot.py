@@ -96,7 +96,10 @@ def table() -> list[Case]:
         cases += [Case("sums", state), Case("means", state), Case("scatter", state, window=9, size=512)]
         cases += [Case("scatter", state, window=99)]
     cases += [Case("scatter", "fp32", window=window) for window in (20, 40)]
-    cases += [Case("sums", "fp32", size=777), *(Case("scatter", state, window=99, size=777) for state in ("fp32", "bf16"))]
+    cases += [
+        Case("sums", "fp32", size=777),
+        *(Case("scatter", state, window=99, size=777) for state in ("fp32", "bf16")),
+    ]
     return cases
 
 
@@ -157,8 +160,8 @@ def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> 
 def compile_case(case: Case, arch: int) -> Row:
     kernel, constants, launch = specialise(case)
     signature = signature_of(case, kernel.arg_names, constants)
-    divisible = [i for i, (name, kind) in enumerate(signature.items())
-                 if kind.startswith("*") or (name in ("D", "stride") and case.size % 16 == 0) or name == "R"]  # fmt: skip
+    multiples = {"R", "D", "stride"} if case.size % 16 == 0 else {"R"}
+    divisible = [i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name in multiples]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
                        attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
