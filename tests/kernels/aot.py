@@ -21,19 +21,32 @@ from pathlib import Path
 
 import torch
 import triton
-from deqfast.kernels import config, multisecant_step, neural_collapse, picard_step
+from deqfast.kernels import (
+    config,
+    multisecant_step,
+    neural_collapse,
+    norm_act,
+    norm_act_residual,
+    picard_step,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-MAX_BARRIERS = 48  # in the code, not as executed
+MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 METHODS = {"good": 0, "bad": 1, "and1": 2, "and2": 3}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
-INTEGERS = {"B", "D", "M", "R", "k", "n", "newest", "new", "last", "absolute", "count", "stride"}
 SCALAR_LOADS = ("solve", "means")  # kernels whose loads need not be wide
+NORM_KERNELS = {
+    "act": norm_act._norm_act_kernel,
+    "act'": norm_act._norm_act_backward_kernel,
+    "resid": norm_act_residual._norm_act_residual_kernel,
+    "resid'": norm_act_residual._norm_act_residual_backward_kernel,
+}
+INTEGERS = {"plane", "pixels", "B", "D", "M", "R", "k", "n", "newest", "new", "last", "absolute", "count", "stride"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,8 @@ class Case:
     """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`.
 
     The kernels of neural collapse: `size` columns of features of dtype `state`, `window` directions.
+    The norm kernels: `size` pixels of `window` channels in 8 groups, accumulated in `state`; y has the dtype
+    `history`, x and z that named by `method`.
     """
 
     kernel: str
@@ -92,6 +107,13 @@ def table() -> list[Case]:
     cases += [
         Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
     ]
+    for channels, pixels in ((512, 16), (256, 64), (64, 1024)):
+        cases += [Case(kernel, "fp32", dtype, channels, dtype, pixels) for dtype in ("fp32", "bf16")
+                  for kernel in NORM_KERNELS]  # fmt: skip
+    for kernel in NORM_KERNELS:  # more than fits on chip
+        cases += [Case(kernel, dtype, dtype, 64, dtype, 4096) for dtype in ("fp32", "fp64")]
+    for kernel in ("resid", "resid'"):  # the dtypes of autocast; rows that are not aligned
+        cases += [Case(kernel, "fp32", "bf16", 64, "fp32", 1024), Case(kernel, "fp32", "fp32", 24, "fp32", 49)]
     for state in DTYPES:
         cases += [Case("sums", state), Case("means", state), Case("scatter", state, window=9, size=512)]
         cases += [Case("scatter", state, window=99)]
@@ -119,7 +141,7 @@ def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, objec
     return neural_collapse._class_sums_kernel, {**chunk, "BR": tile.rows}, launch
 
 
-def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
+def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig | config.NormConfig]:
     """The jit function of a case, the values of its constexpr arguments, and its launch configuration."""
     dtype = DTYPES[case.state]
     if case.kernel in ("sums", "means", "scatter"):
@@ -128,15 +150,24 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     if case.kernel == "picard":
         launch = config.picard_config(case.size, dtype)
         return picard_step._picard_step_kernel, {"BLK": launch.block, **one}, launch
+    if case.kernel in NORM_KERNELS:
+        launch = config.norm_config(case.size, case.window // 8, dtype)
+        constants = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.cols}
+        return NORM_KERNELS[case.kernel], constants, launch
     padded = config.padded_window(case.window)
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
     if case.kernel == "solve":
         return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
-    launch = config.sweep_config(case.size, padded, dtype)
-    constants.update(one, BLK=launch.block)
+    tile = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
+    if tile:
+        launch = config.tile_config(case.size, padded, dtype)
+    else:
+        launch = config.sweep_config(case.size, padded, dtype, DTYPES[case.history])
+    rows = config.rows_at_once(padded, METHODS[case.method], dtype, DTYPES[case.history])
+    constants.update(one, BLK=launch.block, ROWS=rows)
     if case.kernel == "left":
         return multisecant_step._multisecant_left_kernel, constants, launch
-    constants["SOLVE"] = padded <= config.MAX_INLINE_WINDOW
+    constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tile)
     return multisecant_step._multisecant_right_kernel, constants, launch
 
 
@@ -148,6 +179,8 @@ def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> 
             return "i32" if name in INTEGERS else "fp64"
         if name in INT8 | INT32:
             return "*i8" if name in INT8 else "*i32"
+        if case.kernel in NORM_KERNELS:
+            return "*" + norm_dtype(case, name)
         if name in INT64 or name in ("p_local", "p_shift"):
             return "*i64" if name in INT64 else "*fp64"
         if case.kernel in ("sums", "means", "scatter") and name != "p_features":
@@ -155,6 +188,13 @@ def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> 
         return "*" + (case.history if name in ("p_left", "p_df") else case.state)
 
     return {name: type_of(name) for name in names}
+
+
+def norm_dtype(case: Case, name: str) -> str:
+    if name in ("p_x", "p_z", "p_grad_sum", "p_grad_z"):
+        return case.method
+    in_y = name in ("p_y", "p_out", "p_grad_y") or (name == "p_grad" and case.kernel == "act'")
+    return case.history if in_y else case.state
 
 
 def compile_case(case: Case, arch: int) -> Row:
@@ -165,7 +205,9 @@ def compile_case(case: Case, arch: int) -> Row:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
                        attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    if case.kernel == "left":
+    if case.kernel in ("left", "right"):
+        options["maxnreg"] = config.MAX_REGISTERS
+    elif case.kernel in NORM_KERNELS:
         options["maxnreg"] = launch.max_registers
     if case.kernel == "scatter":
         options["num_stages"] = neural_collapse.SCATTER_STAGES
@@ -176,7 +218,7 @@ def compile_case(case: Case, arch: int) -> Row:
         usage = run_tool("cuobjdump", "--dump-resource-usage", cubin)
         sass = run_tool("nvdisasm", "-c", cubin)
     return Row(
-        case, arch, launch.block, launch.num_warps,
+        case, arch, launch.block if isinstance(launch, config.LaunchConfig) else launch.rows, launch.num_warps,
         registers=int(re.findall(r"REG:(\d+)", usage)[-1]), stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),
         shared=compiled.metadata.shared, barriers=sass.count("BAR.SYNC"),
         wide_loads=len(re.findall(r"LDG(?:STS)?\.E[.\w]*\.128", sass)),
