@@ -6,6 +6,8 @@ the dtype of the state (float32 or float64). They hold no host synchronisation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -329,3 +331,52 @@ def norm_act_residual_backward(
     g2 = _masked(_norm_backward(g3, normal3, weight3, rstd3), before_relu)
     grad_sum = _norm_backward(g2, normal2, weight2, rstd2)
     return grad_sum.to(z.dtype), g2.to(z.dtype), _affine_grads((g2, normal2), (g3, normal3))
+
+
+# Elements of a block of rows: what stays in the cache of a CPU, enough work per launch on a GPU.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+_MIN_BLOCK_ROWS = 64  # matrix products of fewer rows are slow
+
+
+def row_blocks(features: Tensor, rows: Tensor, labels: Tensor, width: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (features, labels) of a few of `rows` at a time, split by the shapes and the kind of device alone.
+
+    labels are those of `rows`; `width` is that of the widest other thing computed per row. The features are a float64
+    copy, free to be overwritten.
+    """
+    budget = _BLOCK_ELEMENTS.get(features.device.type, _BLOCK_ELEMENTS["cpu"])
+    step = max(_MIN_BLOCK_ROWS, budget // max(features.shape[1], width))
+    for chosen, chosen_labels in zip(rows.split(step), labels.split(step), strict=True):
+        yield features.index_select(0, chosen).to(torch.float64), chosen_labels  # several times faster than [chosen]
+
+
+def labels_of(offsets: Tensor, count: int) -> Tensor:
+    """The class of each of `count` grouped rows."""
+    return torch.searchsorted(offsets, torch.arange(count, device=offsets.device), right=True) - 1
+
+
+def class_means(features: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Class means as local (K, D) + shift (D,), float64. See ``deqfast.ops.neural_collapse`` for the arguments.
+
+    Class sums are one-hot matrix products, not scattered additions: the same inputs give the same bits. Blocks are
+    widened to float64: it costs little, and autocast and the float32 matmul settings have no say.
+    """
+    num_classes, dim = len(offsets) - 1, features.shape[1]
+    sums = torch.zeros((num_classes, dim), dtype=torch.float64, device=features.device)
+    if len(rows) == 0:
+        return sums, sums.new_zeros(dim)
+    first = features[rows[offsets[:-1].clamp_max(len(rows) - 1)]].to(torch.float64)
+    classes = torch.arange(num_classes, device=features.device)[:, None]
+    for block, labels in row_blocks(features, rows, labels_of(offsets, len(rows)), num_classes):
+        sums.addmm_((labels == classes).to(torch.float64), block.sub_(first.index_select(0, labels)))
+    counts = offsets.diff()[:, None]
+    shift = features[rows[0]].to(torch.float64)
+    return torch.where(counts > 0, sums / counts.clamp_min(1) + (first - shift), -shift), shift
+
+
+def within_class_scatter(features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor) -> Tensor:
+    """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j, float64. See ``deqfast.ops.neural_collapse``."""
+    within = means.new_zeros(directions.shape[1])
+    for block, labels in row_blocks(features, rows, labels_of(offsets, len(rows)), directions.shape[1]):
+        within += (block.sub_(means.index_select(0, labels)) @ directions).square_().sum(0)
+    return within
