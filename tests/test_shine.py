@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import emulate
 import pytest
 import torch
 from cases import METHODS, Case, make_state
@@ -51,18 +50,9 @@ def as_exact(args):
     return [a.double() if a.is_floating_point() else a for a in args]
 
 
-@pytest.fixture(params=["cpp", "triton", "cuda", "emulated"])
-def op(request):
-    if request.param == "emulated":
-        if emulate.COMPILER is None:
-            pytest.skip("no g++ was found")
-        emulate.load("multisecant_step")
-        return torch.ops.deqfast_emulated.multisecant_transposed, "cpu"
-    if not deqfast.backends()[request.param]:
-        pytest.skip(f"kernel {request.param}: {deqfast.backends()[request.param].reason}")
-    name = "multisecant_transposed" + ("_triton" if request.param == "triton" else "")
-    device = "cuda" if torch.cuda.is_available() and request.param != "cpp" else "cpu"
-    return getattr(torch.ops.deqfast, name), device
+@pytest.fixture
+def op(implementation):
+    return implementation.op("multisecant_transposed", "multisecant_step"), implementation.device
 
 
 @every_method
