@@ -26,6 +26,7 @@ std::string shape_text(const Sizes& sizes) {
 struct Checker {
   const char* op;
   const Tensor& like;
+  const char* like_name = "z";
 
   void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType dtype) const {
     bool same = tensor.dim() == static_cast<int64_t>(shape.size());
@@ -37,7 +38,7 @@ struct Checker {
                     torch::headeronly::toString(dtype), ", got ", torch::headeronly::toString(tensor.scalar_type()));
     STD_TORCH_CHECK(tensor.is_contiguous(), op, ": `", name, "` must be contiguous");
     STD_TORCH_CHECK(tensor.is_cuda() == like.is_cuda() && tensor.get_device_index() == like.get_device_index(), op,
-                    ": `", name, "` must be on the device of `z`");
+                    ": `", name, "` must be on the device of `", like_name, "`");
   }
 
   // The tensors every solver step takes: the state, f's value and the monitor.
