@@ -36,6 +36,11 @@ class Problem:
     on_backward: Callable[[Solution], None]  # receives the Solution of a backward solve
 
     def solve(self) -> Solution:
+        if hasattr(self.cell, "fixed_point"):
+            with torch.no_grad():
+                solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])
+            if solution is not None:
+                return solution
         return solve(lambda z: self.cell(z, self.x), self.z0, self.solver, **self.options)
 
 

@@ -5,13 +5,16 @@ from . import fc, steps  # noqa: F401  (schemas come before the kernels that `_e
 # isort: split
 from .._extension import Availability
 from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel, empty_history
+from .fc import ACTIVATIONS, MAX_TRITON_FEATURES
 from .steps import MAX_GPU_HISTORY
 
 __all__ = [
+    "ACTIVATIONS",
     "Availability",
     "KERNELS",
     "Kernel",
     "MAX_GPU_HISTORY",
+    "MAX_TRITON_FEATURES",
     "backends",
     "check_kernel_name",
     "choose_kernel",
