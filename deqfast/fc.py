@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _extension, reference
 from .adjoint import _NoDoubleBackward
-from .ops import ACTIVATIONS, MAX_TRITON_FEATURES, Kernel, choose_kernel
+from .ops import ACTIVATIONS, Kernel, choose_kernel
 from .solution import Solution, Status
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
@@ -30,7 +30,9 @@ def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
         module = _extension.cuda_module
         return module is not None and module.fc_fits(weight.get_device(), features, short, dtype == torch.float64)
     if kernel.name == "triton":
-        return dtype == torch.float32 and features <= MAX_TRITON_FEATURES[weight.dtype]
+        from .kernels.config import fc_features, shared_memory
+
+        return dtype == torch.float32 and features <= fc_features(weight.dtype, shared_memory(weight.device))
     return kernel.name == "cpp"
 
 
@@ -146,8 +148,9 @@ def fc_fixed_point(
     activation: "identity", "relu", "tanh" or "gelu".
     solver: ``Picard`` with damping 1 (None: ``Picard()``).
     kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
-        kernel holds W; by name, "triton" serves D <= 128 (bfloat16 weight: 256) in float32, and "cuda" what the shared
-        memory of the GPU holds, at most D = 2048. "torch" is the specification: it iterates without looking.
+        kernel holds W. By name, "triton" serves float32 with D <= 128, or bfloat16 weights with D <= 256 (128 where a
+        block has less than 128 KiB of shared memory), "cuda" what the GPU holds in shared memory, at most D = 2048.
+        "torch" is the specification: it makes all of max_iter iterations.
 
     The gradient is that of act(W z + c) with z fixed (Fung et al., AAAI 2022, as ``JFB``); z0 gets none, nor do samples
     whose f was not finite. Computes in the dtypes given, under autocast too. Raises TypeError or ValueError naming the

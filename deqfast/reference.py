@@ -7,6 +7,7 @@ the dtype of the state (float32 or float64). They hold no host synchronisation.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -198,7 +199,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-ACTIVATIONS = (_identity, torch.relu, torch.tanh, F.gelu)
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (_identity, torch.relu, torch.tanh, F.gelu)
 
 
 def fc_fixed_point(

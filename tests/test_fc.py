@@ -73,6 +73,7 @@ class TestOp:
         assert [status == Status.NONFINITE for status in outcome[1].tolist()] == [*broken, False]
         assert torch.isinf(outcome[3][:, : len(rows)]).all(dim=0).tolist() == broken
 
+    @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter's numpy
     def test_a_sample_that_diverges_keeps_its_best_iterate(self, op, device):
         case = FCCase(size=5, batch=3, activation="identity", gain=4.0, max_iter=400, warm=True)
         outcome = check_solve(op, replace(case, max_iter=5), device)
@@ -88,7 +89,7 @@ class TestOp:
         settings = (0, 1e-5, False, 40, 0.1)
         outcome = [t.tolist() for t in op(weight.to(device), c.to(device), z0.to(device), *settings)]
         assert outcome[1] == [Status.STALLED, Status.CONVERGED]
-        assert outcome[2] == reference.fc_fixed_point(weight, c, z0, *settings)[2].tolist() == [6, 18]
+        assert outcome[2] == reference.fc_fixed_point(weight, c, z0, *settings)[2].tolist() == [6, 17]
 
     @pytest.mark.parametrize("stop", ["rel", "abs"])
     @every_activation

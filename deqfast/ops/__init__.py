@@ -5,7 +5,7 @@ from . import fc, steps  # noqa: F401  (schemas come before the kernels that `_e
 # isort: split
 from .._extension import Availability
 from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel, empty_history
-from .fc import ACTIVATIONS, MAX_TRITON_FEATURES
+from .fc import ACTIVATIONS
 from .steps import MAX_GPU_HISTORY
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "KERNELS",
     "Kernel",
     "MAX_GPU_HISTORY",
-    "MAX_TRITON_FEATURES",
     "backends",
     "check_kernel_name",
     "choose_kernel",

@@ -29,8 +29,6 @@ from torch import Tensor
 from .registry import register
 
 ACTIVATIONS = ("identity", "relu", "tanh", "gelu")
-# A program of the Triton kernel holds all of W: 64 KiB in float32, 128 KiB in bfloat16.
-MAX_TRITON_FEATURES = {torch.float32: 128, torch.bfloat16: 256}
 
 Outcome = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -62,11 +60,13 @@ def _check_activation(op: str, activation: int) -> None:
 
 
 def _check_fixed_point(op: str, weight: Tensor, c: Tensor, z0: Tensor, activation: int, max_iter: int) -> None:
-    """The checks of csrc/common/fc.h, and the limits of the Triton kernel."""
+    """The checks of csrc/common/fc_checks.h, and the limits of the Triton kernel."""
+    from ..kernels.config import fc_features, shared_memory
+
     if c.dim() != 2 or c.dtype != torch.float32:
         raise ValueError(f"{op}: `c` must be (B, D) float32, got {tuple(c.shape)} {c.dtype}")
-    limit = MAX_TRITON_FEATURES.get(weight.dtype)
-    if limit is None:
+    limit = fc_features(weight.dtype, shared_memory(c.device))
+    if not limit:
         raise ValueError(f"{op}: `weight` must be float32 or bfloat16, got {weight.dtype}")
     _check_tensor(op, "c", c, c, tuple(c.shape), c.dtype)
     _check_tensor(op, "z0", z0, c, tuple(c.shape), c.dtype)

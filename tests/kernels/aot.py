@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import triton
-from deqfast.kernels import config, multisecant_step, picard_step
+from deqfast.kernels import config, fc_fixed_point, multisecant_step, picard_step
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -31,12 +31,16 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 METHODS = {"good": 0, "bad": 1, "and1": 2, "and2": 3}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active"}
-INTEGERS = {"B", "D", "M", "k", "n", "newest", "new", "last", "absolute"}
+ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "gelu": 3}
+INTEGERS = {"B", "D", "M", "N", "k", "n", "newest", "new", "last", "absolute", "max_iter"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`."""
+    """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`.
+
+    Of the fully connected kernels, `method` is the activation and `history` the dtype of the weight.
+    """
 
     kernel: str
     state: str
@@ -87,7 +91,20 @@ def table() -> list[Case]:
     cases += [
         Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
     ]
+    cases += [
+        Case("fc", "fp32", weight, 0, activation, size)
+        for weight, size in (("fp32", 128), ("bf16", 256), ("fp32", 63), ("bf16", 208), ("bf16", 127), ("bf16", 1))
+        for activation in (("tanh", "gelu") if size in (128, 256) else ("tanh",))
+    ]
+    cases += [Case("fc_vjp", state, "", 0, "gelu", 32768) for state in ("fp32", "fp64")]
     return cases
+
+
+def fits(case: Case, arch: int) -> bool:
+    """Whether `deqfast` would launch this on the architecture."""
+    if case.kernel != "fc":
+        return True
+    return case.size <= config.fc_features(DTYPES[case.history], SHARED_LIMIT[arch])
 
 
 def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
@@ -97,6 +114,14 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     if case.kernel == "picard":
         launch = config.picard_config(case.size, dtype)
         return picard_step._picard_step_kernel, {"BLK": launch.block, **one}, launch
+    if case.kernel == "fc_vjp":
+        launch = config.picard_config(case.size, dtype)
+        return fc_fixed_point._fc_vjp_kernel, {"ACTIVATION": ACTIVATIONS[case.method], "BLK": launch.block}, launch
+    if case.kernel == "fc":
+        launch = config.fc_config(case.size)
+        tile = {"ACTIVATION": ACTIVATIONS[case.method], "OPERAND": triton.language.bfloat16}
+        tile |= {"ROWS": config.FC_ROWS, "DP": launch.block}
+        return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
     padded = config.padded_window(case.window)
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
     if case.kernel == "solve":
@@ -117,7 +142,7 @@ def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> 
             return "i32" if name in INTEGERS else "fp64"
         if name in INT8 | INT32:
             return "*i8" if name in INT8 else "*i32"
-        return "*" + (case.history if name in ("p_left", "p_df") else case.state)
+        return "*" + (case.history if name in ("p_left", "p_df", "p_w") else case.state)
 
     return {name: type_of(name) for name in names}
 
@@ -126,7 +151,7 @@ def compile_case(case: Case, arch: int) -> Row:
     kernel, constants, launch = specialise(case)
     signature = signature_of(case, kernel.arg_names, constants)
     divisible = [i for i, (name, kind) in enumerate(signature.items())
-                 if kind.startswith("*") or (name == "D" and case.size % 16 == 0)]  # fmt: skip
+                 if kind.startswith("*") or (name in ("D", "N") and case.size % 16 == 0)]  # fmt: skip
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
                        attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
@@ -155,11 +180,11 @@ def compile_job(job: tuple[Case, int]) -> Row:
 
 
 def format_table(rows: list[Row]) -> str:
-    lines = ["kernel  state history window method  size   arch block warps  regs stack shared  bars  LDG.128"]
+    lines = ["kernel  state history window method    size   arch block warps  regs stack shared  bars  LDG.128"]
     for row in rows:
         c = row.case
         lines.append(
-            f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:6} {c.size:>5}   sm_{row.arch}"
+            f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:8} {c.size:>5}   sm_{row.arch}"
             f" {row.block:>5} {row.warps:>5} {row.registers:>5} {row.stack:>5} {row.shared:>6} {row.barriers:>5}"
             f" {row.wide_loads:>8}  {'; '.join(row.problems())}".rstrip()
         )
@@ -172,7 +197,7 @@ def main() -> int:
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing")
-    jobs = [(case, arch) for case in table() for arch in sorted(SHARED_LIMIT)]
+    jobs = [(case, arch) for case in table() for arch in sorted(SHARED_LIMIT) if fits(case, arch)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(compile_job, jobs))
     print(f"triton {triton.__version__}\n{format_table(rows)}")
