@@ -117,8 +117,8 @@ def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("c", c), ("z0", z0)):
         if not isinstance(tensor, Tensor) and not (name == "z0" and tensor is None):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if c.dim() != 2 or c.dtype not in _STATE_DTYPES:
-        raise ValueError(f"c must be (B, D) float32 or float64, got {tuple(c.shape)} {c.dtype}")
+    if c.dim() != 2 or not c.shape[1] or c.dtype not in _STATE_DTYPES:
+        raise ValueError(f"c must be (B, D) float32 or float64 with D > 0, got {tuple(c.shape)} {c.dtype}")
     features = c.shape[1]
     short = weight.dtype == torch.bfloat16 and c.dtype == torch.float32
     if tuple(weight.shape) != (features, features) or not (weight.dtype == c.dtype or short):

@@ -312,7 +312,8 @@ class TestFunction:
         ("arguments", "error", "message"),
         [
             ({"weight": 3.0}, TypeError, "weight must be a tensor, got float"),
-            ({"c": torch.zeros(4)}, ValueError, r"c must be \(B, D\) float32 or float64, got \(4,\)"),
+            ({"c": torch.zeros(4)}, ValueError, r"c must be \(B, D\) float32 or float64 .*got \(4,\)"),
+            ({"c": torch.zeros(2, 0)}, ValueError, r"c must be .* with D > 0, got \(2, 0\)"),
             ({"c": torch.zeros(2, 4).half()}, ValueError, r"c must be .* got \(2, 4\) torch.float16"),
             ({"weight": torch.zeros(4, 3)}, ValueError, r"weight must be \(4, 4\) .* got \(4, 3\)"),
             ({"weight": torch.zeros(4, 4).double()}, ValueError, "weight must be .* got .* torch.float64"),

@@ -20,7 +20,8 @@ inline void check_activation(const char* op, int64_t activation) {
 inline void check_fc(const char* op, const Tensor& weight, const Tensor& c, const Tensor& z0, int64_t activation,
                      int64_t max_iter) {
   const auto dtype = c.scalar_type(), weight_dtype = weight.scalar_type();
-  STD_TORCH_CHECK(c.dim() == 2, op, ": `c` must have shape (B, D), got ", shape_text(c.sizes()));
+  STD_TORCH_CHECK(c.dim() == 2 && c.size(1) > 0, op, ": `c` must have shape (B, D) with D > 0, got ",
+                  shape_text(c.sizes()));
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op,
                   ": `c` must be float32 or float64, got ", torch::headeronly::toString(dtype));
   STD_TORCH_CHECK(weight_dtype == dtype || (weight_dtype == ScalarType::BFloat16 && dtype == ScalarType::Float), op,

@@ -63,8 +63,8 @@ def _check_fixed_point(op: str, weight: Tensor, c: Tensor, z0: Tensor, activatio
     """The checks of csrc/common/fc_checks.h, and the limits of the Triton kernel."""
     from ..kernels.config import fc_features, shared_memory
 
-    if c.dim() != 2 or c.dtype != torch.float32:
-        raise ValueError(f"{op}: `c` must be (B, D) float32, got {tuple(c.shape)} {c.dtype}")
+    if c.dim() != 2 or not c.shape[1] or c.dtype != torch.float32:
+        raise ValueError(f"{op}: `c` must be (B, D) float32 with D > 0, got {tuple(c.shape)} {c.dtype}")
     limit = fc_features(weight.dtype, shared_memory(c.device))
     if not limit:
         raise ValueError(f"{op}: `weight` must be float32 or bfloat16, got {weight.dtype}")
