@@ -49,7 +49,7 @@ class TestFixedPoint:
     def test_teams(self, device, dtype):
         processors, shared = DEVICES[device]
         emulate.set_device(processors, shared * (2 if dtype == "fp64" else 1))
-        check_solve(op, FCCase(size=33, batch=7, max_iter=12, **DTYPES[dtype]))
+        check_solve(op, FCCase(size=33, batch=7, max_iter=6, **DTYPES[dtype]))
 
     @pytest.mark.parametrize("order", emulate.ORDERS)
     @every_device
@@ -57,7 +57,7 @@ class TestFixedPoint:
     def test_what_can_befall_a_sample(self, absolute, device, order):
         emulate.set_order(order)
         emulate.set_device(*DEVICES[device])
-        case = FCCase(size=33, batch=11, activation="relu", absolute=absolute, max_iter=14, rows=EVENTS)
+        case = FCCase(size=33, batch=7, activation="relu", absolute=absolute, max_iter=7, rows=EVENTS)
         check_solve(op, case)
 
     @pytest.mark.parametrize("max_iter", [1, 2])
@@ -69,14 +69,14 @@ class TestFixedPoint:
     def test_the_bits_do_not_depend_on_the_batch(self, device):
         """Neither on the mates nor on their number, which decides how many samples a tile holds."""
         emulate.set_device(*DEVICES[device])
-        case = FCCase(size=33, batch=19, max_iter=6, rows=("run", "nan"))
-        for row in (0, 1, 17, 18):
+        case = FCCase(size=33, batch=17, max_iter=4, rows=("run", "nan"))
+        for row in (1, 16):
             assert same_alone(op, case, row), row
 
     @every_device
     def test_the_order_of_the_threads_changes_nothing(self, device):
         emulate.set_device(*DEVICES[device])
-        case, outcomes = FCCase(size=33, batch=9, max_iter=6), []
+        case, outcomes = FCCase(size=33, batch=5, max_iter=4), []
         for order in emulate.ORDERS:
             emulate.set_order(order)
             outcomes.append(op(*case.make(), *case.scalars()))
