@@ -8,13 +8,14 @@ row of x cannot turn a weight gradient into NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .graphs import Graphs
 from .packing import Packing
 from .solution import Solution, Status
 from .solve import finite_rows, solve
@@ -32,16 +33,36 @@ class Problem:
     x: Any
     z0: Any
     solver: Solver
-    options: dict[str, Any]  # of `solve`: kernel, check_every
+    options: dict[str, Any]  # of every `solve`: kernel, check_every
     on_backward: Callable[[Solution], None]  # receives the Solution of a backward solve
+    forward_options: dict[str, Any] = field(default_factory=dict)  # of the forward `solve` alone: compact, trace
+    graphs: Graphs | None = None  # the forward solve is captured and replayed by them
 
     def solve(self) -> Solution:
-        if hasattr(self.cell, "fixed_point"):
+        if self.graphs is not None:
+            return self.graphs.solve(self.x, self.z0, self.solver, **self.options)
+        if hasattr(self.cell, "fixed_point") and not self.forward_options.get("trace"):
             with torch.no_grad():
                 solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])
             if solution is not None:
                 return solution
-        return solve(lambda z: self.cell(z, self.x), self.z0, self.solver, **self.options)
+
+        batch = len(pytree.tree_leaves(self.z0)[0])
+
+        def f(z: Any, rows: Tensor | None = None) -> Any:
+            return self.cell(z, self.x if rows is None else _take_rows(self.x, rows, batch))
+
+        return solve(f, self.z0, self.solver, **self.options, **self.forward_options)
+
+
+def _take_rows(x: Any, rows: Tensor, batch: int) -> Any:
+    """The rows of those tensors in x that have the batch as their first dimension."""
+
+    def take(leaf: Any) -> Any:
+        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch
+        return leaf.index_select(0, rows) if has_batch else leaf
+
+    return pytree.tree_map(take, x)
 
 
 def _rows(mask: Tensor, like: Tensor) -> Tensor:
@@ -299,7 +320,7 @@ class Unrolled(Adjoint):
                 torch.where(finite, r, torch.inf) for r in (absolute, relative, measure)
             )
             iterations = torch.full_like(status, steps, dtype=torch.int32)
-        return z, Solution(_detached(z), status, iterations, measure, relative, absolute, steps)
+        return z, Solution(_detached(z), status, iterations, measure, relative, absolute, steps, steps * packing.batch)
 
 
 _BY_NAME: dict[str, type[Adjoint]] = {"jfb": JFB, "implicit": Implicit, "phantom": Phantom, "unrolled": Unrolled}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .adjoint import Adjoint, Problem, as_adjoint
+from .graphs import Graphs
 from .ops import check_kernel_name
 from .solution import Solution
 from .solvers import Solver, as_solver
@@ -26,7 +27,10 @@ class DEQBlock(nn.Module):
         ``fixed_point(x, z0, solver, kernel)`` of the cell is asked first for the Solution of a solve; None: loop.
     solver: "broyden", "anderson", "picard" or a solver object; eval_solver: that of evaluation mode (None: solver).
     adjoint: "jfb", "implicit", "phantom", "unrolled" or an adjoint object.
-    kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every: see ``deqfast.solve``.
+    kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every, compact, trace: see ``deqfast.solve``. With
+        `compact` the cell gets the rows of z and x of running samples only; it must treat every sample by itself.
+    cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True, or
+        "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
     init: x -> z0. Without it the first of these that exists is taken: ``cell.initial_state(x)``, zeros like x.
 
     After a backward pass with ``Implicit``, `backward_solution` is the Solution of its solve.
@@ -44,6 +48,9 @@ class DEQBlock(nn.Module):
         init: Callable[[Any], Any] | None = None,
         eval_solver: str | Solver | None = None,
         check_every: int | None = None,
+        compact: bool = False,
+        cuda_graph: bool | str = False,
+        trace: bool = False,
     ):
         super().__init__()
         for name, value in (("cell", cell), ("init", init)):
@@ -58,6 +65,10 @@ class DEQBlock(nn.Module):
         self.kernel = check_kernel_name(kernel)
         self.init = init
         self.check_every = check_every
+        self.compact, self.trace = compact, trace
+        self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
+        if self.graphs is not None and (compact or trace):
+            raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
         self.backward_solution = None
         self._checked_training = False
 
@@ -75,6 +86,8 @@ class DEQBlock(nn.Module):
             z0=self._initial_state(x) if z0 is None else z0,
             solver=self.solver if self.training or self.eval_solver is None else self.eval_solver,
             options={"kernel": self.kernel, "check_every": self.check_every},
+            forward_options={"compact": self.compact, "trace": self.trace},
+            graphs=self.graphs,
             on_backward=self._keep_backward_solution,
         )
         self._notify("begin_solve")

@@ -46,13 +46,13 @@ def _solve(
         value, status, iterations, residual = kernel.op("fc_fixed_point")(
             weight, c, z0, ACTIVATIONS.index(activation), solver.tol, absolute, solver.max_iter, stall_floor
         )
-        evaluations = 0
+        calls = samples = 0
         if len(c):
             finite = torch.isfinite(z0).all(dim=1)
-            evaluations, healthy = torch.stack([iterations.amax(), finite.all()]).tolist()
+            calls, samples, healthy = torch.stack([iterations.amax(), iterations.sum(), finite.all()]).tolist()
             if not healthy:
                 raise not_finite(finite)
-    return Solution(value, status, iterations, residual[int(absolute)], residual[0], residual[1], evaluations)
+    return Solution(value, status, iterations, residual[int(absolute)], residual[0], residual[1], calls, samples)
 
 
 def solve_cell(

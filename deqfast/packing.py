@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ class _Leaf:
         self.order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])
         self.inverse = [0, *(1 + self.order.index(d) for d in range(1, tensor.dim()))]
         self.width = tensor[0].numel() if len(tensor) else 0
+
+    def resized(self, batch: int) -> _Leaf:
+        leaf = copy.copy(self)
+        leaf.shape = torch.Size([batch, *self.shape[1:]])
+        return leaf
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, width): a view where the memory order allows it."""
@@ -54,6 +60,17 @@ class Packing:
         self.batch, self.device = len(leaves[0]), leaves[0].device
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 
+    def signature(self) -> tuple[Any, ...]:
+        """What two packings must share to serve each other's tensors."""
+        leaves = tuple((leaf.shape, leaf.dtype, tuple(leaf.order)) for leaf in self.leaves)
+        return str(self.spec), leaves, self.device
+
+    def resized(self, batch: int) -> Packing:
+        """The same for another number of samples."""
+        packing = copy.copy(self)
+        packing.leaves, packing.batch = [leaf.resized(batch) for leaf in self.leaves], batch
+        return packing
+
     def pack(self, z: Any) -> Tensor:
         """Fresh rows (B, D) of z in the dtype of the solve."""
         leaves = pytree.tree_leaves(z)
@@ -66,10 +83,10 @@ class Packing:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         expected = [tuple(leaf.shape) for leaf in self.leaves]
         if spec != self.spec:
-            raise ValueError(f"f must return the structure of z0, {self.spec}, got {spec}")
+            raise ValueError(f"f must return the structure of its argument, {self.spec}, got {spec}")
         if shapes != expected:
             wanted, got = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
-            raise ValueError(f"f must return the shape of z0, {wanted}, got {got}")
+            raise ValueError(f"f must return the shape of its argument, {wanted}, got {got}")
         return leaves
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ class Solution:
     residual_rel, residual_abs: (B,) |f(z) - z| / |f(z)| and |f(z) - z| at `value`; infinite if f was never finite.
     residual: (B,) that of the two by which the solver stopped.
     evaluations: calls of f in the solve, without the gradient's.
+    sample_evaluations: samples that these calls held, evaluations * B unless finished ones were left out.
+    trace: (evaluations, B) residual of the best iterate after every evaluation, or None where it was not asked for.
     """
 
     value: Any
@@ -50,6 +52,8 @@ class Solution:
     residual_rel: Tensor
     residual_abs: Tensor
     evaluations: int
+    sample_evaluations: int
+    trace: Tensor | None = None
 
     @property
     def converged(self) -> Tensor:

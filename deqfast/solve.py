@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,20 @@ from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import STALL_UNITS, State, check_count
 
-# On a GPU a look at the count of running samples waits for the device; an evaluation in vain costs less than that.
+# On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
 CHECK_EVERY_ON_GPU = 2
+# Finished samples leave f's batch when they are this share of it: fewer are not worth moving the others.
+COMPACT_SHARE = 0.25
 
 
 def solve(
-    f: Callable[[Any], Any],
+    f: Callable[..., Any],
     z0: Any,
     solver: str | Solver = "broyden",
     kernel: str = "auto",
     check_every: int | None = None,
+    compact: bool = False,
+    trace: bool = False,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -31,7 +36,11 @@ def solve(
         memory: it may neither be modified nor kept beyond the call.
     z0: a floating-point tensor (B, ...) or a pytree of them; dimension 0 is the batch.
     solver: a solver or the name of one; kernel: "auto", "triton", "cuda", "cpp" or "torch" (see ``deqfast.backends``).
-    check_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU).
+    check_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
+        the count comes one look late, so that the host never waits for the step it has just queued.
+    compact: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is then called
+        as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
+    trace: record the residual of the best iterate after every evaluation.
 
     The state is float32 (float64 if any of z0 is); squared norms must be representable, so that in float32 those of
     f(z) - z and f(z) have to lie between about 1e-18 and 1e18. A sample that is done is frozen; the answer for a sample
@@ -45,19 +54,14 @@ def solve(
         check_count("check_every", check_every)
     packing = Packing(z0)
     chosen = choose_kernel(kernel, packing.device)
-    check_every = check_every or (1 if packing.device.type == "cpu" else CHECK_EVERY_ON_GPU)
     with torch.no_grad():
         state = solver.init(finite_rows(packing, z0), chosen)
-        evaluations = _iterate(f, packing, solver, state, check_every) if packing.batch else 0
-        return Solution(
-            value=packing.unpack(state.best),
-            status=state.status,
-            iterations=state.iterations,
-            residual=state.residual[int(solver.stop == "abs")],
-            residual_rel=state.residual[0],
-            residual_abs=state.residual[1],
-            evaluations=evaluations,
-        )
+        if trace:
+            state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
+        watch = watch_of(state.active)
+        run = Run(f, packing, solver, state, Compaction(watch) if compact else Whole())
+        evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if packing.batch else 0
+        return solution_of(packing, solver, state, evaluations, run.batches.sample_evaluations)
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:
@@ -76,15 +80,127 @@ def not_finite(finite: Tensor) -> ValueError:
     return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
 
 
-def _iterate(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State, check_every: int) -> int:
-    """Run the solve; return the number of calls of f."""
-    for k in range(solver.max_iter):
+def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:
+    """Call `advance(first, until)` for runs of iterations until all samples are done; the number of iterations."""
+    check_every = check_every or (CHECK_EVERY_ON_GPU if watch.active.is_cuda else 1)
+    for first in range(0, max_iter, check_every):
+        until = min(first + check_every, max_iter)
+        advance(first, until)
+        if until < max_iter and watch.count() == 0:
+            return until
+    return max_iter
+
+
+class Watch:
+    """The number of running samples, as the host knows it; -1 before the first look."""
+
+    def __init__(self, active: Tensor):
+        self.active, self.known = active, -1
+
+    def count(self) -> int:
+        self.known = int(self.active)
+        return self.known
+
+
+class LateWatch(Watch):
+    """The number at the look before, which the device has reached while the host was queueing what followed."""
+
+    def __init__(self, active: Tensor):
+        super().__init__(active)
+        self.pinned = torch.empty(1, dtype=torch.int32, pin_memory=active.is_cuda)
+        self.arrived: torch.cuda.Event | None = None
+
+    def count(self) -> int:
+        if self.arrived is None:
+            self.arrived = torch.cuda.Event()
+        else:
+            self.arrived.synchronize()
+            self.known = self.pinned.tolist()[0]
+        self.pinned.copy_(self.active, non_blocking=True)
+        self.arrived.record()
+        return self.known
+
+
+def watch_of(active: Tensor) -> Watch:
+    return LateWatch(active) if active.is_cuda else Watch(active)
+
+
+class Whole:
+    """f is called with all samples."""
+
+    def __init__(self) -> None:
+        self.sample_evaluations = 0
+
+    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
+        """f's value, and its rows (B, D)."""
+        self.sample_evaluations += packing.batch
         value = f(packing.unpack(state.z))
-        rows = packing.pack_value(value, state.z)
-        if k == 0 and packing.runs_low_precision(value):
-            state.stall_floor = STALL_UNITS * packing.low_precision_eps(value)
-        last = k + 1 == solver.max_iter
-        solver.advance(state, rows, k, last)
-        if last or ((k + 1) % check_every == 0 and int(state.active) == 0):
-            return k + 1
-    raise AssertionError("max_iter is at least 1")
+        return value, packing.pack_value(value, state.z)
+
+
+class Compaction(Whole):
+    """f is called with the running samples, or some more. Rows of others hold nothing; no solver reads them."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        self.rows: Tensor | None = None
+
+    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
+        self._drop(packing, state)
+        if self.rows is None:
+            self.sample_evaluations += packing.batch
+            value = f(packing.unpack(state.z), None)
+            return value, packing.pack_value(value, state.z)
+        part = packing.resized(len(self.rows))
+        self.sample_evaluations += part.batch
+        z = state.z.index_select(0, self.rows)
+        value = f(part.unpack(z), self.rows)
+        rows = torch.empty_like(state.z)
+        rows.index_copy_(0, self.rows, part.pack_value(value, z))
+        return value, rows
+
+    def _drop(self, packing: Packing, state: State) -> None:
+        """Take the rows anew where enough of them are done; finding them waits for the device."""
+        size = packing.batch if self.rows is None else len(self.rows)
+        if 0 < self.watch.known <= (1 - COMPACT_SHARE) * size:
+            running = (state.status == 0).nonzero().flatten()
+            self.rows = running if len(running) else self.rows
+
+
+@dataclass
+class Run:
+    """A solve under way: its iterations advance the state in place."""
+
+    f: Callable[..., Any]
+    packing: Packing
+    solver: Solver
+    state: State
+    batches: Whole
+
+    def advance(self, first: int, until: int) -> None:
+        """The iterations first ... until - 1."""
+        for k in range(first, until):
+            value, rows = self.batches.evaluate(self.f, self.packing, self.state)
+            if k == 0 and self.packing.runs_low_precision(value):
+                self.state.stall_floor = STALL_UNITS * self.packing.low_precision_eps(value)
+            self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
+            if self.state.trace is not None:
+                self.state.trace[k].copy_(self.state.residual)
+
+
+def solution_of(
+    packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int
+) -> Solution:
+    measure = int(solver.stop == "abs")
+    return Solution(
+        value=packing.unpack(state.best),
+        status=state.status,
+        iterations=state.iterations,
+        residual=state.residual[measure],
+        residual_rel=state.residual[0],
+        residual_abs=state.residual[1],
+        evaluations=evaluations,
+        sample_evaluations=sample_evaluations,
+        trace=None if state.trace is None else state.trace[:evaluations, measure],
+    )

@@ -432,7 +432,7 @@ class TestErrors:
 
     @every_adjoint
     def test_a_cell_of_another_shape(self, adjoint):
-        with pytest.raises(ValueError, match=r"f must return the shape of z0, \(2, 3\), got \(2, 2\)"):
+        with pytest.raises(ValueError, match=r"f must return the shape of its argument, \(2, 3\), got \(2, 2\)"):
             DEQBlock(lambda z, x: x[:, :2], adjoint=adjoint)(torch.ones(2, 3))
 
 

@@ -369,6 +369,8 @@ class TestCells:
         block = DEQBlock(cell, Picard(tol=1e-4, max_iter=50), kernel=kernel)
         z, solution = block(x, return_solution=True)
         assert made == [kernel] and solution.converged.all()
+        assert solution.evaluations == int(solution.iterations.max())
+        assert solution.sample_evaluations == int(solution.iterations.sum()) and solution.trace is None
         grads = torch.autograd.grad(z.square().sum(), list(cell.parameters()))
         handle = cell.register_forward_hook(lambda *args: None)  # whoever observes calls gets them
         looped_z, looped = block(x, return_solution=True)
@@ -414,6 +416,11 @@ class TestCells:
             assert cell.fixed_point(x, torch.zeros(5, 9), solver, "auto") is None
         assert Counted(4, 9).fixed_point(x, torch.zeros(5, 9), solver, "auto") is None
         assert made == []
+
+    def test_a_trace_takes_the_loop(self, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
+        _, solution = DEQBlock(cell, Picard(), trace=True)(x, return_solution=True)
+        assert made == [] and solution.trace.shape == (solution.evaluations, 5)
 
     def test_a_subclass_is_called(self):
         cell = Counted(4, 9)

@@ -36,6 +36,29 @@ struct OneLane {
   DEQFAST_HD void sync() const {}
 };
 
+// Enter the newest pair in the window matrix: its column L^T y, its row, and the squares of its lengths. `ly` and `ls`
+// (Anderson I) are L^T y and L^T s by slot; `old_row` is what the row held before, DF^T s (Anderson I). The lanes share
+// all arrays.
+template <class T, class Dot, class Lanes>
+DEQFAST_HD void enter_pair(T* gram, const T* old_row, const Dot* ly, const Dot* ls, T s_sq, T y_sq,
+                           const Window& window, int64_t method, T beta, const Lanes& lanes) {
+  const int n = window.size(), m = window.history, newest = window.newest();
+  for (int j = lanes.index; j < n; j += lanes.count) {
+    if (left_is_y(method)) {
+      gram[newest * m + j] = static_cast<T>(ly[j]);
+    } else if (method == kAndersonI) {
+      gram[newest * m + j] = (old_row[j] - static_cast<T>(ls[j])) / beta;
+    }
+  }
+  lanes.sync();  // row and column share their diagonal entry, which is the column's
+  for (int j = lanes.index; j < n; j += lanes.count) gram[j * m + newest] = static_cast<T>(ly[j]);
+  if (lanes.index == 0) {
+    gram[m * m + newest] = left_is_y(method) ? y_sq : s_sq;
+    gram[(m + 1) * m + newest] = y_sq;
+  }
+  lanes.sync();
+}
+
 // Number of T in `work` that solve_window needs for n pairs.
 DEQFAST_HD inline int solve_workspace(int n) { return n * n + 2 * n; }
 

@@ -6,30 +6,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "../common/checks.h"
+#include "../common/steps.h"
 #include "rows.h"
 
 namespace deqfast {
 namespace {
 
 constexpr int kTile = 512;  // elements: the rows of a tile of twenty pairs stay in the first-level cache
-
-template <class T, class H>
-struct MultisecantArgs {
-  T* z;             // (B, D)
-  const T* fz;      // (B, D)
-  T* best;          // (B, D)
-  const T* f_prev;  // (B, D)
-  H* left;          // (B, M, D)
-  H* df;            // (B, M, D)
-  T* gram;          // (B, M + 2, M)
-  int64_t dim;
-  Window window;
-  Monitor<T> monitor;
-  StopRule<T> rule;
-  int64_t method;
-  T alpha, beta, ridge;
-};
 
 // Dot products of one sample, indexed by slot.
 template <class T>
@@ -103,9 +86,9 @@ struct SweepSums {
 
 // Sweep 1: form g, complete the newest pair, take every dot with the left history.
 template <class T, class H>
-DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantArgs<T, H>& a, int64_t row, Scratch<T>& scratch) {
+DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
   constexpr int W = Simd<T>::lanes;
-  const int n = a.rule.last ? 0 : a.window.size();  // without a step to come only the residual counts
+  const int n = a.pairs();
   const int64_t history = static_cast<int64_t>(a.window.history) * a.dim * row;
   H* left = a.left + history;
   H* left_new = left + (n ? a.window.newest() * a.dim : 0);
@@ -147,31 +130,20 @@ DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantArgs<T, H>& a, int64_t r
 
 // Enter the newest pair in the window matrix and solve for gamma.
 template <class T, class H>
-DEQFAST_INLINE void solve_sample(const MultisecantArgs<T, H>& a, int64_t row, const SweepSums<T>& sums,
+DEQFAST_INLINE void solve_sample(const MultisecantParams<T, H>& a, int64_t row, const SweepSums<T>& sums,
                                  Scratch<T>& scratch) {
   const int n = a.window.size(), m = a.window.history, newest = a.window.newest();
   T* gram = a.gram + row * (m + 2) * m;
-  for (int j = 0; j < n; ++j) {
-    if (left_is_y(a.method)) {
-      gram[newest * m + j] = static_cast<T>(scratch.ly[j]);
-    } else if (a.method == kAndersonI) {
-      gram[newest * m + j] = (gram[newest * m + j] - static_cast<T>(scratch.ls[j])) / a.beta;
-    }
-  }
-  for (int j = 0; j < n; ++j) {
-    gram[j * m + newest] = static_cast<T>(scratch.ly[j]);
-    scratch.t[j] = static_cast<T>(scratch.lg[j]);
-  }
-  const T y_sq = static_cast<T>(sum<T>(sums.y_sq));
-  gram[m * m + newest] = left_is_y(a.method) ? y_sq : static_cast<T>(sum<T>(sums.s_sq));
-  gram[(m + 1) * m + newest] = y_sq;
+  enter_pair(gram, gram + newest * m, scratch.ly.data(), scratch.ls.data(), static_cast<T>(sum<T>(sums.s_sq)),
+             static_cast<T>(sum<T>(sums.y_sq)), a.window, a.method, a.beta, OneLane());
+  for (int j = 0; j < n; ++j) scratch.t[j] = static_cast<T>(scratch.lg[j]);
   solve_window(gram, scratch.t.data(), scratch.gamma.data(), scratch.work.data(), a.window, a.method, a.ridge,
                OneLane());
 }
 
 // Sweep 2: take the step, store it as the next pair's, and take its dots with DF where the method needs them.
 template <class T, class H>
-DEQFAST_INLINE void sweep_right(const MultisecantArgs<T, H>& a, int64_t row, Scratch<T>& scratch) {
+DEQFAST_INLINE void sweep_right(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
   constexpr int W = Simd<T>::lanes;
   const int n = a.window.size(), m = a.window.history, next = a.window.next();
   const H* df = a.df + static_cast<int64_t>(m) * a.dim * row;
@@ -201,7 +173,7 @@ DEQFAST_INLINE void sweep_right(const MultisecantArgs<T, H>& a, int64_t row, Scr
 }
 
 template <class T, class H>
-DEQFAST_INLINE void multisecant_rows(const MultisecantArgs<T, H>& a, int64_t begin, int64_t end) {
+DEQFAST_INLINE void multisecant_rows(const MultisecantParams<T, H>& a, int64_t begin, int64_t end) {
   Scratch<T> scratch(a.window.size());
   for (int64_t row = begin; row < end; ++row) {
     if (a.monitor.status[row] != kRunning) continue;
@@ -215,40 +187,28 @@ DEQFAST_INLINE void multisecant_rows(const MultisecantArgs<T, H>& a, int64_t beg
   }
 }
 
-DEQFAST_CLONES void run(const MultisecantArgs<float, float>& a, int64_t begin, int64_t end) {
+DEQFAST_CLONES void run(const MultisecantParams<float, float>& a, int64_t begin, int64_t end) {
   multisecant_rows(a, begin, end);
 }
-DEQFAST_CLONES void run(const MultisecantArgs<float, BFloat16>& a, int64_t begin, int64_t end) {
+DEQFAST_CLONES void run(const MultisecantParams<float, BFloat16>& a, int64_t begin, int64_t end) {
   multisecant_rows(a, begin, end);
 }
-DEQFAST_CLONES void run(const MultisecantArgs<double, double>& a, int64_t begin, int64_t end) {
+DEQFAST_CLONES void run(const MultisecantParams<double, double>& a, int64_t begin, int64_t end) {
   multisecant_rows(a, begin, end);
-}
-
-template <class T, class H>
-void launch(const MultisecantArgs<T, H>& args) {
-  torch::stable::parallel_for(0, args.monitor.batch, rows_per_thread(args.dim * (args.window.size() + 1)),
-                              [&](int64_t begin, int64_t end) { run(args, begin, end); });
 }
 
 void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                       Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
                       double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
                       double ridge) {
-  const Checker checker{"multisecant_step", z};
-  checker.check_state(fz, best, status, iterations, residual, gain, active);
-  const auto history_dtype = checker.check_window(f_prev, left, df, gram, k, method, /*max_history=*/1 << 15);
-  const Window window{k, static_cast<int>(left.size(1))};
-  dispatch_history<BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto history) {
-    using T = decltype(state);
-    using H = decltype(history);
-    launch(MultisecantArgs<T, H>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(),
-                                 f_prev.const_data_ptr<T>(), static_cast<H*>(left.mutable_data_ptr()),
-                                 static_cast<H*>(df.mutable_data_ptr()), gram.mutable_data_ptr<T>(), z.size(1), window,
-                                 monitor_of<T>(status, iterations, residual, gain, active),
-                                 {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last}, method,
-                                 static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)});
-  });
+  constexpr int64_t kMaxHistory = 1 << 15;
+  with_multisecant_params<BFloat16>(
+      z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, k, last, tol, absolute,
+      stall_floor, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
+        const int64_t grain = rows_per_thread(params.dim * (params.window.size() + 1));
+        torch::stable::parallel_for(0, params.monitor.batch, grain,
+                                    [&](int64_t begin, int64_t end) { run(params, begin, end); });
+      });
 }
 
 }  // namespace

@@ -2,25 +2,14 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "../common/checks.h"
+#include "../common/steps.h"
 #include "rows.h"
 
 namespace deqfast {
 namespace {
 
 template <class T>
-struct PicardArgs {
-  T* z;         // (B, D)
-  const T* fz;  // (B, D)
-  T* best;      // (B, D)
-  int64_t dim;
-  Monitor<T> monitor;
-  StopRule<T> rule;
-  T damping;
-};
-
-template <class T>
-DEQFAST_INLINE void picard_row(const PicardArgs<T>& a, int64_t row) {
+DEQFAST_INLINE void picard_row(const PicardParams<T>& a, int64_t row) {
   constexpr int W = Simd<T>::lanes;
   T* z = a.z + row * a.dim;
   const T* fz = a.fz + row * a.dim;
@@ -44,33 +33,22 @@ DEQFAST_INLINE void picard_row(const PicardArgs<T>& a, int64_t row) {
 }
 
 template <class T>
-DEQFAST_INLINE void picard_rows(const PicardArgs<T>& a, int64_t begin, int64_t end) {
+DEQFAST_INLINE void picard_rows(const PicardParams<T>& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     if (a.monitor.status[row] == kRunning) picard_row(a, row);
   }
 }
 
-DEQFAST_CLONES void run(const PicardArgs<float>& a, int64_t begin, int64_t end) { picard_rows(a, begin, end); }
-DEQFAST_CLONES void run(const PicardArgs<double>& a, int64_t begin, int64_t end) { picard_rows(a, begin, end); }
-
-template <class T>
-void launch(const Tensor& z, const Tensor& fz, const Tensor& best, const Monitor<T>& monitor, const StopRule<T>& rule,
-            double damping) {
-  const PicardArgs<T> args{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(),  best.mutable_data_ptr<T>(), z.size(1),
-                           monitor,                 rule, static_cast<T>(damping)};
-  torch::stable::parallel_for(0, monitor.batch, rows_per_thread(args.dim),
-                              [&](int64_t begin, int64_t end) { run(args, begin, end); });
-}
+DEQFAST_CLONES void run(const PicardParams<float>& a, int64_t begin, int64_t end) { picard_rows(a, begin, end); }
+DEQFAST_CLONES void run(const PicardParams<double>& a, int64_t begin, int64_t end) { picard_rows(a, begin, end); }
 
 void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                  Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {
-  const Checker checker{"picard_step", z};
-  checker.check_state(fz, best, status, iterations, residual, gain, active);
-  dispatch_state(z.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    launch<T>(z, fz, best, monitor_of<T>(status, iterations, residual, gain, active),
-              {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last}, damping);
-  });
+  with_picard_params(z, fz, best, status, iterations, residual, gain, active, k, last, tol, absolute, stall_floor,
+                     damping, [](const auto& params) {
+                       torch::stable::parallel_for(0, params.monitor.batch, rows_per_thread(params.dim),
+                                                   [&](int64_t begin, int64_t end) { run(params, begin, end); });
+                     });
 }
 
 }  // namespace

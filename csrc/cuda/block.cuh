@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
@@ -32,45 +33,128 @@ __device__ void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
-// Sums of `Count` values over the block, in an order that is always the same; `totals` (shared) holds them on return.
-template <int Count, class T>
-__device__ void block_sums(const T (&values)[Count], T (*partials)[Count], T* totals) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int v = 0; v < Count; ++v) {
-    T x = values[v];
+// Sums over the block of values that are numbered at run time. A warp adds to slots of its own, in program order; the
+// slots are added in the order of the warps: always the same bits.
+template <class T, int Count>
+struct BlockSums {
+  T slots[kWarps][Count];
+  T totals[Count];
+
+  // Before the first `add`.
+  __device__ void clear(int count) {
+    for (int v = threadIdx.x % 32; v < count; v += 32) slots[threadIdx.x / 32][v] = T(0);
+    __syncwarp();
+  }
+
+  // By all threads of a warp.
+  __device__ void add(int v, T x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    if (lane == 0) partials[warp][v] = x;
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32][v] += x;
   }
-  __syncthreads();
-  for (int v = threadIdx.x; v < Count; v += kThreads) {
-    T total = partials[0][v];
-    for (int w = 1; w < kWarps; ++w) total += partials[w][v];
-    totals[v] = total;
-  }
-  __syncthreads();
-}
 
-// Judge the block's sample and carry the verdict out on its rows: keep the best iterate or return to it, leave the
-// count of running samples. All threads take part; a barrier must lie between their reads of status and this call.
+  // By all threads of the block; `totals` holds the first `count` sums on return.
+  __device__ void finish(int count) {
+    __syncthreads();
+    for (int v = threadIdx.x; v < count; v += kThreads) {
+      T total = slots[0][v];
+      for (int w = 1; w < kWarps; ++w) total += slots[w][v];
+      totals[v] = total;
+    }
+    __syncthreads();
+  }
+};
+
+// The judgement of the block's sample, by thread 0 and for all. A barrier must lie between the threads' reads of the
+// status and this call.
 template <class T>
-__device__ Verdict settle(const Monitor<T>& monitor, int64_t row, T res_sq, T f_sq, const StopRule<T>& rule, T* z,
-                          T* best, int64_t dim) {
+__device__ Verdict judge_sample(const Monitor<T>& monitor, int64_t row, T res_sq, T f_sq, const StopRule<T>& rule) {
   __shared__ Verdict verdict;
   if (threadIdx.x == 0) {
     verdict = judge(monitor, row, res_sq, f_sq, rule);
     if (!verdict.advance) atomicSub(monitor.active, 1);
   }
   __syncthreads();
-  const Verdict v = verdict;
-  if (v.improved || v.broken) {
-    const T* from = v.improved ? z : best;
-    T* to = v.improved ? best : z;
-    for (int64_t d = threadIdx.x; d < dim; d += kThreads) to[d] = from[d];
-    __syncthreads();  // z may be replaced from here on
+  return verdict;
+}
+
+// Keep the best iterate or return to it, in the columns [begin, end) of the sample. z may be replaced on return.
+template <class T>
+__device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, int64_t end) {
+  if (!verdict.improved && !verdict.broken) return;
+  const T* from = verdict.improved ? z : best;
+  T* to = verdict.improved ? best : z;
+  for (int64_t d = begin + threadIdx.x; d < end; d += kThreads) to[d] = from[d];
+  __syncthreads();
+}
+
+// Where few samples are long, several blocks share a sample: the first launch leaves partial sums, and in the second
+// every block adds them in the same order and reaches the same verdict, from records as they were before it.
+template <class T>
+struct Snapshot {
+  T residual[2], gain[2];
+  int running;
+  unsigned arrived;  // blocks that have left their part of the second launch's sums
+
+  __device__ void take(const Monitor<T>& monitor, int64_t row) {
+    running = monitor.status[row] == kRunning;
+    arrived = 0;
+    for (int i = 0; i < 2; ++i) {
+      residual[i] = monitor.residual[i * monitor.batch + row];
+      gain[i] = monitor.gain[i * monitor.batch + row];
+    }
   }
-  return v;
+};
+
+// As judge_sample; the first of the sample's blocks enters what was judged in the records.
+template <class T>
+__device__ Verdict judge_shared_sample(const Snapshot<T>& snapshot, const Monitor<T>& monitor, int64_t row, T res_sq,
+                                       T f_sq, const StopRule<T>& rule) {
+  __shared__ Verdict verdict;
+  if (threadIdx.x == 0) {
+    Snapshot<T> now = snapshot;
+    int8_t status = kRunning;
+    int32_t iterations;
+    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.gain, nullptr, 1}, 0, res_sq, f_sq, rule);
+    if (blockIdx.y == 0) {
+      monitor.status[row] = status;
+      monitor.iterations[row] = iterations;
+      for (int i = 0; i < 2; ++i) {
+        monitor.residual[i * monitor.batch + row] = now.residual[i];
+        monitor.gain[i * monitor.batch + row] = now.gain[i];
+      }
+      if (!verdict.advance) atomicSub(monitor.active, 1);
+    }
+  }
+  __syncthreads();
+  return verdict;
+}
+
+// The columns of a block that shares its sample with `gridDim.y` blocks; boundaries are multiples of 16 elements.
+struct Columns {
+  int64_t begin, end;
+
+  __device__ explicit Columns(int64_t dim) {
+    const int64_t part = ((dim + gridDim.y - 1) / gridDim.y + 15) / 16 * 16;
+    begin = blockIdx.y * part < dim ? blockIdx.y * part : dim;
+    end = begin + part < dim ? begin + part : dim;
+  }
+};
+
+// Blocks per sample: one where the samples fill the GPU, else enough for two blocks per multiprocessor, as long as each
+// has 4096 elements.
+inline unsigned blocks_per_sample(int64_t batch, int64_t dim, int device) {
+  int processors = 0;
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (4 * batch >= 3 * processors) return 1;
+  const int64_t wanted = (2 * processors + batch - 1) / batch, most = dim / 4096;
+  const int64_t blocks = wanted < most ? wanted : most;
+  return blocks < 2 ? 1 : static_cast<unsigned>(blocks < 64 ? blocks : 64);
+}
+
+// Memory for the time of a call, on the tensor's device and stream.
+inline torch::stable::Tensor workspace(const torch::stable::Tensor& like, int64_t bytes) {
+  return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
 }
 
 // Whether rows of `dim` elements of these tensors start at multiples of N elements.

@@ -1,34 +1,18 @@
-// multisecant_step on a GPU: z <- z + alpha (beta g - DF gamma), N gamma = L^T g, one block per sample, both sweeps and
-// the small solve in one launch. See ../cpu/multisecant_step.cpp.
+// multisecant_step on a GPU: z <- z + alpha (beta g - DF gamma), N gamma = L^T g. One launch with a block per sample:
+// both sweeps and the small solve between them. Where few samples are long, two launches with several blocks per sample,
+// each of which does the small solve for itself. See ../cpu/multisecant_step.cpp.
 #include <cuda_bf16.h>
 #include <torch/csrc/stable/library.h>
 
 #include <type_traits>
 
-#include "../common/checks.h"
+#include "../common/steps.h"
 #include "block.cuh"
 
 namespace deqfast {
 namespace {
 
 constexpr int kMaxHistory = 32;
-
-template <class T, class H>
-struct MultisecantParams {
-  T* z;             // (B, D)
-  const T* fz;      // (B, D)
-  T* best;          // (B, D)
-  const T* f_prev;  // (B, D)
-  H* left;          // (B, M, D)
-  H* df;            // (B, M, D)
-  T* gram;          // (B, M + 2, M)
-  int64_t dim;
-  Window window;
-  Monitor<T> monitor;
-  StopRule<T> rule;
-  int64_t method;
-  T alpha, beta, ridge;
-};
 
 // Torch builds extensions without the implicit conversions of bfloat16.
 template <class To, class From>
@@ -48,118 +32,144 @@ struct WarpLanes {
   __device__ void sync() const { __syncwarp(); }
 };
 
-// What the threads of a block share; `Values` dot products are taken in sweep 1.
-template <class T, int M, int Values>
-struct Shared {
-  T partials[kWarps][Values];
-  T totals[Values];
-  T t[M], gamma[M];
-  T work[M * M + 2 * M];
+// The sums of sweep 1: four squares, then L^T g, L^T y and, for Anderson I, L^T s, of n pairs each.
+enum Sum { kResSq, kFSq, kSSq, kYSq, kDots };
+constexpr int kMaxSums = kDots + 3 * kMaxHistory;
+
+template <class T, class H>
+__device__ int sums_of(const MultisecantParams<T, H>& p) {
+  return kDots + (p.method == kAndersonI ? 3 : 2) * p.pairs();
+}
+
+// A tile of g, y and s in the registers of the block: C loads of N elements per thread.
+template <class T, int N, int C>
+struct Tile {
+  T g[C][N], y[C][N], s[C][N];
 };
 
-// Layout of the sums of sweep 1: |g|^2, |f|^2, |s|^2, |y|^2, then L^T g, L^T y and, for Anderson I, L^T s.
-enum Sum { kResSq = 0, kFSq = 1, kSSq = 2, kYSq = 3, kDots = 4 };
+template <class T, int N>
+constexpr int kLoads = N == 1 ? 8 : 64 / sizeof(T) / N;
 
-// Sweep 1: form g, complete the newest pair, take every dot with the left history.
-template <class T, class H, int M, bool WithLs, int N, int Values>
-__device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, T (&sums)[Values]) {
-  const int n = p.rule.last ? 0 : p.window.size();  // without a step to come only the residual counts
-  const int newest = n ? p.window.newest() : 0;
-  const int64_t history = row * p.window.history * p.dim;
-  H* left = p.left + history;
-  H* df_new = p.df + history + newest * p.dim;
-  const bool store_y = left_is_y(p.method);
-  for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
+// Form g on a tile, and complete the newest pair there.
+template <class T, class H, int N, int C>
+__device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t begin, int64_t end,
+                          Tile<T, N, C>& tile, T (&squares)[kDots]) {
+  const bool with_pair = p.pairs() > 0, store_y = left_is_y(p.method);
+  const int64_t newest = (row * p.window.history + (with_pair ? p.window.newest() : 0)) * p.dim;
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    const int64_t d = begin + (c * kThreads + threadIdx.x) * N;
+#pragma unroll
+    for (int i = 0; i < N; ++i) tile.g[c][i] = tile.y[c][i] = tile.s[c][i] = T(0);
+    if (d >= end) continue;
     const auto f = load<T, N>(p.fz + row * p.dim + d), z = load<T, N>(p.z + row * p.dim + d);
-    T g[N], s[N], y[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      g[i] = f.value[i] - z.value[i];
-      sums[kResSq] += g[i] * g[i];
-      sums[kFSq] += f.value[i] * f.value[i];
+      tile.g[c][i] = f.value[i] - z.value[i];
+      squares[kResSq] += tile.g[c][i] * tile.g[c][i];
+      squares[kFSq] += f.value[i] * f.value[i];
     }
-    if (n == 0) continue;
+    if (!with_pair) continue;
     const auto before = load<T, N>(p.f_prev + row * p.dim + d);
-    auto kept = load<H, N>(left + newest * p.dim + d);
+    auto kept = load<H, N>(p.left + newest + d);
     Pack<H, N> df;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const T delta = f.value[i] - before.value[i];
-      s[i] = convert<T>(kept.value[i]);
-      df.value[i] = convert<H>(p.beta * delta + (T(1) - p.beta) * s[i]);
-      y[i] = delta - s[i];
+      const T delta = f.value[i] - before.value[i], s = convert<T>(kept.value[i]);
+      df.value[i] = convert<H>(p.beta * delta + (T(1) - p.beta) * s);
+      T y = delta - s;
       if (store_y) {
-        kept.value[i] = convert<H>(y[i]);
-        y[i] = convert<T>(kept.value[i]);
+        kept.value[i] = convert<H>(y);
+        y = convert<T>(kept.value[i]);
       }
-      sums[kSSq] += s[i] * s[i];
-      sums[kYSq] += y[i] * y[i];
+      tile.y[c][i] = y;
+      tile.s[c][i] = s;
+      squares[kSSq] += s * s;
+      squares[kYSq] += y * y;
     }
-    store(df_new + d, df);
-    if (store_y) store(left + newest * p.dim + d, kept);
-#pragma unroll
-    for (int j = 0; j < M; ++j) {
-      if (j >= n) break;
-      const auto pair = j == newest ? kept : load<H, N>(left + j * p.dim + d);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const T l = convert<T>(pair.value[i]);
-        sums[kDots + j] += l * g[i];
-        sums[kDots + M + j] += l * y[i];
-        if constexpr (WithLs) sums[kDots + 2 * M + j] += l * s[i];
-      }
-    }
+    store(p.df + newest + d, df);
+    if (store_y) store(p.left + newest + d, kept);
   }
 }
 
-// Enter the newest pair in the window matrix and solve for gamma; by the first warp.
-template <class T, class H, int M, bool WithLs, int Values>
-__device__ void solve_sample(const MultisecantParams<T, H>& p, int64_t row, Shared<T, M, Values>& shared) {
-  const int n = p.window.size(), m = p.window.history, newest = p.window.newest();
-  const WarpLanes lanes{static_cast<int>(threadIdx.x)};
-  T* gram = p.gram + row * (m + 2) * m;
-  const T* lg = shared.totals + kDots;
-  const T* ly = lg + M;
-  if (lanes.index < n) {
-    const int j = lanes.index;
-    if (left_is_y(p.method)) {
-      gram[newest * m + j] = ly[j];
-    } else if constexpr (WithLs) {
-      gram[newest * m + j] = (gram[newest * m + j] - (ly + M)[j]) / p.beta;
+// Sweep 1 over the columns [begin, end): the sums over them, complete for all threads on return.
+template <class T, class H, bool WithLs, int N>
+__device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns,
+                           BlockSums<T, kMaxSums>& sums) {
+  constexpr int C = kLoads<T, N>, R = 2;  // rows of the history whose loads are in flight together
+  const int n = p.pairs();
+  const H* left = p.left + row * p.window.history * p.dim;
+  T squares[kDots] = {};
+  sums.clear(sums_of(p));
+  for (int64_t begin = columns.begin; begin < columns.end; begin += kThreads * N * C) {
+    Tile<T, N, C> tile;
+    load_tile(p, row, begin, columns.end, tile, squares);
+    for (int j = 0; j < n; j += R) {
+      Pack<H, N> pairs[R][C];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+          const int64_t d = begin + (c * kThreads + threadIdx.x) * N;
+          pairs[r][c] = j + r < n && d < columns.end ? load<H, N>(left + (j + r) * p.dim + d) : Pack<H, N>{};
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (j + r >= n) break;
+        T lg = 0, ly = 0, ls = 0;
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            const T l = convert<T>(pairs[r][c].value[i]);
+            lg += l * tile.g[c][i];
+            ly += l * tile.y[c][i];
+            if constexpr (WithLs) ls += l * tile.s[c][i];
+          }
+        }
+        sums.add(kDots + j + r, lg);
+        sums.add(kDots + n + j + r, ly);
+        if constexpr (WithLs) sums.add(kDots + 2 * n + j + r, ls);
+      }
     }
   }
-  lanes.sync();  // row and column share their diagonal entry, which is the column's
-  if (lanes.index < n) {
-    gram[lanes.index * m + newest] = ly[lanes.index];
-    shared.t[lanes.index] = lg[lanes.index];
-  }
-  if (lanes.index == 0) {
-    gram[m * m + newest] = left_is_y(p.method) ? shared.totals[kYSq] : shared.totals[kSSq];
-    gram[(m + 1) * m + newest] = shared.totals[kYSq];
-  }
-  lanes.sync();
-  solve_window(gram, shared.t, shared.gamma, shared.work, p.window, p.method, p.ridge, lanes);
+#pragma unroll
+  for (int v = 0; v < kDots; ++v) sums.add(v, squares[v]);
+  sums.finish(sums_of(p));
 }
 
-// Sweep 2: take the step, store it as the next pair's, and sum its dots with DF.
+// Sweep 2: take the step, store it as the next pair's, and add up its dots with DF for the methods that need them (M is
+// the most pairs then, else 0). gamma lies in shared memory.
 template <class T, class H, int M, int N>
-__device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const T* gamma, T (&dots)[M]) {
+__device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns, const T* gamma,
+                            T (&dots)[M + 1]) {
+  constexpr int R = 8;  // rows of the history whose loads are in flight together
   const int n = p.window.size();
   const int64_t history = row * p.window.history * p.dim;
   const H* df = p.df + history;
   H* left_next = p.left + history + p.window.next() * p.dim;
   T* z = p.z + row * p.dim;
-  for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
+  for (int64_t d = columns.begin + threadIdx.x * N; d < columns.end; d += kThreads * N) {
+    Pack<H, N> pairs[R];
+    const auto load_rows = [&](int first) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        pairs[r] = first + r < n ? load<H, N>(df + (first + r) * p.dim + d) : Pack<H, N>{};
+      }
+    };
     const auto f = load<T, N>(p.fz + row * p.dim + d), old = load<T, N>(z + d);
     T x[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = p.beta * (f.value[i] - old.value[i]);
+    for (int first = 0; first < n; first += R) {
+      load_rows(first);
 #pragma unroll
-    for (int j = 0; j < M; ++j) {
-      if (j >= n) break;
-      const auto pair = load<H, N>(df + j * p.dim + d);
+      for (int r = 0; r < R; ++r) {
+        const T weight = first + r < n ? gamma[first + r] : T(0);
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[i] -= gamma[j] * convert<T>(pair.value[i]);
+        for (int i = 0; i < N; ++i) x[i] -= weight * convert<T>(pairs[r].value[i]);
+      }
     }
     Pack<T, N> now;
     Pack<H, N> taken;
@@ -170,74 +180,201 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
     }
     store(z + d, now);
     store(left_next + d, taken);
-    if (left_is_y(p.method)) continue;
-    // Read again, now from the cache: holding DF in registers for this would spill at long histories.
+    // A window of one round is still in registers. Longer ones are read again, now from the cache.
 #pragma unroll
-    for (int j = 0; j < M; ++j) {
-      if (j >= n) break;
-      const auto pair = load<H, N>(df + j * p.dim + d);
+    for (int first = 0; first < M; first += R) {
+      if (first >= n) break;
+      if constexpr (M > R) load_rows(first);
 #pragma unroll
-      for (int i = 0; i < N; ++i) dots[j] += convert<T>(pair.value[i]) * convert<T>(taken.value[i]);
+      for (int r = 0; r < R; ++r) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) dots[first + r] += convert<T>(pairs[r].value[i]) * convert<T>(taken.value[i]);
+      }
     }
   }
 }
 
-template <class T, class H, int M, bool WithLs, int N>
-__global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
-  constexpr int Values = kDots + (WithLs ? 3 : 2) * M;
-  __shared__ Shared<T, M, Values> shared;
-  const int64_t row = blockIdx.x;
-  if (p.monitor.status[row] != kRunning) return;
-  {
-    T sums[Values] = {};
-    sweep_left<T, H, M, WithLs, N>(p, row, sums);
-    block_sums(sums, shared.partials, shared.totals);
-  }
-  const Verdict verdict = settle(p.monitor, row, shared.totals[kResSq], shared.totals[kFSq], p.rule, p.z + row * p.dim,
-                                 p.best + row * p.dim, p.dim);
-  if (!verdict.advance || p.rule.last) return;
-  const int n = p.window.size(), m = p.window.history;
-  if (n && threadIdx.x < 32) solve_sample<T, H, M, WithLs>(p, row, shared);
-  __syncthreads();
-  T dots[M] = {};
-  sweep_right<T, H, M, N>(p, row, shared.gamma, dots);
-  if (n == 0 || left_is_y(p.method)) return;
-  auto* partials = reinterpret_cast<T(*)[M]>(&shared.partials[0][0]);
-  block_sums(dots, partials, shared.totals);
-  T* gram_row = p.gram + (row * (m + 2) + p.window.next()) * m;
-  if (threadIdx.x < n) gram_row[threadIdx.x] = shared.totals[threadIdx.x];
+// Enter the newest pair in the window matrix `gram` and solve for gamma; by the first warp.
+template <class T, class H>
+__device__ void solve_sample(const MultisecantParams<T, H>& p, T* gram, const T* old_row, const T* sums, T* t,
+                             T* gamma, T* work) {
+  const int n = p.window.size();
+  const WarpLanes lanes{static_cast<int>(threadIdx.x)};
+  if (lanes.index < n) t[lanes.index] = sums[kDots + lanes.index];
+  enter_pair(gram, old_row, sums + kDots + n, sums + kDots + 2 * n, sums[kSSq], sums[kYSq], p.window, p.method, p.beta,
+             lanes);
+  solve_window(gram, t, gamma, work, p.window, p.method, p.ridge, lanes);
 }
 
-template <class T, class H, int M, bool WithLs>
-void launch_aligned(const MultisecantParams<T, H>& params, cudaStream_t stream) {
-  constexpr int N = 16 / sizeof(T);
-  const unsigned grid = grid_of(params.monitor.batch, "multisecant_step");
-  if (aligned<N>(params.dim, params.z, params.fz, params.best, params.f_prev, params.left, params.df)) {
-    multisecant_kernel<T, H, M, WithLs, N><<<grid, kThreads, 0, stream>>>(params);
+// Add up dots over the block; `sums` holds the n totals on return.
+template <class T, int M>
+__device__ void sum_dots(const T (&dots)[M + 1], int n, BlockSums<T, kMaxSums>& sums) {
+  sums.clear(n);
+#pragma unroll
+  for (int j = 0; j < M; ++j) {
+    if (j < n) sums.add(j, dots[j]);
+  }
+  sums.finish(n);
+}
+
+template <class T, class H, int M, bool WithLs, int N>
+__global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
+  __shared__ BlockSums<T, kMaxSums> sums;
+  __shared__ T t[kMaxHistory];
+  __shared__ T gamma[kMaxHistory];
+  __shared__ T work[kMaxHistory * (kMaxHistory + 2)];
+  const int64_t row = blockIdx.x;
+  if (p.monitor.status[row] != kRunning) return;
+  const Columns columns(p.dim);
+  sweep_left<T, H, WithLs, N>(p, row, columns, sums);
+  const Verdict verdict = judge_sample(p.monitor, row, sums.totals[kResSq], sums.totals[kFSq], p.rule);
+  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+  if (!verdict.advance || p.rule.last) return;
+  const int n = p.window.size(), m = p.window.history;
+  T* gram = p.gram + row * (m + 2) * m;
+  if (n && threadIdx.x < 32) solve_sample(p, gram, gram + p.window.newest() * m, sums.totals, t, gamma, work);
+  __syncthreads();
+  T dots[M + 1] = {};
+  sweep_right<T, H, M, N>(p, row, columns, gamma, dots);
+  if (M == 0 || n == 0) return;
+  sum_dots<T, M>(dots, n, sums);
+  if (threadIdx.x < n) gram[p.window.next() * m + threadIdx.x] = sums.totals[threadIdx.x];
+}
+
+// What the blocks of a sample leave for each other.
+template <class T>
+struct Exchange {
+  Snapshot<T>* snapshots;  // (B,)
+  T* old_rows;             // (B, 32): the row of the window matrix that the newest pair replaces
+  T* sums;                 // (B, blocks, kMaxSums)
+  T* dots;                 // (B, blocks, 32)
+};
+
+// Several blocks per sample: the sums of sweep 1, ...
+template <class T, class H, bool WithLs, int N>
+__global__ void __launch_bounds__(kThreads, 2)
+    multisecant_left_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
+  __shared__ BlockSums<T, kMaxSums> sums;
+  const int64_t row = blockIdx.x;
+  if (blockIdx.y == 0 && threadIdx.x == 0) exchange.snapshots[row].take(p.monitor, row);
+  if (p.monitor.status[row] != kRunning) return;
+  const int n = p.pairs(), m = p.window.history;
+  if (WithLs && blockIdx.y == 0 && threadIdx.x < n) {
+    const T* gram_row = p.gram + (row * (m + 2) + p.window.newest()) * m;
+    exchange.old_rows[row * kMaxHistory + threadIdx.x] = gram_row[threadIdx.x];
+  }
+  sweep_left<T, H, WithLs, N>(p, row, Columns(p.dim), sums);
+  T* to = exchange.sums + (row * gridDim.y + blockIdx.y) * kMaxSums;
+  for (int v = threadIdx.x; v < sums_of(p); v += kThreads) to[v] = sums.totals[v];
+}
+
+// The window matrix with its newest pair, in shared memory; the first of the sample's blocks writes it back.
+template <class T, class H>
+__device__ void solve_shared_sample(const MultisecantParams<T, H>& p, int64_t row, const T* old_row, const T* sums,
+                                    T* gram, T* t, T* gamma, T* work) {
+  const int m = p.window.history, n = p.window.size(), newest = p.window.newest();
+  T* whole = p.gram + row * (m + 2) * m;
+  for (int i = threadIdx.x; i < (m + 2) * m; i += kThreads) gram[i] = whole[i];
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    solve_sample(p, gram, old_row, sums, t, gamma, work);
+    const int j = threadIdx.x;
+    if (blockIdx.y == 0) {
+      if (j < n) whole[newest * m + j] = gram[newest * m + j];
+      if (j < n) whole[j * m + newest] = gram[j * m + newest];
+      if (j < 2) whole[(m + j) * m + newest] = gram[(m + j) * m + newest];
+    }
+  }
+  __syncthreads();
+}
+
+// ... and the step. The last block of a sample to end adds up the dots, in the order of the blocks.
+template <class T, class H, int M, int N>
+__global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
+    multisecant_right_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
+  __shared__ BlockSums<T, kMaxSums> sums;
+  __shared__ T t[kMaxHistory];
+  __shared__ T gamma[kMaxHistory];
+  __shared__ T work[kMaxHistory * (kMaxHistory + 2)];
+  __shared__ T gram[kMaxHistory * (kMaxHistory + 2)];
+  __shared__ bool last_to_end;
+  const int64_t row = blockIdx.x;
+  if (!exchange.snapshots[row].running) return;
+  for (int v = threadIdx.x; v < sums_of(p); v += kThreads) {
+    T total = 0;
+    for (unsigned part = 0; part < gridDim.y; ++part) {
+      total += exchange.sums[(row * gridDim.y + part) * kMaxSums + v];
+    }
+    sums.totals[v] = total;
+  }
+  __syncthreads();
+  const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, sums.totals[kResSq],
+                                              sums.totals[kFSq], p.rule);
+  const Columns columns(p.dim);
+  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+  if (!verdict.advance || p.rule.last) return;
+  const int n = p.window.size(), m = p.window.history;
+  if (n) solve_shared_sample(p, row, exchange.old_rows + row * kMaxHistory, sums.totals, gram, t, gamma, work);
+  T dots[M + 1] = {};
+  sweep_right<T, H, M, N>(p, row, columns, gamma, dots);
+  if (M == 0 || n == 0) return;
+  sum_dots<T, M>(dots, n, sums);
+  T* all = exchange.dots + row * gridDim.y * kMaxHistory;
+  if (threadIdx.x < n) all[blockIdx.y * kMaxHistory + threadIdx.x] = sums.totals[threadIdx.x];
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last_to_end = atomicAdd(&exchange.snapshots[row].arrived, 1u) == gridDim.y - 1;
+  __syncthreads();
+  if (!last_to_end || threadIdx.x >= n) return;
+  __threadfence();
+  T total = 0;
+  for (unsigned part = 0; part < gridDim.y; ++part) total += all[part * kMaxHistory + threadIdx.x];
+  p.gram[(row * (m + 2) + p.window.next()) * m + threadIdx.x] = total;
+}
+
+template <class T, class H, int M, bool WithLs, int N>
+void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
+  const cudaStream_t stream = current_stream(z);
+  const unsigned batch = grid_of(params.monitor.batch, "multisecant_step");
+  const unsigned blocks = blocks_per_sample(batch, params.dim, z.get_device_index());
+  if (blocks == 1) {
+    multisecant_kernel<T, H, M, WithLs, N><<<batch, kThreads, 0, stream>>>(params);
   } else {
-    multisecant_kernel<T, H, M, WithLs, 1><<<grid, kThreads, 0, stream>>>(params);
+    const int64_t snapshots = batch * sizeof(Snapshot<T>), parts = int64_t(batch) * blocks;
+    const Tensor memory =
+        workspace(z, snapshots + (int64_t(batch) * kMaxHistory + parts * (kMaxSums + kMaxHistory)) * sizeof(T));
+    char* at = static_cast<char*>(memory.mutable_data_ptr());
+    T* rows = reinterpret_cast<T*>(at + snapshots);
+    T* sums = rows + int64_t(batch) * kMaxHistory;
+    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), rows, sums, sums + parts * kMaxSums};
+    const dim3 grid(batch, blocks);
+    multisecant_left_kernel<T, H, WithLs, N><<<grid, kThreads, 0, stream>>>(params, exchange);
+    multisecant_right_kernel<T, H, M, N><<<grid, kThreads, 0, stream>>>(params, exchange);
   }
   check_launch("multisecant_step");
 }
 
-template <class T, class H, int M>
-void launch_method(const MultisecantParams<T, H>& params, cudaStream_t stream) {
-  if (params.method == kAndersonI) {
-    launch_aligned<T, H, M, true>(params, stream);
+// The registers that hold the dots of sweep 2 are sized by the window at this iteration, not by the history. Rows that
+// do not start on 16 bytes are slow anyway, and share one kernel.
+template <class T, class H, bool WithLs, int N>
+void launch_with_dots(const MultisecantParams<T, H>& params, const Tensor& z) {
+  if (N == 1 || params.window.size() > 16) {
+    launch_kernels<T, H, kMaxHistory, WithLs, N>(params, z);
+  } else if (params.window.size() > 8) {
+    launch_kernels<T, H, N == 1 ? kMaxHistory : 16, WithLs, N>(params, z);
   } else {
-    launch_aligned<T, H, M, false>(params, stream);
+    launch_kernels<T, H, N == 1 ? kMaxHistory : 8, WithLs, N>(params, z);
   }
 }
 
-// The registers that hold the dots are sized by the window at this iteration, not by the history.
-template <class T, class H>
-void launch(const MultisecantParams<T, H>& params, cudaStream_t stream) {
-  if (params.window.size() <= 8) {
-    launch_method<T, H, 8>(params, stream);
-  } else if (params.window.size() <= 16) {
-    launch_method<T, H, 16>(params, stream);
+template <class T, class H, int N>
+void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
+  if (left_is_y(params.method)) {
+    launch_kernels<T, H, 0, false, N>(params, z);
+  } else if (params.method == kAndersonI) {
+    launch_with_dots<T, H, true, N>(params, z);
   } else {
-    launch_method<T, H, kMaxHistory>(params, stream);
+    launch_with_dots<T, H, false, N>(params, z);
   }
 }
 
@@ -245,23 +382,20 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
                       Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
                       double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
                       double ridge) {
-  const Checker checker{"multisecant_step", z};
-  checker.check_state(fz, best, status, iterations, residual, gain, active);
-  const auto history_dtype = checker.check_window(f_prev, left, df, gram, k, method, kMaxHistory);
-  if (z.size(0) == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
-  const Window window{k, static_cast<int>(left.size(1))};
-  dispatch_history<__nv_bfloat16>(z.scalar_type(), history_dtype, [&](auto state, auto history) {
-    using T = decltype(state);
-    using H = decltype(history);
-    launch(MultisecantParams<T, H>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(),
-                                   f_prev.const_data_ptr<T>(), static_cast<H*>(left.mutable_data_ptr()),
-                                   static_cast<H*>(df.mutable_data_ptr()), gram.mutable_data_ptr<T>(), z.size(1),
-                                   window, monitor_of<T>(status, iterations, residual, gain, active),
-                                   {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last}, method,
-                                   static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)},
-           current_stream(z));
-  });
+  with_multisecant_params<__nv_bfloat16>(
+      z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, k, last, tol, absolute,
+      stall_floor, method, alpha, beta, ridge, kMaxHistory, [&](const auto& params) {
+        using T = std::remove_pointer_t<decltype(params.z)>;
+        using H = std::remove_pointer_t<decltype(params.left)>;
+        if (params.monitor.batch == 0) return;
+        const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+        constexpr int N = 16 / sizeof(H);
+        if (aligned<N>(params.dim, params.z, params.fz, params.best, params.f_prev, params.left, params.df)) {
+          launch<T, H, N>(params, z);
+        } else {
+          launch<T, H, 1>(params, z);
+        }
+      });
 }
 
 }  // namespace

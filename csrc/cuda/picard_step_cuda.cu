@@ -1,82 +1,178 @@
-// picard_step on a GPU: z <- z + damping (f(z) - z), one block per sample. See ../cpu/picard_step.cpp.
+// picard_step on a GPU: z <- z + damping (f(z) - z). See ../cpu/picard_step.cpp.
 #include <torch/csrc/stable/library.h>
 
-#include "../common/checks.h"
+#include "../common/steps.h"
 #include "block.cuh"
 
 namespace deqfast {
 namespace {
 
-template <class T>
-struct PicardParams {
-  T* z;         // (B, D)
-  const T* fz;  // (B, D)
-  T* best;      // (B, D)
-  int64_t dim;
-  Monitor<T> monitor;
-  StopRule<T> rule;
-  T damping;
-};
+enum Sum { kResSq, kFSq, kSums };
 
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads, 4) picard_kernel(const PicardParams<T> p) {
-  __shared__ T partials[kWarps][2];
-  __shared__ T totals[2];
+__device__ void accumulate(const Pack<T, N>& f, const Pack<T, N>& z, T& res_sq, T& f_sq) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const T g = f.value[i] - z.value[i];
+    res_sq += g * g;
+    f_sq += f.value[i] * f.value[i];
+  }
+}
+
+template <class T, int N>
+__device__ Pack<T, N> stepped(const Pack<T, N>& f, const Pack<T, N>& z, T damping) {
+  if (damping == T(1)) return f;
+  Pack<T, N> next;
+#pragma unroll
+  for (int i = 0; i < N; ++i) next.value[i] = z.value[i] + damping * (f.value[i] - z.value[i]);
+  return next;
+}
+
+// One block per sample, which it holds in registers: one pass over the memory.
+template <class T, int N, int C>
+__global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<T> p) {
+  __shared__ BlockSums<T, kSums> sums;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
   T* z = p.z + row * p.dim;
   const T* fz = p.fz + row * p.dim;
-  T sums[2] = {};
-  for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
-    const auto f = load<T, N>(fz + d), old = load<T, N>(z + d);
+  Pack<T, N> f[C], old[C];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const T g = f.value[i] - old.value[i];
-      sums[0] += g * g;
-      sums[1] += f.value[i] * f.value[i];
-    }
+  for (int c = 0; c < C; ++c) {
+    const int64_t d = (c * kThreads + threadIdx.x) * N;
+    f[c] = d < p.dim ? load<T, N>(fz + d) : Pack<T, N>{};
+    old[c] = d < p.dim ? load<T, N>(z + d) : Pack<T, N>{};
   }
-  block_sums(sums, partials, totals);
-  const Verdict verdict =
-      settle(p.monitor, row, totals[0], totals[1], p.rule, z, p.best + row * p.dim, p.dim);
-  if (!verdict.advance || p.rule.last) return;
-  for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
-    auto f = load<T, N>(fz + d);
-    if (p.damping != T(1)) {
-      const auto old = load<T, N>(z + d);
+  T res_sq = 0, f_sq = 0;
 #pragma unroll
-      for (int i = 0; i < N; ++i) f.value[i] = old.value[i] + p.damping * (f.value[i] - old.value[i]);
-    }
-    store(z + d, f);
+  for (int c = 0; c < C; ++c) accumulate(f[c], old[c], res_sq, f_sq);
+  sums.clear(kSums);
+  sums.add(kResSq, res_sq);
+  sums.add(kFSq, f_sq);
+  sums.finish(kSums);
+  const Verdict verdict = judge_sample(p.monitor, row, sums.totals[kResSq], sums.totals[kFSq], p.rule);
+  T* best = p.best + row * p.dim;
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    const int64_t d = (c * kThreads + threadIdx.x) * N;
+    if (d >= p.dim) break;
+    if (verdict.improved) store(best + d, old[c]);
+    if (verdict.broken) store(z + d, load<T, N>(best + d));
+    if (verdict.advance && !p.rule.last) store(z + d, stepped(f[c], old[c], p.damping));
   }
 }
 
 template <class T>
-void launch(const PicardParams<T>& params, cudaStream_t stream) {
-  constexpr int N = 16 / sizeof(T);
-  const unsigned grid = grid_of(params.monitor.batch, "picard_step");
-  if (aligned<N>(params.dim, params.z, params.fz, params.best)) {
-    picard_kernel<T, N><<<grid, kThreads, 0, stream>>>(params);
+struct Exchange {
+  Snapshot<T>* snapshots;  // (B,)
+  T* partials;             // (B, blocks, kSums)
+};
+
+template <class T, int N>
+__device__ void sweep(const PicardParams<T>& p, int64_t row, const Columns& columns, BlockSums<T, kSums>& sums) {
+  T res_sq = 0, f_sq = 0;
+  const T *z = p.z + row * p.dim, *fz = p.fz + row * p.dim;
+#pragma unroll 4
+  for (int64_t d = columns.begin + threadIdx.x * N; d < columns.end; d += kThreads * N) {
+    accumulate(load<T, N>(fz + d), load<T, N>(z + d), res_sq, f_sq);
+  }
+  sums.clear(kSums);
+  sums.add(kResSq, res_sq);
+  sums.add(kFSq, f_sq);
+  sums.finish(kSums);
+}
+
+template <class T, int N>
+__device__ void take_step(const PicardParams<T>& p, int64_t row, const Columns& columns) {
+  T* z = p.z + row * p.dim;
+  const T* fz = p.fz + row * p.dim;
+#pragma unroll 4
+  for (int64_t d = columns.begin + threadIdx.x * N; d < columns.end; d += kThreads * N) {
+    store(z + d, stepped(load<T, N>(fz + d), load<T, N>(z + d), p.damping));
+  }
+}
+
+// One block per sample that does not fit its registers.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads, 4) picard_long_kernel(const PicardParams<T> p) {
+  __shared__ BlockSums<T, kSums> sums;
+  const int64_t row = blockIdx.x;
+  if (p.monitor.status[row] != kRunning) return;
+  const Columns columns(p.dim);
+  sweep<T, N>(p, row, columns, sums);
+  const Verdict verdict = judge_sample(p.monitor, row, sums.totals[kResSq], sums.totals[kFSq], p.rule);
+  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+  if (verdict.advance && !p.rule.last) take_step<T, N>(p, row, columns);
+}
+
+// Several blocks per sample: the sums, ...
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads, 4) picard_sums_kernel(const PicardParams<T> p, const Exchange<T> exchange) {
+  __shared__ BlockSums<T, kSums> sums;
+  const int64_t row = blockIdx.x;
+  if (blockIdx.y == 0 && threadIdx.x == 0) exchange.snapshots[row].take(p.monitor, row);
+  if (p.monitor.status[row] != kRunning) return;
+  sweep<T, N>(p, row, Columns(p.dim), sums);
+  if (threadIdx.x < kSums) {
+    exchange.partials[(row * gridDim.y + blockIdx.y) * kSums + threadIdx.x] = sums.totals[threadIdx.x];
+  }
+}
+
+// ... and the step.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardParams<T> p, const Exchange<T> exchange) {
+  const int64_t row = blockIdx.x;
+  if (!exchange.snapshots[row].running) return;
+  T totals[kSums] = {};
+  for (unsigned part = 0; part < gridDim.y; ++part) {
+    for (int v = 0; v < kSums; ++v) totals[v] += exchange.partials[(row * gridDim.y + part) * kSums + v];
+  }
+  const Verdict verdict =
+      judge_shared_sample(exchange.snapshots[row], p.monitor, row, totals[kResSq], totals[kFSq], p.rule);
+  const Columns columns(p.dim);
+  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+  if (verdict.advance && !p.rule.last) take_step<T, N>(p, row, columns);
+}
+
+template <class T, int N>
+void launch(const PicardParams<T>& params, const Tensor& z, cudaStream_t stream) {
+  const unsigned batch = grid_of(params.monitor.batch, "picard_step");
+  const unsigned blocks = blocks_per_sample(batch, params.dim, z.get_device_index());
+  constexpr int kWidth = kThreads * N;  // elements that a block loads at once
+  if (blocks > 1) {
+    const int64_t snapshots = batch * sizeof(Snapshot<T>), partials = int64_t(batch) * blocks * kSums * sizeof(T);
+    const Tensor memory = workspace(z, snapshots + partials);
+    char* at = static_cast<char*>(memory.mutable_data_ptr());
+    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), reinterpret_cast<T*>(at + snapshots)};
+    picard_sums_kernel<T, N><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
+    picard_apply_kernel<T, N><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
+  } else if (params.dim <= kWidth) {
+    picard_kernel<T, N, 1><<<batch, kThreads, 0, stream>>>(params);
+  } else if (params.dim <= 4 * kWidth) {
+    picard_kernel<T, N, 4><<<batch, kThreads, 0, stream>>>(params);
+  } else if (params.dim <= 8 * kWidth) {
+    picard_kernel<T, N, 8><<<batch, kThreads, 0, stream>>>(params);
   } else {
-    picard_kernel<T, 1><<<grid, kThreads, 0, stream>>>(params);
+    picard_long_kernel<T, N><<<batch, kThreads, 0, stream>>>(params);
   }
   check_launch("picard_step");
 }
 
 void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                  Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {
-  const Checker checker{"picard_step", z};
-  checker.check_state(fz, best, status, iterations, residual, gain, active);
-  if (z.size(0) == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
-  dispatch_state(z.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    launch(PicardParams<T>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(), z.size(1),
-                           monitor_of<T>(status, iterations, residual, gain, active),
-                           {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last},
-                           static_cast<T>(damping)},
-           current_stream(z));
-  });
+  with_picard_params(z, fz, best, status, iterations, residual, gain, active, k, last, tol, absolute, stall_floor,
+                     damping, [&](const auto& params) {
+                       using T = std::remove_pointer_t<decltype(params.z)>;
+                       if (params.monitor.batch == 0) return;
+                       const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+                       constexpr int N = 16 / sizeof(T);
+                       const cudaStream_t stream = current_stream(z);
+                       if (aligned<N>(params.dim, params.z, params.fz, params.best)) {
+                         launch<T, N>(params, z, stream);
+                       } else {
+                         launch<T, 1>(params, z, stream);
+                       }
+                     });
 }
 
 }  // namespace

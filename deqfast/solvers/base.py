@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class State:
     gain: Tensor
     active: Tensor
     stall_floor: float
+    trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, where asked for
 
     @classmethod
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
@@ -68,6 +69,21 @@ class State:
             stall_floor=0.0,
             **more,
         )
+
+    def restart(self, z: Tensor) -> None:
+        """As if started from `z` (B, D), in the same memory."""
+        self.z.copy_(z)
+        self.best.copy_(z)
+        self.status.zero_()
+        self.iterations.zero_()
+        self.residual.fill_(math.inf)
+        self.gain.fill_(math.inf)
+        self.active.fill_(z.shape[0])
+
+    def copy_of_results(self) -> State:
+        """The state with its results in memory of their own, for a caller who will keep them."""
+        results = ("best", "status", "iterations", "residual")
+        return replace(self, **{name: getattr(self, name).clone() for name in results})
 
     def monitor(self) -> tuple[Tensor, ...]:
         return self.best, self.status, self.iterations, self.residual, self.gain, self.active

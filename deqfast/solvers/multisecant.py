@@ -7,7 +7,7 @@ differences of g. Broyden's product of rank-one updates in this form: Byrd, Noce
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,12 +21,16 @@ HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 @dataclass
 class MultisecantState(State):
-    f_prev: Tensor  # f at the previous iterate
-    left: Tensor
-    df: Tensor
-    gram: Tensor
+    f_prev: Tensor = field(kw_only=True)  # f at the previous iterate
+    left: Tensor = field(kw_only=True)
+    df: Tensor = field(kw_only=True)
+    gram: Tensor = field(kw_only=True)
     raw: Tensor | None = None  # what f returned last, held so that its memory is not handed out again
     reuses_buffer: bool = False  # f writes all its values to one buffer
+
+    def restart(self, z: Tensor) -> None:
+        super().restart(z)
+        self.raw, self.reuses_buffer = None, False
 
     def keep(self, fz: Tensor, k: int) -> None:
         """Keep f's value for the next step: without a copy, unless f overwrites it."""

@@ -106,6 +106,35 @@ class TestMultisecant:
         check_step(step_of(Case(method)), befallen(method, absolute=absolute, last=last))
 
 
+class TestSeveralBlocksPerSample:
+    """On a GPU that the samples do not fill."""
+
+    @pytest.fixture(autouse=True)
+    def large_gpu(self):
+        emulate.set_device(processors=132, shared_memory=227 * 1024)
+        yield
+        emulate.set_device(processors=4, shared_memory=99 * 1024)
+
+    @pytest.mark.parametrize("size", [8192, 12305])
+    @pytest.mark.parametrize("method", [None, *METHODS])
+    @every_dtype
+    def test_run(self, method, size, dtype):
+        if method is None and "history" in dtype:
+            pytest.skip("picard_step has no history")
+        case = Case(method, batch=2, size=size, history=2, k=3, damping=0.7, beta=0.8, **DTYPES[dtype])
+        before = emulate.launches()
+        check_run(step_of(case), case)
+        assert emulate.launches() - before == 2 * (case.k + 1)
+
+    @pytest.mark.parametrize("method", [None, *METHODS])
+    @pytest.mark.parametrize("last", [False, True])
+    def test_what_can_befall_a_sample(self, method, last, order):
+        case = replace(befallen(method, last=last), size=8192)
+        before = emulate.launches()
+        check_step(step_of(case), case)
+        assert emulate.launches() - before == 2
+
+
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_the_bits_depend_on_nothing_but_the_sample(method):
     """Neither on the order of the threads nor on the batch mates."""

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the fully connected cell, run by an emulation on the CPU, against the reference; see emulate.py."""
+"""The CUDA kernels of the fully connected cell, run by an emulation on the CPU, against the reference."""
 
 from __future__ import annotations
 

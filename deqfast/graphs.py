@@ -1,0 +1,215 @@
+"""Forward solves as CUDA graphs: f and the steps of the solver are captured once and replayed without Python.
+
+A graph holds `check_every` iterations; the host replays one after the other and looks at the count of running samples
+one graph late. With "whole" all of them stand in one graph, each behind a condition that the device evaluates, and the
+host does not look at all. (The iterations are conditional one by one, not a while loop, because the number of an
+iteration is an argument of its kernels.)
+
+What a graph replays is fixed when it is captured: the memory of parameters and inputs, the kernels, every choice that
+Python made. Inputs are therefore copied into memory of the graph's, and a solve is captured anew when shapes, dtypes,
+parameters' memory, training flags, solver or autocast change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .ops import choose_kernel
+from .packing import Packing
+from .solution import Solution
+from .solve import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, watch_of
+from .solvers import Solver
+from .solvers.base import State
+
+# Each holds the memory of a solve. A training run needs two or three: batches, the last batch, evaluation.
+MAX_GRAPHS = 8
+DEVICE = "cuda"  # what has graphs
+
+
+class Graphs:
+    """The captured solves of one cell.
+
+    mode: True (a graph per `check_every` iterations) or "whole". Raises ValueError for another mode, and for a cell
+    with ``begin_solve`` methods, whose effect a replay would not repeat; RuntimeError for "whole" where torch cannot.
+    """
+
+    def __init__(self, cell: Callable[[Any, Any], Any], mode: bool | str):
+        if mode not in (True, "whole"):
+            raise ValueError(f"cuda_graph must be False, True or 'whole', got {mode!r}")
+        self.cell, self.whole = cell, mode == "whole"
+        if self.whole and not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
+            raise RuntimeError(f"cuda_graph='whole' needs a torch with conditional nodes, got {torch.__version__}")
+        for name, module in cell.named_modules() if isinstance(cell, nn.Module) else ():
+            if hasattr(module, "begin_solve"):
+                raise ValueError(
+                    f"cuda_graph cannot be used with a cell whose {name or 'own'} {type(module).__name__}.begin_solve "
+                    "prepares every solve in Python: a replay would not run it"
+                )
+        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+
+    def solve(self, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
+        """As ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
+        packing = Packing(z0)
+        if packing.device.type != DEVICE:
+            raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
+        with torch.no_grad():
+            start = finite_rows(packing, z0)
+            key = self._key(x, packing, solver, kernel, check_every)
+            if key not in self._captured:
+                while len(self._captured) >= MAX_GRAPHS:
+                    self._captured.popitem(last=False)
+                self._captured[key] = Captured.of(
+                    self.cell, x, packing, start, solver, kernel, check_every or CHECK_EVERY_ON_GPU, self.whole
+                )
+            self._captured.move_to_end(key)
+            return self._captured[key].replay(x, start)
+
+    def _key(self, x: Any, packing: Packing, solver: Solver, kernel: str, check_every: int | None) -> Any:
+        leaves, spec = pytree.tree_flatten(x)
+        inputs = tuple(_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        modules = list(self.cell.modules()) if isinstance(self.cell, nn.Module) else []
+        tensors = [*self.cell.parameters(), *self.cell.buffers()] if isinstance(self.cell, nn.Module) else []
+        autocast = torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE)
+        return (
+            *(str(spec), inputs, packing.signature(), solver, kernel, check_every, autocast),
+            *(tuple(module.training for module in modules), tuple(tensor.data_ptr() for tensor in tensors)),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graphs, which live on one device in one process."""
+        return {**self.__dict__, "_captured": OrderedDict()}
+
+
+@dataclass
+class Captured:
+    """A captured solve and the memory it works in."""
+
+    packing: Packing
+    solver: Solver
+    state: State
+    start: Tensor  # (B, D), where replays find their z0
+    inputs: list[Any]  # the leaves of x, where f finds them
+    check_every: int
+    whole: bool  # one graph for all iterations, instead of one per `check_every`
+    graphs: list[Any]
+
+    @classmethod
+    def of(
+        cls,
+        cell: Callable[[Any, Any], Any],
+        x: Any,
+        packing: Packing,
+        start: Tensor,
+        solver: Solver,
+        kernel: str,
+        check_every: int,
+        whole: bool,
+    ) -> Captured:
+        leaves, spec = pytree.tree_flatten(x)
+        inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        fixed_x = pytree.tree_unflatten(inputs, spec)
+        state = solver.init(start.clone(), choose_kernel(kernel, packing.device))
+        run = Run(lambda z: cell(z, fixed_x), packing, solver, state, Whole())
+        captured = cls(packing, solver, state, start.clone(), inputs, check_every, whole, [])
+        # Casts that autocast keeps from before would be those of old parameters.
+        dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
+        with torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False):
+            try:
+                _warm_up(run, start)
+                captured._capture(run)
+            except RuntimeError as error:
+                raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
+        return captured
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        last = self.solver.max_iter
+        return [(first, min(first + self.check_every, last)) for first in range(0, last, self.check_every)]
+
+    def _capture(self, run: Run) -> None:
+        pool = new_pool()
+
+        def chunk(first: int, until: int) -> None:
+            if first == 0:
+                self.state.restart(self.start)
+            run.advance(first, until)
+
+        def everything() -> None:
+            first_chunk, *others = self._chunks()
+            chunk(*first_chunk)
+            for bounds in others:
+                if_running(self.state.active, functools.partial(chunk, *bounds))
+
+        parts = [everything] if self.whole else [functools.partial(chunk, *bounds) for bounds in self._chunks()]
+        self.graphs = [capture(part, pool) for part in parts]
+
+    def replay(self, x: Any, start: Tensor) -> Solution:
+        """The solve from `start` with the values of x."""
+        for fixed, leaf in zip(self.inputs, pytree.tree_leaves(x), strict=True):
+            if isinstance(fixed, Tensor):
+                fixed.copy_(leaf)
+        self.start.copy_(start)
+        if self.whole:
+            self.graphs[0].replay()
+            evaluations = self._evaluations()
+        else:
+            watch = watch_of(self.state.active)
+            evaluations = iterate(self._replay_chunk, self.solver.max_iter, watch, self.check_every)
+        state = self.state.copy_of_results()
+        return solution_of(self.packing, self.solver, state, evaluations, evaluations * self.packing.batch)
+
+    def _replay_chunk(self, first: int, until: int) -> None:
+        self.graphs[first // self.check_every].replay()
+
+    def _evaluations(self) -> int:
+        """Calls of f that a graph of all iterations has made, told by how far the slowest sample came."""
+        furthest = int(self.state.iterations.max())
+        return min(-(-furthest // self.check_every) * self.check_every, self.solver.max_iter)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _warm_up(run: Run, start: Tensor) -> None:
+    """All iterations, aside: what compiles, loads or allocates at its first use does so now."""
+    aside(functools.partial(run.advance, 0, run.solver.max_iter))
+    run.state.restart(start)
+
+
+def aside(work: Callable[[], None]) -> None:
+    """Run `work` on a stream of its own, as must precede a capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def new_pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(work: Callable[[], None], pool: Any) -> Any:
+    """What `work` queues, as a graph whose temporary memory lies in `pool`."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        work()
+    return graph
+
+
+def if_running(active: Tensor, work: Callable[[], None]) -> None:
+    """Capture `work` to run only if samples are running then."""
+    graph: Any = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+    graph.begin_capture_to_if_node((active > 0).squeeze())
+    try:
+        work()
+    finally:
+        graph.end_capture_to_conditional_node()

@@ -1,0 +1,135 @@
+"""Samples that are done leave f's batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import deqfast
+from deqfast import solve
+from deqfast.testing import SOLVERS
+
+RATES = [0.1, 0.2, 0.3, 0.5, 0.7, 0.9]
+some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
+
+
+class Spread:
+    """f(z) = rate z + c sample by sample, elementwise: the samples need very different numbers of iterations."""
+
+    def __init__(self, device="cpu", dim=16):
+        self.rate = torch.tensor(RATES, device=device)[:, None]
+        self.wave = torch.linspace(0.5, 1, dim, device=device)
+        self.sizes = []
+
+    def __call__(self, z, rows=None):
+        self.sizes.append(len(z))
+        rate = self.rate if rows is None else self.rate[rows]
+        assert len(rate) == len(z)
+        return rate * self.wave * torch.cos(z) + 1
+
+
+def start(device="cpu"):
+    return torch.zeros(len(RATES), 16, device=device)
+
+
+def assert_same(actual, expected):
+    for name in ("value", "status", "iterations", "residual_rel", "residual_abs"):
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+
+
+@some_solvers
+def test_the_answer_is_the_same_with_less_work(name, kernel, device):
+    solver = SOLVERS[name](tol=1e-5)
+    whole, compact = Spread(device), Spread(device)
+    expected = solve(whole, start(device), solver, kernel)
+    actual = solve(compact, start(device), solver, kernel, compact=True)
+    assert_same(actual, expected)
+    assert actual.evaluations == expected.evaluations
+    assert expected.sample_evaluations == sum(whole.sizes) == expected.evaluations * len(RATES)
+    assert actual.sample_evaluations == sum(compact.sizes) < 0.9 * expected.sample_evaluations
+    assert compact.sizes == sorted(compact.sizes, reverse=True) and len(set(compact.sizes)) > 1
+
+
+def test_samples_that_break_down_leave_too(kernel, device):
+    class Breaking(Spread):
+        def __call__(self, z, rows=None):
+            value = super().__call__(z, rows)
+            broken = torch.arange(len(RATES), device=z.device) < 3
+            mask = broken if rows is None else broken[rows]
+            return torch.where(mask[:, None], torch.nan, value)
+
+    f = Breaking(device)
+    solution = solve(f, start(device), deqfast.Anderson(tol=1e-5), kernel, compact=True)
+    assert solution.status.tolist() == [2, 2, 2, 1, 1, 1]
+    assert f.sizes[-1] <= 3
+    assert torch.equal(solution.value[:3], start(device)[:3])
+
+
+def test_an_order_of_memory_and_a_structure(kernel, device):
+    """f gets the rows as it gets the batch: shape, dtype, memory order, structure."""
+    seen = []
+
+    def f(z, rows):
+        seen.append((z["a"].is_contiguous(memory_format=torch.channels_last), z["b"].dtype, len(z["a"])))
+        rate = torch.tensor(RATES, device=device) if rows is None else torch.tensor(RATES, device=device)[rows]
+        return {"a": rate[:, None, None, None] * torch.cos(z["a"]), "b": 0.1 * rate[:, None].double() * z["b"] + 1}
+
+    z0 = {
+        "a": torch.zeros(6, 4, 3, 2, device=device).contiguous(memory_format=torch.channels_last),
+        "b": torch.zeros(6, 2, dtype=torch.float64, device=device),
+    }
+    compact = solve(f, z0, deqfast.Picard(tol=1e-6, max_iter=60), kernel, compact=True)
+    assert all(order and dtype == torch.float64 for order, dtype, _ in seen)
+    assert seen[-1][2] < 6
+    whole = solve(lambda z: f(z, None), z0, deqfast.Picard(tol=1e-6, max_iter=60), kernel)
+    assert torch.equal(compact.value["a"], whole.value["a"]) and torch.equal(compact.value["b"], whole.value["b"])
+
+
+def test_a_wrong_shape_is_told_with_the_rows_f_was_given():
+    def f(z, rows):
+        return Spread()(z, rows) if rows is None else torch.zeros(len(RATES), 16)
+
+    with pytest.raises(ValueError, match=r"f must return the shape of its argument, \(\d, 16\), got \(6, 16\)"):
+        solve(f, start(), deqfast.Picard(tol=1e-5), compact=True)
+
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.sizes = []
+
+    def forward(self, z, x):
+        self.sizes.append(len(z))
+        return self.scale * x["rate"] * torch.cos(z) + x["shift"]
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom"])
+def test_in_a_block_x_is_taken_row_by_row(adjoint):
+    x = {"rate": torch.tensor(RATES)[:, None], "shift": torch.ones(1), "note": "kept"}
+    results = []
+    for compact in (False, True):
+        block = deqfast.DEQBlock(Cell(), deqfast.Anderson(tol=1e-5), adjoint, compact=compact)
+        z, solution = block(x, torch.zeros(6, 16), return_solution=True)
+        z.square().sum().backward()
+        results.append((z, block.cell.scale.grad, solution, block.cell.sizes))
+    (z, grad, whole, _), (compact_z, compact_grad, solution, sizes) = results
+    assert torch.equal(z, compact_z) and torch.equal(grad, compact_grad)
+    assert solution.sample_evaluations < whole.sample_evaluations
+    assert sizes[-1] == 6  # the gradient's evaluation holds all samples
+
+
+def test_residuals_are_traced():
+    f = Spread()
+    solution = solve(f, start(), deqfast.Anderson(tol=1e-5), trace=True)
+    assert solution.trace.shape == (solution.evaluations, len(RATES))
+    assert torch.equal(solution.trace[-1], solution.residual)
+    assert bool((solution.trace.diff(dim=0) <= 0).all())
+    z = start()
+    first = f(z)
+    torch.testing.assert_close(solution.trace[0], (first - z).norm(dim=1) / first.norm(dim=1))
+    absolute = solve(f, start(), deqfast.Anderson(tol=1e-5, stop="abs"), trace=True)
+    assert torch.equal(absolute.trace[-1], absolute.residual_abs)
+    assert solve(f, start(), deqfast.Anderson(tol=1e-5)).trace is None
+    assert solve(f, start(), deqfast.Anderson(tol=1e-5), trace=True, check_every=7).trace.shape[0] == 14

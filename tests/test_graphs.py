@@ -1,0 +1,272 @@
+"""Captured solves. Without a GPU a graph is a recording of torch operations, which a replay repeats on their memory."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deqfast
+from deqfast import graphs
+from deqfast.testing import SOLVERS
+
+GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+DEVICE = "cuda" if GPU else "cpu"
+some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
+
+
+class Recording(TorchDispatchMode):
+    """A graph: the operations of a capture, with the memory of their arguments and results."""
+
+    capturing: list[Recording] = []
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        results = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, results))
+        return results
+
+    def replay(self):
+        for func, args, kwargs, results in self.calls:
+            again = pytree.tree_leaves(func(*args, **kwargs))
+            for held, new in zip(pytree.tree_leaves(results), again, strict=True):
+                if isinstance(held, torch.Tensor) and held.data_ptr() != new.data_ptr():
+                    held.copy_(new)
+
+
+class Condition:
+    def __init__(self, active, graph):
+        self.active, self.graph = active, graph
+
+    def __call__(self):
+        if int(self.active) > 0:
+            self.graph.replay()
+
+
+def record(work, pool):
+    graph = Recording()
+    with graph:
+        Recording.capturing.append(graph)
+        work()
+        Recording.capturing.pop()
+    return graph
+
+
+def record_condition(active, work):
+    with torch.utils._python_dispatch._disable_current_modes():
+        body = record(work, None)
+    Recording.capturing[-1].calls.append((Condition(active, body), (), {}, None))
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    """Graphs that are recorded, where there is no GPU."""
+    if GPU:
+        return
+    monkeypatch.setattr(graphs, "DEVICE", "cpu")
+    monkeypatch.setattr(graphs, "capture", record)
+    monkeypatch.setattr(graphs, "if_running", record_condition)
+    monkeypatch.setattr(graphs, "aside", lambda work: work())
+    monkeypatch.setattr(graphs, "new_pool", lambda: None)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
+
+
+@pytest.fixture(params=[True, "whole"])
+def mode(request):
+    if GPU and request.param == "whole" and not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
+        pytest.skip("this torch has no conditional graph nodes")
+    return request.param
+
+
+class LoopedCell(deqfast.FCCell):
+    """Takes the ordinary loop under every solver."""
+
+    def fixed_point(self, *arguments):
+        return None
+
+
+def blocks(solver, mode, **options):
+    """The same block, captured and not."""
+    torch.manual_seed(0)
+    cell = LoopedCell(5, 12).to(DEVICE)
+    return deqfast.DEQBlock(cell, solver, cuda_graph=mode, **options), deqfast.DEQBlock(cell, solver, **options)
+
+
+def inputs(batch=4, seed=0):
+    return torch.randn(batch, 5, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def assert_same(actual, expected):
+    for name in ("value", "status", "iterations", "residual", "residual_rel", "residual_abs"):
+        a, e = getattr(actual, name), getattr(expected, name)
+        assert torch.equal(a, e), name
+
+
+@some_solvers
+@pytest.mark.parametrize("check_every", [1, 3])
+def test_the_solution_is_that_of_the_loop(name, check_every, mode):
+    graphed, plain = blocks(SOLVERS[name](tol=1e-4), mode, check_every=check_every)
+    for seed in range(3):
+        solutions = [block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain)]
+        assert_same(*solutions)
+        if not GPU:
+            assert solutions[0].evaluations == solutions[1].evaluations
+        assert solutions[0].sample_evaluations == 4 * solutions[0].evaluations
+    assert len(graphed.graphs._captured) == 1
+
+
+def test_a_given_z0_is_taken(mode):
+    graphed, plain = blocks("anderson", mode)
+    z0 = torch.randn(4, 12, device=DEVICE)
+    for start in (z0, 2 * z0):
+        assert_same(graphed(inputs(), start, return_solution=True)[1], plain(inputs(), start, return_solution=True)[1])
+
+
+def test_results_outlive_the_next_call(mode):
+    graphed, plain = blocks("broyden", mode)
+    z, first = graphed(inputs(), return_solution=True)
+    graphed(inputs(seed=1))
+    assert_same(first, plain(inputs(), return_solution=True)[1])
+    assert torch.equal(z, plain(inputs()))
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
+def test_gradients_are_those_of_the_loop(adjoint, mode):
+    grads = []
+    for block in blocks("broyden", mode, adjoint=adjoint):
+        x = inputs().requires_grad_()
+        block(x).square().sum().backward()
+        grads.append([x.grad, *(p.grad.clone() for p in block.cell.parameters())])
+        block.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_training_step_in_place_is_seen(mode):
+    graphed, plain = blocks("anderson", mode)
+    before = graphed(inputs())
+    with torch.no_grad():
+        graphed.cell.weight.mul_(0.5)
+    assert torch.equal(graphed(inputs()), plain(inputs())) and not torch.equal(graphed(inputs()), before)
+    assert len(graphed.graphs._captured) == 1
+
+
+def test_what_a_graph_cannot_know_is_captured_anew(mode):
+    graphed, plain = blocks("anderson", mode)
+    x = inputs()
+    graphed(x)
+    for change in (
+        lambda: setattr(graphed.cell, "weight", nn.Parameter(0.5 * graphed.cell.weight.detach())),
+        lambda: graphed.eval(),
+        lambda: setattr(graphed, "solver", deqfast.Anderson(tol=1e-5)),
+    ):
+        count = len(graphed.graphs._captured)
+        change()
+        plain.solver = graphed.solver
+        assert torch.equal(graphed(x), plain(x))
+        assert len(graphed.graphs._captured) == count + 1
+    assert torch.equal(graphed(inputs(batch=3)), plain(inputs(batch=3)))
+    assert torch.equal(graphed(x), plain(x))
+    assert len(graphed.graphs._captured) == count + 2
+
+
+def test_the_number_of_graphs_is_bounded():
+    graphed, plain = blocks("picard", True)
+    for batch in range(1, graphs.MAX_GRAPHS + 3):
+        graphed(inputs(batch=batch))
+    assert len(graphed.graphs._captured) == graphs.MAX_GRAPHS
+    assert torch.equal(graphed(inputs(batch=1)), plain(inputs(batch=1)))
+
+
+def test_autocast_is_part_of_the_graph(mode):
+    graphed, plain = blocks("anderson", mode)
+    graphed(inputs())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for seed in (0, 1):
+            actual, expected = (block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain))
+            assert_same(actual, expected)
+    assert len(graphed.graphs._captured) == 2
+
+
+def test_a_sample_that_is_not_finite(mode):
+    graphed, plain = blocks("broyden", mode)
+    graphed(inputs())
+    x = inputs()
+    x[1] = torch.nan
+    solutions = [block(x, return_solution=True)[1] for block in (graphed, plain)]
+    assert solutions[0].status[1] == deqfast.Status.NONFINITE
+    assert_same(*solutions)
+
+
+def test_inputs_may_be_a_pytree():
+    class Cell(nn.Module):
+        def forward(self, z, x):
+            return 0.5 * torch.tanh(z + x["a"]) + x["scale"]
+
+    for x in ({"a": inputs(), "scale": 0.1}, {"a": inputs(seed=1), "scale": 0.1}, {"a": inputs(), "scale": 0.2}):
+        graphed, plain = (deqfast.DEQBlock(Cell(), init=lambda x: x["a"], cuda_graph=mode) for mode in (True, False))
+        assert torch.equal(graphed(x), plain(x))
+
+
+def test_a_cell_that_waits_for_the_host_cannot_be_captured():
+    def cell(z, x):
+        return 0.5 * z if float(z.sum()) > 1e9 else 0.4 * z + x
+
+    with pytest.raises(RuntimeError, match="cuda_graph: the solve cannot be captured: .*captur"):
+        deqfast.DEQBlock(cell, cuda_graph=True)(inputs())
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_it_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(graphs, "DEVICE", "cuda")
+    with pytest.raises(RuntimeError, match="cuda_graph needs tensors on a cuda device, got cpu"):
+        deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True)(inputs())
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="cuda_graph must be False, True or 'whole', got 'all'"):
+        deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="all")
+    for option in ("compact", "trace"):
+        with pytest.raises(ValueError, match="cannot be combined with compact or trace"):
+            deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True, **{option: True})
+
+
+def test_a_cell_that_prepares_solves_in_python():
+    class Masked(nn.Module):
+        def begin_solve(self):
+            self.mask = torch.rand(5) > 0.5
+
+        def forward(self, z, x):
+            return self.mask * z + x
+
+    with pytest.raises(ValueError, match=r"Masked.begin_solve prepares every solve in Python"):
+        deqfast.DEQBlock(nn.Sequential(Masked())[0], cuda_graph=True)
+
+
+def test_whole_needs_conditional_nodes(monkeypatch):
+    monkeypatch.delattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", raising=False)
+    if hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
+        pytest.skip("this torch has them")
+    with pytest.raises(RuntimeError, match="needs a torch with conditional nodes"):
+        deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="whole")
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
+def test_copies_capture_for_themselves(duplicate):
+    graphed, plain = blocks("anderson", True)
+    graphed(inputs())
+    other = duplicate(graphed)
+    assert not other.graphs._captured and len(graphed.graphs._captured) == 1
+    with torch.no_grad():
+        other.cell.weight.zero_()
+    assert torch.equal(graphed(inputs()), plain(inputs())) and not torch.equal(other(inputs()), plain(inputs()))

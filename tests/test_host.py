@@ -1,0 +1,174 @@
+"""What a solve asks of the host: operations and launches per step, and waits for the device, counted."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from types import SimpleNamespace
+
+import emulate
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deqfast
+from deqfast.solve import LateWatch
+from deqfast.testing import SOLVERS
+
+solve_module = sys.modules["deqfast.solve"]  # the package has a function of that name
+STEPS = ("picard_step", "multisecant_step")
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+
+
+class Trace(TorchDispatchMode):
+    """The names of the operations that ran, "f" standing for all of those in f."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.inside_f = [], False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.inside_f:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+    def wrap(self, f):
+        def traced(z):
+            self.names.append("f")
+            self.inside_f = True
+            value = f(z)
+            self.inside_f = False
+            return value
+
+        return traced
+
+    def steps(self):
+        """The operations after each call of f."""
+        text = "|".join(self.names).split("|f|")[1:]
+        return [[name for name in part.split("|") if name] for part in text]
+
+
+def slow(z):
+    """A map that no solver is done with in 20 evaluations at a tolerance of 1e-30."""
+    return torch.linspace(-0.95, 0.97, z.shape[1], device=z.device) * z + 1
+
+
+VIEWS = ("aten::view", "aten::permute")
+LOOK = "aten::_local_scalar_dense"
+
+
+@every_solver
+@pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
+def test_a_step_is_one_operation(name, kernel, device):
+    """Beside f, between two looks: one op; in the first step also a copy, in case f reuses its buffer."""
+    solver = SOLVERS[name](tol=1e-30, max_iter=12)
+    with Trace() as trace:
+        deqfast.solve(trace.wrap(slow), torch.zeros(2, 16, device=device), solver, kernel, check_every=100)
+    steps = [[op for op in step if op not in VIEWS] for step in trace.steps()]
+    assert len(steps) == 12
+    op = ("picard_step" if name == "picard" else "multisecant_step") + ("_triton" if kernel == "triton" else "")
+    first_copy = [] if name == "picard" else ["aten::clone"]
+    assert steps[0] == [f"deqfast::{op}", *first_copy]
+    # Behind the last step the results are read.
+    assert all(step == [f"deqfast::{op}"] for step in steps[1:-1]) and steps[-1][0] == f"deqfast::{op}"
+
+
+@every_solver
+@pytest.mark.parametrize("check_every", [1, 2, 7])
+def test_waits_of_a_solve_on_the_cpu(name, check_every):
+    """One for z0, one per look."""
+    with Trace() as trace:
+        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](tol=1e-30), "cpp", check_every)
+    waits = trace.names.count(LOOK)
+    assert waits <= 1 + solution.evaluations / check_every
+
+
+class FakeEvent:
+    """An event of a device that has always arrived."""
+
+    waits = 0
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        FakeEvent.waits += 1
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Solves on the CPU look at the count as they do on a GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(solve_module, "watch_of", LateWatch)
+    FakeEvent.waits = 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts events that a GPU would have")
+@every_solver
+@pytest.mark.parametrize("check_every", [1, 2, 7])
+def test_a_late_look_never_waits_for_the_step_before_it(name, check_every, late):
+    f, z0, solver = (lambda z: 0.5 * z + 1), torch.zeros(2, 16), SOLVERS[name](tol=1e-3)
+    with Trace() as trace:
+        solution = deqfast.solve(f, z0, solver, "cpp", check_every)
+    needed = max(solution.iterations.tolist())
+    assert solution.evaluations == min(20, (math.ceil(needed / check_every) + 1) * check_every)
+    assert trace.names.count(LOOK) == 1  # z0 is finite
+    looks = math.ceil(solution.evaluations / check_every)
+    assert FakeEvent.waits <= looks - 1
+    assert bool(solution.converged.all())
+
+
+def kernels_of_a_step(monkeypatch, solver, kernel) -> list[int]:
+    """Launches of each step of a solve by the Triton kernels."""
+    from triton.runtime import interpreter
+
+    count, launched = [], []
+    call = interpreter.GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        launched.append(self)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+
+    def f(z):
+        count.append(len(launched))
+        return slow(z)
+
+    deqfast.solve(f, torch.zeros(1, 16), solver, kernel)
+    return [after - before for before, after in zip(count, [*count[1:], len(launched)], strict=True)]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counts launches of the interpreter")
+@every_solver
+def test_launches_of_the_triton_kernels(name, monkeypatch):
+    launches = kernels_of_a_step(monkeypatch, SOLVERS[name](tol=1e-30, max_iter=12), "triton")
+    if name == "picard":
+        assert set(launches) == {1}
+        return
+    for k, launched in enumerate(launches):
+        window = min(k, 6 if name.startswith("anderson") else 12)
+        assert launched <= (2 if window <= 8 else 3), (k, launches)
+
+
+@pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
+@every_solver
+@pytest.mark.parametrize("batch", [1, 4])
+def test_launches_of_the_cuda_kernels(name, batch, monkeypatch):
+    """One, or two where several blocks share a sample."""
+    for op in STEPS:
+        emulate.load(op)
+    emulated = SimpleNamespace(
+        name="cuda", max_history=32, op=lambda op: getattr(torch.ops.deqfast_emulated, op)
+    )
+    monkeypatch.setattr(solve_module, "choose_kernel", lambda kernel, device: emulated)
+    before, z0 = emulate.launches(), torch.zeros(batch, 8192)
+    solution = deqfast.solve(slow, z0, SOLVERS[name](tol=1e-30, max_iter=5))
+    per_step = 2 if batch == 1 else 1
+    assert emulate.launches() - before == per_step * solution.evaluations
+    monkeypatch.undo()
+    expected = deqfast.solve(slow, z0, SOLVERS[name](tol=1e-30, max_iter=5), "cpp")
+    torch.testing.assert_close(solution.value, expected.value)
+    assert torch.equal(solution.iterations, expected.iterations)
