@@ -129,6 +129,7 @@ __device__ void load_weight(const FcParams<T, H>& p, const Slice<T, H>& s) {
 template <class T, class H, int Rows>
 __device__ void multiply(const FcParams<T, H>& p, const Slice<T, H>& s, int column, bool taken,
                          T (&sums)[Rows][kQuad]) {
+  constexpr int unrolled = Rows <= 4 ? 4 : 2;  // loads under way
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes = p.plan.lanes, groups = 32 / lanes;
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
@@ -136,7 +137,7 @@ __device__ void multiply(const FcParams<T, H>& p, const Slice<T, H>& s, int colu
     for (int i = 0; i < kQuad; ++i) sums[r][i] = T(0);
   }
   if (taken) {
-#pragma unroll 2
+#pragma unroll unrolled
     for (int k = warp * groups + lane / lanes; k < p.dim; k += kWarps * groups) {
       const auto w = load<H, kQuad>(s.weight + k * p.plan.columns + column);
       const auto z = load<T, Rows>(s.z + k * Rows);
@@ -323,7 +324,7 @@ __device__ void solve_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Record
 }
 
 template <class T, class H, int Rows>
-__global__ void __launch_bounds__(kThreads) fc_kernel(const FcParams<T, H> p) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 2) fc_kernel(const FcParams<T, H> p) {
   extern __shared__ __align__(64) unsigned char memory[];
   __shared__ Records<T, Rows> records;
   const int rank = blockIdx.x % p.plan.team, first = rank * p.plan.columns;
