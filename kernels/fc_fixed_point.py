@@ -98,6 +98,7 @@ def _fc_fixed_point_kernel(
     b_c = tl.load(p_c + o, mask=m, other=0.0)  # [ROWS, DP]
     b_z = tl.load(p_z0 + o, mask=m, other=0.0)
     tl.store(p_value + o, b_z, mask=m)
+    tl.debug_barrier()  # other threads may store the iterates that are better
     tiny, largest = tiny_and_max(tl.float32)
     bound = scalar(tol, tl.float32)
     floor = scalar(stall_floor, tl.float32)

@@ -308,7 +308,6 @@ __device__ void solve_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Record
       gather_norms<T, Rows>(parts, p.plan.team, records);
       next = shared_f;
     }
-    __syncwarp();
     const bool advance = judge_tile<T, Rows>(records, rule);
     keep_best(p, s, records, row);
     if (!advance) {
