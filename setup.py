@@ -13,7 +13,7 @@ from pathlib import Path
 from setuptools import setup
 
 MODE = os.environ.get("DEQFAST_BUILD", "auto")
-OPS = ("picard_step", "multisecant_step", "fc_fixed_point", "fc_vjp")
+OPS = ("picard_step", "multisecant_step", "norm_act", "norm_act_residual", "fc_fixed_point", "fc_vjp")
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import reference
+from . import fused, reference
 from .fc import solve_cell
-from .ops import ACTIVATIONS
+from .ops import ACTIVATIONS, Kernel, check_kernel_name, choose_kernel
+from .ops.norm_act import DTYPES
 from .solution import Solution
 from .solvers import Solver
 from .solvers.base import check_choice, check_count
@@ -155,17 +157,25 @@ class ResidualCell(nn.Module):
     normalisation N3 there is no fixed point: the norm of z would grow for ever.
 
     norm: "group" (GroupNorm with `groups` groups) or "batch" (``FrozenStatisticsBatchNorm2d``).
+
+    kernel: of what surrounds the convolutions, as in ``DEQBlock``; "torch" calls the plain modules, the others compute
+    relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They exist for norm="group" and float32, bfloat16 and
+    float64; for anything else "auto" is "torch". The kernels of a GPU convert to channels_last what is not, so give
+    them z and x in it. Hooks of the normalisations are called by "torch" alone.
     """
 
-    def __init__(self, channels: int, groups: int = 8, norm: str = "group"):
+    def __init__(self, channels: int, groups: int = 8, norm: str = "group", kernel: str = "auto"):
         super().__init__()
         check_count("channels", channels)
         check_choice("norm", norm, ("group", "batch"))
         check_count("groups", groups)
         if norm == "group" and channels % groups:
             raise ValueError(f"groups must divide channels ({channels}), got {groups}")
+        if norm == "batch" and check_kernel_name(kernel) not in ("auto", "torch"):
+            raise ValueError(f"kernel must be 'auto' or 'torch' with norm='batch', got {kernel!r}")
+        self.kernel = check_kernel_name(kernel)
 
-        def normalisation() -> nn.Module:
+        def normalisation() -> Any:
             return nn.GroupNorm(groups, channels) if norm == "group" else FrozenStatisticsBatchNorm2d(channels)
 
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -177,5 +187,16 @@ class ResidualCell(nn.Module):
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         if x.dim() != 4 or x.shape[1] != self.conv1.in_channels:
             raise ValueError(f"x must have shape (B, {self.conv1.in_channels}, H, W), got {tuple(x.shape)}")
-        update = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(z)))) + x)
-        return self.norm3(torch.relu(z + update))
+        y = self.conv1(z)
+        kernel = self._choose_kernel(y)
+        if kernel.name == "torch":
+            return self.norm3(torch.relu(z + self.norm2(self.conv2(torch.relu(self.norm1(y))) + x)))
+        y = self.conv2(fused.norm_act(kernel, y, self.norm1))
+        return fused.norm_act_residual(kernel, y, x, z, self.norm2, self.norm3)
+
+    def _choose_kernel(self, y: Tensor) -> Kernel:
+        served = y.dtype in DTYPES and isinstance(self.norm1, nn.GroupNorm)
+        return choose_kernel(self.kernel if served or self.kernel != "auto" else "torch", y.device)
+
+    def extra_repr(self) -> str:
+        return f"kernel={self.kernel!r}"

@@ -5,12 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
+from .common import ANDERSON_I
+
 MAX_HISTORY = 32
 # Up to this padded window the second sweep solves the window system itself; above, barriers between warps would cost
 # more than one more launch of a single warp.
 MAX_INLINE_WINDOW = 8
 # Samples per program of fc_fixed_point: the fewest that a tensor-core product takes.
 FC_ROWS = 16
+# Above this padded window the second sweep works on tiles, not on a vector per row of the history.
+MAX_VECTOR_WINDOW = 16
+# All that a thread can have. Left alone, ptxas spills a few bytes in hope of more warps.
+MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -19,11 +25,6 @@ class LaunchConfig:
 
     block: int
     num_warps: int
-
-    @property
-    def max_registers(self) -> int:
-        """So many that 16 warps fit an SM. Left alone, ptxas spills a few bytes in hope of more warps."""
-        return min(255, 1024 // self.num_warps)
 
 
 def next_power_of_2(n: int) -> int:
@@ -41,15 +42,26 @@ def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
     return LaunchConfig(block, max(1, block * dtype.itemsize // 512))
 
 
-def sweep_config(size: int, padded: int, dtype: torch.dtype) -> LaunchConfig:
-    """History tiles of 2 KiB per warp, in the state's dtype: up to three accumulators stay in registers.
+def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torch.dtype) -> LaunchConfig:
+    """16 bytes of a row of the history per thread, as long as the dots of all rows stay in registers."""
+    short = history_dtype != dtype
+    warps = 4 if padded > 8 or short else 8
+    width = 8 if short and padded <= 8 else 16 // dtype.itemsize
+    block = min(32 * warps * width, max(32, next_power_of_2(size)))
+    return LaunchConfig(block, max(1, block // (32 * width)))
 
-    Eight warps; four where rows do not all start on 16 bytes, so that single elements are read.
-    """
+
+def tile_config(size: int, padded: int, dtype: torch.dtype) -> LaunchConfig:
+    """A tile of the whole window, 2 KiB per warp in the state's dtype, for windows too long for a vector per row."""
     row = padded * dtype.itemsize
-    tile = 16384 if size % 16 == 0 else 8192
-    block = min(tile // row, max(32, next_power_of_2(size)))
+    block = min(16384 // row, max(32, next_power_of_2(size)))
     return LaunchConfig(block, max(1, block * row // 2048))
+
+
+def rows_at_once(padded: int, method: int, dtype: torch.dtype, history_dtype: torch.dtype) -> int:
+    """Pairs whose dots a sweep holds in registers: two per pair, and three for Anderson I."""
+    wide = method == ANDERSON_I.value and history_dtype != dtype
+    return min(padded, 4 if wide else 8)
 
 
 def solve_config(padded: int) -> LaunchConfig:
@@ -83,3 +95,28 @@ def fc_config(features: int) -> LaunchConfig:
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, which is where triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Pixels and channels of a tile of one group, and warps per program."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+    @property
+    def max_registers(self) -> int:
+        """So many that 16 warps fit an SM, see ``LaunchConfig``."""
+        return 128
+
+
+def norm_config(pixels: int, group_channels: int, dtype: torch.dtype) -> NormConfig:
+    """The whole group where it has at most 32 KiB: then nothing is read twice. Else tiles of 16 KiB.
+
+    8 elements of 4 bytes or 4 of 8 per thread, at most 16 warps. dtype: what is accumulated in.
+    """
+    cols, rows = next_power_of_2(group_channels), next_power_of_2(pixels)
+    row = cols * dtype.itemsize
+    rows = rows if rows * row <= 32768 else max(1, 16384 // row)
+    return NormConfig(rows, cols, min(16, max(1, rows * row // 1024)))

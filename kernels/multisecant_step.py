@@ -11,6 +11,8 @@ z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T; the sc
 float32 or float64, H is T or bfloat16. Everything is computed in T. Windows are walked by age, newest pair first.
 """
 
+# The language of jit functions grows tuples in loops.
+# mypy: disable-error-code="assignment, var-annotated"
 import torch
 import triton
 import triton.language as tl
@@ -20,10 +22,14 @@ from .common import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FL
 from .config import (
     MAX_HISTORY,
     MAX_INLINE_WINDOW,
+    MAX_REGISTERS,
+    MAX_VECTOR_WINDOW,
     device_guard,
     padded_window,
+    rows_at_once,
     solve_config,
     sweep_config,
+    tile_config,
 )
 from .picard_step import picard_step
 
@@ -33,6 +39,112 @@ def _slots_by_age(newest, M, MP: tl.constexpr):
     """The slots of the pairs, newest first; slots past the window are not valid."""
     slot = newest - tl.arange(0, MP)
     return tl.where(slot < 0, slot + M, slot)
+
+
+@triton.jit
+def _row(p_history, newest, age, n, M, D, o_d):
+    """The columns o_d of the pair of that age; zeros past the window."""
+    o_row = _slot(newest, age, M).to(tl.int64) * D
+    return tl.load(p_history + o_row + o_d, mask=o_d < tl.where(age < n, D, 0), other=0.0)
+
+
+@triton.jit
+def _inverse_length(square):
+    length = tl.rsqrt(square)
+    return tl.where(is_finite(length), length, 0.0)
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, BLK: tl.constexpr, dtype: tl.constexpr):
+    vectors = ()
+    for _ in tl.static_range(COUNT):
+        vectors = vectors + (tl.zeros([BLK], dtype),)
+    return vectors
+
+
+@triton.jit
+def _slot(newest, age, M):
+    """The slot of the pair that is `age` younger ones old."""
+    return tl.where(newest >= age, newest - age, newest - age + M)
+
+
+@triton.jit
+def _small_window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr):
+    """As ``_window_gamma``, as a tuple of MP scalars that every thread works out for itself: no barrier, no exchange.
+
+    For small windows: the matrix takes MP * MP registers.
+    """
+    dtype: tl.constexpr = p_gram.dtype.element_ty
+    b_ridge = scalar(ridge, dtype)
+    slots = ()
+    left_scale = ()
+    right_scale = ()
+    for i in tl.static_range(MP):
+        slot = _slot(newest, i, M)
+        slots = slots + (slot,)
+        left_scale = left_scale + (_inverse_length(tl.load(p_gram + M * M + slot, mask=i < n, other=1.0)),)
+        right_scale = right_scale + (_inverse_length(tl.load(p_gram + M * M + M + slot, mask=i < n, other=1.0)),)
+    a = ()  # row i from its entry i * MP on, newest pair first
+    b = ()
+    for i in tl.static_range(MP):
+        for j in tl.static_range(MP):
+            if (METHOD == BROYDEN_BAD) & (j > i):
+                x = scalar(0.0, dtype)
+            else:
+                x = tl.load(p_gram + slots[i] * M + slots[j], mask=(i < n) & (j < n), other=0.0)
+                x = x * left_scale[i] * right_scale[j]
+            if ((METHOD == ANDERSON_I) | (METHOD == ANDERSON_II)) & (i == j):
+                x = x + tl.where(x < 0, -b_ridge, b_ridge)
+            a = a + (x,)
+        b = b + (tl.load(p_t + i, mask=i < n, other=0.0) * left_scale[i],)
+
+    kept = n * 0
+    for c in tl.static_range(MP):
+        pivot = a[c * MP + c]
+        regular = (kept == c) & (c < n) & (tl.abs(pivot) >= PIVOT_FLOOR)
+        kept += regular.to(tl.int32)
+        divisor = tl.where(regular, pivot, 1.0)
+        next_a = ()
+        next_b = ()
+        for i in tl.static_range(MP):
+            factor = a[i * MP + c] / divisor
+            for j in tl.static_range(MP):
+                x = a[i * MP + j]
+                if (i > c) & (j > c):
+                    x = tl.where(regular, x - factor * a[c * MP + j], x)
+                next_a = next_a + (x,)
+            x = b[i]
+            if i > c:
+                x = tl.where(regular, x - factor * b[c], x)
+            next_b = next_b + (x,)
+        a = next_a
+        b = next_b
+
+    gammas = ()  # of the pairs older than c
+    for c in tl.static_range(MP - 1, -1, -1):
+        rhs = b[c]
+        for i in tl.static_range(c + 1, MP):
+            rhs = rhs - tl.where(i < kept, a[c * MP + i] * gammas[i - c - 1], 0.0)
+        gammas = (tl.where(c < kept, rhs / tl.where(c < kept, a[c * MP + c], 1.0), 0.0),) + gammas
+    overflows = kept < 0
+    for i in tl.static_range(MP):
+        overflows = overflows | (is_finite(gammas[i] * right_scale[i]) == 0)
+    result = ()
+    for i in tl.static_range(MP):
+        result = result + (tl.where(overflows, 0.0, gammas[i] * right_scale[i]),)
+    return result
+
+
+@triton.jit
+def _small_gammas(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr, SOLVE: tl.constexpr):
+    """gamma as a tuple of MP scalars: solved for here, or read."""
+    if SOLVE:
+        return _small_window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD, MP)
+    else:
+        gammas = ()
+        for i in tl.static_range(MP):
+            gammas = gammas + (tl.load(p_t + i, mask=i < n, other=0.0),)
+        return gammas
 
 
 @triton.jit
@@ -46,10 +158,8 @@ def _window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl
     o_i = tl.arange(0, MP)
     m_i = o_i < n
     slot = _slots_by_age(newest, M, MP)
-    b_sl = tl.rsqrt(tl.load(p_gram + M * M + slot, mask=m_i, other=1.0))
-    b_sl = tl.where(is_finite(b_sl), b_sl, 0.0)
-    b_sr = tl.rsqrt(tl.load(p_gram + M * M + M + slot, mask=m_i, other=1.0))
-    b_sr = tl.where(is_finite(b_sr), b_sr, 0.0)
+    b_sl = _inverse_length(tl.load(p_gram + M * M + slot, mask=m_i, other=1.0))
+    b_sr = _inverse_length(tl.load(p_gram + M * M + M + slot, mask=m_i, other=1.0))
     m_a = m_i[:, None] & m_i[None, :]
     b_a = tl.load(p_gram + slot[:, None] * M + slot[None, :], mask=m_a, other=0.0)  # [MP, MP]
     b_a = b_a * b_sl[:, None] * b_sr[None, :]
@@ -113,11 +223,13 @@ def _multisecant_left_kernel(
     beta: tl.float64,
     METHOD: tl.constexpr,
     MP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLK: tl.constexpr,
 ):
     """Sweep 1 (n > 0). With y = fz - f_prev - s, s the step in the newest slot, and DF_new = beta y + s:
 
     t = L^T g, q = L^T y (column), and for ANDERSON_I the row (DF^T s - S^T s) / beta, of which sweep 2 left DF^T s.
+    The history is read ROWS pairs at a time, each into a vector of its own, so that a thread keeps to its columns.
     """
     i_b = tl.program_id(0).to(tl.int64)
     if tl.load(p_status + i_b) != 0:
@@ -125,77 +237,92 @@ def _multisecant_left_kernel(
     dtype: tl.constexpr = p_z.dtype.element_ty
     short: tl.constexpr = p_left.dtype.element_ty
     LEFT_IS_Y: tl.constexpr = (METHOD == BROYDEN_BAD) | (METHOD == ANDERSON_II)
-    o_i = tl.arange(0, MP)
-    m_i = o_i < n
-    slot = _slots_by_age(newest, M, MP)
-    o_row = slot.to(tl.int64) * D
-    o_new = newest.to(tl.int64) * D
     p_z += i_b * D
     p_fz += i_b * D
     p_f_prev += i_b * D
     p_left += i_b * M * D
-    p_df += i_b * M * D
+    p_df_new = p_df + i_b * M * D + newest.to(tl.int64) * D
+    p_left_new = p_left + newest.to(tl.int64) * D
     p_gram += i_b * (M + 2) * M
+    p_t += i_b * M
     b_w = scalar(beta, dtype)
     b_v = scalar(1.0 - beta, dtype)
 
-    b_gg = tl.zeros([BLK], dtype)
-    b_ff = tl.zeros([BLK], dtype)
-    b_ss = tl.zeros([BLK], dtype)
-    b_yy = tl.zeros([BLK], dtype)
-    b_t = tl.zeros([MP, BLK], dtype)
-    b_q = tl.zeros([MP, BLK], dtype)
-    b_p = tl.zeros([MP, BLK], dtype)
-    for start in range(0, D, BLK):
-        o_d = start + tl.arange(0, BLK)
-        m_d = o_d < D
-        b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-        b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
-        b_gg = tl.fma(b_g, b_g, b_gg)
-        b_ff = tl.fma(b_fz, b_fz, b_ff)
-        b_delta = b_fz - tl.load(p_f_prev + o_d, mask=m_d, other=0.0)
-        b_s = tl.load(p_left + o_new + o_d, mask=m_d, other=0.0).to(dtype)
-        b_y = b_delta - b_s
-        tl.store(p_df + o_new + o_d, (b_w * b_delta + b_v * b_s).to(short), mask=m_d)
-        p_l = p_left + o_row[:, None] + o_d[None, :]  # [MP, BLK]
-        if LEFT_IS_Y:
-            # Every warp has read s before y takes its place.
-            tl.debug_barrier()
-            tl.store(p_left + o_new + o_d, b_y.to(short), mask=m_d)
-            b_y = b_y.to(short).to(dtype)
-            m_l = (m_i & (o_i > 0))[:, None] & m_d[None, :]
-            b_l = tl.load(p_l, mask=m_l, other=0.0).to(dtype)
-            b_l = tl.where((o_i == 0)[:, None], b_y[None, :], b_l)
-        else:
-            b_l = tl.load(p_l, mask=m_i[:, None] & m_d[None, :], other=0.0).to(dtype)
-            b_ss = tl.fma(b_s, b_s, b_ss)
-            b_yy = tl.fma(b_y, b_y, b_yy)
-        b_t = tl.fma(b_l, b_g[None, :], b_t)
-        b_q = tl.fma(b_l, b_y[None, :], b_q)
-        if METHOD == ANDERSON_I:
-            b_p = tl.fma(b_l, b_s[None, :], b_p)
+    advance = n > 0
+    for first in tl.static_range(0, MP, ROWS):
+        if advance:
+            b_gg = tl.zeros([BLK], dtype)
+            b_ff = tl.zeros([BLK], dtype)
+            b_ss = tl.zeros([BLK], dtype)
+            b_yy = tl.zeros([BLK], dtype)
+            b_t = _zeros(ROWS, BLK, dtype)
+            b_q = _zeros(ROWS, BLK, dtype)
+            b_p = _zeros(ROWS if METHOD == ANDERSON_I else 0, BLK, dtype)
+            for start in range(0, D, BLK):
+                o_d = start + tl.arange(0, BLK)
+                m_d = o_d < D
+                b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+                b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
+                b_s = tl.load(p_left_new + o_d, mask=m_d, other=0.0).to(dtype)
+                if LEFT_IS_Y & (first > 0):
+                    b_y = b_s
+                else:
+                    b_delta = b_fz - tl.load(p_f_prev + o_d, mask=m_d, other=0.0)
+                    b_y = b_delta - b_s
+                if first == 0:
+                    b_gg = tl.fma(b_g, b_g, b_gg)
+                    b_ff = tl.fma(b_fz, b_fz, b_ff)
+                    tl.store(p_df_new + o_d, (b_w * b_delta + b_v * b_s).to(short), mask=m_d)
+                    if LEFT_IS_Y:
+                        # Every warp has read s before y takes its place.
+                        tl.debug_barrier()
+                        tl.store(p_left_new + o_d, b_y.to(short), mask=m_d)
+                        b_y = b_y.to(short).to(dtype)
+                    else:
+                        b_ss = tl.fma(b_s, b_s, b_ss)
+                        b_yy = tl.fma(b_y, b_y, b_yy)
+                next_t = ()
+                next_q = ()
+                next_p = ()
+                for i in tl.static_range(ROWS):
+                    if LEFT_IS_Y & (first + i == 0):
+                        b_l = b_y
+                    else:
+                        b_l = _row(p_left, newest, first + i, n, M, D, o_d).to(dtype)
+                    next_t = next_t + (tl.fma(b_l, b_g, b_t[i]),)
+                    next_q = next_q + (tl.fma(b_l, b_y, b_q[i]),)
+                    if METHOD == ANDERSON_I:
+                        next_p = next_p + (tl.fma(b_l, b_s, b_p[i]),)
+                b_t = next_t
+                b_q = next_q
+                b_p = next_p
 
-    advance = judge(
-        p_z, p_best + i_b * D, p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, D,
-        tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), k, tol, absolute, stall_floor, BLK,
-    )  # fmt: skip
-    if advance:
-        b_column = tl.sum(b_q, axis=1)
-        tl.store(p_t + i_b * M + o_i, tl.sum(b_t, axis=1), mask=m_i)
-        tl.store(p_gram + slot * M + newest, b_column, mask=m_i)
-        p_row = p_gram + newest * M + slot
-        m_old = m_i & (o_i > 0)
-        if LEFT_IS_Y:
-            tl.store(p_row, b_column, mask=m_old)
-            yy = tl.sum(tl.where(o_i == 0, b_column, 0.0), axis=0)
-            tl.store(p_gram + M * M + newest, yy)
-            tl.store(p_gram + M * M + M + newest, yy)
-        else:
-            tl.store(p_gram + M * M + newest, tl.sum(b_ss, axis=0))
-            tl.store(p_gram + M * M + M + newest, tl.sum(b_yy, axis=0))
-        if METHOD == ANDERSON_I:
-            b_row = tl.load(p_row, mask=m_old, other=0.0)
-            tl.store(p_row, (b_row - tl.sum(b_p, axis=1)) / b_w, mask=m_old)
+            if first == 0:
+                advance = judge(
+                    p_z, p_best + i_b * D, p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, D,
+                    tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), k, tol, absolute, stall_floor, BLK,
+                )  # fmt: skip
+            if advance:
+                for i in tl.static_range(ROWS):
+                    slot = _slot(newest, first + i, M)
+                    m_i = first + i < n
+                    q = tl.sum(b_q[i], axis=0)
+                    tl.store(p_t + first + i, tl.sum(b_t[i], axis=0), mask=m_i)
+                    tl.store(p_gram + slot * M + newest, q, mask=m_i)
+                    p_row = p_gram + newest * M + slot
+                    if first + i == 0:
+                        ss = q
+                        yy = q
+                        if not LEFT_IS_Y:
+                            ss = tl.sum(b_ss, axis=0)
+                            yy = tl.sum(b_yy, axis=0)
+                        tl.store(p_gram + M * M + newest, ss)
+                        tl.store(p_gram + M * M + M + newest, yy)
+                    elif LEFT_IS_Y:
+                        tl.store(p_row, q, mask=m_i)
+                    elif METHOD == ANDERSON_I:
+                        row = tl.load(p_row, mask=m_i, other=0.0)
+                        tl.store(p_row, (row - tl.sum(b_p[i], axis=0)) / b_w, mask=m_i)
 
 
 @triton.jit(do_not_specialize=["M", "n", "newest"])
@@ -231,12 +358,16 @@ def _multisecant_right_kernel(
     ridge: tl.float64,
     METHOD: tl.constexpr,
     SOLVE: tl.constexpr,
+    TILE: tl.constexpr,
     MP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLK: tl.constexpr,
 ):
     """Sweep 2: z <- z + H(alpha (beta g - DF gamma)), the step taken into slot `new` of L, and r = DF^T s into N.
 
     p_t holds gamma, or t where SOLVE is set. r is the next pair's row for BROYDEN_GOOD, and part of it for ANDERSON_I.
+    Every row of the history is a vector of its own, so that a thread keeps to its columns; the dots with rows beyond
+    the first ROWS read them again, from the cache. TILE: the rows are one tile, whose sums cross threads instead.
     """
     i_b = tl.program_id(0).to(tl.int64)
     if tl.load(p_status + i_b) != 0:
@@ -244,43 +375,56 @@ def _multisecant_right_kernel(
     dtype: tl.constexpr = p_z.dtype.element_ty
     short: tl.constexpr = p_left.dtype.element_ty
     HAS_ROW: tl.constexpr = (METHOD == BROYDEN_GOOD) | (METHOD == ANDERSON_I)
-    o_i = tl.arange(0, MP)
-    m_i = o_i < n
-    slot = _slots_by_age(newest, M, MP)
-    o_row = slot.to(tl.int64) * D
-    o_new = new.to(tl.int64) * D
     p_z += i_b * D
     p_fz += i_b * D
-    p_left += i_b * M * D
+    p_left_new = p_left + i_b * M * D + new.to(tl.int64) * D
     p_df += i_b * M * D
     p_gram += i_b * (M + 2) * M
     p_t += i_b * M
     b_w = scalar(beta, dtype)
     b_alpha = scalar(alpha, dtype)
-    if SOLVE:
-        b_gamma = _window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD, MP)
+    o_i = tl.arange(0, MP)
+    slot = _slots_by_age(newest, M, MP)
+    if TILE:
+        b_gamma = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
+        b_r = tl.zeros([MP, BLK], dtype)
     else:
-        b_gamma = tl.load(p_t + o_i, mask=m_i, other=0.0)
+        gammas = _small_gammas(p_gram, p_t, M, n, newest, ridge, METHOD, MP, SOLVE)
+        b_r = _zeros(MP if HAS_ROW else 0, BLK, dtype)
 
-    b_r = tl.zeros([MP, BLK], dtype)
     for start in range(0, D, BLK):
         o_d = start + tl.arange(0, BLK)
         m_d = o_d < D
         b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
-        b_g = tl.load(p_fz + o_d, mask=m_d, other=0.0) - b_z
-        m_f = m_i[:, None] & m_d[None, :]
-        b_f = tl.load(p_df + o_row[:, None] + o_d[None, :], mask=m_f, other=0.0).to(dtype)  # [MP, BLK]
-        b_step = b_w * b_g - tl.sum(b_f * b_gamma[:, None], axis=0)
-        b_next = b_z + (b_alpha * b_step).to(short).to(dtype)
+        b_x = b_w * (tl.load(p_fz + o_d, mask=m_d, other=0.0) - b_z)
+        if TILE:
+            p_f = p_df + slot.to(tl.int64)[:, None] * D + o_d[None, :]  # [MP, BLK]
+            b_f = tl.load(p_f, mask=(o_i < n)[:, None] & m_d[None, :], other=0.0).to(dtype)
+            b_x -= tl.sum(b_f * b_gamma[:, None], axis=0)
+        else:
+            rows = ()
+            for i in tl.static_range(MP):
+                rows = rows + (_row(p_df, newest, i, n, M, D, o_d).to(dtype),)
+                b_x -= rows[i] * gammas[i]
+        b_next = b_z + (b_alpha * b_x).to(short).to(dtype)
         b_s = (b_next - b_z).to(short)
         # Every warp has read z before it changes.
         tl.debug_barrier()
         tl.store(p_z + o_d, b_next, mask=m_d)
-        tl.store(p_left + o_new + o_d, b_s, mask=m_d)
-        if HAS_ROW:
+        tl.store(p_left_new + o_d, b_s, mask=m_d)
+        if HAS_ROW & TILE:
             b_r = tl.fma(b_f, b_s.to(dtype)[None, :], b_r)
-    if HAS_ROW:
-        tl.store(p_gram + new * M + slot, tl.sum(b_r, axis=1), mask=m_i)
+        elif HAS_ROW:
+            next_r = ()
+            for i in tl.static_range(MP):
+                b_f = rows[i] if i < ROWS else _row(p_df, newest, i, n, M, D, o_d).to(dtype)
+                next_r = next_r + (tl.fma(b_f, b_s.to(dtype), b_r[i]),)
+            b_r = next_r
+    if HAS_ROW & TILE:
+        tl.store(p_gram + new * M + slot, tl.sum(b_r, axis=1), mask=o_i < n)
+    elif HAS_ROW:
+        for i in tl.static_range(MP):
+            tl.store(p_gram + new * M + _slot(newest, i, M), tl.sum(b_r[i], axis=0), mask=i < n)
 
 
 def multisecant_step(
@@ -318,16 +462,18 @@ def multisecant_step(
         if last:
             return
     padded = padded_window(n)
-    config = sweep_config(size, padded, z.dtype)
+    left_config = sweep_config(size, padded, z.dtype, left.dtype)
+    right_config = left_config if padded <= MAX_VECTOR_WINDOW else tile_config(size, padded, z.dtype)
     inline = padded <= MAX_INLINE_WINDOW
     t = torch.empty(batch, history, dtype=z.dtype, device=z.device)
-    tiles = {"BLK": config.block, "num_warps": config.num_warps}
+    rows = rows_at_once(padded, method, z.dtype, left.dtype)
+    options = {"METHOD": method, "MP": padded, "ROWS": rows, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": False}
     with device_guard(z):
         if n:
             _multisecant_left_kernel[(batch,)](
                 z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, t, batch, size,
-                history, k, n, newest, tol, int(absolute), stall_floor, beta, METHOD=method, MP=padded,
-                enable_fp_fusion=False, maxnreg=config.max_registers, **tiles,
+                history, k, n, newest, tol, int(absolute), stall_floor, beta, BLK=left_config.block,
+                num_warps=left_config.num_warps, **options,
             )  # fmt: skip
             if not inline:
                 _multisecant_solve_kernel[(batch,)](
@@ -336,5 +482,6 @@ def multisecant_step(
                 )  # fmt: skip
         _multisecant_right_kernel[(batch,)](
             z, fz, status, left, df, gram, t, size, history, n, newest, k % history, alpha, beta, ridge,
-            METHOD=method, SOLVE=inline, MP=padded, enable_fp_fusion=False, **tiles,
+            SOLVE=inline, TILE=padded > MAX_VECTOR_WINDOW, BLK=right_config.block,
+            num_warps=right_config.num_warps, **options,
         )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from cases import METHODS, Case, check_run, check_step, clone, make_state, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from norm_cases import NORM_OPS
 
 import deqfast
 from deqfast import _extension
@@ -50,7 +51,7 @@ class TestRegistration:
 
     def test_every_op_is_checked_here(self):
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
-        expected = [*OPS, *CHECKED_ELSEWHERE]
+        expected = [*OPS, *NORM_OPS, *CHECKED_ELSEWHERE]
         assert registered == {f"deqfast::{op}{suffix}" for op in expected for suffix in ("", "_triton")}
 
     @pytest.mark.parametrize("op", OPS)

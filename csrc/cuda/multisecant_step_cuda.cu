@@ -1,30 +1,18 @@
 // multisecant_step on a GPU: z <- z + alpha (beta g - DF gamma), N gamma = L^T g. One launch with a block per sample:
 // both sweeps and the small solve between them. Where few samples are long, two launches with several blocks per sample,
 // each of which does the small solve for itself. See ../cpu/multisecant_step.cpp.
-#include <cuda_bf16.h>
 #include <torch/csrc/stable/library.h>
 
 #include <type_traits>
 
 #include "../common/steps.h"
 #include "block.cuh"
+#include "convert.cuh"
 
 namespace deqfast {
 namespace {
 
 constexpr int kMaxHistory = 32;
-
-// Torch builds extensions without the implicit conversions of bfloat16.
-template <class To, class From>
-__device__ To convert(From x) {
-  if constexpr (std::is_same_v<From, __nv_bfloat16>) {
-    return __bfloat162float(x);
-  } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return x;
-  }
-}
 
 struct WarpLanes {
   int index;

@@ -59,6 +59,11 @@ class Kernel:
     def max_history(self) -> int | None:
         return MAX_GPU_HISTORY if self.name in ("triton", "cuda") else None
 
+    @property
+    def channels_last_only(self) -> bool:
+        """Whether the norm_act ops take images in no other memory format."""
+        return self.name in ("triton", "cuda")
+
 
 def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory without values for a solve's history; on the CPU in large pages where the system gives them."""

@@ -80,7 +80,7 @@ def build(model: str, settings: Settings) -> ResNet18:
         if model == "explicit":
             return BasicBlock(channels, channels)
         solver = SOLVERS[settings.solver](tol=settings.tol, max_iter=settings.max_iter)
-        cell = deqfast.ResidualCell(channels)
+        cell = deqfast.ResidualCell(channels, kernel=settings.kernel)
         return deqfast.DEQBlock(cell, solver=solver, adjoint=settings.adjoint, kernel=settings.kernel)
 
     with torch.random.fork_rng(devices=[]):

@@ -21,18 +21,24 @@ from pathlib import Path
 
 import torch
 import triton
-from deqfast.kernels import config, fc_fixed_point, multisecant_step, picard_step
+from deqfast.kernels import config, fc_fixed_point, multisecant_step, norm_act, norm_act_residual, picard_step
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-MAX_BARRIERS = 48  # in the code, not as executed
+MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 METHODS = {"good": 0, "bad": 1, "and1": 2, "and2": 3}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active"}
 ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "gelu": 3}
-INTEGERS = {"B", "D", "M", "N", "k", "n", "newest", "new", "last", "absolute", "max_iter"}
+NORM_KERNELS = {
+    "act": norm_act._norm_act_kernel,
+    "act'": norm_act._norm_act_backward_kernel,
+    "resid": norm_act_residual._norm_act_residual_kernel,
+    "resid'": norm_act_residual._norm_act_residual_backward_kernel,
+}
+INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "k", "n", "newest", "new", "last", "absolute", "max_iter"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Case:
     """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`.
 
     Of the fully connected kernels, `method` is the activation and `history` the dtype of the weight.
+    Of the norm kernels: `size` pixels of `window` channels in 8 groups, accumulated in `state`; y has the dtype
+    `history`, x and z that named by `method`.
     """
 
     kernel: str
@@ -97,6 +105,13 @@ def table() -> list[Case]:
         for activation in (("tanh", "gelu") if size in (128, 256) else ("tanh",))
     ]
     cases += [Case("fc_vjp", state, "", 0, "gelu", 32768) for state in ("fp32", "fp64")]
+    for channels, pixels in ((512, 16), (256, 64), (64, 1024)):
+        cases += [Case(kernel, "fp32", dtype, channels, dtype, pixels) for dtype in ("fp32", "bf16")
+                  for kernel in NORM_KERNELS]  # fmt: skip
+    for kernel in NORM_KERNELS:  # more than fits on chip
+        cases += [Case(kernel, dtype, dtype, 64, dtype, 4096) for dtype in ("fp32", "fp64")]
+    for kernel in ("resid", "resid'"):  # the dtypes of autocast; rows that are not aligned
+        cases += [Case(kernel, "fp32", "bf16", 64, "fp32", 1024), Case(kernel, "fp32", "fp32", 24, "fp32", 49)]
     return cases
 
 
@@ -107,7 +122,7 @@ def fits(case: Case, arch: int) -> bool:
     return case.size <= config.fc_features(DTYPES[case.history], SHARED_LIMIT[arch])
 
 
-def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
+def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig | config.NormConfig]:
     """The jit function of a case, the values of its constexpr arguments, and its launch configuration."""
     dtype = DTYPES[case.state]
     one: dict[str, object] = {"D": 1} if case.size == 1 else {}  # triton specialises on arguments that are 1
@@ -122,15 +137,24 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
         tile = {"ACTIVATION": ACTIVATIONS[case.method], "OPERAND": triton.language.bfloat16}
         tile |= {"ROWS": config.FC_ROWS, "DP": launch.block}
         return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
+    if case.kernel in NORM_KERNELS:
+        launch = config.norm_config(case.size, case.window // 8, dtype)
+        constants = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.cols}
+        return NORM_KERNELS[case.kernel], constants, launch
     padded = config.padded_window(case.window)
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
     if case.kernel == "solve":
         return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
-    launch = config.sweep_config(case.size, padded, dtype)
-    constants.update(one, BLK=launch.block)
+    tile = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
+    if tile:
+        launch = config.tile_config(case.size, padded, dtype)
+    else:
+        launch = config.sweep_config(case.size, padded, dtype, DTYPES[case.history])
+    rows = config.rows_at_once(padded, METHODS[case.method], dtype, DTYPES[case.history])
+    constants.update(one, BLK=launch.block, ROWS=rows)
     if case.kernel == "left":
         return multisecant_step._multisecant_left_kernel, constants, launch
-    constants["SOLVE"] = padded <= config.MAX_INLINE_WINDOW
+    constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tile)
     return multisecant_step._multisecant_right_kernel, constants, launch
 
 
@@ -142,9 +166,18 @@ def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> 
             return "i32" if name in INTEGERS else "fp64"
         if name in INT8 | INT32:
             return "*i8" if name in INT8 else "*i32"
+        if case.kernel in NORM_KERNELS:
+            return "*" + norm_dtype(case, name)
         return "*" + (case.history if name in ("p_left", "p_df", "p_w") else case.state)
 
     return {name: type_of(name) for name in names}
+
+
+def norm_dtype(case: Case, name: str) -> str:
+    if name in ("p_x", "p_z", "p_grad_sum", "p_grad_z"):
+        return case.method
+    in_y = name in ("p_y", "p_out", "p_grad_y") or (name == "p_grad" and case.kernel == "act'")
+    return case.history if in_y else case.state
 
 
 def compile_case(case: Case, arch: int) -> Row:
@@ -155,7 +188,9 @@ def compile_case(case: Case, arch: int) -> Row:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
                        attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    if case.kernel == "left":
+    if case.kernel in ("left", "right"):
+        options["maxnreg"] = config.MAX_REGISTERS
+    elif case.kernel in NORM_KERNELS:
         options["maxnreg"] = launch.max_registers
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +199,7 @@ def compile_case(case: Case, arch: int) -> Row:
         usage = run_tool("cuobjdump", "--dump-resource-usage", cubin)
         sass = run_tool("nvdisasm", "-c", cubin)
     return Row(
-        case, arch, launch.block, launch.num_warps,
+        case, arch, launch.block if isinstance(launch, config.LaunchConfig) else launch.rows, launch.num_warps,
         registers=int(re.findall(r"REG:(\d+)", usage)[-1]), stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),
         shared=compiled.metadata.shared, barriers=sass.count("BAR.SYNC"),
         wide_loads=len(re.findall(r"LDG\.E[.\w]*\.128", sass)),

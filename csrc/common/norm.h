@@ -1,0 +1,308 @@
+// What the norm_act ops work on, and the checks of their arguments, which deqfast/ops/norm_act.py tells.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "checks.h"
+
+namespace deqfast {
+
+struct NormShape {
+  int64_t batch, channels, pixels, groups;
+  bool channels_last;
+};
+
+// Whether the elements lie without gaps, channels fastest or in the order of the dimensions.
+inline bool is_dense(const Tensor& tensor, bool channels_last) {
+  constexpr int orders[2][4] = {{3, 2, 1, 0}, {1, 3, 2, 0}};
+  int64_t expected = 1;
+  for (int d : orders[channels_last]) {
+    if (tensor.size(d) != 1 && tensor.stride(d) != expected) return false;
+    expected *= tensor.size(d);
+  }
+  return true;
+}
+
+// The dtype of sums and statistics.
+inline ScalarType accumulation_dtype(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// Memory without values for a result shaped as `like`, in its memory format.
+inline Tensor empty_like(const Tensor& like, ScalarType dtype) {
+  std::array<StableIValue, 6> stack{
+      torch::stable::detail::from(like),         torch::stable::detail::from(std::optional<ScalarType>(dtype)),
+      torch::stable::detail::from(std::nullopt), torch::stable::detail::from(std::nullopt),
+      torch::stable::detail::from(std::nullopt), torch::stable::detail::from(std::nullopt)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Checks run against y, whose device all others share.
+struct NormChecker {
+  const char* op;
+  const Tensor& y;
+
+  // `native` says whether the kernel takes contiguous tensors too. Of single pixels both formats are true.
+  NormShape shape(int64_t groups, bool native) const {
+    const auto dtype = y.scalar_type();
+    STD_TORCH_CHECK(y.dim() == 4 && y.size(1) * y.size(2) * y.size(3) > 0, op,
+                    ": `y` must have shape (B, C, H, W), got ", shape_text(y.sizes()));
+    STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Double, op,
+                    ": `y` must be float32, bfloat16 or float64, got ", torch::headeronly::toString(dtype));
+    STD_TORCH_CHECK(groups >= 1 && y.size(1) % groups == 0, op, ": `groups` must divide the ", y.size(1),
+                    " channels, got ", groups);
+    const int64_t pixels = y.size(2) * y.size(3);
+    const NormShape shape{y.size(0), y.size(1), pixels, groups, !(native && pixels > 1 && is_dense(y, false))};
+    map("y", y, shape, dtype);
+    return shape;
+  }
+
+  // The dtype of x and z beside y's.
+  ScalarType state_dtype(const Tensor& z) const {
+    const auto dtype = z.scalar_type();
+    STD_TORCH_CHECK(
+        dtype == y.scalar_type() || (dtype == ScalarType::Float && y.scalar_type() == ScalarType::BFloat16), op,
+        ": `z` must have the dtype of `y`, or float32 beside bfloat16, got ", torch::headeronly::toString(dtype));
+    return dtype;
+  }
+
+  // A tensor shaped as y, in the same memory format.
+  void map(const char* name, const Tensor& tensor, const NormShape& shape, ScalarType dtype) const {
+    check(name, tensor, {shape.batch, shape.channels, y.size(2), y.size(3)}, dtype);
+    STD_TORCH_CHECK(is_dense(tensor, shape.channels_last), op, ": `", name,
+                    "` must be contiguous in the memory format ",
+                    shape.channels_last ? "channels_last" : "of `y`, contiguous_format");
+  }
+
+  // A parameter (C,) or a statistic (B, groups) in the accumulation dtype.
+  void vector(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) const {
+    check(name, tensor, sizes, accumulation_dtype(y));
+    STD_TORCH_CHECK(tensor.is_contiguous(), op, ": `", name, "` must be contiguous");
+  }
+
+  // What norm_act_residual and its backward both take.
+  NormShape residual_shape(const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
+                           const Tensor& weight3, int64_t groups, bool native) const {
+    const NormShape s = shape(groups, native);
+    const ScalarType state = state_dtype(z);
+    map("x", x, s, state);
+    map("z", z, s, state);
+    vector("weight2", weight2, {s.channels});
+    vector("bias2", bias2, {s.channels});
+    vector("weight3", weight3, {s.channels});
+    return s;
+  }
+
+  // What the backward takes of the forward's results.
+  void residual_results(const Tensor& grad, const Tensor& mean2, const Tensor& rstd2, const Tensor& mean3,
+                        const Tensor& rstd3, const NormShape& s) const {
+    map("grad", grad, s, accumulation_dtype(y));
+    vector("mean2", mean2, {s.batch, s.groups});
+    vector("rstd2", rstd2, {s.batch, s.groups});
+    vector("mean3", mean3, {s.batch, s.groups});
+    vector("rstd3", rstd3, {s.batch, s.groups});
+  }
+
+ private:
+  void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) const {
+    bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
+    int64_t d = 0;
+    for (int64_t size : sizes) same = same && tensor.size(d++) == size;
+    STD_TORCH_CHECK(same, op, ": `", name, "` must have shape ", shape_text(sizes), ", got ",
+                    shape_text(tensor.sizes()));
+    STD_TORCH_CHECK(tensor.scalar_type() == dtype, op, ": `", name, "` must have dtype ",
+                    torch::headeronly::toString(dtype), ", got ", torch::headeronly::toString(tensor.scalar_type()));
+    STD_TORCH_CHECK(tensor.is_cuda() == y.is_cuda() && tensor.get_device_index() == y.get_device_index(), op, ": `",
+                    name, "` must be on the device of `y`");
+  }
+};
+
+// What elements of a type are summed in.
+template <class Y>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+template <class Y>
+using Accumulator = typename AccumulatorOf<Y>::type;
+
+template <class T>
+const T* in(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+T* result(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// Call `body` with a zero of y's type and one of z's.
+template <class BFloat16, class F>
+void dispatch_maps(ScalarType y, ScalarType z, const F& body) {
+  if (y == ScalarType::Double) {
+    body(double(), double());
+  } else if (y == ScalarType::Float) {
+    body(float(), float());
+  } else if (z == ScalarType::Float) {
+    body(BFloat16(), float());
+  } else {
+    body(BFloat16(), BFloat16());
+  }
+}
+
+template <class T, class Y>
+struct NormActParams {
+  NormShape shape;
+  const Y* y;       // (B, C, H, W)
+  const T* weight;  // (C,)
+  const T* bias;    // (C,)
+  Y* out;           // (B, C, H, W)
+  T* mean;          // (B, groups)
+  T* rstd;          // (B, groups)
+  T eps;
+};
+
+template <class T, class Y>
+struct NormActBackwardParams {
+  NormShape shape;
+  const Y* grad;    // (B, C, H, W)
+  const Y* y;       // (B, C, H, W)
+  const T* weight;  // (C,)
+  const T* bias;    // (C,)
+  const T* mean;    // (B, groups)
+  const T* rstd;    // (B, groups)
+  Y* grad_y;        // (B, C, H, W)
+  T* grad_affine;   // (2, B, C)
+};
+
+template <class T, class Y, class Z>
+struct ResidualParams {
+  NormShape shape;
+  const Y* y;        // (B, C, H, W)
+  const Z* x;        // (B, C, H, W)
+  const Z* z;        // (B, C, H, W)
+  const T* weight2;  // (C,), as the next three
+  const T* bias2;
+  const T* weight3;
+  const T* bias3;
+  T* f;      // (B, C, H, W)
+  T* norms;  // (2, B, groups)
+  T* mean2;  // (B, groups), as the next three
+  T* rstd2;
+  T* mean3;
+  T* rstd3;
+  T eps;
+};
+
+template <class T, class Y, class Z>
+struct ResidualBackwardParams {
+  NormShape shape;
+  const T* grad;     // (B, C, H, W)
+  const Y* y;        // (B, C, H, W)
+  const Z* x;        // (B, C, H, W)
+  const Z* z;        // (B, C, H, W)
+  const T* weight2;  // (C,), as the next two
+  const T* bias2;
+  const T* weight3;
+  const T* mean2;  // (B, groups), as the next three
+  const T* rstd2;
+  const T* mean3;
+  const T* rstd3;
+  Z* grad_sum;     // (B, C, H, W)
+  Z* grad_z;       // (B, C, H, W)
+  T* grad_affine;  // (4, B, C)
+};
+
+// The ops: check the arguments, allocate the results, call `launch` with the parameters. `native`: see NormChecker;
+// `BFloat16` is the type of the device for it.
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor, Tensor> norm_act_with(const Tensor& y, const Tensor& weight, const Tensor& bias,
+                                                 int64_t groups, double eps, bool native, const F& launch) {
+  const NormChecker checker{"norm_act", y};
+  const NormShape shape = checker.shape(groups, native);
+  checker.vector("weight", weight, {shape.channels});
+  checker.vector("bias", bias, {shape.channels});
+  Tensor out = torch::stable::empty_like(y), mean = torch::stable::new_empty(weight, {shape.batch, groups});
+  Tensor rstd = torch::stable::empty_like(mean);
+  dispatch_maps<BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
+    using Y = decltype(zero);
+    using T = Accumulator<Y>;
+    launch(NormActParams<T, Y>{shape, in<Y>(y), in<T>(weight), in<T>(bias), result<Y>(out), result<T>(mean),
+                             result<T>(rstd), static_cast<T>(eps)});
+  });
+  return {out, mean, rstd};
+}
+
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor> norm_act_backward_with(const Tensor& grad, const Tensor& y, const Tensor& weight,
+                                                  const Tensor& bias, const Tensor& mean, const Tensor& rstd,
+                                                  int64_t groups, bool native, const F& launch) {
+  const NormChecker checker{"norm_act_backward", y};
+  const NormShape shape = checker.shape(groups, native);
+  checker.map("grad", grad, shape, y.scalar_type());
+  checker.vector("weight", weight, {shape.channels});
+  checker.vector("bias", bias, {shape.channels});
+  checker.vector("mean", mean, {shape.batch, groups});
+  checker.vector("rstd", rstd, {shape.batch, groups});
+  Tensor grad_y = torch::stable::empty_like(y);
+  Tensor grad_affine = torch::stable::new_empty(weight, {2, shape.batch, shape.channels});
+  dispatch_maps<BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
+    using Y = decltype(zero);
+    using T = Accumulator<Y>;
+    launch(NormActBackwardParams<T, Y>{shape, in<Y>(grad), in<Y>(y), in<T>(weight), in<T>(bias), in<T>(mean),
+                                       in<T>(rstd), result<Y>(grad_y), result<T>(grad_affine)});
+  });
+  return {grad_y, grad_affine};
+}
+
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual_with(
+    const Tensor& y, const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
+    const Tensor& weight3, const Tensor& bias3, int64_t groups, double eps, bool native, const F& launch) {
+  const NormChecker checker{"norm_act_residual", y};
+  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, native);
+  checker.vector("bias3", bias3, {shape.channels});
+  Tensor f = empty_like(z, weight2.scalar_type());
+  Tensor norms = torch::stable::new_empty(weight2, {2, shape.batch, groups});
+  Tensor mean2 = torch::stable::new_empty(weight2, {shape.batch, groups}), rstd2 = torch::stable::empty_like(mean2);
+  Tensor mean3 = torch::stable::empty_like(mean2), rstd3 = torch::stable::empty_like(mean2);
+  dispatch_maps<BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
+    using Y = decltype(zero_y);
+    using Z = decltype(zero_z);
+    using T = Accumulator<Y>;
+    launch(ResidualParams<T, Y, Z>{shape, in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2), in<T>(weight3),
+                                 in<T>(bias3), result<T>(f), result<T>(norms), result<T>(mean2), result<T>(rstd2),
+                                 result<T>(mean3), result<T>(rstd3), static_cast<T>(eps)});
+  });
+  return {f, norms, mean2, rstd2, mean3, rstd3};
+}
+
+template <class BFloat16, class F>
+std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward_with(
+    const Tensor& grad, const Tensor& y, const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
+    const Tensor& weight3, const Tensor& mean2, const Tensor& rstd2, const Tensor& mean3, const Tensor& rstd3,
+    int64_t groups, bool native, const F& launch) {
+  const NormChecker checker{"norm_act_residual_backward", y};
+  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, native);
+  checker.residual_results(grad, mean2, rstd2, mean3, rstd3, shape);
+  Tensor grad_sum = torch::stable::empty_like(z), grad_z = torch::stable::empty_like(z);
+  Tensor grad_affine = torch::stable::new_empty(weight2, {4, shape.batch, shape.channels});
+  dispatch_maps<BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
+    using Y = decltype(zero_y);
+    using Z = decltype(zero_z);
+    using T = Accumulator<Y>;
+    launch(ResidualBackwardParams<T, Y, Z>{shape, in<T>(grad), in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2),
+                                           in<T>(bias2), in<T>(weight3), in<T>(mean2), in<T>(rstd2), in<T>(mean3),
+                                           in<T>(rstd3), result<Z>(grad_sum), result<Z>(grad_z),
+                                           result<T>(grad_affine)});
+  });
+  return {grad_sum, grad_z, grad_affine};
+}
+
+}  // namespace deqfast

@@ -1,0 +1,232 @@
+// Group normalisation on the CPU: sweeps over pieces of samples that are normalised on their own.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "../common/norm.h"
+#include "simd.h"
+
+// Without it a lambda would be compiled for the baseline architecture alone.
+#define DEQFAST_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace deqfast {
+
+// `rows` times `cols` contiguous elements: a sample in channels_last (its rows are pixels), else one group of a sample
+// (its rows are channels). Results per channel or group of all pieces follow each other without gaps.
+struct Piece {
+  int64_t rows, cols, channels, groups;
+
+  explicit Piece(const NormShape& s)
+      : rows(s.channels_last ? s.pixels : s.channels / s.groups),
+        cols(s.channels_last ? s.channels : s.pixels),
+        channels(s.channels_last ? s.channels : s.channels / s.groups),
+        groups(s.channels_last ? s.groups : 1) {}
+
+  int64_t size() const { return rows * cols; }
+};
+
+inline int64_t pieces(const NormShape& s) { return s.channels_last ? s.batch : s.batch * s.groups; }
+
+// Below about 16,000 elements a thread costs more than it saves.
+inline int64_t pieces_per_thread(const Piece& p) { return std::max<int64_t>(1, 16384 / p.size()); }
+
+// Arrays of one value per channel, each padded to whole vectors.
+template <class T>
+class ChannelArrays {
+ public:
+  ChannelArrays(int64_t channels, int count)
+      : stride_((channels + Simd<T>::lanes - 1) / Simd<T>::lanes * Simd<T>::lanes), values_(stride_ * count) {}
+  T* operator[](int i) { return values_.data() + i * stride_; }
+  void clear() { std::fill(values_.begin(), values_.end(), T(0)); }
+
+ private:
+  int64_t stride_;
+  std::vector<T> values_;
+};
+
+// A whole vector as a constant count, for which loads and stores take one instruction.
+template <class T>
+struct Whole {
+  constexpr operator int64_t() const { return Simd<T>::lanes; }
+};
+
+template <class T>
+DEQFAST_INLINE Vec<T> first_lanes(Vec<T> v, int64_t count) {
+  Vec<T> kept = {};
+  memcpy(&kept, &v, count * sizeof(T));
+  return kept;
+}
+
+// The sum of all lanes, in pairs.
+template <class T>
+DEQFAST_INLINE T tree_sum(Vec<T> v) {
+  typedef T Half __attribute__((vector_size(32)));
+  typedef T Quarter __attribute__((vector_size(16)));
+  Half half[2];
+  memcpy(half, &v, sizeof v);
+  const Half a = half[0] + half[1];
+  Quarter quarter[2];
+  memcpy(quarter, &a, sizeof a);
+  const Quarter b = quarter[0] + quarter[1];
+  if constexpr (Simd<T>::lanes == 16) {
+    return (b[0] + b[1]) + (b[2] + b[3]);
+  } else {
+    return b[0] + b[1];
+  }
+}
+
+// NaN stays NaN.
+template <class T>
+DEQFAST_INLINE Vec<T> relu(Vec<T> v) {
+  return v < T(0) ? Vec<T>{} : v;
+}
+
+// The gradient before a relu; NaN passes, as in torch.
+template <class T>
+DEQFAST_INLINE Vec<T> masked(Vec<T> grad, Vec<T> before_relu) {
+  return before_relu <= T(0) ? Vec<T>{} : grad;
+}
+
+// The values of the channels at c: a vector where channels are neighbours, else the one channel of the row.
+template <bool kLast, class T, class Count>
+DEQFAST_INLINE auto at(const T* values, int64_t c, Count count) {
+  if constexpr (kLast) {
+    return load(values + c, count);
+  } else {
+    return values[c];
+  }
+}
+
+// Calls body(d, c, count, terms) for all vectors of a piece: d is the place of `count` elements, c their channel (the
+// first one in channels_last). What it adds to `terms` is summed per channel into the arrays of `sums`.
+template <class T, bool kLast, int Terms, class Body>
+DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& body) {
+  constexpr int W = Simd<T>::lanes;
+  const int64_t whole = p.cols / W * W;
+  const int rest = static_cast<int>(p.cols - whole);
+  if constexpr (!kLast) {
+    for (int64_t row = 0; row < p.rows; ++row) {
+      Vec<T> terms[Terms > 0 ? Terms : 1] = {};
+      for (int64_t d = 0; d < whole; d += W) body(row * p.cols + d, row, Whole<T>(), terms);
+      if (rest) {
+        Vec<T> last[Terms > 0 ? Terms : 1] = {};
+        body(row * p.cols + whole, row, rest, last);
+        for (int k = 0; k < Terms; ++k) terms[k] += first_lanes<T>(last[k], rest);
+      }
+      for (int k = 0; k < Terms; ++k) sums[k][row] = tree_sum<T>(terms[k]);
+    }
+  } else {
+    constexpr int64_t kRows = 4;  // summed in registers
+    if (Terms > 0) sums.clear();
+    for (int64_t row = 0; row < p.rows; row += kRows) {
+      const int64_t end = std::min(row + kRows, p.rows);
+      const auto column = [&](int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+        Vec<T> terms[Terms > 0 ? Terms : 1] = {};
+        for (int64_t r = row; r < end; ++r) body(r * p.cols + c, c, count, terms);
+        for (int k = 0; k < Terms; ++k) {
+          T* sum = sums[k] + c;  // lanes beyond the channels lie in the padding
+          store(sum, load(sum, W) + terms[k], W);
+        }
+      };
+      for (int64_t c = 0; c < whole; c += W) column(c, Whole<T>());
+      if (rest) column(whole, rest);
+    }
+  }
+}
+
+// Means over groups of what a sweep has summed per channel, times `weight` where it is given.
+template <class T>
+DEQFAST_INLINE void group_means(const Piece& p, const T* sums, const T* weight, T* means) {
+  const int64_t size = p.channels / p.groups;
+  for (int64_t g = 0; g < p.groups; ++g) {
+    Vec<T> total = {};
+    for (int64_t c = g * size; c < (g + 1) * size; c += Simd<T>::lanes) {
+      const int64_t count = (g + 1) * size - c;
+      total += weight ? load(sums + c, count) * load(weight + c, count) : load(sums + c, count);
+    }
+    means[g] = tree_sum<T>(total) / static_cast<T>(p.size() / p.groups);
+  }
+}
+
+// One value per group to one per channel.
+template <class T>
+DEQFAST_INLINE void spread(const Piece& p, const T* values, T* per_channel) {
+  const int64_t size = p.channels / p.groups;
+  for (int64_t g = 0; g < p.groups; ++g) std::fill_n(per_channel + g * size, size, values[g]);
+}
+
+// Statistics of what value(d, c, count) gives in a first pass and again(d, c, count) in a second; mean_c and rstd_c
+// hold them per channel.
+template <class T, bool kLast, class Value, class Again>
+DEQFAST_INLINE void statistics(const Piece& p, T eps, ChannelArrays<T>& sums, T* mean_c, T* rstd_c, T* mean, T* rstd,
+                               const Value& value, const Again& again) {
+  sweep<T, kLast, 1>(p, sums, [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+    terms[0] += value(d, c, count);
+  });
+  group_means<T>(p, sums[0], nullptr, mean);
+  spread(p, mean, mean_c);
+  sweep<T, kLast, 1>(p, sums, [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+    const Vec<T> centred = again(d, c, count) - at<kLast>(mean_c, c, count);
+    terms[0] += centred * centred;
+  });
+  group_means<T>(p, sums[0], nullptr, rstd);
+  for (int64_t g = 0; g < p.groups; ++g) rstd[g] = T(1) / std::sqrt(rstd[g] + eps);
+  spread(p, rstd, rstd_c);
+}
+
+// The gradient of what was normalised, from that of weight * normal + bias.
+template <class T, bool kLast>
+class NormBackward {
+ public:
+  // sums: of grad * normal and of grad, per channel; arrays: scratch of the piece, three from `first` on.
+  DEQFAST_INLINE NormBackward(const Piece& p, ChannelArrays<T>& sums, const T* weight, const T* rstd_c,
+                              ChannelArrays<T>& arrays, int first)
+      : weight_(weight), rstd_c_(rstd_c), slope_c_(arrays[first]), mean_c_(arrays[first + 1]) {
+    T* means = arrays[first + 2];
+    group_means(p, sums[0], weight, means);
+    spread(p, means, arrays[first]);
+    group_means(p, sums[1], weight, means);
+    spread(p, means, arrays[first + 1]);
+  }
+
+  template <class Count>
+  DEQFAST_INLINE Vec<T> operator()(Vec<T> grad, Vec<T> normal, int64_t c, Count count) const {
+    const Vec<T> centred =
+        grad * at<kLast>(weight_, c, count) - at<kLast>(mean_c_, c, count) - normal * at<kLast>(slope_c_, c, count);
+    return centred * at<kLast>(rstd_c_, c, count);
+  }
+
+ private:
+  const T *weight_, *rstd_c_, *slope_c_, *mean_c_;
+};
+
+// Copy the sums of a piece to its place in the gradients of weight and bias (2, B, C).
+template <class T>
+void put_affine(const NormShape& s, const Piece& p, int64_t piece, ChannelArrays<T>& sums, T* grad_affine) {
+  for (int k = 0; k < 2; ++k) {
+    memcpy(grad_affine + k * s.batch * s.channels + piece * p.channels, sums[k], p.channels * sizeof(T));
+  }
+}
+
+// Calls body(channels last: std::bool_constant).
+template <class Body>
+DEQFAST_INLINE void with_layout(const NormShape& shape, const Body& body) {
+  if (shape.channels_last) {
+    body(std::true_type());
+  } else {
+    body(std::false_type());
+  }
+}
+
+// Calls run(params, begin, end) for all pieces, on several threads.
+template <class Params, class Run>
+void launch(const Params& params, const Run& run) {
+  const Piece piece(params.shape);
+  torch::stable::parallel_for(0, pieces(params.shape), pieces_per_thread(piece),
+                              [&](int64_t begin, int64_t end) { run(params, begin, end); });
+}
+
+}  // namespace deqfast

@@ -1,0 +1,180 @@
+// norm_act_residual on the CPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))), its norms, and its backward.
+// A piece's passes after the first read from the caches. The memory of results serves in between: f's holds y + x, then
+// relu(...); that of the gradients, if they are in the accumulation dtype, what later passes would compute again.
+#include <torch/csrc/stable/library.h>
+
+#include "norm.h"
+
+namespace deqfast {
+namespace {
+
+template <class T, class Y, class Z, class Last>
+DEQFAST_INLINE void run_pieces(const ResidualParams<T, Y, Z>& p, int64_t begin, int64_t end, Last) {
+  constexpr bool kLast = Last::value;
+  const Piece piece(p.shape);
+  ChannelArrays<T> arrays(piece.channels, 3), sums(piece.channels, 2);
+  T *mean_c = arrays[0], *rstd_c = arrays[1], *group = arrays[2];
+  for (int64_t i = begin; i < end; ++i) {
+    const Y* y = p.y + i * piece.size();
+    const Z *x = p.x + i * piece.size(), *z = p.z + i * piece.size();
+    T* f = p.f + i * piece.size();
+    const int64_t c0 = i * piece.channels % p.shape.channels, g0 = i * piece.groups;
+    const T *weight2 = p.weight2 + c0, *bias2 = p.bias2 + c0, *weight3 = p.weight3 + c0, *bias3 = p.bias3 + c0;
+    const auto stored = [&](int64_t d, int64_t, auto count) DEQFAST_INLINE_LAMBDA { return load<T>(f + d, count); };
+    const auto affine = [&](int64_t d, int64_t c, auto count, const T* weight, const T* bias) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> normal = (stored(d, c, count) - at<kLast>(mean_c, c, count)) * at<kLast>(rstd_c, c, count);
+      return Vec<T>(normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count));
+    };
+    const auto add = [&](int64_t d, int64_t, auto count) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> s = load<T>(y + d, count) + load<T>(x + d, count);
+      store(f + d, s, count);
+      return s;
+    };
+    statistics<T, kLast>(piece, p.eps, sums, mean_c, rstd_c, p.mean2 + g0, p.rstd2 + g0, add, stored);
+    const auto activate = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> v = relu<T>(load<T>(z + d, count) + affine(d, c, count, weight2, bias2));
+      store(f + d, v, count);
+      return v;
+    };
+    statistics<T, kLast>(piece, p.eps, sums, mean_c, rstd_c, p.mean3 + g0, p.rstd3 + g0, activate, stored);
+    sweep<T, kLast, 2>(piece, sums,
+                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> value = affine(d, c, count, weight3, bias3), step = value - load<T>(z + d, count);
+      store(f + d, value, count);
+      terms[0] += step * step;
+      terms[1] += value * value;
+    });
+    for (int k = 0; k < 2; ++k) {
+      group_means<T>(piece, sums[k], nullptr, group);
+      for (int64_t g = 0; g < piece.groups; ++g) {
+        p.norms[k * p.shape.batch * p.shape.groups + g0 + g] = group[g] * static_cast<T>(piece.size() / piece.groups);
+      }
+    }
+  }
+}
+
+template <class T, class Y, class Z, class Last>
+DEQFAST_INLINE void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t begin, int64_t end, Last) {
+  constexpr bool kLast = Last::value;
+  const Piece piece(p.shape);
+  ChannelArrays<T> arrays(piece.channels, 10), sums(piece.channels, 2);
+  T *mean2 = arrays[0], *rstd2 = arrays[1], *mean3 = arrays[2], *rstd3 = arrays[3];
+  constexpr bool kKeep = std::is_same_v<T, Z>;
+  for (int64_t i = begin; i < end; ++i) {
+    const T* grad = p.grad + i * piece.size();
+    const Y* y = p.y + i * piece.size();
+    const Z *x = p.x + i * piece.size(), *z = p.z + i * piece.size();
+    Z *grad_sum = p.grad_sum + i * piece.size(), *grad_z = p.grad_z + i * piece.size();
+    const int64_t c0 = i * piece.channels % p.shape.channels, g0 = i * piece.groups;
+    const T *weight2 = p.weight2 + c0, *bias2 = p.bias2 + c0, *weight3 = p.weight3 + c0;
+    spread(piece, p.mean2 + g0, mean2);
+    spread(piece, p.rstd2 + g0, rstd2);
+    spread(piece, p.mean3 + g0, mean3);
+    spread(piece, p.rstd3 + g0, rstd3);
+    const auto normal2_at = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> s = load<T>(y + d, count) + load<T>(x + d, count);
+      return Vec<T>((s - at<kLast>(mean2, c, count)) * at<kLast>(rstd2, c, count));
+    };
+    const auto before_relu_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_INLINE_LAMBDA {
+      return Vec<T>(load<T>(z + d, count) + (normal2 * at<kLast>(weight2, c, count) + at<kLast>(bias2, c, count)));
+    };
+    const auto normal3_at = [&](int64_t c, auto count, Vec<T> before_relu) DEQFAST_INLINE_LAMBDA {
+      return Vec<T>((relu<T>(before_relu) - at<kLast>(mean3, c, count)) * at<kLast>(rstd3, c, count));
+    };
+    sweep<T, kLast, 2>(piece, sums,
+                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> normal2 = normal2_at(d, c, count), before_relu = before_relu_at(d, c, count, normal2);
+      const Vec<T> g = load<T>(grad + d, count);
+      if constexpr (kKeep) store(grad_sum + d, normal2, count);
+      terms[0] += g * normal3_at(c, count, before_relu);
+      terms[1] += g;
+    });
+    put_affine(p.shape, piece, i, sums, p.grad_affine + 2 * p.shape.batch * p.shape.channels);
+    const NormBackward<T, kLast> through_norm3(piece, sums, weight3, rstd3, arrays, 4);
+    const auto normal2_again = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+      if constexpr (kKeep) {
+        return load<T>(grad_sum + d, count);
+      } else {
+        return normal2_at(d, c, count);
+      }
+    };
+    const auto grad_z_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> before_relu = before_relu_at(d, c, count, normal2);
+      const Vec<T> g = load<T>(grad + d, count);
+      return masked<T>(through_norm3(g, normal3_at(c, count, before_relu), c, count), before_relu);
+    };
+    sweep<T, kLast, 2>(piece, sums,
+                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> normal2 = normal2_again(d, c, count), g = grad_z_at(d, c, count, normal2);
+      store(grad_z + d, g, count);
+      terms[0] += g * normal2;
+      terms[1] += g;
+    });
+    put_affine(p.shape, piece, i, sums, p.grad_affine);
+    const NormBackward<T, kLast> through_norm2(piece, sums, weight2, rstd2, arrays, 7);
+    sweep<T, kLast, 0>(piece, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_INLINE_LAMBDA {
+      const Vec<T> normal2 = normal2_again(d, c, count);
+      const Vec<T> g = kKeep ? load<T>(grad_z + d, count) : grad_z_at(d, c, count, normal2);
+      store(grad_sum + d, through_norm2(g, normal2, c, count), count);
+    });
+  }
+}
+
+template <class Params>
+DEQFAST_INLINE void run_any(const Params& p, int64_t begin, int64_t end) {
+  with_layout(p.shape, [&](auto last) DEQFAST_INLINE_LAMBDA { run_pieces(p, begin, end, last); });
+}
+
+DEQFAST_CLONES void run(const ResidualParams<float, float, float>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+DEQFAST_CLONES void run(const ResidualParams<float, BFloat16, float>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+DEQFAST_CLONES void run(const ResidualParams<float, BFloat16, BFloat16>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+DEQFAST_CLONES void run(const ResidualParams<double, double, double>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+DEQFAST_CLONES void run(const ResidualBackwardParams<float, float, float>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+DEQFAST_CLONES void run(const ResidualBackwardParams<float, BFloat16, float>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+DEQFAST_CLONES void run(const ResidualBackwardParams<float, BFloat16, BFloat16>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+DEQFAST_CLONES void run(const ResidualBackwardParams<double, double, double>& p, int64_t begin, int64_t end) {
+  run_any(p, begin, end);
+}
+
+const auto run_all = [](const auto& params) {
+  launch(params, [](const auto& p, int64_t begin, int64_t end) { run(p, begin, end); });
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(Tensor y, Tensor x, Tensor z,
+                                                                            Tensor weight2, Tensor bias2,
+                                                                            Tensor weight3, Tensor bias3,
+                                                                            int64_t groups, double eps) {
+  return norm_act_residual_with<BFloat16>(y, x, z, weight2, bias2, weight3, bias3, groups, eps, /*native=*/true,
+                                          run_all);
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward(Tensor grad, Tensor y, Tensor x, Tensor z,
+                                                              Tensor weight2, Tensor bias2, Tensor weight3,
+                                                              Tensor mean2, Tensor rstd2, Tensor mean3, Tensor rstd3,
+                                                              int64_t groups) {
+  return norm_act_residual_backward_with<BFloat16>(grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3,
+                                                   groups, /*native=*/true, run_all);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
+  m.impl("norm_act_residual", TORCH_BOX(&norm_act_residual));
+  m.impl("norm_act_residual_backward", TORCH_BOX(&norm_act_residual_backward));
+}
+
+}  // namespace deqfast

@@ -1,0 +1,223 @@
+"""relu(GroupNorm(y)) in channels_last, and its backward: one program per group of a sample.
+
+y, out, grad (B, P, C) of dtype Y (P pixels; float32, bfloat16 or float64); weight, bias (C,), mean, rstd (B, G) and
+grad_affine (2, B, C) in the accumulation dtype. Groups are independent of each other, which gives B G programs, and a
+group is `CG` neighbouring channels of every pixel: tiles are (BR pixels, BC channels). The first tile stays on chip;
+where a group has more, every pass reads the others again. Sizes are constants of the compiled code.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import scalar, square_root
+from .config import device_guard, norm_config
+
+
+@triton.jit
+def group_of_program(P: tl.constexpr, C: tl.constexpr, CG: tl.constexpr):
+    """Sample, first channel, and offset of the first element of the program's group."""
+    G: tl.constexpr = C // CG
+    i = tl.program_id(0).to(tl.int64)
+    i_b = i // G
+    c_0 = (i % G) * CG
+    return i_b, c_0, i_b * (P * C) + c_0
+
+
+@triton.jit
+def group_tile(start, P: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Offsets from the group's first element, and mask, of the tile whose first pixel is `start`."""
+    o_p = start + tl.arange(0, BR)
+    o_c = tl.arange(0, BC)
+    return o_p[:, None] * C + o_c[None, :], (o_p < P)[:, None] & (o_c < CG)[None, :]
+
+
+@triton.jit
+def loop_end(pixels, P: tl.constexpr, BR: tl.constexpr):
+    """Where the loops over further tiles end. pixels = P, not a constant: loops of few rounds would be unrolled."""
+    if P <= BR:
+        return BR
+    else:
+        return pixels
+
+
+@triton.jit
+def load_tile(p, offsets, mask, dtype: tl.constexpr):
+    return tl.load(p + offsets, mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def load_channels(p, CG: tl.constexpr, BC: tl.constexpr):
+    """A row (1, BC) of parameters."""
+    o_c = tl.arange(0, BC)
+    return tl.load(p + o_c, mask=o_c < CG, other=0.0)[None, :]
+
+
+@triton.jit
+def inverse_deviation(squares, n: tl.constexpr, eps):
+    dtype: tl.constexpr = squares.dtype
+    return 1.0 / square_root(squares / n + scalar(eps, dtype))
+
+
+@triton.jit
+def relu(x):
+    return tl.where(x < 0, 0.0, x)  # NaN stays NaN
+
+
+@triton.jit
+def store_affine(p_affine, o_row, b_weight, b_bias, plane, CG: tl.constexpr, BC: tl.constexpr):
+    """Gradients (BC,) of weight and bias into two planes of `plane` elements."""
+    o_c = tl.arange(0, BC)
+    tl.store(p_affine + o_row + o_c, b_weight, mask=o_c < CG)
+    tl.store(p_affine + plane + o_row + o_c, b_bias, mask=o_c < CG)
+
+
+@triton.jit
+def norm_backward(b_g, b_n, b_w, rstd, mean, slope):
+    """The gradient before a normalisation; b_g behind it, mean and slope those of b_g b_w and b_g b_w b_n."""
+    return (b_g * b_w - mean - b_n * slope) * rstd
+
+
+@triton.jit
+def _norm_act_kernel(
+    p_y,
+    p_weight,
+    p_bias,
+    p_out,
+    p_mean,
+    p_rstd,
+    eps: tl.float64,
+    pixels,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    CG: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    dtype: tl.constexpr = p_mean.dtype.element_ty
+    i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
+    p_y += o_group
+    p_out += o_group
+    o_0, m_0 = group_tile(0, P, C, CG, BR, BC)
+    b_y = load_tile(p_y, o_0, m_0, dtype)
+
+    b_t = b_y
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_t += load_tile(p_y, o_t, m_t, dtype)
+    mean = tl.sum(b_t) / (P * CG)
+
+    b_y = tl.where(m_0, b_y - mean, 0.0)
+    b_t = b_y * b_y
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_d = tl.where(m_t, load_tile(p_y, o_t, m_t, dtype) - mean, 0.0)
+        b_t += b_d * b_d
+    rstd = inverse_deviation(tl.sum(b_t), P * CG, eps)
+
+    b_w = load_channels(p_weight + c_0, CG, BC)
+    b_b = load_channels(p_bias + c_0, CG, BC)
+    short: tl.constexpr = p_out.dtype.element_ty
+    tl.store(p_out + o_0, relu(b_y * rstd * b_w + b_b).to(short), mask=m_0)
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_n = (load_tile(p_y, o_t, m_t, dtype) - mean) * rstd
+        tl.store(p_out + o_t, relu(b_n * b_w + b_b).to(short), mask=m_t)
+    tl.store(p_mean + tl.program_id(0), mean)
+    tl.store(p_rstd + tl.program_id(0), rstd)
+
+
+@triton.jit
+def _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd):
+    """The normalised tile, and the gradient behind the normalisation: that behind the relu where it was positive."""
+    dtype: tl.constexpr = b_w.dtype
+    b_n = (load_tile(p_y, o_t, m_t, dtype) - mean) * rstd
+    return b_n, tl.where(b_n * b_w + b_b <= 0, 0.0, load_tile(p_grad, o_t, m_t, dtype))
+
+
+@triton.jit(do_not_specialize=["plane"])
+def _norm_act_backward_kernel(
+    p_grad,
+    p_y,
+    p_weight,
+    p_bias,
+    p_mean,
+    p_rstd,
+    p_grad_y,
+    p_affine,
+    plane,
+    pixels,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    CG: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
+    p_grad += o_group
+    p_y += o_group
+    p_grad_y += o_group
+    b_w = load_channels(p_weight + c_0, CG, BC)
+    b_b = load_channels(p_bias + c_0, CG, BC)
+    mean = tl.load(p_mean + tl.program_id(0))
+    rstd = tl.load(p_rstd + tl.program_id(0))
+    o_0, m_0 = group_tile(0, P, C, CG, BR, BC)
+    b_n, b_g = _normal_and_grad(p_y, p_grad, o_0, m_0, b_w, b_b, mean, rstd)
+
+    b_gn = b_g * b_n
+    b_gs = b_g
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_nt, b_gt = _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd)
+        b_gn += b_gt * b_nt
+        b_gs += b_gt
+    b_weight = tl.sum(b_gn, axis=0)
+    b_bias = tl.sum(b_gs, axis=0)
+    store_affine(p_affine, i_b * C + c_0, b_weight, b_bias, plane, CG, BC)
+    slope = tl.sum(b_weight[None, :] * b_w) / (P * CG)
+    offset = tl.sum(b_bias[None, :] * b_w) / (P * CG)
+
+    short: tl.constexpr = p_grad_y.dtype.element_ty
+    tl.store(p_grad_y + o_0, norm_backward(b_g, b_n, b_w, rstd, offset, slope).to(short), mask=m_0)
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_nt, b_gt = _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd)
+        tl.store(p_grad_y + o_t, norm_backward(b_gt, b_nt, b_w, rstd, offset, slope).to(short), mask=m_t)
+
+
+def launch_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[int], dict[str, int]]:
+    """Grid, and sizes and options of the launch, for tensors shaped as y."""
+    channels, pixels = y.shape[1], y.shape[2] * y.shape[3]
+    config = norm_config(pixels, channels // groups, accumulation)
+    sizes = {"P": pixels, "C": channels, "CG": channels // groups, "BR": config.rows, "BC": config.cols}
+    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers, "enable_fp_fusion": False}
+    return (y.shape[0] * groups,), {"pixels": pixels, **sizes, **options}
+
+
+def norm_act(y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(GroupNorm(y)), mean, rstd."""
+    out = torch.empty_like(y)
+    mean, rstd = (weight.new_empty(y.shape[0], groups) for _ in range(2))
+    if len(y):
+        grid, sizes = launch_of(y, groups, weight.dtype)
+        with device_guard(y):
+            _norm_act_kernel[grid](y, weight, bias, out, mean, rstd, eps, **sizes)
+    return out, mean, rstd
+
+
+def norm_act_backward(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, groups: int
+) -> tuple[Tensor, Tensor]:
+    """The gradient of y, and those of weight and bias per sample."""
+    grad_y = torch.empty_like(y)
+    affine = weight.new_empty(2, y.shape[0], y.shape[1])
+    if len(y):
+        grid, sizes = launch_of(y, groups, weight.dtype)
+        with device_guard(y):
+            _norm_act_backward_kernel[grid](
+                grad, y, weight, bias, mean, rstd, grad_y, affine, affine[0].numel(), **sizes
+            )
+    return grad_y, affine

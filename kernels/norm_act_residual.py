@@ -1,0 +1,277 @@
+"""f = GroupNorm3(relu(z + GroupNorm2(y + x))) in channels_last with its norms, and the backward.
+
+y (B, P, C) of dtype Y; x, z (B, P, C) of dtype Z; f, grad (B, P, C), parameters (C,), statistics (B, G), norms
+(2, B, G) and grad_affine (4, B, C) in the accumulation dtype. Both normalisations share their groups, so that one
+program serves one group of a sample, as in ``norm_act``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .config import device_guard
+from .norm_act import (
+    group_of_program,
+    group_tile,
+    inverse_deviation,
+    launch_of,
+    load_channels,
+    load_tile,
+    loop_end,
+    norm_backward,
+    relu,
+    store_affine,
+)
+
+
+@triton.jit
+def _load_sum(p_y, p_x, o_t, m_t, dtype: tl.constexpr):
+    return load_tile(p_y, o_t, m_t, dtype) + load_tile(p_x, o_t, m_t, dtype)
+
+
+@triton.jit
+def _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2):
+    """relu(z + GN2(y + x)) of a tile that is not on chip; 0 where masked."""
+    dtype: tl.constexpr = b_w2.dtype
+    b_n = (_load_sum(p_y, p_x, o_t, m_t, dtype) - mean2) * rstd2
+    return tl.where(m_t, relu(load_tile(p_z, o_t, m_t, dtype) + (b_n * b_w2 + b_b2)), 0.0)
+
+
+@triton.jit(do_not_specialize=["plane"])
+def _norm_act_residual_kernel(
+    p_y,
+    p_x,
+    p_z,
+    p_weight2,
+    p_bias2,
+    p_weight3,
+    p_bias3,
+    p_f,
+    p_norms,
+    p_mean2,
+    p_rstd2,
+    p_mean3,
+    p_rstd3,
+    plane,
+    eps: tl.float64,
+    pixels,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    CG: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    dtype: tl.constexpr = p_f.dtype.element_ty
+    i_g = tl.program_id(0)
+    i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
+    p_y += o_group
+    p_x += o_group
+    p_z += o_group
+    p_f += o_group
+    o_0, m_0 = group_tile(0, P, C, CG, BR, BC)
+    b_v = _load_sum(p_y, p_x, o_0, m_0, dtype)
+    b_z = load_tile(p_z, o_0, m_0, dtype)
+
+    b_t = b_v
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_t += _load_sum(p_y, p_x, o_t, m_t, dtype)
+    mean2 = tl.sum(b_t) / (P * CG)
+
+    b_v = tl.where(m_0, b_v - mean2, 0.0)
+    b_t = b_v * b_v
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_d = tl.where(m_t, _load_sum(p_y, p_x, o_t, m_t, dtype) - mean2, 0.0)
+        b_t += b_d * b_d
+    rstd2 = inverse_deviation(tl.sum(b_t), P * CG, eps)
+
+    b_w2 = load_channels(p_weight2 + c_0, CG, BC)
+    b_b2 = load_channels(p_bias2 + c_0, CG, BC)
+    b_v = tl.where(m_0, relu(b_z + (b_v * rstd2 * b_w2 + b_b2)), 0.0)
+    b_t = b_v
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_t += _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2)
+    mean3 = tl.sum(b_t) / (P * CG)
+
+    b_v = tl.where(m_0, b_v - mean3, 0.0)
+    b_t = b_v * b_v
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_d = _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2)
+        b_d = tl.where(m_t, b_d - mean3, 0.0)
+        b_t += b_d * b_d
+    rstd3 = inverse_deviation(tl.sum(b_t), P * CG, eps)
+
+    b_w3 = load_channels(p_weight3 + c_0, CG, BC)
+    b_b3 = load_channels(p_bias3 + c_0, CG, BC)
+    b_f = tl.where(m_0, b_v * rstd3 * b_w3 + b_b3, 0.0)
+    tl.store(p_f + o_0, b_f, mask=m_0)
+    b_gg = (b_f - b_z) * (b_f - b_z)
+    b_ff = b_f * b_f
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_n = (_activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2) - mean3) * rstd3
+        b_f = tl.where(m_t, b_n * b_w3 + b_b3, 0.0)
+        tl.store(p_f + o_t, b_f, mask=m_t)
+        b_g = b_f - load_tile(p_z, o_t, m_t, dtype)
+        b_gg += b_g * b_g
+        b_ff += b_f * b_f
+    tl.store(p_norms + i_g, tl.sum(b_gg))
+    tl.store(p_norms + plane + i_g, tl.sum(b_ff))
+    tl.store(p_mean2 + i_g, mean2)
+    tl.store(p_rstd2 + i_g, rstd2)
+    tl.store(p_mean3 + i_g, mean3)
+    tl.store(p_rstd3 + i_g, rstd3)
+
+
+@triton.jit
+def _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3):
+    """What both normalisations made of a tile, 0 where masked; and whether the relu between them let pass."""
+    dtype: tl.constexpr = b_w2.dtype
+    b_n2 = tl.where(m_t, (_load_sum(p_y, p_x, o_t, m_t, dtype) - mean2) * rstd2, 0.0)
+    b_u = load_tile(p_z, o_t, m_t, dtype) + (b_n2 * b_w2 + b_b2)
+    b_n3 = tl.where(m_t, (relu(b_u) - mean3) * rstd3, 0.0)
+    return b_n2, b_n3, b_u <= 0
+
+
+@triton.jit(do_not_specialize=["plane"])
+def _norm_act_residual_backward_kernel(
+    p_grad,
+    p_y,
+    p_x,
+    p_z,
+    p_weight2,
+    p_bias2,
+    p_weight3,
+    p_mean2,
+    p_rstd2,
+    p_mean3,
+    p_rstd3,
+    p_grad_sum,
+    p_grad_z,
+    p_affine,
+    plane,
+    pixels,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    CG: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    dtype: tl.constexpr = p_grad.dtype.element_ty
+    short: tl.constexpr = p_grad_z.dtype.element_ty
+    i_g = tl.program_id(0)
+    i_b, c_0, o_group = group_of_program(P, C, CG)
+    stop = loop_end(pixels, P, BR)
+    p_grad += o_group
+    p_y += o_group
+    p_x += o_group
+    p_z += o_group
+    p_grad_sum += o_group
+    p_grad_z += o_group
+    b_w2 = load_channels(p_weight2 + c_0, CG, BC)
+    b_b2 = load_channels(p_bias2 + c_0, CG, BC)
+    b_w3 = load_channels(p_weight3 + c_0, CG, BC)
+    mean2 = tl.load(p_mean2 + i_g)
+    rstd2 = tl.load(p_rstd2 + i_g)
+    mean3 = tl.load(p_mean3 + i_g)
+    rstd3 = tl.load(p_rstd3 + i_g)
+    o_0, m_0 = group_tile(0, P, C, CG, BR, BC)
+    b_n2, b_n3, b_off = _normals(p_y, p_x, p_z, o_0, m_0, b_w2, b_b2, mean2, rstd2, mean3, rstd3)
+    b_g = load_tile(p_grad, o_0, m_0, dtype)
+
+    b_gn = b_g * b_n3
+    b_gs = b_g
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        _, b_n3t, _ = _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3)
+        b_gt = load_tile(p_grad, o_t, m_t, dtype)
+        b_gn += b_gt * b_n3t
+        b_gs += b_gt
+    b_weight = tl.sum(b_gn, axis=0)
+    b_bias = tl.sum(b_gs, axis=0)
+    store_affine(p_affine + 2 * plane, i_b * C + c_0, b_weight, b_bias, plane, CG, BC)
+    slope3 = tl.sum(b_weight[None, :] * b_w3) / (P * CG)
+    offset3 = tl.sum(b_bias[None, :] * b_w3) / (P * CG)
+
+    b_g = tl.where(b_off | (m_0 == 0), 0.0, norm_backward(b_g, b_n3, b_w3, rstd3, offset3, slope3))
+    tl.store(p_grad_z + o_0, b_g.to(short), mask=m_0)
+    b_gn = b_g * b_n2
+    b_gs = b_g
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_n2t, b_n3t, b_offt = _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3)
+        b_gt = norm_backward(load_tile(p_grad, o_t, m_t, dtype), b_n3t, b_w3, rstd3, offset3, slope3)
+        b_gt = tl.where(b_offt | (m_t == 0), 0.0, b_gt)
+        tl.store(p_grad_z + o_t, b_gt.to(short), mask=m_t)
+        b_gn += b_gt * b_n2t
+        b_gs += b_gt
+    b_weight = tl.sum(b_gn, axis=0)
+    b_bias = tl.sum(b_gs, axis=0)
+    store_affine(p_affine, i_b * C + c_0, b_weight, b_bias, plane, CG, BC)
+    slope2 = tl.sum(b_weight[None, :] * b_w2) / (P * CG)
+    offset2 = tl.sum(b_bias[None, :] * b_w2) / (P * CG)
+
+    b_gy = norm_backward(b_g, b_n2, b_w2, rstd2, offset2, slope2)
+    tl.store(p_grad_sum + o_0, b_gy.to(short), mask=m_0)
+    for start in range(BR, stop, BR):
+        o_t, m_t = group_tile(start, P, C, CG, BR, BC)
+        b_n2t, b_n3t, b_offt = _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3)
+        b_gt = norm_backward(load_tile(p_grad, o_t, m_t, dtype), b_n3t, b_w3, rstd3, offset3, slope3)
+        b_gy = norm_backward(tl.where(b_offt, 0.0, b_gt), b_n2t, b_w2, rstd2, offset2, slope2)
+        tl.store(p_grad_sum + o_t, b_gy.to(short), mask=m_t)
+
+
+def norm_act_residual(
+    y: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    weight3: Tensor,
+    bias3: Tensor,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """f, norms, mean2, rstd2, mean3, rstd3."""
+    f = torch.empty_like(z, dtype=weight2.dtype)
+    norms = weight2.new_empty(2, len(z), groups)
+    statistics = [weight2.new_empty(len(z), groups) for _ in range(4)]
+    if len(z):
+        grid, sizes = launch_of(z, groups, weight2.dtype)
+        with device_guard(z):
+            _norm_act_residual_kernel[grid](
+                y, x, z, weight2, bias2, weight3, bias3, f, norms, *statistics, norms[0].numel(), eps, **sizes
+            )
+    return f, norms, *statistics
+
+
+def norm_act_residual_backward(
+    grad: Tensor,
+    y: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    weight3: Tensor,
+    mean2: Tensor,
+    rstd2: Tensor,
+    mean3: Tensor,
+    rstd3: Tensor,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of y + x and of z, and those of weights and biases per sample."""
+    grad_sum, grad_z = torch.empty_like(z), torch.empty_like(z)
+    affine = weight2.new_empty(4, z.shape[0], z.shape[1])
+    if len(z):
+        grid, sizes = launch_of(z, groups, weight2.dtype)
+        with device_guard(z):
+            _norm_act_residual_backward_kernel[grid](
+                grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3, grad_sum, grad_z, affine,
+                affine[0].numel(), **sizes,
+            )  # fmt: skip
+    return grad_sum, grad_z, affine

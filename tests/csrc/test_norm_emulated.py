@@ -1,0 +1,69 @@
+"""The CUDA kernels of the norm_act ops, run by an emulation on the CPU, against the reference; see emulate.py."""
+
+from __future__ import annotations
+
+import emulate
+import pytest
+import torch
+from norm_cases import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
+
+pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
+every_op = pytest.mark.parametrize("op", NORM_OPS)
+every_dtype = pytest.mark.parametrize("dtypes", NORM_DTYPES)
+# Groups of one, several and all packs that a thread can hold, in channels of one block's width and of less.
+HELD_SHAPES = [((2, 64, 12, 12), 8), ((1, 16, 32, 32), 2), ((1, 512, 2, 2), 4), ((1, 1024, 2, 3), 1)]
+
+
+def emulated(op: str):
+    emulate.load(op.removesuffix("_backward"))
+    return getattr(torch.ops.deqfast_emulated, op)
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize(("shape", "groups"), NORM_SHAPES + HELD_SHAPES)
+def test_accuracy(shape, groups, dtypes, op):
+    check_norm(emulated(op), NormCase(op, shape, groups, dtypes))
+
+
+@every_op
+@pytest.mark.parametrize(("shape", "groups"), LARGE_SHAPES)
+def test_large_groups(shape, groups, op):
+    check_norm(emulated(op), NormCase(op, shape, groups))
+
+
+@every_op
+@pytest.mark.parametrize(("shape", "groups"), [((3, 16, 3, 5), 4), ((3, 24, 40, 41), 8)])
+def test_bits_depend_neither_on_the_order_of_threads_nor_on_the_batch(shape, groups, op):
+    arguments = NormCase(op, shape, groups).arguments()
+    results = []
+    for order in emulate.ORDERS:
+        emulate.set_order(order)
+        results.append(emulated(op)(*arguments.values()))
+    emulate.set_order(0)
+    alone = {name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
+             for name, value in arguments.items()}  # fmt: skip
+    for i, single in enumerate(emulated(op)(*alone.values())):
+        first = results[0][i]
+        assert all(torch.equal(result[i], first) for result in results)
+        assert torch.equal(first[1:2] if len(first) == 3 else first[:, 1:2], single)
+
+
+@every_op
+def test_one_launch(op):
+    arguments, before = NormCase(op).arguments(), emulate.launches()
+    emulated(op)(*arguments.values())
+    assert emulate.launches() - before == 1
+
+
+@every_op
+def test_an_empty_batch(op):
+    arguments, before = NormCase(op, shape=(0, 16, 3, 5)).arguments(), emulate.launches()
+    emulated(op)(*arguments.values())
+    assert emulate.launches() == before
+
+
+def test_channels_last_is_asked_for():
+    case = NormCase("norm_act", memory_format=torch.contiguous_format)
+    with pytest.raises(RuntimeError, match="`y` must be contiguous in the memory format channels_last"):
+        emulated("norm_act")(*case.arguments().values())

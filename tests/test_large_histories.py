@@ -1,0 +1,67 @@
+"""Histories of more than 2^31 elements: one sample is running, and the memory of the others is never touched."""
+
+from __future__ import annotations
+
+import emulate
+import pytest
+import torch
+from cases import METHODS, Case, make_state, same_bits
+
+import deqfast
+
+BATCH, HISTORY, SIZE = 16385, 32, 4096
+assert (BATCH - 1) * HISTORY * SIZE >= 2**31
+
+
+def last_of_many(state, device):
+    """The state of one sample as the last of BATCH, of which no other is running."""
+    many = {}
+    for name, tensor in state.items():
+        if name == "active":
+            many[name] = tensor.clone().to(device)
+        elif name in ("residual", "gain"):
+            many[name] = torch.zeros(2, BATCH, dtype=tensor.dtype, device=device)
+            many[name][:, -1] = tensor[:, 0]
+        else:
+            many[name] = torch.empty(BATCH, *tensor.shape[1:], dtype=tensor.dtype, device=device)
+            if name in ("status", "iterations"):
+                many[name].fill_(1)
+            many[name][-1] = tensor[0]
+    return many
+
+
+@pytest.fixture(params=["cpp", "triton", "cuda", "emulated"])
+def op(request):
+    if request.param == "emulated":
+        if emulate.COMPILER is None:
+            pytest.skip("no g++ was found")
+        emulate.load("multisecant_step")
+        return torch.ops.deqfast_emulated.multisecant_step, "cpu"
+    kernel, device = request.getfixturevalue("kernel"), request.getfixturevalue("device")
+    return getattr(torch.ops.deqfast, "multisecant_step" + ("_triton" if kernel == "triton" else "")), device
+
+
+@pytest.fixture
+def kernel(request):
+    name = request.node.callspec.params["op"]
+    if not deqfast.backends()[name]:
+        pytest.skip(f"kernel {name}: {deqfast.backends()[name].reason}")
+    return name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_last_sample(method, op):
+    step, device = op
+    case = Case(method, batch=1, size=SIZE, history=HISTORY, k=2, history_dtype=torch.bfloat16)
+    alone = make_state(case, device)
+    try:
+        many = last_of_many(alone, device)
+    except RuntimeError as error:
+        pytest.skip(f"not enough memory: {error}")
+    case.call(step, alone)
+    case.call(step, many)
+    assert many["active"].item() == alone["active"].item()
+    for name in ("z", "best", "status", "iterations", "left", "df", "gram"):
+        assert same_bits(many[name][-1], alone[name][0]), name
+    for name in ("residual", "gain"):
+        assert same_bits(many[name][:, -1], alone[name][:, 0]), name

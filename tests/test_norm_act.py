@@ -1,0 +1,344 @@
+"""The norm_act ops of every kernel, and ResidualCell with them: values, gradients, errors."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from norm_cases import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
+from torch import nn
+
+import deqfast
+from deqfast import Anderson, DEQBlock, Implicit, ResidualCell, Unrolled, reference
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
+
+FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+every_op = pytest.mark.parametrize("op", NORM_OPS)
+every_dtype = pytest.mark.parametrize("dtypes", NORM_DTYPES)
+every_format = pytest.mark.parametrize("memory_format", FORMATS)
+fused_kernels = pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
+
+
+def op_of(op: str, kernel: str):
+    return getattr(torch.ops.deqfast, f"{op}_triton" if kernel == "triton" else op).default
+
+
+def supports(kernel: str, memory_format: str) -> bool:
+    return kernel == "cpp" or memory_format == "channels_last"
+
+
+def cell_of(kernel: str, channels: int = 8, groups: int = 2, **settings) -> ResidualCell:
+    torch.manual_seed(0)
+    cell = ResidualCell(channels, groups, kernel=kernel, **settings)
+    for norm in (cell.norm1, cell.norm2, cell.norm3):
+        nn.init.normal_(norm.weight, 1.0, 0.3)
+        nn.init.normal_(norm.bias, 0.0, 0.3)
+    for convolution in (cell.conv1, cell.conv2):
+        convolution.weight.data.mul_(0.3)
+    return cell
+
+
+def with_kernel(cell: ResidualCell, kernel: str) -> ResidualCell:
+    twin = copy.deepcopy(cell)
+    twin.kernel = kernel
+    return twin
+
+
+def state(shape=(3, 8, 4, 3), dtype=torch.float32, memory_format="channels_last", device="cpu", requires_grad=False):
+    torch.manual_seed(1)
+    tensors = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    return [t.contiguous(memory_format=FORMATS[memory_format]).requires_grad_(requires_grad) for t in tensors]
+
+
+class TestReference:
+    """The specification itself, against torch's own modules and automatic differentiation."""
+
+    @pytest.mark.parametrize("op", ["norm_act", "norm_act_residual"])
+    @every_format
+    def test_values_and_gradients(self, op, memory_format):
+        case = NormCase(op, dtypes="fp64", memory_format=FORMATS[memory_format])
+        arguments = {name: value.requires_grad_() if isinstance(value, torch.Tensor) else value
+                     for name, value in case.arguments().items()}  # fmt: skip
+        a, groups = arguments, case.groups
+        if op == "norm_act":
+            plain = torch.relu(F.group_norm(a["y"], groups, a["weight"], a["bias"]))
+        else:
+            update = F.group_norm(a["y"] + a["x"], groups, a["weight2"], a["bias2"])
+            plain = F.group_norm(torch.relu(a["z"] + update), groups, a["weight3"], a["bias3"])
+        value, *others = case.reference(*a.values())
+        assert_close(value, plain, rounding(torch.float64))
+        if op == "norm_act_residual":
+            norms = torch.stack([(plain - a["z"]).square(), plain.square()]).sum(dim=(2, 3, 4))
+            assert_close(others[0].sum(dim=2), norms, rounding(torch.float64))
+
+        backward = replace(case, op=f"{op}_backward")
+        b = backward.arguments()
+        leaves = [value for value in a.values() if isinstance(value, torch.Tensor)]
+        exact = torch.autograd.grad(plain, leaves, b["grad"])
+        *maps, affine = backward.reference(*b.values())
+        maps = maps if op == "norm_act" else [maps[0], *maps]  # y and x share a gradient
+        assert_close([*maps, *affine.sum(dim=1)], list(exact), rounding(torch.float64))
+
+    def test_one_element_in_a_group(self):
+        out, mean, rstd = reference.norm_act(torch.randn(2, 4, 1, 1), torch.ones(4), torch.arange(4.0), 4, 1e-5)
+        assert torch.equal(out.flatten(1), torch.arange(4.0).expand(2, 4))
+        assert_close(rstd, torch.full((2, 4), 1e-5).rsqrt(), rounding(torch.float32))
+
+
+@fused_kernels
+class TestKernels:
+    @every_op
+    @every_dtype
+    @every_format
+    @pytest.mark.parametrize(("shape", "groups"), NORM_SHAPES)
+    def test_accuracy(self, shape, groups, memory_format, dtypes, op, kernel, device):
+        if not supports(kernel, memory_format):
+            pytest.skip("channels_last only")
+        check_norm(op_of(op, kernel), NormCase(op, shape, groups, dtypes, FORMATS[memory_format]), device)
+
+    @every_op
+    @pytest.mark.parametrize(("shape", "groups"), LARGE_SHAPES)
+    def test_large_groups(self, shape, groups, op, kernel, device):
+        check_norm(op_of(op, kernel), NormCase(op, shape, groups), device)
+
+    @every_op
+    def test_a_large_mean_costs_no_digits(self, op, kernel, device):
+        check_norm(op_of(op, kernel), NormCase(op, offset=3000.0), device)
+
+    @every_op
+    @every_dtype
+    def test_opcheck(self, op, dtypes, kernel, device):
+        arguments = NormCase(op, dtypes=dtypes).arguments(device)
+        results = torch.library.opcheck(op_of(op, kernel), tuple(arguments.values()))
+        assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
+
+    @every_op
+    def test_an_empty_batch(self, op, kernel, device):
+        for result in op_of(op, kernel)(*NormCase(op, shape=(0, 16, 3, 5)).arguments(device).values()):
+            assert 0 in result.shape
+
+    @every_op
+    @every_format
+    def test_bits_depend_neither_on_the_run_nor_on_the_batch(self, op, memory_format, kernel, device):
+        if not supports(kernel, memory_format):
+            pytest.skip("channels_last only")
+        case = NormCase(op, shape=(3, 16, 3, 5), memory_format=FORMATS[memory_format])
+        arguments = case.arguments(device)
+        together, again = (op_of(op, kernel)(*arguments.values()) for _ in range(2))
+        alone = {name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
+                 for name, value in arguments.items()}  # fmt: skip
+        for a, b, c in zip(together, again, op_of(op, kernel)(*alone.values()), strict=True):
+            mine = a[1:2] if len(a) == 3 else a[:, 1:2]
+            assert torch.equal(a, b) and torch.equal(mine, c)
+
+    @every_op
+    def test_nan_stays_in_its_group(self, op, kernel, device):
+        arguments = NormCase(op, shape=(3, 16, 3, 5)).arguments(device)
+        healthy = op_of(op, kernel)(*arguments.values())
+        arguments["y"][1, 5, 0, 0] = torch.nan
+        broken = op_of(op, kernel)(*arguments.values())
+        for a, b in zip(broken, healthy, strict=True):
+            if len(a) != 3:  # per sample in dimension 1
+                a, b = a.transpose(0, 1), b.transpose(0, 1)
+            assert torch.equal(a[[0, 2]], b[[0, 2]])
+        if not op.endswith("backward"):
+            assert broken[0][1, 4:8].isnan().all()
+            assert torch.equal(broken[0][1, 8:], healthy[0][1, 8:])
+
+    @every_op
+    def test_pointers_that_are_not_aligned(self, op, kernel, device):
+        arguments = NormCase(op).arguments(device)
+        expected = op_of(op, kernel)(*arguments.values())
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                buffer = value.new_empty(value.numel() + 1)
+                arguments[name] = buffer[1:].as_strided(value.shape, value.stride()).copy_(value)
+        for a, b in zip(op_of(op, kernel)(*arguments.values()), expected, strict=True):
+            assert_close(a, b, rounding(torch.float32))
+
+
+@pytest.mark.parametrize("kernel", ["cpp"], indirect=True)
+@every_format
+@every_op
+def test_bits_do_not_depend_on_the_number_of_threads(op, memory_format, kernel):
+    case = NormCase(op, shape=(5, 64, 16, 16), groups=8, memory_format=FORMATS[memory_format])
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(op_of(op, kernel)(*case.arguments().values()))
+    torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@fused_kernels
+class TestArguments:
+    """A wrong argument is named, with what it must be and what it is."""
+
+    def refuses(self, kernel, device, op, name, wrong, *fragments):
+        arguments = NormCase(op).arguments(device)
+        assert name in arguments
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            op_of(op, kernel)(*(arguments | {name: wrong(arguments[name])}).values())
+        message = str(error.value).replace(",)", ")")
+        for fragment in (f"`{name}` must", *fragments):
+            assert fragment in message, message
+
+    @every_op
+    @pytest.mark.parametrize("name", ["y", "x", "z", "grad", "weight", "bias2", "weight3", "mean", "rstd3"])
+    def test_shape_dtype_and_layout(self, name, op, kernel, device):
+        tensor = NormCase(op).arguments(device).get(name)
+        if tensor is None:
+            pytest.skip(f"{op} has no {name}")
+        shape = str(tuple(tensor.shape)).replace(",)", ")")
+        if name != "y":
+            self.refuses(kernel, device, op, name, lambda t: torch.cat([t, t], dim=-1), shape, "got (")
+            self.refuses(kernel, device, op, name, lambda t: t.double())
+        self.refuses(kernel, device, op, name, lambda t: t[None], "got (1, ")
+        self.refuses(kernel, device, op, name, lambda t: torch.stack([t, t], dim=-1)[..., 0], "contiguous")
+
+    @every_op
+    def test_y(self, op, kernel, device):
+        self.refuses(kernel, device, op, "y", lambda t: t.half(), "float32, bfloat16 or float64")
+        self.refuses(kernel, device, op, "y", lambda t: t[:, :, :0], "(B, C, H, W)", "got (2, 16, 0, 5)")
+
+    @every_op
+    @pytest.mark.parametrize("groups", [0, 3, -4])
+    def test_groups(self, groups, op, kernel, device):
+        self.refuses(kernel, device, op, "groups", lambda _: groups, "divide the 16 channels", f"got {groups}")
+
+    def test_the_dtype_of_the_state(self, kernel, device):
+        self.refuses(kernel, device, "norm_act_residual", "z", lambda t: t.bfloat16(), "or float32 beside bfloat16")
+
+    def test_one_memory_format(self, kernel, device):
+        def contiguous(t):
+            return t.contiguous()
+
+        self.refuses(kernel, device, "norm_act_residual", "z", contiguous, "memory format channels_last")
+        if kernel != "cpp":
+            self.refuses(kernel, device, "norm_act", "y", contiguous, "memory format channels_last")
+
+
+class TestCell:
+    def test_its_state_does_not_depend_on_the_kernel(self):
+        assert set(cell_of("torch").state_dict()) == set(cell_of("auto").state_dict())
+        assert "kernel='auto'" in repr(cell_of("auto"))
+
+    @pytest.mark.parametrize("kernel", ["cpp", "triton"], indirect=True)
+    @every_format
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_it_is_the_plain_cell(self, dtype, memory_format, kernel, device):
+        cell = cell_of(kernel).to(device, dtype).to(memory_format=FORMATS[memory_format])
+        z, x = state(dtype=dtype, memory_format=memory_format, device=device, requires_grad=True)
+        results = []
+        for twin in (cell, with_kernel(cell, "torch")):
+            f = twin(z, x)
+            grads = torch.autograd.grad(f, [z, x, *twin.parameters()], torch.ones_like(f).cumsum(1))
+            with torch.no_grad():
+                assert torch.equal(twin(z, x), f)
+            results.append((f, *grads))
+            if supports(kernel, memory_format):
+                assert f.is_contiguous(memory_format=FORMATS[memory_format])
+        assert_close(results[0], results[1], 4 * rounding(dtype))
+
+    @pytest.mark.parametrize("kernel", ["cpp", "triton"], indirect=True)
+    def test_tensors_in_several_memory_formats(self, kernel, device):
+        cell = cell_of(kernel).to(device)
+        z, x = state(device=device)
+        for other_z, other_x in ((z.contiguous(), x), (z, x.contiguous()), (z, x.expand(3, 8, 4, 3)[:, :, :, [0] * 3])):
+            expected = with_kernel(cell, "torch")(other_z, other_x)
+            assert_close(cell(other_z, other_x), expected, rounding(torch.float32))
+
+    @pytest.mark.parametrize("kernel", ["cpp"], indirect=True)
+    def test_gradients_of_first_and_second_order(self, kernel, device):
+        cell = cell_of(kernel, channels=4).to(device, torch.float64)
+        z, x = state((1, 4, 2, 2), torch.float64, device=device, requires_grad=True)
+        parameters = tuple(cell.norm1.parameters()) + tuple(cell.norm2.parameters()) + tuple(cell.norm3.parameters())
+
+        def f(z, x, *_):
+            return cell(z, x)
+
+        assert torch.autograd.gradcheck(f, (z, x, *parameters), **FINITE_DIFFERENCES)
+        assert torch.autograd.gradgradcheck(f, (z, x, *parameters), **FINITE_DIFFERENCES)
+
+    def test_third_order(self):
+        cell = cell_of("auto").double()
+        z, x = state(dtype=torch.float64, requires_grad=True)
+        results = []
+        for twin in (cell, with_kernel(cell, "torch")):
+            total = twin(z, x).cos().sum()
+            for _ in range(3):
+                (grad,) = torch.autograd.grad(total, z, create_graph=True)
+                total = grad.cos().sum()
+            results.append(grad)
+        assert_close(results[0], results[1], GRADIENT)
+
+    @pytest.mark.parametrize(
+        "adjoint", ["jfb", "phantom", Implicit(Anderson(tol=1e-12, max_iter=60)), Unrolled(steps=6)]
+    )
+    @every_format
+    def test_gradients_through_a_block(self, adjoint, memory_format):
+        cell = cell_of("auto").double().to(memory_format=FORMATS[memory_format])
+        _, x = state(dtype=torch.float64, memory_format=memory_format, requires_grad=True)
+        results = []
+        for twin in (cell, with_kernel(cell, "torch")):
+            z = DEQBlock(twin, Anderson(tol=1e-12, max_iter=60), adjoint)(x)
+            results.append((z, *torch.autograd.grad(z.sin().sum(), [x, *twin.parameters()])))
+        assert_close(results[0], results[1], GRADIENT)
+
+    def test_double_backward_through_unrolled(self):
+        cell = cell_of("auto").double()
+        _, x = state(dtype=torch.float64, requires_grad=True)
+        results = []
+        for twin in (cell, with_kernel(cell, "torch")):
+            z = DEQBlock(twin, adjoint=Unrolled(steps=3))(x)
+            grads = torch.autograd.grad(z.sin().sum(), [x, *twin.parameters()], create_graph=True)
+            total = sum(grad.square().sum() for grad in grads)
+            results.append(torch.autograd.grad(total, [x, *twin.parameters()]))
+        assert_close(results[0], results[1], GRADIENT)
+
+    @pytest.mark.parametrize("z_dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+    def test_autocast(self, x_dtype, z_dtype):
+        cell = cell_of("auto")
+        z, x = state()
+        z, x = z.to(z_dtype).requires_grad_(), x.to(x_dtype).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            f, plain = cell(z, x), with_kernel(cell, "torch")(z, x)
+        assert f.dtype == plain.dtype
+        exact = with_kernel(cell, "torch").double()(z.double(), x.double())
+        assert_close(f, exact, 8 * torch.finfo(torch.bfloat16).eps)
+        for grad, leaf in zip(torch.autograd.grad(f.float().sin().sum(), [z, x]), [z, x], strict=True):
+            assert grad.dtype == leaf.dtype and torch.isfinite(grad).all()
+
+    def test_a_cell_in_bfloat16(self):
+        cell = cell_of("auto").bfloat16()
+        z, x = state(dtype=torch.bfloat16, requires_grad=True)
+        f = cell(z, x)
+        grads = torch.autograd.grad(f.float().sin().sum(), [z, *cell.parameters()])
+        assert f.dtype == torch.bfloat16 and all(grad.dtype == torch.bfloat16 for grad in grads)
+        assert_close(f, with_kernel(cell, "torch").double()(z.double(), x.double()), 8 * torch.finfo(f.dtype).eps)
+
+    def test_what_the_kernels_do_not_serve(self):
+        z, x = state(dtype=torch.float16)
+        cell = cell_of("auto").half()
+        assert torch.equal(cell(z, x), with_kernel(cell, "torch")(z, x))
+        if deqfast.backends()["cpp"]:
+            with pytest.raises(RuntimeError, match="`y` must be float32, bfloat16 or float64"):
+                with_kernel(cell, "cpp")(z, x)
+
+    @pytest.mark.parametrize("norm", ["group", "batch"])
+    def test_the_name_of_the_kernel_is_checked(self, norm):
+        with pytest.raises(ValueError, match="kernel must be one of auto, .*, got 'fast'"):
+            ResidualCell(8, norm=norm, kernel="fast")
+        assert ResidualCell(8, norm=norm, kernel="torch").kernel == "torch"
+        with pytest.raises(ValueError, match="kernel must be 'auto' or 'torch' with norm='batch', got 'cpp'"):
+            ResidualCell(8, norm="batch", kernel="cpp")
+
+    def test_a_kernel_that_cannot_serve_is_an_error(self):
+        if deqfast.backends()["cuda"]:
+            pytest.skip("the CUDA kernels are available")
+        with pytest.raises(RuntimeError, match="kernel='cuda' is not available"):
+            cell_of("cuda")(*state())
