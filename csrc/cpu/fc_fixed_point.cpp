@@ -163,14 +163,6 @@ DEQFAST_CLONES void run_narrow(const FcArgs<double>& a, int64_t first, int64_t c
   solve_samples<double, kNarrowRows, kNarrowVectors>(a, first, count, memory);
 }
 
-bool has_wide_registers() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  return __builtin_cpu_supports("avx512f");
-#else
-  return false;
-#endif
-}
-
 float widen(float x) { return x; }
 double widen(double x) { return x; }
 float widen(BFloat16 x) {
@@ -212,7 +204,7 @@ void run(const FcArgs<T>& a, bool wide, int64_t first, int64_t count, T* memory)
 
 template <class T, class H>
 void launch(const H* weight, FcArgs<T> args) {
-  const bool wide = has_wide_registers();
+  const bool wide = DEQFAST_WIDE_REGISTERS;  // 32 registers of a whole vector
   const int64_t columns = (wide ? kWideVectors : kNarrowVectors) * Simd<T>::lanes, batch = args.monitor.batch;
   args.stride = (args.dim + columns - 1) / columns * columns;
   const auto packed = pack_weight<T>(weight, args.dim, args.stride, columns);

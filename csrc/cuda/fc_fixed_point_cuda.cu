@@ -11,7 +11,6 @@
 // Cost per iteration and block with N columns: Rows D N multiply-adds at 128 per cycle, and D N weights from shared
 // memory at 128 bytes per cycle; on an H200 with D = 256 in float32 (teams of 2, tiles of 2 samples for B = 128) 512
 // and 1024 cycles, 0.6 us, beside about 1.5 us for the team's barrier. Tensor cores would lower the former only.
-#include <cuda_bf16.h>
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,6 +19,7 @@
 #include "../common/fc_checks.h"
 #include "../common/fc_fits.h"
 #include "block.cuh"
+#include "convert.cuh"
 
 namespace deqfast {
 namespace {
@@ -91,12 +91,6 @@ __host__ __device__ inline Layout layout_of(int dim, int columns, int rows, int 
 }
 
 template <class T>
-__device__ T widen(T x) {
-  return x;
-}
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <class T>
 __device__ T warp_sum(T x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
@@ -144,7 +138,7 @@ __device__ void multiply(const FcParams<T, H>& p, const Slice<T, H>& s, int colu
 #pragma unroll
       for (int r = 0; r < Rows; ++r) {
 #pragma unroll
-        for (int i = 0; i < kQuad; ++i) sums[r][i] += z.value[r] * widen(w.value[i]);
+        for (int i = 0; i < kQuad; ++i) sums[r][i] += z.value[r] * convert<T>(w.value[i]);
       }
     }
   }
