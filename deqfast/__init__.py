@@ -8,7 +8,7 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "csrc").is_dir() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
-from .adjoint import JFB, Implicit, Phantom, Unrolled  # noqa: E402
+from .adjoint import JFB, SHINE, Implicit, Phantom, Unrolled  # noqa: E402
 from .block import DEQBlock  # noqa: E402
 from .cells import FCCell, LinearCell, ResidualCell  # noqa: E402
 from .fc import fc_fixed_point  # noqa: E402
@@ -34,6 +34,7 @@ __all__ = [
     "Phantom",
     "Picard",
     "ResidualCell",
+    "SHINE",
     "Solution",
     "Status",
     "Unrolled",

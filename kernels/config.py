@@ -92,6 +92,37 @@ def fc_config(features: int) -> LaunchConfig:
     return LaunchConfig(max(16, next_power_of_2(features)), 8 if features > 64 else 4)
 
 
+# Grouped rows whose class sums are formed by one program.
+CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Rows and columns of the features per tile, directions per tile (0: none), and warps per program."""
+
+    rows: int
+    columns: int
+    directions: int
+    num_warps: int
+
+
+def class_sums_config(dim: int, dtype: torch.dtype) -> TileConfig:
+    """512 bytes of each row, and eight loads of 16 bytes in flight per thread."""
+    columns = min(512 // dtype.itemsize, max(16, next_power_of_2(dim)))
+    return TileConfig(32, columns, 0, max(1, columns * 32 * dtype.itemsize // 4096))
+
+
+def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
+    """At most 64 x 128 projections per program, which stay in registers; a product takes at least 16 of everything.
+
+    64 x 64 where rows do not all start on 16 bytes: the addresses of single elements need registers too.
+    """
+    width = max(16, next_power_of_2(directions))
+    if dtype == torch.float64:
+        return TileConfig(32, 16, min(64, width), 4)
+    return TileConfig(64, 32, min(128 if aligned else 64, width), 8 if width > 32 else 4)
+
+
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, which is where triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -19,17 +19,14 @@ inline void check_activation(const char* op, int64_t activation) {
 
 inline void check_fc(const char* op, const Tensor& weight, const Tensor& c, const Tensor& z0, int64_t activation,
                      int64_t max_iter) {
+  const Checker checker{op, c, "c"};
+  checker.check_rows();
   const auto dtype = c.scalar_type(), weight_dtype = weight.scalar_type();
-  STD_TORCH_CHECK(c.dim() == 2 && c.size(1) > 0, op, ": `c` must have shape (B, D) with D > 0, got ",
-                  shape_text(c.sizes()));
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op,
-                  ": `c` must be float32 or float64, got ", torch::headeronly::toString(dtype));
+  const int64_t batch = c.size(0), dim = c.size(1);
+  STD_TORCH_CHECK(dim > 0, op, ": `c` must have at least one column");
   STD_TORCH_CHECK(weight_dtype == dtype || (weight_dtype == ScalarType::BFloat16 && dtype == ScalarType::Float), op,
                   ": `weight` must have the dtype of `c`, or bfloat16 beside float32, got ",
                   torch::headeronly::toString(weight_dtype));
-  const Checker checker{op, c, "c"};
-  const int64_t batch = c.size(0), dim = c.size(1);
-  checker.check("c", c, {batch, dim}, dtype);
   checker.check("weight", weight, {dim, dim}, weight_dtype);
   checker.check("z0", z0, {batch, dim}, dtype);
   check_activation(op, activation);
@@ -50,13 +47,9 @@ Monitor<T> fc_monitor(const FcOutcome& outcome, T* gain) {
 }
 
 inline void check_fc_vjp(const char* op, const Tensor& pre, const Tensor& grad, int64_t activation) {
-  const auto dtype = pre.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op,
-                  ": `pre` must be float32 or float64, got ", torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(pre.dim() == 2, op, ": `pre` must have shape (B, D), got ", shape_text(pre.sizes()));
   const Checker checker{op, pre, "pre"};
-  checker.check("pre", pre, {pre.size(0), pre.size(1)}, dtype);
-  checker.check("grad", grad, {pre.size(0), pre.size(1)}, dtype);
+  checker.check_rows();
+  checker.check("grad", grad, {pre.size(0), pre.size(1)}, pre.scalar_type());
   check_activation(op, activation);
 }
 

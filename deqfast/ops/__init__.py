@@ -1,6 +1,6 @@
 """The ops: one module per family, holding schema, meaning and argument checks; and the choice of kernel."""
 
-from . import fc, norm_act, steps  # noqa: F401  (schemas come before the kernels that `_extension` loads)
+from . import fc, neural_collapse, norm_act, steps  # noqa: F401  (schemas come before `_extension` loads kernels)
 
 # isort: split
 from .._extension import Availability
