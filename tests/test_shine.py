@@ -28,7 +28,7 @@ def window_after(case: Case, k: int, device="cpu"):
 
 
 def arguments(case: Case, k: int, counts: list[int], device="cpu"):
-    """Windows whose newest pair is k - 1. The next step lies in slot k of `left`, the oldest pair's in a full window."""
+    """Windows whose newest pair is k - 1. The next step lies in slot k, the oldest pair's in a full window."""
     left, df, gram = window_after(case, k, device)
     newest = torch.full((case.batch,), k - 1, dtype=torch.int32, device=device)
     count = torch.tensor(counts, dtype=torch.int32, device=device)
