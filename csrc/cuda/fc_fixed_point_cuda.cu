@@ -47,6 +47,7 @@ struct FcParams {
   StopRule<T> rule;    // its k and last are set by the kernel
   int64_t max_iter, activation;
   int dim, batch, teams;
+  bool whole;          // rows of W can be read by kQuad elements
   Plan plan;
   T* exchange;         // (teams, 2, D, Rows): f
   T* norms;            // (teams, 2, team, Rows, 2): parts of |f - z|^2 and |f|^2
@@ -102,12 +103,11 @@ __device__ T warp_sum(T x) {
 template <class T, class H>
 __device__ void load_weight(const FcParams<T, H>& p, const Slice<T, H>& s) {
   const int columns = p.plan.columns, pairs = (p.dim + 2 * kQuad - 1) / (2 * kQuad);
-  const bool whole = p.dim % kQuad == 0;
   for (int e = threadIdx.x; e < columns * pairs * 2; e += kThreads) {
     const int j = e / 2 % columns, k = (e / (2 * columns) * 2 + e % 2) * kQuad;
     const H* row = p.weight + static_cast<int64_t>(s.first + j) * p.dim;
     Pack<H, kQuad> w = {};
-    if (j < s.valid && whole && k < p.dim) {
+    if (j < s.valid && p.whole && k < p.dim) {
       w = load<H, kQuad>(row + k);
     } else if (j < s.valid) {
       for (int i = 0; i < kQuad && k + i < p.dim; ++i) w.value[i] = row[k + i];
@@ -389,6 +389,7 @@ void launch_rows(FcParams<T, H> params, const Tensor& c, int processors) {
   params.teams = std::min((params.batch + Rows - 1) / Rows, blocks * processors / plan.team);
   STD_TORCH_CHECK(params.teams > 0, kOp, ": D = ", params.dim, " needs ", plan.team,
                   " blocks at once, and the GPU runs ", blocks * processors);
+  params.whole = aligned<kQuad>(params.dim, params.weight);
   const cudaStream_t stream = current_stream(c);
   const auto grid = static_cast<unsigned>(params.teams * plan.team);
   if (plan.team == 1) {
@@ -444,7 +445,7 @@ FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation,
     launch(FcParams<T, H>{static_cast<const H*>(weight.const_data_ptr()), c.const_data_ptr<T>(),
                           z0.const_data_ptr<T>(), std::get<0>(outcome).template mutable_data_ptr<T>(),
                           fc_monitor<T>(outcome, nullptr), rule, max_iter, activation, static_cast<int>(dim),
-                          static_cast<int>(batch), 0, plan, nullptr, nullptr, nullptr},
+                          static_cast<int>(batch), 0, false, plan, nullptr, nullptr, nullptr},
            c, processors);
   });
   return outcome;
