@@ -13,7 +13,9 @@ from pathlib import Path
 from setuptools import setup
 
 MODE = os.environ.get("DEQFAST_BUILD", "auto")
-SOURCES = ("picard_step", "multisecant_step", "norm_act", "norm_act_residual", "neural_collapse")
+SOURCES = (
+    "picard_step", "multisecant_step", "norm_act", "norm_act_residual", "neural_collapse", "fc_fixed_point", "fc_vjp",
+)  # fmt: skip
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"

@@ -11,6 +11,7 @@ if (_root / "csrc").is_dir() and (_root / "kernels").is_dir():
 from .adjoint import JFB, SHINE, Implicit, Phantom, Unrolled  # noqa: E402
 from .block import DEQBlock  # noqa: E402
 from .cells import FCCell, LinearCell, ResidualCell  # noqa: E402
+from .fc import fc_fixed_point  # noqa: E402
 from .neural_collapse import NCResult, NeuralCollapse, neural_collapse  # noqa: E402
 from .ops import Availability, backends  # noqa: E402
 from .solution import Solution, Status  # noqa: E402
@@ -38,6 +39,7 @@ __all__ = [
     "Status",
     "Unrolled",
     "backends",
+    "fc_fixed_point",
     "neural_collapse",
     "solve",
 ]

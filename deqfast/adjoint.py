@@ -41,6 +41,12 @@ class Problem:
     def solve(self) -> Solution:
         if self.graphs is not None:
             return self.graphs.solve(self.x, self.z0, self.solver, **self.options)
+        records = self.forward_options.get("trace") or self.forward_options.get("keep_inverse")
+        if hasattr(self.cell, "fixed_point") and not records:
+            with torch.no_grad():
+                solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])
+            if solution is not None:
+                return solution
 
         batch = len(pytree.tree_leaves(self.z0)[0])
 

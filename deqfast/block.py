@@ -23,7 +23,8 @@ class DEQBlock(nn.Module):
 
     cell: any callable (z, x) -> z; an ``nn.Module`` is registered. Methods ``begin_solve()`` and
         ``end_solve()`` of a submodule are called once per forward, before the solve and after it and the evaluations
-        that its gradient needs: for masks and statistics that must not change in between.
+        that its gradient needs: for masks and statistics that must not change in between. A method
+        ``fixed_point(x, z0, solver, kernel)`` of the cell is asked first for the Solution of a solve; None: loop.
     solver: "broyden", "anderson", "picard" or a solver object; eval_solver: that of evaluation mode (None: solver).
     adjoint: "jfb", "implicit", "phantom", "shine", "unrolled" or an adjoint object.
     kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every, compact, trace: see ``deqfast.solve``. With

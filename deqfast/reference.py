@@ -6,9 +6,11 @@ the dtype of the state (float32 or float64). They hold no host synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # A solve has lost all hope of gaining in low precision after this many iterations without a gain of this much.
@@ -221,6 +223,52 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, tra
     gamma = gamma * scale[:, 1]
     gamma = torch.where(torch.isfinite(gamma).all(dim=1, keepdim=True), gamma, 0)
     return torch.empty_like(gamma).index_copy_(1, torch.tensor(order, device=t.device), gamma)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (_identity, torch.relu, torch.tanh, F.gelu)
+
+
+def fc_fixed_point(
+    weight: Tensor,
+    c: Tensor,
+    z0: Tensor,
+    activation: int,
+    tol: float,
+    absolute: bool,
+    max_iter: int,
+    stall_floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solve z = act(W z + c) by Picard steps, all `max_iter` of them. See ``deqfast.ops.fc``."""
+    batch, weight = c.shape[0], weight.to(c.dtype)
+    z, best = z0.clone(), z0.clone()
+    status = torch.zeros(batch, dtype=torch.int8, device=c.device)
+    iterations = torch.zeros(batch, dtype=torch.int32, device=c.device)
+    residual = torch.full((2, batch), torch.inf, dtype=c.dtype, device=c.device)
+    gain = residual.clone()
+    active = torch.full((1,), batch, dtype=torch.int32, device=c.device)
+    for k in range(max_iter):
+        with torch.autocast(c.device.type, enabled=False):
+            fz = ACTIVATIONS[activation](F.linear(z, weight) + c)
+        monitor = (best, status, iterations, residual, gain, active)
+        picard_step(z, fz, *monitor, k, k + 1 == max_iter, tol, absolute, stall_floor, 1.0)
+    return best, status, iterations, residual
+
+
+def fc_vjp(pre: Tensor, grad: Tensor, activation: int) -> Tensor:
+    """grad * act'(pre). See ``deqfast.ops.fc``."""
+    if activation == 0:
+        return grad.clone()
+    if activation == 1:
+        return torch.where(pre <= 0, 0, grad)
+    if activation == 2:
+        value = torch.tanh(pre)
+        return grad * (1 - value * value)
+    density = torch.exp(-0.5 * pre * pre) * (0.5 / math.pi) ** 0.5
+    return grad * (0.5 * (1 + torch.erf(pre * 0.5**0.5)) + pre * density)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -75,10 +75,15 @@ def finite_rows(packing: Packing, z0: Any) -> Tensor:
     z = packing.pack(z0)
     finite = torch.isfinite(z).all(dim=1)
     if not bool(finite.all()):
-        rows = (~finite).nonzero().flatten().tolist()
-        shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-        raise ValueError(f"z0 must be finite; it is not in {len(rows)} of {packing.batch} rows: {shown}")
+        raise not_finite(finite)
     return z
+
+
+def not_finite(finite: Tensor) -> ValueError:
+    """The error for a z0 whose rows are finite as the mask (B,) says."""
+    rows = (~finite).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+    return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
 
 
 def _inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:

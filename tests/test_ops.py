@@ -20,8 +20,8 @@ from deqfast._extension import Availability
 from deqfast.ops import KERNELS, choose_kernel
 
 OPS = ["picard_step", "multisecant_step"]
-# In test_shine.py and test_neural_collapse_ops.py.
-CHECKED_ELSEWHERE = ["multisecant_transposed", "class_means", "within_class_scatter"]
+# In test_shine.py, test_neural_collapse_ops.py and test_fc.py.
+CHECKED_ELSEWHERE = ["multisecant_transposed", "class_means", "within_class_scatter", "fc_fixed_point", "fc_vjp"]
 SHORT = {"history_dtype": torch.bfloat16}
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}
 every_method = pytest.mark.parametrize("method", METHODS)

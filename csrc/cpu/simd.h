@@ -9,8 +9,10 @@
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define DEQFAST_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define DEQFAST_WIDE_REGISTERS __builtin_cpu_supports("avx512vl")
 #else
 #define DEQFAST_CLONES
+#define DEQFAST_WIDE_REGISTERS false
 #endif
 
 namespace deqfast {

@@ -23,6 +23,7 @@ import torch
 import triton
 from deqfast.kernels import (
     config,
+    fc_fixed_point,
     multisecant_step,
     neural_collapse,
     norm_act,
@@ -40,19 +41,22 @@ METHODS = {"good": 0, "bad": 1, "and1": 2, "and2": 3}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
 SCALAR_LOADS = ("solve", "means")  # kernels whose loads need not be wide
+ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "gelu": 3}
 NORM_KERNELS = {
     "act": norm_act._norm_act_kernel,
     "act'": norm_act._norm_act_backward_kernel,
     "resid": norm_act_residual._norm_act_residual_kernel,
     "resid'": norm_act_residual._norm_act_residual_backward_kernel,
 }
-INTEGERS = {"plane", "pixels", "B", "D", "M", "R", "k", "n", "newest", "new", "last", "absolute", "count", "stride"}
+INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "last", "absolute", "count"}
+INTEGERS |= {"stride", "max_iter"}
 
 
 @dataclass(frozen=True)
 class Case:
     """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`.
 
+    The fully connected kernels: `method` is the activation and `history` the dtype of the weight.
     The kernels of neural collapse: `size` columns of features of dtype `state`, `window` directions.
     The norm kernels: `size` pixels of `window` channels in 8 groups, accumulated in `state`; y has the dtype
     `history`, x and z that named by `method`.
@@ -107,6 +111,12 @@ def table() -> list[Case]:
     cases += [
         Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
     ]
+    cases += [
+        Case("fc", "fp32", weight, 0, activation, size)
+        for weight, size in (("fp32", 128), ("bf16", 256), ("fp32", 63), ("bf16", 208), ("bf16", 127), ("bf16", 1))
+        for activation in (("tanh", "gelu") if size in (128, 256) else ("tanh",))
+    ]
+    cases += [Case("fc_vjp", state, "", 0, "gelu", 32768) for state in ("fp32", "fp64")]
     cases += [Case("transp", "fp32", history, window, "and1")
               for window, history in ((6, "bf16"), (8, "fp32"), (20, "fp32"), (32, "bf16"))]  # fmt: skip
     cases += [Case("transp", "fp64", "fp64", 32, "good"), Case("transp", "fp32", "fp32", 6, "bad", 777)]
@@ -126,6 +136,13 @@ def table() -> list[Case]:
         *(Case("scatter", state, window=99, size=777) for state in ("fp32", "bf16")),
     ]
     return cases
+
+
+def fits(case: Case, arch: int) -> bool:
+    """Whether `deqfast` would launch this on the architecture."""
+    if case.kernel != "fc":
+        return True
+    return case.size <= config.fc_features(DTYPES[case.history], SHARED_LIMIT[arch])
 
 
 def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
@@ -153,6 +170,14 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     if case.kernel == "picard":
         launch = config.picard_config(case.size, dtype)
         return picard_step._picard_step_kernel, {"BLK": launch.block, **one}, launch
+    if case.kernel == "fc_vjp":
+        launch = config.picard_config(case.size, dtype)
+        return fc_fixed_point._fc_vjp_kernel, {"ACTIVATION": ACTIVATIONS[case.method], "BLK": launch.block}, launch
+    if case.kernel == "fc":
+        launch = config.fc_config(case.size)
+        tile = {"ACTIVATION": ACTIVATIONS[case.method], "OPERAND": triton.language.bfloat16}
+        tile |= {"ROWS": config.FC_ROWS, "DP": launch.block}
+        return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
     if case.kernel in NORM_KERNELS:
         launch = config.norm_config(case.size, case.window // 8, dtype)
         constants = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.cols}
@@ -191,7 +216,7 @@ def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> 
             return "*i64" if name in INT64 else "*fp64"
         if case.kernel in ("sums", "means", "scatter") and name != "p_features":
             return "*fp64" if case.state == "fp64" else "*fp32"
-        return "*" + (case.history if name in ("p_left", "p_df") else case.state)
+        return "*" + (case.history if name in ("p_left", "p_df", "p_w") else case.state)
 
     return {name: type_of(name) for name in names}
 
@@ -206,7 +231,7 @@ def norm_dtype(case: Case, name: str) -> str:
 def compile_case(case: Case, arch: int) -> Row:
     kernel, constants, launch = specialise(case)
     signature = signature_of(case, kernel.arg_names, constants)
-    multiples = {"R", "D", "stride"} if case.size % 16 == 0 else {"R"}
+    multiples = {"R", "D", "N", "stride"} if case.size % 16 == 0 else {"R"}
     divisible = [i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name in multiples]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
                        attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
@@ -240,11 +265,11 @@ def compile_job(job: tuple[Case, int]) -> Row:
 
 
 def format_table(rows: list[Row]) -> str:
-    lines = ["kernel  state history window method  size   arch block warps  regs stack shared  bars  LDG.128"]
+    lines = ["kernel  state history window method    size   arch block warps  regs stack shared  bars  LDG.128"]
     for row in rows:
         c = row.case
         lines.append(
-            f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:6} {c.size:>5}   sm_{row.arch}"
+            f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:8} {c.size:>5}   sm_{row.arch}"
             f" {row.block:>5} {row.warps:>5} {row.registers:>5} {row.stack:>5} {row.shared:>6} {row.barriers:>5}"
             f" {row.wide_loads:>8}  {'; '.join(row.problems())}".rstrip()
         )
@@ -257,7 +282,7 @@ def main() -> int:
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing")
-    jobs = [(case, arch) for case in table() for arch in sorted(SHARED_LIMIT)]
+    jobs = [(case, arch) for case in table() for arch in sorted(SHARED_LIMIT) if fits(case, arch)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(compile_job, jobs))
     print(f"triton {triton.__version__}\n{format_table(rows)}")
