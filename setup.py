@@ -13,7 +13,9 @@ from pathlib import Path
 from setuptools import setup
 
 MODE = os.environ.get("DEQFAST_BUILD", "auto")
-OPS = ("picard_step", "multisecant_step", "norm_act", "norm_act_residual")
+SOURCES = (
+    "picard_step", "multisecant_step", "norm_act", "norm_act_residual", "neural_collapse", "fc_fixed_point", "fc_vjp",
+)  # fmt: skip
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"
@@ -57,7 +59,7 @@ def extensions() -> dict:
 
     include = [pybind11.get_include()]
     cxx = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
-    cpu_sources = ["csrc/bindings_cpu.cpp", *(f"csrc/cpu/{op}.cpp" for op in OPS)]
+    cpu_sources = ["csrc/bindings_cpu.cpp", *(f"csrc/cpu/{name}.cpp" for name in SOURCES)]
     modules = [
         CppExtension(
             "deqfast._C_cpu", cpu_sources, include_dirs=include, define_macros=MACROS, extra_compile_args={"cxx": cxx}
@@ -68,7 +70,7 @@ def extensions() -> dict:
         raise SystemExit(f"DEQFAST_BUILD=cuda cannot be met: {reason}")
     if reason is None:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)  # without a GPU torch cannot ask for one
-        cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{op}_cuda.cu" for op in OPS)]
+        cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{name}_cuda.cu" for name in SOURCES)]
         flags = {"cxx": cxx, "nvcc": ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]}
         macros = [*MACROS, ("USE_CUDA", None)]
         modules.append(

@@ -4,8 +4,12 @@
 
 #include <string>
 
+#include "common/fc_fits.h"
+
 PYBIND11_MODULE(_C_cuda, m) {
   m.doc() = "CUDA kernels of deqfast. Importing this module registers them with torch.";
+  m.def("fc_fits", &deqfast::fc_fits, pybind11::arg("device"), pybind11::arg("dim"), pybind11::arg("short_weight"),
+        pybind11::arg("wide_state"), "Whether fc_fixed_point serves: the GPU holds W in shared memory.");
   m.def("build_info", [] {
     pybind11::dict info;
     info["compiler"] = std::string(__VERSION__);

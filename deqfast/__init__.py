@@ -8,9 +8,10 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "csrc").is_dir() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
-from .adjoint import JFB, Implicit, Phantom, Unrolled  # noqa: E402
+from .adjoint import JFB, SHINE, Implicit, Phantom, Unrolled  # noqa: E402
 from .block import DEQBlock  # noqa: E402
 from .cells import FCCell, LinearCell, ResidualCell  # noqa: E402
+from .fc import fc_fixed_point  # noqa: E402
 from .neural_collapse import NCResult, NeuralCollapse, neural_collapse  # noqa: E402
 from .ops import Availability, backends  # noqa: E402
 from .solution import Solution, Status  # noqa: E402
@@ -33,10 +34,12 @@ __all__ = [
     "Phantom",
     "Picard",
     "ResidualCell",
+    "SHINE",
     "Solution",
     "Status",
     "Unrolled",
     "backends",
+    "fc_fixed_point",
     "neural_collapse",
     "solve",
 ]

@@ -1,4 +1,4 @@
-"""How gradients pass a solve: JFB, Implicit, Phantom, Unrolled. The one place that touches autograd for solves.
+"""How gradients pass a solve: JFB, Implicit, Phantom, SHINE, Unrolled. The one place that touches autograd for solves.
 
 The forward value is the solver's z*, in training and evaluation alike. Gradients attach to one more evaluation of the
 cell at z*, in which samples whose solve broke down are replaced by a healthy one, and then get no gradient: one NaN
@@ -41,6 +41,12 @@ class Problem:
     def solve(self) -> Solution:
         if self.graphs is not None:
             return self.graphs.solve(self.x, self.z0, self.solver, **self.options)
+        records = self.forward_options.get("trace") or self.forward_options.get("keep_inverse")
+        if hasattr(self.cell, "fixed_point") and not records:
+            with torch.no_grad():
+                solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])
+            if solution is not None:
+                return solution
 
         batch = len(pytree.tree_leaves(self.z0)[0])
 
@@ -266,6 +272,31 @@ class Implicit(Adjoint):
 
 
 @dataclass(frozen=True)
+class SHINE(Adjoint):
+    """As JFB, with (I - J^T)^-1 taken from the history of the forward solve, which is kept until the backward pass.
+
+    The forward solver must be Anderson or Broyden, else ValueError. One more small kernel than JFB, no solve. Ramzi et
+    al., ICLR 2022, for the whole multisecant family.
+    """
+
+    def __call__(self, problem: Problem) -> tuple[Any, Solution]:
+        if torch.is_grad_enabled():
+            problem.forward_options = {**problem.forward_options, "keep_inverse": True}
+        return super().__call__(problem)
+
+    def _differentiate(self, problem: Problem, solution: Solution) -> Any:
+        z, x, broken = _without_broken(problem, solution)
+        inverse = solution.transposed_inverse
+        assert inverse is not None
+        spec = pytree.tree_structure(z)
+
+        def pull(grads: list[Tensor]) -> list[Tensor]:
+            return pytree.tree_leaves(inverse(pytree.tree_unflatten(grads, spec)))
+
+        return _attach(solution.value, problem.cell(_detached(z), x), broken, "SHINE", pull)
+
+
+@dataclass(frozen=True)
 class Unrolled(Adjoint):
     """Backpropagation through `steps` plain calls of the cell from z0 (None: the solver's max_iter), without a solver.
 
@@ -291,9 +322,7 @@ class Unrolled(Adjoint):
         stand_ins = replace(solution, value=problem.z0)
         z0, x, _ = _without_broken(problem, stand_ins)
         healthy, _ = self._unroll(problem, packing, z0, x)
-        value = pytree.tree_map(
-            lambda v, z: torch.where(_rows(broken, v), z.detach(), v), healthy, problem.z0
-        )
+        value = pytree.tree_map(lambda v, z: torch.where(_rows(broken, v), z.detach(), v), healthy, problem.z0)
         return value, replace(solution, value=_detached(value))
 
     def _unroll(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
@@ -311,18 +340,22 @@ class Unrolled(Adjoint):
             finite = torch.isfinite(now).all(dim=1) & torch.isfinite(measure)
             status = torch.where(measure <= problem.solver.tol, Status.CONVERGED, Status.MAX_ITER)
             status = torch.where(finite, status, Status.NONFINITE).to(torch.int8)
-            absolute, relative, measure = (
-                torch.where(finite, r, torch.inf) for r in (absolute, relative, measure)
-            )
+            absolute, relative, measure = (torch.where(finite, r, torch.inf) for r in (absolute, relative, measure))
             iterations = torch.full_like(status, steps, dtype=torch.int32)
         return z, Solution(_detached(z), status, iterations, measure, relative, absolute, steps, steps * packing.batch)
 
 
-_BY_NAME: dict[str, type[Adjoint]] = {"jfb": JFB, "implicit": Implicit, "phantom": Phantom, "unrolled": Unrolled}
+_BY_NAME: dict[str, type[Adjoint]] = {
+    "jfb": JFB,
+    "implicit": Implicit,
+    "phantom": Phantom,
+    "shine": SHINE,
+    "unrolled": Unrolled,
+}
 
 
 def as_adjoint(adjoint: str | Adjoint) -> Adjoint:
-    """The adjoint itself, or the default one a string names ("jfb", "implicit", "phantom", "unrolled")."""
+    """The adjoint itself, or the default one a string names ("jfb", "implicit", "phantom", "shine", "unrolled")."""
     if isinstance(adjoint, Adjoint):
         return adjoint
     if isinstance(adjoint, str) and adjoint in _BY_NAME:

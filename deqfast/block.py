@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .adjoint import Adjoint, Problem, as_adjoint
+from .adjoint import SHINE, Adjoint, Problem, as_adjoint
 from .graphs import Graphs
 from .ops import check_kernel_name
 from .solution import Solution
@@ -23,9 +23,10 @@ class DEQBlock(nn.Module):
 
     cell: any callable (z, x) -> z; an ``nn.Module`` is registered. Methods ``begin_solve()`` and
         ``end_solve()`` of a submodule are called once per forward, before the solve and after it and the evaluations
-        that its gradient needs: for masks and statistics that must not change in between.
+        that its gradient needs: for masks and statistics that must not change in between. A method
+        ``fixed_point(x, z0, solver, kernel)`` of the cell is asked first for the Solution of a solve; None: loop.
     solver: "broyden", "anderson", "picard" or a solver object; eval_solver: that of evaluation mode (None: solver).
-    adjoint: "jfb", "implicit", "phantom", "unrolled" or an adjoint object.
+    adjoint: "jfb", "implicit", "phantom", "shine", "unrolled" or an adjoint object.
     kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every, compact, trace: see ``deqfast.solve``. With
         `compact` the cell gets the rows of z and x of running samples only; it must treat every sample by itself.
     cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True, or
@@ -68,6 +69,8 @@ class DEQBlock(nn.Module):
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         if self.graphs is not None and (compact or trace):
             raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
+        if self.graphs is not None and isinstance(self.adjoint, SHINE):
+            raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
         self.backward_solution = None
         self._checked_training = False
 

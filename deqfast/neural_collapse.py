@@ -9,10 +9,10 @@ Notation: N samples h_i in R^D with labels y_i in K classes; class means mu_k; H
     NC4 = share of the samples on which argmax_k (W h)_k is the class of the nearest mean
 
 Sigma_B has rank K - 1 at most, so no D x D matrix is formed. With the thin SVD R diag(s) V^T of the centred class means
-(D, K), NC1 = (1/N) sum_j sum_i (R_j . (h_i - mu_{y_i}))^2 / s_j^2 over the singular values kept. Two passes read the
-features a block of rows at a time: class sums, then deviations from the class means (before any product) and their
-projections. Blocks are widened to float64: it costs little, and autocast and the float32 matmul settings have no say.
-Class sums are one-hot matrix products, not scattered additions: the same inputs give the same bits.
+(D, K), NC1 = (1/N) sum_j sum_i (R_j / s_j . (h_i - mu_{y_i}))^2 over the singular values kept. Two passes read the
+features, the ops ``class_means`` and ``within_class_scatter`` of ``deqfast.ops``: sums over each class, then deviations
+from the class means (before any product) and their projections. Labels are sorted once, and sums are formed in the
+order of the rows within a class: the same inputs give the same bits.
 
 Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A.
 """
@@ -32,6 +32,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from .ops import Kernel, check_kernel_name, choose_kernel
+from .reference import row_blocks
+
 __all__ = ["NCResult", "NeuralCollapse", "neural_collapse"]
 
 MAX_STREAMING_FEATURES = 1024
@@ -42,9 +45,6 @@ _CENTERS = ("class-means", "samples")
 _EPS64 = torch.finfo(torch.float64).eps
 _RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
 _NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
-# Elements of a block of rows: what stays in the cache of a CPU, enough work per launch on a GPU.
-_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
-_MIN_BLOCK_ROWS = 64  # matrix products of fewer rows are slow
 _NO_SAMPLES = "the metric has no samples; call update(features, labels) before compute()"
 
 
@@ -91,12 +91,18 @@ def neural_collapse(
     num_classes: int | None = None,
     rtol: float | None = None,
     center: str = "class-means",
+    kernel: str = "auto",
 ) -> NCResult:
     """Measure NC1-NC4 of ``features`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
 
     Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and
     both rules that NC4 compares choose among these; ties go to the lowest index. Rows with a non-finite feature are
-    left out and counted. Everything is computed in float64 whatever the dtype of the features; no gradient is recorded.
+    left out and counted. No gradient is recorded.
+
+    The kernels cpp and torch compute everything in float64 whatever the dtype of the features, as do triton and cuda
+    for float64 features. For the other dtypes, triton and cuda form differences, sums of up to 256 rows and projections
+    in float32: NC1 has a relative error below 1e-5, also where it is tiny or the features have a large offset in
+    common; all else is float64.
 
     Args:
         features: (N, D), float16, bfloat16, float32 or float64, N and D at least 1, any strides, CPU or CUDA.
@@ -109,14 +115,18 @@ def neural_collapse(
             out in the means. Singular values within the float64 rounding of the means are never kept.
         center: "class-means" subtracts the mean of the class means (the paper's choice), "samples" the mean over all
             samples; the two differ when classes are imbalanced.
+        kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; NC4 is left to torch.
+            "auto" is cpp on the CPU and cuda, else triton, on CUDA tensors; torch, with a warning, where these are not
+            available. Features whose rows have gaps between their elements are copied first.
 
     Returns:
         NCResult. Warns when the features are float16 or bfloat16 and NC1 is below what these resolve.
 
     Raises:
         TypeError: an argument is not of the type or dtype above.
-        ValueError: a shape, device, label, ``num_classes``, ``rtol`` or ``center`` is not as above, or features are so
-            large that their sums overflow.
+        ValueError: a shape, device, label, ``num_classes``, ``rtol``, ``center`` or ``kernel`` is not as above, or
+            features are so large that their sums overflow.
+        RuntimeError: ``kernel`` is not available, or does not run on the device of ``features``.
     """
     _check_features(features)
     _check_labels(labels, features)
@@ -129,15 +139,20 @@ def neural_collapse(
     weight = _checked_weight(classifier_weight, features, num_classes)
     if num_classes is None and weight is not None:
         num_classes = weight.shape[0]
-    samples = _Samples(features, labels.long(), _check_label_range(labels, num_classes))
+    chosen = choose_kernel(kernel, features.device)
+    samples = _Samples.grouped(features, labels, _check_label_range(labels, num_classes))
 
-    samples, stats = _class_means(samples)
+    samples, stats = _class_means(samples, chosen)
     excluded = features.shape[0] - samples.count
     samples, stats, weight = _drop_empty_classes(samples, stats, weight)
     if samples.num_classes == 0:
         return _undefined(excluded, with_nc3=weight is not None, with_nc4=weight is not None)
     between = _between_classes(stats, center, _default_rtol(features.dtype) if rtol is None else rtol)
-    within, agreement = _second_pass(samples, stats.means, between.directions, weight)
+    means = stats.means
+    within = chosen.op("within_class_scatter")(
+        samples.features, samples.rows, samples.offsets, means, between.whitening
+    )
+    agreement = None if weight is None else _agreement(samples, means, weight)
     return _result(stats, between, within, weight, agreement, excluded, _NC1_RESOLUTION.get(features.dtype, 0.0))
 
 
@@ -164,12 +179,14 @@ class NeuralCollapse(Metric):
         center: as in ``neural_collapse``.
         streaming: keep moments instead of features.
         num_features: D, at most 1024; needed with ``streaming=True`` unless ``classifier_weight`` tells it.
+        kernel: as in ``neural_collapse``; with ``streaming=True`` for the class means, the scatter is left to torch.
         **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` is False by default, as the classifier may change.
 
     Raises:
         TypeError: an argument, or a batch given to ``update``, is not of the type or dtype ``neural_collapse`` takes.
         ValueError: an argument or a batch is out of range; ``compute`` without samples. Labels out of range raise in
             ``update`` when streaming (it waits for the device), else in ``compute``.
+        RuntimeError: ``kernel`` cannot serve, at the same places.
 
     Example::
 
@@ -198,6 +215,7 @@ class NeuralCollapse(Metric):
         center: str = "class-means",
         streaming: bool = False,
         num_features: int | None = None,
+        kernel: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"compute_with_cache": False, **kwargs})
@@ -211,6 +229,7 @@ class NeuralCollapse(Metric):
         self.rtol = rtol
         self.center = center
         self.streaming = streaming
+        self.kernel = check_kernel_name(kernel)
         self.classifier_weight = classifier_weight
         if streaming:
             self._add_moment_states()
@@ -275,7 +294,8 @@ class NeuralCollapse(Metric):
         if features.shape[0] == 0:
             return
         _check_label_range(labels, self.num_classes)
-        samples, stats = _class_means(_Samples(features, labels.long(), self.num_classes))
+        samples = _Samples.grouped(features, labels, self.num_classes)
+        samples, stats = _class_means(samples, choose_kernel(self.kernel, features.device))
         self.moments = _merge_moments([self.moments, _batch_moments(samples, stats)])
         self.excluded = self.excluded + (features.shape[0] - samples.count)
         facts = (_default_rtol(features.dtype), _NC1_RESOLUTION.get(features.dtype, 0.0))
@@ -291,7 +311,7 @@ class NeuralCollapse(Metric):
         features, labels = dim_zero_cat(self.features), dim_zero_cat(self.labels)
         weight = self._read_weight()
         weight = None if weight is None else weight.to(features.device)
-        return neural_collapse(features, labels, weight, self.num_classes, self.rtol, self.center)
+        return neural_collapse(features, labels, weight, self.num_classes, self.rtol, self.center, self.kernel)
 
     def _compute_moments(self) -> NCResult:
         counts, means, scatter = _unpack(self.moments, self.num_classes)
@@ -307,7 +327,8 @@ class NeuralCollapse(Metric):
             weight = weight.to(means.device, torch.float64)[seen]
         stats = _ClassMeans(counts[seen], means[seen], torch.zeros_like(means[0]))
         between = _between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
-        within = ((scatter @ between.directions) * between.directions).sum(0).clamp_min(0)
+        whitening = between.whitening
+        within = ((scatter @ whitening) * whitening).sum(0).clamp_min(0)
         return _result(stats, between, within, weight, None, excluded, resolution)
 
     def _wrap_compute(self, compute: Callable) -> Callable:
@@ -352,28 +373,37 @@ class _Opaque:
 
 @dataclass(frozen=True)
 class _Samples:
-    """Features (N, D) and int64 labels (N,); ``rows`` selects those that count (None: all)."""
+    """Features (N, D), and the rows that count with their labels (M,), class after class."""
 
     features: Tensor
+    rows: Tensor
     labels: Tensor
     num_classes: int
-    rows: Tensor | None = None
+
+    @classmethod
+    def grouped(cls, features: Tensor, labels: Tensor, num_classes: int) -> _Samples:
+        if features.shape[1] > 1 and features.stride(1) != 1:
+            features = features.contiguous()
+        labels, rows = torch.sort(labels.long(), stable=True)
+        return cls(features, rows, labels, num_classes)
 
     @property
     def count(self) -> int:
-        return self.features.shape[0] if self.rows is None else self.rows.shape[0]
+        return len(self.rows)
+
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """Class k has rows[offsets[k]:offsets[k + 1]]; (K + 1,) int64."""
+        return torch.searchsorted(self.labels, torch.arange(self.num_classes + 1, device=self.labels.device))
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (features, labels) of a few rows at a time, split by the shapes and the kind of device alone.
+        """Yield (features, labels) of a few rows at a time, in float64 and free to be overwritten."""
+        return row_blocks(self.features, self.rows, self.labels, self.num_classes)
 
-        The features are a float64 copy, free to be overwritten.
-        """
-        budget = _BLOCK_ELEMENTS.get(self.features.device.type, _BLOCK_ELEMENTS["cpu"])
-        step = max(_MIN_BLOCK_ROWS, budget // max(self.features.shape[1], self.num_classes))
-        for start in range(0, self.count, step):
-            part = slice(start, start + step)
-            chosen = part if self.rows is None else self.rows[part]
-            yield self.features[chosen].to(torch.float64, copy=True), self.labels[chosen]
+    def finite(self) -> _Samples:
+        """Without the rows that hold a feature that is not finite."""
+        kept = torch.cat([features.isfinite().all(1) for features, _ in self.blocks()]).nonzero()[:, 0]
+        return _Samples(self.features, self.rows[kept], self.labels[kept], self.num_classes)
 
 
 class _ClassMeans(NamedTuple):
@@ -399,33 +429,30 @@ class _Between(NamedTuple):
     singular: Tensor
     kept: Tensor
 
+    @property
+    def whitening(self) -> Tensor:
+        """Directions over their singular values (D, K - 1), zero where these do not count.
 
-def _class_sums(samples: _Samples, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts (K,) and sums of h - shift over each class (K, D), float64."""
-    classes = torch.arange(samples.num_classes, device=shift.device)[:, None]
-    counts = shift.new_zeros(samples.num_classes)
-    sums = shift.new_zeros(samples.num_classes, shift.shape[0])
-    for features, labels in samples.blocks():
-        one_hot = (labels == classes).to(torch.float64)
-        counts += one_hot.sum(1)
-        sums.addmm_(one_hot, features.sub_(shift))
-    return counts, sums
+        Projections on them have no unit: their squares overflow no dtype.
+        """
+        scaled = self.directions * torch.where(self.kept, self.singular.reciprocal(), 0.0)
+        return scaled[:, : len(self.centred) - 1].contiguous()
 
 
-def _class_means(samples: _Samples) -> tuple[_Samples, _ClassMeans]:
+def _class_means(samples: _Samples, kernel: Kernel) -> tuple[_Samples, _ClassMeans]:
     """Means of all classes (those of empty classes are zero) and the samples without non-finite rows."""
-    shift = samples.features[0].to(torch.float64)
-    counts, sums = _class_sums(samples, shift)
-    # A non-finite feature makes its sum non-finite: only then is there a search for the rows to leave out.
-    if not bool(sums.isfinite().all()):
-        finite = [features.isfinite().all(1) for features, _ in samples.blocks()]
-        samples = replace(samples, rows=torch.cat(finite).nonzero()[:, 0])
-        shift = next(samples.blocks())[0][0] if samples.count else torch.zeros_like(shift)
-        counts, sums = _class_sums(samples, shift)
-        if not bool(sums.isfinite().all()):
-            raise ValueError("features holds values whose sums overflow float64; scale them (no metric depends on it)")
-    local = torch.where(counts[:, None] > 0, sums / counts.clamp_min(1)[:, None], -shift)
-    return samples, _ClassMeans(counts, local, shift)
+    local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
+    # A non-finite feature makes the mean of its class non-finite: only then are the rows to leave out searched for.
+    if not bool(local.isfinite().all()):
+        samples = samples.finite()
+        local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
+        if not bool(local.isfinite().all()):
+            wide = kernel.name in ("torch", "cpp") or samples.features.dtype == torch.float64
+            raise ValueError(
+                f"features holds values whose sums overflow {'float64' if wide else 'float32'}; scale them (no metric "
+                "depends on it)"
+            )
+    return samples, _ClassMeans(samples.offsets.diff().to(torch.float64), local, shift)
 
 
 def _drop_empty_classes(
@@ -454,28 +481,20 @@ def _between_classes(stats: _ClassMeans, center: str, rtol: float) -> _Between:
     return _Between(centred, directions, singular, kept)
 
 
-def _second_pass(
-    samples: _Samples, means: Tensor, directions: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """sum_i (R_j . (h_i - mu_{y_i}))^2 for each direction R_j and, with a classifier, the share of agreeing samples.
+def _agreement(samples: _Samples, means: Tensor, weight: Tensor) -> Tensor:
+    """Share of the samples on which the classifier chooses the nearest class mean.
 
     With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . mu_k up to a term without k: an offset of the features
     cancels no digits, as it would in |mu_k|^2 - 2 h . mu_k.
     """
-    within = means.new_zeros(directions.shape[1])
     agreed = torch.zeros((), dtype=torch.int64, device=means.device)
-    if weight is not None:
-        gaps = _squared_distances(means)
+    gaps = _squared_distances(means)
     for features, labels in samples.blocks():
-        chosen = None if weight is None else (features @ weight.T).argmax(1)
-        deviations = features.sub_(means[labels])
-        within += (deviations @ directions).square_().sum(0)
-        if chosen is not None:
-            nearest = gaps[labels].addmm_(deviations, means.T, alpha=-2).argmin(1)
-            agreed += (nearest == chosen).sum()
-    if weight is None:
-        return within, None
-    return within, torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
+        chosen = (features @ weight.T).argmax(1)
+        deviations = features.sub_(means.index_select(0, labels))
+        nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
+        agreed += (nearest == chosen).sum()
+    return torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
 
 
 def _squared_distances(points: Tensor) -> Tensor:
@@ -510,12 +529,11 @@ def _result(
     """Put the metrics together and bring them to the host at once."""
     num_classes, means = len(stats.counts), stats.means
     rank = between.kept.sum()
-    inverse = torch.where(between.kept, between.singular.pow(-2), 0.0)
     smallest = torch.where(between.kept, between.singular, math.inf).amin()
     centred = torch.where(rank > 0, between.centred, math.nan)  # else it is rounding
     unit = 1 / math.sqrt(num_classes - 1) if num_classes > 1 else math.nan
     values = {
-        "nc1": torch.where(rank > 0, (within * inverse).sum() / stats.counts.sum(), math.nan),
+        "nc1": torch.where(rank > 0, within.sum() / stats.counts.sum(), math.nan),
         "rank": rank.to(torch.float64),
         "condition": torch.where(rank > 0, smallest / between.singular[0], math.nan),
         "nc2": _simplex_distance(means, unit),
@@ -577,7 +595,7 @@ def _batch_moments(samples: _Samples, stats: _ClassMeans) -> Tensor:
     means = stats.means
     scatter = means.new_zeros(means.shape[1], means.shape[1])
     for features, labels in samples.blocks():
-        deviations = features.sub_(means[labels])
+        deviations = features.sub_(means.index_select(0, labels))
         scatter.addmm_(deviations.T, deviations)
     return _pack(stats.counts, means, scatter)
 

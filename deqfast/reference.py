@@ -6,7 +6,11 @@ the dtype of the state (float32 or float64). They hold no host synchronisation.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # A solve has lost all hope of gaining in low precision after this many iterations without a gain of this much.
@@ -130,6 +134,35 @@ def multisecant_step(
         z.copy_(torch.where(advance[:, None], z_next, z))
 
 
+def multisecant_transposed(
+    v: Tensor,
+    left: Tensor,
+    df: Tensor,
+    gram: Tensor,
+    newest: Tensor,
+    count: Tensor,
+    method: int,
+    alpha: float,
+    beta: float,
+    ridge: float,
+) -> Tensor:
+    """alpha (beta v - L gamma) with N^T gamma = DF^T v. See ``deqfast.ops.steps`` for the arguments."""
+    history = left.shape[1]
+    ages = torch.arange(history - 1, -1, -1, device=v.device)
+    slots = (newest[:, None].long() - ages) % history  # (B, M), oldest first
+    inside = ages < count[:, None]
+
+    def in_order(pairs: Tensor) -> Tensor:
+        rows = pairs.gather(1, slots[:, :, None].expand(-1, -1, pairs.shape[2])).to(v.dtype)
+        return torch.where(inside[:, :, None], rows, 0)
+
+    squares = in_order(gram[:, history:].mT).mT.flip(1)
+    matrix = in_order(in_order(gram[:, :history]).mT)
+    t = torch.einsum("bmd,bd->bm", in_order(df), v)
+    gamma = solve_window(torch.cat([matrix, squares], dim=1), t, history, method, ridge, transposed=True)
+    return alpha * (beta * v - torch.einsum("bmd,bm->bd", in_order(left), gamma))
+
+
 def _append_pair(
     z: Tensor, fz: Tensor, f_prev: Tensor, left: Tensor, df: Tensor, gram: Tensor, k: int, method: int, beta: float
 ) -> None:
@@ -155,12 +188,13 @@ def _append_pair(
     gram[:, :n, newest] = column
 
 
-def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> Tensor:
+def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, transposed: bool = False) -> Tensor:
     """Solve N gamma = t in the window of iteration k; t and gamma (B, n) are in the order of the slots.
 
     N is equilibrated by the lengths of its pairs and eliminated without pivoting from the newest pair to the oldest:
     the first pivot under ``PIVOT_FLOOR`` drops its pair and all older ones, which is dropping the oldest pair until
-    the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows.
+    the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows. `transposed`:
+    `gram` holds N^T and its lengths are swapped.
     """
     history, n = gram.shape[2], min(k, gram.shape[2])
     order = [(k - 1 - age) % history for age in range(n)]  # newest first
@@ -168,7 +202,7 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> 
     scale = torch.where(torch.isfinite(scale), scale, 0)[:, :, order]
     a = gram[:, order][:, :, order] * scale[:, 0, :, None] * scale[:, 1, None, :]
     if method == BROYDEN_BAD:
-        a = a.tril()
+        a = a.triu() if transposed else a.tril()
     elif method in (ANDERSON_I, ANDERSON_II):
         diagonal = a.diagonal(dim1=1, dim2=2)
         shift = torch.full_like(diagonal, ridge)
@@ -189,6 +223,52 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float) -> 
     gamma = gamma * scale[:, 1]
     gamma = torch.where(torch.isfinite(gamma).all(dim=1, keepdim=True), gamma, 0)
     return torch.empty_like(gamma).index_copy_(1, torch.tensor(order, device=t.device), gamma)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (_identity, torch.relu, torch.tanh, F.gelu)
+
+
+def fc_fixed_point(
+    weight: Tensor,
+    c: Tensor,
+    z0: Tensor,
+    activation: int,
+    tol: float,
+    absolute: bool,
+    max_iter: int,
+    stall_floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solve z = act(W z + c) by Picard steps, all `max_iter` of them. See ``deqfast.ops.fc``."""
+    batch, weight = c.shape[0], weight.to(c.dtype)
+    z, best = z0.clone(), z0.clone()
+    status = torch.zeros(batch, dtype=torch.int8, device=c.device)
+    iterations = torch.zeros(batch, dtype=torch.int32, device=c.device)
+    residual = torch.full((2, batch), torch.inf, dtype=c.dtype, device=c.device)
+    gain = residual.clone()
+    active = torch.full((1,), batch, dtype=torch.int32, device=c.device)
+    for k in range(max_iter):
+        with torch.autocast(c.device.type, enabled=False):
+            fz = ACTIVATIONS[activation](F.linear(z, weight) + c)
+        monitor = (best, status, iterations, residual, gain, active)
+        picard_step(z, fz, *monitor, k, k + 1 == max_iter, tol, absolute, stall_floor, 1.0)
+    return best, status, iterations, residual
+
+
+def fc_vjp(pre: Tensor, grad: Tensor, activation: int) -> Tensor:
+    """grad * act'(pre). See ``deqfast.ops.fc``."""
+    if activation == 0:
+        return grad.clone()
+    if activation == 1:
+        return torch.where(pre <= 0, 0, grad)
+    if activation == 2:
+        value = torch.tanh(pre)
+        return grad * (1 - value * value)
+    density = torch.exp(-0.5 * pre * pre) * (0.5 / math.pi) ** 0.5
+    return grad * (0.5 * (1 + torch.erf(pre * 0.5**0.5)) + pre * density)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -299,3 +379,52 @@ def norm_act_residual_backward(
     g2 = _masked(_norm_backward(g3, normal3, weight3, rstd3), before_relu)
     grad_sum = _norm_backward(g2, normal2, weight2, rstd2)
     return grad_sum.to(z.dtype), g2.to(z.dtype), _affine_grads((g2, normal2), (g3, normal3))
+
+
+# Elements of a block of rows: what stays in the cache of a CPU, enough work per launch on a GPU.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+_MIN_BLOCK_ROWS = 64  # matrix products of fewer rows are slow
+
+
+def row_blocks(features: Tensor, rows: Tensor, labels: Tensor, width: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (features, labels) of a few of `rows` at a time, split by the shapes and the kind of device alone.
+
+    labels are those of `rows`; `width` is that of the widest other thing computed per row. The features are a float64
+    copy, free to be overwritten.
+    """
+    budget = _BLOCK_ELEMENTS.get(features.device.type, _BLOCK_ELEMENTS["cpu"])
+    step = max(_MIN_BLOCK_ROWS, budget // max(features.shape[1], width))
+    for chosen, chosen_labels in zip(rows.split(step), labels.split(step), strict=True):
+        yield features.index_select(0, chosen).to(torch.float64), chosen_labels  # several times faster than [chosen]
+
+
+def labels_of(offsets: Tensor, count: int) -> Tensor:
+    """The class of each of `count` grouped rows."""
+    return torch.searchsorted(offsets, torch.arange(count, device=offsets.device), right=True) - 1
+
+
+def class_means(features: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Class means as local (K, D) + shift (D,), float64. See ``deqfast.ops.neural_collapse`` for the arguments.
+
+    Class sums are one-hot matrix products, not scattered additions: the same inputs give the same bits. Blocks are
+    widened to float64: it costs little, and autocast and the float32 matmul settings have no say.
+    """
+    num_classes, dim = len(offsets) - 1, features.shape[1]
+    sums = torch.zeros((num_classes, dim), dtype=torch.float64, device=features.device)
+    if len(rows) == 0:
+        return sums, sums.new_zeros(dim)
+    first = features[rows[offsets[:-1].clamp_max(len(rows) - 1)]].to(torch.float64)
+    classes = torch.arange(num_classes, device=features.device)[:, None]
+    for block, labels in row_blocks(features, rows, labels_of(offsets, len(rows)), num_classes):
+        sums.addmm_((labels == classes).to(torch.float64), block.sub_(first.index_select(0, labels)))
+    counts = offsets.diff()[:, None]
+    shift = features[rows[0]].to(torch.float64)
+    return torch.where(counts > 0, sums / counts.clamp_min(1) + (first - shift), -shift), shift
+
+
+def within_class_scatter(features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor) -> Tensor:
+    """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j, float64. See ``deqfast.ops.neural_collapse``."""
+    within = means.new_zeros(directions.shape[1])
+    for block, labels in row_blocks(features, rows, labels_of(offsets, len(rows)), directions.shape[1]):
+        within += (block.sub_(means.index_select(0, labels)) @ directions).square_().sum(0)
+    return within

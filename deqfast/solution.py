@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -42,6 +43,8 @@ class Solution:
     residual: (B,) that of the two by which the solver stopped.
     evaluations: calls of f in the solve, without the gradient's.
     sample_evaluations: samples that these calls held, evaluations * B unless finished ones were left out.
+    transposed_inverse: maps v like z0 to an estimate of (I - J^T)^-1 v, J the Jacobian of f at `value`, from the
+        history of the solve; None where it was not kept.
     trace: (evaluations, B) residual of the best iterate after every evaluation, or None where it was not asked for.
     """
 
@@ -54,6 +57,7 @@ class Solution:
     evaluations: int
     sample_evaluations: int
     trace: Tensor | None = None
+    transposed_inverse: Callable[[Any], Any] | None = None
 
     @property
     def converged(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .packing import Packing
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import STALL_UNITS, State, check_count
+from .solvers.multisecant import Multisecant
 
 # On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
 CHECK_EVERY_ON_GPU = 2
@@ -29,6 +30,7 @@ def solve(
     check_every: int | None = None,
     compact: bool = False,
     trace: bool = False,
+    keep_inverse: bool = False,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -41,6 +43,7 @@ def solve(
     compact: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is then called
         as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
     trace: record the residual of the best iterate after every evaluation.
+    keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     The state is float32 (float64 if any of z0 is); squared norms must be representable, so that in float32 those of
     f(z) - z and f(z) have to lie between about 1e-18 and 1e18. A sample that is done is frozen; the answer for a sample
@@ -61,7 +64,10 @@ def solve(
         watch = watch_of(state.active)
         run = Run(f, packing, solver, state, Compaction(watch) if compact else Whole())
         evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if packing.batch else 0
-        return solution_of(packing, solver, state, evaluations, run.batches.sample_evaluations)
+        solution = solution_of(packing, solver, state, evaluations, run.batches.sample_evaluations)
+        if keep_inverse:
+            solution = replace(solution, transposed_inverse=_inverse_of(packing, solver, state))
+        return solution
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:
@@ -69,10 +75,21 @@ def finite_rows(packing: Packing, z0: Any) -> Tensor:
     z = packing.pack(z0)
     finite = torch.isfinite(z).all(dim=1)
     if not bool(finite.all()):
-        rows = (~finite).nonzero().flatten().tolist()
-        shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-        raise ValueError(f"z0 must be finite; it is not in {len(rows)} of {packing.batch} rows: {shown}")
+        raise not_finite(finite)
     return z
+
+
+def not_finite(finite: Tensor) -> ValueError:
+    """The error for a z0 whose rows are finite as the mask (B,) says."""
+    rows = (~finite).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+    return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
+
+
+def _inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
+    if not isinstance(solver, Multisecant):
+        raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
+    return lambda v: packing.unpack(solver.transposed_inverse(state, packing.pack(v)))
 
 
 def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:

@@ -11,6 +11,8 @@ MAX_HISTORY = 32
 # Up to this padded window the second sweep solves the window system itself; above, barriers between warps would cost
 # more than one more launch of a single warp.
 MAX_INLINE_WINDOW = 8
+# Samples per program of fc_fixed_point: the fewest that a tensor-core product takes.
+FC_ROWS = 16
 # Above this padded window the second sweep works on tiles, not on a vector per row of the history.
 MAX_VECTOR_WINDOW = 16
 # All that a thread can have. Left alone, ptxas spills a few bytes in hope of more warps.
@@ -65,6 +67,60 @@ def rows_at_once(padded: int, method: int, dtype: torch.dtype, history_dtype: to
 def solve_config(padded: int) -> LaunchConfig:
     """One warp needs no barriers; two where the window matrix would not stay in the registers of one."""
     return LaunchConfig(padded, max(1, padded // 16))
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may take on `device`; the interpreter sets no limit."""
+    if device.type != "cuda":
+        return 1 << 20
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def fc_features(dtype: torch.dtype, shared: int) -> int:
+    """The most features for which fc_fixed_point holds W of `dtype` in `shared` bytes; 0 for other dtypes.
+
+    Tiles are powers of two: 64 KiB for 128 features in float32, which with the samples fits every supported GPU, and
+    128 KiB for 256 in bfloat16.
+    """
+    if dtype == torch.float32:
+        return 128
+    return (256 if shared >= 256 * 256 * 2 else 128) if dtype == torch.bfloat16 else 0
+
+
+def fc_config(features: int) -> LaunchConfig:
+    """One tile holds all of W."""
+    return LaunchConfig(max(16, next_power_of_2(features)), 8 if features > 64 else 4)
+
+
+# Grouped rows whose class sums are formed by one program.
+CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Rows and columns of the features per tile, directions per tile (0: none), and warps per program."""
+
+    rows: int
+    columns: int
+    directions: int
+    num_warps: int
+
+
+def class_sums_config(dim: int, dtype: torch.dtype) -> TileConfig:
+    """512 bytes of each row, and eight loads of 16 bytes in flight per thread."""
+    columns = min(512 // dtype.itemsize, max(16, next_power_of_2(dim)))
+    return TileConfig(32, columns, 0, max(1, columns * 32 * dtype.itemsize // 4096))
+
+
+def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
+    """At most 64 x 128 projections per program, which stay in registers; a product takes at least 16 of everything.
+
+    64 x 64 where rows do not all start on 16 bytes: the addresses of single elements need registers too.
+    """
+    width = max(16, next_power_of_2(directions))
+    if dtype == torch.float64:
+        return TileConfig(32, 16, min(64, width), 4)
+    return TileConfig(64, 32, min(128 if aligned else 64, width), 8 if width > 32 else 4)
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:

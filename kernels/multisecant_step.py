@@ -148,8 +148,10 @@ def _small_gammas(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl
 
 
 @triton.jit
-def _window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr):
-    """gamma (MP,) of N gamma = t by age.
+def _window_gamma(
+    p_gram, b_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr, TRANSPOSED: tl.constexpr = False
+):
+    """gamma (MP,) of N gamma = t by age, or of N^T gamma = t.
 
     N is scaled by the lengths of its pairs and eliminated without pivoting, newest pair first. The first pivot under
     ``PIVOT_FLOOR`` ends it: that pair and all older ones get gamma = 0. An overflow makes all of gamma zero.
@@ -158,17 +160,21 @@ def _window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl
     o_i = tl.arange(0, MP)
     m_i = o_i < n
     slot = _slots_by_age(newest, M, MP)
-    b_sl = _inverse_length(tl.load(p_gram + M * M + slot, mask=m_i, other=1.0))
-    b_sr = _inverse_length(tl.load(p_gram + M * M + M + slot, mask=m_i, other=1.0))
+    p_rows = p_gram + M * M + slot + (M if TRANSPOSED else 0)
+    p_cols = p_gram + M * M + slot + (0 if TRANSPOSED else M)
+    b_sl = _inverse_length(tl.load(p_rows, mask=m_i, other=1.0))
+    b_sr = _inverse_length(tl.load(p_cols, mask=m_i, other=1.0))
     m_a = m_i[:, None] & m_i[None, :]
-    b_a = tl.load(p_gram + slot[:, None] * M + slot[None, :], mask=m_a, other=0.0)  # [MP, MP]
+    o_a = slot[None, :] * M + slot[:, None] if TRANSPOSED else slot[:, None] * M + slot[None, :]  # [MP, MP]
+    b_a = tl.load(p_gram + o_a, mask=m_a, other=0.0)
     b_a = b_a * b_sl[:, None] * b_sr[None, :]
     if METHOD == BROYDEN_BAD:
-        b_a = tl.where(o_i[:, None] >= o_i[None, :], b_a, 0.0)
+        is_zero = o_i[:, None] > o_i[None, :] if TRANSPOSED else o_i[:, None] < o_i[None, :]
+        b_a = tl.where(is_zero, 0.0, b_a)
     if (METHOD == ANDERSON_I) | (METHOD == ANDERSON_II):
         b_w = scalar(ridge, dtype)
         b_a = tl.where(o_i[:, None] == o_i[None, :], b_a + tl.where(b_a < 0, -b_w, b_w), b_a)
-    b_b = tl.load(p_t + o_i, mask=m_i, other=0.0) * b_sl
+    b_b = b_t * b_sl
 
     kept = n * 0
     for c in range(n):
@@ -335,7 +341,8 @@ def _multisecant_solve_kernel(
         return
     o_i = tl.arange(0, MP)
     p_t += i_b * M
-    b_gamma = _window_gamma(p_gram + i_b * (M + 2) * M, p_t, M, n, newest, ridge, METHOD, MP)
+    b_t = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
+    b_gamma = _window_gamma(p_gram + i_b * (M + 2) * M, b_t, M, n, newest, ridge, METHOD, MP)
     tl.store(p_t + o_i, b_gamma, mask=o_i < n)
 
 
@@ -425,6 +432,83 @@ def _multisecant_right_kernel(
     elif HAS_ROW:
         for i in tl.static_range(MP):
             tl.store(p_gram + new * M + _slot(newest, i, M), tl.sum(b_r[i], axis=0), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _multisecant_transposed_kernel(
+    p_v,
+    p_left,
+    p_df,
+    p_gram,
+    p_newest,
+    p_count,
+    p_out,
+    D,
+    M,
+    alpha: tl.float64,
+    beta: tl.float64,
+    ridge: tl.float64,
+    METHOD: tl.constexpr,
+    MP: tl.constexpr,
+    BLK: tl.constexpr,
+):
+    """alpha (beta v - L gamma) with N^T gamma = DF^T v: two sweeps and the solve, one program per sample."""
+    i_b = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = p_v.dtype.element_ty
+    n = tl.minimum(tl.maximum(tl.load(p_count + i_b), 0), M)
+    newest = tl.where(n > 0, tl.load(p_newest + i_b), 0) % M
+    o_i = tl.arange(0, MP)
+    m_i = o_i < n
+    o_row = _slots_by_age(newest, M, MP).to(tl.int64)[:, None] * D
+    p_v += i_b * D
+    p_out += i_b * D
+    p_left += i_b * M * D
+    p_df += i_b * M * D
+
+    b_t = tl.zeros([MP, BLK], dtype)
+    for start in range(0, D, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < D
+        b_v = tl.load(p_v + o_d, mask=m_d, other=0.0)
+        b_f = tl.load(p_df + o_row + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0).to(dtype)
+        b_t = tl.fma(b_f, b_v[None, :], b_t)
+    b_gamma = _window_gamma(
+        p_gram + i_b * (M + 2) * M, tl.sum(b_t, axis=1), M, n, newest, ridge, METHOD, MP, TRANSPOSED=True
+    )
+    for start in range(0, D, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < D
+        b_x = tl.load(p_v + o_d, mask=m_d, other=0.0) * scalar(beta, dtype)
+        b_l = tl.load(p_left + o_row + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0).to(dtype)
+        b_x -= tl.sum(b_l * b_gamma[:, None], axis=0)
+        tl.store(p_out + o_d, b_x * scalar(alpha, dtype), mask=m_d)
+
+
+def multisecant_transposed(
+    v: Tensor,
+    left: Tensor,
+    df: Tensor,
+    gram: Tensor,
+    newest: Tensor,
+    count: Tensor,
+    method: int,
+    alpha: float,
+    beta: float,
+    ridge: float,
+) -> Tensor:
+    """alpha (beta v - L gamma) with N^T gamma = DF^T v."""
+    (batch, size), history = v.shape, left.shape[1]
+    out = torch.empty_like(v)
+    if batch == 0:
+        return out
+    padded = padded_window(history)
+    config = tile_config(size, padded, v.dtype)
+    with device_guard(v):
+        _multisecant_transposed_kernel[(batch,)](
+            v, left, df, gram, newest, count, out, size, history, alpha, beta, ridge, METHOD=method, MP=padded,
+            BLK=config.block, num_warps=config.num_warps, maxnreg=MAX_REGISTERS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
 
 
 def multisecant_step(

@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 # The random op states in kernels/cases.py, and the emulation in csrc/emulate.py, serve the tests of every op.
 sys.path += [str(Path(__file__).parent / folder) for folder in ("kernels", "csrc")]
 
+import emulate  # noqa: E402
+
 import deqfast  # noqa: E402
 from deqfast import _extension  # noqa: E402
 
@@ -65,6 +67,34 @@ def kernel(request: pytest.FixtureRequest) -> str:
 def device(kernel: str) -> str:
     """Where `kernel` runs."""
     return "cuda" if kernel == "cuda" or (kernel == "triton" and not INTERPRETED) else "cpu"
+
+
+class Implementation:
+    """One of those that are registered as ops: `device`, and its form of an op."""
+
+    def __init__(self, name: str, device: str):
+        self.name, self.device = name, device
+
+    def op(self, op: str, source: str | None = None):
+        """The op; `source` is the stem of its CUDA source where that is not the name of the op."""
+        if self.name == "emulated":
+            emulate.load(source or op)
+            return getattr(torch.ops.deqfast_emulated, op)
+        return getattr(torch.ops.deqfast, f"{op}_triton" if self.name == "triton" else op)
+
+
+@pytest.fixture(params=["cpp", "triton", "cuda", "emulated"])
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    """Every implementation of the registered ops, the CUDA kernels also under emulation."""
+    if request.param == "emulated":
+        if emulate.COMPILER is None:
+            pytest.skip("no g++ was found")
+        return Implementation("emulated", "cpu")
+    available = deqfast.backends()[request.param]
+    if not available:
+        pytest.skip(f"kernel {request.param}: {available.reason}")
+    on_gpu = request.param == "cuda" or (request.param == "triton" and not INTERPRETED)
+    return Implementation(request.param, "cuda" if on_gpu else "cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import emulate
 import pytest
 import torch
 from cases import METHODS, Case, make_state, same_bits
-
-import deqfast
 
 BATCH, HISTORY, SIZE = 16385, 32, 4096
 assert (BATCH - 1) * HISTORY * SIZE >= 2**31
@@ -30,28 +27,9 @@ def last_of_many(state, device):
     return many
 
 
-@pytest.fixture(params=["cpp", "triton", "cuda", "emulated"])
-def op(request):
-    if request.param == "emulated":
-        if emulate.COMPILER is None:
-            pytest.skip("no g++ was found")
-        emulate.load("multisecant_step")
-        return torch.ops.deqfast_emulated.multisecant_step, "cpu"
-    kernel, device = request.getfixturevalue("kernel"), request.getfixturevalue("device")
-    return getattr(torch.ops.deqfast, "multisecant_step" + ("_triton" if kernel == "triton" else "")), device
-
-
-@pytest.fixture
-def kernel(request):
-    name = request.node.callspec.params["op"]
-    if not deqfast.backends()[name]:
-        pytest.skip(f"kernel {name}: {deqfast.backends()[name].reason}")
-    return name
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_the_last_sample(method, op):
-    step, device = op
+def test_the_last_sample(method, implementation):
+    step, device = implementation.op("multisecant_step"), implementation.device
     case = Case(method, batch=1, size=SIZE, history=HISTORY, k=2, history_dtype=torch.bfloat16)
     alone = make_state(case, device)
     try:

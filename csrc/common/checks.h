@@ -26,6 +26,7 @@ std::string shape_text(const Sizes& sizes) {
 struct Checker {
   const char* op;
   const Tensor& like;
+  const char* like_name = "z";
 
   void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType dtype) const {
     bool same = tensor.dim() == static_cast<int64_t>(shape.size());
@@ -37,18 +38,24 @@ struct Checker {
                     torch::headeronly::toString(dtype), ", got ", torch::headeronly::toString(tensor.scalar_type()));
     STD_TORCH_CHECK(tensor.is_contiguous(), op, ": `", name, "` must be contiguous");
     STD_TORCH_CHECK(tensor.is_cuda() == like.is_cuda() && tensor.get_device_index() == like.get_device_index(), op,
-                    ": `", name, "` must be on the device of `z`");
+                    ": `", name, "` must be on the device of `", like_name, "`");
+  }
+
+  // The first tensor: rows (B, D) of the state's dtype.
+  void check_rows() const {
+    const auto dtype = like.scalar_type();
+    STD_TORCH_CHECK(like.dim() == 2, op, ": `", like_name, "` must have shape (B, D), got ", shape_text(like.sizes()));
+    STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op, ": `", like_name,
+                    "` must be float32 or float64, got ", torch::headeronly::toString(dtype));
+    check(like_name, like, {like.size(0), like.size(1)}, dtype);
   }
 
   // The tensors every solver step takes: the state, f's value and the monitor.
   void check_state(const Tensor& fz, const Tensor& best, const Tensor& status, const Tensor& iterations,
                    const Tensor& residual, const Tensor& gain, const Tensor& active) const {
+    check_rows();
     const auto dtype = like.scalar_type();
-    STD_TORCH_CHECK(like.dim() == 2, op, ": `z` must have shape (B, D), got ", shape_text(like.sizes()));
-    STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op,
-                    ": `z` must be float32 or float64, got ", torch::headeronly::toString(dtype));
     const int64_t batch = like.size(0), dim = like.size(1);
-    check("z", like, {batch, dim}, dtype);
     check("fz", fz, {batch, dim}, dtype);
     check("best", best, {batch, dim}, dtype);
     check("status", status, {batch}, ScalarType::Char);
@@ -61,16 +68,21 @@ struct Checker {
   // The window of secant pairs; returns the dtype of the history.
   ScalarType check_window(const Tensor& f_prev, const Tensor& left, const Tensor& df, const Tensor& gram, int64_t k,
                           int64_t method, int64_t max_history) const {
+    STD_TORCH_CHECK(k >= 0, op, ": `k` must not be negative, got ", k);
+    check("f_prev", f_prev, {like.size(0), like.size(1)}, like.scalar_type());
+    return check_history(left, df, gram, method, max_history);
+  }
+
+  ScalarType check_history(const Tensor& left, const Tensor& df, const Tensor& gram, int64_t method,
+                           int64_t max_history) const {
     const int64_t batch = like.size(0), dim = like.size(1), history = left.dim() == 3 ? left.size(1) : 0;
     const auto dtype = like.scalar_type(), history_dtype = left.scalar_type();
     STD_TORCH_CHECK(history_dtype == dtype || (history_dtype == ScalarType::BFloat16 && dtype == ScalarType::Float), op,
-                    ": `left` must have the dtype of `z`, or bfloat16 beside float32, got ",
+                    ": `left` must have the dtype of `", like_name, "`, or bfloat16 beside float32, got ",
                     torch::headeronly::toString(history_dtype));
     STD_TORCH_CHECK(history >= 1 && history <= max_history, op, ": `left` must hold 1 to ", max_history,
                     " pairs in shape (B, history, D), got ", shape_text(left.sizes()));
-    STD_TORCH_CHECK(k >= 0, op, ": `k` must not be negative, got ", k);
     STD_TORCH_CHECK(method >= 0 && method <= 3, op, ": `method` must be 0 to 3, got ", method);
-    check("f_prev", f_prev, {batch, dim}, dtype);
     check("left", left, {batch, history, dim}, history_dtype);
     check("df", df, {batch, history, dim}, history_dtype);
     check("gram", gram, {batch, history + 2, history}, dtype);

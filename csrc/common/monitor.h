@@ -23,11 +23,11 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float tiny = FLT_MIN, max = FLT_MAX;
+  static constexpr float tiny = FLT_MIN, max = FLT_MAX, infinity = HUGE_VALF;
 };
 template <>
 struct Limits<double> {
-  static constexpr double tiny = DBL_MIN, max = DBL_MAX;
+  static constexpr double tiny = DBL_MIN, max = DBL_MAX, infinity = HUGE_VAL;
 };
 
 template <class T>

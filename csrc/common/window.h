@@ -13,12 +13,14 @@ constexpr double kPivotFloor = 1e-7;
 // `left` holds differences of the residual (Y) for these methods, steps (S) for the others.
 DEQFAST_HD inline bool left_is_y(int64_t method) { return method == kBroydenBad || method == kAndersonII; }
 
-// Pair i is made by step i and lies in slot i % history. At iteration k its slot `next` receives step k.
+// Pair i is made by step i and lies in slot i % history. At iteration k its slot `next` receives step k. The window
+// holds the newest `most` pairs.
 struct Window {
   int64_t k;
   int history;
+  int most;
 
-  DEQFAST_HD int size() const { return k < history ? static_cast<int>(k) : history; }
+  DEQFAST_HD int size() const { return k < most ? static_cast<int>(k) : most; }
   DEQFAST_HD int next() const { return static_cast<int>(k % history); }
   DEQFAST_HD int newest() const { return slot(0); }
   DEQFAST_HD int slot(int age) const { return static_cast<int>((k - 1 - age) % history); }  // age < size()
@@ -65,24 +67,26 @@ DEQFAST_HD inline int solve_workspace(int n) { return n * n + 2 * n; }
 // N gamma = t by elimination without pivoting from the newest pair to the oldest, on the equilibrated matrix. The first
 // pivot under kPivotFloor drops its pair and all older ones. Gamma is zero where nothing is left or it overflows.
 // `gram` (history + 2, history) has |left|^2 and |y|^2 in its last two rows; t and gamma are indexed by slot. The lanes
-// share all arrays; gamma is complete for all of them on return.
-template <class T, class Lanes>
+// share all arrays; gamma is complete for all of them on return. `Transposed`: N^T gamma = t.
+template <bool Transposed = false, class T, class Lanes>
 DEQFAST_HD void solve_window(const T* gram, const T* t, T* gamma, T* work, const Window& window, int64_t method,
                              T ridge, const Lanes& lanes) {
   const int n = window.size(), stride = window.history;
   T* a = work;          // n x n, newest first
   T* b = work + n * n;  // right-hand side, then solution
-  T* y_scale = b + n;
-  const T* left_sq = gram + static_cast<int64_t>(stride) * stride;
-  const T* y_sq = left_sq + stride;
-  for (int j = lanes.index; j < n; j += lanes.count) y_scale[j] = inverse_length(y_sq[window.slot(j)]);
+  T* column_scale = b + n;
+  const T* squares = gram + static_cast<int64_t>(stride) * stride;
+  const T* row_sq = Transposed ? squares + stride : squares;
+  const T* column_sq = Transposed ? squares : squares + stride;
+  for (int j = lanes.index; j < n; j += lanes.count) column_scale[j] = inverse_length(column_sq[window.slot(j)]);
   lanes.sync();
   for (int i = lanes.index; i < n; i += lanes.count) {
     const int slot = window.slot(i);
-    const T scale = inverse_length(left_sq[slot]);
+    const T scale = inverse_length(row_sq[slot]);
     for (int j = 0; j < n; ++j) {
-      const bool zero = method == kBroydenBad && j > i;
-      a[i * n + j] = zero ? T(0) : gram[slot * stride + window.slot(j)] * scale * y_scale[j];
+      const bool zero = method == kBroydenBad && (Transposed ? i > j : j > i);
+      const int other = window.slot(j), entry = Transposed ? other * stride + slot : slot * stride + other;
+      a[i * n + j] = zero ? T(0) : gram[entry] * scale * column_scale[j];
     }
     if (method == kAndersonI || method == kAndersonII) a[i * n + i] += a[i * n + i] < 0 ? -ridge : ridge;
     b[i] = t[slot] * scale;
@@ -108,9 +112,9 @@ DEQFAST_HD void solve_window(const T* gram, const T* t, T* gamma, T* work, const
     lanes.sync();
   }
   bool finite = true;
-  for (int i = 0; i < kept; ++i) finite = finite && fabs(b[i] * y_scale[i]) <= Limits<T>::max;
+  for (int i = 0; i < kept; ++i) finite = finite && fabs(b[i] * column_scale[i]) <= Limits<T>::max;
   for (int i = lanes.index; i < n; i += lanes.count) {
-    gamma[window.slot(i)] = finite && i < kept ? b[i] * y_scale[i] : T(0);
+    gamma[window.slot(i)] = finite && i < kept ? b[i] * column_scale[i] : T(0);
   }
   lanes.sync();
 }

@@ -197,11 +197,65 @@ DEQFAST_CLONES void run(const MultisecantParams<double, double>& a, int64_t begi
   multisecant_rows(a, begin, end);
 }
 
+// out = alpha (beta v - L gamma), N^T gamma = DF^T v, for one sample.
+template <class T, class H>
+DEQFAST_INLINE void transposed_row(const TransposedParams<T, H>& p, int64_t row, Scratch<T>& scratch) {
+  constexpr int W = Simd<T>::lanes;
+  const Window window = p.window(row);
+  const int64_t history = static_cast<int64_t>(p.history) * p.dim * row, at = row * p.dim;
+  alignas(64) T x[kTile];
+  const auto load_tile = [&](int64_t tile, int64_t count, T scale) {
+    for (int64_t d = 0; d < count; d += W) store(x + d, scale * load(p.v + at + tile + d, count - d), W);
+  };
+  std::fill(scratch.gamma.begin(), scratch.gamma.end(), T(0));  // of slots outside the window
+  if (window.size() > 0) {
+    std::fill(scratch.lg.begin(), scratch.lg.end(), 0.0);
+    for (int64_t tile = 0; tile < p.dim; tile += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, p.dim - tile);
+      load_tile(tile, count, T(1));
+      for (int age = 0; age < window.size(); ++age) {
+        const int slot = window.slot(age);
+        dot_rows<false>(p.df + history + slot * p.dim + tile, p.dim, 1, x, x, count, scratch.lg.data() + slot,
+                        static_cast<double*>(nullptr));
+      }
+    }
+    for (int j = 0; j < p.history; ++j) scratch.t[j] = static_cast<T>(scratch.lg[j]);
+    solve_window<true>(p.gram + row * (p.history + 2) * p.history, scratch.t.data(), scratch.gamma.data(),
+                       scratch.work.data(), window, p.method, p.ridge, OneLane());
+  }
+  for (int64_t tile = 0; tile < p.dim; tile += kTile) {
+    const int64_t count = std::min<int64_t>(kTile, p.dim - tile);
+    load_tile(tile, count, p.beta);
+    for (int age = 0; age < window.size(); ++age) {
+      const int slot = window.slot(age);
+      combine_rows(p.left + history + slot * p.dim + tile, p.dim, 1, scratch.gamma.data() + slot, count, x);
+    }
+    for (int64_t d = 0; d < count; d += W) store(p.out + at + tile + d, p.alpha * load(x + d, W), count - d);
+  }
+}
+
+template <class T, class H>
+DEQFAST_INLINE void transposed_rows(const TransposedParams<T, H>& p, int64_t begin, int64_t end) {
+  Scratch<T> scratch(p.history);
+  for (int64_t row = begin; row < end; ++row) transposed_row(p, row, scratch);
+}
+
+DEQFAST_CLONES void run(const TransposedParams<float, float>& p, int64_t begin, int64_t end) {
+  transposed_rows(p, begin, end);
+}
+DEQFAST_CLONES void run(const TransposedParams<float, BFloat16>& p, int64_t begin, int64_t end) {
+  transposed_rows(p, begin, end);
+}
+DEQFAST_CLONES void run(const TransposedParams<double, double>& p, int64_t begin, int64_t end) {
+  transposed_rows(p, begin, end);
+}
+
+constexpr int64_t kMaxHistory = 1 << 15;
+
 void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                       Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
                       double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
                       double ridge) {
-  constexpr int64_t kMaxHistory = 1 << 15;
   with_multisecant_params<BFloat16>(
       z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, k, last, tol, absolute,
       stall_floor, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
@@ -211,8 +265,20 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
       });
 }
 
+Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
+                              int64_t method, double alpha, double beta, double ridge) {
+  return with_transposed_params<BFloat16>(
+      v, left, df, gram, newest, count, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
+        torch::stable::parallel_for(0, params.batch, rows_per_thread(params.dim * (params.history + 1)),
+                                    [&](int64_t begin, int64_t end) { run(params, begin, end); });
+      });
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("multisecant_step", TORCH_BOX(&multisecant_step)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
+  m.impl("multisecant_step", TORCH_BOX(&multisecant_step));
+  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed));
+}
 
 }  // namespace deqfast

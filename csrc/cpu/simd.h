@@ -9,13 +9,18 @@
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define DEQFAST_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define DEQFAST_WIDE_REGISTERS __builtin_cpu_supports("avx512vl")
 #else
 #define DEQFAST_CLONES
+#define DEQFAST_WIDE_REGISTERS false
 #endif
 
 namespace deqfast {
 
 struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
   uint16_t bits;
 };
 
@@ -34,6 +39,9 @@ struct Simd<double> {
 template <class T>
 using Vec = typename Simd<T>::Vec;
 
+typedef float F32x8 __attribute__((vector_size(32)));
+typedef uint32_t U32x8 __attribute__((vector_size(32)));
+typedef uint16_t U16x8 __attribute__((vector_size(16)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 
@@ -62,6 +70,51 @@ DEQFAST_INLINE Vec<float> load(const BFloat16* from, int64_t count) {
 template <class T>
 DEQFAST_INLINE void store(T* to, Vec<T> v, int64_t count) {
   memcpy(to, &v, count >= Simd<T>::lanes ? sizeof v : count * sizeof(T));
+}
+
+// Eight elements of any type as double; all of these conversions are exact.
+DEQFAST_INLINE Vec<double> load_double(const double* from, int64_t count) { return load(from, count); }
+
+DEQFAST_INLINE Vec<double> load_double(const float* from, int64_t count) {
+  F32x8 v = {};
+  if (count >= 8) {
+    memcpy(&v, from, sizeof v);
+  } else {
+    memcpy(&v, from, count * sizeof(float));
+  }
+  return __builtin_convertvector(v, Vec<double>);
+}
+
+template <class H>
+DEQFAST_INLINE U32x8 load_bits(const H* from, int64_t count) {
+  U16x8 half = {};
+  if (count >= 8) {
+    memcpy(&half, from, sizeof half);
+  } else {
+    memcpy(&half, from, count * sizeof(H));
+  }
+  return __builtin_convertvector(half, U32x8);
+}
+
+DEQFAST_INLINE Vec<double> load_double(const BFloat16* from, int64_t count) {
+  const U32x8 wide = load_bits(from, count) << 16;
+  F32x8 v;
+  memcpy(&v, &wide, sizeof v);
+  return __builtin_convertvector(v, Vec<double>);
+}
+
+// The exponent's bias goes from 15 to 127 by a product, which is right for subnormal numbers too.
+DEQFAST_INLINE Vec<double> load_double(const Half* from, int64_t count) {
+  const U32x8 bits = load_bits(from, count), magnitude = (bits & 0x7fff) << 13;
+  F32x8 v;
+  memcpy(&v, &magnitude, sizeof v);
+  v *= 0x1p112f;
+  U32x8 wide;
+  memcpy(&wide, &v, sizeof wide);
+  const U32x8 not_finite = (U32x8)((bits & 0x7c00) == 0x7c00);
+  wide |= (not_finite & 0x7f800000) | (bits & 0x8000) << 16;
+  memcpy(&v, &wide, sizeof v);
+  return __builtin_convertvector(v, Vec<double>);
 }
 
 // Round to nearest even; NaN stays NaN.

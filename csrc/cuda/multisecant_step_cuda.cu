@@ -366,6 +366,68 @@ void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
   }
 }
 
+// out = alpha (beta v - L gamma), N^T gamma = DF^T v: one block per sample.
+template <class T, class H, int N>
+__global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(const TransposedParams<T, H> p) {
+  constexpr int R = 4;  // rows of the history whose loads are in flight together
+  __shared__ BlockSums<T, kMaxHistory> sums;
+  __shared__ T gamma[kMaxHistory];
+  __shared__ T work[kMaxHistory * (kMaxHistory + 2)];
+  const int64_t row = blockIdx.x, history = row * p.history * p.dim;
+  const Window window = p.window(row);
+  const int n = window.size();
+  const T* v = p.v + row * p.dim;
+  const auto load_rows = [&](const H* rows, int64_t d, int first, Pack<H, N>(&pairs)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      pairs[r] = first + r < n ? load<H, N>(rows + window.slot(first + r) * p.dim + d) : Pack<H, N>{};
+    }
+  };
+  sums.clear(p.history);
+  for (int first = 0; first < n; first += R) {
+    T dots[R] = {};
+    for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
+      Pack<H, N> pairs[R];
+      load_rows(p.df + history, d, first, pairs);
+      const auto x = load<T, N>(v + d);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) dots[r] += convert<T>(pairs[r].value[i]) * x.value[i];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (first + r < n) sums.add(window.slot(first + r), dots[r]);
+    }
+  }
+  sums.finish(p.history);
+  if (n && threadIdx.x < 32) {
+    solve_window<true>(p.gram + row * (p.history + 2) * p.history, sums.totals, gamma, work, window, p.method, p.ridge,
+                       WarpLanes{static_cast<int>(threadIdx.x)});
+  }
+  __syncthreads();
+  for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
+    auto x = load<T, N>(v + d);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x.value[i] *= p.beta;
+    for (int first = 0; first < n; first += R) {
+      Pack<H, N> pairs[R];
+      load_rows(p.left + history, d, first, pairs);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (first + r >= n) break;
+        const T weight = gamma[window.slot(first + r)];
+#pragma unroll
+        for (int i = 0; i < N; ++i) x.value[i] -= weight * convert<T>(pairs[r].value[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) x.value[i] *= p.alpha;
+    store(p.out + row * p.dim + d, x);
+  }
+}
+
 void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                       Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
                       double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
@@ -386,8 +448,31 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
       });
 }
 
+Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
+                              int64_t method, double alpha, double beta, double ridge) {
+  return with_transposed_params<__nv_bfloat16>(
+      v, left, df, gram, newest, count, method, alpha, beta, ridge, kMaxHistory, [&](const auto& params) {
+        using T = std::remove_pointer_t<decltype(params.out)>;
+        using H = std::remove_const_t<std::remove_pointer_t<decltype(params.left)>>;
+        if (params.batch == 0) return;
+        const torch::stable::accelerator::DeviceGuard guard(v.get_device_index());
+        constexpr int N = 16 / sizeof(H);
+        const unsigned batch = grid_of(params.batch, "multisecant_transposed");
+        const cudaStream_t stream = current_stream(v);
+        if (aligned<N>(params.dim, params.v, params.out, params.left, params.df)) {
+          multisecant_transposed_kernel<T, H, N><<<batch, kThreads, 0, stream>>>(params);
+        } else {
+          multisecant_transposed_kernel<T, H, 1><<<batch, kThreads, 0, stream>>>(params);
+        }
+        check_launch("multisecant_transposed");
+      });
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("multisecant_step", TORCH_BOX(&multisecant_step)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
+  m.impl("multisecant_step", TORCH_BOX(&multisecant_step));
+  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed));
+}
 
 }  // namespace deqfast

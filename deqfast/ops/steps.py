@@ -1,4 +1,4 @@
-"""The steps of the solvers: ``picard_step`` and ``multisecant_step``.
+"""The steps of the solvers, ``picard_step`` and ``multisecant_step``, and the transposed product of a window of pairs.
 
 Arguments of the solver steps (T is the dtype of the state, float32 or float64; all tensors contiguous; B samples of D
 elements):
@@ -24,6 +24,10 @@ method      int           multisecant_step: 0 Broyden good, 1 Broyden bad, 2 And
 alpha, beta float         step length; mixing: z + alpha (beta g - DF gamma), N gamma = L^T g
 ridge       float         Anderson: added to the diagonal of the equilibrated N
 ==========  ============  =====================================================================================
+
+``multisecant_transposed(v (B, D) T, left, df, gram, newest (B,) int32, count (B,) int32, method, alpha, beta, ridge)``
+returns alpha (beta v - L gamma) with N^T gamma = DF^T v, (B, D). Where z <- z - H g is the step, that is -H^T v: an
+estimate of (I - J^T)^-1 v, J the Jacobian of f. The window of a sample holds its `count` pairs up to number `newest`.
 """
 
 from __future__ import annotations
@@ -49,6 +53,10 @@ _SCHEMAS = {
         f"({_STATE}Tensor f_prev, Tensor(h!) left, Tensor(i!) df, Tensor(j!) gram, {_RULE}"
         "int method, float alpha, float beta, float ridge) -> ()"
     ),
+    "multisecant_transposed": (
+        "(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count, int method, float alpha, "
+        "float beta, float ridge) -> Tensor"
+    ),
 }
 
 
@@ -56,15 +64,20 @@ def _no_output(*args: Any) -> None:
     """Fake of an op that only mutates its arguments."""
 
 
-def _check_step(op: str, z: Tensor, **others: Tensor) -> None:
-    """The checks of csrc/common/checks.h, for the kernels that are launched from Python."""
+def _like_first(v: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(v)
+
+
+def _check_step(op: str, z: Tensor, first: str = "z", **others: Tensor) -> None:
+    """The checks of csrc/common/checks.h, for the kernels that are launched from Python; `first` is the name of z."""
     batch, dim = z.shape if z.dim() == 2 else (-1, -1)
     if z.dim() != 2 or z.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{op}: `z` must be (B, D) float32 or float64, got {tuple(z.shape)} {z.dtype}")
+        raise ValueError(f"{op}: `{first}` must be (B, D) float32 or float64, got {tuple(z.shape)} {z.dtype}")
     history = others["left"].shape[1] if "left" in others and others["left"].dim() == 3 else 0
     history_dtype = others["left"].dtype if "left" in others else z.dtype
     if history_dtype != z.dtype and not (history_dtype == torch.bfloat16 and z.dtype == torch.float32):
-        raise ValueError(f"{op}: `left` must have the dtype of `z`, or bfloat16 beside float32, got {history_dtype}")
+        wanted = f"the dtype of `{first}`, or bfloat16 beside float32"
+        raise ValueError(f"{op}: `left` must have {wanted}, got {history_dtype}")
     expected = {
         "status": ((batch,), torch.int8),
         "iterations": ((batch,), torch.int32),
@@ -74,13 +87,15 @@ def _check_step(op: str, z: Tensor, **others: Tensor) -> None:
         "left": ((batch, history, dim), history_dtype),
         "df": ((batch, history, dim), history_dtype),
         "gram": ((batch, history + 2, history), z.dtype),
+        "newest": ((batch,), torch.int32),
+        "count": ((batch,), torch.int32),
     }
-    for name, tensor in {"z": z, **others}.items():
+    for name, tensor in {first: z, **others}.items():
         shape, dtype = expected.get(name, ((batch, dim), z.dtype))
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise ValueError(f"{op}: `{name}` must be {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
         if not tensor.is_contiguous() or tensor.device != z.device:
-            raise ValueError(f"{op}: `{name}` must be contiguous and on the device of `z` ({z.device})")
+            raise ValueError(f"{op}: `{name}` must be contiguous and on the device of `{first}` ({z.device})")
     if "left" in others and not 1 <= history <= MAX_GPU_HISTORY:
         raise ValueError(f"{op}: `left` must hold 1 to {MAX_GPU_HISTORY} pairs, got {history}")
 
@@ -103,5 +118,15 @@ def _multisecant_step_triton(z: Tensor, fz: Tensor, best: Tensor, status: Tensor
     multisecant_step(z, fz, best, status, *rest)
 
 
+def _multisecant_transposed_triton(
+    v: Tensor, left: Tensor, df: Tensor, gram: Tensor, newest: Tensor, count: Tensor, *rest: Any
+) -> Tensor:
+    from ..kernels.multisecant_step import multisecant_transposed
+
+    _check_step("multisecant_transposed_triton", v, "v", left=left, df=df, gram=gram, newest=newest, count=count)
+    return multisecant_transposed(v, left, df, gram, newest, count, *rest)
+
+
 register("picard_step", _SCHEMAS["picard_step"], _no_output, _picard_step_triton)
 register("multisecant_step", _SCHEMAS["multisecant_step"], _no_output, _multisecant_step_triton)
+register("multisecant_transposed", _SCHEMAS["multisecant_transposed"], _like_first, _multisecant_transposed_triton)

@@ -91,3 +91,14 @@ class Multisecant(Solver):
         rule = self._rule(state, k, last)
         state.kernel.op("multisecant_step")(state.z, fz, *state.monitor(), *window, *rule, *self.method())
         state.keep(fz, k)
+
+    def transposed_inverse(self, state: State, v: Tensor) -> Tensor:
+        """An estimate of (I - J^T)^-1 v for v (B, D), J the Jacobian of f at the solution, from a solve that is over.
+
+        A sample's last value of f was judged without a step, so that its last step belongs to no pair, but lies in the
+        slot of the oldest.
+        """
+        assert isinstance(state, MultisecantState)
+        count = (state.iterations - 2).clamp(0, state.left.shape[1] - 1)
+        product = state.kernel.op("multisecant_transposed")
+        return product(v, state.left, state.df, state.gram, state.iterations - 3, count, *self.method())

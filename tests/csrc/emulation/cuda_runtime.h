@@ -102,7 +102,8 @@ inline void suspend() {
 
 // Let the others run first, as a spinning thread must.
 inline void yield() {
-  machine.runnable.push_back(machine.current);
+  auto& queue = machine.runnable;
+  queue.insert(machine.order == 1 ? queue.begin() : queue.end(), machine.current);
   suspend();
 }
 

@@ -1,0 +1,56 @@
+// Argument checks and results of the ops of the fully connected cell.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "checks.h"
+#include "fc.h"
+
+namespace deqfast {
+
+using FcOutcome = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // value, status, iterations, residual
+
+inline void check_activation(const char* op, int64_t activation) {
+  STD_TORCH_CHECK(activation >= kIdentity && activation <= kGelu, op, ": `activation` must be 0 to 3, got ",
+                  activation);
+}
+
+inline void check_fc(const char* op, const Tensor& weight, const Tensor& c, const Tensor& z0, int64_t activation,
+                     int64_t max_iter) {
+  const Checker checker{op, c, "c"};
+  checker.check_rows();
+  const auto dtype = c.scalar_type(), weight_dtype = weight.scalar_type();
+  const int64_t batch = c.size(0), dim = c.size(1);
+  STD_TORCH_CHECK(dim > 0, op, ": `c` must have at least one column");
+  STD_TORCH_CHECK(weight_dtype == dtype || (weight_dtype == ScalarType::BFloat16 && dtype == ScalarType::Float), op,
+                  ": `weight` must have the dtype of `c`, or bfloat16 beside float32, got ",
+                  torch::headeronly::toString(weight_dtype));
+  checker.check("weight", weight, {dim, dim}, weight_dtype);
+  checker.check("z0", z0, {batch, dim}, dtype);
+  check_activation(op, activation);
+  STD_TORCH_CHECK(max_iter >= 1, op, ": `max_iter` must be at least 1, got ", max_iter);
+}
+
+inline FcOutcome empty_fc_outcome(const Tensor& c) {
+  const int64_t batch = c.size(0);
+  return {torch::stable::empty_like(c), torch::stable::new_empty(c, {batch}, ScalarType::Char),
+          torch::stable::new_empty(c, {batch}, ScalarType::Int), torch::stable::new_empty(c, {2, batch})};
+}
+
+template <class T>
+Monitor<T> fc_monitor(const FcOutcome& outcome, T* gain) {
+  const auto& [value, status, iterations, residual] = outcome;
+  return {status.mutable_data_ptr<int8_t>(), iterations.mutable_data_ptr<int32_t>(),
+          residual.mutable_data_ptr<T>(),    gain, nullptr, status.size(0)};
+}
+
+inline void check_fc_vjp(const char* op, const Tensor& pre, const Tensor& grad, int64_t activation) {
+  const Checker checker{op, pre, "pre"};
+  checker.check_rows();
+  checker.check("grad", grad, {pre.size(0), pre.size(1)}, pre.scalar_type());
+  check_activation(op, activation);
+}
+
+}  // namespace deqfast

@@ -1,0 +1,245 @@
+// fc_fixed_point on the CPU: the whole solve of z = act(W z + c), block of samples by block of samples.
+//
+// W is packed once into panels of a few vectors of output columns, [k][column], so that a vector runs over columns and
+// a panel streams from the cache. A block iterates until its last sample is done; samples that are done leave it, the
+// others close up. Every sum runs over k in panels of kDepth in one order, so that a sample's bits depend neither on
+// its block nor on the number of threads.
+#include <torch/csrc/stable/library.h>
+
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "../common/fc_checks.h"
+#include "activations.h"
+
+namespace deqfast {
+namespace {
+
+constexpr int64_t kBlock = 16;   // samples
+constexpr int64_t kDepth = 256;  // k per partial sum: what is accumulated in one go loses few bits
+
+struct FreeAligned {
+  void operator()(void* p) const { operator delete(p, std::align_val_t(64)); }
+};
+template <class T>
+using Buffer = std::unique_ptr<T[], FreeAligned>;
+
+template <class T>
+Buffer<T> make_buffer(int64_t count) {
+  return Buffer<T>(static_cast<T*>(operator new(count * sizeof(T), std::align_val_t(64))));
+}
+
+template <class T>
+struct FcArgs {
+  const T* weight;  // packed
+  const T* c;       // (B, D)
+  const T* z0;      // (B, D)
+  T* value;         // (B, D)
+  Monitor<T> monitor;
+  StopRule<T> rule;  // its k and last are set here
+  int64_t dim, stride, max_iter, activation;  // stride: dim rounded up to whole panels
+};
+
+// The running samples of a block: row i of z and f belongs to the sample first + index[i].
+template <class T>
+struct Block {
+  T* z;
+  T* f;
+  int64_t index[kBlock];
+  int64_t first, running;
+};
+
+// f = W z for Rows samples and one panel of Vectors vectors of columns, the sums in registers.
+template <class T, int Rows, int Vectors>
+DEQFAST_INLINE void multiply_tile(const FcArgs<T>& a, const T* z, T* f, const T* panel) {
+  constexpr int W = Simd<T>::lanes;
+  for (int64_t begin = 0; begin < a.dim; begin += kDepth) {
+    const int64_t end = begin + kDepth < a.dim ? begin + kDepth : a.dim;
+    Vec<T> sums[Rows][Vectors] = {};
+    for (int64_t k = begin; k < end; ++k) {
+      Vec<T> w[Vectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; ++v) w[v] = load(panel + (k * Vectors + v) * W, W);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        const T factor = z[r * a.stride + k];
+#pragma GCC unroll 8
+        for (int v = 0; v < Vectors; ++v) sums[r][v] += factor * w[v];
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; ++v) {
+        T* to = f + r * a.stride + v * W;
+        store(to, begin ? load(to, W) + sums[r][v] : sums[r][v], W);
+      }
+    }
+  }
+}
+
+// f = act(W z + c) of the rows from `row` on, and their number in groups of Rows, then of half as many.
+template <class T, int Rows, int Vectors>
+DEQFAST_INLINE void multiply_rows(const FcArgs<T>& a, const Block<T>& b, int64_t row, int64_t column) {
+  constexpr int64_t columns = Vectors * Simd<T>::lanes;
+  const T* panel = a.weight + column * a.dim;
+  for (; row + Rows <= b.running; row += Rows) {
+    multiply_tile<T, Rows, Vectors>(a, b.z + row * a.stride, b.f + row * a.stride + column, panel);
+    for (int r = 0; r < Rows; ++r) {
+      T* f = b.f + (row + r) * a.stride;
+      const T* c = a.c + (b.first + b.index[row + r]) * a.dim;
+      for (int64_t j = column; j < column + columns && j < a.dim; j += Simd<T>::lanes) {
+        const Vec<T> sum = load(f + j, Simd<T>::lanes) + load(c + j, a.dim - j);
+        store(f + j, activate(sum, a.activation), Simd<T>::lanes);
+      }
+    }
+  }
+  if constexpr (Rows > 1) multiply_rows<T, Rows / 2, Vectors>(a, b, row, column);
+}
+
+// Judge row i of the block; whether its sample goes on.
+template <class T>
+DEQFAST_INLINE bool settle(const FcArgs<T>& a, const Block<T>& b, int64_t i, const StopRule<T>& rule) {
+  constexpr int W = Simd<T>::lanes;
+  const T* z = b.z + i * a.stride;
+  const T* f = b.f + i * a.stride;
+  Vec<T> res_sq[2] = {}, f_sq[2] = {};
+  for (int64_t j = 0, n = 0; j < a.dim; j += W, ++n) {
+    const Vec<T> value = load(f + j, a.dim - j), g = value - load(z + j, a.dim - j);
+    res_sq[n & 1] += g * g;
+    f_sq[n & 1] += value * value;
+  }
+  const int64_t sample = b.first + b.index[i];
+  const Verdict verdict = judge(a.monitor, sample, static_cast<T>(sum<T>(res_sq[0] + res_sq[1])),
+                                static_cast<T>(sum<T>(f_sq[0] + f_sq[1])), rule);
+  if (verdict.improved) memcpy(a.value + sample * a.dim, z, a.dim * sizeof(T));
+  return verdict.advance;
+}
+
+template <class T, int Rows, int Vectors>
+DEQFAST_INLINE void solve_block(const FcArgs<T>& a, Block<T>& b) {
+  StopRule<T> rule = a.rule;
+  for (rule.k = 0; rule.k < a.max_iter && b.running > 0; ++rule.k) {
+    rule.last = rule.k + 1 == a.max_iter;
+    for (int64_t column = 0; column < a.stride; column += Vectors * Simd<T>::lanes) {
+      multiply_rows<T, Rows, Vectors>(a, b, 0, column);
+    }
+    int64_t kept = 0;
+    for (int64_t i = 0; i < b.running; ++i) {
+      if (!settle(a, b, i, rule)) continue;
+      if (kept != i) memcpy(b.f + kept * a.stride, b.f + i * a.stride, a.dim * sizeof(T));
+      b.index[kept++] = b.index[i];
+    }
+    b.running = kept;
+    std::swap(b.z, b.f);
+  }
+}
+
+template <class T, int Rows, int Vectors>
+DEQFAST_INLINE void solve_samples(const FcArgs<T>& a, int64_t first, int64_t count, T* memory) {
+  Block<T> block{memory, memory + kBlock * a.stride, {}, first, count};
+  for (int64_t i = 0; i < count; ++i) {
+    block.index[i] = i;
+    memcpy(block.z + i * a.stride, a.z0 + (first + i) * a.dim, a.dim * sizeof(T));
+    memcpy(a.value + (first + i) * a.dim, a.z0 + (first + i) * a.dim, a.dim * sizeof(T));
+  }
+  solve_block<T, Rows, Vectors>(a, block);
+}
+
+// The tile of sums for 32 registers of 64 bytes, and the one for shorter registers.
+constexpr int kWideRows = 8, kWideVectors = 2, kNarrowRows = 6, kNarrowVectors = 1;
+
+DEQFAST_CLONES void run_wide(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
+  solve_samples<float, kWideRows, kWideVectors>(a, first, count, memory);
+}
+DEQFAST_CLONES void run_wide(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
+  solve_samples<double, kWideRows, kWideVectors>(a, first, count, memory);
+}
+DEQFAST_CLONES void run_narrow(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
+  solve_samples<float, kNarrowRows, kNarrowVectors>(a, first, count, memory);
+}
+DEQFAST_CLONES void run_narrow(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
+  solve_samples<double, kNarrowRows, kNarrowVectors>(a, first, count, memory);
+}
+
+float widen(float x) { return x; }
+double widen(double x) { return x; }
+float widen(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Panel by panel, W transposed in squares that stay in the cache; columns past the last are zero.
+template <class T, class H>
+Buffer<T> pack_weight(const H* weight, int64_t dim, int64_t stride, int64_t columns) {
+  constexpr int64_t kSquare = 64;
+  Buffer<T> packed = make_buffer<T>(dim * stride);
+  torch::stable::parallel_for(0, stride / columns, dim < 256 ? 256 : 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      T* to = packed.get() + panel * columns * dim;
+      for (int64_t k0 = 0; k0 < dim; k0 += kSquare) {
+        for (int64_t j = 0; j < columns; ++j) {
+          const int64_t row = panel * columns + j;
+          for (int64_t k = k0; k < k0 + kSquare && k < dim; ++k) {
+            to[k * columns + j] = row < dim ? widen(weight[row * dim + k]) : T(0);
+          }
+        }
+      }
+    }
+  });
+  return packed;
+}
+
+template <class T>
+void run(const FcArgs<T>& a, bool wide, int64_t first, int64_t count, T* memory) {
+  if (wide) {
+    run_wide(a, first, count, memory);
+  } else {
+    run_narrow(a, first, count, memory);
+  }
+}
+
+template <class T, class H>
+void launch(const H* weight, FcArgs<T> args) {
+  const bool wide = DEQFAST_WIDE_REGISTERS;  // 32 registers of a whole vector
+  const int64_t columns = (wide ? kWideVectors : kNarrowVectors) * Simd<T>::lanes, batch = args.monitor.batch;
+  args.stride = (args.dim + columns - 1) / columns * columns;
+  const auto packed = pack_weight<T>(weight, args.dim, args.stride, columns);
+  args.weight = packed.get();
+  torch::stable::parallel_for(0, (batch + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
+    const auto memory = make_buffer<T>(2 * kBlock * args.stride);
+    for (int64_t first = begin * kBlock; first < end * kBlock && first < batch; first += kBlock) {
+      run(args, wide, first, batch - first < kBlock ? batch - first : kBlock, memory.get());
+    }
+  });
+}
+
+FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation, double tol, bool absolute,
+                         int64_t max_iter, double stall_floor) {
+  check_fc("fc_fixed_point", weight, c, z0, activation, max_iter);
+  const FcOutcome outcome = empty_fc_outcome(c);
+  dispatch_history<BFloat16>(c.scalar_type(), weight.scalar_type(), [&](auto state_zero, auto weight_zero) {
+    using T = decltype(state_zero);
+    using H = decltype(weight_zero);
+    const int64_t batch = c.size(0);
+    const auto gain = make_buffer<T>(2 * batch);
+    const Monitor<T> monitor = fc_monitor<T>(outcome, gain.get());
+    for (int64_t i = 0; i < 2 * batch; ++i) monitor.residual[i] = gain[i] = Limits<T>::infinity;
+    for (int64_t i = 0; i < batch; ++i) monitor.status[i] = kRunning;
+    const StopRule<T> rule{0, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), false};
+    launch<T, H>(static_cast<const H*>(weight.const_data_ptr()),
+                 {nullptr, c.const_data_ptr<T>(), z0.const_data_ptr<T>(),
+                  std::get<0>(outcome).template mutable_data_ptr<T>(), monitor, rule, c.size(1), 0, max_iter,
+                  activation});
+  });
+  return outcome;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("fc_fixed_point", TORCH_BOX(&fc_fixed_point)); }
+
+}  // namespace deqfast

@@ -1,0 +1,357 @@
+// class_means and within_class_scatter on a GPU: in double for double features, else in float, sums over more rows than
+// a block's in double. See ../cpu/neural_collapse.cpp.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+#include <type_traits>
+
+#include "../common/grouped.h"
+#include "block.cuh"
+
+namespace deqfast {
+namespace {
+
+template <class H>
+using Wide = std::conditional_t<std::is_same_v<H, double>, double, float>;
+
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+
+// --- class means
+
+// Sums of h - first row of the class over a chunk of rows and 32 * N columns; a warp takes every eighth row.
+template <class H, int N>
+__global__ void __launch_bounds__(kThreads, 4) class_sums_kernel(const Grouped<H> g, Wide<H>* partials) {
+  using T = Wide<H>;
+  __shared__ T sums[kWarps][N][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t chunk = blockIdx.x, column = static_cast<int64_t>(blockIdx.y) * 32 * N;
+  const int64_t d = column + lane * N;
+  const int64_t end = min((chunk + 1) * kChunkRows, g.count);
+  int64_t begin = chunk * kChunkRows;
+  for (int64_t k = g.class_of(begin); begin < end; ++k) {
+    const int64_t stop = min(end, g.offsets[k + 1]);
+    if (begin == stop) continue;
+    T sum[N] = {};
+    if (d < g.dim) {
+      const Pack<H, N> first = load<H, N>(g.row(g.offsets[k]) + d);
+#pragma unroll 4
+      for (int64_t i = begin + warp; i < stop; i += kWarps) {
+        const Pack<H, N> h = load<H, N>(g.row(i) + d);
+#pragma unroll
+        for (int n = 0; n < N; ++n) sum[n] += widen(h.value[n]) - widen(first.value[n]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) sums[warp][n][lane] = sum[n];
+    __syncthreads();
+    for (int v = threadIdx.x; v < 32 * N; v += kThreads) {
+      T total = sums[0][v % N][v / N];
+      for (int w = 1; w < kWarps; ++w) total += sums[w][v % N][v / N];
+      if (column + v < g.dim) partials[(chunk + k) * g.dim + column + v] = total;
+    }
+    __syncthreads();
+    begin = stop;
+  }
+}
+
+// local = sum / count + (first row of the class - first row of all); -shift for a class without rows.
+template <class H>
+__global__ void __launch_bounds__(kThreads, 4)
+    class_means_kernel(const Grouped<H> g, const Wide<H>* partials, double* local, double* shift) {
+  const int64_t k = blockIdx.x, d = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  if (d >= g.dim) return;
+  const int64_t begin = g.offsets[k], end = g.offsets[k + 1];
+  const double first_of_all = widen(g.row(0)[d]);
+  double mean = -first_of_all;
+  if (end > begin) {
+    double sum = 0;
+    for (int64_t chunk = begin / kChunkRows; chunk <= (end - 1) / kChunkRows; ++chunk) {
+      sum += partials[(chunk + k) * g.dim + d];
+    }
+    mean = sum / static_cast<double>(end - begin) + (static_cast<double>(widen(g.row(begin)[d])) + mean);
+  }
+  local[k * g.dim + d] = mean;
+  if (k == 0) shift[d] = first_of_all;
+}
+
+// --- within-class scatter
+
+// high + low = means to the last bits of two floats.
+__global__ void __launch_bounds__(kThreads, 4) split_kernel(const double* means, int64_t size, float* high, float* low) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= size) return;
+  high[i] = static_cast<float>(means[i]);
+  low[i] = static_cast<float>(means[i] - high[i]);
+}
+
+// Directions (D, R) as T (D, padded), with zeros beyond the last.
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4)
+    pad_kernel(const double* directions, int64_t count, int64_t padded, int64_t size, T* to) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= size) return;
+  const int64_t d = i / padded, j = i % padded;
+  to[i] = j < count ? static_cast<T>(directions[d * count + j]) : T(0);
+}
+
+template <class H>
+struct ScatterParams {
+  Grouped<H> grouped;
+  const Wide<H>* high;        // (K, D): class means
+  const float* low;           // (K, D): what `high` rounds away; not for double
+  const Wide<H>* directions;  // (D, padded)
+  Wide<H>* partials;          // (blocks, padded): sums of squares
+  int64_t padded;             // directions, a multiple of a block's
+};
+
+// What a block does: the projections of `rows` rows on `columns` directions, `depth` features at a time. A thread has
+// thread_rows x thread_columns of them, its rows `row_threads` apart and its columns in groups of `group`.
+template <class T, int Rows, int Columns, int ThreadRows, int ThreadColumns>
+struct Tile {
+  static constexpr int rows = Rows, columns = Columns, thread_rows = ThreadRows, thread_columns = ThreadColumns;
+  static constexpr int vector = 16 / sizeof(T), depth = 128 / sizeof(T);
+  static constexpr int pitch = depth + vector;  // rows in shared memory start at different banks
+  static constexpr int row_threads = Rows / ThreadRows, column_threads = Columns / ThreadColumns;
+  static constexpr int group = ThreadColumns < vector ? ThreadColumns : vector;
+  static_assert(row_threads * column_threads == kThreads && column_threads < 32);
+};
+
+template <class Tile, class T>
+struct ScatterMemory {
+  alignas(16) T deviations[Tile::rows][Tile::pitch];
+  alignas(16) T directions[Tile::depth][Tile::columns];
+  T squares[kWarps][Tile::columns];
+  int64_t row[Tile::rows], mean[Tile::rows];  // where they begin; row < 0: none
+};
+
+// (h - high) - low for a tile of features. Near its class mean h - high is exact.
+template <class Tile, int N, class H, class T>
+__device__ void centre(const ScatterParams<H>& p, int64_t column, ScatterMemory<Tile, T>& memory) {
+  constexpr int packs = Tile::depth / N;
+#pragma unroll
+  for (int v = threadIdx.x; v < Tile::rows * packs; v += kThreads) {
+    const int r = v / packs, c = v % packs * N;
+    Pack<T, N> deviation = {};
+    if (memory.row[r] >= 0 && column + c < p.grouped.dim) {
+      const Pack<H, N> h = load<H, N>(p.grouped.features + memory.row[r] + column + c);
+      const Pack<T, N> high = load<T, N>(p.high + memory.mean[r] + column + c);
+#pragma unroll
+      for (int n = 0; n < N; ++n) deviation.value[n] = widen(h.value[n]) - high.value[n];
+      if constexpr (std::is_same_v<T, float>) {
+        const Pack<T, N> low = load<T, N>(p.low + memory.mean[r] + column + c);
+#pragma unroll
+        for (int n = 0; n < N; ++n) deviation.value[n] -= low.value[n];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) memory.deviations[r][c + n] = deviation.value[n];
+  }
+}
+
+template <class Tile, int N, class H>
+__global__ void __launch_bounds__(kThreads, 2) scatter_kernel(const ScatterParams<H> p) {
+  using T = Wide<H>;
+  constexpr int V = Tile::vector, G = Tile::group;
+  __shared__ ScatterMemory<Tile, T> memory;
+  const int x = threadIdx.x % Tile::column_threads, y = threadIdx.x / Tile::column_threads;
+  const int64_t first_direction = static_cast<int64_t>(blockIdx.y) * Tile::columns;
+  for (int r = threadIdx.x; r < Tile::rows; r += kThreads) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * Tile::rows + r;
+    memory.row[r] = i < p.grouped.count ? p.grouped.rows[i] * p.grouped.stride : -1;
+    memory.mean[r] = i < p.grouped.count ? p.grouped.class_of(i) * p.grouped.dim : 0;
+  }
+  T sums[Tile::thread_rows][Tile::thread_columns] = {};
+  for (int64_t column = 0; column < p.grouped.dim; column += Tile::depth) {
+    __syncthreads();
+    centre<Tile, N>(p, column, memory);
+    for (int v = threadIdx.x; v < Tile::depth * Tile::columns / V; v += kThreads) {
+      const int c = v / (Tile::columns / V), j = v % (Tile::columns / V) * V;
+      const bool inside = column + c < p.grouped.dim;
+      store(&memory.directions[c][j],
+            inside ? load<T, V>(p.directions + (column + c) * p.padded + first_direction + j) : Pack<T, V>{});
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < Tile::depth; c += V) {
+      Pack<T, V> deviation[Tile::thread_rows];
+#pragma unroll
+      for (int r = 0; r < Tile::thread_rows; ++r) {
+        deviation[r] = load<T, V>(&memory.deviations[r * Tile::row_threads + y][c]);
+      }
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+#pragma unroll
+        for (int j = 0; j < Tile::thread_columns; j += G) {
+          const auto direction = load<T, G>(&memory.directions[c + e][j * Tile::column_threads + x * G]);
+#pragma unroll
+          for (int r = 0; r < Tile::thread_rows; ++r) {
+#pragma unroll
+            for (int g = 0; g < G; ++g) sums[r][j + g] += deviation[r].value[e] * direction.value[g];
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < Tile::thread_columns; ++j) {
+    T square = 0;
+#pragma unroll
+    for (int r = 0; r < Tile::thread_rows; ++r) square += sums[r][j] * sums[r][j];
+#pragma unroll
+    for (int offset = Tile::column_threads; offset < 32; offset *= 2) {
+      square += __shfl_xor_sync(0xffffffffu, square, offset);
+    }
+    const int at = j / G * G * Tile::column_threads + x * G + j % G;
+    if (threadIdx.x % 32 < Tile::column_threads) memory.squares[threadIdx.x / 32][at] = square;
+  }
+  __syncthreads();
+  for (int j = threadIdx.x; j < Tile::columns; j += kThreads) {
+    T total = memory.squares[0][j];
+    for (int w = 1; w < kWarps; ++w) total += memory.squares[w][j];
+    p.partials[blockIdx.x * p.padded + first_direction + j] = total;
+  }
+}
+
+// One block per direction.
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4)
+    add_kernel(const T* partials, int64_t blocks, int64_t padded, double* within) {
+  __shared__ BlockSums<double, 1> sums;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < blocks; i += kThreads) sum += partials[i * padded + blockIdx.x];
+  sums.clear(1);
+  sums.add(0, sum);
+  sums.finish(1);
+  if (threadIdx.x == 0) within[blockIdx.x] = sums.totals[0];
+}
+
+// --- launches
+
+// Call `body` with the number of elements that are loaded together, as a constant.
+template <class H, class F>
+void dispatch_pack(const Grouped<H>& g, const F& body) {
+  constexpr int N = 16 / sizeof(H);
+  if (aligned<N>(g.dim, g.features) && g.stride % N == 0) {
+    body(std::integral_constant<int, N>());
+  } else {
+    body(std::integral_constant<int, 1>());
+  }
+}
+
+inline unsigned blocks_for(int64_t size, int64_t per_block) {
+  return static_cast<unsigned>((size + per_block - 1) / per_block);
+}
+
+template <class T>
+Tensor workspace_of(const Tensor& like, int64_t count) {
+  return workspace(like, count * static_cast<int64_t>(sizeof(T)));
+}
+
+template <class T>
+T* data_of(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+std::tuple<Tensor, Tensor> class_means(Tensor features, Tensor rows, Tensor offsets) {
+  grouped_checker("class_means", features, rows, offsets);
+  const int64_t dim = features.size(1), classes = offsets.size(0) - 1, chunks = chunks_of(rows.size(0));
+  const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
+  Tensor local = torch::stable::new_zeros(features, {classes, dim}, ScalarType::Double);
+  Tensor shift = torch::stable::new_zeros(features, {dim}, ScalarType::Double);
+  if (chunks == 0) return {local, shift};
+  dispatch_features<__half, __nv_bfloat16>(features.scalar_type(), [&](auto zero) {
+    using H = decltype(zero);
+    const auto g = grouped_of<H>(features, rows, offsets);
+    const Tensor memory = workspace_of<Wide<H>>(features, (chunks + classes) * dim);
+    Wide<H>* partials = data_of<Wide<H>>(memory);
+    const cudaStream_t stream = current_stream(features);
+    dispatch_pack(g, [&](auto n) {
+      constexpr int N = decltype(n)::value;
+      const dim3 grid(static_cast<unsigned>(chunks), blocks_for(dim, 32 * N));
+      class_sums_kernel<H, N><<<grid, kThreads, 0, stream>>>(g, partials);
+    });
+    const dim3 grid(static_cast<unsigned>(classes), blocks_for(dim, kThreads));
+    double *local_data = data_of<double>(local), *shift_data = data_of<double>(shift);
+    class_means_kernel<H><<<grid, kThreads, 0, stream>>>(g, partials, local_data, shift_data);
+    check_launch("class_means");
+  });
+  return {local, shift};
+}
+
+template <class Tile, class H>
+void launch_scatter(ScatterParams<H> p, const Tensor& like, const double* directions, int64_t count, double* within) {
+  using T = Wide<H>;
+  const int64_t dim = p.grouped.dim;
+  const unsigned blocks = blocks_for(p.grouped.count, Tile::rows), panels = blocks_for(count, Tile::columns);
+  const cudaStream_t stream = current_stream(like);
+  p.padded = static_cast<int64_t>(panels) * Tile::columns;
+  const Tensor padded = workspace_of<T>(like, dim * p.padded), partials = workspace_of<T>(like, blocks * p.padded);
+  p.partials = data_of<T>(partials);
+  const int64_t padded_size = dim * p.padded;
+  const unsigned pad_blocks = blocks_for(padded_size, kThreads);
+  T* padded_data = data_of<T>(padded);
+  pad_kernel<T><<<pad_blocks, kThreads, 0, stream>>>(directions, count, p.padded, padded_size, padded_data);
+  p.directions = padded_data;
+  dispatch_pack(p.grouped, [&](auto n) {
+    constexpr int N = decltype(n)::value;
+    const dim3 grid(blocks, panels);
+    scatter_kernel<Tile, N><<<grid, kThreads, 0, stream>>>(p);
+  });
+  const unsigned outputs = static_cast<unsigned>(count);
+  add_kernel<T><<<outputs, kThreads, 0, stream>>>(p.partials, blocks, p.padded, within);
+  check_launch("within_class_scatter");
+}
+
+Tensor within_class_scatter(Tensor features, Tensor rows, Tensor offsets, Tensor means, Tensor directions) {
+  const Checker checker = grouped_checker("within_class_scatter", features, rows, offsets);
+  check_projection(checker, means, directions, offsets.size(0) - 1);
+  const int64_t count = directions.size(1), mean_size = means.size(0) * means.size(1);
+  const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
+  Tensor within = torch::stable::new_zeros(features, {count}, ScalarType::Double);
+  if (rows.size(0) == 0 || count == 0) return within;
+  dispatch_features<__half, __nv_bfloat16>(features.scalar_type(), [&](auto zero) {
+    using H = decltype(zero);
+    using T = Wide<H>;
+    ScatterParams<H> p{grouped_of<H>(features, rows, offsets), nullptr, nullptr, nullptr, nullptr, 0};
+    const bool split = std::is_same_v<T, float>;
+    const Tensor high = workspace_of<float>(features, split ? mean_size : 0);
+    const Tensor low = workspace_of<float>(features, split ? mean_size : 0);
+    if constexpr (split) {
+      const unsigned blocks = blocks_for(mean_size, kThreads);
+      const cudaStream_t stream = current_stream(features);
+      float *high_data = data_of<float>(high), *low_data = data_of<float>(low);
+      const double* mean_data = data_of<double>(means);
+      split_kernel<<<blocks, kThreads, 0, stream>>>(mean_data, mean_size, high_data, low_data);
+      p.high = high_data;
+      p.low = low_data;
+    } else {
+      p.high = data_of<double>(means);
+    }
+    const double* from = data_of<double>(directions);
+    double* to = data_of<double>(within);
+    // Twice as many doubles would not stay in registers.
+    using Widest = Tile<T, 64, std::is_same_v<T, double> ? 64 : 128, 4, std::is_same_v<T, double> ? 4 : 8>;
+    if (count <= 16) {
+      launch_scatter<Tile<T, 128, 16, 4, 2>>(p, features, from, count, to);
+    } else if (count <= 64) {
+      launch_scatter<Tile<T, 64, 64, 4, 4>>(p, features, from, count, to);
+    } else {
+      launch_scatter<Widest>(p, features, from, count, to);
+    }
+  });
+  return within;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
+  m.impl("class_means", TORCH_BOX(&class_means));
+  m.impl("within_class_scatter", TORCH_BOX(&within_class_scatter));
+}
+
+}  // namespace deqfast

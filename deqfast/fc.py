@@ -1,0 +1,181 @@
+"""The fully connected fixed point z = act(W z + c), solved in one launch without the host in the loop.
+
+The solve is that of ``deqfast.solve`` with ``Picard(damping=1)``: the same judgement, the same Solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _extension, reference
+from .adjoint import _NoDoubleBackward
+from .ops import ACTIVATIONS, Kernel, choose_kernel
+from .solution import Solution, Status
+from .solve import not_finite, solve
+from .solvers import Picard, Solver, as_solver
+from .solvers.base import STALL_UNITS, check_choice
+
+_STATE_DTYPES = (torch.float32, torch.float64)
+
+
+def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `kernel` solves with this weight and state dtype in one launch of its own."""
+    features, short = len(weight), weight.dtype == torch.bfloat16
+    if kernel.name == "cuda":
+        module = _extension.cuda_module
+        return module is not None and module.fc_fits(weight.get_device(), features, short, dtype == torch.float64)
+    if kernel.name == "triton":
+        from .kernels.config import fc_features, shared_memory
+
+        return dtype == torch.float32 and features <= fc_features(weight.dtype, shared_memory(weight.device))
+    return kernel.name == "cpp"
+
+
+def _solve(
+    weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: Kernel, stall_floor: float
+) -> Solution:
+    """The op, which waits for the device once. ValueError for a z0 that is not finite, naming its rows."""
+    absolute = solver.stop == "abs"
+    with torch.no_grad():
+        weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
+        value, status, iterations, residual = kernel.op("fc_fixed_point")(
+            weight, c, z0, ACTIVATIONS.index(activation), solver.tol, absolute, solver.max_iter, stall_floor
+        )
+        calls = samples = 0
+        if len(c):
+            finite = torch.isfinite(z0).all(dim=1)
+            calls, samples, healthy = torch.stack([iterations.amax(), iterations.sum(), finite.all()]).tolist()
+            if not healthy:
+                raise not_finite(finite)
+    return Solution(value, status, iterations, residual[int(absolute)], residual[0], residual[1], calls, samples)
+
+
+def solve_cell(
+    weight: Tensor,
+    injection: Callable[[], Tensor],
+    activation: str,
+    z0: Any,
+    solver: Solver,
+    kernel: str,
+) -> Solution | None:
+    """Solve a cell act(W z + injection()) in one launch, or None where only the ordinary loop serves.
+
+    That is where the solver is not ``Picard(damping=1)``, the state not one float32 or float64 tensor (B, D) of the
+    dtype of W, or where the kernel has none for this size: a kernel asked for by name then serves with its steps.
+    Under bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
+    """
+    if type(solver) is not Picard or solver.damping != 1 or not isinstance(z0, Tensor) or z0.dim() != 2:
+        return None
+    if z0.shape[1] != len(weight) or z0.device != weight.device or z0.dtype != weight.dtype:
+        return None
+    stall_floor, device = 0.0, z0.device.type
+    if torch.is_autocast_enabled(device):
+        if torch.get_autocast_dtype(device) != torch.bfloat16 or z0.dtype != torch.float32:
+            return None
+        weight, stall_floor = weight.to(torch.bfloat16), STALL_UNITS * torch.finfo(torch.bfloat16).eps
+    chosen = choose_kernel(kernel, z0.device)
+    if z0.dtype not in _STATE_DTYPES or not has_kernel(chosen, weight, z0.dtype):
+        return None
+    c = injection()
+    c = c.to(z0.dtype) if weight.dtype == torch.bfloat16 else c
+    if c.shape != z0.shape or c.dtype != z0.dtype:
+        return None
+    return _solve(weight, c, z0, activation, solver, chosen, stall_floor)
+
+
+class _JacobianFree(torch.autograd.Function):
+    """Forward: the solver's value. Backward: that of act(W z + c) with z fixed; broken samples get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, c: Tensor, value: Tensor, status: Tensor, activation: int, kernel: Kernel
+    ) -> Tensor:
+        ctx.save_for_backward(weight, c, value, status)
+        ctx.activation, ctx.kernel = activation, kernel
+        return value.clone()  # users may work in place on it
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        weight, c, z, status = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(c.device.type, enabled=False):
+            broken = (status == Status.NONFINITE)[:, None]
+            pre = torch.where(broken, 0, torch.addmm(c, z, weight.to(c.dtype).T))
+            grad_c = ctx.kernel.op("fc_vjp")(pre, torch.where(broken, 0, grads[0]).contiguous(), ctx.activation)
+            grad_weight = (grad_c.T @ z).to(weight.dtype) if ctx.needs_input_grad[0] else None
+        pulled = [grad_weight, grad_c]
+        if torch.is_grad_enabled():  # create_graph=True
+            pulled = [g if g is None else _NoDoubleBackward.apply(g.requires_grad_(), "fc_fixed_point") for g in pulled]
+        return (*pulled, None, None, None, None)
+
+
+def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:
+    for name, tensor in (("weight", weight), ("c", c), ("z0", z0)):
+        if not isinstance(tensor, Tensor) and not (name == "z0" and tensor is None):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if c.dim() != 2 or not c.shape[1] or c.dtype not in _STATE_DTYPES:
+        raise ValueError(f"c must be (B, D) float32 or float64 with D > 0, got {tuple(c.shape)} {c.dtype}")
+    features = c.shape[1]
+    short = weight.dtype == torch.bfloat16 and c.dtype == torch.float32
+    if tuple(weight.shape) != (features, features) or not (weight.dtype == c.dtype or short):
+        raise ValueError(
+            f"weight must be ({features}, {features}) {c.dtype}, or bfloat16 beside float32, "
+            f"got {tuple(weight.shape)} {weight.dtype}"
+        )
+    if z0 is not None and (z0.shape != c.shape or z0.dtype != c.dtype):
+        raise ValueError(f"z0 must be {tuple(c.shape)} {c.dtype}, got {tuple(z0.shape)} {z0.dtype}")
+    for name, tensor in (("weight", weight), ("z0", z0)):
+        if tensor is not None and tensor.device != c.device:
+            raise ValueError(f"{name} must be on the device of c ({c.device}), got {tensor.device}")
+
+
+def fc_fixed_point(
+    weight: Tensor,
+    c: Tensor,
+    z0: Tensor | None = None,
+    activation: str = "tanh",
+    solver: str | Solver | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Solution]:
+    """Solve z = act(W z + c) for every sample; z with the Jacobian-free gradient in weight and c, and the Solution.
+
+    weight: (D, D) in the dtype of c, or bfloat16 beside float32; its values are multiplied in the dtype of c.
+    c: (B, D) float32 or float64; z0: the start like c, None: zeros.
+    activation: "identity", "relu", "tanh" or "gelu".
+    solver: ``Picard`` with damping 1 (None: ``Picard()``).
+    kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
+        kernel holds W. By name, "triton" serves float32 with D <= 128, or bfloat16 weights with D <= 256 (128 where a
+        block has less than 128 KiB of shared memory), "cuda" what the GPU holds in shared memory, at most D = 2048.
+        "torch" is the specification: it makes all of max_iter iterations.
+
+    The gradient is that of act(W z + c) with z fixed (Fung et al., AAAI 2022, as ``JFB``); z0 gets none, nor do samples
+    whose f was not finite. Computes in the dtypes given, under autocast too. Raises TypeError or ValueError naming the
+    argument, and RuntimeError (triton: ValueError) for a kernel asked for by name that does not serve.
+    """
+    _check(weight, c, z0)
+    check_choice("activation", activation, ACTIVATIONS)
+    solver = Picard() if solver is None else as_solver(solver)
+    if type(solver) is not Picard or solver.damping != 1:
+        raise ValueError(f"solver must be Picard with damping 1, got {solver}")
+    z0 = torch.zeros_like(c) if z0 is None else z0
+    chosen = choose_kernel(kernel, c.device)
+    if kernel == "auto" and not has_kernel(chosen, weight, c.dtype):
+        solution = _solve_in_a_loop(weight, c, z0, activation, solver, chosen)
+    else:
+        solution = _solve(weight, c, z0, activation, solver, chosen, 0.0)
+    value = _JacobianFree.apply(
+        weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen
+    )
+    return value, solution
+
+
+def _solve_in_a_loop(
+    weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: Kernel
+) -> Solution:
+    wide, function = weight.detach().to(c.dtype), reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
+    with torch.autocast(c.device.type, enabled=False):
+        return solve(lambda z: function(F.linear(z, wide) + c), z0, solver, kernel.name)

@@ -1,0 +1,210 @@
+"""The fully connected cell: z = act(W z + c) solved in one launch, and its backward.
+
+fc_fixed_point: a program owns ``FC_ROWS`` samples for the whole solve. It reads W once, keeps it in shared memory, and
+z and c in registers, and leaves when its last sample is done. Two arithmetics of W z, both accumulated in float32:
+
+- W float32, D <= 128: IEEE float32 products, without tensor cores.
+- W bfloat16, D <= 256: z is cut into three bfloat16 parts, which hold its 24 bits, and multiplied in three tensor-core
+  products, exact but for the accumulation.
+
+c, z0, value (B, D) float32; W (D, D) float32 or bfloat16; status (B,) int8; iterations (B,) int32; residual (2, B).
+fc_vjp: grad * act'(pre) element by element, float32 or float64.
+"""
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import STALL_GAIN, STALL_ITERATIONS, is_finite, scalar, square_root, tiny_and_max
+from .config import FC_ROWS, device_guard, fc_config, picard_config
+
+RELU = tl.constexpr(1)
+TANH = tl.constexpr(2)
+GELU = tl.constexpr(3)
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+ROOT_OF_TWO_PI_INVERSE = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def _tanh(x):
+    """In float32: Cephes' polynomial near zero, elsewhere by the exponential."""
+    size = tl.abs(x)
+    square = x * x
+    p = square * -5.70498872745e-3 + 2.06390887954e-2
+    p = p * square - 5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square - 3.33332819422e-1
+    near_zero = p * square * x + x
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.where(size > 10.0, 10.0, size)) + 1.0)  # NaN stays NaN
+    return tl.where(size < 0.625, near_zero, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == RELU:
+        return tl.where(x <= 0, 0.0, x)
+    elif ACTIVATION == TANH:
+        return _tanh(x)
+    elif ACTIVATION == GELU:
+        return 0.5 * x * (1.0 + tl.erf(x * ROOT_HALF))
+    else:
+        return x
+
+
+@triton.jit
+def _multiply(b_z, b_w, OPERAND: tl.constexpr):
+    """z W^T in float32; b_w (D, D) holds W by rows. OPERAND is bfloat16 where that is what the hardware multiplies."""
+    if b_w.dtype == tl.float32:
+        return tl.dot(b_z, tl.trans(b_w), input_precision="ieee")
+    else:
+        b_high = b_z.to(tl.bfloat16)
+        b_rest = b_z - b_high.to(tl.float32)
+        b_middle = b_rest.to(tl.bfloat16)
+        b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
+        b_wt = tl.trans(b_w.to(OPERAND))
+        b_sum = tl.dot(b_low.to(OPERAND), b_wt)
+        b_sum = tl.dot(b_middle.to(OPERAND), b_wt, b_sum)
+        return tl.dot(b_high.to(OPERAND), b_wt, b_sum)
+
+
+@triton.jit(do_not_specialize=["B", "absolute", "max_iter"])
+def _fc_fixed_point_kernel(
+    p_w,
+    p_c,
+    p_z0,
+    p_value,
+    p_status,
+    p_iterations,
+    p_residual,
+    B,
+    D,
+    tol: tl.float64,
+    absolute,
+    max_iter,
+    stall_floor: tl.float64,
+    ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    DP: tl.constexpr,
+):
+    o_b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_d = tl.arange(0, DP)
+    m_b = o_b < B
+    m_d = o_d < D
+    m = m_b[:, None] & m_d[None, :]
+    o = o_b[:, None] * D + o_d[None, :]
+    b_w = tl.load(p_w + o_d[:, None] * D + o_d[None, :], mask=m_d[:, None] & m_d[None, :], other=0.0)  # [DP, DP]
+    b_c = tl.load(p_c + o, mask=m, other=0.0)  # [ROWS, DP]
+    b_z = tl.load(p_z0 + o, mask=m, other=0.0)
+    tl.store(p_value + o, b_z, mask=m)
+    tl.debug_barrier()  # other threads may store the iterates that are better
+    tiny, largest = tiny_and_max(tl.float32)
+    bound = scalar(tol, tl.float32)
+    floor = scalar(stall_floor, tl.float32)
+
+    b_rel = tl.full([ROWS], float("inf"), tl.float32)
+    b_abs = tl.full([ROWS], float("inf"), tl.float32)
+    b_gain_rel = tl.full([ROWS], float("inf"), tl.float32)
+    b_gain_k = tl.full([ROWS], float("inf"), tl.float32)
+    b_iterations = tl.zeros([ROWS], tl.int32)
+    b_status = tl.where(m_b, 0, 1)
+    k = max_iter * 0
+    while (k < max_iter) & (tl.min(b_status, axis=0) == 0):
+        b_f = _activate(_multiply(b_z, b_w, OPERAND) + b_c, ACTIVATION)
+        b_g = b_f - b_z
+        res_abs = square_root(tl.sum(b_g * b_g, axis=1))
+        f_norm = square_root(tl.sum(b_f * b_f, axis=1))
+        # The judgement of every row, as in common.judge.
+        running = b_status == 0
+        finite = is_finite(res_abs) & is_finite(f_norm)
+        sound = running & finite
+        res_rel = tl.minimum(res_abs / tl.maximum(f_norm, tiny), largest)
+        measure = tl.where(absolute != 0, res_abs, res_rel)
+        improved = sound & (measure < tl.where(absolute != 0, b_abs, b_rel))
+        tl.store(p_value + o, b_z, mask=m & improved[:, None])
+        b_rel = tl.where(improved, res_rel, b_rel)
+        b_abs = tl.where(improved, res_abs, b_abs)
+        now = k.to(tl.float32)
+        gained = sound & (res_rel < b_gain_rel * STALL_GAIN)
+        b_gain_rel = tl.where(gained, res_rel, b_gain_rel)
+        b_gain_k = tl.where(gained, now, b_gain_k)
+        stalled = (b_rel < floor) & (now - b_gain_k >= STALL_ITERATIONS)
+        verdict = tl.where(finite, tl.where(measure <= bound, 1, tl.where(stalled, 3, 0)), 2)
+        k += 1
+        b_iterations = tl.where(running, k, b_iterations)
+        b_status = tl.where(running, verdict, b_status)
+        b_z = tl.where((b_status == 0)[:, None], b_f, b_z)
+
+    tl.store(p_status + o_b, b_status.to(tl.int8), mask=m_b)
+    tl.store(p_iterations + o_b, b_iterations, mask=m_b)
+    tl.store(p_residual + o_b, b_rel, mask=m_b)
+    tl.store(p_residual + B + o_b, b_abs, mask=m_b)
+
+
+@triton.jit
+def _fc_vjp_kernel(p_pre, p_grad, p_result, N, ACTIVATION: tl.constexpr, BLK: tl.constexpr):
+    o = tl.program_id(0).to(tl.int64) * BLK + tl.arange(0, BLK)
+    m = o < N
+    b_x = tl.load(p_pre + o, mask=m, other=0.0)
+    b_grad = tl.load(p_grad + o, mask=m, other=0.0)
+    if ACTIVATION == RELU:
+        b_grad = tl.where(b_x <= 0, 0.0, b_grad)
+    elif ACTIVATION == TANH:
+        b_e = tl.exp(-2.0 * tl.abs(b_x))  # 1 - tanh^2 = 4 e / (1 + e)^2
+        b_grad = b_grad * (4.0 * b_e / ((1.0 + b_e) * (1.0 + b_e)))
+    elif ACTIVATION == GELU:
+        b_density = tl.exp(-0.5 * b_x * b_x) * ROOT_OF_TWO_PI_INVERSE
+        b_grad = b_grad * (0.5 * (1.0 + tl.erf(b_x * ROOT_HALF)) + b_x * b_density)
+    tl.store(p_result + o, b_grad, mask=m)
+
+
+def fc_fixed_point(
+    weight: Tensor,
+    c: Tensor,
+    z0: Tensor,
+    value: Tensor,
+    status: Tensor,
+    iterations: Tensor,
+    residual: Tensor,
+    activation: int,
+    tol: float,
+    absolute: bool,
+    max_iter: int,
+    stall_floor: float,
+) -> None:
+    """Solve z = act(W z + c) from z0 by z <- act(W z + c) into the four tensors before `activation`."""
+    batch, features = c.shape
+    if batch == 0:
+        return
+    missing = -features % 16
+    if missing and features > 128:  # reading single elements of so large a W spills registers
+        wide = value.new_empty(batch, features + missing)
+        fc_fixed_point(
+            F.pad(weight, (0, missing, 0, missing)), F.pad(c, (0, missing)), F.pad(z0, (0, missing)), wide, status,
+            iterations, residual, activation, tol, absolute, max_iter, stall_floor,
+        )  # fmt: skip
+        value.copy_(wide[:, :features])
+        return
+    config = fc_config(features)
+    # The interpreter multiplies the bits of bfloat16; float32 holds the same numbers.
+    operand = tl.bfloat16 if isinstance(_fc_fixed_point_kernel, triton.JITFunction) else tl.float32
+    with device_guard(c):
+        _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
+            weight, c, z0, value, status, iterations, residual, batch, features, tol, int(absolute),
+            max_iter, stall_floor, ACTIVATION=activation, OPERAND=operand, ROWS=FC_ROWS, DP=config.block,
+            num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def fc_vjp(pre: Tensor, grad: Tensor, result: Tensor, activation: int) -> None:
+    """result = grad * act'(pre)."""
+    size = pre.numel()
+    if size == 0:
+        return
+    config = picard_config(size, pre.dtype)
+    with device_guard(pre):
+        _fc_vjp_kernel[(triton.cdiv(size, config.block),)](
+            pre, grad, result, size, ACTIVATION=activation, BLK=config.block, num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,175 @@
+"""The two passes of neural collapse: class means, and the within-class scatter along given directions.
+
+features (N, D) float16, bfloat16, float32 or float64; rows (M,) int64, grouped by class; offsets (K+1,) int64, where
+each class begins. Accumulation in T: float64 for float64 features, else float32, of at most 256 rows; what programs
+leave is added in float64, in the order of the programs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .config import CHUNK_ROWS, class_sums_config, device_guard, scatter_config
+
+SCATTER_STAGES = 2  # tiles in shared memory; with a third fewer programs fit a multiprocessor
+
+
+@triton.jit(do_not_specialize=["count"])
+def _class_sums_kernel(
+    p_features,
+    p_rows,
+    p_offsets,
+    p_classes,
+    p_partials,
+    count,
+    stride,
+    D,
+    CHUNK: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The sums of h - first row of the class over chunk c of the rows; that of class k goes to slot c + k.
+
+    With every part at least one of c and k moves on, so that no two share a slot. p_classes (chunks, 2): the classes
+    of the first and the last row of each chunk.
+    """
+    dtype: tl.constexpr = p_partials.dtype.element_ty
+    i_c = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    begin = i_c * CHUNK
+    end = tl.minimum(begin + CHUNK, count)
+    for k in range(tl.load(p_classes + 2 * i_c), tl.load(p_classes + 2 * i_c + 1) + 1):
+        first = tl.load(p_offsets + k)
+        start = tl.maximum(begin, first)
+        stop = tl.minimum(end, tl.load(p_offsets + k + 1))
+        b_first = tl.load(p_features + tl.load(p_rows + first) * stride + o_d, mask=m_d, other=0.0).to(dtype)
+        b_sum = tl.zeros([BR, BD], dtype)
+        for i in range(start, stop, BR):
+            o_i = i + tl.arange(0, BR)
+            m_i = o_i < stop
+            o_row = tl.load(p_rows + o_i, mask=m_i, other=0) * stride
+            b_h = tl.load(p_features + o_row[:, None] + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
+            b_sum += tl.where(m_i[:, None], b_h.to(dtype) - b_first[None, :], 0.0)
+        tl.store(p_partials + (i_c + k) * D + o_d, tl.sum(b_sum, axis=0), mask=m_d)
+
+
+@triton.jit
+def _class_means_kernel(
+    p_features, p_rows, p_offsets, p_partials, p_local, p_shift, stride, D, CHUNK: tl.constexpr, BD: tl.constexpr
+):
+    """local = sum / count + (first row of the class - first row of all); -shift for a class without rows."""
+    i_k = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    begin = tl.load(p_offsets + i_k)
+    end = tl.load(p_offsets + i_k + 1)
+    b_shift = tl.load(p_features + tl.load(p_rows) * stride + o_d, mask=m_d, other=0.0).to(tl.float64)
+    if i_k == 0:
+        tl.store(p_shift + o_d, b_shift, mask=m_d)
+    b_local = -b_shift
+    if end > begin:
+        b_sum = tl.zeros([BD], tl.float64)
+        for i_c in range(begin // CHUNK, (end - 1) // CHUNK + 1):
+            b_sum += tl.load(p_partials + (i_c + i_k) * D + o_d, mask=m_d, other=0.0).to(tl.float64)
+        b_first = tl.load(p_features + tl.load(p_rows + begin) * stride + o_d, mask=m_d, other=0.0).to(tl.float64)
+        b_local = b_sum / (end - begin).to(tl.float64) + (b_first + b_local)
+    tl.store(p_local + i_k * D + o_d, b_local, mask=m_d)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scatter_kernel(
+    p_features,
+    p_rows,
+    p_labels,
+    p_high,
+    p_low,
+    p_directions,
+    p_partials,
+    count,
+    stride,
+    D,
+    R,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Sums over BM rows of the squared projections of (h - high) - low on BR directions; R is a multiple of BR.
+
+    high is the class mean in T and low, in float32, what that rounds away: near its mean, h - high is exact. Products
+    in float32 proper: tf32 loses digits, and tensor cores cut the sum off at every step where tf32x3 would keep them.
+    """
+    dtype: tl.constexpr = p_partials.dtype.element_ty
+    i_m = tl.program_id(0).to(tl.int64)
+    o_r = tl.program_id(1) * BR + tl.arange(0, BR)
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < count
+    o_row = tl.load(p_rows + o_m, mask=m_m, other=0) * stride
+    o_mean = tl.load(p_labels + o_m, mask=m_m, other=0) * D
+    b_p = tl.zeros([BM, BR], dtype)
+    for start in range(0, D, BK):
+        o_k = start + tl.arange(0, BK)
+        m_k = o_k < D
+        mask = m_m[:, None] & m_k[None, :]
+        b_h = tl.load(p_features + o_row[:, None] + o_k[None, :], mask=mask, other=0.0).to(dtype)
+        b_h -= tl.load(p_high + o_mean[:, None] + o_k[None, :], mask=mask, other=0.0)
+        if dtype == tl.float32:
+            b_h -= tl.load(p_low + o_mean[:, None] + o_k[None, :], mask=mask, other=0.0)
+        b_r = tl.load(p_directions + o_k[:, None] * R + o_r[None, :], mask=m_k[:, None], other=0.0)
+        b_p = tl.dot(b_h, b_r, b_p, input_precision="ieee", out_dtype=dtype)
+    tl.store(p_partials + i_m * R + o_r, tl.sum(b_p * b_p, axis=0))
+
+
+def _accumulation(features: Tensor) -> torch.dtype:
+    return torch.float64 if features.dtype == torch.float64 else torch.float32
+
+
+def class_means(features: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Class means as local (K, D) + shift (D,), float64; the shift is the first of `rows`."""
+    count, dim, classes = len(rows), features.shape[1], len(offsets) - 1
+    if count == 0:
+        zeros = torch.zeros((classes + 1, dim), dtype=torch.float64, device=features.device)
+        return zeros[:-1].clone(), zeros[-1].clone()
+    chunks = triton.cdiv(count, CHUNK_ROWS)
+    begin = torch.arange(0, count, CHUNK_ROWS, device=features.device)
+    ends = torch.stack([begin, (begin + (CHUNK_ROWS - 1)).clamp_max(count - 1)], dim=1)
+    of_ends = torch.searchsorted(offsets, ends, right=True) - 1
+    partials = torch.empty((chunks + classes, dim), dtype=_accumulation(features), device=features.device)
+    local = torch.empty((classes, dim), dtype=torch.float64, device=features.device)
+    shift = torch.empty(dim, dtype=torch.float64, device=features.device)
+    config = class_sums_config(dim, features.dtype)
+    tiles = triton.cdiv(dim, config.columns)
+    with device_guard(features):
+        _class_sums_kernel[(chunks, tiles)](
+            features, rows, offsets, of_ends, partials, count, features.stride(0), dim, CHUNK=CHUNK_ROWS,
+            BR=config.rows, BD=config.columns, num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        _class_means_kernel[(classes, tiles)](
+            features, rows, offsets, partials, local, shift, features.stride(0), dim, CHUNK=CHUNK_ROWS,
+            BD=config.columns, num_warps=config.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return local, shift
+
+
+def within_class_scatter(features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor) -> Tensor:
+    """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j, (R,) float64."""
+    count, (dim, size) = len(rows), directions.shape
+    if count == 0 or size == 0:
+        return torch.zeros(size, dtype=torch.float64, device=features.device)
+    dtype = _accumulation(features)
+    config = scatter_config(size, features.dtype, aligned=(dim | features.stride(0)) % 16 == 0)
+    panels = triton.cdiv(size, config.directions)
+    padded = torch.nn.functional.pad(directions.to(dtype), (0, panels * config.directions - size))
+    high = means.to(dtype)
+    low = (means - high).to(dtype)
+    labels = torch.searchsorted(offsets, torch.arange(count, device=features.device), right=True) - 1
+    blocks = triton.cdiv(count, config.rows)
+    partials = torch.empty((blocks, padded.shape[1]), dtype=dtype, device=features.device)
+    with device_guard(features):
+        _scatter_kernel[(blocks, panels)](
+            features, rows, labels, high, low, padded, partials, count, features.stride(0), dim, padded.shape[1],
+            BM=config.rows, BK=config.columns, BR=config.directions, num_warps=config.num_warps,
+            num_stages=SCATTER_STAGES, enable_fp_fusion=False,
+        )  # fmt: skip
+    return partials.sum(0, dtype=torch.float64)[:size]

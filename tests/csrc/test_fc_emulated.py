@@ -1,0 +1,105 @@
+"""The CUDA kernels of the fully connected cell, run by an emulation on the CPU, against the reference."""
+
+from __future__ import annotations
+
+import emulate
+import pytest
+import torch
+from fc_cases import DTYPES, EVENTS, FCCase, check_solve, same_alone
+
+from deqfast import reference
+from deqfast.ops import ACTIVATIONS
+from deqfast.testing import assert_accurate
+
+pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
+
+LARGE = 99 * 1024  # bytes of shared memory of a block
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+# Multiprocessors and shared memory: W in one block, and cut into the columns of teams of 2 to 5 blocks, for D = 33.
+DEVICES = {"alone": (4, LARGE), "a team": (7, 10_000), "teams": (13, 8_200), "as many blocks as there are": (5, 7_000)}
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def machine():
+    emulate.load("picard_step")
+    yield
+    emulate.set_device(4, LARGE)
+    emulate.set_order(0)
+
+
+def op(*arguments):
+    emulate.load("fc_fixed_point")
+    return torch.ops.deqfast_emulated.fc_fixed_point(*arguments)
+
+
+class TestFixedPoint:
+    @every_dtype
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations(self, activation, dtype):
+        check_solve(op, FCCase(size=12, batch=3, activation=activation, **DTYPES[dtype]))
+
+    @every_dtype
+    @pytest.mark.parametrize(("size", "batch"), [(1, 1), (7, 17), (63, 5), (130, 2), (150, 9), (5, 0)])
+    def test_sizes(self, size, batch, dtype):
+        check_solve(op, FCCase(size=size, batch=batch, warm=True, max_iter=8, **DTYPES[dtype]))
+
+    @every_dtype
+    @every_device
+    def test_teams(self, device, dtype):
+        processors, shared = DEVICES[device]
+        emulate.set_device(processors, shared * (2 if dtype == "fp64" else 1))
+        check_solve(op, FCCase(size=33, batch=7, max_iter=6, **DTYPES[dtype]))
+
+    @pytest.mark.parametrize("order", emulate.ORDERS)
+    @every_device
+    @pytest.mark.parametrize("absolute", [False, True])
+    def test_what_can_befall_a_sample(self, absolute, device, order):
+        emulate.set_order(order)
+        emulate.set_device(*DEVICES[device])
+        case = FCCase(size=33, batch=7, activation="relu", absolute=absolute, max_iter=7, rows=EVENTS)
+        check_solve(op, case)
+
+    @pytest.mark.parametrize("max_iter", [1, 2])
+    def test_the_last_evaluation_is_judged_only(self, max_iter):
+        emulate.set_device(*DEVICES["teams"])
+        check_solve(op, FCCase(size=33, batch=5, max_iter=max_iter, warm=True))
+
+    @every_device
+    def test_the_bits_do_not_depend_on_the_batch(self, device):
+        """Neither on the mates nor on their number, which decides how many samples a tile holds."""
+        emulate.set_device(*DEVICES[device])
+        case = FCCase(size=33, batch=17, max_iter=4, rows=("run", "nan"))
+        for row in (1, 16):
+            assert same_alone(op, case, row), row
+
+    @every_device
+    def test_the_order_of_the_threads_changes_nothing(self, device):
+        emulate.set_device(*DEVICES[device])
+        case, outcomes = FCCase(size=33, batch=5, max_iter=4), []
+        for order in emulate.ORDERS:
+            emulate.set_order(order)
+            outcomes.append(op(*case.make(), *case.scalars()))
+        assert all(torch.equal(a, b) for other in outcomes for a, b in zip(outcomes[0], other, strict=True))
+
+    def test_one_launch(self):
+        case = FCCase(size=33, batch=9)
+        before = emulate.launches()
+        op(*case.make(), *case.scalars())
+        assert emulate.launches() - before == 1
+
+    def test_what_does_not_fit_is_named(self):
+        emulate.set_device(3, 7_000)
+        with pytest.raises(RuntimeError, match="D = 33 is more than the GPU holds in shared memory"):
+            op(*FCCase(size=33).make(), *FCCase().scalars())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("shape", [(3, 8), (3, 7), (0, 4), (5, 300)])
+def test_vjp(shape, activation, dtype):
+    emulate.load("fc_vjp")
+    pre, grad = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    exact = reference.fc_vjp(pre.double(), grad.double(), activation)
+    plain = reference.fc_vjp(pre, grad, activation)
+    assert_accurate(torch.ops.deqfast_emulated.fc_vjp(pre, grad, activation), plain, exact)

@@ -1,0 +1,445 @@
+"""The fully connected cell in one launch: the ops, deqfast.fc_fixed_point with its gradient, and the cells."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from fc_cases import DTYPES, EVENTS, FCCase, check_solve, same_alone
+from torch import nn
+
+import deqfast
+from deqfast import (
+    Anderson,
+    Broyden,
+    DEQBlock,
+    FCCell,
+    Implicit,
+    LinearCell,
+    Picard,
+    Status,
+    fc_fixed_point,
+    reference,
+    solve,
+)
+from deqfast.ops import ACTIVATIONS, choose_kernel
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_accurate, assert_close, rounding
+
+EPS = rounding(torch.float32)
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+own_kernels = pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
+
+
+@pytest.fixture
+def op(kernel, device):
+    return choose_kernel(kernel, torch.device(device)).op("fc_fixed_point")
+
+
+def skip_unserved(kernel: str, dtype: str) -> None:
+    if kernel == "triton" and dtype == "fp64":
+        pytest.skip("the Triton kernel has no float64")
+
+
+class TestOp:
+    """Against the reference in float64: value, status, iterations and residuals."""
+
+    @every_dtype
+    @every_activation
+    def test_activations(self, activation, dtype, op, kernel, device):
+        skip_unserved(kernel, dtype)
+        check_solve(op, FCCase(size=17, activation=activation, **DTYPES[dtype]), device)
+
+    @every_dtype
+    @pytest.mark.parametrize(("size", "batch"), [(1, 1), (7, 17), (63, 5), (128, 1), (200, 17), (300, 33), (1, 0)])
+    def test_sizes(self, size, batch, dtype, op, kernel, device):
+        skip_unserved(kernel, dtype)
+        if kernel == "triton" and size > 128:
+            pytest.skip("more than the Triton kernel holds, or than its interpreter does in time")
+        check_solve(op, FCCase(size=size, batch=batch, warm=True, **DTYPES[dtype]), device)
+
+    @every_dtype
+    @pytest.mark.parametrize("absolute", [False, True])
+    @pytest.mark.parametrize("max_iter", [1, 2, 30])
+    def test_what_can_befall_a_sample(self, max_iter, absolute, dtype, op, kernel, device):
+        skip_unserved(kernel, dtype)
+        rows = tuple(event for event in EVENTS if dtype != "fp64" or event != "overflow")
+        settings = {"absolute": absolute, "max_iter": max_iter, "rows": rows, **DTYPES[dtype]}
+        case = FCCase(size=9, batch=len(rows) + 1, activation="relu", **settings)
+        outcome = check_solve(op, case, device)
+        broken = [event in ("nan", "inf", "overflow", "start") for event in rows]
+        assert [status == Status.NONFINITE for status in outcome[1].tolist()] == [*broken, False]
+        assert torch.isinf(outcome[3][:, : len(rows)]).all(dim=0).tolist() == broken
+
+    @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter's numpy
+    def test_a_sample_that_diverges_keeps_its_best_iterate(self, op, device):
+        case = FCCase(size=5, batch=3, activation="identity", gain=4.0, max_iter=400, warm=True)
+        outcome = check_solve(op, replace(case, max_iter=5), device)
+        assert (outcome[1] == Status.MAX_ITER).all() and torch.isfinite(outcome[3]).all()
+        outcome = [tensor.cpu() for tensor in op(*case.make(device), *case.scalars())]
+        assert (outcome[1] == Status.NONFINITE).all() and torch.isfinite(outcome[0]).all()
+        assert (outcome[2] < case.max_iter).all() and torch.isfinite(outcome[3]).all()
+
+    def test_a_sample_stalls_where_the_loop_says_so(self, op, device):
+        weight = torch.diag(torch.tensor([0.5, 0.995, 0.5]))
+        c = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+        z0 = torch.tensor([[0.0, 199.0, 0.0], [0.0, 0.0, 0.0]])  # near to 200, and slow
+        settings = (0, 1e-5, False, 40, 0.1)
+        outcome = [t.tolist() for t in op(weight.to(device), c.to(device), z0.to(device), *settings)]
+        assert outcome[1] == [Status.STALLED, Status.CONVERGED]
+        assert outcome[2] == reference.fc_fixed_point(weight, c, z0, *settings)[2].tolist() == [6, 17]
+
+    @pytest.mark.parametrize("stop", ["rel", "abs"])
+    @every_activation
+    def test_it_is_picard(self, activation, stop, op, kernel, device):
+        case = FCCase(size=21, batch=6, activation=activation, absolute=stop == "abs", max_iter=9, warm=True)
+        weight, c, z0 = case.make(device)
+        function = reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
+        solution = solve(lambda z: function(z @ weight.T + c), z0, Picard(case.tol, case.max_iter, stop), kernel)
+        value, status, iterations, residual = op(weight, c, z0, *case.scalars())
+        assert torch.equal(status, solution.status) and torch.equal(iterations, solution.iterations)
+        assert_close(value, solution.value, EPS)
+        assert_close(residual[0], solution.residual_rel, 1e-3)
+        assert_close(residual[1], solution.residual_abs, 1e-3)
+        assert int(iterations.max()) == solution.evaluations or device == "cuda"
+
+    @own_kernels
+    @every_dtype
+    def test_the_bits_do_not_depend_on_the_batch_mates(self, dtype, op, kernel, device):
+        skip_unserved(kernel, dtype)
+        case = FCCase(size=33, batch=19, rows=EVENTS[:3], **DTYPES[dtype])
+        for row in (0, 1, 8, 17, 18):
+            assert same_alone(op, case, row, device), row
+
+    @own_kernels
+    def test_runs_give_the_same_bits(self, op, device):
+        case = FCCase(size=33, batch=19)
+        first, *others = (op(*case.make(device), *case.scalars()) for _ in range(4))
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+    def test_the_bits_do_not_depend_on_the_number_of_threads(self):
+        case, outcomes = FCCase(size=300, batch=50), []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outcomes.append(torch.ops.deqfast.fc_fixed_point(*case.make(), *case.scalars()))
+        torch.set_num_threads(1)
+        assert all(torch.equal(a, b) for other in outcomes for a, b in zip(outcomes[0], other, strict=True))
+
+    def test_arguments_are_not_written(self, op, device):
+        tensors = FCCase(size=9, batch=3).make(device)
+        before = [tensor.clone() for tensor in tensors]
+        op(*tensors, *FCCase().scalars())
+        assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+class TestVjp:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @every_activation
+    def test_accuracy(self, activation, dtype, kernel, device):
+        code = ACTIVATIONS.index(activation)
+        op = choose_kernel(kernel, torch.device(device)).op("fc_vjp")
+        pre = 4 * torch.randn(7, 77, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        pre[0, :4] = torch.tensor([0.0, -0.0, 1e30, -1e30])
+        grad = torch.randn(7, 77, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        exact = reference.fc_vjp(pre.double(), grad.double(), code)
+        plain = reference.fc_vjp(pre, grad, code)
+        assert_accurate(op(pre.to(device), grad.to(device), code), plain, exact)
+        leaf = pre.double().requires_grad_()
+        reference.ACTIVATIONS[code](leaf).backward(grad.double())
+        assert_close(exact, leaf.grad, 1e-14)
+        assert op(pre[:0].to(device), grad[:0].to(device), code).shape == (0, 77)
+
+
+def registered(op: str, kernel: str):
+    return getattr(torch.ops.deqfast, f"{op}_triton" if kernel == "triton" else op).default
+
+
+class TestRegistration:
+    @own_kernels
+    @every_dtype
+    def test_opcheck(self, dtype, kernel, device):
+        skip_unserved(kernel, dtype)
+        case = FCCase(size=7, batch=3, max_iter=3, **DTYPES[dtype])
+        arguments = (*case.make(device), *case.scalars())
+        results = torch.library.opcheck(registered("fc_fixed_point", kernel), arguments)
+        assert set(results.values()) == {"SUCCESS"}
+        pre = torch.randn(3, 7, device=device)
+        assert set(torch.library.opcheck(registered("fc_vjp", kernel), (pre, pre + 1, 2)).values()) == {"SUCCESS"}
+
+    GOOD = {"weight": (4, 4), "c": (3, 4), "z0": (3, 4)}
+
+    @own_kernels
+    @pytest.mark.parametrize(
+        ("name", "wrong", "message"),
+        [
+            ("c", torch.zeros(4), r"`c` must"),
+            ("c", torch.zeros(3, 4, dtype=torch.float16), r"`c` must .*(float16|Half)"),
+            ("weight", torch.zeros(4, 5), r"`weight` must .*\(4, 4\).*got \(4, 5\)"),
+            ("weight", torch.zeros(4, 4, dtype=torch.float16), "`weight` must .*(float16|Half)"),
+            ("weight", torch.zeros(4, 8)[:, ::2], "`weight` must be contiguous"),
+            ("z0", torch.zeros(2, 4), r"`z0` must .*\(3, 4\).*got \(2, 4\)"),
+            ("z0", torch.zeros(3, 4, dtype=torch.float64), "`z0` must .*(float32|Float)"),
+            ("c", torch.zeros(4, 3).T, "`c` must be contiguous"),
+        ],
+    )
+    def test_a_wrong_tensor_is_named(self, name, wrong, message, kernel, device):
+        tensors = {key: torch.zeros(shape) for key, shape in self.GOOD.items()} | {name: wrong}
+        arguments = [tensor.to(device) for tensor in tensors.values()]
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            registered("fc_fixed_point", kernel)(*arguments, 2, 1e-3, False, 5, 0.0)
+
+    @own_kernels
+    def test_a_wrong_number_is_named(self, kernel, device):
+        tensors = [torch.zeros(shape, device=device) for shape in self.GOOD.values()]
+        with pytest.raises((ValueError, RuntimeError), match="`activation` must be 0 to 3, got 4"):
+            registered("fc_fixed_point", kernel)(*tensors, 4, 1e-3, False, 5, 0.0)
+        with pytest.raises((ValueError, RuntimeError), match="`max_iter` must be at least 1, got 0"):
+            registered("fc_fixed_point", kernel)(*tensors, 2, 1e-3, False, 0, 0.0)
+        with pytest.raises((ValueError, RuntimeError), match="`activation` must be 0 to 3, got -1"):
+            registered("fc_vjp", kernel)(tensors[1], tensors[2], -1)
+        with pytest.raises((ValueError, RuntimeError), match="`grad` must"):
+            registered("fc_vjp", kernel)(tensors[1], tensors[0], 2)
+
+    @pytest.mark.parametrize("kernel", ["triton"], indirect=True)
+    @pytest.mark.parametrize(("features", "dtype"), [(129, torch.float32), (257, torch.bfloat16)])
+    def test_the_limit_of_the_triton_kernel_is_named(self, features, dtype, kernel, device):
+        weight, c = torch.zeros(features, features, dtype=dtype), torch.zeros(1, features)
+        with pytest.raises(ValueError, match=rf"`weight` must have at most {features - 1} rows .*got {features}"):
+            fc_fixed_point(weight.to(device), c.to(device), kernel=kernel)
+
+
+def leaves(case: FCCase, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    weight, c, _ = case.make(device)
+    return weight.requires_grad_(), c.requires_grad_()
+
+
+def jfb(weight, c, z, activation):
+    """The map whose gradient is taken: z fixed."""
+    return reference.ACTIVATIONS[ACTIVATIONS.index(activation)](z.detach() @ weight.to(z.dtype).T + c)
+
+
+class TestFunction:
+    @every_activation
+    @every_dtype
+    def test_gradient(self, dtype, activation, kernel, device):
+        skip_unserved(kernel, dtype)
+        weight, c = leaves(FCCase(size=11, batch=4, activation=activation, **DTYPES[dtype]), device)
+        z, solution = fc_fixed_point(weight, c, None, activation, Picard(1e-4, 50), kernel)
+        assert solution.converged.all() and torch.equal(z, solution.value)
+        upstream = torch.randn(4, 11, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(z)
+        actual = torch.autograd.grad(z, (weight, c), upstream)
+        plain = torch.autograd.grad(jfb(weight, c, z, activation), (weight, c), upstream)
+        wide = [tensor.detach().double().requires_grad_() for tensor in (weight, c)]
+        exact = torch.autograd.grad(jfb(*wide, z.double(), activation), wide, upstream.double())
+        for a, p, e in zip(actual, plain, exact, strict=True):
+            assert a.dtype == p.dtype
+            assert_accurate(a, p, e)
+
+    @pytest.mark.parametrize("activation", ["tanh", "gelu"])
+    def test_gradient_against_finite_differences(self, activation):
+        case = FCCase(size=4, batch=2, activation=activation, dtype=torch.float64)
+        weight, c = leaves(case)
+        z, _ = fc_fixed_point(weight, c, None, activation, Picard(1e-12, 200))
+        upstream = torch.randn_like(z)
+        actual = torch.autograd.grad(z, (weight, c), upstream)
+        assert torch.autograd.gradcheck(lambda w, b: jfb(w, b, z, activation), (weight, c), **FINITE_DIFFERENCES)
+        expected = torch.autograd.grad(jfb(weight, c, z, activation), (weight, c), upstream)
+        for a, e in zip(actual, expected, strict=True):
+            assert_close(a, e, GRADIENT)
+
+    @pytest.mark.parametrize("event", ["nan", "inf"])
+    def test_a_broken_sample_has_no_gradient_and_spoils_none(self, event, kernel, device):
+        weight, c = leaves(FCCase(size=6, batch=3, rows=("run", event)), device)
+        z, solution = fc_fixed_point(weight, c, None, "relu", kernel=kernel)
+        assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED]
+        upstream = torch.ones_like(z)
+        upstream[1] = torch.nan
+        grad_weight, grad_c = torch.autograd.grad(z, (weight, c), upstream)
+        assert (grad_c[1] == 0).all() and torch.isfinite(grad_c).all()
+        kept = torch.tensor([0, 2], device=device)
+        expected = torch.autograd.grad(jfb(weight, c[kept], z[kept], "relu").sum(), weight)[0]
+        assert_close(grad_weight, expected, EPS)
+
+    def test_only_what_needs_a_gradient_gets_one(self, kernel, device):
+        weight, c, z0 = FCCase(size=5, batch=2).make(device)
+        assert not fc_fixed_point(weight, c, kernel=kernel)[0].requires_grad
+        z, _ = fc_fixed_point(weight, c.requires_grad_(), z0.requires_grad_(), kernel=kernel)
+        z.sum().backward()
+        assert c.grad is not None and z0.grad is None and weight.grad is None
+
+    def test_a_second_derivative_is_an_error(self):
+        weight, c = leaves(FCCase(size=5, batch=2))
+        z, _ = fc_fixed_point(weight, c)
+        (grad,) = torch.autograd.grad(z.sum(), c, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward through fc_fixed_point is not supported"):
+            grad.sum().backward()
+
+    def test_the_value_may_be_changed_in_place(self):
+        weight, c = leaves(FCCase(size=5, batch=2))
+        z, solution = fc_fixed_point(weight, c)
+        before = solution.value.clone()
+        z.add_(1).sum().backward()
+        assert torch.equal(solution.value, before) and torch.isfinite(weight.grad).all()
+
+    def test_strided_tensors_and_autocast(self, kernel, device):
+        weight, c, z0 = FCCase(size=8, batch=3, warm=True).make(device)
+        expected, _ = fc_fixed_point(weight, c, z0, kernel=kernel)
+        strided = [torch.stack([t.mT, t.mT], -1)[..., 0].mT for t in (weight, c, z0)]
+        with torch.autocast(device, torch.bfloat16):
+            actual, _ = fc_fixed_point(*strided, kernel=kernel)
+        assert torch.equal(actual, expected)
+
+    def test_auto_takes_the_loop_where_no_kernel_serves(self, monkeypatch):
+        weight, c = leaves(FCCase(size=7, batch=3))
+        expected, solution = fc_fixed_point(weight, c)
+        monkeypatch.setattr(deqfast.fc, "has_kernel", lambda *args: False)
+        with torch.autocast("cpu", torch.bfloat16):
+            value, looped = fc_fixed_point(weight, c)
+        assert_close(value, expected, EPS)
+        assert torch.equal(looped.iterations, solution.iterations) and looped.evaluations == solution.evaluations
+        assert torch.autograd.grad(value.sum(), weight)[0].isfinite().all()
+
+    def test_an_empty_batch(self, kernel, device):
+        weight, c = leaves(FCCase(size=5, batch=0), device)
+        z, solution = fc_fixed_point(weight, c, kernel=kernel)
+        assert z.shape == (0, 5) and solution.evaluations == 0
+        z.sum().backward()
+        assert (weight.grad == 0).all() and c.grad.shape == (0, 5)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"weight": 3.0}, TypeError, "weight must be a tensor, got float"),
+            ({"c": torch.zeros(4)}, ValueError, r"c must be \(B, D\) float32 or float64 .*got \(4,\)"),
+            ({"c": torch.zeros(2, 0)}, ValueError, r"c must be .* with D > 0, got \(2, 0\)"),
+            ({"c": torch.zeros(2, 4).half()}, ValueError, r"c must be .* got \(2, 4\) torch.float16"),
+            ({"weight": torch.zeros(4, 3)}, ValueError, r"weight must be \(4, 4\) .* got \(4, 3\)"),
+            ({"weight": torch.zeros(4, 4).double()}, ValueError, "weight must be .* got .* torch.float64"),
+            ({"z0": torch.zeros(3, 4)}, ValueError, r"z0 must be \(2, 4\) torch.float32, got \(3, 4\)"),
+            ({"z0": torch.full((2, 4), math.nan)}, ValueError, "z0 must be finite; it is not in 2 of 2 rows: 0, 1"),
+            ({"activation": "sine"}, ValueError, "activation must be one of .*, got 'sine'"),
+            ({"solver": "broyden"}, ValueError, "solver must be Picard with damping 1, got Broyden"),
+            ({"solver": Picard(damping=0.5)}, ValueError, r"solver must be Picard with damping 1, got .*damping=0.5"),
+            ({"kernel": "fast"}, ValueError, "kernel must be one of .*, got 'fast'"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments, error, message):
+        good = {"weight": torch.zeros(4, 4), "c": torch.zeros(2, 4)}
+        with pytest.raises(error, match=message):
+            fc_fixed_point(**good | arguments)
+
+
+class Counted(FCCell):
+    """Overrides forward, so that every evaluation must go through it."""
+
+    calls = 0
+
+    def forward(self, z, x):
+        self.calls += 1
+        return super().forward(z, x)
+
+
+class TestCells:
+    """Picard on an FCCell or a LinearCell is one launch, with what the ordinary loop returns."""
+
+    @staticmethod
+    def launches(monkeypatch) -> list[str]:
+        made: list[str] = []
+        solve_one = deqfast.fc._solve
+
+        def spy(*args):
+            made.append(args[5].name)
+            return solve_one(*args)
+
+        monkeypatch.setattr(deqfast.fc, "_solve", spy)
+        return made
+
+    @staticmethod
+    def case(kind: str, device: str = "cpu") -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        cell = LinearCell(9) if kind == "linear" else FCCell(4, 9, kind)
+        return cell.to(device), torch.randn(5, 9 if kind == "linear" else 4).to(device)
+
+    @own_kernels
+    @pytest.mark.parametrize("kind", ["linear", "tanh", "gelu"])
+    def test_one_launch_equals_the_loop(self, kind, kernel, device, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case(kind, device)
+        block = DEQBlock(cell, Picard(tol=1e-4, max_iter=50), kernel=kernel)
+        z, solution = block(x, return_solution=True)
+        assert made == [kernel] and solution.converged.all()
+        assert solution.evaluations == int(solution.iterations.max())
+        assert solution.sample_evaluations == int(solution.iterations.sum()) and solution.trace is None
+        grads = torch.autograd.grad(z.square().sum(), list(cell.parameters()))
+        handle = cell.register_forward_hook(lambda *args: None)  # whoever observes calls gets them
+        looped_z, looped = block(x, return_solution=True)
+        expected = torch.autograd.grad(looped_z.square().sum(), list(cell.parameters()))
+        handle.remove()
+        assert made == [kernel]
+        assert_close(z, looped_z, EPS)
+        assert torch.equal(solution.iterations, looped.iterations) and torch.equal(solution.status, looped.status)
+        assert_close(solution.residual, looped.residual, 1e-2)
+        for a, e in zip(grads, expected, strict=True):
+            assert_close(a, e, EPS)
+
+    def test_float64(self, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
+        z, solution = DEQBlock(cell.double(), Picard(1e-10, 200))(x.double(), return_solution=True)
+        assert made == ["cpp"] and z.dtype == torch.float64 and solution.converged.all()
+
+    def test_autocast(self, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
+        block = DEQBlock(cell, Picard(1e-3, 50))
+        exact = DEQBlock(cell, Picard(1e-6, 50))(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            z, solution = block(x, return_solution=True)
+        assert made == ["cpp", "cpp"] and z.dtype == torch.float32 and solution.converged.all()
+        assert_close(z, exact, 4 * torch.finfo(torch.bfloat16).eps)
+        z.sum().backward()
+        assert torch.isfinite(cell.weight.grad).all()
+
+    @pytest.mark.parametrize("solver", [Picard(damping=0.9), Broyden(), Anderson()])
+    def test_other_solvers_take_the_loop(self, solver, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
+        DEQBlock(cell, solver)(x)
+        assert made == []
+
+    def test_states_and_kernels_that_are_not_served_take_the_loop(self, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
+        solver = Picard()
+        assert cell.fixed_point(x, torch.zeros(5, 9), solver, "torch") is None
+        assert cell.fixed_point(x, torch.zeros(5, 9, dtype=torch.float64), solver, "auto") is None
+        assert cell.fixed_point(x, (torch.zeros(5, 9),), solver, "auto") is None
+        assert cell.fixed_point(x, torch.zeros(4, 9), solver, "auto") is None
+        with torch.autocast("cpu", torch.float16):
+            assert cell.fixed_point(x, torch.zeros(5, 9), solver, "auto") is None
+        assert Counted(4, 9).fixed_point(x, torch.zeros(5, 9), solver, "auto") is None
+        assert made == []
+
+    def test_a_trace_takes_the_loop(self, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
+        _, solution = DEQBlock(cell, Picard(), trace=True)(x, return_solution=True)
+        assert made == [] and solution.trace.shape == (solution.evaluations, 5)
+
+    def test_a_subclass_is_called(self):
+        cell = Counted(4, 9)
+        _, solution = DEQBlock(cell, Picard())(torch.randn(5, 4), return_solution=True)
+        assert cell.calls == solution.evaluations + 1
+
+    def test_errors_are_those_of_the_loop(self):
+        cell, x = self.case("tanh")
+        z0 = torch.zeros(5, 9)
+        z0[3, 1] = torch.inf
+        with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 5 rows: 3"):
+            DEQBlock(cell, Picard())(x, z0)
+        with pytest.raises(ValueError, match=r"x must have shape \(B, 4\), got \(5, 3\)"):
+            DEQBlock(cell, Picard())(x[:, :3])
+
+    def test_implicit_gradients(self):
+        cell, x = self.case("tanh")
+        cell, x = cell.double(), x.double()
+        z = DEQBlock(cell, Picard(1e-12, 300), Implicit(Broyden(1e-12, 100)))(x)
+        actual = torch.autograd.grad(z.sum(), cell.weight)[0]
+        z = DEQBlock(cell, Broyden(1e-12, 100), Implicit(Broyden(1e-12, 100)))(x)
+        assert_close(actual, torch.autograd.grad(z.sum(), cell.weight)[0], GRADIENT)

@@ -1,0 +1,197 @@
+"""The transposed product of a window of pairs, and the adjoint made of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import METHODS, Case, make_state
+
+import deqfast
+from deqfast import reference
+from deqfast.testing import PROBLEMS, SOLVERS, assert_accurate
+
+DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
+every_method = pytest.mark.parametrize("method", METHODS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+SCALARS = {"alpha": 0.7, "beta": 0.8}
+
+
+def window_after(case: Case, k: int, device="cpu"):
+    """left, df, gram when the step of iteration k has been taken: pairs 0 ... k - 1 are in the matrix."""
+    case = replace(case, k=k)
+    state = make_state(case, device)
+    case.call(case.reference, state)
+    return state["left"], state["df"], state["gram"]
+
+
+def arguments(case: Case, k: int, counts: list[int], device="cpu"):
+    """Windows whose newest pair is k - 1. The next step lies in slot k, the oldest pair's in a full window."""
+    left, df, gram = window_after(case, k, device)
+    newest = torch.full((case.batch,), k - 1, dtype=torch.int32, device=device)
+    count = torch.tensor(counts, dtype=torch.int32, device=device)
+    # What lies outside the window must not matter.
+    for row, n in enumerate(counts):
+        inside = [(k - 1 - age) % case.history for age in range(n)]
+        outside = [slot for slot in range(case.history) if slot not in inside]
+        left[row, outside], df[row, outside] = torch.nan, torch.nan
+        gram[row][:, outside] = torch.nan
+        gram[row][outside] = torch.nan
+    v = torch.randn(case.batch, case.size, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return v.to(case.dtype).to(device), left, df, gram, newest, count
+
+
+def scalars(case: Case):
+    return METHODS[case.method], case.alpha, case.beta, case.ridge
+
+
+def as_exact(args):
+    return [a.double() if a.is_floating_point() else a for a in args]
+
+
+@pytest.fixture
+def op(implementation):
+    return implementation.op("multisecant_transposed", "multisecant_step"), implementation.device
+
+
+@every_method
+def test_it_is_the_transpose_of_the_step(method):
+    """Against the matrix that the step applies to g, built column by column."""
+    size, k, n = 7, 5, 3
+    case = Case(method, batch=1, size=size, history=4, k=k, dtype=torch.float64, ridge=2.0**-10, **SCALARS)
+    left, df, gram = window_after(case, k)
+    identity = torch.eye(size, dtype=torch.float64)
+    order = [(k - 1 - age) % 4 for age in range(n)]
+    matrix = gram[0][order][:, order]
+    lengths = gram[0][4:].rsqrt()[:, order]
+    scaled = matrix * lengths[0][:, None] * lengths[1]
+    if method == "bad":
+        scaled = scaled.tril()
+    elif method.startswith("and"):
+        scaled = scaled + case.ridge * torch.diag(scaled.diagonal().sign())
+    gamma = lengths[1][:, None] * torch.linalg.solve(scaled, lengths[0][:, None] * left[0, order])
+    step = case.alpha * (case.beta * identity - df[0, order].T @ gamma)  # -H
+    many = [t.expand(size, *t.shape[1:]).contiguous() for t in (left, df, gram)]
+    newest, count = (torch.full((size,), value, dtype=torch.int32) for value in (k - 1, n))
+    rows = reference.multisecant_transposed(identity, *many, newest, count, *scalars(case))
+    torch.testing.assert_close(rows, step, rtol=1e-9, atol=1e-11)  # row j is -H^T e_j, which is row j of -H
+
+
+@every_method
+@every_dtype
+@pytest.mark.parametrize(("size", "history", "k"), [(1, 1, 3), (63, 4, 6), (777, 3, 2), (64, 12, 12), (40, 20, 19)])
+def test_accuracy(method, dtype, size, history, k, op):
+    product, device = op
+    case = Case(method, batch=3, size=size, history=history, wobble=0.5, ridge=2.0**-6, **SCALARS, **DTYPES[dtype])
+    counts = [max(0, min(k, history - 1)), min(1, max(0, history - 1)), 0]
+    args = arguments(case, k, counts, device)
+    actual = product(*args, *scalars(case))
+    exact = reference.multisecant_transposed(*as_exact(args), *scalars(case))
+    plain = reference.multisecant_transposed(*args, *scalars(case))
+    if dtype == "fp64":  # two orders of one computation, as far apart as the condition of the window makes them
+        torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-11)
+    else:
+        assert_accurate(actual, plain, exact)
+    torch.testing.assert_close(actual[2], case.alpha * case.beta * args[0][2])
+
+
+@every_method
+def test_an_empty_batch_and_the_same_bits(method, op):
+    product, device = op
+    case = Case(method, batch=3, size=70, history=4)
+    args = arguments(case, 6, [3, 2, 0], device)
+    first = product(*args, *scalars(case))
+    assert torch.equal(first, product(*args, *scalars(case)))
+    one = [tensor[1:2].contiguous() for tensor in args]
+    assert torch.equal(product(*one, *scalars(case)), first[1:2])
+    none = [tensor[:0] for tensor in args]
+    assert product(*none, *scalars(case)).shape == (0, 70)
+
+
+def test_wrong_arguments_are_named(op):
+    product, device = op
+    case = Case("good", batch=2, size=9, history=3)
+    names = ("v", "left", "df", "gram", "newest", "count")
+    right = dict(zip(names, arguments(case, 4, [2, 2], device), strict=True))
+    for name, wrong in {
+        "v": right["v"][None],
+        "df": right["df"][:, :2].contiguous(),
+        "gram": right["gram"].double(),
+        "newest": right["newest"].long(),
+        "count": right["count"][:1],
+    }.items():
+        with pytest.raises((ValueError, RuntimeError), match=f"`{name}` must"):
+            product(*(right | {name: wrong}).values(), *scalars(case))
+
+
+def test_opcheck():
+    case = Case("and2", batch=2, size=9, history=3)
+    args = [torch.nan_to_num(t) for t in arguments(case, 4, [2, 2])]
+    for suffix in ("", "_triton"):
+        op = getattr(torch.ops.deqfast, f"multisecant_transposed{suffix}").default
+        assert set(torch.library.opcheck(op, (*args, *scalars(case))).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", ["anderson", "anderson-I"])
+def test_the_estimate_is_the_inverse_for_a_small_linear_f(name, kernel, device):
+    """A window of secant pairs that span the space determines the Jacobian of a linear f."""
+    problem = PROBLEMS["linear-0.5"](batch=3, dim=4, dtype=torch.float64, device=device)
+    solver = SOLVERS[name](tol=1e-12, max_iter=30, history=20)
+    solution = deqfast.solve(problem.f, problem.z0, solver, kernel, keep_inverse=True)
+    v = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+    basis = torch.eye(4, dtype=torch.float64, device=device)
+    jacobian = torch.stack([problem.f(e.expand(3, 4))[0] - problem.f(0 * v)[0] for e in basis], dim=1)
+    exact = torch.linalg.solve(basis - jacobian.T, v.T).T
+    estimate = solution.transposed_inverse(v)
+    assert bool(((estimate - exact).norm(dim=1) < 0.05 * (v - exact).norm(dim=1)).all())
+
+
+def gradients(adjoint, solver):
+    torch.manual_seed(0)
+    block = deqfast.DEQBlock(deqfast.FCCell(4, 6).double(), solver, adjoint)
+    x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    block(x).pow(2).sum().backward()
+    return torch.cat([p.grad.flatten() for p in block.cell.parameters()])
+
+
+@pytest.mark.parametrize("name", ["anderson", "broyden"])
+def test_gradients_are_nearer_to_the_implicit_ones_than_those_of_jfb(name):
+    solver = SOLVERS[name](tol=1e-10, max_iter=40, history=20)
+    exact = gradients("implicit", solver)
+    shine, jfb = gradients("shine", solver), gradients("jfb", solver)
+    assert (shine - exact).norm() < 0.7 * (jfb - exact).norm()
+
+
+def test_broken_samples_leave_no_trace():
+    block = deqfast.DEQBlock(deqfast.LinearCell(5), "broyden", "shine")
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    x[2] = torch.nan
+    x.requires_grad_()
+    block(x).nan_to_num().sum().backward()
+    assert bool(block.cell.weight.grad.isfinite().all()) and bool((x.grad[2] == 0).all())
+
+
+def test_structures_and_memory_orders():
+    def cell(z, x):
+        return {"a": 0.3 * torch.tanh(z["a"]) + x, "b": 0.5 * z["b"] + x.sum(dim=(1, 2, 3))[:, None]}
+
+    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+    z0 = {"a": torch.zeros_like(x), "b": torch.zeros(2, 1)}
+    z = deqfast.DEQBlock(cell, deqfast.Anderson(tol=1e-5), "shine")(x, z0)
+    (z["a"].square().sum() + z["b"].sum()).backward()
+    assert x.grad.shape == x.shape and bool(x.grad.isfinite().all())
+
+
+def test_it_needs_a_history_and_no_graph():
+    with pytest.raises(ValueError, match="only Anderson and Broyden have an inverse to keep, got Picard"):
+        deqfast.DEQBlock(deqfast.LinearCell(3), "picard", "shine")(torch.randn(2, 3))
+    with pytest.raises(ValueError, match="cuda_graph cannot be combined with SHINE"):
+        deqfast.DEQBlock(deqfast.LinearCell(3), adjoint="shine", cuda_graph=True)
+    with torch.no_grad():  # nothing is differentiated: any solver will do
+        deqfast.DEQBlock(deqfast.LinearCell(3), "picard", "shine")(torch.randn(2, 3))
+    with pytest.raises(RuntimeError, match="double backward through SHINE"):
+        x = torch.randn(2, 3, requires_grad=True)
+        value = deqfast.DEQBlock(deqfast.LinearCell(3), adjoint="shine")(x)
+        (grad,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        grad.sum().backward()
