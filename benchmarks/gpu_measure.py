@@ -7,7 +7,6 @@ import os
 import platform
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_report import write_json
 from torch import Tensor
 
 import deqfast
@@ -191,7 +191,8 @@ class Bench:
     @property
     def copy_rate(self) -> float | None:
         """Bytes per second, read and write counted, as measured in this run."""
-        return next((row["bytes"] / row["ms"] * 1e3 for row in self.rows if row["case"] == "copy" and "ms" in row), None)
+        nbytes, ms = (self.find("rates", "copy", "torch", key) for key in ("bytes", "ms"))
+        return 1e3 * nbytes / ms if ms else None
 
     @contextmanager
     def row(self, section: str, case: str, provider: str) -> Iterator[dict[str, Any]]:
@@ -253,16 +254,6 @@ def check_error(row: dict[str, Any], actual: Tensor, plain: Tensor, exact: Tenso
         raise AssertionError(f"wrong: relative error {row['error']:.2e}, allowed {allowed:.2e}; not timed")
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Replace `path` in one step."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(data, file, indent=1)
-        file.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
-
-
 def tool(*command: str) -> str | None:
     """First line that a command prints; None where it cannot be run."""
     try:
@@ -282,13 +273,14 @@ def machine(device: str) -> dict[str, Any]:
     except ImportError:
         triton_version = None
     properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
+    # Clocks now and at most; the power limit.
     query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
     return {
         "gpu": properties.name if properties else None,
         "multiprocessors": properties.multi_processor_count if properties else None,
         "memory_bytes": properties.total_memory if properties else None,
         "l2_bytes": properties.L2_cache_size if properties else None,
-        query: tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
+        "nvidia_smi": tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

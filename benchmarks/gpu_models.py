@@ -26,7 +26,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 CHECKED = 4  # samples computed in float64 on the CPU
 # Convolutions in tf32 or bf16 err by their own roundings of the operands; relative to the largest entry.
 CELL_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-1}
-NC_ERROR = 1e-6
+NC_ERROR = 1e-5  # the GPU kernels compute in float32
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def conv_cell(bench: Bench) -> None:
     """f of ResNet's last block, and a solve of it: the solver's share, and torchdeq's time for the same."""
     device, shape = bench.plan.device, bench.plan.cell_shape
     torch.manual_seed(0)
-    cell = deqfast.ResidualCell(shape[1]).to(device, memory_format=torch.channels_last).requires_grad_(False)
+    cell = deqfast.ResidualCell(shape[1]).to(device, memory_format=torch.channels_last)
     z, x = (torch.randn(shape, device=device).contiguous(memory_format=torch.channels_last) for _ in range(2))
     with torch.no_grad():
         exact = exact_cell(cell, z, x)
@@ -106,7 +106,7 @@ def solve_cell(bench: Bench, cell: deqfast.ResidualCell, z: Tensor, x: Tensor, k
                     time_block(bench, row, block, z0, x)
                     compare(row, bench.find("cell", case, "torchdeq"), 3)
                     if graph:
-                        judge_share_of_f(bench, row, kernel)
+                        judge_share_of_f(bench, row, lambda: cell(z, x))
 
 
 def time_peer(
@@ -142,12 +142,13 @@ def residual_of(cell: Callable[..., Tensor], z: Tensor, x: Tensor) -> float:
     return float(((f - z.float().flatten(1)).norm(dim=1) / f.norm(dim=1)).max())
 
 
-def judge_share_of_f(bench: Bench, row: dict[str, Any], kernel: str) -> None:
-    f_ms = bench.find("cell", f"f {bench.plan.cell_shape} bf16", kernel)
-    if f_ms:
-        row["solver_share_of_f"] = row["ms"] / (row["evaluations"] * f_ms) - 1
-        judge(row, "solver <=40% of f", row["solver_share_of_f"] <= 0.4)
-        row["note"] = f"solver {row['solver_share_of_f']:.0%} of f"
+def judge_share_of_f(bench: Bench, row: dict[str, Any], f: Callable[[], Tensor]) -> None:
+    """A captured solve casts the weights at every evaluation, so f is timed with that."""
+    with torch.autocast(bench.plan.device, torch.bfloat16, cache_enabled=False):
+        row["f_ms"] = bench.clock.device([f])
+    share = row["solver_share_of_f"] = row["ms"] / (row["evaluations"] * row["f_ms"]) - 1
+    judge(row, "solver <=40% of f", share <= 0.4)
+    row["note"] = f"solver {share:.0%} of f"
 
 
 def training(bench: Bench) -> None:
@@ -212,18 +213,25 @@ def neural_collapse(bench: Bench) -> None:
         labels = torch.arange(samples) % classes
         features = torch.randn(samples, dim, generator=generator)
         features += 2 * torch.randn(classes, dim, generator=generator)[labels]
-        with bench.row("NC", f"N={samples} D={dim} K={classes} fp32", "deqfast") as row:
-            exact = torch.tensor(exact_nc1(features.double(), labels, classes), dtype=torch.float64)
-            on_device = features.to(plan.device), labels.to(plan.device)
-            value = torch.tensor(deqfast.neural_collapse(*on_device).nc1, dtype=torch.float64)
-            row["error"] = float(abs(value - exact) / exact)
-            if not row["error"] <= NC_ERROR:
-                raise AssertionError(f"wrong: relative error {row['error']:.1e}, allowed {NC_ERROR:.0e}; not timed")
-            row["ms"] = bench.clock.wall(lambda: deqfast.neural_collapse(*on_device), plan.rounds)
-            row["bytes"] = 2 * features.nbytes  # a pass for the means, one for the scatter
-            row["peak_bytes"] = bench.clock.peak_bytes(lambda: deqfast.neural_collapse(*on_device))
-            if (samples, dim, classes) == (50_000, 512, 10):
-                judge(row, "<=120 us", row["ms"] <= 0.12)
+        exact = exact_nc1(features.double(), labels, classes)
+        on_device = features.to(plan.device), labels.to(plan.device)
+        for kernel in kernels(bench):
+            with bench.row("NC", f"N={samples} D={dim} K={classes} fp32", kernel) as row:
+                time_nc(bench, row, on_device, exact, kernel)
+                if (samples, dim, classes) == (50_000, 512, 10) and kernel != "torch":
+                    judge(row, "<=120 us", row["ms"] <= 0.12)
+
+
+def time_nc(bench: Bench, row: dict[str, Any], samples: tuple[Tensor, Tensor], exact: float, kernel: str) -> None:
+    def measure() -> float:
+        return deqfast.neural_collapse(*samples, kernel=kernel).nc1
+
+    row["error"] = abs(measure() - exact) / exact
+    if not row["error"] <= NC_ERROR:
+        raise AssertionError(f"wrong: relative error {row['error']:.1e}, allowed {NC_ERROR:.0e}; not timed")
+    row["ms"] = bench.clock.wall(measure, bench.plan.rounds)
+    row["bytes"] = 2 * samples[0].nbytes  # a pass for the means, one for the scatter
+    row["peak_bytes"] = bench.clock.peak_bytes(measure)
 
 
 def exact_nc1(features: Tensor, labels: Tensor, classes: int) -> float:

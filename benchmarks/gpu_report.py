@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from gpu_measure import write_json
 
 COLUMNS = ("us", "floor", "x", "in place", "evals", "resid", "error", "MB", "x peer")
 
@@ -41,18 +41,30 @@ def micro(ms: float | None) -> str:
     return "" if ms is None else f"{1e3 * ms:.{1 if ms < 0.1 else 0}f}"
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Replace `path` in one step."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(data, file, indent=1)
+        file.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, path)
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     peak = row.get("peak_bytes")
     return [
-        micro(row.get("ms")), micro(row.get("floor_ms")), number(row.get("ratio"), ".2f"), micro(row.get("in_place_ms")),
+        micro(row.get("ms")), micro(row.get("floor_ms")), number(row.get("ratio"), ".2f"),
+        micro(row.get("in_place_ms")),
         number(row.get("evaluations"), "d"), number(row.get("residual"), ".0e"), number(row.get("error"), ".0e"),
         number(None if peak is None else peak / 1e6, ".1f"), number(row.get("gain"), ".1f"),
     ]  # fmt: skip
 
 
-def remarks(row: dict[str, Any]) -> str:
+def remarks(row: dict[str, Any], dry_run: bool) -> str:
+    """Targets, which tiny shapes say nothing about, and notes."""
     marks = {True: "met", False: "MISSED", None: "not told"}
-    parts = [f"{t['target']}: {marks[t['met']]}" for t in row.get("targets", [])]
+    parts = [f"{t['target']}: {'not judged' if dry_run else marks[t['met']]}" for t in row.get("targets", [])]
     if "problem" in row:
         parts.insert(0, f"PROBLEM {row['problem'][:200]}")
     if "skipped" in row:
@@ -62,27 +74,27 @@ def remarks(row: dict[str, Any]) -> str:
 
 def aligned(rows: list[list[str]], left: int) -> Iterable[str]:
     """Columns as wide as needed; the first `left` and the last to the left, others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        parts = [text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
-        parts[-1] = row[-1]
-        yield " ".join(parts).rstrip()
+        first = [text.ljust(width) for text, width in zip(row[:left], widths, strict=False)]
+        middle = [text.rjust(width) for text, width in zip(row[left:-1], widths[left:], strict=False)]
+        yield " ".join([*first, *middle, row[-1]]).rstrip()
 
 
 def table(stages: list[dict[str, Any]], data: dict[str, Any]) -> list[str]:
     lines = [f"{name}: {value}" for name, value in data.get("machine", {}).items() if name != "kernels"]
     lines += list(aligned([[s["stage"], s["outcome"], str(s["seconds"]) + " s", s["note"]] for s in stages], 2))
-    rows = data.get("rows", [])
+    rows, dry_run = data.get("rows", []), data.get("dry_run", False)
     for section in dict.fromkeys(row["section"] for row in rows):
         here = [row for row in rows if row["section"] == section]
-        body = [[row["case"], row["provider"], *cells(row), remarks(row)] for row in here]
+        body = [[row["case"], row["provider"], *cells(row), remarks(row, dry_run)] for row in here]
         used = [i for i in range(len(body[0])) if any(line[i] for line in body)]
         header = [section, "", *COLUMNS, "targets, notes"]
         lines += ["", *aligned([[line[i] for i in used] for line in [header, *body]], 2)]
     targets = [target["met"] for row in rows for target in row.get("targets", [])]
-    lines += ["", f"targets: {targets.count(True)} met, {targets.count(False)} missed, {targets.count(None)} not told; "
-              f"rows with a problem: {sum('problem' in row for row in rows)}"]  # fmt: skip
-    return lines
+    counts = f"{targets.count(True)} met, {targets.count(False)} missed, {targets.count(None)} not told"
+    problems = sum("problem" in row for row in rows)
+    return [*lines, "", f"targets: {'not judged in a dry run' if dry_run else counts}; rows with a problem: {problems}"]
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +20,8 @@ import deqfast
 from deqfast.ops import ACTIVATIONS
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "kernels"))
-from cases import METHODS, Case, start_state  # noqa: E402
+from cases import METHODS, WINDOW, Case, start_state  # noqa: E402
+from fc_cases import FCCase  # noqa: E402
 from norm_cases import NORM_DTYPES, NORM_OPS, NormCase  # noqa: E402
 
 # Odd, with vectors, with several blocks per sample (odd and with vectors).
@@ -43,12 +45,17 @@ def multisecant(device: str) -> Iterator[str]:
             yield f"multisecant_step {method} {size} {dtype} {history_dtype} {history}"
 
 
-def run_steps(case: Case, ks: Iterator[int] | range | tuple[int, ...], device: str) -> None:
+def run_steps(case: Case, ks: Iterable[int], device: str) -> None:
     state = start_state(case, device)
-    for name in ("f_prev", "left", "df", "gram"):  # a step in the midst of a solve reads what earlier ones wrote
+    for name in WINDOW:  # a step in the midst of a solve reads what earlier ones wrote
         state[name] = torch.rand(state[name].shape, device=device).to(state[name].dtype)
     for k in ks:
-        Case(**{**vars(case), "k": k}).call(torch.ops.deqfast.multisecant_step, state)
+        replace(case, k=k).call(torch.ops.deqfast.multisecant_step, state)
+    newest, count = (torch.full((case.batch,), n, dtype=torch.int32, device=device) for n in (k, case.history))
+    window = state["left"], state["df"], state["gram"]
+    torch.ops.deqfast.multisecant_transposed(
+        state["z"], *window, newest, count, METHODS[case.method], case.alpha, case.beta, case.ridge
+    )
 
 
 def norms(device: str) -> Iterator[str]:
@@ -61,21 +68,34 @@ def norms(device: str) -> Iterator[str]:
 
 
 def fully_connected(device: str) -> Iterator[str]:
-    dtypes = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64))
-    for batch, features, (weight_dtype, dtype) in product((1, 9), (5, 64, 256), dtypes):
-        weight = (torch.randn(features, features) * 0.5 / features**0.5).to(device, weight_dtype)
-        c = torch.randn(batch, features).to(device, dtype)
-        for activation in range(len(ACTIVATIONS)):
-            torch.ops.deqfast.fc_fixed_point(weight, c, torch.zeros_like(c), activation, 1e-4, False, 8, 0.0)
-            torch.ops.deqfast.fc_vjp(c, c, activation)
-        yield f"fc_fixed_point, fc_vjp {batch} {features} {weight_dtype}"
+    dtypes = ((torch.float32, None), (torch.float32, torch.bfloat16), (torch.float64, None))
+    for batch, size, (dtype, weight_dtype) in product((1, 9), (5, 64, 256), dtypes):
+        for activation in ACTIVATIONS:
+            case = FCCase(size, batch, activation, dtype, weight_dtype, max_iter=6)
+            weight, c, z0 = case.make(device)
+            torch.ops.deqfast.fc_fixed_point(weight, c, z0, *case.scalars())
+            torch.ops.deqfast.fc_vjp(c, c, case.scalars()[0])
+        yield f"fc_fixed_point, fc_vjp {batch} {size} {dtype} {weight_dtype}"
+
+
+def neural_collapse(device: str) -> Iterator[str]:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for dim, dtype in product((5, 64, 600), dtypes):
+        features, rows = torch.randn(50, dim).to(device, dtype), torch.randperm(50, device=device)
+        offsets = torch.tensor([0, 1, 20, 20, 49], device=device)  # one row, no row, a row left out
+        rows = rows[:49].contiguous()
+        local, shift = torch.ops.deqfast.class_means(features, rows, offsets)
+        directions = torch.randn(dim, 3, dtype=torch.float64).to(device)
+        torch.ops.deqfast.within_class_scatter(features, rows, offsets, local + shift, directions)
+        yield f"class_means, within_class_scatter {dim} {dtype}"
 
 
 RUNS = {
     picard: ("picard_step",),
-    multisecant: ("multisecant_step",),
+    multisecant: ("multisecant_step", "multisecant_transposed"),
     norms: NORM_OPS,
     fully_connected: ("fc_fixed_point", "fc_vjp"),
+    neural_collapse: ("class_means", "within_class_scatter"),
 }
 
 
@@ -83,6 +103,14 @@ def registered_ops() -> set[str]:
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     ours = {name.removeprefix("deqfast::") for name in names if name.startswith("deqfast::")}
     return {name for name in ours if not name.endswith("_triton")}
+
+
+def finish(title: str) -> None:
+    """Wait for the device, so that an error names what ran."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        sys.exit(f"{title}: {error}")
 
 
 def main() -> None:
@@ -99,9 +127,9 @@ def main() -> None:
     for run in RUNS:
         for title in run(device):
             if device == "cuda":
-                torch.cuda.synchronize()  # so that an error names its op
+                finish(title)
             done += 1
-        print(f"{title.split()[0]}: {done} runs so far", flush=True)
+        print(f"{', '.join(RUNS[run])}: {done} runs so far", flush=True)
 
 
 if __name__ == "__main__":
