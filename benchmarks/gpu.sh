@@ -64,7 +64,7 @@ limit() {
 }
 
 record() { # stage, outcome, seconds, note
-  printf '%s\t%s\t%s\t%s\n' "$1" "$2" "$3" "$(tr '\t\n' '  ' <<<"$4" | sed 's/ *$//')" | tee -a "$stages"
+  printf '%s\t%s\t%s\t%s\n' "$1" "$2" "$3" "$(tr '\t\n' '  ' <<<"$4" | sed 's/===*//g; s/^ *//; s/ *$//')" | tee -a "$stages"
 }
 
 # run STAGE LIMIT COMMAND...: its output to the log, its outcome to the table; `note_of STAGE FILE` says what to note.
@@ -85,7 +85,10 @@ run() {
 note_of() {
   case $1 in
     environment) tail -n 1 "$2" ;;
-    tests) grep -E '[0-9]+ (passed|failed|error|skipped)' "$2" | tail -n 1 || true ;;
+    tests)
+      grep -E '[0-9]+ (passed|failed|error|skipped).* in [0-9.]+s' "$2" | tail -n 1 ||
+        echo "no summary: $(grep -c PASSED "$2" || true) passed, $(grep -cE 'FAILED|ERROR' "$2" || true) failed up to there"
+      ;;
   esac
 }
 
@@ -132,7 +135,7 @@ build() {
 
 # What needs no GPU is left out: emulated kernels, compilation for other machines, packaging, the study's scripts.
 tests() {
-  local arguments=(-q -p no:cacheprovider --durations=15)
+  local arguments=(-v --tb=short -p no:cacheprovider --durations=15)
   if $dry_run; then
     "$python" -m pytest "${arguments[@]}" tests/test_packing.py
     return
@@ -148,15 +151,25 @@ sanitize_with() {
     --report-api-errors no "$python" benchmarks/sanitize.py
 }
 
-sanitizer_outcome() { # tool, status, its log: findings are failures; a tool that cannot work here is not
-  local tool=$1 status=$2 output=$3 seconds=$4 summary
-  summary=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|not supported|^Error|Error:' "$output" | tail -n 1 || true)
-  case $status in
-    0) record "$tool" ok "$seconds" "$summary" ;;
-    99) record "$tool" "FAILED, errors found" "$seconds" "$summary"; grep '=====' "$output" | head -n 15 || true ;;
-    124 | 137) record "$tool" "not finished" "$seconds" "stopped at its time limit, no error up to there" ;;
-    *) record "$tool" "not usable here" "$seconds" "status $status: $summary" ;;
-  esac
+# Findings are failures; a tool that cannot work on this machine is not. A program that an error has stopped returns its
+# own status, so what counts is the tool's summary.
+sanitizer_outcome() { # tool, status, its log, seconds
+  local tool=$1 status=$2 output=$3 seconds=$4 summary outcome
+  summary=$(grep -E 'SUMMARY|not supported|Error:' "$output" | tail -n 1 || true)
+  if grep -qi 'not supported' "$output"; then
+    outcome="not usable here"
+  elif [ "$status" -eq 99 ] || grep -qE 'ERROR SUMMARY: [1-9]' "$output"; then
+    outcome="FAILED, errors found"
+  elif [ "$status" -eq 0 ]; then
+    outcome=ok
+  elif [ "$status" -eq 124 ] || [ "$status" -eq 137 ]; then
+    outcome="not finished in time"
+  else
+    outcome="not usable here"
+    summary="status $status: $summary"
+  fi
+  record "$tool" "$outcome" "$seconds" "$summary"
+  case $outcome in FAILED*) { grep '=====' "$output" || true; } | head -n 15 ;; esac
   { printf '== %s\n' "$tool"; cat "$output"; } >>"$log"
 }
 
@@ -166,7 +179,7 @@ sanitizers() { # LIMIT
     run sanitize.py "$1" "$python" benchmarks/sanitize.py --device cpu
     return
   fi
-  run sanitize.py 60 "$python" benchmarks/sanitize.py
+  run sanitize.py "$(limit 60 220)" "$python" benchmarks/sanitize.py
   if ! command -v compute-sanitizer >/dev/null; then
     record compute-sanitizer "not usable here" 0 "it is not on the PATH"
     return
@@ -189,13 +202,13 @@ export -f environment wheels build tests
 export python dry_run work
 in_shell() { printf '%s' "set -euo pipefail; $1"; }
 
-run environment 60 bash -c "$(in_shell environment)"
 if [ -n "${DEQFAST_WHEELS:-}" ]; then
   run wheels 60 bash -c "$(in_shell wheels)"
   export PYTHONPATH="$work/site:$PYTHONPATH"
 else
   record wheels skipped 0 "DEQFAST_WHEELS is not set: the interpreter's packages are used"
 fi
+run environment 60 bash -c "$(in_shell environment)"
 run build 200 bash -c "$(in_shell build)"
 run tests "$(limit 170 300)" bash -c "$(in_shell tests)"
 sanitizers "$(limit 75 220)"

@@ -62,7 +62,7 @@ FULL = Plan(
     rounds=20,
     copy_elements=1 << 28,
     gemm_size=8192,
-    step_shapes=((128, 256), (128, 1024), (128, 8192), (32, 65536), (8, 65536)),
+    step_shapes=((128, 8192), (32, 65536), (128, 1024), (128, 256), (8, 65536)),
     windows=(6, 18, 20),
     solve_shape=(128, 8192),
     iterations=20,
@@ -161,7 +161,10 @@ class Clock:
         return max(2, min(MAX_STATES, 2 * cache // max(nbytes, 1) + 2))
 
     def traffic(self, run: Callable[[], Any]) -> tuple[int, int] | None:
-        """Kernels and copies that `run` launches, graphs as one; times that the host waits for the device."""
+        """Kernels and copies that `run` launches, graphs as one; times that the host waits for the device.
+
+        None where the profiler does not see them.
+        """
         if not self.cuda:
             return None
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -174,7 +177,7 @@ class Clock:
             if event.device_type == torch.autograd.DeviceType.CPU and event.name.startswith("cu"):
                 launches += any(word in event.name for word in ("Launch", "Memcpy", "Memset"))
                 waits += event.name in ("cudaStreamSynchronize", "cudaEventSynchronize")
-        return launches, waits
+        return (launches, waits) if launches else None
 
 
 class Bench:

@@ -109,9 +109,7 @@ def solve_cell(bench: Bench, cell: deqfast.ResidualCell, z: Tensor, x: Tensor, k
                         judge_share_of_f(bench, row, lambda: cell(z, x))
 
 
-def time_peer(
-    bench: Bench, row: dict[str, Any], peer: str, cell: deqfast.ResidualCell, z0: Tensor, x: Tensor
-) -> None:
+def time_peer(bench: Bench, row: dict[str, Any], peer: str, cell: deqfast.ResidualCell, z0: Tensor, x: Tensor) -> None:
     """torchdeq keeps its state in the dtype and layout that f returns."""
     options = {"m": 6} if peer == "anderson" else {}
     try:
@@ -242,5 +240,3 @@ def exact_nc1(features: Tensor, labels: Tensor, classes: int) -> float:
     kept = s > 1e-10 * s[0]
     projected = (features - means[labels]) @ (right[kept] / s[kept, None]).T
     return float((projected**2).sum() / len(features) / classes)
-
-
