@@ -18,7 +18,8 @@ or hangs is named in the table and does not stop the others; the exit status is 
 Variables:
   PYTHON          the interpreter (python3)
   DEQFAST_WHEELS  a folder of wheels, installed beside the interpreter's packages for this run: what is missing there
-                  (torchdeq, pytest, pytest-timeout, hypothesis, torchmetrics, pybind11, ninja; pytest-xdist if wanted)
+                  (torchdeq, pytest, pytest-timeout, hypothesis, torchmetrics, pybind11, ninja, setuptools>=77;
+                  pytest-xdist, if it is there, runs the tests side by side)
   DEQFAST_COMMIT  the commit to record where there is no git
   OUT             a folder that also receives the results, the table and the log
 TEXT
@@ -85,6 +86,7 @@ run() {
 note_of() {
   case $1 in
     environment) tail -n 1 "$2" ;;
+    measure) grep 'rows have a problem' "$2" || true ;;
     tests)
       grep -E '[0-9]+ (passed|failed|error|skipped).* in [0-9.]+s' "$2" | tail -n 1 ||
         echo "no summary: $(grep -c PASSED "$2" || true) passed, $(grep -cE 'FAILED|ERROR' "$2" || true) failed up to there"
@@ -101,11 +103,14 @@ environment() {
 import importlib.util
 import os
 import sys
+from importlib.metadata import version
 
 import torch
 
 needed = ("numpy", "torchmetrics", "triton", "pytest", "pytest_timeout", "hypothesis", "torchdeq", "pybind11", "ninja")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if int(version("setuptools").split(".")[0]) < 77:
+    missing.append(f"setuptools>=77 (there is {version('setuptools')})")
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 without = f"; missing: {', '.join(missing)}" if missing else ""
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} cores, {gpu}{without}")

@@ -6,21 +6,25 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import NEVER, torchdeq_solve
-from gpu_measure import Bench, Skipped, compare, judge
+from gpu_measure import Bench, Skipped, check_error, compare, judge
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import deqfast
+from deqfast.ops import choose_kernel
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "experiments"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "experiments"), str(ROOT / "tests" / "kernels")]
 from nc_study.config import settings_from  # noqa: E402
 from nc_study.models import build  # noqa: E402
+from norm_cases import NormCase, exactly  # noqa: E402
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 CHECKED = 4  # samples computed in float64 on the CPU
@@ -49,7 +53,7 @@ def conv_cell(bench: Bench) -> None:
     """f of ResNet's last block, and a solve of it: the solver's share, and torchdeq's time for the same."""
     device, shape = bench.plan.device, bench.plan.cell_shape
     torch.manual_seed(0)
-    cell = deqfast.ResidualCell(shape[1]).to(device, memory_format=torch.channels_last)
+    cell = deqfast.ResidualCell(shape[1]).to(memory_format=torch.channels_last).to(device)
     z, x = (torch.randn(shape, device=device).contiguous(memory_format=torch.channels_last) for _ in range(2))
     with torch.no_grad():
         exact = exact_cell(cell, z, x)
@@ -58,9 +62,41 @@ def conv_cell(bench: Bench) -> None:
                 with bench.row("cell", f"f {shape} {name}", kernel) as row, precision(name, device):
                     cell.kernel = kernel
                     time_cell(bench, row, cell, z, x, exact, name)
+        fused_norms(bench)
         for kernel in bench.plan.kernels:
             cell.kernel = kernel
             solve_cell(bench, cell, z, x, kernel)
+
+
+def fused_norms(bench: Bench) -> None:
+    """What surrounds the convolutions, in bfloat16 beside a float32 state, rotated among buffers as the steps are."""
+    plan = bench.plan
+    batch, channels, height, width = plan.cell_shape
+    for op in ("norm_act", "norm_act_residual"):
+        case = NormCase(op, (batch, channels, height, width), 8, "bf16 beside fp32")
+        arguments = list(case.arguments().values())
+        plain, exact = case.reference(*arguments)[0], case.reference(*exactly(case.arguments()))[0]
+        for kernel in plan.kernels:
+            with bench.row("cell", f"{op} bf16", kernel) as row:
+                time_norm(bench, row, kernel, op, [arguments, plain, exact])
+                if op == "norm_act_residual" and plan.cell_shape == (128, 512, 4, 4):
+                    judge(row, "<=6 us", row["ms"] <= 0.006)
+
+
+def time_norm(bench: Bench, row: dict[str, Any], kernel: str, op: str, case: list[Any]) -> None:
+    arguments, plain, exact = case
+    run = choose_kernel(kernel, torch.device(bench.plan.device)).op(op)
+
+    def on_device() -> list[Any]:
+        return [a.to(bench.plan.device) if isinstance(a, Tensor) else a for a in arguments]
+
+    value = run(*on_device())[0]
+    check_error(row, value, plain, exact, units=4)
+    row["bytes"] = value.nbytes + sum(a.nbytes for a in arguments if isinstance(a, Tensor))
+    copies = [[a.clone() if isinstance(a, Tensor) else a for a in on_device()] for _ in
+              range(bench.clock.copies(row["bytes"]))]  # fmt: skip
+    row["ms"] = bench.clock.device([partial(run, *c) for c in copies])
+    row["in_place_ms"] = bench.clock.device([partial(run, *copies[0])])
 
 
 def exact_cell(cell: deqfast.ResidualCell, z: Tensor, x: Tensor) -> Tensor:

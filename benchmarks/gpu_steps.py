@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,8 @@ def time_step(bench: Bench, row: dict[str, Any], case: Case, state: dict[str, Te
     for record in ("residual", "gain"):
         start[record].zero_()  # no iterate is better, so that none is copied to `best`
     copies = [clone(start) for _ in range(bench.clock.copies(int(row["bytes"])))]
-    row["ms"] = bench.clock.device([lambda s=s: still.call(op, s) for s in copies])
-    row["in_place_ms"] = bench.clock.device([lambda: still.call(op, start)])
+    row["ms"] = bench.clock.device([partial(still.call, op, s) for s in copies])
+    row["in_place_ms"] = bench.clock.device([partial(still.call, op, start)])
     row["buffers"] = len(copies)
     for used in (start, *copies):
         if used["status"].any() or not used["z"].isfinite().all():
@@ -161,7 +162,7 @@ def solves(bench: Bench) -> None:
                 if not bench.clock.cuda:
                     raise Skipped("CUDA graphs need a GPU")
                 block = deqfast.DEQBlock(f, solver, kernel=kernel, cuda_graph=True)
-                time_solve(bench, row, f, z0, lambda f, z0, block=block: graph_solve(block, f, z0), solver, graph=True)
+                time_solve(bench, row, f, z0, partial(graph_solve, block), solver, graph=True)
                 judge_solve(bench, row, name)
 
 

@@ -51,11 +51,11 @@ def run_steps(case: Case, ks: Iterable[int], device: str) -> None:
         state[name] = torch.rand(state[name].shape, device=device).to(state[name].dtype)
     for k in ks:
         replace(case, k=k).call(torch.ops.deqfast.multisecant_step, state)
+    *_, method, alpha, beta, ridge = case.scalars()
     newest, count = (torch.full((case.batch,), n, dtype=torch.int32, device=device) for n in (k, case.history))
     window = state["left"], state["df"], state["gram"]
-    torch.ops.deqfast.multisecant_transposed(
-        state["z"], *window, newest, count, METHODS[case.method], case.alpha, case.beta, case.ridge
-    )
+    transposed = torch.ops.deqfast.multisecant_transposed
+    transposed(state["z"], *window, newest, count, method, alpha, beta, ridge)
 
 
 def norms(device: str) -> Iterator[str]:
