@@ -51,8 +51,6 @@ def copy_row(p_to, p_from, D, BLK: tl.constexpr):
 
 @triton.jit
 def judge(
-    p_z,
-    p_best,
     p_status,
     p_iterations,
     p_residual,
@@ -60,20 +58,18 @@ def judge(
     p_active,
     i_b,
     B,
-    D,
     b_gg,
     b_ff,
     k,
     tol,
     absolute,
     stall_floor,
-    BLK: tl.constexpr,
 ):
-    """Record what the running sample i_b has reached at iteration k; return whether it takes another step.
+    """Record what the running sample i_b has reached at iteration k; return its status and whether z is its best.
 
-    b_gg = |f(z) - z|^2 and b_ff = |f(z)|^2 are scalars of the state's dtype; p_z and p_best point to the sample's row.
-    rel = sqrt(b_gg / b_ff), abs = sqrt(b_gg). Status 1: measure <= tol, 2: a norm is not finite (z goes back to the
-    best iterate), 3: best rel below stall_floor and no gain of 5 % in 5 iterations.
+    b_gg = |f(z) - z|^2 and b_ff = |f(z)|^2 are scalars of the state's dtype. rel = sqrt(b_gg / b_ff), abs = sqrt(b_gg).
+    Status 0: another step, 1: measure <= tol, 2: a norm is not finite, 3: best rel below stall_floor and no gain of 5 %
+    in 5 iterations. Every warp has read the row of z on return.
     """
     dtype: tl.constexpr = b_gg.dtype
     tiny, largest = tiny_and_max(dtype)
@@ -98,7 +94,7 @@ def judge(
     stalled = (best_rel < scalar(stall_floor, dtype)) & (now - gain_k >= STALL_ITERATIONS)
     status = tl.where(finite, tl.where(converged, 1, tl.where(stalled, 3, 0)), 2)
 
-    # Every warp has read what is overwritten below: status, the records, and the row of z.
+    # Every warp has read what is overwritten from here on: status, the records, and the row of z.
     tl.debug_barrier()
     tl.store(p_status + i_b, status.to(tl.int8))
     tl.store(p_iterations + i_b, k + 1)
@@ -106,12 +102,16 @@ def judge(
     tl.store(p_residual + B + i_b, best_abs)
     tl.store(p_gain + i_b, gain_rel)
     tl.store(p_gain + B + i_b, gain_k)
+    if status != 0:
+        tl.atomic_add(p_active, -1, sem="relaxed")
+    return status, improved
+
+
+@triton.jit
+def carry_out(status, improved, p_z, p_best, D, BLK: tl.constexpr):
+    """Keep the row of z as the best iterate, or go back to it; z may be overwritten on return."""
     if improved:
         copy_row(p_best, p_z, D, BLK)
     if status == 2:
         copy_row(p_z, p_best, D, BLK)
-    if status != 0:
-        tl.atomic_add(p_active, -1, sem="relaxed")
-    # The caller may overwrite z, which other warps may still be copying.
     tl.debug_barrier()
-    return status == 0

@@ -37,9 +37,11 @@ def padded_window(n: int) -> int:
 
 
 def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
-    """Four 4-byte columns, or two of 8 bytes, per thread."""
-    block = min(4096 // dtype.itemsize, max(32, next_power_of_2(size)))
-    return LaunchConfig(block, max(1, block * dtype.itemsize // 512))
+    """Rows of up to 32 KiB are held on chip, 64 bytes of each per thread; longer ones are read in blocks of 4 KiB."""
+    whole = next_power_of_2(size)
+    block = max(32, whole) if whole * dtype.itemsize <= 32768 else 4096 // dtype.itemsize
+    bytes_per_warp = 2048 if size <= block else 512
+    return LaunchConfig(block, max(1, block * dtype.itemsize // bytes_per_warp))
 
 
 def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torch.dtype) -> LaunchConfig:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FLOOR, is_finite, judge, scalar
+from .common import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FLOOR, carry_out, is_finite, judge, scalar
 from .config import (
     MAX_HISTORY,
     MAX_INLINE_WINDOW,
@@ -304,10 +304,12 @@ def _multisecant_left_kernel(
                 b_p = next_p
 
             if first == 0:
-                advance = judge(
-                    p_z, p_best + i_b * D, p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, D,
-                    tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), k, tol, absolute, stall_floor, BLK,
+                status, improved = judge(
+                    p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, tl.sum(b_gg, axis=0),
+                    tl.sum(b_ff, axis=0), k, tol, absolute, stall_floor,
                 )  # fmt: skip
+                carry_out(status, improved, p_z, p_best + i_b * D, D, BLK)
+                advance = status == 0
             if advance:
                 for i in tl.static_range(ROWS):
                     slot = _slot(newest, first + i, M)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import judge, scalar
+from .common import carry_out, copy_row, judge, scalar
 from .config import device_guard, picard_config
 
 
@@ -30,29 +30,49 @@ def _picard_step_kernel(
     absolute,
     stall_floor: tl.float64,
     damping: tl.float64,
+    WHOLE: tl.constexpr,
     BLK: tl.constexpr,
 ):
+    """WHOLE: a row fits one block, which is held on chip: one pass over the memory."""
     i_b = tl.program_id(0).to(tl.int64)
     if tl.load(p_status + i_b) != 0:
         return
     dtype: tl.constexpr = p_z.dtype.element_ty
     p_z += i_b * D
     p_fz += i_b * D
-    b_gg = tl.zeros([BLK], dtype)
-    b_ff = tl.zeros([BLK], dtype)
-    for start in range(0, D, BLK):
-        o_d = start + tl.arange(0, BLK)
+    p_best += i_b * D
+    b_w = scalar(damping, dtype)
+    if WHOLE:
+        o_d = tl.arange(0, BLK)
         m_d = o_d < D
         b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-        b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
-        b_gg = tl.fma(b_g, b_g, b_gg)
-        b_ff = tl.fma(b_fz, b_fz, b_ff)
-    advance = judge(
-        p_z, p_best + i_b * D, p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, D,
-        tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), k, tol, absolute, stall_floor, BLK,
+        b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+        b_gg = (b_fz - b_z) * (b_fz - b_z)
+        b_ff = b_fz * b_fz
+    else:
+        b_gg = tl.zeros([BLK], dtype)
+        b_ff = tl.zeros([BLK], dtype)
+        for start in range(0, D, BLK):
+            o_d = start + tl.arange(0, BLK)
+            m_d = o_d < D
+            b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+            b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
+            b_gg = tl.fma(b_g, b_g, b_gg)
+            b_ff = tl.fma(b_fz, b_fz, b_ff)
+    status, improved = judge(
+        p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), k,
+        tol, absolute, stall_floor,
     )  # fmt: skip
-    if advance & (last == 0):
-        b_w = scalar(damping, dtype)
+    if WHOLE:
+        if improved:
+            tl.store(p_best + o_d, b_z, mask=m_d)
+        if status == 2:
+            copy_row(p_z, p_best, D, BLK)
+        if (status == 0) & (last == 0):
+            tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
+        return
+    carry_out(status, improved, p_z, p_best, D, BLK)
+    if (status == 0) & (last == 0):
         for start in range(0, D, BLK):
             o_d = start + tl.arange(0, BLK)
             m_d = o_d < D
@@ -85,5 +105,6 @@ def picard_step(
     with device_guard(z):
         _picard_step_kernel[(batch,)](
             z, fz, best, status, iterations, residual, gain, active, batch, size, k, int(last), tol, int(absolute),
-            stall_floor, damping, BLK=config.block, num_warps=config.num_warps, enable_fp_fusion=False,
+            stall_floor, damping, WHOLE=size <= config.block, BLK=config.block, num_warps=config.num_warps,
+            enable_fp_fusion=False,
         )  # fmt: skip

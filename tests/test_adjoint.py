@@ -505,7 +505,7 @@ BAD_ARGUMENTS = [
     (Implicit, {"solver": "gmres"}, ValueError, "solver must be .* got 'gmres'"),
     (Implicit, {"solver": Broyden(stop="abs")}, ValueError, "solver of Implicit must have stop='rel', got Broyden"),
     (JFB, {"steps": 1}, TypeError, "unexpected keyword argument"),
-    (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'phantom', 'unrolled', got 'ift'"),
+    (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'phantom', 'shine', 'unrolled', got 'ift'"),
     (as_adjoint, {"adjoint": JFB}, ValueError, "adjoint must be a deqfast adjoint"),
 ]
 

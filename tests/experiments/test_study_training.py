@@ -36,6 +36,7 @@ def solution(status, residual):
         residual_rel=residual,
         residual_abs=residual,
         evaluations=len(status),
+        sample_evaluations=len(status) ** 2,
     )
 
 

@@ -97,7 +97,8 @@ class Row:
 
 def table() -> list[Case]:
     """The windows that solvers use by default and the hardest of each padded window (4, 8, 16, 32)."""
-    cases = [Case("picard", state, size=size) for state, size in (("fp32", 8192), ("fp64", 8192), ("fp32", 63))]
+    sizes = (("fp32", 8192), ("fp64", 8192), ("fp32", 65536), ("fp32", 1024), ("fp32", 8191), ("fp32", 63))
+    cases = [Case("picard", state, size=size) for state, size in sizes]
     for window in (4, 8, 16, 32):
         dtypes = [("fp32", "fp32"), ("fp32", "bf16"), ("fp64", "fp64")]
         for state, history in dtypes if window > 8 else dtypes[:-1]:
@@ -169,7 +170,7 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     one: dict[str, object] = {"D": 1} if case.size == 1 else {}  # triton specialises on arguments that are 1
     if case.kernel == "picard":
         launch = config.picard_config(case.size, dtype)
-        return picard_step._picard_step_kernel, {"BLK": launch.block, **one}, launch
+        return picard_step._picard_step_kernel, {"WHOLE": case.size <= launch.block, "BLK": launch.block, **one}, launch
     if case.kernel == "fc_vjp":
         launch = config.picard_config(case.size, dtype)
         return fc_fixed_point._fc_vjp_kernel, {"ACTIVATION": ACTIVATIONS[case.method], "BLK": launch.block}, launch

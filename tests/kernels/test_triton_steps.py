@@ -53,7 +53,7 @@ def test_constants_are_those_of_the_reference():
 
 @pytest.mark.parametrize("damping", [1.0, 0.6])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize("size", [1, 63, 777])
+@pytest.mark.parametrize("size", [1, 63, 777, 9000])
 def test_picard_run(size, dtype, damping):
     check_run(picard_step, Case(None, size=size, k=2, damping=damping, **DTYPES[dtype]), DEVICE)
 
