@@ -25,7 +25,7 @@ from gpu_measure import DRY, FULL, Bench, machine
 # Name -> (function, time limit in seconds).
 SECTIONS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "rates": (gpu_steps.rates, 40),
-    "step": (gpu_steps.steps, 110),
+    "step": (gpu_steps.steps, 150),
     "solve": (gpu_steps.solves, 60),
     "fc": (gpu_steps.fully_connected, 40),
     "cell": (gpu_models.conv_cell, 60),

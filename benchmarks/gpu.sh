@@ -218,7 +218,7 @@ run build 200 bash -c "$(in_shell build)"
 run tests "$(limit 170 300)" bash -c "$(in_shell tests)"
 sanitizers "$(limit 75 220)"
 measures=$out/measures.json
-seconds=$(limit 400 0)
+seconds=$(limit 300 0)
 run measure "$((seconds + 10))" "$python" benchmarks/gpu.py --json "$measures" --device "$device" --seconds "$seconds" \
   $($dry_run && echo --dry-run)
 

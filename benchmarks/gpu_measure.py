@@ -23,7 +23,7 @@ from deqfast import graphs
 
 # A graph shorter than this would show the cost of launching it.
 CALLS_PER_GRAPH = 20
-MAX_STATES = 64
+MAX_STATES = 512
 
 
 class Skipped(Exception):

@@ -94,7 +94,9 @@ def table(stages: list[dict[str, Any]], data: dict[str, Any]) -> list[str]:
     targets = [target["met"] for row in rows for target in row.get("targets", [])]
     counts = f"{targets.count(True)} met, {targets.count(False)} missed, {targets.count(None)} not told"
     problems = sum("problem" in row for row in rows)
-    return [*lines, "", f"targets: {'not judged in a dry run' if dry_run else counts}; rows with a problem: {problems}"]
+    failed = [stage["stage"] for stage in stages if stage["outcome"].startswith("FAILED")]
+    lines += ["", f"stages that failed: {', '.join(failed) or 'none'}"]
+    return [*lines, f"targets: {'not judged in a dry run' if dry_run else counts}; rows with a problem: {problems}"]
 
 
 def main() -> None:
@@ -106,9 +108,12 @@ def main() -> None:
     stages = stages_of(given.stages)
     data = json.loads(given.measures.read_text()) if given.measures.is_file() else {}
     data = {**data, "stages": stages}
+    gpu = data.get("machine", {}).get("gpu")
     for path in given.results:
-        gpu = data.get("machine", {}).get("gpu")
-        target = path / f"{slug(gpu or 'unknown gpu')}.json" if path.is_dir() else path
+        if path.is_dir() and gpu is None:
+            print(f"no results in {path}: nothing was measured on a GPU")
+            continue
+        target = path / f"{slug(gpu)}.json" if path.is_dir() else path
         write_json(target, data)
         print(f"results: {target}")
     print("\n".join(table(stages, data)))

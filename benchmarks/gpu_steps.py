@@ -219,6 +219,9 @@ def time_solve(
 
 def judge_solve(bench: Bench, row: dict[str, Any], name: str) -> None:
     peer = peer_of(name)
+    if row["provider"] == "torch":  # the baseline has no target
+        compare(row, bench.find("solve", peer, "torchdeq"))
+        return
     at_least = 12 if name.startswith("anderson") else 8 if name.startswith("broyden") else None
     compare(row, bench.find("solve", peer, "torchdeq"), at_least)
     if "waits" in row and "graph" not in row["provider"]:

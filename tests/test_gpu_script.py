@@ -46,6 +46,7 @@ def test_stages_that_fail_are_named_and_do_not_stop_the_others(tmp_path):
     assert result.returncode == 1, result.stdout + result.stderr
     outcomes = {stage["stage"]: stage["outcome"] for stage in json.loads((tmp_path / "dry.json").read_text())["stages"]}
     assert outcomes["environment"] == outcomes["build"] == "ok"
+    assert "stages that failed: tests, sanitize.py, measure" in result.stdout
     assert outcomes["tests"] == outcomes["sanitize.py"] == outcomes["measure"] == "FAILED, status 3"
 
 
@@ -92,6 +93,7 @@ def test_table_without_measures(tmp_path):
     stages.write_text("build\tFAILED, status 1\t12\tno nvcc\n")
     lines = table(stages_of(stages), {})
     assert lines[0].split() == ["build", "FAILED,", "status", "1", "12", "s", "no", "nvcc"]
+    assert lines[-2] == "stages that failed: build"
     assert lines[-1].endswith("rows with a problem: 0")
 
 
