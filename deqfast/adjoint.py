@@ -39,14 +39,14 @@ class Problem:
     graphs: Graphs | None = None  # the forward solve is captured and replayed by them
 
     def solve(self) -> Solution:
-        if self.graphs is not None:
-            return self.graphs.solve(self.x, self.z0, self.solver, **self.options)
         records = self.forward_options.get("trace") or self.forward_options.get("keep_inverse")
         if hasattr(self.cell, "fixed_point") and not records:
             with torch.no_grad():
                 solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])
             if solution is not None:
                 return solution
+        if self.graphs is not None:
+            return self.graphs.solve(self.cell, self.x, self.z0, self.solver, **self.options)
 
         batch = len(pytree.tree_leaves(self.z0)[0])
 
@@ -282,7 +282,8 @@ class SHINE(Adjoint):
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
         if torch.is_grad_enabled():
             problem.forward_options = {**problem.forward_options, "keep_inverse": True}
-        return super().__call__(problem)
+        value, solution = super().__call__(problem)
+        return value, replace(solution, transposed_inverse=None)  # or the history would live as long as the Solution
 
     def _differentiate(self, problem: Problem, solution: Solution) -> Any:
         z, x, broken = _without_broken(problem, solution)

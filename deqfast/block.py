@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .adjoint import SHINE, Adjoint, Problem, as_adjoint
+from .adjoint import SHINE, Adjoint, Problem, Unrolled, as_adjoint
 from .graphs import Graphs
 from .ops import check_kernel_name
 from .solution import Solution
@@ -28,7 +28,8 @@ class DEQBlock(nn.Module):
     solver: "broyden", "anderson", "picard" or a solver object; eval_solver: that of evaluation mode (None: solver).
     adjoint: "jfb", "implicit", "phantom", "shine", "unrolled" or an adjoint object.
     kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every, compact, trace: see ``deqfast.solve``. With
-        `compact` the cell gets the rows of z and x of running samples only; it must treat every sample by itself.
+        `compact` the cell gets the rows of z and x of running samples only; it must treat every sample by itself, and
+        every tensor in x with B rows is taken for one row per sample.
     cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True, or
         "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
     init: x -> z0. Without it the first of these that exists is taken: ``cell.initial_state(x)``, zeros like x.
@@ -71,6 +72,8 @@ class DEQBlock(nn.Module):
             raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
         if self.graphs is not None and isinstance(self.adjoint, SHINE):
             raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
+        if isinstance(self.adjoint, Unrolled) and (compact or trace or cuda_graph):
+            raise ValueError("Unrolled runs no solver: compact, trace and cuda_graph have no meaning for it")
         self.backward_solution = None
         self._checked_training = False
 

@@ -119,6 +119,10 @@ class FrozenStatisticsBatchNorm2d(nn.Module):
         self._started = self._started or bool(self.num_batches_tracked)
         return self._started
 
+    def has_settled(self) -> bool:
+        """Whether solves to come leave the statistics alone: a captured solve could not follow them."""
+        return not self.training or self._has_started()
+
     def _follow(self, statistics: Tensor, momentum: float) -> None:
         with torch.no_grad():
             self.running_mean.lerp_(statistics[0], momentum)
@@ -195,8 +199,16 @@ class ResidualCell(nn.Module):
         return fused.norm_act_residual(kernel, y, x, z, self.norm2, self.norm3)
 
     def _choose_kernel(self, y: Tensor) -> Kernel:
-        served = y.dtype in DTYPES and isinstance(self.norm1, nn.GroupNorm)
-        return choose_kernel(self.kernel if served or self.kernel != "auto" else "torch", y.device)
+        norms = (self.norm1, self.norm2, self.norm3)
+        fit = all(type(norm) is nn.GroupNorm and norm.affine for norm in norms)
+        fit = fit and self.norm2.num_groups == self.norm3.num_groups and self.norm2.eps == self.norm3.eps
+        if not fit and self.kernel not in ("auto", "torch"):
+            raise ValueError(
+                f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights, the last two with "
+                f"equal groups and eps, got {norms}"
+            )
+        served = fit and (y.dtype in DTYPES or self.kernel != "auto")
+        return choose_kernel(self.kernel if served else "torch", y.device)
 
     def extra_repr(self) -> str:
         return f"kernel={self.kernel!r}"

@@ -2,12 +2,13 @@
 
 A graph holds `check_every` iterations; the host replays one after the other and looks at the count of running samples
 one graph late. With "whole" all of them stand in one graph, each behind a condition that the device evaluates, and the
-host does not look at all. (The iterations are conditional one by one, not a while loop, because the number of an
-iteration is an argument of its kernels.)
+host waits at the ends of the solve only: to see that z0 is finite, and how many evaluations there were. (The iterations
+are conditional one by one, not a while loop, because the number of an iteration is an argument of its kernels.)
 
 What a graph replays is fixed when it is captured: the memory of parameters and inputs, the kernels, every choice that
-Python made. Inputs are therefore copied into memory of the graph's, and a solve is captured anew when shapes, dtypes,
-parameters' memory, training flags, solver or autocast change.
+Python made. Inputs are therefore copied into memory of the graph's, and a solve is captured anew when the cell, shapes,
+dtypes, the memory of parameters and buffers, training flags, solver or autocast change. Tensors that the cell keeps
+elsewhere must stay where they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch.utils import _pytree as pytree
 from .ops import choose_kernel
 from .packing import Packing
 from .solution import Solution
-from .solve import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, watch_of
+from .solve import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, solve, watch_of
 from .solvers import Solver
 from .solvers.base import State
 
@@ -35,53 +37,51 @@ DEVICE = "cuda"  # what has graphs
 
 
 class Graphs:
-    """The captured solves of one cell.
+    """The captured solves of a block.
 
     mode: True (a graph per `check_every` iterations) or "whole". Raises ValueError for another mode, and for a cell
-    with ``begin_solve`` methods, whose effect a replay would not repeat; RuntimeError for "whole" where torch cannot.
+    with ``begin_solve`` methods, whose effect a replay would not repeat; TypeError for a cell that is no module, whose
+    parameters would not be known; RuntimeError for "whole" where torch cannot.
     """
 
     def __init__(self, cell: Callable[[Any, Any], Any], mode: bool | str):
         if mode not in (True, "whole"):
             raise ValueError(f"cuda_graph must be False, True or 'whole', got {mode!r}")
-        self.cell, self.whole = cell, mode == "whole"
+        self.whole = mode == "whole"
         if self.whole and not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
             raise RuntimeError(f"cuda_graph='whole' needs a torch with conditional nodes, got {torch.__version__}")
-        for name, module in cell.named_modules() if isinstance(cell, nn.Module) else ():
-            if hasattr(module, "begin_solve"):
-                raise ValueError(
-                    f"cuda_graph cannot be used with a cell whose {name or 'own'} {type(module).__name__}.begin_solve "
-                    "prepares every solve in Python: a replay would not run it"
-                )
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
+        _check_cell(cell)
 
-    def solve(self, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
+    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
         """As ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
+        _check_cell(cell)
         packing = Packing(z0)
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
-        with torch.no_grad():
+        if not packing.batch or not _is_ready(cell):
+            return solve(lambda z: cell(z, x), z0, solver, kernel, check_every)
+        with torch.inference_mode(False), torch.no_grad(), current(packing.device):
             start = finite_rows(packing, z0)
-            key = self._key(x, packing, solver, kernel, check_every)
+            key = self._key(cell, x, packing, solver, kernel, check_every)
             if key not in self._captured:
                 while len(self._captured) >= MAX_GRAPHS:
                     self._captured.popitem(last=False)
                 self._captured[key] = Captured.of(
-                    self.cell, x, packing, start, solver, kernel, check_every or CHECK_EVERY_ON_GPU, self.whole
+                    cell, x, packing, start, solver, kernel, check_every or CHECK_EVERY_ON_GPU, self.whole
                 )
             self._captured.move_to_end(key)
             return self._captured[key].replay(x, start)
 
-    def _key(self, x: Any, packing: Packing, solver: Solver, kernel: str, check_every: int | None) -> Any:
+    def _key(
+        self, cell: nn.Module, x: Any, packing: Packing, solver: Solver, kernel: str, check_every: int | None
+    ) -> Any:
         leaves, spec = pytree.tree_flatten(x)
         inputs = tuple(_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        modules = list(self.cell.modules()) if isinstance(self.cell, nn.Module) else []
-        tensors = [*self.cell.parameters(), *self.cell.buffers()] if isinstance(self.cell, nn.Module) else []
+        tensors = tuple((_layout(t), t.data_ptr()) for t in (*cell.parameters(), *cell.buffers()))
+        training = tuple(module.training for module in cell.modules())
         autocast = torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE)
-        return (
-            *(str(spec), inputs, packing.signature(), solver, kernel, check_every, autocast),
-            *(tuple(module.training for module in modules), tuple(tensor.data_ptr() for tensor in tensors)),
-        )
+        return cell, str(spec), inputs, packing.signature(), solver, kernel, check_every, autocast, training, tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs, which live on one device in one process."""
@@ -134,7 +134,7 @@ class Captured:
         return [(first, min(first + self.check_every, last)) for first in range(0, last, self.check_every)]
 
     def _capture(self, run: Run) -> None:
-        pool = new_pool()
+        pool, stream = new_pool(), new_stream()
 
         def chunk(first: int, until: int) -> None:
             if first == 0:
@@ -148,7 +148,7 @@ class Captured:
                 if_running(self.state.active, functools.partial(chunk, *bounds))
 
         parts = [everything] if self.whole else [functools.partial(chunk, *bounds) for bounds in self._chunks()]
-        self.graphs = [capture(part, pool) for part in parts]
+        self.graphs = [capture(part, pool, stream) for part in parts]
 
     def replay(self, x: Any, start: Tensor) -> Solution:
         """The solve from `start` with the values of x."""
@@ -174,6 +174,27 @@ class Captured:
         return min(-(-furthest // self.check_every) * self.check_every, self.solver.max_iter)
 
 
+def _check_cell(cell: Any) -> None:
+    if not isinstance(cell, nn.Module):
+        raise TypeError(f"cuda_graph needs a cell that is an nn.Module, whose parameters are known, got {cell!r}")
+    for name, module in cell.named_modules():
+        if hasattr(module, "begin_solve"):
+            raise ValueError(
+                f"cuda_graph cannot be used with a cell whose {name or 'own'} {type(module).__name__}.begin_solve "
+                "prepares every solve in Python: a replay would not run it"
+            )
+
+
+def _is_ready(cell: nn.Module) -> bool:
+    """Whether every submodule is the same function in all solves to come; one that is not says so by `has_settled`."""
+    checks = [getattr(module, "has_settled", None) for module in cell.modules()]
+    return all(check() for check in checks if check is not None)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
@@ -197,10 +218,15 @@ def new_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def capture(work: Callable[[], None], pool: Any) -> Any:
+def new_stream() -> Any:
+    """A stream of the current device to capture on; torch's own for this belongs to the first device used."""
+    return torch.cuda.Stream()
+
+
+def capture(work: Callable[[], None], pool: Any, stream: Any) -> Any:
     """What `work` queues, as a graph whose temporary memory lies in `pool`."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         work()
     return graph
 

@@ -122,15 +122,16 @@ def multisecant_step(
     with torch.autocast(z.device.type, enabled=False):
         step = beta * g
         if n:
-            _append_pair(z, fz, f_prev, left, df, gram, k, method, beta)
+            _append_pair(z, fz, f_prev, left, df, gram, k, method, beta, advance)
             t = torch.einsum("bmd,bd->bm", left[:, :n].to(z.dtype), g)
             gamma = solve_window(gram, t, k, method, ridge)
             step = step - torch.einsum("bmd,bm->bd", df[:, :n].to(z.dtype), gamma)
         # The history holds the step as it is taken, so that secant equations stay exact in a short history dtype.
         z_next = z + (alpha * step).to(left.dtype).to(z.dtype)
-        left[:, slot] = z_next - z
+        _put(left, (slice(None), slot), z_next - z, advance)
         if n and method in (BROYDEN_GOOD, ANDERSON_I):
-            gram[:, slot, :n] = torch.einsum("bmd,bd->bm", df[:, :n].to(z.dtype), left[:, slot].to(z.dtype))
+            dots = torch.einsum("bmd,bd->bm", df[:, :n].to(z.dtype), left[:, slot].to(z.dtype))
+            _put(gram, (slice(None), slot, slice(n)), dots, advance)
         z.copy_(torch.where(advance[:, None], z_next, z))
 
 
@@ -147,6 +148,22 @@ def multisecant_transposed(
     ridge: float,
 ) -> Tensor:
     """alpha (beta v - L gamma) with N^T gamma = DF^T v. See ``deqfast.ops.steps`` for the arguments."""
+    with torch.autocast(v.device.type, enabled=False):
+        return _transposed(v, left, df, gram, newest, count, method, alpha, beta, ridge)
+
+
+def _transposed(
+    v: Tensor,
+    left: Tensor,
+    df: Tensor,
+    gram: Tensor,
+    newest: Tensor,
+    count: Tensor,
+    method: int,
+    alpha: float,
+    beta: float,
+    ridge: float,
+) -> Tensor:
     history = left.shape[1]
     ages = torch.arange(history - 1, -1, -1, device=v.device)
     slots = (newest[:, None].long() - ages) % history  # (B, M), oldest first
@@ -163,29 +180,45 @@ def multisecant_transposed(
     return alpha * (beta * v - torch.einsum("bmd,bm->bd", in_order(left), gamma))
 
 
+def _put(target: Tensor, where: tuple[slice | int, ...], values: Tensor, advance: Tensor) -> None:
+    """target[where] = values in the rows of the samples that advance; the others keep what they have."""
+    rows = advance.view(-1, *([1] * (values.dim() - 1)))
+    target[where] = torch.where(rows, values.to(target.dtype), target[where])
+
+
 def _append_pair(
-    z: Tensor, fz: Tensor, f_prev: Tensor, left: Tensor, df: Tensor, gram: Tensor, k: int, method: int, beta: float
+    z: Tensor,
+    fz: Tensor,
+    f_prev: Tensor,
+    left: Tensor,
+    df: Tensor,
+    gram: Tensor,
+    k: int,
+    method: int,
+    beta: float,
+    advance: Tensor,
 ) -> None:
     """Complete the newest pair, whose step lies in `left`, and its row and column of the window matrix."""
     history, n, newest = left.shape[1], min(k, left.shape[1]), (k - 1) % left.shape[1]
+    everything = slice(None)
     delta = fz - f_prev
     s = left[:, newest].to(z.dtype)
     y = delta - s
-    df[:, newest] = beta * delta + (1 - beta) * s
+    _put(df, (everything, newest), beta * delta + (1 - beta) * s, advance)
     if method in (ANDERSON_II, BROYDEN_BAD):
-        left[:, newest] = y
+        _put(left, (everything, newest), y, advance)
         y = left[:, newest].to(z.dtype)
     window = left[:, :n].to(z.dtype)
     column = torch.einsum("bmd,bd->bm", window, y)
-    if method in (ANDERSON_II, BROYDEN_BAD):
-        gram[:, newest, :n] = column
-        gram[:, history, newest] = gram[:, history + 1, newest] = column[:, newest]
-    else:
-        if method == ANDERSON_I:
-            gram[:, newest, :n] = (gram[:, newest, :n] - torch.einsum("bmd,bd->bm", window, s)) / beta
-        gram[:, history, newest] = _dot(s, s)
-        gram[:, history + 1, newest] = _dot(y, y)
-    gram[:, :n, newest] = column
+    row, lengths = column, (column[:, newest], column[:, newest])
+    if method == ANDERSON_I:
+        row = (gram[:, newest, :n] - torch.einsum("bmd,bd->bm", window, s)) / beta
+    if method in (ANDERSON_I, BROYDEN_GOOD):
+        lengths = _dot(s, s), _dot(y, y)
+    if method != BROYDEN_GOOD:
+        _put(gram, (everything, newest, slice(n)), row, advance)
+    _put(gram, (everything, slice(n), newest), column, advance)
+    _put(gram, (everything, slice(history, None), newest), torch.stack(lengths, dim=1), advance)
 
 
 def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, transposed: bool = False) -> Tensor:

@@ -55,6 +55,8 @@ def solve(
     solver = as_solver(solver)
     if check_every is not None:
         check_count("check_every", check_every)
+    if keep_inverse and not isinstance(solver, Multisecant):
+        raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
     packing = Packing(z0)
     chosen = choose_kernel(kernel, packing.device)
     with torch.no_grad():
@@ -87,8 +89,7 @@ def not_finite(finite: Tensor) -> ValueError:
 
 
 def _inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
-    if not isinstance(solver, Multisecant):
-        raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
+    assert isinstance(solver, Multisecant)
     return lambda v: packing.unpack(solver.transposed_inverse(state, packing.pack(v)))
 
 
@@ -129,7 +130,7 @@ class LateWatch(Watch):
             self.arrived.synchronize()
             self.known = self.pinned.tolist()[0]
         self.pinned.copy_(self.active, non_blocking=True)
-        self.arrived.record()
+        self.arrived.record(torch.cuda.current_stream(self.active.device))
         return self.known
 
 

@@ -235,3 +235,21 @@ def test_cells_work_without_a_block():
         solution = solve(lambda z: cell(z, x), cell.initial_state(x))
         assert_close(cell(solution.value, x), solution.value, solved(1e-3))
     assert solution.converged.all()
+
+
+@pytest.mark.parametrize("change", ["groups", "eps", "identity", "affine"])
+def test_changed_normalisations_are_not_fused(change):
+    torch.manual_seed(0)
+    cell = ResidualCell(8, groups=4)
+    if change == "eps":
+        cell.norm3.eps = 0.1
+    else:
+        new = {"groups": nn.GroupNorm(2, 8), "identity": nn.Identity(), "affine": nn.GroupNorm(4, 8, affine=False)}
+        cell.norm3 = new[change]
+    z, x = torch.randn(2, 2, 8, 3, 3)
+    with torch.no_grad():
+        expected = cell.norm3(torch.relu(z + cell.norm2(cell.conv2(torch.relu(cell.norm1(cell.conv1(z)))) + x)))
+        assert torch.equal(cell(z, x), expected)
+    cell.kernel = "cpp"
+    with pytest.raises(ValueError, match="kernel='cpp' needs .* norm1, norm2 and norm3"):
+        cell(z, x)

@@ -54,7 +54,7 @@ class Condition:
             self.graph.replay()
 
 
-def record(work, pool):
+def record(work, pool, stream):
     graph = Recording()
     with graph:
         Recording.capturing.append(graph)
@@ -65,7 +65,7 @@ def record(work, pool):
 
 def record_condition(active, work):
     with torch.utils._python_dispatch._disable_current_modes():
-        body = record(work, None)
+        body = record(work, None, None)
     Recording.capturing[-1].calls.append((Condition(active, body), (), {}, None))
 
 
@@ -79,6 +79,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(graphs, "if_running", record_condition)
     monkeypatch.setattr(graphs, "aside", lambda work: work())
     monkeypatch.setattr(graphs, "new_pool", lambda: None)
+    monkeypatch.setattr(graphs, "new_stream", lambda: None)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
 
 
@@ -219,11 +220,46 @@ def test_inputs_may_be_a_pytree():
 
 
 def test_a_cell_that_waits_for_the_host_cannot_be_captured():
-    def cell(z, x):
-        return 0.5 * z if float(z.sum()) > 1e9 else 0.4 * z + x
+    class Waiting(nn.Module):
+        def forward(self, z, x):
+            return 0.5 * z if float(z.sum()) > 1e9 else 0.4 * z + x
 
     with pytest.raises(RuntimeError, match="cuda_graph: the solve cannot be captured: .*captur"):
-        deqfast.DEQBlock(cell, cuda_graph=True)(inputs())
+        deqfast.DEQBlock(Waiting(), cuda_graph=True)(inputs())
+
+
+def test_the_cell_may_be_replaced(mode):
+    graphed, plain = blocks("anderson", mode)
+    graphed(inputs())
+    graphed.cell = plain.cell = copy.deepcopy(plain.cell)
+    with torch.no_grad():
+        plain.cell.weight.mul_(0.5)
+    assert torch.equal(graphed(inputs()), plain(inputs()))
+
+
+def test_an_empty_batch(mode):
+    solution = blocks("anderson", mode)[0](inputs(batch=0), return_solution=True)[1]
+    assert solution.evaluations == 0 and solution.value.shape == (0, 12)
+
+
+def test_a_graph_of_inference_mode_serves_training():
+    graphed, plain = blocks("anderson", True)
+    with torch.inference_mode():
+        graphed(inputs())
+    assert torch.equal(graphed(inputs(seed=1)), plain(inputs(seed=1)))
+    assert len(graphed.graphs._captured) == 1
+
+
+def test_statistics_settle_before_a_solve_is_captured():
+    torch.manual_seed(0)
+    cells = [deqfast.ResidualCell(8, norm="batch").to(DEVICE) for _ in range(2)]
+    cells[1].load_state_dict(cells[0].state_dict())
+    graphed, plain = deqfast.DEQBlock(cells[0], "anderson", cuda_graph=True), deqfast.DEQBlock(cells[1], "anderson")
+    for seed in range(3):
+        x = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        assert torch.equal(graphed(x), plain(x))
+        assert len(graphed.graphs._captured) == (seed > 0)
+    assert torch.equal(cells[0].norm1.running_mean, cells[1].norm1.running_mean)
 
 
 @pytest.mark.skipif(GPU, reason="there is a GPU")
@@ -236,6 +272,11 @@ def test_it_needs_a_gpu(monkeypatch):
 def test_wrong_settings():
     with pytest.raises(ValueError, match="cuda_graph must be False, True or 'whole', got 'all'"):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="all")
+    with pytest.raises(TypeError, match="cuda_graph needs a cell that is an nn.Module"):
+        deqfast.DEQBlock(lambda z, x: z, cuda_graph=True)
+    for option in ("compact", "trace", "cuda_graph"):
+        with pytest.raises(ValueError, match="Unrolled runs no solver"):
+            deqfast.DEQBlock(deqfast.LinearCell(5), adjoint="unrolled", **{option: True})
     for option in ("compact", "trace"):
         with pytest.raises(ValueError, match="cannot be combined with compact or trace"):
             deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True, **{option: True})

@@ -89,7 +89,7 @@ class FakeEvent:
 
     waits = 0
 
-    def record(self):
+    def record(self, stream):
         pass
 
     def synchronize(self):
@@ -101,6 +101,7 @@ def late(monkeypatch):
     """Solves on the CPU look at the count as they do on a GPU."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(solve_module, "watch_of", LateWatch)
     FakeEvent.waits = 0
 

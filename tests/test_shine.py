@@ -163,6 +163,34 @@ def test_gradients_are_nearer_to_the_implicit_ones_than_those_of_jfb(name):
     assert (shine - exact).norm() < 0.7 * (jfb - exact).norm()
 
 
+def test_a_short_step_does_not_shrink_the_estimate(kernel, device):
+    """Without pairs it is that of JFB, whatever the length of the steps."""
+    z0, v = torch.zeros(2, 5, device=device), torch.arange(10.0, device=device).view(2, 5)
+    solver = deqfast.Broyden(max_iter=2, step=0.5)
+    solution = deqfast.solve(lambda z: 0.9 * z.cos() + 1, z0, solver, kernel, keep_inverse=True)
+    assert torch.equal(solution.transposed_inverse(v), v)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_history_of_a_finished_sample_stays(compact, kernel, device):
+    """The windows slide on for the others long after the first is done."""
+    rates = torch.tensor([0.1, 0.5, 0.9, 0.97], device=device)[:, None]
+
+    def estimate(rates, **options):
+        def f(z, rows=None):
+            here = rates if rows is None else rates[rows]
+            return here * torch.linspace(0.2, 1, 12, device=device) * torch.cos(z) + 1
+
+        z0 = torch.zeros(len(rates), 12, device=device)
+        solver = deqfast.Anderson(tol=1e-5, history=3, max_iter=60)
+        solution = deqfast.solve(f, z0, solver, kernel, keep_inverse=True, **options)
+        return solution.transposed_inverse(torch.ones_like(z0))
+
+    together = estimate(rates, compact=compact)
+    alone = torch.cat([estimate(rate[None]) for rate in rates])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
 def test_broken_samples_leave_no_trace():
     block = deqfast.DEQBlock(deqfast.LinearCell(5), "broyden", "shine")
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))

@@ -233,10 +233,10 @@ __global__ void __launch_bounds__(kThreads, 4)
 // --- launches
 
 // Call `body` with the number of elements that are loaded together, as a constant.
-template <class H, class F>
-void dispatch_pack(const Grouped<H>& g, const F& body) {
+template <class H, class F, class... Pointers>
+void dispatch_pack(const Grouped<H>& g, const F& body, Pointers... others) {
   constexpr int N = 16 / sizeof(H);
-  if (aligned<N>(g.dim, g.features) && g.stride % N == 0) {
+  if (aligned<N>(g.dim, g.features, others...) && g.stride % N == 0) {
     body(std::integral_constant<int, N>());
   } else {
     body(std::integral_constant<int, 1>());
@@ -301,7 +301,7 @@ void launch_scatter(ScatterParams<H> p, const Tensor& like, const double* direct
     constexpr int N = decltype(n)::value;
     const dim3 grid(blocks, panels);
     scatter_kernel<Tile, N><<<grid, kThreads, 0, stream>>>(p);
-  });
+  }, p.high);
   const unsigned outputs = static_cast<unsigned>(count);
   add_kernel<T><<<outputs, kThreads, 0, stream>>>(p.partials, blocks, p.padded, within);
   check_launch("within_class_scatter");

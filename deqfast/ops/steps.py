@@ -26,8 +26,9 @@ ridge       float         Anderson: added to the diagonal of the equilibrated N
 ==========  ============  =====================================================================================
 
 ``multisecant_transposed(v (B, D) T, left, df, gram, newest (B,) int32, count (B,) int32, method, alpha, beta, ridge)``
-returns alpha (beta v - L gamma) with N^T gamma = DF^T v, (B, D). Where z <- z - H g is the step, that is -H^T v: an
-estimate of (I - J^T)^-1 v, J the Jacobian of f. The window of a sample holds its `count` pairs up to number `newest`.
+returns alpha (beta v - L gamma) with N^T gamma = DF^T v, (B, D). Where z <- z - H g is the step, that is -H^T v, for
+alpha = 1 an estimate of (I - J^T)^-1 v, J the Jacobian of f. A sample's window holds `count` pairs, the last of them
+number `newest`. On a GPU one block works on a sample, however long.
 """
 
 from __future__ import annotations

@@ -95,10 +95,12 @@ class Multisecant(Solver):
     def transposed_inverse(self, state: State, v: Tensor) -> Tensor:
         """An estimate of (I - J^T)^-1 v for v (B, D), J the Jacobian of f at the solution, from a solve that is over.
 
-        A sample's last value of f was judged without a step, so that its last step belongs to no pair, but lies in the
-        slot of the oldest.
+        That is -H^T v, where the secant equations make H the inverse of the Jacobian of f(z) - z, whatever the length
+        of the step. A sample's last value of f was judged without a step, so that its last step belongs to no pair, but
+        lies in the slot of the oldest.
         """
         assert isinstance(state, MultisecantState)
         count = (state.iterations - 2).clamp(0, state.left.shape[1] - 1)
+        method, _, beta, ridge = self.method()
         product = state.kernel.op("multisecant_transposed")
-        return product(v, state.left, state.df, state.gram, state.iterations - 3, count, *self.method())
+        return product(v, state.left, state.df, state.gram, state.iterations - 3, count, method, 1.0, beta, ridge)

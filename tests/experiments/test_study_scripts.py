@@ -155,6 +155,7 @@ def test_kill_9_and_resume_end_in_the_same_bits(steps, whole, study, tmp_path):
 
 def at_step(monkeypatch, number, action):
     """Do something in the middle of an epoch."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
     step, left = Trainer.train_step, [number]
 
     def train_step(self, *arguments):
