@@ -204,8 +204,8 @@ class ResidualCell(nn.Module):
         fit = fit and self.norm2.num_groups == self.norm3.num_groups and self.norm2.eps == self.norm3.eps
         if not fit and self.kernel not in ("auto", "torch"):
             raise ValueError(
-                f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights, the last two with "
-                f"equal groups and eps, got {norms}"
+                f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights, the last two "
+                f"with equal groups and eps, got {norms}"
             )
         served = fit and (y.dtype in DTYPES or self.kernel != "auto")
         return choose_kernel(self.kernel if served else "torch", y.device)

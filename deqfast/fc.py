@@ -21,6 +21,9 @@ from .solvers import Picard, Solver, as_solver
 from .solvers.base import STALL_UNITS, check_choice
 
 _STATE_DTYPES = (torch.float32, torch.float64)
+# Products per evaluation up to which "auto" takes the one launch on a GPU: above, the matrix units of the ordinary loop
+# should outweigh its launches. From the cost model; not yet measured.
+MAX_AUTO_PRODUCTS = 1 << 28
 
 
 def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -34,6 +37,13 @@ def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
 
         return dtype == torch.float32 and features <= fc_features(weight.dtype, shared_memory(weight.device))
     return kernel.name == "cpp"
+
+
+def serves(requested: str, kernel: Kernel, weight: Tensor, z0: Tensor) -> bool:
+    """Whether the solve is one launch: `kernel` has one, which, where nobody asked for it by name, should be faster."""
+    if requested == "auto" and z0.is_cuda and z0.numel() * len(weight) > MAX_AUTO_PRODUCTS:
+        return False
+    return has_kernel(kernel, weight, z0.dtype)
 
 
 def _solve(
@@ -79,7 +89,7 @@ def solve_cell(
             return None
         weight, stall_floor = weight.to(torch.bfloat16), STALL_UNITS * torch.finfo(torch.bfloat16).eps
     chosen = choose_kernel(kernel, z0.device)
-    if z0.dtype not in _STATE_DTYPES or not has_kernel(chosen, weight, z0.dtype):
+    if z0.dtype not in _STATE_DTYPES or not serves(kernel, chosen, weight, z0):
         return None
     c = injection()
     c = c.to(z0.dtype) if weight.dtype == torch.bfloat16 else c
@@ -148,7 +158,7 @@ def fc_fixed_point(
     activation: "identity", "relu", "tanh" or "gelu".
     solver: ``Picard`` with damping 1 (None: ``Picard()``).
     kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
-        kernel holds W. By name, "triton" serves float32 with D <= 128, or bfloat16 weights with D <= 256 (128 where a
+        kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or bfloat16 weights with D <= 256 (128 where a
         block has less than 128 KiB of shared memory), "cuda" what the GPU holds in shared memory, at most D = 2048.
         "torch" is the specification: it makes all of max_iter iterations.
 
@@ -163,7 +173,7 @@ def fc_fixed_point(
         raise ValueError(f"solver must be Picard with damping 1, got {solver}")
     z0 = torch.zeros_like(c) if z0 is None else z0
     chosen = choose_kernel(kernel, c.device)
-    if kernel == "auto" and not has_kernel(chosen, weight, c.dtype):
+    if kernel == "auto" and not serves(kernel, chosen, weight, c):
         solution = _solve_in_a_loop(weight, c, z0, activation, solver, chosen)
     else:
         solution = _solve(weight, c, z0, activation, solver, chosen, 0.0)
