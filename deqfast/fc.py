@@ -158,8 +158,9 @@ def fc_fixed_point(
     activation: "identity", "relu", "tanh" or "gelu".
     solver: ``Picard`` with damping 1 (None: ``Picard()``).
     kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
-        kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or bfloat16 weights with D <= 256 (128 where a
-        block has less than 128 KiB of shared memory), "cuda" what the GPU holds in shared memory, at most D = 2048.
+        kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
+        bfloat16 weights with D <= 256 (128 where a block has less than 128 KiB of shared memory), "cuda" what the GPU
+        holds in shared memory, at most D = 2048.
         "torch" is the specification: it makes all of max_iter iterations.
 
     The gradient is that of act(W z + c) with z fixed (Fung et al., AAAI 2022, as ``JFB``); z0 gets none, nor do samples
