@@ -149,35 +149,20 @@ def multisecant_transposed(
 ) -> Tensor:
     """alpha (beta v - L gamma) with N^T gamma = DF^T v. See ``deqfast.ops.steps`` for the arguments."""
     with torch.autocast(v.device.type, enabled=False):
-        return _transposed(v, left, df, gram, newest, count, method, alpha, beta, ridge)
+        history = left.shape[1]
+        ages = torch.arange(history - 1, -1, -1, device=v.device)
+        slots = (newest[:, None].long() - ages) % history  # (B, M), oldest first
+        inside = ages < count[:, None]
 
+        def in_order(pairs: Tensor) -> Tensor:
+            rows = pairs.gather(1, slots[:, :, None].expand(-1, -1, pairs.shape[2])).to(v.dtype)
+            return torch.where(inside[:, :, None], rows, 0)
 
-def _transposed(
-    v: Tensor,
-    left: Tensor,
-    df: Tensor,
-    gram: Tensor,
-    newest: Tensor,
-    count: Tensor,
-    method: int,
-    alpha: float,
-    beta: float,
-    ridge: float,
-) -> Tensor:
-    history = left.shape[1]
-    ages = torch.arange(history - 1, -1, -1, device=v.device)
-    slots = (newest[:, None].long() - ages) % history  # (B, M), oldest first
-    inside = ages < count[:, None]
-
-    def in_order(pairs: Tensor) -> Tensor:
-        rows = pairs.gather(1, slots[:, :, None].expand(-1, -1, pairs.shape[2])).to(v.dtype)
-        return torch.where(inside[:, :, None], rows, 0)
-
-    squares = in_order(gram[:, history:].mT).mT.flip(1)
-    matrix = in_order(in_order(gram[:, :history]).mT)
-    t = torch.einsum("bmd,bd->bm", in_order(df), v)
-    gamma = solve_window(torch.cat([matrix, squares], dim=1), t, history, method, ridge, transposed=True)
-    return alpha * (beta * v - torch.einsum("bmd,bm->bd", in_order(left), gamma))
+        squares = in_order(gram[:, history:].mT).mT.flip(1)
+        matrix = in_order(in_order(gram[:, :history]).mT)
+        t = torch.einsum("bmd,bd->bm", in_order(df), v)
+        gamma = solve_window(torch.cat([matrix, squares], dim=1), t, history, method, ridge, transposed=True)
+        return alpha * (beta * v - torch.einsum("bmd,bm->bd", in_order(left), gamma))
 
 
 def _put(target: Tensor, where: tuple[slice | int, ...], values: Tensor, advance: Tensor) -> None:
