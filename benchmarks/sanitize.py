@@ -20,9 +20,9 @@ import deqfast
 from deqfast.ops import ACTIVATIONS
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "kernels"))
-from cases import METHODS, WINDOW, Case, start_state  # noqa: E402
-from fc_cases import FCCase  # noqa: E402
-from norm_cases import NORM_DTYPES, NORM_OPS, NormCase  # noqa: E402
+from cases import METHODS, WINDOW, Case, start_state  # noqa: E402  (found through the path above)
+from fc_cases import FCCase  # noqa: E402  (found through the path above)
+from norm_cases import NORM_DTYPES, NORM_OPS, NormCase  # noqa: E402  (found through the path above)
 
 # Odd, with vectors, with several blocks per sample (odd and with vectors).
 SIZES = (63, 256, 2 * 4096 + 1, 3 * 4096)

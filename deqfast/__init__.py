@@ -8,15 +8,15 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "csrc").is_dir() and (_root / "kernels").is_dir():
     __path__.append(str(_root))
 
-from .adjoint import JFB, SHINE, Implicit, Phantom, Unrolled  # noqa: E402
-from .block import DEQBlock  # noqa: E402
-from .cells import FCCell, LinearCell, ResidualCell  # noqa: E402
-from .fc import fc_fixed_point  # noqa: E402
-from .neural_collapse import NCResult, NeuralCollapse, neural_collapse  # noqa: E402
-from .ops import Availability, backends  # noqa: E402
-from .solution import Solution, Status  # noqa: E402
-from .solve import solve  # noqa: E402
-from .solvers import Anderson, Broyden, Picard  # noqa: E402
+from .adjoint import JFB, SHINE, Implicit, Phantom, Unrolled  # noqa: E402  (after __path__)
+from .block import DEQBlock  # noqa: E402  (after __path__)
+from .cells import FCCell, LinearCell, ResidualCell  # noqa: E402  (after __path__)
+from .fc import fc_fixed_point  # noqa: E402  (after __path__)
+from .neural_collapse import NCResult, NeuralCollapse, neural_collapse  # noqa: E402  (after __path__)
+from .ops import Availability, backends  # noqa: E402  (after __path__)
+from .solution import Solution, Status  # noqa: E402  (after __path__)
+from .solve import solve  # noqa: E402  (after __path__)
+from .solvers import Anderson, Broyden, Picard  # noqa: E402  (after __path__)
 
 __version__ = "0.1.0"
 

@@ -17,10 +17,10 @@ if not torch.cuda.is_available():
 # The random op states in kernels/cases.py, and the emulation in csrc/emulate.py, serve the tests of every op.
 sys.path += [str(Path(__file__).parent / folder) for folder in ("kernels", "csrc")]
 
-import emulate  # noqa: E402
+import emulate  # noqa: E402  (found through the path above)
 
-import deqfast  # noqa: E402
-from deqfast import _extension  # noqa: E402
+import deqfast  # noqa: E402  (kernels read TRITON_INTERPRET)
+from deqfast import _extension  # noqa: E402  (kernels read TRITON_INTERPRET)
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.

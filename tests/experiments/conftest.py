@@ -16,7 +16,7 @@ import torch
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.append(str(EXPERIMENTS))
 
-from nc_study.cli import main  # noqa: E402
+from nc_study.cli import main  # noqa: E402  (found through the path above)
 
 TINY = [
     *("--dataset", "shapes", "--width", "1", "--n-majority", "30", "--test-images", "20", "--ratio", "10"),
