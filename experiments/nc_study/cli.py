@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from . import figures
+from .analysis import analyse
 from .config import Settings, StudyError, parse
 from .data import Source, StudyData, find_source, load
 from .models import build, choose_kernel
 from .results import build_result, report
-from .rundir import RunDirectory, check_space, prepare_out, read_json, write_json
+from .rundir import RunDirectory, check_space, prepare_out, read_json, write_arrays, write_json
 from .training import train
 
 STATES_ON_DISK = 3  # a checkpoint, the one before, and the next while it is written
@@ -79,9 +80,12 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: dic
     check_space(run.path, STATES_ON_DISK * 8 * sum(parameters.values()))
     data = load(source, settings, torch.device(settings.device))
     describe_data(data)
+    analyses, arrays = {}, {}
     for model in settings.models:
-        train(model, settings, data, run)
-    write_json(run.result, build_result(settings, run, kernel, data.counts, parameters))
+        network = train(model, settings, data, run).network
+        analyses[model], arrays[model] = analyse(network, data)
+    write_arrays(run.features, arrays)
+    write_json(run.result, build_result(settings, run, kernel, data.counts, parameters, analyses))
 
 
 def count_parameters(model: str, settings: Settings) -> int:

@@ -25,6 +25,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "schedule": "constant",
         "metrics_every": 5,
     },
+    "tuned": {
+        "width": 64,
+        "n_majority": {10: 5000, 100: 500},
+        "test_images": 10_000,
+        "epochs": 100,
+        "batch_size": 128,
+        "lr": 0.1,
+        "schedule": "cosine",
+        "metrics_every": 5,
+    },
     "quick": {
         "width": 16,
         "n_majority": {10: 1000, 100: 100},
@@ -131,6 +141,11 @@ class Settings:
     def classes(self) -> int:
         """Number of classes; `auto` ends in one of the data sets with ten."""
         return CLASSES.get(self.dataset, 10)
+
+    @property
+    def majority_classes(self) -> int:
+        """How many of the first classes form the majority; all of them in the balanced study."""
+        return self.classes if self.majority is None else self.majority * self.classes // 10
 
     @property
     def models(self) -> tuple[str, ...]:

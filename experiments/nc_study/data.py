@@ -111,14 +111,9 @@ def class_sizes(settings: Settings) -> list[int]:
     """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all."""
     if settings.majority is None or settings.ratio is None:
         return [settings.n_majority] * settings.classes
-    majority = majority_classes(settings)
+    majority = settings.majority_classes
     minority = settings.n_majority // settings.ratio
     return [settings.n_majority] * majority + [minority] * (settings.classes - majority)
-
-
-def majority_classes(settings: Settings) -> int:
-    """How many of the first classes form the majority; all of them in the balanced study."""
-    return settings.classes if settings.majority is None else settings.majority * settings.classes // 10
 
 
 def select_images(labels: np.ndarray, sizes: list[int]) -> np.ndarray:
@@ -164,7 +159,7 @@ def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
     return StudyData(
         name=source.name,
         counts=tuple(sizes),
-        majority=majority_classes(settings),
+        majority=settings.majority_classes,
         train_images=_image_tensor(train[0][kept], device),
         train_labels=torch.from_numpy(train[1][kept]).to(device),
         test_images=_image_tensor(test[0][tested], device),

@@ -1,9 +1,8 @@
-"""The figure of a run: accuracy and neural collapse against epoch, from its files."""
+"""The figure of a run: accuracy and neural collapse against epoch, from its result."""
 
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import matplotlib
 
@@ -22,24 +21,24 @@ DASHES = {"overall": "-", "majority": "--", "minority": ":"}
 
 
 def draw(run: RunDirectory) -> None:
-    """Write figure.png from the run's result and epoch lines."""
+    """Write figure.png from the run's result."""
     result = read_json(run.result)
-    rows = {model: run.rows(model) for model in result["models"]}
+    curves = {model: summary["curves"] for model, summary in result["models"].items()}
     image = io.BytesIO()
     settings = result["settings"]
-    figure = study_figure(rows, f"{title(result)}, width {settings['width']}, seed {settings['seed']}")
+    figure = study_figure(curves, f"{title(result)}, width {settings['width']}, seed {settings['seed']}")
     figure.savefig(image, format="png", dpi=150)
     plt.close(figure)
     write_atomically(run.figure, image.getvalue())
 
 
-def study_figure(rows: dict[str, list[Row]], heading: str) -> Figure:
+def study_figure(curves: dict[str, Row], heading: str) -> Figure:
     """Four panels: test accuracy, NC1 (log scale), NC2, NC3; a colour for each network."""
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained")
     figure.suptitle(heading)
-    _accuracy(axes[0], rows)
+    _accuracy(axes[0], curves)
     for axis, name in zip(axes[1:], ("nc1", "nc2", "nc3"), strict=True):
-        _collapse(axis, rows, name)
+        _collapse(axis, curves, name)
     for axis in axes:
         axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -49,27 +48,23 @@ def study_figure(rows: dict[str, list[Row]], heading: str) -> Figure:
     return figure
 
 
-def _accuracy(axis: Axes, rows: dict[str, list[Row]]) -> None:
-    for model, lines in rows.items():
+def _accuracy(axis: Axes, curves: dict[str, Row]) -> None:
+    for model, columns in curves.items():
         for group, dash in DASHES.items():
-            values = [line["test"][group] for line in lines]
-            if values[0] is None:
+            if columns[group][0] is None:
                 continue
             label = f"{LABELS[model]}, {group}"
-            axis.plot(_epochs(lines), values, dash, color=COLOURS[model], label=label)
+            axis.plot(columns["epoch"], columns[group], dash, color=COLOURS[model], label=label)
     axis.set_ylabel("test accuracy (%)")
     axis.set_ylim(bottom=0)
 
 
-def _collapse(axis: Axes, rows: dict[str, list[Row]], name: str) -> None:
-    for model, lines in rows.items():
-        measured: list[Any] = [line for line in lines if line["nc"] and line["nc"][name] is not None]
-        values = [line["nc"][name] for line in measured]
-        axis.plot(_epochs(measured), values, color=COLOURS[model], marker=MARKERS[model], ms=4, label=LABELS[model])
+def _collapse(axis: Axes, curves: dict[str, Row], name: str) -> None:
+    for model, columns in curves.items():
+        pairs = zip(columns["nc"]["epoch"], columns["nc"][name], strict=True)
+        measured = [pair for pair in pairs if pair[1] is not None]
+        epochs, values = zip(*measured, strict=True) if measured else ((), ())
+        axis.plot(epochs, values, color=COLOURS[model], marker=MARKERS[model], ms=4, label=LABELS[model])
     if name == "nc1":
         axis.set_yscale("log")
     axis.set_ylabel(name.upper())
-
-
-def _epochs(lines: list[Row]) -> list[int]:
-    return [line["epoch"] for line in lines]

@@ -21,6 +21,10 @@ from .rundir import Row, RunDirectory
 
 AVERAGED = 10
 GROUPS = ("overall", "majority", "minority")
+COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
+SOLVER_MEANS = ("iterations", "residual", "converged")
+FORMAT = 2
+"""Of result.json: rises when what it holds changes its name or meaning."""
 
 # K_A, data, R | explicit: overall, majority, minority | DEQ: the same. Percent, over the last ten epochs.
 _TABLE_2 = """
@@ -108,8 +112,8 @@ def spread(values: list[float]) -> Spread:
     return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
-def summarise(rows: list[Row]) -> Row:
-    """One network's share of the result, from its epoch lines."""
+def summarise(rows: list[Row], majority: int) -> Row:
+    """One network's share of the result, from its epoch lines; the first `majority` classes are the majority."""
     last = rows[-AVERAGED:]
     solves = [row["train"]["solver"] for row in rows if row["train"]["solver"]]
     return {
@@ -119,30 +123,76 @@ def summarise(rows: list[Row]) -> Row:
         },
         "epochs_averaged": len(last),
         "per_class": rows[-1]["test"]["per_class"],
+        "confusion": rows[-1]["test"]["confusion"],
         "train_loss": rows[-1]["train"]["loss"],
         "nc": rows[-1]["nc"],
         "solver": _solver_summary(solves) if solves else None,
         "seconds": {name: round(sum(row["seconds"][name] for row in rows), 1) for name in rows[-1]["seconds"]},
+        "curves": curves(rows, majority),
     }
 
 
 def _solver_summary(solves: list[Row]) -> Row:
-    means, counts = ("iterations", "residual", "converged"), ("max_iter", "nonfinite", "stalled", "skipped")
+    counts = ("max_iter", "nonfinite", "stalled", "skipped")
     return {
-        **{name: statistics.fmean(solve[name] for solve in solves) for name in means},
+        **{name: statistics.fmean(solve[name] for solve in solves) for name in SOLVER_MEANS},
         **{name: sum(solve[name] for solve in solves) for name in counts},
+        "per_class": solves[-1]["per_class"],
     }
 
 
-def build_result(settings: Settings, run: RunDirectory, kernel: Row, counts: tuple[int, ...], parameters: Row) -> Row:
-    """Everything there is to know about a finished run."""
-    models = {model: {"parameters": parameters[model], **summarise(run.rows(model))} for model in settings.models}
+def curves(rows: list[Row], majority: int) -> Row:
+    """The course of a training as columns, one value per epoch; "nc" has its own epochs, "solver" is None without one.
+
+    A solver column of a group is the mean over the group's classes, on the training images."""
+    measured = [row for row in rows if row["nc"]]
+    solves = [row["train"]["solver"] for row in rows if row["train"]["solver"]]
     return {
+        "epoch": [row["epoch"] for row in rows],
+        "lr": [row["train"]["lr"] for row in rows],
+        "loss": [row["train"]["loss"] for row in rows],
+        "train_accuracy": [row["train"]["accuracy"] for row in rows],
+        **{group: [row["test"][group] for row in rows] for group in GROUPS},
+        "nc": {
+            "epoch": [row["epoch"] for row in measured],
+            **{name: [row["nc"][name] for row in measured] for name in COLLAPSE},
+        },
+        "solver": _solver_curves(solves, majority) if solves else None,
+    }
+
+
+def _solver_curves(solves: list[Row], majority: int) -> Row:
+    groups = {"majority": slice(0, majority), "minority": slice(majority, None)}
+    columns: Row = {name: [solve[name] for solve in solves] for name in (*SOLVER_MEANS, "skipped")}
+    for group, part in groups.items():
+        columns[group] = {
+            name: [_mean(solve["per_class"][name][part]) for solve in solves] for name in SOLVER_MEANS
+        }
+    return columns
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def build_result(
+    settings: Settings, run: RunDirectory, kernel: Row, counts: tuple[int, ...], parameters: Row, analyses: Row
+) -> Row:
+    """Everything there is to know about a finished run; `parameters` and `analyses` by network."""
+    majority = settings.majority_classes
+    models = {
+        model: {"parameters": parameters[model], **summarise(run.rows(model), majority), **analyses[model]}
+        for model in settings.models
+    }
+    return {
+        "format": FORMAT,
         "study": settings.study,
         "command": shlex.join(["python", *sys.argv]),
         "data": settings.dataset,
         "preset": settings.preset,
         "train_images_per_class": list(counts),
+        "majority_classes": majority,
         "kernel": kernel,
         "models": models,
         "paper": paper_cell(settings),
@@ -241,7 +291,7 @@ def _collapse(result: Row) -> str:
     epochs = result["settings"]["epochs"]
     lines = [f"Neural collapse of the training images after epoch {epochs}", _row("", "NC1", "NC2", "NC3", "NC4")]
     for model, summary in result["models"].items():
-        values = [summary["nc"][name] for name in ("nc1", "nc2", "nc3", "nc4")]
+        values = [summary["nc"][name] for name in COLLAPSE]
         lines.append(_row(model, *("undefined" if value is None else f"{value:.4g}" for value in values)))
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 - settings.json: what was asked for; a run is only continued under the same settings
 - <model>.jsonl: one line per finished epoch
 - <model>.ckpt: the state after the last finished epoch; <model>.previous.ckpt: after the one before
-- result.json, figure.png: written at the end
+- features.npz, result.json, figure.png: written at the end
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from .config import Settings, StudyError, flag_of
@@ -57,6 +58,27 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def write_arrays(path: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    """Arrays by network and name as one compressed .npz with the names `network/name`, atomically."""
+    content = io.BytesIO()
+    named = {f"{model}/{name}": array for model, group in arrays.items() for name, array in group.items()}
+    np.savez_compressed(content, **named)  # type: ignore[arg-type]
+    write_atomically(path, content.getvalue())
+
+
+def read_arrays(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    """What `write_arrays` wrote; a damaged file is an error that names it."""
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            for key in stored.files:
+                model, name = key.split("/")
+                arrays.setdefault(model, {})[name] = stored[key]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise StudyError(f"{path} cannot be read ({error})") from error
+    return arrays
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds; a damaged one is an error that names it."""
     try:
@@ -89,6 +111,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.result = path / "result.json"
+        self.features = path / "features.npz"
         self.figure = path / "figure.png"
         self._settings = path / "settings.json"
 

@@ -26,15 +26,16 @@ WARM_UP = 0.05
 
 
 class SolverTally:
-    """Sums over the solves of one pass, kept on the device until they are read."""
+    """Sums over the solves of one pass, class by class, kept on the device until they are read."""
 
     _FIELDS = ("samples", "iterations", "residual", "converged", "max_iter", "nonfinite", "stalled", "skipped")
+    _MEANS = ("iterations", "residual", "converged")
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(self._FIELDS), dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, classes: int) -> None:
+        self._sums = torch.zeros(classes, len(self._FIELDS), dtype=torch.float64, device=device)
 
-    def add(self, solution: deqfast.Solution) -> None:
-        """Count the samples of one solve."""
+    def add(self, solution: deqfast.Solution, labels: Tensor) -> None:
+        """Count the samples of one solve, whose classes are `labels` (B,)."""
         status, residual = solution.status, solution.residual_rel
         parts = (
             torch.ones_like(status),
@@ -46,16 +47,24 @@ class SolverTally:
             status == deqfast.Status.STALLED,
             ~usable(solution),
         )
-        self._sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        # A product, not index_add: the same bits every time, on a GPU too.
+        members = F.one_hot(labels, len(self._sums)).double()
+        self._sums += members.T @ torch.stack([part.double() for part in parts], 1)
 
-    def summary(self) -> dict[str, float] | None:
-        """Mean iterations and residual, converged share, and how many ended otherwise; None if nothing was solved."""
-        counts = dict(zip(self._FIELDS, self._sums.tolist(), strict=True))
+    def summary(self) -> Row | None:
+        """Mean iterations, residual and converged share, in all and of each class (None where a class has no sample),
+        and how many ended otherwise; None if nothing was solved."""
+        sums = self._sums.tolist()
+        counts = dict(zip(self._FIELDS, map(sum, zip(*sums, strict=True)), strict=True))
         samples = counts.pop("samples")
         if not samples:
             return None
-        means = {name: counts.pop(name) / samples for name in ("iterations", "residual", "converged")}
-        return means | {name: int(count) for name, count in counts.items()}
+        means = {name: counts.pop(name) / samples for name in self._MEANS}
+        per_class = {
+            name: [row[column] / row[0] if row[0] else None for row in sums]
+            for column, name in enumerate(self._MEANS, 1)
+        }
+        return means | {name: int(count) for name, count in counts.items()} | {"per_class": per_class}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Inference:
     predictions: Tensor
     labels: Tensor
     features: Tensor
-    solver: dict[str, float] | None
+    solver: Row | None
 
 
 def usable(solution: deqfast.Solution) -> Tensor:
@@ -112,16 +121,19 @@ class Trainer:
         trained = self.train_epoch(epoch, progress)
         clock.append(time.perf_counter())
         test = self.infer("test")
-        accuracy = accuracies(test, self.data)
-        clock.append(time.perf_counter())
         last, every = self.settings.epochs, self.settings.metrics_every
+        confusion = confusion_matrix(test, self.data.classes)
+        tested = accuracies(confusion, self.data.majority) | {"solver": test.solver}
+        if epoch == last:
+            tested["confusion"] = confusion.tolist()
+        clock.append(time.perf_counter())
         collapse = self.measure_collapse() if epoch in (1, last) or epoch % every == 0 else None
         clock.append(time.perf_counter())
         spent = [round(after - before, 3) for before, after in pairwise(clock)]
         return {
             "epoch": epoch,
             "train": trained,
-            "test": {**accuracy, "solver": test.solver},
+            "test": tested,
             "nc": collapse,
             "seconds": dict(zip(("train", "test", "metrics"), spent, strict=True)),
         }
@@ -130,7 +142,7 @@ class Trainer:
         """One pass over the training images; its mean loss, accuracy on the augmented images, and solver summary."""
         self.network.train()
         device, settings = self.data.train_images.device, self.settings
-        tally, sums = SolverTally(device), torch.zeros(3, dtype=torch.float64, device=device)
+        tally, sums = SolverTally(device, self.data.classes), torch.zeros(3, dtype=torch.float64, device=device)
         steps = self.data.steps(settings.batch_size)
         for step, (images, labels) in enumerate(self.data.epoch(settings.seed, epoch, settings.batch_size)):
             rate = learning_rate(settings, (epoch - 1 + (step + 0.5) / steps) / settings.epochs)
@@ -153,7 +165,7 @@ class Trainer:
             logits, _, solution = self.network(images)
         kept = torch.ones_like(labels, dtype=torch.bool)
         if solution is not None:
-            tally.add(solution)
+            tally.add(solution, labels)
             kept = usable(solution)
             if not kept.any():
                 return torch.zeros(3, dtype=torch.float64, device=labels.device)
@@ -169,13 +181,13 @@ class Trainer:
     def infer(self, split: str) -> Inference:
         """A pass over "train" or "test" as it is, no sample left out."""
         self.network.eval()
-        tally = SolverTally(self.data.train_images.device)
+        tally = SolverTally(self.data.train_images.device, self.data.classes)
         predictions, truth, features = [], [], []
         for images, labels in self.data.plain(split, EVALUATION_BATCH):
             with autocast(self.settings):
                 output = self.network(images)
             if output.solution is not None:
-                tally.add(output.solution)
+                tally.add(output.solution, labels)
             predictions.append(output.logits.argmax(1))
             truth.append(labels)
             features.append(output.features)
@@ -189,7 +201,7 @@ class Trainer:
         return {name: value if math.isfinite(value) else None for name, value in asdict(result).items()}
 
 
-def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> None:
+def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
     trainer = Trainer(model, settings, data)
     done = run.restore(model, trainer.load)
@@ -204,17 +216,22 @@ def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) ->
             run.save(model, trainer.state(epoch))
             progress.write(describe(model, row, settings.epochs))
             sys.stdout.flush()
+    return trainer
 
 
-def accuracies(test: Inference, data: StudyData) -> Row:
+def confusion_matrix(test: Inference, classes: int) -> Tensor:
+    """(K, K) int64: how many images of class i were taken for class j."""
+    return torch.bincount(test.labels * classes + test.predictions, minlength=classes**2).view(classes, classes)
+
+
+def accuracies(confusion: Tensor, majority: int) -> Row:
     """Percent right: of each class, and the means over all, the majority's and the minority's (None if balanced)."""
-    right = torch.bincount(test.labels[test.predictions == test.labels], minlength=data.classes)
-    per_class = 100 * right.double() / torch.bincount(test.labels, minlength=data.classes)
-    split = data.majority < data.classes
+    per_class = 100 * confusion.diagonal().double() / confusion.sum(1)
+    split = majority < len(confusion)
     return {
         "overall": per_class.mean().item(),
-        "majority": per_class[: data.majority].mean().item() if split else None,
-        "minority": per_class[data.majority :].mean().item() if split else None,
+        "majority": per_class[:majority].mean().item() if split else None,
+        "minority": per_class[majority:].mean().item() if split else None,
         "per_class": per_class.tolist(),
     }
 
