@@ -165,9 +165,7 @@ def _solver_curves(solves: list[Row], majority: int) -> Row:
     groups = {"majority": slice(0, majority), "minority": slice(majority, None)}
     columns: Row = {name: [solve[name] for solve in solves] for name in (*SOLVER_MEANS, "skipped")}
     for group, part in groups.items():
-        columns[group] = {
-            name: [_mean(solve["per_class"][name][part]) for solve in solves] for name in SOLVER_MEANS
-        }
+        columns[group] = {name: [_mean(solve["per_class"][name][part]) for solve in solves] for name in SOLVER_MEANS}
     return columns
 
 
