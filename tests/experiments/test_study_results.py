@@ -7,7 +7,18 @@ import json
 import pytest
 from nc_study import figures, results
 from nc_study.config import settings_from
-from nc_study.results import INCONSISTENT, PAPER, build_result, differences, paper_cell, report, spread, summarise
+from nc_study.results import (
+    FORMAT,
+    INCONSISTENT,
+    PAPER,
+    build_result,
+    curves,
+    differences,
+    paper_cell,
+    report,
+    spread,
+    summarise,
+)
 from nc_study.rundir import RunDirectory, write_json
 
 TWELVE = [(data, majority, ratio) for data, majority, ratio in PAPER if majority is not None]
@@ -63,6 +74,7 @@ def test_mean_and_sample_deviation():
 def rows(epochs, deq, split=True):
     solver = {"iterations": 11.0, "residual": 5e-4, "converged": 0.9}
     solver |= {"max_iter": 2, "nonfinite": 1, "stalled": 0, "skipped": 3}
+    solver["per_class"] = {"iterations": [9.0] * 3 + [16.0] * 7, "residual": [5e-4] * 10, "converged": [0.9] * 9 + [None]}
     return [
         {
             "epoch": epoch,
@@ -73,6 +85,7 @@ def rows(epochs, deq, split=True):
                 "minority": epoch / 2 if split else None,
                 "per_class": [float(epoch)] * 10,
                 "solver": solver if deq else None,
+                **({"confusion": [[1] * 10] * 10} if epoch == epochs else {}),
             },
             "nc": {"nc1": 1 / epoch, "nc2": 0.5, "nc3": None, "nc4": 1.0} if epoch % 2 == 0 else None,
             "seconds": {"train": 1.0, "test": 0.25, "metrics": 0.1},
@@ -82,13 +95,26 @@ def rows(epochs, deq, split=True):
 
 
 def test_a_network_is_summed_up_over_its_last_ten_epochs():
-    summary = summarise(rows(12, deq=True))
+    summary = summarise(rows(12, deq=True), 3)
     assert summary["epochs_averaged"] == 10
     assert summary["accuracy"]["overall"]["mean"] == pytest.approx(7.5)
     assert summary["solver"]["skipped"] == 36 and summary["solver"]["iterations"] == 11
     assert summary["seconds"] == {"train": 12.0, "test": 3.0, "metrics": 1.2}
-    assert summarise(rows(4, deq=False))["epochs_averaged"] == 4
-    assert summarise(rows(4, deq=False))["solver"] is None
+    assert summary["confusion"] == [[1] * 10] * 10
+    assert summarise(rows(4, deq=False), 3)["epochs_averaged"] == 4
+    assert summarise(rows(4, deq=False), 3)["solver"] is None
+
+
+def test_the_curves_hold_a_value_per_epoch_and_means_over_the_classes_of_a_group():
+    found = curves(rows(5, deq=True), 3)
+    assert found["epoch"] == [1, 2, 3, 4, 5] and found["overall"] == [1, 2, 3, 4, 5] and found["loss"] == [1.0] * 5
+    assert found["nc"]["epoch"] == [2, 4] and found["nc"]["nc1"] == [1 / 2, 1 / 4] and found["nc"]["nc3"] == [None] * 2
+    assert found["solver"]["majority"]["iterations"] == [9] * 5 and found["solver"]["minority"]["iterations"] == [16] * 5
+    assert found["solver"]["minority"]["converged"] == pytest.approx([0.9] * 5)
+    assert found["solver"]["iterations"] == [11] * 5 and found["solver"]["skipped"] == [3] * 5
+    balanced = curves(rows(5, deq=True, split=False), 10)
+    assert balanced["minority"] == balanced["solver"]["minority"]["residual"] == [None] * 5
+    assert curves(rows(5, deq=False), 3)["solver"] is None
 
 
 @pytest.fixture
@@ -100,7 +126,8 @@ def make(tmp_path):
                 run.append(model, row)
         kernel = {"requested": "triton", "used": "cpp", "reason": "no GPU"}
         parameters = dict.fromkeys(settings.models, 123)
-        write_json(run.result, build_result(settings, run, kernel, (5,) * 10, parameters))
+        analyses = {model: {"spectral_radius": None} for model in settings.models}
+        write_json(run.result, build_result(settings, run, kernel, (5,) * 10, parameters, analyses))
         return run, json.loads(run.result.read_text())
 
     return finished
@@ -113,7 +140,8 @@ def test_the_result_holds_what_one_asks_of_a_result(make):
     assert {"python", "torch", "deqfast", "triton"} <= set(result["versions"])
     assert {"cpu", "gpu", "threads", "cores"} <= set(result["machine"])
     assert result["settings"]["weight_decay"] == 5e-4 and "out" not in result["settings"]
-    assert result["models"]["deq"]["parameters"] == 123
+    assert result["models"]["deq"]["parameters"] == 123 and result["models"]["deq"]["spectral_radius"] is None
+    assert result["format"] == FORMAT and result["majority_classes"] == 3
     assert result["paper"]["deq"]["overall"]["mean"] == 73.84
 
 
@@ -153,7 +181,7 @@ def test_the_figure_is_drawn_from_the_files(make):
 
 @pytest.mark.parametrize("models", [("explicit",), ("explicit", "deq")])
 def test_the_figure_names_axes_and_lines(models):
-    figure = figures.study_figure({model: rows(6, model == "deq") for model in models}, "heading")
+    figure = figures.study_figure({model: curves(rows(6, model == "deq"), 3) for model in models}, "heading")
     accuracy, *collapse = figure.axes
     assert [axis.get_ylabel() for axis in figure.axes] == ["test accuracy (%)", "NC1", "NC2", "NC3"]
     assert len(accuracy.lines) == 3 * len(models)

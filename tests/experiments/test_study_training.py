@@ -10,7 +10,15 @@ import torch
 from nc_study import training
 from nc_study.config import StudyError, settings_from
 from nc_study.data import Source, load
-from nc_study.training import SolverTally, Trainer, accuracies, learning_rate, sample_losses, usable
+from nc_study.training import (
+    SolverTally,
+    Trainer,
+    accuracies,
+    confusion_matrix,
+    learning_rate,
+    sample_losses,
+    usable,
+)
 from torch.nn import functional as F
 from tqdm import tqdm
 
@@ -51,11 +59,11 @@ def test_left_out_are_samples_not_finite_or_farther_than_they_began():
     assert usable(solution([Status.MAX_ITER], [math.nan])).tolist() == [False]
 
 
-def test_the_tally_counts_every_kind():
-    tally = SolverTally(CPU)
+def test_the_tally_counts_every_kind_and_every_class():
+    tally = SolverTally(CPU, 4)
     assert tally.summary() is None
-    tally.add(MIXED)
-    tally.add(solution([Status.CONVERGED] * 2, [1e-4, 1e-4]))
+    tally.add(MIXED, torch.tensor([0, 0, 1, 1, 1, 3]))
+    tally.add(solution([Status.CONVERGED] * 2, [1e-4, 1e-4]), torch.tensor([3, 0]))
     summary = tally.summary()
     assert {name: summary[name] for name in ("max_iter", "nonfinite", "stalled", "skipped")} == {
         "max_iter": 2,
@@ -66,6 +74,8 @@ def test_the_tally_counts_every_kind():
     assert summary["converged"] == pytest.approx(3 / 8)
     assert summary["iterations"] == pytest.approx((21 + 3) / 8)
     assert summary["residual"] == pytest.approx((1e-4 + 0.5 + 1.5 + 0.2 + 1e-2 + 2e-4) / 8)
+    assert summary["per_class"]["iterations"] == pytest.approx([(1 + 2 + 2) / 3, (3 + 4 + 5) / 3, None, (6 + 1) / 2])
+    assert summary["per_class"]["converged"] == pytest.approx([2 / 3, 0, None, 1 / 2])
 
 
 def test_the_loss_is_that_of_the_samples_kept_alone():
@@ -137,7 +147,7 @@ def test_a_real_nonfinite_sample_is_left_out_and_harms_no_other():
     one.network.stem.eval()
     one.network.trunk.eval()  # batch normalisation would spread the NaN to every sample
     images[3] = math.nan
-    tally = SolverTally(CPU)
+    tally = SolverTally(CPU, 10)
     loss, _, kept = one.train_step(images, labels, tally).tolist()
     assert kept == 15 and math.isfinite(loss)
     assert tally.summary()["nonfinite"] == tally.summary()["skipped"] == 1
@@ -178,15 +188,24 @@ def test_metrics_are_measured_when_due_and_at_both_ends():
 
 
 def test_accuracy_is_the_mean_over_classes():
-    one = trainer("explicit")
-    test = one.infer("test")
-    predictions = torch.where(test.labels < 3, test.labels, 0)
-    predictions[(test.labels == 5).nonzero()[0]] = 5
-    found = accuracies(training.Inference(predictions, test.labels, test.features, None), one.data)
+    truth = torch.arange(10).repeat_interleave(2)
+    predictions = torch.where(truth < 3, truth, 0)
+    predictions[truth == 5] = torch.tensor([5, 7])
+    confusion = confusion_matrix(training.Inference(predictions, truth, torch.zeros(20, 1), None), 10)
+    assert confusion.sum() == 20 and confusion[5].tolist() == [0, 0, 0, 0, 0, 1, 0, 1, 0, 0] and confusion[4, 0] == 2
+    found = accuracies(confusion, 3)
     assert found["majority"] == 100
     assert found["minority"] == pytest.approx(50 / 7)
     assert found["overall"] == pytest.approx(0.3 * 100 + 0.7 * 50 / 7)
     assert found["per_class"][5] == 50
+    assert accuracies(confusion, 10)["minority"] is None
+
+
+def test_the_last_epochs_line_holds_the_confusion_matrix():
+    one = trainer("explicit", epochs=2)
+    lines = [one.run_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2)]
+    assert "confusion" not in lines[0]["test"]
+    assert sum(map(sum, lines[1]["test"]["confusion"])) == 20
 
 
 def test_training_does_not_touch_the_global_random_state():
