@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from typing import Any
 
@@ -160,8 +160,9 @@ class Settings:
         return "-".join(parts)
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to be continued: all but where its files are."""
-        return {name: value for name, value in asdict(self).items() if name not in ("out", "data_root", "resume")}
+        """What must be the same for a run to be continued: all but where its files are and how many threads work."""
+        free = ("out", "data_root", "resume", "threads")
+        return {name: value for name, value in asdict(self).items() if name not in free}
 
 
 def _check(spec: Field[Any], value: Any) -> None:
@@ -210,19 +211,35 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         description=description,
         epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
     )
-    groups: dict[str, Any] = {}
-    for spec in fields(Settings):
-        if not spec.metadata or (study == "cifar_balanced" and spec.name in IMBALANCE):
-            continue
-        name = spec.metadata["group"]
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        _add_option(groups[name], spec)
+    add_options(parser, IMBALANCE if study == "cifar_balanced" else ())
     given = vars(parser.parse_args(argv))
     try:
         return settings_from(study, **given)
     except SettingsError as error:
         parser.error(str(error))
+
+
+def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Give the parser an option for every setting but those named; what is not given is absent from its result."""
+    groups: dict[str, Any] = {}
+    for spec in fields(Settings):
+        if not spec.metadata or spec.name in without:
+            continue
+        name = spec.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        _add_option(groups[name], spec)
+
+
+def as_arguments(given: Mapping[str, Any]) -> list[str]:
+    """The command line that gives these settings."""
+    words = []
+    for name, value in given.items():
+        if value is True:
+            words.append(flag_of(name))
+        elif value is not False:
+            words += [flag_of(name), str(value)]
+    return words
 
 
 def _add_option(group: Any, spec: Field[Any]) -> None:

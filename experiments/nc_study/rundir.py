@@ -4,6 +4,7 @@
 - <model>.jsonl: one line per finished epoch
 - <model>.ckpt: the state after the last finished epoch; <model>.previous.ckpt: after the one before
 - features.npz, result.json, figure.png: written at the end
+- failed.json, log.txt: why the run ended early, and what it printed, when study.py ran it
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class RunDirectory:
         self.result = path / "result.json"
         self.features = path / "features.npz"
         self.figure = path / "figure.png"
+        self.failure = path / "failed.json"
         self._settings = path / "settings.json"
 
     @property
@@ -131,6 +133,12 @@ class RunDirectory:
                 f"{self.path} holds {state} of this kind: --resume goes on with it (or prints its results again), "
                 "another --out starts a new one"
             )
+        self.check(settings)
+
+    def check(self, settings: Settings) -> None:
+        """An error that names the setting in which the run that is here, if any, is not that of these settings."""
+        if not self._settings.exists():
+            return
         before = read_json(self._settings)
         for name, value in settings.identity().items():
             if before.get(name) != value:

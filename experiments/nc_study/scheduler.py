@@ -1,0 +1,185 @@
+"""Runs tasks in processes of their own, several at a time, and shows how far they all are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO
+
+from tqdm import tqdm
+
+from .plan import Task, device_of
+from .rundir import read_json, write_json
+
+SCRIPTS = Path(__file__).parents[1]
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 30
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class _Child:
+    """A task at work in the place `slot`."""
+
+    task: Task
+    slot: int
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    started: float = field(default_factory=time.monotonic)
+
+
+class Scheduler:
+    """`jobs` places in which tasks are run, one after the other; place i of GPU machines has GPU `first_device` + i."""
+
+    def __init__(self, jobs: int, first_device: int = 0) -> None:
+        self.failed: dict[Task, str] = {}
+        self._jobs = jobs
+        self._first_device = first_device
+        self._children: list[_Child] = []
+
+    def run(self, tasks: list[Task]) -> None:
+        """Run the tasks that are not finished; Ctrl-C and SIGTERM stop the runs and raise KeyboardInterrupt."""
+        waiting = [task for task in tasks if not task.run.finished]
+        progress = _Progress(tasks)
+        try:
+            with _terminable():
+                while waiting or self._children:
+                    while waiting and len(self._children) < self._jobs:
+                        self._start(waiting.pop(0))
+                    time.sleep(POLL_SECONDS)
+                    self._reap(progress.say)
+                    progress.update()
+        finally:
+            self._stop()
+            progress.close()
+
+    def _start(self, task: Task) -> None:
+        slot = min(set(range(self._jobs)) - {child.slot for child in self._children})
+        task.run.path.mkdir(parents=True, exist_ok=True)
+        task.run.failure.unlink(missing_ok=True)
+        log = open(task.run.path / "log.txt", "ab")  # noqa: SIM115  (closed when the run ends)
+        command = [sys.executable, str(SCRIPTS / f"{task.cell.study}.py"), *task.arguments]
+        without = {
+            name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER + ("TORCHELASTIC",))
+        }
+        process = subprocess.Popen(
+            command,
+            env=without | device_of(self._first_device + slot),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C reaches it through this process alone
+        )
+        self._children.append(_Child(task, slot, process, log))
+
+    def _reap(self, say: Callable[[str], None]) -> None:
+        for child in list(self._children):
+            status = child.process.poll()
+            if status is None:
+                continue
+            self._children.remove(child)
+            child.log.close()
+            minutes = (time.monotonic() - child.started) / 60
+            if status == 0 and child.task.run.finished:
+                say(f"{child.task.name}: {outcome(child.task)}  ({minutes:.1f} min)")
+            else:
+                self.failed[child.task] = reason = _reason(child.task, status)
+                record_failure(child.task, reason)
+                say(f"{child.task.name}: FAILED, {reason}")
+
+    def _stop(self) -> None:
+        for child in self._children:
+            child.process.send_signal(signal.SIGINT)
+        for child in self._children:
+            try:
+                child.process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+            child.log.close()
+        self._children.clear()
+
+
+class _Progress:
+    """A bar over the work of all tasks; outside a terminal, the time left behind the line of each run that ends."""
+
+    def __init__(self, tasks: list[Task]) -> None:
+        self._tasks = tasks
+        self._total = sum(task.work for task in tasks)
+        self._began, self._before = time.monotonic(), self._done()
+        shape = "{desc} {percentage:3.0f}%|{bar}| {postfix}"
+        self._bar = tqdm(total=self._total, initial=self._before, disable=None, bar_format=shape, desc="study")
+
+    def update(self) -> None:
+        """Show what the runs have done since."""
+        self._bar.n = self._done()
+        self._bar.set_postfix_str(self._summary())
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        tqdm.write(f"{line}  [{self._summary()}]" if self._bar.disable else line)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def _done(self) -> float:
+        return min(self._total, sum(task.done for task in self._tasks))
+
+    def _summary(self) -> str:
+        over = sum(task.run.finished or task.run.failure.exists() for task in self._tasks)
+        return f"{over} of {len(self._tasks)} runs, {self._time_left()}"
+
+    def _time_left(self) -> str:
+        done = self._done()
+        if done <= self._before:
+            return "time left not known yet"
+        minutes = (self._total - done) / (done - self._before) * (time.monotonic() - self._began) / 60
+        return f"about {minutes / 60:.1f} h left" if minutes > 90 else f"about {minutes:.0f} min left"
+
+
+def record_failure(task: Task, reason: str) -> None:
+    """Write down in the run's folder why it ended early."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    command = " ".join(["python", f"experiments/{task.cell.study}.py", *task.arguments])
+    write_json(task.run.failure, {"error": reason, "command": command, "when": now})
+
+
+def outcome(task: Task) -> str:
+    """The overall accuracies of a finished run."""
+    models = read_json(task.run.result)["models"]
+    return ", ".join(
+        f"{name} {model['accuracy']['overall']['mean']:.2f}±{model['accuracy']['overall']['std']:.2f} %"
+        for name, model in models.items()
+    )
+
+
+def _reason(task: Task, status: int) -> str:
+    """The last line that a failed run printed, or the signal that ended it."""
+    if status < 0:
+        hint = " (out of memory?)" if status == -signal.SIGKILL else ""
+        return f"ended by {signal.Signals(-status).name}{hint}"
+    lines = (task.run.path / "log.txt").read_text(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else f"exit status {status}"
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Treat SIGTERM, with which clusters end jobs, like Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

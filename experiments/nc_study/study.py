@@ -1,0 +1,121 @@
+"""The course of a whole study: which runs, in which order, and what is said about them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .cells import DATA_SETS, FIGURES, TABLES, cells_of
+from .config import CLASSES, IMBALANCE, StudyError, add_options
+from .data import find_source
+from .plan import Task, check_folders, plan
+from .report import build as build_report
+from .rundir import prepare_out
+from .scheduler import Scheduler
+
+OWN = (*IMBALANCE, "seed", "dataset", "resume")
+
+
+def main(description: str | None, argv: Sequence[str] | None = None) -> int:
+    """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
+    Ctrl-C."""
+    asked, given = parse(description, argv)
+    try:
+        return run_study(asked, given)
+    except StudyError as error:
+        print(f"study.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        again = shlex.join(["python", *sys.argv])
+        print(
+            f"\ninterrupted; finished epochs are saved, the same command goes on with them:\n  {again}", file=sys.stderr
+        )
+        return 130
+
+
+def parse(description: str | None, argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The study's own arguments, with `tasks` in them, and the settings given for all runs."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--table N] [--figure N] [--dataset NAME] [--seeds N,N] [--jobs N] [options]",
+        description=description,
+        epilog="All other options are those of cifar_lt.py, for every run.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    own = parser.add_argument_group("which runs")
+    numbers = "with commas between, or all"
+    own.add_argument("--table", metavar="N", help=f"the paper's tables: {', '.join(TABLES)}, {numbers}")
+    own.add_argument("--figure", metavar="N", help=f"the paper's figures: {', '.join(FIGURES)}, {numbers}")
+    own.add_argument(
+        "--dataset",
+        choices=(*DATA_SETS, *CLASSES),
+        default="cifar",
+        help="cifar: CIFAR-10 and CIFAR-100 for the tables, CIFAR-10 for the figures (default)",
+    )
+    own.add_argument("--seeds", type=_seeds, default=[0], metavar="N,N", help="seeds, with commas between (default: 0)")
+    own = parser.add_argument_group("how they are run")
+    own.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    own.add_argument("--dry-run", action="store_true", help="say what would be run, and how far it is, and stop")
+    own.add_argument("--no-report", action="store_true", help="do not write OUT/report at the end")
+    add_options(parser, OWN)
+    asked = parser.parse_args(argv)
+    ours = ("table", "figure", "dataset", "seeds", "jobs", "dry_run", "no_report")
+    given = {name: value for name, value in vars(asked).items() if name not in ours}
+    try:
+        asked.tasks = _tasks(asked, given)
+    except StudyError as error:
+        parser.error(str(error))
+    return asked, given
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = [-1]
+    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text}: different whole numbers from 0 on, with commas between")
+    return seeds
+
+
+def _tasks(asked: argparse.Namespace, given: dict[str, Any]) -> list[Task]:
+    if asked.table is None and asked.figure is None:
+        raise StudyError("which runs? --table all --figure all names every run of the paper")
+    if asked.jobs < 1:
+        raise StudyError(f"--jobs {asked.jobs}: at least 1")
+    return plan(cells_of(asked.table, asked.figure, asked.dataset), asked.seeds, given, asked.jobs)
+
+
+def run_study(asked: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Run what is not finished, then report; the exit status."""
+    tasks: list[Task] = asked.tasks
+    conflicts = check_folders(tasks)
+    if asked.dry_run:
+        return _print_plan(tasks, conflicts)
+    settings = tasks[0].settings
+    prepare_out(Path(settings.out))
+    for name in dict.fromkeys(task.cell.dataset for task in tasks):
+        find_source(name, Path(settings.data_root))  # fetched once, before several runs would
+    scheduler = Scheduler(asked.jobs)
+    scheduler.run([task for task in tasks if task not in conflicts])
+    failed = {**scheduler.failed, **conflicts}
+    if not asked.no_report:
+        print(f"report: {build_report([Path(settings.out)], Path(settings.out) / 'report')}")
+    for task, reason in failed.items():
+        print(f"study.py: {task.name} failed: {reason}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _print_plan(tasks: list[Task], conflicts: dict[Task, str]) -> int:
+    settings = tasks[0].settings
+    print(
+        f"{len(tasks)} runs, preset {settings.preset} on {settings.device}, kernel {settings.kernel}, in {settings.out}"
+    )
+    for task in tasks:
+        print(f"  {task.name}: {conflicts.get(task) or task.state()}")
+    left = sum(task.work - task.done for task in tasks if task not in conflicts)
+    print(f"left to do: what {left:.3g} training images cost in the explicit network")
+    return 1 if conflicts else 0
