@@ -20,6 +20,7 @@ from .rundir import read_arrays
 
 PERPLEXITY = 30
 FEWEST_IMAGES = 10
+GRAM_LEVELS = 33
 # Paul Tol's "muted" scheme and grey: ten colours that people who see few colours tell apart.
 CLASS_COLOURS = (
     *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
@@ -108,7 +109,9 @@ def _embedding(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: i
 
 
 def _gram(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: int, classes: int) -> AxesImage:
-    picture = axis.imshow(gram(features), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="none")
+    picture = axis.imshow(
+        gram(features), vmin=-1, vmax=1, cmap=plt.get_cmap("RdBu_r", GRAM_LEVELS), interpolation="none"
+    )
     starts = np.searchsorted(labels, np.arange(classes + 1)) - 0.5
     if classes <= 10:
         for start in starts[1:-1]:

@@ -57,7 +57,9 @@ def images(figure: Figure, *kinds: str) -> dict[str, bytes]:
 def _few_colours(png: io.BytesIO) -> bytes:
     """A PNG of at most 256 colours: a third of the bytes, and no difference that one sees."""
     content = io.BytesIO()
-    Image.open(png).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(content, "PNG", optimize=True)
+    picture = Image.open(png).convert("RGB")
+    few = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(content, "PNG", optimize=True)
     return content.getvalue()
 
 

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
+SHORT = 22
+
+
 @dataclass(frozen=True)
 class Heading:
     """A heading of level 2 or 3; the page's title is its level 1."""
@@ -44,10 +47,12 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.caption!r}: {len(row)} cells in a row of {len(self.columns)} columns")
 
-    def numeric(self, column: int) -> bool:
-        """Whether a column holds numbers, apart from marks such as "not run"."""
+    def kind(self, column: int) -> str:
+        """Of a column: "number" (marks such as "not run" aside), "short" texts that stay on a line, or ""."""
         texts = [row[column] for row in self.rows]
-        return any(map(_starts_as_number, texts)) and all(_starts_as_number(text) or len(text) < 10 for text in texts)
+        if any(map(_starts_as_number, texts)) and all(_starts_as_number(text) or len(text) < 10 for text in texts):
+            return "number"
+        return "short" if max(map(len, texts), default=0) <= SHORT else ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def _markdown(block: Block) -> str:
 
 
 def _markdown_table(table: Table) -> str:
-    rules = ["---:" if table.numeric(column) else "---" for column in range(len(table.columns))]
+    rules = ["---:" if table.kind(column) == "number" else "---" for column in range(len(table.columns))]
     rows = [[_escape(text) for text in row] for row in (table.columns, *table.rows)]
     lines = [" | ".join(row) for row in (rows[0], rules, *rows[1:])]
     return f"**{_escape(table.caption)}**\n\n" + "\n".join(f"| {line} |" for line in lines)
@@ -116,7 +121,7 @@ a { color: var(--link); } nav ul { padding-left: 1.2rem; } li { margin: 0.25rem 
 table { border-collapse: collapse; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
 th, td { border: 1px solid var(--line); padding: 0.28rem 0.55rem; text-align: left; vertical-align: top;
   overflow-wrap: normal; } td { min-width: 3.2rem; max-width: 34rem; }
-th { background: var(--band); } .n { text-align: right; white-space: nowrap; }
+th { background: var(--band); } .n { text-align: right; } .n, .s { white-space: nowrap; }
 img { display: block; background: #ffffff; max-width: none; }
 @media (min-width: 60rem) { img { max-width: 100%; height: auto; } }
 """.strip()
@@ -166,7 +171,8 @@ def _html(block: Block, number: int) -> str:
 
 
 def _html_table(table: Table) -> str:
-    marks = [' class="n"' if table.numeric(column) else "" for column in range(len(table.columns))]
+    kinds = [table.kind(column) for column in range(len(table.columns))]
+    marks = [f' class="{kind[0]}"' if kind else "" for kind in kinds]
 
     def line(cells: Sequence[str], tag: str) -> str:
         pairs = zip(cells, marks, strict=True)

@@ -94,8 +94,11 @@ def _cells(group: Group, number: str) -> list[Cell]:
 
 
 def _heading(cell: Cell) -> str:
-    split = "balanced" if cell.majority is None else f"({cell.majority}, {10 - cell.majority}), R = {cell.ratio}"
-    return f"{cell.dataset}, {split}"
+    return f"{cell.dataset}, {_split(cell)}"
+
+
+def _split(cell: Cell) -> str:
+    return "balanced" if cell.majority is None else f"({cell.majority}, {10 - cell.majority}), R = {cell.ratio}"
 
 
 def _preset(group: Group) -> str:
@@ -104,7 +107,7 @@ def _preset(group: Group) -> str:
 
 def _caption(group: Group, cells: list[Cell], number: str | None, text: str) -> str:
     """Which figure of the paper it is like, of which cell and group, and what it shows."""
-    where = " and ".join(map(_heading, cells))
+    where = " and ".join(map(_split, cells))
     like = f"Figure {number} of the paper: " if number else ""
     comparable = "; not comparable with the paper" if number and group.differences else ""
     return f"{like}{where}; {group.name}{comparable}. {text}"
@@ -121,14 +124,9 @@ def _summaries(group: Group, cell: Cell, model: str) -> list[Row]:
 def _course(group: Group, name: str, cells: list[Cell], number: str | None) -> Plan:
     missing = [cell for split in FIGURES.get(number or "", ()) if (cell := Cell(group.dataset, *split)) not in cells]
     text = "Test accuracy, and NC1 (logarithmic), NC2 and NC3 of the training images, against epoch; "
-    text += "; ".join(
-        f"{figures.LABELS[model]} network {'' if len(cells) == 1 else _heading(cell) + ': '}{_seeds(runs)}"
-        for cell in cells
-        for model in MODELS
-        if (runs := group.seeds(cell, model))
-    )
+    text += "; ".join(_who(group, cell, len(cells) > 1) for cell in cells)
     if missing:
-        text += f". Not run: {' and '.join(map(_heading, missing))}"
+        text += f". Not run: {' and '.join(map(_split, missing))}"
     rows = {
         f"{_heading(cell)}; {_preset(group)}": {
             model: [summary["curves"] for summary in _summaries(group, cell, model)]
@@ -138,6 +136,14 @@ def _course(group: Group, name: str, cells: list[Cell], number: str | None) -> P
         for cell in cells
     }
     return Plan(name, _caption(group, cells, number, f"{text}."), partial(figures.study_figure, rows))
+
+
+def _who(group: Group, cell: Cell, named: bool) -> str:
+    """Which seeds of which networks a row of panels shows."""
+    seeds = {figures.LABELS[model]: _seeds(runs) for model in MODELS if (runs := group.seeds(cell, model))}
+    alike = len(seeds) == 2 and len(set(seeds.values())) == 1
+    told = f"both networks {next(iter(seeds.values()))}" if alike else ", ".join(map(" ".join, seeds.items()))
+    return f"{_split(cell)}: {told}" if named else told
 
 
 def _features(group: Group, cell: Cell) -> Iterator[Plan]:

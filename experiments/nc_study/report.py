@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from .results import AVERAGED, COLLAPSE, GROUPS, INCONSISTENT, PAPER, Spread, sp
 from .results import Cell as PaperCell
 from .rundir import Row, prepare_out, write_atomically
 from .runs import Collection, Group, Rejected, Run, collect
-from .verdicts import CLAIMS, CONFIDENCE, SEEDS_NEEDED, Judgement, judge, not_enough, paper_differences
+from .verdicts import CLAIMS, CONFIDENCE, SEEDS_NEEDED, Judgement, judge, paper_differences
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 NOT_RUN = "not run"
@@ -72,29 +72,21 @@ def _head(found: Collection, judged: dict[str, list[Judgement]]) -> list[Block]:
     blocks: list[Block] = [
         Paragraph(
             "An explicit ResNet-18 beside its deep-equilibrium (DEQ) twin on balanced and imbalanced images, after Sun "
-            "& Shi, “Understanding Representation of Deep Equilibrium Models from Neural Collapse Perspective” (NeurIPS "
-            "2024). Runs of different settings have tables of their own, and are never averaged or compared."
+            "and Shi, “Understanding Representation of Deep Equilibrium Models from Neural Collapse Perspective” "
+            "(NeurIPS 2024). Runs of different settings have tables of their own, and are never averaged or compared."
         ),
         Heading(2, "What was run"),
-        Table("The runs behind this report", ("", ""), _facts(found, runs)),
+        Table("The runs behind this report", ("what", "which"), _facts(found, runs)),
         Heading(2, "Verdicts in short"),
     ]
-    for group in found.groups:
-        blocks.append(Heading(3, group.name))
-        blocks.append(Bullets(list(_short(judged[group.name]))))
     if not found.groups:
-        blocks.append(Paragraph("No finished run, hence no verdict."))
-    return blocks
-
-
-def _short(judgements: list[Judgement]) -> Iterator[str]:
-    """A line for each claim that there are runs for, and one for the others."""
-    for one in judgements:
-        if one.evidence:
-            yield f"{one.claim.text}: {one.verdict}. {one.numbers}."
-    others = sum(not one.evidence for one in judgements)
-    if others:
-        yield f"The other {others} claims: {not_enough(0)}."
+        return [*blocks, Paragraph("No finished run, hence no verdict.")]
+    rows = [
+        [claim.text, *(judged[group.name][number].verdict for group in found.groups)]
+        for number, claim in enumerate(CLAIMS)
+    ]
+    caption = "The paper's claims, and what each group of runs says to them (in brackets: pairs of networks)"
+    return [*blocks, Table(caption, ("claim", *(group.name for group in found.groups)), rows)]
 
 
 def _facts(found: Collection, runs: list[Run]) -> list[tuple[str, str]]:
@@ -283,7 +275,7 @@ def _run_table(group: Group) -> Table:
     """Every network of every run: what came out at the end."""
     columns = (
         *("cell", "seed", "network", "overall", "majority", "minority", "NC1", "NC2", "NC3", "NC4"),
-        *("evaluations a sample", "converged %", "left out", "train s", "test s", "metrics s"),
+        *("evaluations a sample", "converged %", "left out", "seconds of training"),
     )
     rows = []
     for cell in group.cells:
@@ -297,7 +289,7 @@ def _run_table(group: Group) -> Table:
 
 
 def _outcome(summary: Row) -> list[str]:
-    solver, seconds = summary.get("solver"), summary["seconds"]
+    solver = summary.get("solver")
     collapse = [summary["nc"][name] for name in COLLAPSE]
     solved = [NOTHING] * 3
     if solver:
@@ -306,7 +298,7 @@ def _outcome(summary: Row) -> list[str]:
         *(_show(summary["accuracy"].get(classes)) for classes in GROUPS),
         *("undefined" if value is None else f"{value:.4g}" for value in collapse),
         *solved,
-        *(f"{seconds[name]:.0f}" for name in ("train", "test", "metrics")),
+        f"{summary['seconds']['train']:.0f}",
     ]
 
 
@@ -361,7 +353,7 @@ def _provenance(groups: list[Group]) -> list[Block]:
     """Where the numbers of every run come from."""
     columns = (
         *("run", "cell", "seed", "networks", "group", "images a class", "adjoint", "kernel"),
-        *("seconds", "machine", "versions", "commit", "finished", "folder", "command"),
+        *("seconds in all", "machine", "versions", "commit", "finished", "folder", "command"),
     )
     rows: list[list[str]] = []
     for group in groups:
@@ -387,18 +379,19 @@ def _method() -> list[Block]:
     ratios = ", ".join(map(str, RATIOS))
     level = f"{100 * CONFIDENCE:g} %"
     points = [
-        "Overall, majority and minority are means over the classes' accuracies on the balanced test images, which is what "
-        f"the paper's numbers are. K_A counts tenths of the classes; the paper's R are {ratios}.",
-        f"“Over epochs” is mean±deviation over the last {AVERAGED} epochs of one run, as in the paper (all, if there were "
-        "fewer). “Over seeds” is mean±deviation of these means over runs of different seeds.",
-        "A pair is an explicit network and a DEQ of the same settings, data and seed. NC1 to NC4 are of the training "
-        "images under the final weights.",
-        f"A cell with {SEEDS_NEEDED} or more seeds is judged by Student's {level} interval of its paired differences, not "
-        "corrected for the number of cells. “Higher” or “lower” holds if the interval lies wholly on that side of 0, and "
-        "does not hold if it lies wholly on the other. “Alike” holds if the interval of the ratio's geometric mean lies "
-        "within 1/1.25 to 1.25, and does not hold if it lies wholly outside; the bounds are our choice, the paper gives "
-        "none.",
-        "A claim holds for a group if it holds in every such cell, and does not hold if the opposite is found in one. "
-        "Without such cells a two-sided sign test over the cells' mean differences decides, which takes at least six.",
+        "“Overall”, “majority” and “minority” are means over the classes' accuracies on the balanced test images,"
+        f" which is what the paper's numbers are. K_A counts tenths of the classes; the paper's R are {ratios}.",
+        f"“Over epochs” is mean±deviation over the last {AVERAGED} epochs of one run, as in the paper (all, if "
+        "there were fewer). “Over seeds” is mean±deviation of these means over runs of different seeds.",
+        "A pair is an explicit network and a DEQ of the same settings, data and seed. NC1 to NC4 are of the "
+        "training images under the final weights.",
+        f"A cell with {SEEDS_NEEDED} or more seeds is judged by Student's {level} interval of its paired "
+        "differences, not corrected for the number of cells. “Higher” or “lower” holds if the interval lies "
+        "wholly on that side of 0, and does not hold if it lies wholly on the other. “Alike” holds if the "
+        "interval of the ratio's geometric mean lies within 1/1.25 to 1.25, and does not hold if it lies wholly "
+        "outside; the bounds are our choice, the paper gives none.",
+        "A claim holds for a group if it holds in every such cell, and does not hold if the opposite is found in "
+        "one. Without such cells a two-sided sign test over the cells' mean differences decides, which takes at "
+        "least six.",
     ]
     return [Heading(2, "How the numbers came about"), Bullets(points)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -163,7 +163,9 @@ class Collection:
 
 def collect(folders: Iterable[Path]) -> Collection:
     """Search folders and those below for runs; no such folder, or none that holds a run, is an error."""
-    finished, rejected, theory = [], [], []
+    finished: list[Run] = []
+    rejected: list[Rejected] = []
+    theory: list[tuple[Path, Row]] = []
     for path in _folders(list(folders)):
         if (path / "layer_peeled.json").exists():
             _add_theory(path / "layer_peeled.json", theory, rejected)
@@ -302,8 +304,3 @@ def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
 def _nearness(group: Group) -> tuple[Any, ...]:
     """Real data first, then what is nearest to the paper's setting, then what has most runs."""
     return (group.dataset.startswith("shapes"), len(group.differences), -len(group.runs), group.name)
-
-
-def common_settings(runs: Iterable[Mapping[str, Any]], name: str) -> list[str]:
-    """The different values of an entry over results, in the order of their appearance."""
-    return list(dict.fromkeys(str(run[name]) for run in runs))

@@ -205,7 +205,8 @@ def _numbers(claim: Claim, evidence: list[Evidence], strong: list[str], pairs: i
         f"{_count(len(evidence), 'cell')} ({_count(pairs, 'pair')}); higher in {positive}, lower in {negative}"
     ]
     if strong:
-        counts = ", ".join(f"{verdict} in {strong.count(verdict)}" for verdict in (HOLDS, FAILS, UNDECIDED))
+        kinds = [verdict for verdict in (HOLDS, FAILS, UNDECIDED) if verdict in strong]
+        counts = ", ".join(f"{verdict} in {strong.count(verdict)}" for verdict in kinds)
         parts.append(f"of {_count(len(strong), 'cell')} with {SEEDS_NEEDED} or more seeds: {counts}")
     undefined = sum(entry.undefined for entry in evidence)
     if undefined:
