@@ -258,8 +258,8 @@ def _variation(group: Group) -> Paragraph:
 
 
 def _verdict_tables(group: Group, judgements: list[Judgement]) -> list[Block]:
-    rows = [[one.claim.text, one.claim.source, one.verdict, one.numbers, _paper_says(group, one)] for one in judgements]
-    columns = ("claim of the paper", "source", "verdict", "numbers", "the paper's own numbers")
+    rows = [[one.claim.text, one.verdict, one.numbers, _paper_says(group, one), one.claim.source] for one in judgements]
+    columns = ("claim of the paper", "verdict", "numbers", "the paper's own numbers", "source")
     details = [row for one in judgements for row in _evidence_rows(one)]
     level = f"{100 * CONFIDENCE:g} % interval"
     blocks: list[Block] = [Table(f"Verdict on each claim: {group.name}", columns, rows)]
@@ -337,10 +337,10 @@ def _theory(found: Collection) -> list[Block]:
     blocks: list[Block] = []
     for path, content in found.theory:
         rows = [
-            [one["claim"], one["source"], one["verdict"], _numbers(one.get("numbers")), one["text"]]
+            [one["claim"], one["verdict"], one["text"], _numbers(one.get("numbers")), one["source"]]
             for one in content["claims"]
         ]
-        columns = ("claim", "source", "verdict", "numbers", "in words")
+        columns = ("claim", "verdict", "in words", "numbers", "source")
         blocks.append(Table(f"Layer-peeled problems solved numerically: {path}", columns, rows))
         account = path.with_suffix(".md")
         if account.exists():

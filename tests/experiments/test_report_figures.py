@@ -154,6 +154,32 @@ def test_a_hundred_classes_are_no_figure_of_the_paper(made_up):
     assert not any(caption.startswith("Figure") for caption in found.values())
 
 
+def test_files_of_further_groups_have_names_of_their_own(made_up, tmp_path, monkeypatch):
+    root = made_up("a", model="explicit").parent
+    made_up("b", model="explicit", lr=0.5)
+    made_up("c", model="explicit", lr=0.6)
+    picture = pictures.Plan("figure4", "caption", lambda: figures.plt.figure(figsize=(1, 1)))
+    monkeypatch.setattr(pictures, "plan_pictures", lambda group: iter([picture]))
+    for number, group in enumerate(collect([root]).groups):
+        (tmp_path / "figures").mkdir(exist_ok=True)
+        drawn = pictures.pictures_of(group, tmp_path / "figures", first=number == 0)
+        assert drawn.count == 1 and (tmp_path / f"{drawn.blocks[0].stem}.svg").exists()
+    names = sorted(path.name for path in (tmp_path / "figures").glob("*.png"))
+    assert len(names) == 3 and names[-1] == "figure4.png"
+    assert all(name.startswith("cifar10-quick-broyden-jfb-") for name in names[:2])
+
+
+def test_labels_that_would_cover_one_another_are_pushed_apart():
+    points = np.array([[0.0, 0.0], [100.0, 10.0]])
+    places = {0: np.array([50.0, 5.0]), 1: np.array([50.0, 5.0]), 2: np.array([52.0, 5.1]), 3: np.array([0.0, 0.0])}
+    moved = class_figures.spread_apart(places, points)
+    scaled = np.array([moved[label] / [100, 10] for label in range(4)])
+    apart = np.linalg.norm(scaled[:, None] - scaled, axis=-1)[np.triu_indices(4, 1)]
+    assert apart.min() > 0.99 * class_figures.LABEL_DISTANCE
+    assert moved[3].tolist() == [0, 0]
+    assert class_figures.spread_apart({}, points) == {}
+
+
 def test_the_explicit_network_alone_has_no_solver(made_up):
     found = plans(made_up(model="explicit").parent)
     assert set(found) == {"k3-r10-course", "k3-r10-confusion"}
