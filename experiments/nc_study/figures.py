@@ -26,7 +26,7 @@ DASHES = {"overall": "-", "majority": "--", "minority": ":"}
 GROUP_COLOURS = {"overall": "#000000", "majority": "#332288", "minority": "#CC6677"}
 GROUP_MARKERS = {"overall": "o", "majority": "^", "minority": "v"}
 DPI = 120
-plt.rcParams["figure.constrained_layout.w_pad"] = 0.1
+plt.rcParams.update({"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08})
 
 Curves = Mapping[str, Sequence[Row]]
 """The curves of the result, of each seed, by network."""

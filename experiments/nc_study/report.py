@@ -106,7 +106,11 @@ def _head(found: Collection, judged: dict[str, list[Judgement]]) -> list[Block]:
         for number, claim in enumerate(CLAIMS)
     ]
     caption = "The paper's claims, and what each group of runs says to them (in brackets: pairs of networks)"
-    return [*blocks, Table(caption, ("claim", *(group.name for group in found.groups)), rows)]
+    scope = (
+        "A verdict is about the runs of its group. Where their settings are not the paper's, it tells whether the claim "
+        "is true of these settings, not what a run of the paper's would give."
+    )
+    return [*blocks, Paragraph(scope), Table(caption, ("claim", *(group.name for group in found.groups)), rows)]
 
 
 def _facts(found: Collection, runs: list[Run]) -> list[tuple[str, str]]:
