@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import Settings, StudyError, flag_of
+from .config import Settings, StudyError, completed, flag_of
 
 Row = dict[str, Any]
 
@@ -131,7 +131,7 @@ class RunDirectory:
                 f"{self.path} holds {state} of this kind: --resume goes on with it (or prints its results again), "
                 "another --out starts a new one"
             )
-        before = read_json(self._settings)
+        before = completed(read_json(self._settings))
         for name, value in settings.identity().items():
             if before.get(name) != value:
                 raise StudyError(
