@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
@@ -161,8 +162,10 @@ def parallel(network: nn.Module) -> nn.Module:
     if not joined():
         return network
     on_gpu = next(network.parameters()).is_cuda
-    # The processes' running statistics are equal, so that none need be sent.
-    return DistributedDataParallel(_with_shared_statistics(network, on_gpu), broadcast_buffers=False)
+    # The processes' running statistics are equal: none need be sent. Older versions know but the other name for it.
+    names = signature(DistributedDataParallel).parameters
+    sends = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    return DistributedDataParallel(_with_shared_statistics(network, on_gpu), **{sends: False})
 
 
 def _with_shared_statistics(network: nn.Module, on_gpu: bool) -> nn.Module:

@@ -112,7 +112,8 @@ class Trainer:
         self._complete_optimizer()
 
     def _complete_optimizer(self) -> None:
-        """Fused, with every momentum there: a first step that is skipped would leave those it makes unset."""
+        """Fused, with every momentum there: a first step that is skipped would leave those it makes unset. (On the CPU
+        the fused step goes by places in memory: parameter, gradient and momentum have the same strides.)"""
         for group in self.optimizer.param_groups:
             group["fused"] = True
             for parameter in group["params"] if group["momentum"] else ():
