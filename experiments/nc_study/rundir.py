@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import Settings, StudyError, flag_of
+from .config import Settings, StudyError, completed, flag_of
 
 Row = dict[str, Any]
 
@@ -139,7 +139,7 @@ class RunDirectory:
         """An error that names the setting in which the run that is here, if any, is not that of these settings."""
         if not self._settings.exists():
             return
-        before = read_json(self._settings)
+        before = completed(read_json(self._settings))
         for name, value in settings.identity().items():
             if before.get(name) != value:
                 raise StudyError(
