@@ -1,15 +1,20 @@
-"""The figure of a run: accuracy and neural collapse against epoch, from its result."""
+"""Figures of the course of training: accuracy, neural collapse and the solver against epoch, over one or more seeds."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
+import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.figure import Figure, SubFigure  # noqa: E402
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter  # noqa: E402
+from PIL import Image  # noqa: E402
 
 from .results import title  # noqa: E402
 from .rundir import Row, RunDirectory, read_json, write_atomically  # noqa: E402
@@ -18,53 +23,190 @@ LABELS = {"explicit": "explicit", "deq": "DEQ"}
 COLOURS = {"explicit": "#0072B2", "deq": "#D55E00"}
 MARKERS = {"explicit": "o", "deq": "s"}
 DASHES = {"overall": "-", "majority": "--", "minority": ":"}
+GROUP_COLOURS = {"overall": "#000000", "majority": "#332288", "minority": "#CC6677"}
+GROUP_MARKERS = {"overall": "o", "majority": "^", "minority": "v"}
+DPI = 120
+plt.rcParams["figure.constrained_layout.w_pad"] = 0.1
+
+Curves = Mapping[str, Sequence[Row]]
+"""The curves of the result, of each seed, by network."""
 
 
 def draw(run: RunDirectory) -> None:
     """Write figure.png from the run's result."""
     result = read_json(run.result)
-    curves = {model: summary["curves"] for model, summary in result["models"].items()}
-    image = io.BytesIO()
+    curves = {model: [summary["curves"]] for model, summary in result["models"].items()}
     settings = result["settings"]
-    figure = study_figure(curves, f"{title(result)}, width {settings['width']}, seed {settings['seed']}")
-    figure.savefig(image, format="png", dpi=150)
+    figure = study_figure({f"{title(result)}, width {settings['width']}, seed {settings['seed']}": curves})
+    write_atomically(run.figure, images(figure, "png")["png"])
+
+
+def images(figure: Figure, *kinds: str) -> dict[str, bytes]:
+    """A figure as "png" or "svg", by kind: the same bytes for the same figure. It is closed afterwards."""
+    undated: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+    found = {}
+    for kind in kinds:
+        content = io.BytesIO()
+        with matplotlib.rc_context({"svg.hashsalt": "nc_study"}):
+            figure.savefig(content, format=kind, dpi=DPI, metadata=undated[kind])
+        found[kind] = content.getvalue() if kind == "svg" else _few_colours(content)
     plt.close(figure)
-    write_atomically(run.figure, image.getvalue())
+    return found
 
 
-def study_figure(curves: dict[str, Row], heading: str) -> Figure:
-    """Four panels: test accuracy, NC1 (log scale), NC2, NC3; a colour for each network."""
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained")
-    figure.suptitle(heading)
-    _accuracy(axes[0], curves)
-    for axis, name in zip(axes[1:], ("nc1", "nc2", "nc3"), strict=True):
-        _collapse(axis, curves, name)
-    for axis in axes:
-        axis.set_xlabel("epoch")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="x-small")
-    axes[1].legend(fontsize="small")
+def _few_colours(png: io.BytesIO) -> bytes:
+    """A PNG of at most 256 colours: a third of the bytes, and no difference that one sees."""
+    content = io.BytesIO()
+    picture = Image.open(png).convert("RGB")
+    few = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(content, "PNG", optimize=True)
+    return content.getvalue()
+
+
+def study_figure(rows: Mapping[str, Curves]) -> Figure:
+    """A row by its heading, of four panels each: test accuracy, NC1 (log scale), NC2, NC3; a colour for each network.
+
+    With more than one seed a line is the mean of the seeds, and the band reaches from the least to the most."""
+    figure = plt.figure(figsize=(12.5, 3.6 * len(rows)), layout="constrained")
+    parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)
+    for part, (heading, curves) in zip(parts[:, 0], rows.items(), strict=True):
+        part.suptitle(heading)
+        _course_panels(part, curves)
     return figure
 
 
-def _accuracy(axis: Axes, curves: dict[str, Row]) -> None:
-    for model, columns in curves.items():
+def _course_panels(part: SubFigure, curves: Curves) -> None:
+    axes = part.subplots(1, 4)
+    _accuracy(axes[0], curves)
+    for axis, name in zip(axes[1:], ("nc1", "nc2", "nc3"), strict=True):
+        _collapse(axis, curves, name)
+    axes[1].legend(fontsize="small")
+    for axis in axes:
+        _finish_epochs(axis)
+
+
+def _finish_epochs(axis: Axes) -> None:
+    axis.set_xlabel("epoch")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
+
+
+def _accuracy(axis: Axes, curves: Curves) -> None:
+    for model, seeds in curves.items():
         for group, dash in DASHES.items():
-            if columns[group][0] is None:
-                continue
-            label = f"{LABELS[model]}, {group}"
-            axis.plot(columns["epoch"], columns[group], dash, color=COLOURS[model], label=label)
+            columns = [(curve["epoch"], curve[group]) for curve in seeds]
+            style = {"linestyle": dash, "color": COLOURS[model], "label": f"{LABELS[model]}, {group}"}
+            plot_seeds(axis, columns, marker=MARKERS[model] if group == "overall" else None, **style)
     axis.set_ylabel("test accuracy (%)")
-    axis.set_ylim(bottom=0)
+    top = max(axis.get_ylim()[1], 1)
+    axis.set_yticks([tick for tick in axis.get_yticks() if 0 <= tick <= min(top, 100)])
+    # Room for the legend above the lines, and for a line at 0.
+    axis.set_ylim(-0.03 * top, 1.4 * top)
+    axis.legend(fontsize="x-small", ncols=len(curves), loc="upper left")
 
 
-def _collapse(axis: Axes, curves: dict[str, Row], name: str) -> None:
-    for model, columns in curves.items():
-        pairs = zip(columns["nc"]["epoch"], columns["nc"][name], strict=True)
-        measured = [pair for pair in pairs if pair[1] is not None]
-        epochs, values = zip(*measured, strict=True) if measured else ((), ())
-        axis.plot(epochs, values, color=COLOURS[model], marker=MARKERS[model], ms=4, label=LABELS[model])
+def _collapse(axis: Axes, curves: Curves, name: str) -> None:
+    for model, seeds in curves.items():
+        columns = [(curve["nc"]["epoch"], curve["nc"][name]) for curve in seeds]
+        plot_seeds(axis, columns, color=COLOURS[model], marker=MARKERS[model], label=LABELS[model])
     if name == "nc1":
-        axis.set_yscale("log")
+        set_log_scale(axis)
     axis.set_ylabel(name.upper())
+
+
+def set_log_scale(axis: Axes) -> None:
+    """A logarithmic y-axis whose ticks stay labelled where it spans less than two decades."""
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    if high < 100 * low:
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def plot_seeds(axis: Axes, columns: Sequence[tuple[list[int], list[float | None]]], **style: Any) -> None:
+    """Mean over the seeds against epoch, and the band of their range; nothing where no epoch has a value of each."""
+    epochs, values = over_seeds(columns)
+    if not epochs:
+        return
+    every = max(1, len(epochs) // 12)
+    axis.plot(epochs, values.mean(1), ms=4, markevery=every, **style)
+    if values.shape[1] > 1:
+        axis.fill_between(epochs, values.min(1), values.max(1), color=style["color"], alpha=0.15, lw=0)
+
+
+def over_seeds(columns: Sequence[tuple[list[int], list[float | None]]]) -> tuple[list[int], np.ndarray]:
+    """The epochs at which every seed has a value, and the values (epochs, seeds)."""
+    known = [
+        {epoch: value for epoch, value in zip(epochs, values, strict=True) if value is not None}
+        for epochs, values in columns
+    ]
+    shared = sorted(set.intersection(*map(set, known))) if known else []
+    return shared, np.array([[seed[epoch] for seed in known] for epoch in shared])
+
+
+def solver_figure(curves: Sequence[Row], final: Sequence[Row], majority: int, heading: str) -> Figure:
+    """Evaluations, residual and converged share against epoch for all, majority and minority classes, and the
+    evaluations of each class in the last epoch; `final`: the solver's summary of each seed."""
+    figure, axes = plt.subplots(1, 4, figsize=(12.5, 3.6), layout="constrained")
+    figure.suptitle(heading)
+    panels = {"iterations": "evaluations a sample", "residual": "relative residual", "converged": "converged (%)"}
+    for axis, (name, label) in zip(axes, panels.items(), strict=False):
+        _solver_course(axis, curves, name)
+        axis.set_ylabel(label)
+        _finish_epochs(axis)
+    low, high = axes[1].get_ylim()
+    if low > 0 and high > 3 * low:
+        set_log_scale(axes[1])
+    else:
+        axes[1].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    low = min(99, axes[2].get_ylim()[0])
+    axes[2].set_ylim(low, 100 + 0.05 * (100 - low))
+    axes[0].legend(fontsize="small")
+    _evaluations_per_class(axes[3], final, majority)
+    return figure
+
+
+def _solver_course(axis: Axes, curves: Sequence[Row], name: str) -> None:
+    scale = 100 if name == "converged" else 1
+    for group, dash in DASHES.items():
+        columns = []
+        for curve in curves:
+            solver = curve["solver"]
+            values = (solver if group == "overall" else solver[group])[name]
+            columns.append((curve["epoch"], [None if value is None else scale * value for value in values]))
+        label = "all samples" if group == "overall" else f"{group} classes"
+        style = {"color": GROUP_COLOURS[group], "marker": GROUP_MARKERS[group], "label": label}
+        plot_seeds(axis, columns, linestyle=dash, **style)
+
+
+def _evaluations_per_class(axis: Axes, final: Sequence[Row], majority: int) -> None:
+    known = [[np.nan if value is None else value for value in one["per_class"]["iterations"]] for one in final]
+    values = np.array(known, dtype=float)
+    classes = values.shape[1]
+    for group, part in class_groups(classes, majority).items():
+        mean = values[:, part].mean(0)
+        reach = np.abs(np.stack([values[:, part].min(0), values[:, part].max(0)]) - mean) if len(values) > 1 else None
+        style: dict[str, Any] = {
+            "color": GROUP_COLOURS[group],
+            "fmt": GROUP_MARKERS[group],
+            "label": f"{group} classes",
+        }
+        axis.errorbar(np.arange(classes)[part], mean, reach, ms=4, capsize=2 if classes <= 10 else 0, **style)
+    axis.set_ylabel("evaluations, last epoch")
+    axis.grid(alpha=0.3, axis="y")
+    finish_classes(axis, classes)
+
+
+def class_groups(classes: int, majority: int) -> dict[str, slice]:
+    """The classes of the majority and the minority; "overall" alone where they are balanced."""
+    if majority >= classes:
+        return {"overall": slice(0, classes)}
+    return {"majority": slice(0, majority), "minority": slice(majority, classes)}
+
+
+def finish_classes(axis: Axes, classes: int) -> None:
+    """Name the x-axis after the classes; a tick for each of ten, for each tenth of a hundred."""
+    axis.set_xlabel("class")
+    axis.set_xticks(np.arange(0, classes, max(1, classes // 10)))
+    axis.set_xlim(-0.6, classes - 0.4)

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ def read_arrays(path: Path) -> dict[str, dict[str, np.ndarray]]:
             for key in stored.files:
                 model, name = key.split("/")
                 arrays.setdefault(model, {})[name] = stored[key]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
     return arrays
 

@@ -1,0 +1,188 @@
+"""Figures of a trained network, class by class: its features, its confusions, and the Jacobian at its fixed points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+from sklearn.manifold import TSNE
+
+from .config import StudyError
+from .figures import COLOURS, GROUP_COLOURS, GROUP_MARKERS, LABELS, class_groups, finish_classes
+from .rundir import read_arrays
+
+PERPLEXITY = 30
+FEWEST_IMAGES = 10
+GRAM_LEVELS = 33
+# Paul Tol's "muted" scheme and grey: ten colours that people who see few colours tell apart.
+CLASS_COLOURS = (
+    *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
+    *("#DDCC77", "#CC6677", "#882255", "#AA4499", "#777777"),
+)
+GROUP_NAMES = {"overall": "all classes", "majority": "majority", "minority": "minority"}
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def perplexity_of(images: int) -> float:
+    """Of the t-SNE: 30, or a third of the images where there are few."""
+    return min(PERPLEXITY, (images - 1) / 3)
+
+
+def features_figure(arrays: Mapping[str, Arrays], majority: int, classes: int, heading: str) -> Figure:
+    """A column for each network: t-SNE of its features, and the Gram matrix of the features at unit length."""
+    figure, axes = plt.subplots(2, len(arrays), figsize=(5.6 * len(arrays), 10), layout="constrained", squeeze=False)
+    figure.suptitle(heading)
+    for column, (model, group) in zip(axes.T, arrays.items(), strict=True):
+        features, labels = finite_features(group)
+        for axis in column:
+            axis.set_title(LABELS[model], color=COLOURS[model])
+        _embedding(column[0], features, labels, majority, classes)
+        picture = _gram(column[1], features, labels, majority, classes)
+    figure.colorbar(picture, ax=axes[1], label="cosine of two features", shrink=0.8)
+    return figure
+
+
+def read_features(path: Path, model: str) -> Arrays:
+    """The features and labels of a network; an error where they are missing, do not fit or are too few."""
+    group = read_arrays(path).get(model, {})
+    features, labels = group.get("features"), group.get("labels")
+    if features is None or labels is None or features.ndim != 2 or labels.shape != features.shape[:1]:
+        raise StudyError(f"{path} does not hold the features of the {LABELS[model]} network")
+    finite = int(np.isfinite(features).all(1).sum())
+    if finite < FEWEST_IMAGES:
+        raise StudyError(f"{path}: {finite} images with finite features, and a t-SNE takes {FEWEST_IMAGES}")
+    return group
+
+
+def finite_features(group: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """Features (N, D) in single precision and labels (N,), sorted by class, without the rows that are not finite."""
+    features, labels = group["features"].astype(np.float32), group["labels"]
+    kept = np.isfinite(features).all(1)
+    order = np.argsort(labels[kept], kind="stable")
+    return features[kept][order], labels[kept][order]
+
+
+def gram(features: np.ndarray) -> np.ndarray:
+    """(N, N) cosines between the rows; 0 for a row of zeros."""
+    length = np.linalg.norm(features, axis=1, keepdims=True)
+    unit = np.divide(features, length, out=np.zeros_like(features), where=length > 0)
+    return unit @ unit.T
+
+
+def embed(features: np.ndarray) -> np.ndarray:
+    """(N, 2) t-SNE of the rows, the same every time."""
+    return TSNE(perplexity=perplexity_of(len(features)), init="pca", random_state=0).fit_transform(features)
+
+
+def _embedding(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: int, classes: int) -> None:
+    """Ten classes have a colour each and their number at the median; of a hundred only the group is told."""
+    points = embed(features)
+    each = classes <= len(CLASS_COLOURS)
+    handles = []
+    for group, part in class_groups(classes, majority).items():
+        for label in range(classes)[part]:
+            own = points[labels == label]
+            colour = CLASS_COLOURS[label] if each else GROUP_COLOURS[group]
+            axis.scatter(own[:, 0], own[:, 1], s=22, color=colour, marker=GROUP_MARKERS[group], alpha=0.7, lw=0)
+            if each and len(own):
+                box: dict[str, Any] = {
+                    "boxstyle": "circle,pad=0.15",
+                    "facecolor": "white",
+                    "edgecolor": colour,
+                    "alpha": 0.85,
+                }
+                x, y = np.median(own, 0)
+                axis.text(x, y, str(label), ha="center", va="center", fontweight="bold", bbox=box)
+        colour = "#444444" if each else GROUP_COLOURS[group]
+        handles.append(Line2D([], [], ls="", marker=GROUP_MARKERS[group], color=colour, label=GROUP_NAMES[group]))
+    axis.legend(handles=handles, fontsize="small")
+    axis.set(xlabel="t-SNE, first coordinate", ylabel="t-SNE, second coordinate", xticks=[], yticks=[])
+    axis.margins(0.08)
+
+
+def _gram(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: int, classes: int) -> AxesImage:
+    picture = axis.imshow(
+        gram(features), vmin=-1, vmax=1, cmap=plt.get_cmap("RdBu_r", GRAM_LEVELS), interpolation="none"
+    )
+    starts = np.searchsorted(labels, np.arange(classes + 1)) - 0.5
+    if classes <= 10:
+        for start in starts[1:-1]:
+            axis.axhline(start, color="black", lw=0.3)
+            axis.axvline(start, color="black", lw=0.3)
+    if majority < classes:
+        axis.axhline(starts[majority], color="black", lw=1.6)
+        axis.axvline(starts[majority], color="black", lw=1.6)
+    shown = np.arange(0, classes, max(1, classes // 10))
+    centres = (starts[shown] + starts[shown + 1]) / 2
+    axis.set_xticks(centres, [str(label) for label in shown])
+    axis.set_yticks(centres, [str(label) for label in shown])
+    axis.set(xlabel="image, by class", ylabel="image, by class")
+    return picture
+
+
+def confusion_figure(confusions: Mapping[str, Sequence[np.ndarray]], majority: int, heading: str) -> Figure:
+    """For each network, how many percent of a class's test images were taken for each class, over all seeds."""
+    size = (6 * len(confusions), 5.8)
+    figure, axes = plt.subplots(1, len(confusions), figsize=size, squeeze=False, layout="constrained")
+    figure.suptitle(heading)
+    for axis, (model, counts) in zip(axes[0], confusions.items(), strict=True):
+        total = np.sum(counts, 0)
+        shares = 100 * total / np.maximum(total.sum(1, keepdims=True), 1)
+        picture = _confusion(axis, shares, majority)
+        axis.set_title(LABELS[model], color=COLOURS[model])
+    figure.colorbar(picture, ax=axes[0], label="share of the true class (%)", shrink=0.9)
+    return figure
+
+
+def _confusion(axis: Axes, shares: np.ndarray, majority: int) -> AxesImage:
+    classes = len(shares)
+    picture = axis.imshow(shares, vmin=0, vmax=100, cmap="cividis", interpolation="none")
+    if classes <= 10:
+        for (row, column), share in np.ndenumerate(shares):
+            colour = "black" if share > 55 else "white"
+            axis.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=9, color=colour)
+    if majority < classes:
+        for line in (axis.axhline, axis.axvline):
+            line(majority - 0.5, color="white", lw=1.6)
+    ticks = np.arange(0, classes, max(1, classes // 10))
+    axis.set(xlabel="class taken for", ylabel="true class", xticks=ticks, yticks=ticks)
+    return picture
+
+
+def radius_figure(radii: Sequence[tuple[np.ndarray, np.ndarray]], majority: int, classes: int, heading: str) -> Figure:
+    """The spectral radius at each image's fixed point, by class, over all seeds; (labels, values) of each seed."""
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure.suptitle(heading)
+    labels = np.concatenate([one[0] for one in radii])
+    values = np.concatenate([one[1] for one in radii])
+    jitter = np.random.default_rng(0).uniform(-0.18, 0.18, len(values)) if classes <= 10 else np.zeros(len(values))
+    for group, part in class_groups(classes, majority).items():
+        members = np.isin(labels, np.arange(classes)[part])
+        style: dict[str, Any] = {
+            "s": 18,
+            "color": GROUP_COLOURS[group],
+            "marker": GROUP_MARKERS[group],
+            "alpha": 0.7,
+            "lw": 0,
+        }
+        axis.scatter(labels[members] + jitter[members], values[members], label=GROUP_NAMES[group], **style)
+    if classes <= 10:
+        drawn: dict[str, Any] = {"medianprops": {"color": "black", "lw": 1.8}, "manage_ticks": False}
+        boxes = {label: values[labels == label] for label in range(classes) if (labels == label).sum() >= 5}
+        axis.boxplot(list(boxes.values()), positions=list(boxes), widths=0.6, showfliers=False, **drawn)
+    axis.axhline(1, color="black", lw=1, ls="--", label="above 1 the plain iteration z ← f(z) diverges")
+    axis.set_ylabel("spectral radius of ∂f/∂z at z*")
+    axis.grid(alpha=0.3, axis="y")
+    finish_classes(axis, classes)
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high + 0.18 * (high - low))
+    axis.legend(fontsize="small", ncols=3, loc="upper left")
+    return figure
