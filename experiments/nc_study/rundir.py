@@ -138,7 +138,7 @@ class RunDirectory:
 
     def check(self, settings: Settings) -> None:
         """An error that names the setting in which the run that is here, if any, is not that of these settings."""
-        if not self._settings.exists():
+        if not (self._settings.exists() or self.finished or any(self.path.glob("*.ckpt"))):
             return
         before = completed(read_json(self._settings))
         for name, value in settings.identity().items():

@@ -16,6 +16,7 @@ from nc_study import scheduler
 from nc_study.cells import Cell, cells_of
 from nc_study.config import SettingsError, StudyError, parse
 from nc_study.plan import device_of, plan
+from nc_study.rundir import RunDirectory
 from nc_study.study import main
 
 QUICK = [word for word in TINY if word not in ("--ratio", "10")]
@@ -83,6 +84,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     assert main(None, [*arguments, "--dry-run"]) == 0
     assert "2 runs" in capsys.readouterr().out and not list(tmp_path.iterdir())
     bad.mkdir()
+    RunDirectory(bad).start(parse("cifar_lt", None, [*TINY, "--model", "explicit", "--epochs", "1", "--preset", "quick"]))
     (bad / "explicit.ckpt").write_bytes(b"half")
     assert main(None, arguments) == 1
     printed, errors = capsys.readouterr()
