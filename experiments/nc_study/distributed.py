@@ -29,7 +29,7 @@ _store: dist.Store | None = None  # what the processes can reach even when one o
 _TOLD = "an error was told"
 
 
-def _launched() -> bool:
+def launched() -> bool:
     """Whether torchrun, or a launcher that sets the same variables, has started several processes."""
     return dist.is_available() and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
@@ -53,7 +53,7 @@ def is_first() -> bool:
 def processes(device: str) -> Iterator[None]:
     """Join the processes started beside this one, for one run or several, and leave them at the end; only the first one
     prints to stdout. Nothing happens to a process that stands alone or has joined already."""
-    if joined() or not _launched():
+    if joined() or not launched():
         yield
         return
     _join(device)
@@ -94,7 +94,7 @@ def may_tell() -> bool:
 def one_voice() -> Iterator[None]:
     """Before the processes have joined: what all of them would print, only the first one prints."""
     with ExitStack() as stack:
-        if _launched() and int(os.environ["RANK"]) > 0:
+        if launched() and int(os.environ["RANK"]) > 0:
             nothing = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(redirect_stdout(nothing))
             stack.enter_context(redirect_stderr(nothing))
@@ -104,7 +104,7 @@ def one_voice() -> Iterator[None]:
 def command_line() -> str:
     """The command that started this run."""
     start = ["python"]
-    if _launched():
+    if launched():
         start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])]
     return shlex.join([*start, *sys.argv])
 
