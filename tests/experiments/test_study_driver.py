@@ -190,7 +190,7 @@ def test_under_torchrun_runs_are_spread_or_shared_and_their_numbers_are_those_of
         name = f"shapes-k3-r10-quick-explicit-broyden-jfb-seed{seed}"
         alone, shared = tmp_path / "spread" / name, tmp_path / "together" / name
         assert f"seed {seed}: explicit" in spread.stdout and f"[{seed + 1} of 2]" in together.stdout
-        assert loss(shared) == pytest.approx(loss(alone), rel=1e-4)
+        assert loss(shared) == pytest.approx(loss(alone), rel=1e-3)  # test_distributed.py is sharp, in float64
         assert "processes" not in (alone / "log.txt").read_text()
     assert together.stdout.count("2 processes") == 2
 
