@@ -14,7 +14,7 @@ Which features the last constraint is about, the paper leaves open (`FEATURES`):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -28,14 +28,13 @@ from .config import StudyError
 
 FEATURES = ("final", "backbone")
 
-# On a linear map Broyden's method ends after few evaluations, also where ||W_DEQ|| is close to 1.
-SOLVER = deqfast.Broyden(tol=1e-13, max_iter=200)
+# Forward, plain iteration is one launch, however long it takes where ||W_DEQ|| is close to 1. Backward, evaluations cost
+# more, and Broyden's method needs few of them on a linear map.
+SOLVER = deqfast.Picard(tol=1e-13, max_iter=10_000)
 ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-11, max_iter=200))
 
-MEMORY = 10  # objective values that a step may not exceed (Grippo, Lampariello and Lucidi, 1986)
-SUFFICIENT = 1e-4
-HALVINGS = 40
-LONGEST_STEP = 1e8
+ROUND = 200  # steps before L-BFGS starts anew, with the loss in units of the gradient it has by then
+HISTORY = 30
 
 
 class Point(NamedTuple):
@@ -43,7 +42,7 @@ class Point(NamedTuple):
 
     classifier: Tensor  # (K, D): W / sqrt(K E_W)
     layer: Tensor  # (D, D): W_EX / E_H or W_DEQ / E_H
-    backbone: Tensor  # (N, D): h0_{k,i} / sqrt(K n_k E_H)
+    features: Tensor  # (N, D): what the constraint is on, h0_{k,i} or final, / sqrt(K n_k E_H)
 
 
 def project_ball(tensor: Tensor) -> Tensor:
@@ -51,15 +50,16 @@ def project_ball(tensor: Tensor) -> Tensor:
     return tensor / torch.linalg.vector_norm(tensor).clamp(min=1)
 
 
-def project_sphere(tensor: Tensor) -> Tensor:
-    """The tensor at norm 1."""
-    return tensor / torch.linalg.vector_norm(tensor)
+def cross_entropy(logits: Tensor, labels: Tensor, from_chance: bool) -> Tensor:
+    """Cross-entropy per sample, (N,); `from_chance`: minus log K.
 
-
-def excess_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy minus log K per sample, (N,): without the cancellation that a difference of the two has."""
+    Either is accurate relative to itself, the first also where it is far below 1, the second where it is close to 0:
+    computed as a difference they would lose most of their digits there.
+    """
     differences = logits - logits.gather(1, labels[:, None])
-    return torch.expm1(differences).mean(1).log1p()
+    if from_chance:
+        return torch.expm1(differences).mean(1).log1p()
+    return differences.exp().scatter(1, labels[:, None], 0.0).sum(1).log1p()
 
 
 @dataclass(frozen=True)
@@ -105,44 +105,51 @@ class Problem:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Blocks to leave at their start: with the constraint on W_EX h0 or z*, any invertible layer loses nothing."""
+        """Blocks to leave at their start: under a constraint on the final features any invertible layer loses nothing.
+
+        It reaches every feature matrix, and h0 is free.
+        """
         return ("layer",) if self.features == "final" else ()
 
     def start(self, seed: int) -> Point:
         """A random point on the boundary of the constraints; an explicit layer that stays as it is is orthogonal."""
         generator = torch.Generator().manual_seed(seed)
-        shapes = (
-            (self.classes, self.dimension),
-            (self.dimension, self.dimension),
-            (len(self.labels), self.dimension),
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        point = Point(
+            draw(self.classes, self.dimension),
+            draw(self.dimension, self.dimension),
+            draw(len(self.labels), self.dimension),
         )
-        draws = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-        point = Point(*(project_sphere(draw) for draw in draws))
         if self.frozen and self.model == "explicit":
-            return point._replace(layer=project_sphere(torch.linalg.qr(point.layer).Q))
-        return point
+            point = point._replace(layer=torch.linalg.qr(point.layer).Q)
+        return Point(*(part / torch.linalg.vector_norm(part) for part in point))
 
     def project(self, point: Point) -> Point:
-        """The nearest feasible point; where the constraint is on the final features, h0 only has its scale set."""
-        free = project_sphere if self.features == "final" else project_ball
-        return Point(project_ball(point.classifier), project_ball(point.layer), free(point.backbone))
+        """The nearest feasible point."""
+        return Point(*(project_ball(part) for part in point))
 
     def weight(self, point: Point) -> Tensor:
         """W (K, D)."""
         return point.classifier * math.sqrt(self.classes * self.e_w)
 
-    def outputs(self, point: Point) -> Tensor:
-        """The final features (N, D): W_EX h0 or z*.
-
-        A constraint on them is met by scaling them to its boundary. Nothing is lost by that: h0 is free to have any
-        scale, and the gradient of a cross-entropy never vanishes, so at the optimum the constraint is active.
-        """
-        h0 = point.backbone * self.radii
+    def backbone(self, point: Point) -> Tensor:
+        """h0 (N, D); of final features the h0 that the layer takes to them."""
+        features, layer = point.features * self.radii, self.e_h * point.layer
+        if self.features == "backbone":
+            return features
         if self.model == "explicit":
-            h = h0 @ (self.e_h * point.layer).T
-        else:
-            h = self._equilibrium(point.layer, h0)
-        return self.radii * project_sphere(h / self.radii) if self.features == "final" else h
+            return torch.linalg.solve(layer, features.T).T
+        return features - features @ layer.T
+
+    def outputs(self, point: Point) -> Tensor:
+        """The final features (N, D): W_EX h0 or z*."""
+        h0 = self.backbone(point)
+        if self.model == "explicit":
+            return h0 @ (self.e_h * point.layer).T
+        return self._equilibrium(point.layer, h0)
 
     def _equilibrium(self, layer: Tensor, h0: Tensor) -> Tensor:
         cell = {"cell.weight": self.e_h * layer}
@@ -154,108 +161,81 @@ class Problem:
             )
         return z
 
-    def gain(self, point: Point) -> Tensor:
-        """Loss minus log K, a scalar (negative: better than chance)."""
+    def loss(self, point: Point, from_chance: bool = False) -> Tensor:
+        """The objective, a scalar; `from_chance`: minus log K."""
         logits = self.outputs(point) @ self.weight(point).T
-        return self.weights @ excess_loss(logits, self.labels)
+        return self.weights @ cross_entropy(logits, self.labels, from_chance)
 
-    def gradient(self, point: Point) -> tuple[float, Point]:
-        """The objective, and its gradient in the scaled variables."""
+    def gradient(self, point: Point) -> Point:
+        """Gradient of the objective in the scaled variables."""
         leaves = Point(*(part.detach().requires_grad_() for part in point))
-        value = self.gain(leaves)
-        return value.item(), Point(*torch.autograd.grad(value, leaves))
+        return Point(*torch.autograd.grad(self.loss(leaves, from_chance=True), leaves))
 
 
 class Optimum(NamedTuple):
     """Where the solver ended."""
 
     point: Point
-    gain: float  # loss - log K
-    residual: float  # see `stationarity`
+    loss: float
+    below_chance: float  # log K - loss
+    residual: float  # of the KKT conditions, see `stationarity`
     steps: int
 
 
-def stationarity(point: Point, gradient: Point, project: Callable[[Point], Point]) -> float:
-    """Norm of a projected gradient step as long as the largest block of the gradient has norm 1: 0 at a KKT point."""
-    moved = project(_add(point, gradient, -1 / _largest(gradient)))
-    return max(float(torch.linalg.vector_norm(a - b)) for a, b in zip(moved, point, strict=True))
-
-
-def _largest(gradient: Point) -> float:
-    return max(float(torch.linalg.vector_norm(part)) for part in gradient)
-
-
 def minimise(
-    problem: Problem,
-    start: Point,
-    steps: int,
-    tolerance: float,
-    frozen: Sequence[str] = (),
+    problem: Problem, start: Point, steps: int, tolerance: float, frozen: Sequence[str] = ()
 ) -> Optimum:
-    """Spectral projected gradient descent (Birgin, Martinez and Raydan, 2000); the blocks `frozen` keep their value.
+    """Minimise by L-BFGS over the directions of the blocks; the blocks `frozen` keep their value.
 
-    The projections are exact; the step is Barzilai and Borwein's, the line search nonmonotone.
+    Each block stays on the boundary of its ball. For W and the features an optimum lies there: the gradient of a
+    cross-entropy never vanishes. Wherever it does not, the residual says so: it is that of the ball.
     """
-
-    def project(point: Point) -> Point:
-        return problem.project(point)._replace(**{name: getattr(start, name) for name in frozen})
-
-    def evaluate(point: Point) -> tuple[float, Point]:
-        value, gradient = problem.gradient(point)
-        return value, gradient._replace(**{name: torch.zeros_like(getattr(start, name)) for name in frozen})
-
-    point = project(start)
-    value, gradient = evaluate(point)
-    history, length, residual = [value], 1.0, math.inf
-    for step in range(steps + 1):
-        residual = stationarity(point, gradient, project)
-        if residual <= tolerance or step == steps:
-            break
-        size = _largest(gradient)
-        target = project(_add(point, gradient, -length / size))
-        direction = _add(target, point, -1.0)
-        found = _search(evaluate, project, point, direction, _inner(gradient, direction), max(history[-MEMORY:]))
-        if found is None:  # no decrease that float64 can tell
-            break
-        moved, new_value, new_gradient = found
-        change = _add(moved, point, -1.0)
-        length = _step_length(change, _add(new_gradient, gradient, -1.0), size, short=step % 2 == 1)
-        point, value, gradient = moved, new_value, new_gradient
-        history.append(value)
-    return Optimum(point, value, residual, step)
+    free = [name for name in Point._fields if name not in frozen]
+    point, taken, last = start, 0, math.inf
+    while True:
+        loss, excess = (float(problem.loss(point, from_chance)) for from_chance in (False, True))
+        gradient = problem.gradient(point)
+        size = max(float(torch.linalg.vector_norm(getattr(gradient, name))) for name in free)
+        residual = stationarity(problem, point, gradient, free, size)
+        from_chance = -excess < loss  # the smaller of the two has the more digits
+        value = excess if from_chance else loss
+        if residual <= tolerance or taken >= steps or not value < last:
+            return Optimum(point, loss, -excess, residual, taken)
+        last = value if taken else math.inf
+        point, more = _round(problem, point, free, size, from_chance, min(ROUND, steps - taken))
+        taken += more
 
 
-def _step_length(change: Point, gradient_change: Point, size: float, short: bool) -> float:
-    """Barzilai and Borwein's long or short step, times the size of the gradient; the longest where it is not convex."""
-    curvature = _inner(change, gradient_change)
-    if curvature <= 0:
-        return LONGEST_STEP
-    inverse = curvature / _inner(gradient_change, gradient_change) if short else _inner(change, change) / curvature
-    return min(max(inverse * size, 1 / LONGEST_STEP), LONGEST_STEP)
+def stationarity(problem: Problem, point: Point, gradient: Point, free: Sequence[str], size: float) -> float:
+    """Norm of a projected gradient step whose length is 1 for the block with the gradient `size`; 0 at a KKT point."""
+    changes = {name: getattr(point, name) - getattr(gradient, name) / size for name in free}
+    moved = problem.project(point._replace(**changes))
+    return max(float(torch.linalg.vector_norm(getattr(moved, name) - getattr(point, name))) for name in free)
 
 
-def _search(
-    evaluate: Callable[[Point], tuple[float, Point]],
-    project: Callable[[Point], Point],
-    point: Point,
-    direction: Point,
-    slope: float,
-    reference: float,
-) -> tuple[Point, float, Point] | None:
-    """The first point on the segment that is low enough, with value and gradient; None if there is none."""
-    fraction = 1.0
-    for _ in range(HALVINGS):
-        moved = project(_add(point, direction, fraction))
-        value, gradient = evaluate(moved)
-        if value <= reference + SUFFICIENT * fraction * slope:
-            return moved, value, gradient
-        fraction /= 2
-    return None
+def _round(
+    problem: Problem, point: Point, free: Sequence[str], size: float, from_chance: bool, steps: int
+) -> tuple[Point, int]:
+    """At most so many steps of L-BFGS on the loss in units of `size`; where it ends, and the steps taken."""
+    leaves = {name: getattr(point, name).clone().requires_grad_() for name in free}
+    optimiser = torch.optim.LBFGS(
+        list(leaves.values()),
+        max_iter=steps,
+        history_size=HISTORY,
+        tolerance_grad=1e-12,
+        tolerance_change=1e-18,
+        line_search_fn="strong_wolfe",
+    )
 
+    def current() -> Point:
+        return point._replace(**{name: leaf / torch.linalg.vector_norm(leaf) for name, leaf in leaves.items()})
 
-def _add(one: Point, other: Point, factor: float) -> Point:
-    return Point(*(a + factor * b for a, b in zip(one, other, strict=True)))
+    def closure() -> float:
+        optimiser.zero_grad()
+        value = problem.loss(current(), from_chance) / size
+        value.backward()
+        return value.item()
 
-
-def _inner(one: Point, other: Point) -> float:
-    return float(sum((a * b).sum() for a, b in zip(one, other, strict=True)))
+    optimiser.step(closure)
+    taken = optimiser.state[next(iter(leaves.values()))]["n_iter"]
+    return Point(*(part.detach() for part in current())), taken

@@ -148,20 +148,20 @@ def build_result(settings: Settings, run: RunDirectory, kernel: Row, counts: tup
         "paper": paper_cell(settings),
         "differences_from_paper": differences(settings),
         "settings": settings.identity(),
-        "machine": machine(settings),
+        "machine": machine(settings.threads, settings.device),
         "versions": versions(),
         "commit": commit(),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def machine(settings: Settings) -> Row:
+def machine(threads: int, device: str) -> Row:
     """Where the run took place."""
     return {
         "cpu": _processor(),
         "cores": os.cpu_count(),
-        "threads": settings.threads,
-        "gpu": torch.cuda.get_device_name() if settings.device == "cuda" else None,
+        "threads": threads,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
     }
 
 
