@@ -131,7 +131,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            _check(spec, getattr(self, spec.name))
+            check_field(spec, getattr(self, spec.name))
         if self.test_images < self.classes:
             raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
         if self.study == "cifar_lt":
@@ -171,7 +171,8 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if name not in free}
 
 
-def _check(spec: Field[Any], value: Any) -> None:
+def check_field(spec: Field[Any], value: Any) -> None:
+    """SettingsError if the value is not what the field's `option` allows."""
     flag, checks = flag_of(spec.name), spec.metadata
     if value is None or not checks:
         return
@@ -243,7 +244,7 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
         name = spec.metadata["group"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        _add_option(groups[name], spec)
+        add_option(groups[name], spec)
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
@@ -257,7 +258,8 @@ def as_arguments(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _add_option(group: Any, spec: Field[Any]) -> None:
+def add_option(group: Any, spec: Field[Any]) -> None:
+    """The command-line option of a field."""
     text = f"{spec.metadata['help']} {_default_text(spec)}".replace("%", "%%")
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if spec.metadata.get("kind") is bool:

@@ -195,21 +195,21 @@ def build_result(
         "paper": paper_cell(settings),
         "differences_from_paper": differences(settings),
         "settings": settings.identity(),
-        "machine": machine(settings),
+        "machine": machine(settings.threads, settings.device),
         "versions": versions(),
         "commit": commit(),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def machine(settings: Settings) -> Row:
+def machine(threads: int, device: str) -> Row:
     """Where the run took place."""
     return {
         "cpu": _processor(),
         "cores": os.cpu_count(),
-        "threads": settings.threads,
+        "threads": threads,
         "processes": distributed.world_size(),
-        "gpu": torch.cuda.get_device_name() if settings.device == "cuda" else None,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
     }
 
 
