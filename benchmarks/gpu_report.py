@@ -1,6 +1,6 @@
 """The table that a run of gpu.sh ends with, and the file of its results.
 
-    python benchmarks/gpu_report.py --stages FILE --measures FILE [--results FILE ...]
+python benchmarks/gpu_report.py --stages FILE --measures FILE [--results FILE ...]
 """
 
 from __future__ import annotations

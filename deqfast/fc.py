@@ -178,9 +178,7 @@ def fc_fixed_point(
         solution = _solve_in_a_loop(weight, c, z0, activation, solver, chosen)
     else:
         solution = _solve(weight, c, z0, activation, solver, chosen, 0.0)
-    value = _JacobianFree.apply(
-        weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen
-    )
+    value = _JacobianFree.apply(weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen)
     return value, solution
 
 

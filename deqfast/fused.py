@@ -13,9 +13,7 @@ from .ops import Kernel
 
 class _NormAct(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, kernel: Kernel, groups: int, eps: float, y: Tensor, weight: Tensor, bias: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, kernel: Kernel, groups: int, eps: float, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         out, mean, rstd = kernel.op("norm_act")(y, weight, bias, groups, eps)
         ctx.save_for_backward(y, weight, bias, mean, rstd)
         ctx.kernel, ctx.groups, ctx.eps = kernel, groups, eps

@@ -202,9 +202,7 @@ class Run:
                 self.state.trace[k].copy_(self.state.residual)
 
 
-def solution_of(
-    packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int
-) -> Solution:
+def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:
     measure = int(solver.stop == "abs")
     return Solution(
         value=packing.unpack(state.best),

@@ -161,9 +161,7 @@ def test_launches_of_the_cuda_kernels(name, batch, monkeypatch):
     """One, or two where several blocks share a sample."""
     for op in STEPS:
         emulate.load(op)
-    emulated = SimpleNamespace(
-        name="cuda", max_history=32, op=lambda op: getattr(torch.ops.deqfast_emulated, op)
-    )
+    emulated = SimpleNamespace(name="cuda", max_history=32, op=lambda op: getattr(torch.ops.deqfast_emulated, op))
     monkeypatch.setattr(solve_module, "choose_kernel", lambda kernel, device: emulated)
     before, z0 = emulate.launches(), torch.zeros(batch, 8192)
     solution = deqfast.solve(slow, z0, SOLVERS[name](tol=1e-30, max_iter=5))

@@ -100,9 +100,7 @@ def _check_norm(op: str, y: Tensor, groups: int, images: dict[str, Tensor], **ot
     images: what is shaped as y; others: vectors and statistics.
     """
     if y.dim() != 4 or y.dtype not in DTYPES or 0 in y.shape[1:]:
-        raise ValueError(
-            f"{op}: `y` must be (B, C, H, W) float32, bfloat16 or float64, got {tuple(y.shape)} {y.dtype}"
-        )
+        raise ValueError(f"{op}: `y` must be (B, C, H, W) float32, bfloat16 or float64, got {tuple(y.shape)} {y.dtype}")
     batch, channels = y.shape[:2]
     if groups < 1 or channels % groups:
         raise ValueError(f"{op}: `groups` must divide the {channels} channels, got {groups}")
@@ -177,9 +175,7 @@ def _norm_act_residual_backward_triton(
 
     _check_norm("norm_act_residual_backward_triton", y, groups, {"grad": grad, "x": x, "z": z}, weight2=weight2,
                 bias2=bias2, weight3=weight3, mean2=mean2, rstd2=rstd2, mean3=mean3, rstd3=rstd3)  # fmt: skip
-    return norm_act_residual_backward(
-        grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3, groups
-    )
+    return norm_act_residual_backward(grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3, groups)
 
 
 register("norm_act", _SCHEMAS["norm_act"], _fake_norm_act, _norm_act_triton)

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from sklearn.manifold import TSNE
 
 from .config import StudyError
 from .figures import COLOURS, GROUP_COLOURS, GROUP_MARKERS, LABELS, class_groups, finish_classes
@@ -21,6 +20,7 @@ from .rundir import read_arrays
 PERPLEXITY = 30
 FEWEST_IMAGES = 10
 GRAM_LEVELS = 33
+LABEL_DISTANCE = 0.05
 # Paul Tol's "muted" scheme and grey: ten colours that people who see few colours tell apart.
 CLASS_COLOURS = (
     *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
@@ -79,13 +79,35 @@ def gram(features: np.ndarray) -> np.ndarray:
 
 def embed(features: np.ndarray) -> np.ndarray:
     """(N, 2) t-SNE of the rows, the same every time."""
+    from sklearn.manifold import TSNE  # late: it takes seconds, and a report without features does without
+
     return TSNE(perplexity=perplexity_of(len(features)), init="pca", random_state=0).fit_transform(features)
+
+
+def spread_apart(places: Mapping[int, np.ndarray], points: np.ndarray) -> dict[int, np.ndarray]:
+    """Places of labels among points, those that would cover one another pushed apart to a twentieth of the extent."""
+    if not places:
+        return {}
+    extent = np.ptp(points, axis=0).clip(min=np.finfo(np.float32).tiny)
+    moved = np.stack(list(places.values())) / extent
+    for _ in range(50):
+        for i in range(len(moved)):
+            for j in range(i):
+                apart = moved[i] - moved[j]
+                distance = np.linalg.norm(apart)
+                if distance < LABEL_DISTANCE:
+                    step = (LABEL_DISTANCE - distance) / 2 * (apart / distance if distance else np.array([1.0, 0.0]))
+                    moved[i] += step
+                    moved[j] -= step
+    return dict(zip(places, moved * extent, strict=True))
 
 
 def _embedding(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: int, classes: int) -> None:
     """Ten classes have a colour each and their number at the median; of a hundred only the group is told."""
     points = embed(features)
     each = classes <= len(CLASS_COLOURS)
+    middles = {label: np.median(points[labels == label], 0) for label in np.unique(labels)} if each else {}
+    places = spread_apart(middles, points)
     handles = []
     for group, part in class_groups(classes, majority).items():
         for label in range(classes)[part]:
@@ -99,7 +121,7 @@ def _embedding(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: i
                     "edgecolor": colour,
                     "alpha": 0.85,
                 }
-                x, y = np.median(own, 0)
+                x, y = places[label]
                 axis.text(x, y, str(label), ha="center", va="center", fontweight="bold", bbox=box)
         colour = "#444444" if each else GROUP_COLOURS[group]
         handles.append(Line2D([], [], ls="", marker=GROUP_MARKERS[group], color=colour, label=GROUP_NAMES[group]))
@@ -177,7 +199,8 @@ def radius_figure(radii: Sequence[tuple[np.ndarray, np.ndarray]], majority: int,
     if classes <= 10:
         drawn: dict[str, Any] = {"medianprops": {"color": "black", "lw": 1.8}, "manage_ticks": False}
         boxes = {label: values[labels == label] for label in range(classes) if (labels == label).sum() >= 5}
-        axis.boxplot(list(boxes.values()), positions=list(boxes), widths=0.6, showfliers=False, **drawn)
+        if boxes:
+            axis.boxplot(list(boxes.values()), positions=list(boxes), widths=0.6, showfliers=False, **drawn)
     axis.axhline(1, color="black", lw=1, ls="--", label="above 1 the plain iteration z ← f(z) diverges")
     axis.set_ylabel("spectral radius of ∂f/∂z at z*")
     axis.grid(alpha=0.3, axis="y")

@@ -45,6 +45,8 @@ def images(figure: Figure, *kinds: str) -> dict[str, bytes]:
     """A figure as "png" or "svg", by kind: the same bytes for the same figure. It is closed afterwards."""
     undated: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
     found = {}
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # once is enough
     for kind in kinds:
         content = io.BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "nc_study"}):

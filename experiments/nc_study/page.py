@@ -119,8 +119,9 @@ a { color: var(--link); } nav ul { padding-left: 1.2rem; } li { margin: 0.25rem 
 .caption, figcaption { font-weight: 600; margin: 1.2rem 0 0.2rem; } figcaption { font-weight: 400; margin: 0.3rem 0; }
 table { border-collapse: collapse; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
 th, td { border: 1px solid var(--line); padding: 0.28rem 0.55rem; text-align: left; vertical-align: top;
-  overflow-wrap: normal; } td { min-width: 3.2rem; max-width: 34rem; }
-th { background: var(--band); } .n { text-align: right; } .n, .s { white-space: nowrap; }
+  overflow-wrap: normal; } td { min-width: 10rem; max-width: 34rem; }
+th { background: var(--band); } .n { text-align: right; }
+td.n, td.s { white-space: nowrap; min-width: 0; } th.n, th.s { max-width: 9rem; }
 img { display: block; background: #ffffff; max-width: none; }
 @media (min-width: 60rem) { img { max-width: 100%; height: auto; } }
 """.strip()

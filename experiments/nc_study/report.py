@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,24 @@ class Report:
     markdown: Path
     pictures: int
     summary: list[str]
+
+
+def main(description: str | None, argv: Sequence[str] | None = None) -> int:
+    """The exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folder that holds runs, at any depth")
+    parser.add_argument("--out", type=Path, help="folder for the report (default: report in the first of RUNS)")
+    asked = parser.parse_args(argv)
+    try:
+        report = write(asked.runs, asked.out or asked.runs[0] / "report")
+    except StudyError as error:
+        print(f"report.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join(report.summary))
+    print(f"report:   {report.html}\nmarkdown: {report.markdown}\nfigures:  {report.html.parent / 'figures'}")
+    return 0
 
 
 def build(runs: list[Path], out: Path) -> Path:

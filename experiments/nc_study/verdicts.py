@@ -159,7 +159,8 @@ def judge_interval(found: Interval, expected: str) -> str:
 def judge(group: Group, claim: Claim) -> Judgement:
     """The verdict on a claim. Cells with three or more seeds decide, each by its interval: the claim holds if it does
     in all, and not if the opposite is found in one. Without such cells the signs of the cells' means are tested."""
-    evidence = [entry for cell in group.cells if (entry := _evidence(group, claim, cell)) and entry.differences]
+    found = [entry for cell in group.cells if (entry := _evidence(group, claim, cell))]
+    evidence = [entry for entry in found if entry.differences]
     strong = [entry.verdict for entry in evidence if entry.interval]
     pairs = sum(len(entry.differences) for entry in evidence)
     if FAILS in strong:
@@ -168,7 +169,11 @@ def judge(group: Group, claim: Claim) -> Judgement:
         verdict = HOLDS if set(strong) == {HOLDS} else UNDECIDED
     else:
         verdict = _judge_signs(claim, evidence, pairs)
-    return Judgement(claim, verdict, _numbers(claim, evidence, strong, pairs), evidence)
+    parts = _numbers(claim, evidence, strong, pairs) if evidence else []
+    undefined = sum(entry.undefined for entry in found)
+    if undefined:
+        parts.append(f"the metric is not defined in {_count(undefined, 'pair')}")
+    return Judgement(claim, verdict, "; ".join(parts) or "no pair of networks with the same seed", evidence)
 
 
 def _evidence(group: Group, claim: Claim, cell: Cell) -> Evidence | None:
@@ -194,10 +199,8 @@ def _signs(evidence: list[Evidence]) -> tuple[int, int]:
     return sum(entry.mean > 0 for entry in evidence), sum(entry.mean < 0 for entry in evidence)
 
 
-def _numbers(claim: Claim, evidence: list[Evidence], strong: list[str], pairs: int) -> str:
-    """Signs and mean over the cells, how the cells with enough seeds came out, and the paper's own signs."""
-    if not evidence:
-        return "no pair of networks with the same seed"
+def _numbers(claim: Claim, evidence: list[Evidence], strong: list[str], pairs: int) -> list[str]:
+    """Signs and mean over the cells, and how the cells with enough seeds came out."""
     positive, negative = _signs(evidence)
     mean = claim.show(statistics.fmean(entry.mean for entry in evidence))
     parts = [
@@ -208,10 +211,7 @@ def _numbers(claim: Claim, evidence: list[Evidence], strong: list[str], pairs: i
         kinds = [verdict for verdict in (HOLDS, FAILS, UNDECIDED) if verdict in strong]
         counts = ", ".join(f"{verdict} in {strong.count(verdict)}" for verdict in kinds)
         parts.append(f"of {_count(len(strong), 'cell')} with {SEEDS_NEEDED} or more seeds: {counts}")
-    undefined = sum(entry.undefined for entry in evidence)
-    if undefined:
-        parts.append(f"{_count(undefined, 'pair')} without value: the metric was not defined")
-    return "; ".join(parts)
+    return parts
 
 
 def _count(number: int, noun: str) -> str:

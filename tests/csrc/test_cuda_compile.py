@@ -1,6 +1,6 @@
 """Every CUDA kernel compiled for the supported architectures: registers, stack, spills, shared memory, and its code.
 
-    python tests/csrc/test_cuda_compile.py    prints the table
+python tests/csrc/test_cuda_compile.py    prints the table
 """
 
 import importlib.util

@@ -20,7 +20,10 @@ sys.path.append(str(EXPERIMENTS))
 
 from nc_study import cli  # noqa: E402  (found through the path above)
 from nc_study.cli import main  # noqa: E402  (found through the path above)
-from nc_study.data import StudyData  # noqa: E402  (found through the path above)
+from nc_study.config import settings_from  # noqa: E402
+from nc_study.data import StudyData, class_sizes  # noqa: E402
+from nc_study.results import build_result  # noqa: E402
+from nc_study.rundir import RunDirectory, write_arrays, write_json  # noqa: E402
 
 TINY = [
     *("--dataset", "shapes", "--width", "1", "--n-majority", "30", "--test-images", "20", "--ratio", "10"),
@@ -99,3 +102,58 @@ def write_cifar(root: Path, dataset: Any, per_class: int, monkeypatch: pytest.Mo
     _, md5 = write(dataset.meta["filename"], names)
     monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
     return labels
+
+
+def epoch_line(epoch: int, deq: bool, classes: int, majority: int, seed: int, shift: float) -> dict[str, Any]:
+    """A made-up line of an epoch; the DEQ's accuracies are higher by `shift`, its NC2 and NC3 lower by `shift` / 10."""
+    random = np.random.default_rng([epoch, deq, seed])
+    gain = shift if deq else 0.0
+    split = majority < classes
+    means = {"iterations": 11.0, "residual": 5e-4, "converged": 0.9}
+    per_class = {name: [value * (1 + k / 100) for k in range(classes)] for name, value in means.items()}
+    solver = {**means, "max_iter": 2, "nonfinite": 0, "stalled": 0, "skipped": 1, "per_class": per_class}
+    test = {"overall": 40 + seed + epoch / 10 + gain, "majority": 80.0 + gain, "minority": 20 + seed / 10 + gain}
+    return {
+        "epoch": epoch,
+        "train": {"lr": 0.1, "loss": 1.0, "accuracy": 50.0, "solver": solver if deq else None},
+        "test": {
+            **{name: value if split or name == "overall" else None for name, value in test.items()},
+            "per_class": [40.0] * classes,
+            "confusion": random.integers(0, 9, (classes, classes)).tolist(),
+            "solver": solver if deq else None,
+        },
+        "nc": {"nc1": 3 / epoch, "nc2": 1.0 - gain / 10, "nc3": 0.9 - gain / 10, "nc4": 0.5}
+        if epoch % 2 == 0
+        else None,
+        "seconds": {"train": 1.0, "test": 0.25, "metrics": 0.5},
+    }
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> Callable[..., Path]:
+    """Write the folder of a finished run with made-up numbers, without training; its path. `shift` as in epoch_line."""
+
+    def write(name: str = "", shift: float = 1.0, features: bool = False, **given: Any) -> Path:
+        given = {"preset": "quick", "dataset": "cifar10", "device": "cpu", "epochs": 4, "threads": 1, **given}
+        settings = settings_from(given.pop("study", "cifar_lt"), **given)
+        run = RunDirectory(tmp_path / "runs" / (name or settings.run_name))
+        run.path.mkdir(parents=True)
+        classes, split = settings.classes, settings.majority_classes
+        for model in settings.models:
+            for epoch in range(1, settings.epochs + 1):
+                run.append(model, epoch_line(epoch, model == "deq", classes, split, settings.seed, shift))
+        labels = np.repeat(np.arange(classes), 2)
+        radius = {"labels": labels.tolist(), "values": np.linspace(0.5, 1.1, len(labels)).tolist()}
+        analyses = {model: {"spectral_radius": radius if model == "deq" else None} for model in settings.models}
+        if features:
+            random = np.random.default_rng(0)
+            one = {"features": random.normal(size=(len(labels), 4)).astype(np.float16), "labels": labels}
+            write_arrays(run.features, {model: one for model in settings.models})
+        kernel = {"requested": "auto", "used": "cpp", "reason": None}
+        counts = tuple(class_sizes(settings))
+        write_json(run.path / "settings.json", settings.identity())
+        parameters = dict.fromkeys(settings.models, 123)
+        write_json(run.result, build_result(settings, run, kernel, counts, parameters, analyses))
+        return run.path
+
+    return write

@@ -183,7 +183,7 @@ def test_the_figure_is_drawn_from_the_files(make):
 
 @pytest.mark.parametrize("models", [("explicit",), ("explicit", "deq")])
 def test_the_figure_names_axes_and_lines(models):
-    figure = figures.study_figure({model: curves(rows(6, model == "deq"), 3) for model in models}, "heading")
+    figure = figures.study_figure({"heading": {model: [curves(rows(6, model == "deq"), 3)] for model in models}})
     accuracy, *collapse = figure.axes
     assert [axis.get_ylabel() for axis in figure.axes] == ["test accuracy (%)", "NC1", "NC2", "NC3"]
     assert len(accuracy.lines) == 3 * len(models)
