@@ -164,8 +164,8 @@ def parallel(network: nn.Module) -> nn.Module:
     on_gpu = next(network.parameters()).is_cuda
     # The processes' running statistics are equal: none need be sent. Older versions know but the other name for it.
     names = signature(DistributedDataParallel).parameters
-    sends = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    return DistributedDataParallel(_with_shared_statistics(network, on_gpu), **{sends: False})
+    sends: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+    return DistributedDataParallel(_with_shared_statistics(network, on_gpu), **sends)
 
 
 def _with_shared_statistics(network: nn.Module, on_gpu: bool) -> nn.Module:

@@ -170,6 +170,27 @@ def test_the_fused_optimiser_is_sgd_to_rounding_also_after_an_older_checkpoint()
             torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
 
 
+@float64()
+def test_compiled_parts_give_the_same_numbers(monkeypatch):
+    """Captured, differentiated and run op by op: generating code as well takes minutes."""
+    compiled, real = [], torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self: compiled.append(self) or real(self, backend="aot_eager")
+    )
+    losses, weights = [], []
+    for asked in (False, True):
+        one = trainer(width=2, compile=asked)
+        images, labels = next(one.data.epoch(0, 1, 16))
+        losses.append([one.train_step(images, labels, SolverTally(CPU, 10))[0].item() for _ in range(2)])
+        weights.append(list(one.network.parameters()))
+    assert compiled == [one.network.stem, one.network.trunk]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    for ours, plain in zip(*weights, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-7, atol=1e-10)
+    explicit = trainer("explicit", compile=True).network
+    assert compiled[2:] == [explicit.stem, explicit.trunk, explicit.last]
+
+
 def test_evaluation_leaves_nothing_out(monkeypatch):
     spoil(monkeypatch, slice(None))
     one = trainer()
