@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "fc": (gpu_steps.fully_connected, 40),
     "cell": (gpu_models.conv_cell, 60),
     "training": (gpu_models.training, 60),
+    "parts": (gpu_models.step_parts, 60),
     "NC": (gpu_models.neural_collapse, 40),
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import training_step
 from common import NEVER, torchdeq_solve
 from gpu_measure import Bench, Skipped, check_error, compare, judge
 from torch import Tensor
@@ -229,6 +230,38 @@ def time_training(bench: Bench, row: dict[str, Any], model: str, kernel: str, na
     row["peak_bytes"] = clock.peak_bytes(step)
     if solution is not None:
         row["evaluations"], row["residual"] = solution.evaluations, float(solution.residual_rel.max())
+
+
+def step_parts(bench: Bench) -> None:
+    """Where the study's own step goes, in the precisions it offers; neural collapse as a share of an epoch; and what
+    the paper would take."""
+    plan = bench.plan
+    for name in ("fp32", "bf16"):
+        case = f"study's step w={plan.width} B={plan.train_batch} {name}"
+        record: dict[str, Any] = {}
+        for model in training_step.MODELS:
+            with bench.row("parts", case, model) as row:
+                if not record:
+                    steps = max(plan.rounds, training_step.FEWEST_STEPS)
+                    record = training_step.measure(
+                        plan.width, plan.train_batch, steps, 15, device=plan.device, precision=name
+                    )
+                describe_parts(row, record, model)
+
+
+def describe_parts(row: dict[str, Any], record: dict[str, Any], model: str) -> None:
+    row |= record["models"][model]
+    parts = [f"{part} {ms:.2f}" for part, ms in row["parts"].items() if ms]
+    hours = record["paper"]["hours"][model]
+    row["note"] = f"ms: {', '.join(parts)}; {record['paper']['note']}: {hours:.1f} h"
+    if model == "explicit":
+        row["metrics"] = record["metrics"]
+        share = training_step.NC_TARGETS[record["device"]]
+        judge(row, f"NC <={share:.0%} of an epoch", record["metrics"]["nc_share"] <= share)
+    else:
+        row["paper"] = record["paper"]
+        row["times_explicit"], row["flop_ratio"] = record["times_explicit"], record["flop_ratio"]
+        judge(row, f"<={training_step.FLOP_TARGET}x FLOP ratio", record["over_flop"] <= training_step.FLOP_TARGET)
 
 
 def judge_training(bench: Bench, row: dict[str, Any], case: str) -> None:

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 from gpu_report import slug, stages_of, table  # noqa: E402
 
-SECTIONS = {"rates", "step", "solve", "fc", "cell", "training", "NC"}
+SECTIONS = {"rates", "step", "solve", "fc", "cell", "training", "parts", "NC"}
 
 
 def run(*arguments, **environment):

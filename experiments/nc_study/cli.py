@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from . import figures
+from . import distributed, figures
 from .analysis import analyse
 from .config import Settings, StudyError, parse
 from .data import Source, StudyData, find_source, load
@@ -24,35 +24,46 @@ STATES_ON_DISK = 3  # a checkpoint, the one before, and the next while it is wri
 
 def main(study: str, description: str | None, argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
-    settings = parse(study, description, argv)
+    with distributed.one_voice():
+        settings = parse(study, description, argv)
     try:
-        run_study(settings)
+        with distributed.processes(settings.device):
+            run_study(settings)
     except StudyError as error:
-        print(f"{study}.py: error: {error}", file=sys.stderr)
+        if distributed.may_tell():
+            print(f"{study}.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        again = shlex.join(["python", *sys.argv])
-        again += "" if settings.resume else " --resume"
-        print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
+        again = distributed.command_line() + ("" if settings.resume else " --resume")
+        if distributed.may_tell():
+            print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
         return 130
     return 0
 
 
 def run_study(asked: Settings) -> None:
-    """Train the networks that the settings name, or go on with them, and print what came out."""
+    """Train the networks that the settings name, or go on with them, and print what came out. All `processes` call it;
+    the first one alone has to do with files."""
+    first = distributed.from_first
     prepare(asked)
     out = Path(asked.out)
-    prepare_out(out)
-    source = find_source(asked.dataset, Path(asked.data_root))
+    first(lambda: prepare_out(out))
+    source = first(lambda: find_source(asked.dataset, Path(asked.data_root)))
     kernel, obstacle = choose_kernel(asked.kernel, asked.device)
     settings = replace(asked, dataset=source.name, kernel=kernel)
     announce(asked, settings, source, obstacle)
     run = RunDirectory(out / settings.run_name)
-    with run.locked():
-        run.start(settings)
-        if not run.finished:
+    with ExitStack() as stack:
+        first(lambda: stack.enter_context(run.locked()))
+        first(lambda: run.start(settings))
+        if not first(lambda: run.finished):
             train_all(settings, source, run, {"requested": asked.kernel, "used": kernel, "reason": obstacle or None})
-        figures.draw(run)
+        first(lambda: show(run))
+
+
+def show(run: RunDirectory) -> None:
+    """Draw the figure of a finished run and print its result."""
+    figures.draw(run)
     print(f"\n{report(read_json(run.result))}\n\nresults: {run.result}\nfigure:  {run.figure}")
 
 
@@ -68,7 +79,9 @@ def prepare(settings: Settings) -> None:
 def announce(asked: Settings, settings: Settings, source: Source, obstacle: str) -> None:
     """A line each: preset, data and kernel, with the reason where one is not what was asked for."""
     images = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
-    print(f"preset: {settings.preset} on {settings.device} ({images})")
+    processes = distributed.world_size()
+    shared = f", {processes} processes" if processes > 1 else ""
+    print(f"preset: {settings.preset} on {settings.device} ({images}){shared}")
     print(f"data: {source.name}" + (f" instead of CIFAR-10: {source.reason}" if source.reason else ""))
     print(f"kernel: {settings.kernel}" + (f", for {obstacle}" if obstacle else ""), flush=True)
 
@@ -77,15 +90,19 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: dic
     """Train the networks one after the other and write the result."""
     parameters = {model: count_parameters(model, settings) for model in settings.models}
     # Parameters and momentum, four bytes each.
-    check_space(run.path, STATES_ON_DISK * 8 * sum(parameters.values()))
+    distributed.from_first(lambda: check_space(run.path, STATES_ON_DISK * 8 * sum(parameters.values())))
     data = load(source, settings, torch.device(settings.device))
     describe_data(data)
-    analyses, arrays = {}, {}
-    for model in settings.models:
-        network = train(model, settings, data, run).network
-        analyses[model], arrays[model] = analyse(network, data)
-    write_arrays(run.features, arrays)
-    write_json(run.result, build_result(settings, run, kernel, data.counts, parameters, analyses))
+    networks = {model: train(model, settings, data, run).network for model in settings.models}
+
+    def conclude() -> None:
+        analyses, arrays = {}, {}
+        for model, network in networks.items():
+            analyses[model], arrays[model] = analyse(network, data)
+        write_arrays(run.features, arrays)
+        write_json(run.result, build_result(settings, run, kernel, data.counts, parameters, analyses))
+
+    distributed.from_first(conclude)
 
 
 def count_parameters(model: str, settings: Settings) -> int:

@@ -119,13 +119,19 @@ class Settings:
 
     device: str = option("machine", "where to train", "auto", choices=("auto", "cpu", "cuda"))
     threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, kind=int, minimum=0)
-    amp: bool = option("machine", "bfloat16 autocast", False, kind=bool)
+    precision: str = option(
+        "machine",
+        "fp32, or bf16 autocast around a fixed point that is solved in fp32; auto: bf16 with a GPU, else fp32",
+        "auto",
+        choices=("auto", "fp32", "bf16"),
+    )
+    compile: bool = option("machine", "torch.compile all but the fixed point", False, kind=bool)
     out: str = option("machine", "folder under which every run gets a folder of its own", "runs", kind=str)
     resume: bool = option("machine", "go on with the run of these settings where it stopped", False, kind=bool)
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            _check(spec, getattr(self, spec.name))
+            check_field(spec, getattr(self, spec.name))
         if self.test_images < self.classes:
             raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
         if self.study == "cifar_lt":
@@ -165,7 +171,8 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if name not in free}
 
 
-def _check(spec: Field[Any], value: Any) -> None:
+def check_field(spec: Field[Any], value: Any) -> None:
+    """SettingsError if the value is not what the field's `option` allows."""
     flag, checks = flag_of(spec.name), spec.metadata
     if value is None or not checks:
         return
@@ -179,13 +186,20 @@ def _check(spec: Field[Any], value: Any) -> None:
         raise SettingsError(f"{flag} {value}: more than {checks['above']}")
 
 
+def completed(identity: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run as it was recorded, with what was true before there were settings for it."""
+    precision = "bf16 in all of the network" if identity.get("amp") else "fp32"
+    return {"precision": precision, "compile": False, **identity}
+
+
 def flag_of(name: str) -> str:
     """The command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def settings_from(study: str, **given: Any) -> Settings:
-    """Complete settings: what is given, then the preset, then the defaults; device and preset are no longer `auto`."""
+    """Complete settings: what is given, then the preset, then the defaults; device, preset and precision are no longer
+    `auto`."""
     device = given.get("device", "auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,6 +215,8 @@ def settings_from(study: str, **given: Any) -> Settings:
     values = {**filled, **given, "study": study, "device": device, "preset": preset}
     if study == "cifar_balanced":
         values |= dict.fromkeys(IMBALANCE)
+    if values.get("precision", "auto") == "auto":
+        values["precision"] = "bf16" if device == "cuda" else "fp32"
     values["threads"] = values.get("threads") or torch.get_num_threads()
     return Settings(**values)
 
@@ -228,7 +244,7 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
         name = spec.metadata["group"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        _add_option(groups[name], spec)
+        add_option(groups[name], spec)
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
@@ -242,7 +258,8 @@ def as_arguments(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _add_option(group: Any, spec: Field[Any]) -> None:
+def add_option(group: Any, spec: Field[Any]) -> None:
+    """The command-line option of a field."""
     text = f"{spec.metadata['help']} {_default_text(spec)}".replace("%", "%%")
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if spec.metadata.get("kind") is bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import distributed
 from .config import Settings, StudyError
 from .shapes import draw_shapes
 
@@ -69,23 +70,27 @@ class StudyData:
         return scaled.contiguous(memory_format=torch.channels_last)
 
     def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled, cropped and flipped batches of one epoch: a function of (seed, epoch) alone, on every device."""
+        """Shuffled, cropped and flipped batches of one epoch: a function of (seed, epoch) alone, on every device. Of
+        several processes each gets its share of every batch."""
         device, total = self.train_images.device, len(self.train_images)
         stream = generator(seed, epoch)
         order = torch.randperm(total, generator=stream).to(device)
         offsets = torch.randint(2 * PAD + 1, (total, 2), generator=stream).to(device)
         flips = torch.randint(2, (total,), generator=stream).bool().to(device)
         for start in range(0, total, batch_size):
-            part = slice(start, start + batch_size)
+            part = distributed.share(start, min(start + batch_size, total))
             images = crop_and_flip(self.train_images[order[part]], offsets[part], flips[part])
             yield self.normalise(images), self.train_labels[order[part]]
 
     def plain(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of "train" or "test" in their order, as they are."""
+        """The images of "train" or "test", or this process's share of them, in their order, as they are; if there are
+        none, an empty batch."""
         images, labels = (
             (self.train_images, self.train_labels) if split == "train" else (self.test_images, self.test_labels)
         )
-        for start in range(0, len(images), batch_size):
+        mine = distributed.share(0, len(images))
+        images, labels = images[mine], labels[mine]
+        for start in range(0, max(1, len(images)), batch_size):
             yield self.normalise(images[start : start + batch_size]), labels[start : start + batch_size]
 
 

@@ -66,11 +66,19 @@ class ResNet18(nn.Module):
         x = self.trunk(self.stem(images))
         solution = None
         if isinstance(self.last, deqfast.DEQBlock):
-            z, solution = self.last(x, return_solution=True)
+            # Under bfloat16 autocast f resolves too little for a tolerance of 1e-3: at width 8 steps 241 to 360 took
+            # 14.0 evaluations a sample and 95.8 % converged, against 11.7 and 99.8 % with the solve in float32.
+            with torch.autocast(x.device.type, enabled=False):
+                z, solution = self.last(widened(x), return_solution=True)
         else:
             z = self.last(x)
-        features = z.float().mean((2, 3))
+        features = widened(z).mean((2, 3))
         return Output(self.classifier(features), features, solution)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in float32 if it was in less."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def build(model: str, settings: Settings) -> ResNet18:
@@ -86,7 +94,11 @@ def build(model: str, settings: Settings) -> ResNet18:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         network = ResNet18(settings.classes, settings.width, last)
-    return network.to(memory_format=torch.channels_last).to(settings.device)
+    network = network.to(memory_format=torch.channels_last).to(settings.device)
+    if settings.compile:
+        for part in (network.stem, network.trunk, *([network.last] if model == "explicit" else [])):
+            part.compile()
+    return network
 
 
 def choose_kernel(requested: str, device: str) -> tuple[str, str]:

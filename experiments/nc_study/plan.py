@@ -68,9 +68,11 @@ def plan(cells: list[Cell], seeds: list[int], given: Mapping[str, Any], jobs: in
     """A task per cell and seed, with the settings that the cell's script will make of `given`.
 
     Raises SettingsError for settings that no run could have, before anything is run. Settings of the imbalance go to
-    the cells that have one. Without `threads`, `jobs` runs at a time share the cores.
+    the cells that have one. Without `threads`, the runs at work at a time share the cores: `jobs` for every process
+    that torchrun has started here.
     """
-    given = {"threads": max(1, (os.cpu_count() or 1) // jobs), **given}
+    at_work = jobs * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    given = {"threads": max(1, (os.cpu_count() or 1) // at_work), **given}
     tasks = []
     for seed in seeds:
         for cell in cells:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import statistics
 import subprocess
-import sys
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 import deqfast
 
+from . import distributed
 from .config import CLASSES, MODELS, PRESETS, Settings, flag_of
 from .rundir import Row, RunDirectory
 
@@ -186,7 +185,7 @@ def build_result(
     return {
         "format": FORMAT,
         "study": settings.study,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": distributed.command_line(),
         "data": settings.dataset,
         "preset": settings.preset,
         "train_images_per_class": list(counts),
@@ -196,20 +195,21 @@ def build_result(
         "paper": paper_cell(settings),
         "differences_from_paper": differences(settings),
         "settings": settings.identity(),
-        "machine": machine(settings),
+        "machine": machine(settings.threads, settings.device),
         "versions": versions(),
         "commit": commit(),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def machine(settings: Settings) -> Row:
+def machine(threads: int, device: str) -> Row:
     """Where the run took place."""
     return {
         "cpu": _processor(),
         "cores": os.cpu_count(),
-        "threads": settings.threads,
-        "gpu": torch.cuda.get_device_name() if settings.device == "cuda" else None,
+        "threads": threads,
+        "processes": distributed.world_size(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
     }
 
 

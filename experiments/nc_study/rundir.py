@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import Settings, StudyError, flag_of
+from .config import Settings, StudyError, completed, flag_of
 
 Row = dict[str, Any]
 
@@ -138,9 +138,9 @@ class RunDirectory:
 
     def check(self, settings: Settings) -> None:
         """An error that names the setting in which the run that is here, if any, is not that of these settings."""
-        if not self._settings.exists():
+        if not (self._settings.exists() or self.finished or any(self.path.glob("*.ckpt"))):
             return
-        before = read_json(self._settings)
+        before = completed(read_json(self._settings))
         for name, value in settings.identity().items():
             if before.get(name) != value:
                 raise StudyError(

@@ -37,18 +37,22 @@ class _Child:
 
 
 class Scheduler:
-    """`jobs` places in which tasks are run, one after the other; place i of GPU machines has GPU `first_device` + i."""
+    """`jobs` places in which tasks are run, one after the other; where there are GPUs, place i has `first_device` + i.
 
-    def __init__(self, jobs: int, first_device: int = 0) -> None:
+    The bar is about the tasks `shown`, among which may be those of others; None: those that are run here.
+    """
+
+    def __init__(self, jobs: int, first_device: int = 0, shown: list[Task] | None = None) -> None:
         self.failed: dict[Task, str] = {}
         self._jobs = jobs
         self._first_device = first_device
+        self._shown = shown
         self._children: list[_Child] = []
 
     def run(self, tasks: list[Task]) -> None:
         """Run the tasks that are not finished; Ctrl-C and SIGTERM stop the runs and raise KeyboardInterrupt."""
         waiting = [task for task in tasks if not task.run.finished]
-        progress = _Progress(tasks)
+        progress = _Progress(tasks if self._shown is None else self._shown)
         try:
             with _terminable():
                 while waiting or self._children:
@@ -116,7 +120,8 @@ class _Progress:
         self._total = sum(task.work for task in tasks)
         self._began, self._before = time.monotonic(), self._done()
         shape = "{desc} {percentage:3.0f}%|{bar}| {postfix}"
-        self._bar = tqdm(total=self._total, initial=self._before, disable=None, bar_format=shape, desc="study")
+        hidden = None if tasks else True
+        self._bar = tqdm(total=self._total, initial=self._before, disable=hidden, bar_format=shape, desc="study")
 
     def update(self) -> None:
         """Show what the runs have done since."""
@@ -125,7 +130,7 @@ class _Progress:
 
     def say(self, line: str) -> None:
         """A line above the bar."""
-        tqdm.write(f"{line}  [{self._summary()}]" if self._bar.disable else line)
+        tqdm.write(f"{line}  [{self._summary()}]" if self._tasks and self._bar.disable else line)
         sys.stdout.flush()
 
     def close(self) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import shlex
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import distributed
 from .cells import DATA_SETS, FIGURES, TABLES, cells_of
 from .config import CLASSES, IMBALANCE, StudyError, add_options
 from .data import find_source
+from .distributed import command_line
 from .plan import Task, check_folders, plan
+from .ranks import run_spread, run_together
 from .report import build as build_report
 from .rundir import prepare_out
 from .scheduler import Scheduler
@@ -23,22 +26,23 @@ OWN = (*IMBALANCE, "seed", "dataset", "resume")
 def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C."""
-    asked, given = parse(description, argv)
+    with distributed.one_voice():
+        asked = parse(description, argv)
     try:
-        return run_study(asked, given)
+        return run_study(asked)
     except StudyError as error:
-        print(f"study.py: error: {error}", file=sys.stderr)
+        if _is_first():
+            print(f"study.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        again = shlex.join(["python", *sys.argv])
-        print(
-            f"\ninterrupted; finished epochs are saved, the same command goes on with them:\n  {again}", file=sys.stderr
-        )
+        again = f"interrupted; finished epochs are saved, the same command goes on with them:\n  {command_line()}"
+        if _is_first():
+            print(f"\n{again}", file=sys.stderr)
         return 130
 
 
-def parse(description: str | None, argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The study's own arguments, with `tasks` in them, and the settings given for all runs."""
+def parse(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The study's own arguments, with the `tasks` that they and the settings given for all runs amount to."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--table N] [--figure N] [--dataset NAME] [--seeds N,N] [--jobs N] [options]",
         description=description,
@@ -58,17 +62,22 @@ def parse(description: str | None, argv: Sequence[str] | None) -> tuple[argparse
     own.add_argument("--seeds", type=_seeds, default=[0], metavar="N,N", help="seeds, with commas between (default: 0)")
     own = parser.add_argument_group("how they are run")
     own.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    own.add_argument(
+        "--spread",
+        action="store_true",
+        help="under torchrun: every process has runs of its own; without it, all of them work on each run in turn",
+    )
     own.add_argument("--dry-run", action="store_true", help="say what would be run, and how far it is, and stop")
     own.add_argument("--no-report", action="store_true", help="do not write OUT/report at the end")
     add_options(parser, OWN)
     asked = parser.parse_args(argv)
-    ours = ("table", "figure", "dataset", "seeds", "jobs", "dry_run", "no_report")
+    ours = ("table", "figure", "dataset", "seeds", "jobs", "spread", "dry_run", "no_report")
     given = {name: value for name, value in vars(asked).items() if name not in ours}
     try:
         asked.tasks = _tasks(asked, given)
     except StudyError as error:
         parser.error(str(error))
-    return asked, given
+    return asked
 
 
 def _seeds(text: str) -> list[int]:
@@ -86,27 +95,48 @@ def _tasks(asked: argparse.Namespace, given: dict[str, Any]) -> list[Task]:
         raise StudyError("which runs? --table all --figure all names every run of the paper")
     if asked.jobs < 1:
         raise StudyError(f"--jobs {asked.jobs}: at least 1")
+    if asked.spread and not distributed.launched():
+        raise StudyError("--spread: only under torchrun, which starts the processes over which the runs are spread")
+    if asked.jobs > 1 and distributed.launched() and not asked.spread:
+        raise StudyError(f"--jobs {asked.jobs}: under torchrun one run at a time, or several with --spread")
     return plan(cells_of(asked.table, asked.figure, asked.dataset), asked.seeds, given, asked.jobs)
 
 
-def run_study(asked: argparse.Namespace, given: dict[str, Any]) -> int:
+def run_study(asked: argparse.Namespace) -> int:
     """Run what is not finished, then report; the exit status."""
     tasks: list[Task] = asked.tasks
     conflicts = check_folders(tasks)
     if asked.dry_run:
-        return _print_plan(tasks, conflicts)
-    settings = tasks[0].settings
-    prepare_out(Path(settings.out))
-    for name in dict.fromkeys(task.cell.dataset for task in tasks):
-        find_source(name, Path(settings.data_root))  # fetched once, before several runs would
-    scheduler = Scheduler(asked.jobs)
-    scheduler.run([task for task in tasks if task not in conflicts])
-    failed = {**scheduler.failed, **conflicts}
-    if not asked.no_report:
-        print(f"report: {build_report([Path(settings.out)], Path(settings.out) / 'report')}")
-    for task, reason in failed.items():
-        print(f"study.py: {task.name} failed: {reason}", file=sys.stderr)
+        return _print_plan(tasks, conflicts) if _is_first() else 0
+    out = Path(tasks[0].settings.out)
+    if _is_first():
+        prepare_out(out)
+        for name in dict.fromkeys(task.cell.dataset for task in tasks):
+            find_source(name, Path(tasks[0].settings.data_root))  # fetched once, before several runs would
+    failed = _run([task for task in tasks if task not in conflicts], asked.jobs, asked.spread) | conflicts
+    if _is_first():
+        if not asked.no_report:
+            print(f"report: {build_report([out], out / 'report')}")
+        for task, reason in failed.items():
+            print(f"study.py: {task.name} failed: {reason}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _run(tasks: list[Task], jobs: int, spread: bool) -> dict[Task, str]:
+    """Run the tasks in the way that was asked for; those that failed, and why."""
+    if spread:
+        return run_spread(tasks, jobs)
+    if tasks and distributed.launched():
+        with distributed.processes(tasks[0].settings.device):
+            return run_together(tasks)
+    scheduler = Scheduler(jobs)
+    scheduler.run(tasks)
+    return scheduler.failed
+
+
+def _is_first() -> bool:
+    """Whether this is the process that speaks for the study; under torchrun there are others."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def _print_plan(tasks: list[Task], conflicts: dict[Task, str]) -> int:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +17,10 @@ from tqdm import tqdm
 
 import deqfast
 
+from . import distributed
 from .config import Settings, StudyError
 from .data import StudyData
-from .models import build, project
+from .models import build, project, widened
 from .rundir import Row, RunDirectory
 
 EVALUATION_BATCH = 256
@@ -32,6 +34,7 @@ class SolverTally:
     _MEANS = ("iterations", "residual", "converged")
 
     def __init__(self, device: torch.device, classes: int) -> None:
+        self._classes = torch.arange(classes, device=device)
         self._sums = torch.zeros(classes, len(self._FIELDS), dtype=torch.float64, device=device)
 
     def add(self, solution: deqfast.Solution, labels: Tensor) -> None:
@@ -48,13 +51,13 @@ class SolverTally:
             ~usable(solution),
         )
         # A product, not index_add: the same bits every time, on a GPU too.
-        members = F.one_hot(labels, len(self._sums)).double()
+        members = (labels[:, None] == self._classes).double()
         self._sums += members.T @ torch.stack([part.double() for part in parts], 1)
 
     def summary(self) -> Row | None:
         """Mean iterations, residual and converged share, in all and of each class (None where a class has no sample),
-        and how many ended otherwise; None if nothing was solved."""
-        sums = self._sums.tolist()
+        and how many ended otherwise, of the samples of all processes; None if nothing was solved."""
+        sums = distributed.total(self._sums).tolist()
         counts = dict(zip(self._FIELDS, map(sum, zip(*sums, strict=True)), strict=True))
         samples = counts.pop("samples")
         if not samples:
@@ -96,15 +99,25 @@ def learning_rate(settings: Settings, done: float) -> float:
 
 
 class Trainer:
-    """A network, its optimiser, and the data it is trained on."""
+    """A network, its optimiser, and the data it is trained on, of which every process takes its share."""
 
     def __init__(self, model: str, settings: Settings, data: StudyData) -> None:
         self.settings = settings
         self.data = data
         self.network = build(model, settings)
+        self.parallel = distributed.parallel(self.network)
         self.optimizer = torch.optim.SGD(
-            self.network.parameters(), settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+            self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
         )
+        self._complete_optimizer()
+
+    def _complete_optimizer(self) -> None:
+        """Fused, with every momentum there: a first step that is skipped would leave those it makes unset. (On the CPU
+        the fused step goes by places in memory: parameter, gradient and momentum have the same strides.)"""
+        for group in self.optimizer.param_groups:
+            group["fused"] = True
+            for parameter in group["params"] if group["momentum"] else ():
+                self.optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
     def state(self, epoch: int) -> dict[str, Any]:
         """All that the epochs after `epoch` depend on."""
@@ -114,6 +127,7 @@ class Trainer:
         """Take over a state."""
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._complete_optimizer()
 
     def run_epoch(self, epoch: int, progress: tqdm[Any]) -> Row:
         """Train for an epoch, test, and measure neural collapse when it is due: the epoch's line."""
@@ -149,7 +163,7 @@ class Trainer:
             self.optimizer.param_groups[0]["lr"] = rate
             sums += self.train_step(images, labels, tally)
             progress.update()
-        loss, right, count = sums.tolist()
+        loss, right, count = distributed.total(sums).tolist()
         if not math.isfinite(loss):
             raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {settings.lr:g} is too large")
         return {
@@ -160,18 +174,21 @@ class Trainer:
         }
 
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
-        """A step of the optimiser, if any sample can be kept; loss, right answers and number of those kept."""
+        """A step of the optimiser, if any sample of the whole batch can be kept; loss, right answers and number of this
+        process's samples that are kept. The host waits for nothing but the solve."""
         with autocast(self.settings):
-            logits, _, solution = self.network(images)
+            logits, _, solution = self.parallel(images)
         kept = torch.ones_like(labels, dtype=torch.bool)
         if solution is not None:
             tally.add(solution, labels)
             kept = usable(solution)
-            if not kept.any():
-                return torch.zeros(3, dtype=torch.float64, device=labels.device)
-        losses = sample_losses(logits.float(), labels, kept)
+        losses = sample_losses(widened(logits), labels, kept)
+        count = distributed.total(kept.sum())
         self.optimizer.zero_grad()
-        (losses.sum() / kept.sum()).backward()
+        # The gradients of the processes are averaged, and this is to be their sum.
+        (losses.sum() * distributed.world_size() / count.clamp(min=1)).backward()
+        # What a GradScaler sets: the fused step is left out on the device where this is 1.
+        self.optimizer.found_inf = (count == 0).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         project(self.network, self.settings.e_w, self.settings.e_h)
         right = kept & (logits.argmax(1) == labels)
@@ -179,7 +196,7 @@ class Trainer:
 
     @torch.no_grad()
     def infer(self, split: str) -> Inference:
-        """A pass over "train" or "test" as it is, no sample left out."""
+        """A pass over "train" or "test" as it is, no sample left out; all of it in every process."""
         self.network.eval()
         tally = SolverTally(self.data.train_images.device, self.data.classes)
         predictions, truth, features = [], [], []
@@ -191,7 +208,9 @@ class Trainer:
             predictions.append(output.logits.argmax(1))
             truth.append(labels)
             features.append(output.features)
-        return Inference(torch.cat(predictions), torch.cat(truth), torch.cat(features), tally.summary())
+        total = len(self.data.train_labels if split == "train" else self.data.test_labels)
+        whole = [distributed.gather(torch.cat(parts), total) for parts in (predictions, truth, features)]
+        return Inference(whole[0], whole[1], whole[2], tally.summary())
 
     def measure_collapse(self) -> Row:
         """NC1-NC4 of the training images, not augmented, under fixed weights; None where a metric is not defined."""
@@ -204,19 +223,44 @@ class Trainer:
 def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
     trainer = Trainer(model, settings, data)
-    done = run.restore(model, trainer.load)
-    run.cut(model, done)
+    done = restore(trainer, model, run)
     if 0 < done < settings.epochs:
         print(f"{model}: going on after epoch {done}", flush=True)
     steps = data.steps(settings.batch_size)
-    with tqdm(total=settings.epochs * steps, initial=done * steps, desc=model, unit="batch", disable=None) as progress:
+    hidden = None if distributed.is_first() else True  # None: outside a terminal
+    bar = {"desc": model, "unit": "batch", "disable": hidden}
+    with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:
         for epoch in range(done + 1, settings.epochs + 1):
             row = trainer.run_epoch(epoch, progress)
-            run.append(model, row)
-            run.save(model, trainer.state(epoch))
+            distributed.from_first(partial(keep, trainer, model, run, row))
             progress.write(describe(model, row, settings.epochs))
             sys.stdout.flush()
     return trainer
+
+
+def restore(trainer: Trainer, model: str, run: RunDirectory) -> int:
+    """Bring the trainers of all processes to the last checkpoint, and the log with them; the epoch it is of."""
+
+    def read() -> dict[str, Any]:
+        state: dict[str, Any] = {"epoch": 0}
+
+        def load(found: dict[str, Any]) -> None:
+            trainer.load(found)
+            state.update(found)
+
+        run.cut(model, run.restore(model, load))
+        return state
+
+    state = distributed.from_first(read)
+    if state["epoch"] and not distributed.is_first():
+        trainer.load(state)
+    return int(state["epoch"])
+
+
+def keep(trainer: Trainer, model: str, run: RunDirectory, row: Row) -> None:
+    """Write the line and the checkpoint of a finished epoch."""
+    run.append(model, row)
+    run.save(model, trainer.state(row["epoch"]))
 
 
 def confusion_matrix(test: Inference, classes: int) -> Tensor:
@@ -238,7 +282,7 @@ def accuracies(confusion: Tensor, majority: int) -> Row:
 
 def autocast(settings: Settings) -> torch.autocast:
     """bfloat16 autocast if the settings ask for it."""
-    return torch.autocast(settings.device, torch.bfloat16, enabled=settings.amp)
+    return torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bf16")
 
 
 def describe(model: str, row: Row, epochs: int) -> str:

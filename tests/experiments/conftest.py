@@ -6,6 +6,8 @@ import hashlib
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.append(str(EXPERIMENTS))
 
+from nc_study import cli  # noqa: E402  (found through the path above)
 from nc_study.cli import main  # noqa: E402  (found through the path above)
 from nc_study.config import settings_from  # noqa: E402
-from nc_study.data import class_sizes  # noqa: E402
+from nc_study.data import StudyData, class_sizes  # noqa: E402
 from nc_study.results import build_result  # noqa: E402
 from nc_study.rundir import RunDirectory, write_arrays, write_json  # noqa: E402
 
@@ -51,6 +54,25 @@ def study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., t
         return status, *capsys.readouterr()
 
     return run
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Networks and data in float64, in which no difference can pass for rounding."""
+    real = cli.load
+    cli.load = lambda *arguments: as_default_dtype(real(*arguments))
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        cli.load = real
+
+
+def as_default_dtype(data: StudyData) -> StudyData:
+    """The data whose images will be normalised to the default dtype."""
+    dtype = torch.get_default_dtype()
+    return replace(data, mean=data.mean.to(dtype), std=data.std.to(dtype))
 
 
 def write_cifar(root: Path, dataset: Any, per_class: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:

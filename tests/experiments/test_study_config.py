@@ -7,9 +7,11 @@ from nc_study.config import PRESETS, Settings, SettingsError, parse, settings_fr
 
 
 def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
-    for gpu, preset in ((False, "quick"), (True, "paper")):
+    for gpu, preset, precision in ((False, "quick", "fp32"), (True, "paper", "bf16")):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
-        assert settings_from("cifar_lt").preset == preset
+        settings = settings_from("cifar_lt")
+        assert (settings.preset, settings.precision) == (preset, precision)
+        assert settings_from("cifar_lt", precision="fp32").precision == "fp32"
 
 
 def test_the_paper_preset_is_the_papers_recipe():
@@ -46,6 +48,7 @@ def test_every_setting_of_a_preset_can_be_overridden():
         (["--model", "vgg"], "--model: invalid choice"),
         (["--kernel", "fast"], "--kernel: invalid choice"),
         (["--seed", "-1"], "--seed -1: at least 0"),
+        (["--precision", "fp16"], "--precision: invalid choice"),
     ],
 )
 def test_a_bad_argument_ends_with_status_2_and_its_name(arguments, message, capsys, tmp_path):
@@ -79,8 +82,8 @@ def test_help_explains_every_option(capsys):
     assert "quick: 16" in text and "About the study." in text
 
 
-def test_what_may_differ_on_resume_is_where_the_files_are():
-    one = settings_from("cifar_lt", device="cpu", out="a", data_root="b", resume=True)
-    other = settings_from("cifar_lt", device="cpu", out="c", data_root="d")
+def test_what_may_differ_on_resume_is_where_the_files_are_and_how_many_threads_work():
+    one = settings_from("cifar_lt", device="cpu", out="a", data_root="b", threads=1, resume=True)
+    other = settings_from("cifar_lt", device="cpu", out="c", data_root="d", threads=2)
     assert one.identity() == other.identity()
     assert one.identity() != settings_from("cifar_lt", device="cpu", lr=0.3).identity()

@@ -12,11 +12,11 @@ import time
 import pytest
 from conftest import EXPERIMENTS, TINY
 from nc_study import plan as planning
-from nc_study import scheduler
+from nc_study import scheduler, study
 from nc_study.cells import Cell, cells_of
 from nc_study.config import SettingsError, StudyError, parse
 from nc_study.plan import device_of, plan
-from nc_study.study import main
+from nc_study.rundir import RunDirectory
 
 QUICK = [word for word in TINY if word not in ("--ratio", "10")]
 ONE_EPOCH = [*QUICK, "--model", "explicit", "--epochs", "1", "--no-report"]
@@ -80,11 +80,12 @@ def states(out):
 def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     bad = tmp_path / "shapes-k3-r10-quick-explicit-broyden-jfb-seed0"
     arguments = ["--figure", "2", "--dataset", "shapes", "--seeds", "0,1", *ONE_EPOCH[2:], "--out", str(tmp_path)]
-    assert main(None, [*arguments, "--dry-run"]) == 0
+    assert study.main(None, [*arguments, "--dry-run"]) == 0
     assert "2 runs" in capsys.readouterr().out and not list(tmp_path.iterdir())
     bad.mkdir()
+    RunDirectory(bad).start(study.parse(None, arguments).tasks[0].settings)
     (bad / "explicit.ckpt").write_bytes(b"half")
-    assert main(None, arguments) == 1
+    assert study.main(None, arguments) == 1
     printed, errors = capsys.readouterr()
     assert "(3,7) R=10 seed 0: FAILED" in printed and "seed 1: explicit" in printed and "2 of 2 runs" in printed
     assert errors.count("\n") == 1 and "seed 0 failed" in errors and "explicit.ckpt is damaged" in errors
@@ -94,20 +95,20 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
 
     before = states(tmp_path)
     (bad / "explicit.ckpt").unlink()
-    assert main(None, [*arguments, "--dry-run"]) == 0
+    assert study.main(None, [*arguments, "--dry-run"]) == 0
     planned = capsys.readouterr().out
     assert "failed (" in planned and "to be tried again" in planned and "seed 1: finished" in planned
-    assert main(None, arguments) == 0
+    assert study.main(None, arguments) == 0
     after = states(tmp_path)
     assert len(after) == 2 and before.items() <= after.items() and not (bad / "failed.json").exists()
 
 
 def test_a_folder_with_a_run_of_other_settings_is_an_error_and_left_alone(tmp_path, capsys):
     arguments = ["--figure", "2", "--dataset", "shapes", *ONE_EPOCH[2:], "--out", str(tmp_path)]
-    assert main(None, arguments) == 0
+    assert study.main(None, arguments) == 0
     before = states(tmp_path)
     capsys.readouterr()
-    assert main(None, [*arguments, "--lr", "0.5"]) == 1
+    assert study.main(None, [*arguments, "--lr", "0.5"]) == 1
     assert "was begun with --lr 0.01, not 0.5" in capsys.readouterr().err
     assert states(tmp_path) == before
 
@@ -161,5 +162,58 @@ def test_the_end_by_a_signal_is_named(tmp_path):
 )
 def test_bad_arguments_end_with_status_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(None, arguments)
+        study.main(None, arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def torchrun(out, *arguments):
+    """study.py in two processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(EXPERIMENTS / "study.py"), "--figure", "2", "--dataset", "shapes", "--seeds", "0,1"]
+    command += [*ONE_EPOCH[2:], "--out", str(out), *arguments]
+    return subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+
+
+def loss(folder):
+    (line,) = (folder / "explicit.jsonl").read_text().splitlines()
+    return json.loads(line)["train"]["loss"]
+
+
+def test_under_torchrun_runs_are_spread_or_shared_and_their_numbers_are_those_of_one_process(tmp_path):
+    gentle = ("--width", "4", "--lr", "0.001")  # rounding grows tenfold a step in the dead channels of width 1
+    spread = torchrun(tmp_path / "spread", *gentle, "--spread")
+    together = torchrun(tmp_path / "together", *gentle)
+    assert spread.returncode == together.returncode == 0, spread.stderr + together.stderr
+    for seed in (0, 1):
+        name = f"shapes-k3-r10-quick-explicit-broyden-jfb-seed{seed}"
+        alone, shared = tmp_path / "spread" / name, tmp_path / "together" / name
+        assert f"seed {seed}: explicit" in spread.stdout and f"[{seed + 1} of 2]" in together.stdout
+        assert loss(shared) == pytest.approx(loss(alone), rel=1e-3)  # test_distributed.py is sharp, in float64
+        assert "processes" not in (alone / "log.txt").read_text()
+    assert together.stdout.count("2 processes") == 2
+
+
+def test_under_torchrun_a_run_that_fails_stops_no_other(tmp_path):
+    arguments = ["--figure", "2", "--dataset", "shapes", *ONE_EPOCH[2:], "--out", str(tmp_path)]
+    bad = study.parse(None, arguments).tasks[0]
+    bad.run.path.mkdir()
+    bad.run.start(bad.settings)
+    (bad.run.path / "explicit.ckpt").write_bytes(b"half")
+    done = torchrun(tmp_path)
+    assert done.returncode != 0 and done.stderr.count("study.py: shapes (3,7) R=10 seed 0 failed:") == 1
+    assert "explicit.ckpt is damaged" in json.loads(bad.run.failure.read_text())["error"]
+    assert len(states(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "message"),
+    [(["--spread"], "1", "only under torchrun"), (["--jobs", "2"], "2", "under torchrun one run at a time")],
+)
+def test_what_fits_torchrun_alone_and_what_does_not(arguments, world, message, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        study.main(None, ["--table", "1", *arguments])
+    assert message in capsys.readouterr().err

@@ -66,6 +66,19 @@ def test_the_features_are_the_pooled_fixed_point():
     torch.testing.assert_close(output.solution.value.mean((2, 3)), output.features)
 
 
+@pytest.mark.parametrize(("model", "last"), [("explicit", torch.bfloat16), ("deq", torch.float32)])
+def test_under_autocast_all_but_the_fixed_point_is_in_bfloat16(model, last):
+    network, seen = make(model, width=1), {}
+    for name, part in (("trunk", network.trunk), ("last", network.last)):
+        convolution = next(module for module in part.modules() if isinstance(module, torch.nn.Conv2d))
+        convolution.register_forward_hook(lambda *call, name=name: seen.update({name: call[-1].dtype}))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = network(torch.randn(2, 3, 32, 32))
+    assert seen == {"trunk": torch.bfloat16, "last": last} and output.features.dtype == torch.float32
+    output.logits.float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+
+
 @pytest.mark.parametrize("model", ["explicit", "deq"])
 def test_project_moves_weights_into_the_bounds_and_no_others(model):
     network = make(model, width=1)

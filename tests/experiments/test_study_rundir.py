@@ -152,6 +152,22 @@ def test_a_run_with_epochs_is_not_overwritten(run):
         run.start(settings(lr=0.3))
 
 
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_run_begun_before_there_were_precision_and_compile_goes_on_as_what_it_was(run, amp):
+    now = settings(resume=True, precision="bf16" if amp else "fp32")
+    before = {name: value for name, value in now.identity().items() if name not in ("precision", "compile")}
+    run.start(settings())
+    (run.path / "settings.json").write_text(json.dumps(before | {"amp": amp, "threads": 2}))
+    run.save("deq", {"epoch": 1})
+    if not amp:
+        run.start(now)
+        with pytest.raises(StudyError, match="begun with --precision fp32, not bf16"):
+            run.start(settings(resume=True, precision="bf16"))
+    else:
+        with pytest.raises(StudyError, match="begun with --precision bf16 in all of the network, not bf16"):
+            run.start(now)
+
+
 def test_another_setting_is_named_on_resume(run):
     run.start(settings(lr=0.3))
     run.save("deq", {"epoch": 1})

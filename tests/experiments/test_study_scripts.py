@@ -11,8 +11,9 @@ import sys
 
 import pytest
 import torch
-from conftest import EXPERIMENTS, TINY
+from conftest import EXPERIMENTS, TINY, write_cifar
 from nc_study.training import Trainer
+from torchvision.datasets import CIFAR100
 
 RUN = "shapes-k3-r10-quick-both-broyden-jfb-seed0"
 
@@ -126,6 +127,7 @@ import os, signal, sys
 sys.path.insert(0, {experiments!r})
 from nc_study.cli import main
 from nc_study.training import Trainer
+from torchvision.datasets import CIFAR100
 step, left = Trainer.train_step, [{steps}]
 
 def train_step(self, *arguments):
@@ -238,6 +240,26 @@ def test_a_hundred_classes(study):
     status, printed, errors = study(*arguments)
     assert status == 0, errors
     assert "(30 classes of 10 and 70 of 1)" in printed and "43.72±0.60" in printed
+
+
+@pytest.mark.parametrize(("majority", "sizes"), [("3", [4] * 30 + [1] * 70), ("7", [4] * 70 + [1] * 30)])
+def test_cifar100_from_its_files(majority, sizes, study, tmp_path, monkeypatch):
+    """Tenths of the classes: 30 and 70 of a hundred, whose labels are the file's fine ones."""
+    write_cifar(tmp_path / "data", CIFAR100, 6, monkeypatch)
+    arguments = ("--dataset", "cifar100", "--data-root", str(tmp_path / "data"), "--majority", majority, "--ratio", "4")
+    arguments += ("--n-majority", "4", "--test-images", "200", "--epochs", "1", "--out", str(tmp_path / "runs"))
+    status, printed, errors = study(*arguments)
+    assert status == 0, errors
+    assert "data: cifar100" in printed
+    (folder,) = (tmp_path / "runs").iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert result["train_images_per_class"] == sizes and result["majority_classes"] == sizes.count(4)
+    for model in ("explicit", "deq"):
+        summary = result["models"][model]
+        assert len(summary["per_class"]) == 100 and [sum(row) for row in summary["confusion"]] == [2] * 100
+        assert summary["nc"]["num_classes"] == 100 and summary["nc"]["rank"] <= 8
+    assert set(result["models"]["deq"]["spectral_radius"]["labels"]) == set(range(100))
+    assert len(result["models"]["deq"]["solver"]["per_class"]["iterations"]) == 100
 
 
 @pytest.mark.parametrize("name", ["file", "file/runs"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
 import pytest
 import torch
+from conftest import as_default_dtype, float64
 from nc_study import training
 from nc_study.config import StudyError, settings_from
 from nc_study.data import Source, load
@@ -31,7 +33,7 @@ def trainer(model="deq", **given):
     tiny = {"dataset": "shapes", "device": "cpu", "kernel": "torch", "width": 1, "n_majority": 16, "ratio": 4}
     tiny |= {"test_images": 20, "epochs": 2, "batch_size": 16, **given}
     settings = settings_from("cifar_lt", **tiny)
-    return Trainer(model, settings, load(Source("shapes", ""), settings, CPU))
+    return Trainer(model, settings, as_default_dtype(load(Source("shapes", ""), settings, CPU)))
 
 
 def solution(status, residual):
@@ -122,16 +124,71 @@ def test_left_out_samples_are_counted_and_the_rest_trains(monkeypatch):
     assert math.isfinite(row["loss"]) and not torch.equal(one.network.classifier.weight, before)
 
 
-def test_without_a_usable_sample_no_step_is_taken(monkeypatch):
-    spoil(monkeypatch, slice(None))
+@pytest.mark.parametrize("trained", [False, True])
+def test_without_a_usable_sample_no_step_is_taken(monkeypatch, trained):
     one = trainer()
-    before = [parameter.clone() for parameter in one.network.parameters()]
-    row = one.train_epoch(1, tqdm(disable=True))
+    if trained:
+        one.train_epoch(1, tqdm(disable=True))
+    spoil(monkeypatch, slice(None))
+    before = [tensor.clone() for tensor in weights_and_momenta(one)]
+    assert any(momentum.any() for momentum in momenta(one)) == trained
+    row = one.train_epoch(2, tqdm(disable=True))
     assert row["loss"] is None and row["accuracy"] is None
     assert row["solver"]["skipped"] == len(one.data.train_images)
-    assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), before, strict=True))
-    assert not one.optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(weights_and_momenta(one), before, strict=True))
     assert "every sample was left out" in training.describe("deq", one.run_epoch(2, tqdm(disable=True)), 2)
+
+
+def momenta(one):
+    return [one.optimizer.state[parameter]["momentum_buffer"] for parameter in one.network.parameters()]
+
+
+def weights_and_momenta(one):
+    return [*one.network.parameters(), *momenta(one)]
+
+
+class PlainSGD(torch.optim.SGD):
+    """Refuses what only a fused one takes."""
+
+    found_inf = property(lambda self: None, lambda self, value: None)
+
+
+@float64()
+def test_the_fused_optimiser_is_sgd_to_rounding_also_after_an_older_checkpoint():
+    """Checkpoints of an optimiser that was not fused say so, and may lack momenta."""
+    fused, plain = trainer(), trainer()
+    settings = plain.settings
+    plain.optimizer = PlainSGD(
+        plain.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=False
+    )
+    for epoch in (1, 2):
+        fused.load(copy.deepcopy(plain.state(epoch - 1)))
+        assert fused.optimizer.param_groups[0]["fused"] and not plain.optimizer.param_groups[0]["fused"]
+        rows = [one.train_epoch(epoch, tqdm(disable=True)) for one in (fused, plain)]
+        assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-9)
+        for ours, theirs in zip(weights_and_momenta(fused), weights_and_momenta(plain), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+@float64()
+def test_compiled_parts_give_the_same_numbers(monkeypatch):
+    """Captured, differentiated and run op by op: generating code as well takes minutes."""
+    compiled, real = [], torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self: compiled.append(self) or real(self, backend="aot_eager")
+    )
+    losses, weights = [], []
+    for asked in (False, True):
+        one = trainer(width=2, compile=asked)
+        images, labels = next(one.data.epoch(0, 1, 16))
+        losses.append([one.train_step(images, labels, SolverTally(CPU, 10))[0].item() for _ in range(2)])
+        weights.append(list(one.network.parameters()))
+    assert compiled == [one.network.stem, one.network.trunk]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    for ours, plain in zip(*weights, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-7, atol=1e-10)
+    explicit = trainer("explicit", compile=True).network
+    assert compiled[2:] == [explicit.stem, explicit.trunk, explicit.last]
 
 
 def test_evaluation_leaves_nothing_out(monkeypatch):

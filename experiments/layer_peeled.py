@@ -1,0 +1,58 @@
+"""Layer-peeled problems of Sun & Shi (NeurIPS 2024): their optima, and what the paper's theorems say of them.
+
+Solves (7), (9) and (10) in float64, the linear DEQ through deqfast, and prints a verdict on each claim of Theorems 3.1
+and 4.1, Proposition 4.2 and the bounds (22) and (33). Results replace those of an earlier run in the same --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nc_study.config import SettingsError, StudyError, add_option
+from nc_study.peeled import PeeledSettings, run
+from nc_study.peeled_report import markdown, write
+from nc_study.rundir import prepare_out
+
+
+def parse(argv: Sequence[str] | None = None) -> PeeledSettings:
+    """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups: dict[str, Any] = {}
+    for spec in fields(PeeledSettings):
+        name = spec.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        add_option(groups[name], spec)
+    try:
+        return PeeledSettings(**vars(parser.parse_args(argv)))
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
+    settings = parse(argv)
+    try:
+        prepare_out(Path(settings.out))
+        result = run(settings)
+        paths = write(result, Path(settings.out))
+    except StudyError as error:
+        print(f"layer_peeled.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was written", file=sys.stderr)
+        return 130
+    print(markdown(result))
+    print("\n".join(f"{row['source']}: {row['claim']}, {row['features']}, E_W {row['e_w']:g}: {row['text']}"
+                    for row in result["claims"]))  # fmt: skip
+    print("\nwritten: " + ", ".join(map(str, paths)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

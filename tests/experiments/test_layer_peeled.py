@@ -1,0 +1,373 @@
+"""The layer-peeled study against what is known in closed form, its verdicts, and a small run from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import layer_peeled
+import pytest
+import torch
+from nc_study import peeled_theory as theory
+from nc_study.config import SettingsError, StudyError
+from nc_study.peeled import PeeledSettings, count_solves, describe, run
+from nc_study.peeled_claims import balanced_claims, imbalanced_claims, limit_claims
+from nc_study.peeled_problem import FEATURES, Problem, cross_entropy, minimise, project_ball
+from nc_study.peeled_report import markdown, table
+
+import deqfast
+
+MODELS = ("explicit", "deq")
+SMALL = ["--classes", "4", "--dimension", "5", "--samples", "4", "--ratio", "2", "--majority", "2", "--steps", "60"]
+SMALL += ["--e-w", "10", "--e-h", "0.5", "--ratios", "10", "--seeds", "0"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # the fixture of conftest.py puts it back
+
+
+def problem(model, features="final", classes=4, e_w=10.0, e_h=0.5, counts=None, dimension=6):
+    counts = counts or (3,) * classes
+    shares = tuple(n / sum(counts) for n in counts)
+    return Problem(model, features, counts, shares, dimension, e_w, e_h)
+
+
+def solve(which, steps=400, tolerance=1e-7, seed=0):
+    return minimise(which, which.start(seed), steps, tolerance, which.frozen)
+
+
+def test_projection_is_exact_and_idempotent():
+    inside, outside = 0.1 * torch.ones(2, 3, dtype=torch.float64), 7 * torch.ones(2, 3, dtype=torch.float64)
+    assert torch.equal(project_ball(inside), inside)
+    projected = project_ball(outside)
+    assert torch.linalg.vector_norm(projected).item() == pytest.approx(1, abs=1e-15)
+    torch.testing.assert_close(project_ball(projected), projected, rtol=1e-15, atol=0)
+    # The nearest point: what is left is normal to the ball.
+    assert torch.allclose((outside - projected) / torch.linalg.vector_norm(outside - projected), projected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("features", FEATURES)
+def test_start_meets_the_constraints_as_the_paper_states_them(model, features):
+    which = problem(model, features, counts=(5, 4, 2, 2))
+    point = which.start(3)
+    weight = which.weight(point)
+    assert weight.square().sum(1).mean().item() == pytest.approx(which.e_w)
+    assert which.e_h * torch.linalg.matrix_norm(point.layer).item() == pytest.approx(which.e_h)
+    bounded = which.outputs(point) if features == "final" else which.backbone(point)
+    squares = bounded.square().sum(1)
+    mean = torch.stack([squares[which.labels == k].mean() for k in range(4)]).mean()
+    assert mean.item() == pytest.approx(which.e_h)
+
+
+@pytest.mark.parametrize("e_h", [0.01, 0.5, 0.95])
+def test_deq_is_the_closed_form_inverse(e_h):
+    which = problem("deq", "backbone", e_h=e_h)
+    point = which.start(1)
+    inverse = torch.linalg.inv(torch.eye(6, dtype=torch.float64) - e_h * point.layer)
+    torch.testing.assert_close(which.outputs(point), which.backbone(point) @ inverse.T, rtol=1e-11, atol=1e-12)
+
+
+def test_gradient_through_the_deq_is_that_of_a_linear_solve():
+    which = problem("deq", "backbone", counts=(5, 4, 2, 2))
+    point = which.start(2)
+    leaves = [part.clone().requires_grad_() for part in point]
+    weight, layer, features = leaves
+    system = torch.eye(6, dtype=torch.float64) - which.e_h * layer
+    h = torch.linalg.solve(system, (features * which.radii).T).T
+    logits = h @ weight.T * math.sqrt(4 * which.e_w)
+    loss = which.weights @ torch.nn.functional.cross_entropy(logits, which.labels, reduction="none")
+    assert which.loss(point).item() == pytest.approx(loss.item(), rel=1e-12)
+    for ours, exact in zip(which.gradient(point), torch.autograd.grad(loss, leaves), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
+
+
+def test_final_features_are_reached_by_both_layers():
+    for model in MODELS:
+        which = problem(model)
+        point = which.start(0)
+        torch.testing.assert_close(which.outputs(point), point.features * which.radii, rtol=1e-10, atol=1e-12)
+
+
+def test_unsolved_deq_is_an_error(monkeypatch):
+    which = problem("deq", "backbone", e_h=0.9)
+    which.block.solver = deqfast.Broyden(tol=1e-13, max_iter=2)
+    with pytest.raises(StudyError, match="--e-h 0.9"):
+        which.loss(which.start(0))
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 60.0])
+def test_cross_entropy_keeps_its_digits(scale):
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.rand(3, 4, generator=generator, dtype=torch.float64)
+    labels = logits.argmax(1)
+    # 50 digits by hand: exact rational arithmetic is out of reach, so the reference is decimal.
+    from decimal import Decimal, getcontext  # noqa: PLC0415  (used here alone)
+
+    getcontext().prec = 50
+    for i in range(3):
+        values = [Decimal(value) for value in logits[i].tolist()]
+        exact = sum((value - values[labels[i]]).exp() for value in values).ln()
+        close, far = (cross_entropy(logits, labels, flag)[i].item() for flag in (False, True))
+        assert close == pytest.approx(float(exact), rel=1e-13)
+        assert far == pytest.approx(float(exact - Decimal(4).ln()), rel=1e-6 if scale == 60 else 1e-13)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("e_w, e_h", [(10.0, 0.5), (0.05, 0.05)])
+def test_balanced_optimum_under_final_features_is_the_simplex_etf(model, e_w, e_h):
+    which = problem(model, e_w=e_w, e_h=e_h)
+    optimum = solve(which)
+    record = describe(which, optimum)
+    assert optimum.residual < 1e-5
+    assert record["nc"]["nc1"] < 1e-8 and record["nc"]["nc2"] < 1e-3 and record["nc"]["nc3"] < 1e-4
+    assert optimum.loss == pytest.approx(theory.closed_form_loss(which, 1.0), rel=1e-8)
+    assert 0 <= record["certified_gap"] + 1e-12 < 1e-6
+    # (22) with the constant of Lemma B.1 is this loss.
+    bounds = theory.paper_bounds(problem("explicit", e_w=e_w, e_h=e_h))
+    assert bounds["repaired"] == pytest.approx(optimum.loss, rel=1e-8)
+    assert bounds["printed"] < 0
+
+
+def test_deq_collapses_to_the_etf_under_backbone_features_where_the_classifier_is_large():
+    which = problem("deq", "backbone", e_w=100.0)
+    optimum = solve(which)
+    assert describe(which, optimum)["nc"]["nc2"] < 1e-3
+    assert optimum.loss == pytest.approx(theory.closed_form_loss(which, theory.etf_stretch(which)), rel=1e-5)
+
+
+def test_explicit_network_beats_the_etf_under_the_papers_bounds_on_backbone_features():
+    which = problem("explicit", "backbone", e_w=0.01, e_h=0.01)
+    optimum = solve(which)
+    record = describe(which, optimum)
+    etf = math.log(4) - theory.closed_form_loss(which, theory.etf_stretch(which))
+    assert optimum.below_chance > 1.7 * etf  # sqrt(K-1) times to first order
+    assert record["nc"]["nc2"] > 0.5 and record["spectrum"][1] < 1e-2
+    assert optimum.loss >= theory.closed_form_loss(which, theory.largest_stretch(which))
+
+
+def test_two_classes_violate_33_when_the_bound_exceeds_a_half():
+    below, above = (problem("deq", "backbone", classes=2, e_w=1.0, e_h=e_h) for e_h in (0.4, 0.75))
+    assert solve(below).loss > theory.paper_bounds(below)["repaired"]
+    optimum = solve(above)
+    assert optimum.loss < 0.5 * theory.paper_bounds(above)["repaired"]
+    assert optimum.loss == pytest.approx(theory.closed_form_loss(above, 4.0), rel=1e-6)
+
+
+def test_minimise_stays_feasible_and_keeps_frozen_blocks():
+    which = problem("deq", "backbone")
+    start = which.start(0)
+    end = minimise(which, start, 20, 1e-12, ("features",))
+    assert torch.equal(end.point.features, start.features) and end.steps == 20
+    assert not torch.equal(end.point.layer, start.layer)
+    assert all(torch.linalg.vector_norm(part) <= 1 + 1e-12 for part in end.point)
+    assert end.loss < which.loss(start).item()
+
+
+def test_stationarity_sees_a_point_that_is_no_optimum():
+    which = problem("explicit")
+    assert minimise(which, which.start(0), 0, 1e-7, which.frozen).residual > 0.1
+
+
+def test_certificate_bounds_the_distance_to_the_optimum():
+    which = problem("explicit", counts=(6, 6, 2, 2))
+    early = minimise(which, which.start(0), 3, 1e-12, which.frozen)
+    late = solve(which)
+    assert early.loss - late.loss <= theory.certified_gap(which, early)
+    assert theory.certified_gap(which, late) < 1e-5
+
+
+def test_gram_condition_can_never_be_met():
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.01, 1.0, 10.0):
+        means = scale * torch.randn(5, 7, generator=generator, dtype=torch.float64)
+        found = theory.gram_condition(means, 0.3)
+        assert found["sum"] == pytest.approx(-means.sum(0).square().sum().item(), abs=1e-9)
+        assert found["met"] < found["entries"] == 25 and found["sum"] < found["needed"] == 7.5
+    # Met on the diagonal alone: unit vectors in an ETF have 2 S_ii - m_ii = 1.
+    etf = torch.linalg.cholesky(theory.simplex_gram(4) + 1e-12 * torch.eye(4, dtype=torch.float64))
+    assert theory.gram_condition(etf, 0.3)["met"] == 4
+
+
+def test_cosines_of_collapsed_classes_do_not_exist():
+    means = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 1e-9]], dtype=torch.float64)
+    weight = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    assert theory.cosines(means, weight) == [pytest.approx(1), pytest.approx(math.sqrt(0.5)), None]
+
+
+def test_verdicts():
+    assert theory.about_zero(9e-3) == theory.HOLDS
+    assert theory.about_zero(-2e-2) == theory.about_zero(None) == theory.FAILS
+    assert theory.less(1.0, 1.1) == theory.HOLDS and theory.less(1.1, 1.0) == theory.FAILS
+    assert theory.less(1.0, 1 + 1e-7) == theory.ROUNDING
+    assert theory.less(1.0, 1 + 1e-7, scale=1e-3) == theory.HOLDS
+    assert theory.at_least(1.0, 1.0 + 1e-9, scale=1) == theory.HOLDS
+    assert theory.at_least(1.0, 1.1, scale=1) == theory.FAILS
+    assert theory.equal(1.0, 1.1, scale=1) == theory.FAILS and theory.equal(1.0, 1.1, scale=20) == theory.HOLDS
+    assert theory.all_ratios_above_one([1.2, 1.01]) == theory.HOLDS
+    assert theory.all_ratios_above_one([1.2, 1.0]) == theory.ROUNDING
+    assert theory.all_ratios_above_one([1.2, 0.9]) == theory.FAILS
+    assert theory.all_ratios_above_one([1.2, None]) == theory.FAILS
+
+
+CASE = {"features": "backbone", "e_w": 1.0, "e_h": 0.5}
+
+
+def by_claim(rows):
+    return {(row["claim"], row["model"]): row for row in rows}
+
+
+def balanced_record(**changes):
+    record = {"loss": 0.5, "below_chance": 0.2, "etf_loss": 0.6, "lower_bound": 0.4, "spectrum": [1.0, 0.0]}
+    record |= {"paper_bound": {"printed": -0.1, "repaired": 0.5}, "weight_gram_error": 0.0, "duality_error": 0.0}
+    return {**record, "nc": {"nc1": 0.0, "nc2": 0.0, "nc3": 0.0}, **changes}
+
+
+def test_balanced_claims_on_made_up_numbers():
+    good, bad = balanced_record(), balanced_record(loss=0.4, nc={"nc1": 0.0, "nc2": 0.7, "nc3": None})
+    part = {"cases": [{**CASE, "models": {"explicit": good, "deq": bad}}], "two_classes": {**bad, "e_w": 1, "e_h": 0.8}}
+    rows = by_claim(balanced_claims(part))
+    assert rows["class means form a simplex ETF", "explicit"]["verdict"] == theory.HOLDS
+    assert rows["class means form a simplex ETF", "deq"]["verdict"] == theory.FAILS
+    assert rows["self-duality", "deq"]["verdict"] == theory.FAILS
+    repaired = "lower bound of the loss, its constant repaired"
+    assert rows[repaired, "explicit"]["verdict"] == theory.HOLDS
+    assert rows[repaired, "deq"]["verdict"] == theory.FAILS
+    assert "says nothing" in rows["lower bound of the loss, its constant printed", "deq"]["text"]
+    assert rows["that bound, its constant repaired, is the infimum", "explicit"]["verdict"] == theory.HOLDS
+    assert rows["the DEQ reaches a lower loss", None]["verdict"] == theory.HOLDS
+    assert all(row["features"] == "backbone" and row["text"].endswith(".") for row in rows.values())
+
+
+def imbalanced_part(met, deq_distance, ratios):
+    condition = {"met": met, "met_off_diagonal": 0, "entries": 4, "sum": -1.0, "needed": 2.0}
+    record = {**balanced_record(), "condition": condition}
+    models = {
+        "explicit": {**record, "distances": {"alpha = 1": 2.0}},
+        "deq": {**record, "distances": {"alpha = 1": deq_distance}},
+    }
+    comparison = {"models": models, "cosine_ratios": ratios}
+    return {"cases": [{**CASE, "comparisons": {"own optimum": comparison}, "cosine_condition": 0.7}]}
+
+
+@pytest.mark.parametrize(
+    "met, distance, ratios, verdicts",
+    [
+        (4, 1.0, [1.1, 1.2], (theory.HOLDS, theory.HOLDS, theory.HOLDS)),
+        (3, 3.0, [1.1, 0.9], (theory.CONDITION, theory.FAILS, theory.FAILS)),
+        (0, 2.0, [1.0, 1.0], (theory.CONDITION, theory.ROUNDING, theory.ROUNDING)),
+    ],
+)
+def test_imbalanced_claims_on_made_up_numbers(met, distance, ratios, verdicts):
+    rows = by_claim(imbalanced_claims(imbalanced_part(met, distance, ratios)))
+    found = (
+        rows["condition E_H < 2 S_ij - m_ij < 1/(1-E_H) for all i, j", "deq"],
+        rows["Gram matrix of the DEQ nearer to the ETF, alpha = 1, own optimum", None],
+        rows["cos(h_k, w_k) larger for the DEQ in every class, own optimum", None],
+    )
+    assert tuple(row["verdict"] for row in found) == verdicts
+
+
+def test_limit_claims_are_about_the_last_row():
+    names = ("majority_nc1", "majority_nc2", "majority_nc2_centered", "minority_weight", "minority_feature")
+    record = dict.fromkeys((*names, "minority_spread"), 0.0)
+    last = {"explicit": record, "deq": {**record, "minority_weight": 0.2}}
+    first = {model: dict.fromkeys(record, 5.0) for model in MODELS}
+    rows = by_claim(limit_claims({"cases": [{**CASE, "rows": [{"models": first}, {"models": last}]}]}))
+    assert rows["minority classifiers are 0", "explicit"]["verdict"] == theory.HOLDS
+    assert rows["minority classifiers are 0", "deq"]["verdict"] == theory.FAILS
+    assert rows["minority features are 0", "deq"]["verdict"] == theory.HOLDS
+    assert rows["explicit network and DEQ nearly alike", None]["verdict"] == theory.FAILS
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (("--e-h", "1.5", "--e-w", "1"), "--e-h 1.5"),
+        (("--e-h", "0.5"), "as many as --e-w"),
+        (("--e-w", "-1,2"), "--e-w -1,2"),
+        (("--e-w", "1,x"), "--e-w 1,x"),
+        (("--e-w", "1,1", "--e-h", "0.5,0.5"), "occurs twice"),
+        (("--dimension", "9"), "--dimension 9"),
+        (("--majority", "10"), "--majority 10"),
+        (("--ratio", "3"), "--ratio 3"),
+        (("--ratios", "1,10"), "--ratios 1,10"),
+        (("--seeds", "0.5"), "--seeds 0.5"),
+        (("--seeds", "1,1"), "--seeds 1,1"),
+        (("--tolerance", "0"), "--tolerance 0"),
+        (("--part", "some"), "--part"),
+        (("--features", "h"), "--features"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, named, capsys):
+    joined = [f"{flag}={value}" for flag, value in zip(arguments[::2], arguments[1::2], strict=True)]
+    with pytest.raises(SystemExit) as stop:
+        layer_peeled.main(joined)
+    assert stop.value.code == 2 and named in capsys.readouterr().err
+
+
+def test_settings_name_what_they_do_not_allow():
+    with pytest.raises(SettingsError, match="--classes 1"):
+        PeeledSettings(classes=1)
+
+
+def test_help_tells_the_readings_apart(capsys):
+    with pytest.raises(SystemExit) as stop:
+        layer_peeled.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "backbone" in text and "Definition" in text
+
+
+def test_interrupt_is_one_line_and_130(monkeypatch, tmp_path, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer_peeled, "run", interrupt)
+    assert layer_peeled.main([*SMALL, "--out", str(tmp_path)]) == 130
+    assert "interrupted" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_unwritable_out_is_found_before_the_work(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(layer_peeled, "run", lambda _: pytest.fail("worked first"))
+    assert layer_peeled.main([*SMALL, "--out", str(tmp_path / "file" / "below")]) == 1
+    assert "--out" in capsys.readouterr().err
+
+
+def test_small_run_from_end_to_end(tmp_path, capsys):
+    assert layer_peeled.main([*SMALL, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    names = {path.name for path in tmp_path.iterdir()}
+    drawn = {f"layer_peeled_{part}.{kind}" for part in ("balanced", "limit") for kind in ("png", "svg")}
+    assert names == {"layer_peeled.json", "layer_peeled.md"} | drawn
+    result = json.loads((tmp_path / "layer_peeled.json").read_text())
+    assert result["kind"] == "layer_peeled" and result["settings"]["classes"] == 4
+    assert {"versions", "machine", "commit", "seconds"} <= result.keys()
+    assert [len(result[part]["cases"]) for part in ("balanced", "imbalanced", "limit")] == [2, 2, 2]
+    assert set(result["imbalanced"]["cases"][1]["comparisons"]) == {
+        "own optimum", "both on the explicit model's h0", "both on the DEQ's h0",
+    }  # fmt: skip
+    assert result["limit"]["cases"][0]["rows"][-1]["majority_share"] == 1
+    for row in result["claims"]:
+        assert row["verdict"] in (theory.HOLDS, theory.FAILS, theory.CONDITION, theory.ROUNDING)
+        assert row["text"] and row["numbers"] and row["source"]
+    text = markdown(result)
+    assert text in (tmp_path / "layer_peeled.md").read_text() and "### Verdicts" in printed.out
+    total = count_solves(PeeledSettings(**result["settings"]))
+    assert total == 21
+
+
+def test_a_part_alone_and_again_gives_the_same_numbers():
+    settings = PeeledSettings(
+        part="imbalanced", features="final", classes=3, dimension=4, samples=4, ratio=2, majority=2, e_w="1", e_h="0.5",
+        seeds="0,1", steps=20,
+    )  # fmt: skip
+    one, two = run(settings, quiet=True), run(settings, quiet=True)
+    assert one["balanced"] is one["limit"] is None
+    assert one["imbalanced"] == two["imbalanced"] and one["claims"] == two["claims"]
+
+
+def test_table_is_aligned():
+    lines = table(["a", "long head"], [["wide cell", "1"], ["x", "2"]]).splitlines()
+    assert len({len(line) for line in lines}) == 1 and lines[1].startswith("|---")
