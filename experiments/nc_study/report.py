@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from .cells import RATIOS, TABLES, Cell
 from .config import MODELS, StudyError
 from .figures import LABELS
-from .page import Block, Bullets, Heading, Paragraph, Table, to_html, to_markdown
+from .page import Block, Bullets, Heading, Paragraph, Picture, Table, to_html, to_markdown
 from .pictures import pictures_of
 from .results import AVERAGED, COLLAPSE, GROUPS, INCONSISTENT, PAPER, Spread, spread
 from .results import Cell as PaperCell
@@ -81,7 +82,7 @@ def _blocks(found: Collection, judged: dict[str, list[Judgement]], out: Path) ->
         drawn = pictures_of(group, out / "figures", first=number == 0)
         blocks += [Heading(3, f"Figures: {group.name}"), *drawn.blocks]
         pictures += drawn.count
-    blocks += _theory(found)
+    blocks += _theory(found, out / "figures")
     blocks += _rejected(found.rejected)
     blocks += _provenance(found.groups)
     return [*blocks, *_method()], pictures
@@ -107,8 +108,8 @@ def _head(found: Collection, judged: dict[str, list[Judgement]]) -> list[Block]:
     ]
     caption = "The paper's claims, and what each group of runs says to them (in brackets: pairs of networks)"
     scope = (
-        "A verdict is about the runs of its group. Where their settings are not the paper's, it tells whether the claim "
-        "is true of these settings, not what a run of the paper's would give."
+        "A verdict is about the runs of its group. Where their settings are not the paper's, it tells whether the "
+        "claim is true of these settings, not what a run of the paper's would give."
     )
     return [*blocks, Paragraph(scope), Table(caption, ("claim", *(group.name for group in found.groups)), rows)]
 
@@ -136,7 +137,8 @@ def _facts(found: Collection, runs: list[Run]) -> list[tuple[str, str]]:
 def _machine(run: Run) -> str:
     machine = run.result["machine"]
     where = f"{machine['gpu']}, {machine['cpu']}" if machine.get("gpu") else machine["cpu"]
-    return f"{where}, {machine['threads']} of {machine.get('cores')} cores"
+    processes = f", {machine['processes']} processes" if machine.get("processes", 1) > 1 else ""
+    return f"{where}, {machine['threads']} of {machine.get('cores')} cores{processes}"
 
 
 def _versions(run: Run) -> str:
@@ -336,20 +338,53 @@ def _summary(found: Collection, judged: dict[str, list[Judgement]]) -> list[str]
     return [*lines, ""]
 
 
-def _theory(found: Collection) -> list[Block]:
-    """What the layer-peeled problems were found to say to the theorems."""
+def _theory(found: Collection, folder: Path) -> list[Block]:
+    """What the layer-peeled problems were found to say to the theorems; their figures are copied into `folder`."""
     blocks: list[Block] = []
-    for path, content in found.theory:
-        rows = [
-            [one["claim"], one["verdict"], one["text"], _numbers(one.get("numbers")), one["source"]]
-            for one in content["claims"]
-        ]
-        columns = ("claim", "verdict", "in words", "numbers", "source")
-        blocks.append(Table(f"Layer-peeled problems solved numerically: {path}", columns, rows))
-        account = path.with_suffix(".md")
-        if account.exists():
-            blocks.append(Paragraph(f"A full account is in {account}."))
+    for number, (path, content) in enumerate(found.theory):
+        claims = content["claims"]
+        blocks.append(_claims_in_short(f"Layer-peeled problems solved numerically, in short: {path}", claims))
+        for picture in sorted(path.parent.glob(f"{path.stem}*.png")):
+            blocks.append(_copied(picture, folder, f"{number}-" if number else ""))
+        rows = [[one["claim"], _case(one), *_found(one), one["source"]] for one in claims]
+        columns = ("claim", "case", "verdict", "in words", "numbers", "source")
+        blocks.append(Table(f"Layer-peeled problems solved numerically, case by case: {path}", columns, rows))
+        if path.with_suffix(".md").exists():
+            blocks.append(Paragraph(f"A full account is in {path.with_suffix('.md')}."))
     return [Heading(2, "Theory"), *blocks] if blocks else []
+
+
+def _claims_in_short(caption: str, claims: list[Row]) -> Table:
+    """How often each claim came out how, over its cases."""
+    verdicts = list(dict.fromkeys(one["verdict"] for one in claims))
+    counts = Counter((one["claim"], one["verdict"]) for one in claims)
+    sources = {one["claim"]: one["source"] for one in claims}
+    rows = [[claim, *(str(counts[claim, verdict]) for verdict in verdicts), sources[claim]] for claim in sources]
+    return Table(f"{caption}; number of cases", ("claim", *verdicts, "source"), rows)
+
+
+def _copied(picture: Path, folder: Path, prefix: str) -> Picture:
+    """A figure of the theory, with its vector graphics, among the report's own."""
+    try:
+        content = {file.suffix: file.read_bytes() for file in (picture, picture.with_suffix(".svg")) if file.exists()}
+    except OSError as error:
+        raise StudyError(f"{picture} cannot be read ({error.strerror})") from error
+    stem = f"{prefix}{picture.stem}"
+    for suffix, data in content.items():
+        write_atomically(folder / f"{stem}{suffix}", data)
+    caption = picture.stem.replace("_", " ")
+    return Picture(f"{folder.name}/{stem}", f"Figure of the layer-peeled problems: {caption}.", content[".png"])
+
+
+def _case(claim: Row) -> str:
+    """What tells the cases of one claim apart."""
+    plain = ("claim", "source", "verdict", "numbers", "text")
+    told = {name: value for name, value in claim.items() if name not in plain and value is not None}
+    return ", ".join(f"{name} {_numbers(value)}" for name, value in told.items()) or NOTHING
+
+
+def _found(claim: Row) -> tuple[str, str, str]:
+    return claim["verdict"], claim["text"], _numbers(claim.get("numbers"))
 
 
 def _numbers(value: object) -> str:

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from .cells import Cell
-from .config import MODELS, PRESETS, Settings, StudyError, flag_of
+from .config import MODELS, PRESETS, Settings, StudyError, completed, flag_of
 from .results import COLLAPSE, FORMAT, GROUPS, SOLVER_MEANS
 from .rundir import Row, RunDirectory, read_json
 
-# What may differ between runs that are averaged or compared: the cell, the seed, and how and where it was computed.
+# What may differ between runs that are averaged or compared: the cell, the seed, and how and where it was computed. An
+# earlier setting, amp, is told by the precision.
 NOT_OF_THE_EXPERIMENT = frozenset(
-    ("study", "model", "majority", "ratio", "seed", "kernel", "device", "threads", "metrics_every")
+    ("study", "model", "majority", "ratio", "seed", "metrics_every")
+    + ("kernel", "compile", "device", "threads", "out", "data_root", "resume", "amp")
 )
 NAMES = {"broyden": "Broyden", "anderson": "Anderson", "picard": "Picard", "jfb": "JFB"}
-DEFAULTS = {spec.name: spec.default for spec in fields(Settings) if spec.default is not MISSING}
+DEFAULTS = {spec.name: spec.default for spec in fields(Settings) if spec.default is not MISSING} | {"precision": "fp32"}
 
 _NUMBER = (int, float)
 _MAYBE = (int, float, type(None))
@@ -78,7 +80,7 @@ class Run:
     @property
     def identity(self) -> tuple[tuple[str, Any], ...]:
         """All that two runs must share to be averaged; a setting that an older result does not name has its default."""
-        known = {**DEFAULTS, **self.settings, "dataset": self.result["data"]}
+        known = {**DEFAULTS, **completed(self.settings), "dataset": self.result["data"]}
         return tuple(sorted((name, known[name]) for name in known if name not in NOT_OF_THE_EXPERIMENT))
 
 

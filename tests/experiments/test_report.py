@@ -11,6 +11,7 @@ import pytest
 from conftest import EXPERIMENTS
 from nc_study.config import StudyError
 from nc_study.report import build, main, write
+from PIL import Image
 from test_report_page import Checker
 
 
@@ -145,15 +146,23 @@ def test_what_counts_in_no_table_is_listed_with_its_reason(made_up, tmp_path, no
 
 
 def test_theory_has_a_section(tmp_path, no_pictures):
-    claim = {"claim": "NC1 = 0", "source": "theorem 3.1", "verdict": "holds", "text": "in all runs"}
-    content = {"kind": "layer_peeled", "claims": [claim | {"numbers": {"NC1": 1.5e-9, "runs": [1, 2]}}]}
+    claim = {"claim": "NC1 = 0", "source": "theorem 3.1", "verdict": "holds", "text": "in all", "model": "deq"}
+    other = claim | {"verdict": "does not hold", "model": None, "e_w": 0.01}
+    content = {"kind": "layer_peeled", "claims": [claim | {"numbers": {"NC1": 1.5e-9, "runs": [1, 2]}}, other]}
     (tmp_path / "layer_peeled.json").write_text(json.dumps(content))
     (tmp_path / "layer_peeled.md").write_text("# more")
+    Image.new("RGB", (8, 8)).save(tmp_path / "layer_peeled_limit.png")
+    (tmp_path / "layer_peeled_limit.svg").write_text("<svg/>")
     text = report_on(tmp_path, tmp_path / "out")
-    assert table(text, "Layer-peeled problems") == (
-        [["NC1 = 0", "holds", "in all runs", "NC1 1.5e-09, runs (1, 2)", "theorem 3.1"]]
-    )
-    assert "layer_peeled.md" in text and "No finished run" in text
+    short = table(text, "Layer-peeled problems solved numerically, in short")
+    assert short == [["NC1 = 0", "1", "1", "theorem 3.1"]]
+    assert table(text, "Layer-peeled problems solved numerically, case by case") == [
+        ["NC1 = 0", "model deq", "holds", "in all", "NC1 1.5e-09, runs (1, 2)", "theorem 3.1"],
+        ["NC1 = 0", "e_w 0.01", "does not hold", "in all", "–", "theorem 3.1"],
+    ]
+    assert "layer_peeled.md" in text and "No finished run" in text and "](figures/layer_peeled_limit.png)" in text
+    copies = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert copies == {"layer_peeled_limit.png", "layer_peeled_limit.svg"}
 
 
 def test_the_report_and_its_figures_are_files_of_the_same_bytes_every_time(made_up, tmp_path):

@@ -90,7 +90,7 @@ def test_a_result_that_lacks_a_part_is_named_and_not_counted(made_up, where, val
 
 def test_seeds_and_cells_are_one_group(made_up):
     root = made_up().parent
-    made_up(seed=1, kernel="torch", threads=2, metrics_every=1)
+    made_up(seed=1, kernel="torch", threads=2, metrics_every=1, compile=True)
     made_up(ratio=100)
     made_up(study="cifar_balanced")
     (group,) = collect([root]).groups
@@ -107,7 +107,7 @@ def test_seeds_and_cells_are_one_group(made_up):
         {"adjoint": "implicit"},
         {"lr": 0.02},
         {"epochs": 6},
-        {"amp": True},
+        {"precision": "bf16"},
         {"e_w": 0.01},
         {"width": 8},
         {"max_iter": 30},
@@ -149,9 +149,16 @@ def test_a_setting_that_an_earlier_result_does_not_name_has_its_default(made_up)
     path = made_up("a")
     made_up("b", seed=1)
     result = json.loads((path / "result.json").read_text())
-    del result["settings"]["amp"]
+    del result["settings"]["precision"], result["settings"]["e_w"]
+    result["settings"]["amp"] = False
     (path / "result.json").write_text(json.dumps(result))
     assert len(collect([path.parent]).groups) == 1
+    result["settings"]["amp"] = True
+    (path / "result.json").write_text(json.dumps(result))
+    assert sorted(group.name for group in collect([path.parent]).groups) == [
+        "quick preset on cifar10, Broyden, JFB, epochs 4",
+        "quick preset on cifar10, Broyden, JFB, epochs 4, precision bf16 in all of the network",
+    ]
 
 
 def test_real_data_comes_before_drawn_images(made_up):
