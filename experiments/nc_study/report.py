@@ -357,9 +357,9 @@ def _theory(found: Collection, folder: Path) -> list[Block]:
 def _claims_in_short(caption: str, claims: list[Row]) -> Table:
     """How often each claim came out how, over its cases."""
     verdicts = list(dict.fromkeys(one["verdict"] for one in claims))
-    counts = Counter((one["claim"], one["verdict"]) for one in claims)
-    sources = {one["claim"]: one["source"] for one in claims}
-    rows = [[claim, *(str(counts[claim, verdict]) for verdict in verdicts), sources[claim]] for claim in sources]
+    counts = Counter((one["claim"], one["source"], one["verdict"]) for one in claims)
+    names = dict.fromkeys((one["claim"], one["source"]) for one in claims)
+    rows = [[name[0], *(str(counts[(*name, verdict)]) for verdict in verdicts), name[1]] for name in names]
     return Table(f"{caption}; number of cases", ("claim", *verdicts, "source"), rows)
 
 
