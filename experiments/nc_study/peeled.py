@@ -142,7 +142,7 @@ def _default(name: str) -> str:
 def run(settings: PeeledSettings, quiet: bool = False) -> Row:
     """Solve everything asked for; the result as it is written to layer_peeled.json."""
     start = time.perf_counter()
-    with _one_machine(settings), tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
+    with _threads(settings), tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
         study = Study(settings, bar)
         parts = {name: getattr(study, name)() if name in settings.parts else None for name in PARTS}
     makers = {"balanced": balanced_claims, "imbalanced": imbalanced_claims, "limit": limit_claims}
@@ -160,7 +160,7 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Row:
 
 
 @contextmanager
-def _one_machine(settings: PeeledSettings) -> Iterator[None]:
+def _threads(settings: PeeledSettings) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
