@@ -66,10 +66,10 @@ class PeeledSettings:
     def __post_init__(self) -> None:
         for spec in fields(self):
             check_field(spec, getattr(self, spec.name))
-        if not self.majority < self.classes:
+        if self.part != "balanced" and not self.majority < self.classes:
             raise SettingsError(f"--majority {self.majority}: less than --classes {self.classes}")
-        if self.samples % self.ratio:
-            raise SettingsError(f"--ratio {self.ratio}: must divide --samples {self.samples}, n_B = n_A/R is a number")
+        if "imbalanced" in self.parts and self.samples % self.ratio:
+            raise SettingsError(f"--ratio {self.ratio}: must divide --samples {self.samples}, for n_B = n_A/R")
         if self.dimension < self.classes:
             raise SettingsError(f"--dimension {self.dimension}: at least --classes {self.classes}")
         if len(self.budgets) != len(set(self.budgets)):

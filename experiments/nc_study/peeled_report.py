@@ -121,7 +121,7 @@ def _range(values: list[float | None]) -> str:
 
 
 def _limit(part: Row) -> str:
-    head = ["bound on, E_W, E_H", "R", "model", "loss", "majority NC1", "NC2 of K_A", "centred", "minority w",
+    head = ["bound on, E_W, E_H", "R (K_A n_A/N)", "model", "loss", "majority NC1", "NC2 of K_A", "centred", "minority w",
             "minority h", "spread of w", "cosine of w", "KKT"]  # fmt: skip
     names = ("majority_nc1", "majority_nc2", "majority_nc2_centered", "minority_weight", "minority_feature",
              "minority_spread", "minority_cosine", "residual")  # fmt: skip
@@ -129,6 +129,7 @@ def _limit(part: Row) -> str:
     for case in part["cases"]:
         for line in case["rows"]:
             ratio = "infinite" if line["ratio"] is None else f"{line['ratio']:g}"
+            ratio += f" ({line['majority_share']:.4g})"
             for model, record in line["models"].items():
                 values = [_number(record[name]) for name in names]
                 rows.append([place(case), ratio, NAMES[model], f"{record['loss']:.7g}", *values])

@@ -322,6 +322,10 @@ def test_settings_name_what_they_do_not_allow():
         PeeledSettings(classes=1)
 
 
+def test_two_classes_are_enough_for_the_balanced_part():
+    assert PeeledSettings(part="balanced", classes=2).parts == ("balanced",)
+
+
 def test_help_tells_the_readings_apart(capsys):
     with pytest.raises(SystemExit) as stop:
         layer_peeled.main(["--help"])
