@@ -66,10 +66,10 @@ class PeeledSettings:
     def __post_init__(self) -> None:
         for spec in fields(self):
             check_field(spec, getattr(self, spec.name))
-        if not self.majority < self.classes:
+        if self.part != "balanced" and not self.majority < self.classes:
             raise SettingsError(f"--majority {self.majority}: less than --classes {self.classes}")
-        if self.samples % self.ratio:
-            raise SettingsError(f"--ratio {self.ratio}: must divide --samples {self.samples}, n_B = n_A/R is a number")
+        if "imbalanced" in self.parts and self.samples % self.ratio:
+            raise SettingsError(f"--ratio {self.ratio}: must divide --samples {self.samples}, for n_B = n_A/R")
         if self.dimension < self.classes:
             raise SettingsError(f"--dimension {self.dimension}: at least --classes {self.classes}")
         if len(self.budgets) != len(set(self.budgets)):
@@ -142,7 +142,7 @@ def _default(name: str) -> str:
 def run(settings: PeeledSettings, quiet: bool = False) -> Row:
     """Solve everything asked for; the result as it is written to layer_peeled.json."""
     start = time.perf_counter()
-    with _one_machine(settings), tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
+    with _threads(settings), tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
         study = Study(settings, bar)
         parts = {name: getattr(study, name)() if name in settings.parts else None for name in PARTS}
     makers = {"balanced": balanced_claims, "imbalanced": imbalanced_claims, "limit": limit_claims}
@@ -160,7 +160,7 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Row:
 
 
 @contextmanager
-def _one_machine(settings: PeeledSettings) -> Iterator[None]:
+def _threads(settings: PeeledSettings) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:

@@ -28,8 +28,8 @@ from .config import StudyError
 
 FEATURES = ("final", "backbone")
 
-# Forward, plain iteration is one launch, however long it takes where ||W_DEQ|| is close to 1. Backward, evaluations cost
-# more, and Broyden's method needs few of them on a linear map.
+# Forward, plain iteration is one launch, however long it takes where ||W_DEQ|| is close to 1. Backward, evaluations
+# cost more, and Broyden's method needs few of them on a linear map.
 SOLVER = deqfast.Picard(tol=1e-13, max_iter=10_000)
 ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-11, max_iter=200))
 

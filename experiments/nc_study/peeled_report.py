@@ -25,11 +25,12 @@ The constraint with E_H is on W_EX h0 and z* ("final": Definition 2.2 and Append
 proofs use in (21), (32), (43) and (44)). Under the first the layer drops out: whatever W_EX (invertible) or W_DEQ is,
 some h0 reaches every feature matrix, and both models are the layer-peeled problem (6). Theorem 3.1 needs the first
 reading, Theorems B.3 and 4.1 the second, since under the first nothing can differ between the models. The loss of
-problem (10) is taken as the mean over all samples; as printed, each sum over n_A samples is also multiplied by
-K_A n_A / N. Optima are the best of several random starts, which proves an upper bound of the minimum; "certified gap"
-bounds what is missing (under the second reading from a bound that need not be attained). S is the Gram matrix of K unit
-vectors in a simplex ETF, times alpha. A metric up to {ZERO:g} counts as 0, a relative difference up to {SAME:g} as
-none.\
+problem (10) is taken as the mean over all samples; as printed, each sum over n_A samples is also multiplied by K_A
+n_A / N. For small bounds on h0 the balanced optimum is no simplex ETF unless K = 2: logits of rank one are best for
+W_EX, and for W_DEQ if E_W <= E_H; its ETF is best only from about E_W = (K-1) E_H on. Optima are the best of several
+random starts, which proves an upper bound of the minimum; "certified gap" bounds what is missing (under the second
+reading from a bound that need not be attained). S is the Gram matrix of K unit vectors in a simplex ETF, times alpha.
+A metric up to {ZERO:g} counts as 0, a relative difference up to {SAME:g} as none.\
 """
 
 
@@ -120,7 +121,7 @@ def _range(values: list[float | None]) -> str:
 
 
 def _limit(part: Row) -> str:
-    head = ["bound on, E_W, E_H", "R", "model", "loss", "majority NC1", "NC2 of K_A", "centred", "minority w",
+    head = ["bound on, E_W, E_H", "R (K_A n_A/N)", "model", "loss", "majority NC1", "NC2 of K_A", "centred", "minority w",
             "minority h", "spread of w", "cosine of w", "KKT"]  # fmt: skip
     names = ("majority_nc1", "majority_nc2", "majority_nc2_centered", "minority_weight", "minority_feature",
              "minority_spread", "minority_cosine", "residual")  # fmt: skip
@@ -128,6 +129,7 @@ def _limit(part: Row) -> str:
     for case in part["cases"]:
         for line in case["rows"]:
             ratio = "infinite" if line["ratio"] is None else f"{line['ratio']:g}"
+            ratio += f" ({line['majority_share']:.4g})"
             for model, record in line["models"].items():
                 values = [_number(record[name]) for name in names]
                 rows.append([place(case), ratio, NAMES[model], f"{record['loss']:.7g}", *values])

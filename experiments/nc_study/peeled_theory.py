@@ -8,6 +8,8 @@ features g = 1. Under one on h0, a layer with equal singular values on the K-1 d
 No layer stretches any feature by more than g = E_H (explicit) or 1/(1 - E_H) (DEQ), and with this g the same formula
 bounds the loss of every feasible point: the logits are W A h0 with ||A|| <= g in the spectral norm, so that their
 nuclear norm is at most ||W||_F g ||h0||_F, and over a nuclear ball a simplex ETF is best, by symmetry and convexity.
+
+For small bounds the ETF need not be the optimum: see `concentration`.
 """
 
 from __future__ import annotations
@@ -89,6 +91,19 @@ def largest_stretch(problem: Problem) -> float:
 def closed_form_loss(problem: Problem, stretch: float) -> float:
     """Loss of a balanced simplex ETF whose features are stretched by g."""
     return simplex_loss(problem.classes, stretch * margin(problem.classes, problem.e_w, problem.e_h))
+
+
+def concentration(problem: Problem) -> float:
+    """||q|| at the balanced optimum for small bounds on h0; q: the logits' singular values, divided by their sum.
+
+    It is 1 for logits of rank one and 1/sqrt(K-1) for a simplex ETF. With s = sqrt(E_W E_H), to leading order the DEQ's
+    log K - loss is s (1 + E_H ||q||) - s^2 ||q||^2 / 2, as the best layer adds E_H q_i / ||q|| to direction i; it is
+    greatest at ||q|| = sqrt(E_H/E_W): at the ETF only from E_W = (K-1) E_H on. The explicit network's is at most
+    s E_H in first order, at rank one, where the norm of W_EX is in the one direction that is used.
+    """
+    if problem.model == "explicit":
+        return 1.0
+    return min(1.0, max(1 / math.sqrt(problem.classes - 1), math.sqrt(problem.e_h / problem.e_w)))
 
 
 def paper_bounds(problem: Problem) -> dict[str, float]:

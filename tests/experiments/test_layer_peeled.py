@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal, localcontext
 
 import layer_peeled
 import pytest
 import torch
+from nc_study import peeled
 from nc_study import peeled_theory as theory
 from nc_study.config import SettingsError, StudyError
-from nc_study.peeled import PeeledSettings, count_solves, describe, run
+from nc_study.peeled import PeeledSettings, describe, run
 from nc_study.peeled_claims import balanced_claims, imbalanced_claims, limit_claims
 from nc_study.peeled_problem import FEATURES, Problem, cross_entropy, minimise, project_ball
 from nc_study.peeled_report import markdown, table
+from tqdm import tqdm
 
 import deqfast
 
 MODELS = ("explicit", "deq")
-SMALL = ["--classes", "4", "--dimension", "5", "--samples", "4", "--ratio", "2", "--majority", "2", "--steps", "60"]
+SMALL = ["--classes", "4", "--dimension", "5", "--samples", "2", "--ratio", "2", "--majority", "2", "--steps", "8"]
 SMALL += ["--e-w", "10", "--e-h", "0.5", "--ratios", "10", "--seeds", "0"]
 
 
@@ -102,16 +105,15 @@ def test_cross_entropy_keeps_its_digits(scale):
     generator = torch.Generator().manual_seed(0)
     logits = scale * torch.rand(3, 4, generator=generator, dtype=torch.float64)
     labels = logits.argmax(1)
-    # 50 digits by hand: exact rational arithmetic is out of reach, so the reference is decimal.
-    from decimal import Decimal, getcontext  # noqa: PLC0415  (used here alone)
-
-    getcontext().prec = 50
     for i in range(3):
-        values = [Decimal(value) for value in logits[i].tolist()]
-        exact = sum((value - values[labels[i]]).exp() for value in values).ln()
+        with localcontext() as context:
+            context.prec = 50
+            values = [Decimal(value) for value in logits[i].tolist()]
+            exact = sum((value - values[labels[i]]).exp() for value in values).ln()
+            difference = exact - Decimal(4).ln()
         close, far = (cross_entropy(logits, labels, flag)[i].item() for flag in (False, True))
         assert close == pytest.approx(float(exact), rel=1e-13)
-        assert far == pytest.approx(float(exact - Decimal(4).ln()), rel=1e-6 if scale == 60 else 1e-13)
+        assert far == pytest.approx(float(difference), rel=1e-6 if scale == 60 else 1e-13)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -131,8 +133,8 @@ def test_balanced_optimum_under_final_features_is_the_simplex_etf(model, e_w, e_
 
 
 def test_deq_collapses_to_the_etf_under_backbone_features_where_the_classifier_is_large():
-    which = problem("deq", "backbone", e_w=100.0)
-    optimum = solve(which)
+    which = problem("deq", "backbone", classes=3, e_w=100.0)
+    optimum = solve(which, steps=150)
     assert describe(which, optimum)["nc"]["nc2"] < 1e-3
     assert optimum.loss == pytest.approx(theory.closed_form_loss(which, theory.etf_stretch(which)), rel=1e-5)
 
@@ -145,6 +147,14 @@ def test_explicit_network_beats_the_etf_under_the_papers_bounds_on_backbone_feat
     assert optimum.below_chance > 1.7 * etf  # sqrt(K-1) times to first order
     assert record["nc"]["nc2"] > 0.5 and record["spectrum"][1] < 1e-2
     assert optimum.loss >= theory.closed_form_loss(which, theory.largest_stretch(which))
+
+
+@pytest.mark.parametrize("e_w, tolerance", [(0.005, 0.01), (0.02, 0.01), (0.08, 1e-6)])
+def test_small_bounds_on_the_backbone_decide_how_far_the_deq_is_from_an_etf(e_w, tolerance):
+    which = problem("deq", "backbone", e_w=e_w, e_h=0.01, counts=(2,) * 4)
+    shares = torch.tensor(describe(which, solve(which, steps=150))["spectrum"], dtype=torch.float64).square()
+    found = torch.linalg.vector_norm(shares / shares.sum()).item()
+    assert found == pytest.approx(theory.concentration(which), abs=tolerance)
 
 
 def test_two_classes_violate_33_when_the_bound_exceeds_a_half():
@@ -312,6 +322,10 @@ def test_settings_name_what_they_do_not_allow():
         PeeledSettings(classes=1)
 
 
+def test_two_classes_are_enough_for_the_balanced_part():
+    assert PeeledSettings(part="balanced", classes=2).parts == ("balanced",)
+
+
 def test_help_tells_the_readings_apart(capsys):
     with pytest.raises(SystemExit) as stop:
         layer_peeled.main(["--help"])
@@ -335,7 +349,17 @@ def test_unwritable_out_is_found_before_the_work(monkeypatch, tmp_path, capsys):
     assert "--out" in capsys.readouterr().err
 
 
-def test_small_run_from_end_to_end(tmp_path, capsys):
+class CountingBar(tqdm):
+    ended: list[tuple[int, int]] = []
+
+    def close(self):
+        if not self.disable:
+            self.ended.append((self.n, self.total))
+        super().close()
+
+
+def test_small_run_from_end_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(peeled, "tqdm", lambda **options: CountingBar(**{**options, "disable": False}))
     assert layer_peeled.main([*SMALL, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     names = {path.name for path in tmp_path.iterdir()}
@@ -354,14 +378,13 @@ def test_small_run_from_end_to_end(tmp_path, capsys):
         assert row["text"] and row["numbers"] and row["source"]
     text = markdown(result)
     assert text in (tmp_path / "layer_peeled.md").read_text() and "### Verdicts" in printed.out
-    total = count_solves(PeeledSettings(**result["settings"]))
-    assert total == 21
+    assert CountingBar.ended[-1] == (21, 21)  # as many solves as were announced
 
 
 def test_a_part_alone_and_again_gives_the_same_numbers():
     settings = PeeledSettings(
         part="imbalanced", features="final", classes=3, dimension=4, samples=4, ratio=2, majority=2, e_w="1", e_h="0.5",
-        seeds="0,1", steps=20,
+        seeds="0,1", steps=5,
     )  # fmt: skip
     one, two = run(settings, quiet=True), run(settings, quiet=True)
     assert one["balanced"] is one["limit"] is None
