@@ -56,7 +56,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         micro(row.get("ms")), micro(row.get("floor_ms")), number(row.get("ratio"), ".2f"),
         micro(row.get("in_place_ms")),
-        number(row.get("evaluations"), "d"), number(row.get("residual"), ".0e"), number(row.get("error"), ".0e"),
+        number(row.get("evaluations"), ".3g"), number(row.get("residual"), ".0e"), number(row.get("error"), ".0e"),
         number(None if peak is None else peak / 1e6, ".1f"), number(row.get("gain"), ".1f"),
     ]  # fmt: skip
 

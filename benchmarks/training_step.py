@@ -27,7 +27,7 @@ import deqfast
 sys.path.append(str(Path(__file__).resolve().parent.parent / "experiments"))
 from nc_study.config import Settings, SettingsError, settings_from  # noqa: E402  (found through the path above)
 from nc_study.data import Source, StudyData, class_sizes, load  # noqa: E402  (found through the path above)
-from nc_study.results import PAPER  # noqa: E402  (found through the path above)
+from nc_study.results import PAPER, processor  # noqa: E402  (found through the path above)
 from nc_study.training import EVALUATION_BATCH, SolverTally, Trainer, autocast  # noqa: E402  (through the path above)
 
 PARTS = (
@@ -145,7 +145,7 @@ def measure(width: int, batch: int, steps: int, seconds: float, **given: Any) ->
     counts = {model: watch.flop() for model, watch in watches.items()}
     spent = in_turns(watches, steps, seconds)
     record: Record = {name: getattr(settings, name) for name in ("width", "device", "precision", "adjoint", "threads")}
-    record |= {"batch": batch, "steps": len(spent["deq"])}
+    record |= {"batch": batch, "steps": len(spent["deq"]), "processor": processor()}
     record["models"] = {model: summary(spent[model], watches[model], counts[model]) for model in MODELS}
     explicit, deq = (record["models"][model] for model in MODELS)
     record["times_explicit"], record["flop_ratio"] = deq["ms"] / explicit["ms"], deq["flop"] / explicit["flop"]
@@ -310,7 +310,7 @@ def draw(records: list[Record], stem: Path) -> None:
             heights = [record["models"][model]["parts"][part] for model in MODELS]
             axis.bar(MODELS, heights, 0.6, bottom, label=part, color=plt.colormaps["tab10"](index))
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-        axis.set_title(heading(record).replace(f", {record['adjoint']}", "\n", 1), fontsize=8)
+        axis.set_title(heading(record).replace(f", {record['precision']}", f"\n{record['precision']}"), fontsize=8)
         axis.set_ylabel("ms per training step")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8)

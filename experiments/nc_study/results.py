@@ -205,7 +205,7 @@ def build_result(
 def machine(threads: int, device: str) -> Row:
     """Where the run took place."""
     return {
-        "cpu": _processor(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": threads,
         "processes": distributed.world_size(),
@@ -213,7 +213,8 @@ def machine(threads: int, device: str) -> Row:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
