@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -25,13 +26,7 @@ DEFAULTS = {spec.name: spec.default for spec in fields(Settings) if spec.default
 
 _NUMBER = (int, float)
 _MAYBE = (int, float, type(None))
-_COLUMNS = {
-    "epoch": list,
-    **{name: list for name in GROUPS},
-    "nc": {"epoch": list, **{name: list for name in COLLAPSE}},
-}
-_SOLVER = {**{name: _NUMBER for name in SOLVER_MEANS}, "skipped": _NUMBER, "per_class": {"iterations": list}}
-_SOLVER_COLUMNS = {name: list for name in SOLVER_MEANS}
+_SOLVER = {**{name: _NUMBER for name in SOLVER_MEANS}, "skipped": _NUMBER, "per_class": dict}
 _SCHEMA: dict[str, Any] = {
     "data": str,
     "preset": str,
@@ -51,7 +46,7 @@ _MODEL_SCHEMA: dict[str, Any] = {
     "confusion": list,
     "nc": {name: _MAYBE for name in COLLAPSE},
     "seconds": {"train": _NUMBER, "test": _NUMBER, "metrics": _NUMBER},
-    "curves": _COLUMNS,
+    "curves": {"epoch": list, "nc": {"epoch": list}},
 }
 
 
@@ -236,29 +231,43 @@ def _finished(path: Path, result: Any) -> Run | Rejected:
 def _check_model(summary: Any, where: str, classes: int) -> None:
     _conforms(summary, _MODEL_SCHEMA, where)
     curves = summary["curves"]
-    lengths = {len(curves[name]) for name in ("epoch", *GROUPS)}
-    if len(lengths) != 1 or not curves["epoch"]:
-        raise ValueError(f"{where}.curves: columns of different lengths")
-    if len({len(curves["nc"][name]) for name in ("epoch", *COLLAPSE)}) != 1:
-        raise ValueError(f"{where}.curves.nc: columns of different lengths")
-    if len(summary["confusion"]) != classes or any(len(row) != classes for row in summary["confusion"]):
-        raise ValueError(f"{where}.confusion: not {classes} by {classes}")
+    epochs, measured = len(curves["epoch"]), len(curves["nc"]["epoch"])
+    _columns(curves, ("epoch", *GROUPS), epochs, f"{where}.curves")
+    _columns(curves["nc"], ("epoch", *COLLAPSE), measured, f"{where}.curves.nc")
+    if len(summary["confusion"]) != classes:
+        raise ValueError(f"{where}.confusion: not {classes} rows")
+    _columns(dict(enumerate(summary["confusion"])), range(classes), classes, f"{where}.confusion")
     for group in GROUPS[1:]:
         if summary["accuracy"].get(group) is not None:
             _conforms(summary["accuracy"][group], {"mean": _NUMBER, "std": _NUMBER}, f"{where}.accuracy.{group}")
     if summary.get("solver") is not None:
         _conforms(summary["solver"], _SOLVER, f"{where}.solver")
-        _conforms(curves.get("solver"), _SOLVER_COLUMNS, f"{where}.curves.solver")
+        _columns(summary["solver"]["per_class"], ("iterations",), classes, f"{where}.solver.per_class")
+        course = curves.get("solver")
+        _columns(course, SOLVER_MEANS, epochs, f"{where}.curves.solver")
         for group in GROUPS[1:]:
-            _conforms(curves["solver"].get(group), _SOLVER_COLUMNS, f"{where}.curves.solver.{group}")
+            _columns(course.get(group), SOLVER_MEANS, epochs, f"{where}.curves.solver.{group}")
     if summary.get("spectral_radius") is not None:
-        _conforms(summary["spectral_radius"], {"labels": list, "values": list}, f"{where}.spectral_radius")
+        labels = summary["spectral_radius"].get("labels") if isinstance(summary["spectral_radius"], dict) else None
+        _columns(summary["spectral_radius"], ("labels", "values"), len(labels or ()), f"{where}.spectral_radius")
+
+
+def _columns(value: Any, names: Iterable[Any], length: int, where: str) -> None:
+    """ValueError unless `value` holds, under each name, that many numbers (None where there is none)."""
+    for name in names:
+        column = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(column, list) or not length or len(column) != length or not all(map(_is_number, column)):
+            raise ValueError(f"{where}.{name}: not {length or 'any'} numbers")
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, _NUMBER) and math.isfinite(value))
 
 
 def _conforms(value: Any, schema: Any, where: str) -> None:
     """ValueError that names the first part that is missing or of another type."""
     if not isinstance(schema, dict):
-        if not isinstance(value, schema):
+        if not isinstance(value, schema) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{where} is {'missing' if value is None else repr(value)[:40]}")
         return
     if not isinstance(value, dict):

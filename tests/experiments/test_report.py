@@ -165,7 +165,8 @@ def test_theory_has_a_section(tmp_path, no_pictures):
     assert copies == {"layer_peeled_limit.png", "layer_peeled_limit.svg"}
 
 
-def test_the_report_and_its_figures_are_files_of_the_same_bytes_every_time(made_up, tmp_path):
+def test_the_report_and_its_figures_are_files_of_the_same_bytes_every_time(made_up, tmp_path, monkeypatch):
+    monkeypatch.setattr("nc_study.figures.DPI", 30)
     root = made_up(ratio=100).parent
 
     def files(out):
