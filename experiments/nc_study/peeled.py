@@ -141,7 +141,7 @@ def _default(name: str) -> str:
 
 def run(settings: PeeledSettings, quiet: bool = False) -> Row:
     """Solve everything asked for; the result as it is written to layer_peeled.json."""
-    start = time.perf_counter()
+    start, code = time.perf_counter(), commit()
     with _threads(settings), tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
         study = Study(settings, bar)
         parts = {name: getattr(study, name)() if name in settings.parts else None for name in PARTS}
@@ -153,7 +153,7 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Row:
         "claims": [row for name, part in parts.items() if part for row in makers[name](part)],
         "versions": versions(),
         "machine": machine(settings.threads, "cpu"),
-        "commit": commit(),
+        "commit": code,
         "seconds": round(time.perf_counter() - start, 1),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -121,8 +121,8 @@ def _range(values: list[float | None]) -> str:
 
 
 def _limit(part: Row) -> str:
-    head = ["bound on, E_W, E_H", "R (K_A n_A/N)", "model", "loss", "majority NC1", "NC2 of K_A", "centred", "minority w",
-            "minority h", "spread of w", "cosine of w", "KKT"]  # fmt: skip
+    head = ["bound on, E_W, E_H", "R (K_A n_A/N)", "model", "loss", "majority NC1", "NC2 of K_A", "centred",
+            "minority w", "minority h", "spread of w", "cosine of w", "KKT"]  # fmt: skip
     names = ("majority_nc1", "majority_nc2", "majority_nc2_centered", "minority_weight", "minority_feature",
              "minority_spread", "minority_cosine", "residual")  # fmt: skip
     rows = []
