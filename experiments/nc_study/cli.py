@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -68,7 +70,9 @@ def show(run: RunDirectory) -> None:
 
 
 def prepare(settings: Settings) -> None:
-    """Threads, and on the CPU the same bits for the same settings."""
+    """Threads, and on the CPU the same bits for the same settings; an error if a compiler is needed and missing."""
+    if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
+        raise StudyError("--compile: torch.compile needs a C++ compiler, and neither CXX, c++, g++ nor clang++ is one")
     torch.set_num_threads(settings.threads)
     if settings.device == "cpu":
         torch.use_deterministic_algorithms(True)

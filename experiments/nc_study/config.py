@@ -117,7 +117,12 @@ class Settings:
     )
     metrics_every: int = option("training", "epochs between measurements of neural collapse", kind=int, minimum=1)
 
-    device: str = option("machine", "where to train", "auto", choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "machine",
+        "where to train; several GPUs: torchrun --nproc-per-node N in place of python",
+        "auto",
+        choices=("auto", "cpu", "cuda"),
+    )
     threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, kind=int, minimum=0)
     precision: str = option(
         "machine",
@@ -125,7 +130,7 @@ class Settings:
         "auto",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = option("machine", "torch.compile all but the fixed point", False, kind=bool)
+    compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False, kind=bool)
     out: str = option("machine", "folder under which every run gets a folder of its own", "runs", kind=str)
     resume: bool = option("machine", "go on with the run of these settings where it stopped", False, kind=bool)
 

@@ -80,6 +80,13 @@ def test_under_autocast_all_but_the_fixed_point_is_in_bfloat16(model, last):
 
 
 @pytest.mark.parametrize("model", ["explicit", "deq"])
+def test_no_images_are_no_error(model):
+    """Of a small split a process may have none."""
+    output = make(model, width=1).eval()(torch.empty(0, 3, 32, 32))
+    assert output.logits.shape == (0, 10) and output.features.shape == (0, 8)
+
+
+@pytest.mark.parametrize("model", ["explicit", "deq"])
 def test_project_moves_weights_into_the_bounds_and_no_others(model):
     network = make(model, width=1)
     before = {name: parameter.clone() for name, parameter in network.named_parameters()}

@@ -278,6 +278,13 @@ def test_half_downloaded_data_is_an_error_in_a_line(study, tmp_path):
     assert status == 1 and errors.count("\n") == 1 and "cifar-10-python.tar.gz is damaged" in errors
 
 
+def test_compiling_without_a_compiler_is_an_error_in_a_line(study, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    status, printed, errors = study("--compile")
+    assert status == 1 and printed == "" and errors.count("\n") == 1 and "--compile: torch.compile needs" in errors
+
+
 def test_bad_arguments_end_with_status_2(study, tmp_path):
     status, _, errors = study("--majority", "0")
     assert status == 2 and "--majority 0: at least 1" in errors
