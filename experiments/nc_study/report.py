@@ -19,7 +19,7 @@ from .results import AVERAGED, COLLAPSE, GROUPS, INCONSISTENT, PAPER, Spread, sp
 from .results import Cell as PaperCell
 from .rundir import Row, prepare_out, write_atomically
 from .runs import Collection, Group, Rejected, Run, collect
-from .verdicts import CLAIMS, CONFIDENCE, SEEDS_NEEDED, Judgement, judge, paper_differences
+from .verdicts import CLAIMS, CONFIDENCE, QUANTITIES, SEEDS_NEEDED, Judgement, judge, paper_differences
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 NOT_RUN = "not run"
@@ -285,7 +285,7 @@ def _paper_says(group: Group, one: Judgement) -> str:
 
 def _evidence_rows(one: Judgement) -> list[list[str]]:
     show = one.claim.show
-    name = one.claim.quantity.upper() if one.claim.quantity in COLLAPSE else f"accuracy, {one.claim.quantity}"
+    name = QUANTITIES[one.claim.quantity]
     rows = []
     for entry in one.evidence:
         found = entry.interval
@@ -444,6 +444,10 @@ def _method() -> list[Block]:
         "there were fewer). “Over seeds” is mean±deviation of these means over runs of different seeds.",
         "A pair is an explicit network and a DEQ of the same settings, data and seed. NC1 to NC4 are of the "
         "training images under the final weights.",
+        "The explicit network's last block ends in a ReLU: its features are not negative, so no two of its class means "
+        "stand at more than a right angle, and NC2 and NC3, whose class means the paper does not centre, cannot reach "
+        "0. The DEQ's last operation is a normalisation, and its features have both signs. Centred class means take "
+        "that difference of the architectures out of the comparison.",
         f"A cell with {SEEDS_NEEDED} or more seeds is judged by Student's {level} interval of its paired "
         "differences, not corrected for the number of cells. “Higher” or “lower” holds if the interval lies "
         "wholly on that side of 0, and does not hold if it lies wholly on the other. “Alike” holds if the "

@@ -21,7 +21,8 @@ from nc_study.verdicts import (
     t_interval,
 )
 
-OVERALL, MAJORITY, MINORITY, NC1, NC2, NC3, BALANCED = CLAIMS[:7]
+OVERALL, MAJORITY, MINORITY, NC1, NC2, NC3 = CLAIMS[:6]
+BALANCED, BALANCED_NC2 = CLAIMS[8], CLAIMS[10]
 
 
 def test_the_interval_of_three_values():
@@ -136,7 +137,7 @@ def test_the_balanced_claims_take_the_balanced_runs(made_up):
     (found,) = collect([path.parent]).groups
     assert judge(found, BALANCED).verdict == HOLDS
     assert judge(found, OVERALL).verdict == "not enough runs (0)"
-    (nc2,) = judge(found, CLAIMS[8]).evidence
+    (nc2,) = judge(found, BALANCED_NC2).evidence
     assert nc2.differences[1] == pytest.approx(math.log(1 - 0.11))
 
 
