@@ -63,7 +63,7 @@ def local_minima(result: Row) -> list[str]:
                 found, best = own[model]["loss"], row["models"][model]["loss"]
                 if found > best * (1 + SAME):
                     lines.append(
-                        f"Of {place(case)}, {NAMES[model]}, the optimum given for the imbalanced classes is local: loss "
+                        f"Of {place(case)}, {NAMES[model]}, the optimum given for imbalanced classes is local: loss "
                         f"{found:.7g}; the limit part found {best:.7g} for the same problem. What is said of it there, "
                         "other than by a comparison of losses, is said of a local minimum."
                     )
