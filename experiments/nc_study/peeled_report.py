@@ -46,8 +46,28 @@ def markdown(result: Row) -> str:
     for name, make in (("balanced", _balanced), ("imbalanced", _imbalanced), ("limit", _limit)):
         if result[name]:
             parts.append(make(result[name]))
+    parts += local_minima(result)
     parts.append(_verdicts(result["claims"]))
     return "\n\n".join(parts) + "\n"
+
+
+def local_minima(result: Row) -> list[str]:
+    """Where the limit part, whose row with R is the same problem, ends below the imbalanced part: that was local."""
+    if not (result["imbalanced"] and result["limit"]):
+        return []
+    lines = []
+    for case, other in zip(result["imbalanced"]["cases"], result["limit"]["cases"], strict=True):
+        for row in other["rows"]:
+            for model in MODELS if row["ratio"] == result["settings"]["ratio"] else ():
+                own = case["comparisons"]["own optimum"]["models"]
+                found, best = own[model]["loss"], row["models"][model]["loss"]
+                if found > best * (1 + SAME):
+                    lines.append(
+                        f"Of {place(case)}, {NAMES[model]}, the optimum given for imbalanced classes is local: loss "
+                        f"{found:.7g}; the limit part found {best:.7g} for the same problem. What is said of it there, "
+                        "other than by a comparison of losses, is said of a local minimum."
+                    )
+    return lines
 
 
 def place(case: Row) -> str:

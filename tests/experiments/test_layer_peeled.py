@@ -15,7 +15,7 @@ from nc_study.config import SettingsError, StudyError
 from nc_study.peeled import PeeledSettings, describe, run
 from nc_study.peeled_claims import balanced_claims, imbalanced_claims, limit_claims
 from nc_study.peeled_problem import FEATURES, Problem, cross_entropy, minimise, project_ball
-from nc_study.peeled_report import markdown, table
+from nc_study.peeled_report import local_minima, markdown, table
 from tqdm import tqdm
 
 import deqfast
@@ -389,6 +389,19 @@ def test_a_part_alone_and_again_gives_the_same_numbers():
     one, two = run(settings, quiet=True), run(settings, quiet=True)
     assert one["balanced"] is one["limit"] is None
     assert one["imbalanced"] == two["imbalanced"] and one["claims"] == two["claims"]
+
+
+def test_a_better_optimum_of_the_limit_part_is_told():
+    def result(best):
+        own = {model: {"loss": 0.5} for model in MODELS}
+        row = {"ratio": 10.0, "models": {"explicit": {"loss": 0.5}, "deq": {"loss": best}}}
+        imbalanced = {"cases": [{**CASE, "comparisons": {"own optimum": {"models": own}}}]}
+        limit = {"cases": [{**CASE, "rows": [row]}]}
+        return {"imbalanced": imbalanced, "limit": limit, "settings": {"ratio": 10}}
+
+    assert local_minima(result(0.5)) == []
+    (line,) = local_minima(result(0.4))
+    assert "DEQ" in line and "0.5" in line and "0.4" in line
 
 
 def test_table_is_aligned():
