@@ -9,25 +9,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from nc_study.config import SettingsError, StudyError, add_option
-from nc_study.peeled import PeeledSettings, run
-from nc_study.peeled_report import markdown, write
+from nc_study.config import SettingsError, StudyError, add_options
+from nc_study.peeled.report import markdown, write
+from nc_study.peeled.run import PeeledSettings, run
 from nc_study.rundir import prepare_out
 
 
 def parse(argv: Sequence[str] | None = None) -> PeeledSettings:
     """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups: dict[str, Any] = {}
-    for spec in fields(PeeledSettings):
-        name = spec.metadata["group"]
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        add_option(groups[name], spec)
+    add_options(parser, PeeledSettings)
     try:
         return PeeledSettings(**vars(parser.parse_args(argv)))
     except SettingsError as error:

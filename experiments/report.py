@@ -6,7 +6,7 @@ report.html (one file with everything in it), report.md, and figures/ with every
 
 import sys
 
-from nc_study.report import main
+from nc_study.reporting.report import main
 
 if __name__ == "__main__":
     sys.exit(main(__doc__))

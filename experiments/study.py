@@ -6,7 +6,7 @@ Runs that are finished are left alone, and a run that fails does not stop the ot
 
 import sys
 
-from nc_study.study import main
+from nc_study.driver.command import main
 
 if __name__ == "__main__":
     sys.exit(main(__doc__))

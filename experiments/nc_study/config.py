@@ -232,7 +232,7 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         description=description,
         epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
     )
-    add_options(parser, IMBALANCE if study == "cifar_balanced" else ())
+    add_options(parser, Settings, IMBALANCE if study == "cifar_balanced" else ())
     given = vars(parser.parse_args(argv))
     try:
         return settings_from(study, **given)
@@ -240,16 +240,17 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         parser.error(str(error))
 
 
-def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Give the parser an option for every setting but those named; what is not given is absent from its result."""
+def add_options(parser: argparse.ArgumentParser, settings: type, without: Collection[str] = ()) -> None:
+    """Give the parser the options of a dataclass of settings, but for those named; what is not given is absent from
+    the parser's result."""
     groups: dict[str, Any] = {}
-    for spec in fields(Settings):
+    for spec in fields(settings):
         if not spec.metadata or spec.name in without:
             continue
         name = spec.metadata["group"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        add_option(groups[name], spec)
+        _add_option(groups[name], spec)
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
@@ -263,8 +264,7 @@ def as_arguments(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def add_option(group: Any, spec: Field[Any]) -> None:
-    """The command-line option of a field."""
+def _add_option(group: Any, spec: Field[Any]) -> None:
     text = f"{spec.metadata['help']} {_default_text(spec)}".replace("%", "%%")
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if spec.metadata.get("kind") is bool:

@@ -9,13 +9,13 @@ from decimal import Decimal, localcontext
 import layer_peeled
 import pytest
 import torch
-from nc_study import peeled
-from nc_study import peeled_theory as theory
 from nc_study.config import SettingsError, StudyError
-from nc_study.peeled import PeeledSettings, describe, run
-from nc_study.peeled_claims import balanced_claims, imbalanced_claims, limit_claims
-from nc_study.peeled_problem import FEATURES, Problem, cross_entropy, minimise, project_ball
-from nc_study.peeled_report import local_minima, markdown, table
+from nc_study.peeled import run as peeled
+from nc_study.peeled import theory as theory
+from nc_study.peeled.claims import balanced_claims, imbalanced_claims, limit_claims
+from nc_study.peeled.problem import FEATURES, Problem, cross_entropy, minimise, project_ball
+from nc_study.peeled.report import local_minima, markdown, table
+from nc_study.peeled.run import PeeledSettings, describe, run
 from tqdm import tqdm
 
 import deqfast

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import EXPERIMENTS
 from nc_study.config import StudyError
-from nc_study.report import build, main, write
+from nc_study.reporting.report import build, main, write
 from PIL import Image
 from test_report_page import Checker
 
@@ -18,7 +18,7 @@ from test_report_page import Checker
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Drawing is tested elsewhere; the tables do not depend on it."""
-    monkeypatch.setattr("nc_study.pictures.plan_pictures", lambda group: iter(()))
+    monkeypatch.setattr("nc_study.reporting.pictures.plan_pictures", lambda group: iter(()))
 
 
 def tables(text):

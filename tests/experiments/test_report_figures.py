@@ -6,9 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from nc_study import class_figures, figures, pictures
+from nc_study import figures
 from nc_study.config import StudyError
-from nc_study.runs import collect
+from nc_study.reporting import class_figures, pictures
+from nc_study.reporting.runs import collect
 
 
 @pytest.fixture

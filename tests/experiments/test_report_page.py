@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from nc_study.page import Bullets, Heading, Paragraph, Picture, Table, to_html, to_markdown
+from nc_study.reporting.page import Bullets, Heading, Paragraph, Picture, Table, to_html, to_markdown
 from PIL import Image
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'

@@ -8,8 +8,8 @@ import shutil
 import pytest
 from nc_study.cells import Cell
 from nc_study.config import StudyError
+from nc_study.reporting.runs import collect
 from nc_study.rundir import read_arrays
-from nc_study.runs import collect
 
 CELL = Cell("cifar10", 3, 10)
 

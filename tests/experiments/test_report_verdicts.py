@@ -7,8 +7,8 @@ import math
 
 import pytest
 from nc_study.cells import RATIOS
-from nc_study.runs import collect
-from nc_study.verdicts import (
+from nc_study.reporting.runs import collect
+from nc_study.reporting.verdicts import (
     CLAIMS,
     FAILS,
     HOLDS,

@@ -11,11 +11,12 @@ import time
 
 import pytest
 from conftest import EXPERIMENTS, TINY
-from nc_study import plan as planning
-from nc_study import scheduler, study
 from nc_study.cells import Cell, cells_of
 from nc_study.config import SettingsError, StudyError, parse
-from nc_study.plan import device_of, plan
+from nc_study.driver import command as study
+from nc_study.driver import plan as planning
+from nc_study.driver import scheduler
+from nc_study.driver.plan import device_of, plan
 from nc_study.rundir import RunDirectory
 
 QUICK = [word for word in TINY if word not in ("--ratio", "10")]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from scipy.special import stdtrit
 
-from .cells import Cell
-from .config import MODELS
-from .results import COLLAPSE, GROUPS, PAPER
-from .rundir import Row
+from ..cells import Cell
+from ..config import MODELS
+from ..results import COLLAPSE, GROUPS, PAPER
+from ..rundir import Row
 from .runs import Group
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not distinguishable"

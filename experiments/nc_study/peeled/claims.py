@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from .config import MODELS
-from .peeled_theory import (
+from ..config import MODELS
+from ..rundir import Row
+from .theory import (
     CONDITION,
     FAILS,
     HOLDS,
@@ -17,7 +18,6 @@ from .peeled_theory import (
     equal,
     less,
 )
-from .rundir import Row
 
 NAMES = {"explicit": "explicit", "deq": "DEQ"}
 SAME_CLASS = "features collapse to class means"

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cells import RATIOS, TABLES, Cell
-from .config import MODELS, StudyError
-from .figures import LABELS
+from ..cells import RATIOS, TABLES, Cell
+from ..config import MODELS, StudyError
+from ..figures import LABELS
+from ..results import AVERAGED, COLLAPSE, GROUPS, INCONSISTENT, PAPER, Spread, spread
+from ..results import Cell as PaperCell
+from ..rundir import Row, prepare_out, write_atomically
 from .page import Block, Bullets, Heading, Paragraph, Picture, Table, to_html, to_markdown
 from .pictures import pictures_of
-from .results import AVERAGED, COLLAPSE, GROUPS, INCONSISTENT, PAPER, Spread, spread
-from .results import Cell as PaperCell
-from .rundir import Row, prepare_out, write_atomically
 from .runs import Collection, Group, Rejected, Run, collect
 from .verdicts import CLAIMS, CONFIDENCE, QUANTITIES, SEEDS_NEEDED, Judgement, judge, paper_differences
 

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from .config import StudyError
-from .figures import COLOURS, GROUP_COLOURS, GROUP_MARKERS, LABELS, class_groups, finish_classes
-from .rundir import read_arrays
+from ..config import StudyError
+from ..figures import COLOURS, GROUP_COLOURS, GROUP_MARKERS, LABELS, class_groups, finish_classes
+from ..rundir import read_arrays
 
 PERPLEXITY = 30
 FEWEST_IMAGES = 10

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import deqfast
 
-from .config import StudyError
+from ..config import StudyError
 
 FEATURES = ("final", "backbone")
 

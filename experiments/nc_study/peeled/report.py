@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .config import MODELS
-from .figures import COLOURS, LABELS, MARKERS
-from .peeled_claims import NAMES, summary
-from .peeled_theory import CONDITION, FAILS, HOLDS, ROUNDING, SAME, ZERO
-from .rundir import Row, write_atomically, write_json
+from ..config import MODELS
+from ..figures import COLOURS, LABELS, MARKERS
+from ..rundir import Row, write_atomically, write_json
+from .claims import NAMES, summary
+from .theory import CONDITION, FAILS, HOLDS, ROUNDING, SAME, ZERO
 
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "*condition not met*", ROUNDING: "no difference"}
 FLOOR = SAME  # what is smaller is 0 to the accuracy of the solves, and drawn here on a logarithmic axis

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from .cells import Cell
-from .config import Settings, StudyError, as_arguments, settings_from
-from .data import class_sizes
-from .models import choose_kernel
-from .rundir import RunDirectory, read_json
+from ..cells import Cell
+from ..config import Settings, StudyError, as_arguments, settings_from
+from ..data import class_sizes
+from ..models import choose_kernel
+from ..rundir import RunDirectory, read_json
 
 # Of one image of a training epoch, on a CPU; they only serve to foresee the time left.
 COST = {"explicit": 1.0, "deq": 1.7}

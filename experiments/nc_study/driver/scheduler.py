@@ -16,10 +16,10 @@ from typing import IO
 
 from tqdm import tqdm
 
+from ..rundir import read_json, write_json
 from .plan import Task, device_of
-from .rundir import read_json, write_json
 
-SCRIPTS = Path(__file__).parents[1]
+SCRIPTS = Path(__file__).parents[2]
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 30
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

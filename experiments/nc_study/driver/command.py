@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import distributed
-from .cells import DATA_SETS, FIGURES, TABLES, cells_of
-from .config import CLASSES, IMBALANCE, StudyError, add_options
-from .data import find_source
-from .distributed import command_line
+from .. import distributed
+from ..cells import DATA_SETS, FIGURES, TABLES, cells_of
+from ..config import CLASSES, IMBALANCE, Settings, StudyError, add_options
+from ..data import find_source
+from ..distributed import command_line
+from ..reporting.report import build as build_report
+from ..rundir import prepare_out
 from .plan import Task, check_folders, plan
 from .ranks import run_spread, run_together
-from .report import build as build_report
-from .rundir import prepare_out
 from .scheduler import Scheduler
 
 OWN = (*IMBALANCE, "seed", "dataset", "resume")
@@ -69,7 +69,7 @@ def parse(description: str | None, argv: Sequence[str] | None) -> argparse.Names
     )
     own.add_argument("--dry-run", action="store_true", help="say what would be run, and how far it is, and stop")
     own.add_argument("--no-report", action="store_true", help="do not write OUT/report at the end")
-    add_options(parser, OWN)
+    add_options(parser, Settings, OWN)
     asked = parser.parse_args(argv)
     ours = ("table", "figure", "dataset", "seeds", "jobs", "spread", "dry_run", "no_report")
     given = {name: value for name, value in vars(asked).items() if name not in ours}

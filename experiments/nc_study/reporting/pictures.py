@@ -12,11 +12,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from . import class_figures, figures
-from .cells import FIGURES, Cell
-from .config import MODELS, StudyError
+from .. import figures
+from ..cells import FIGURES, Cell
+from ..config import MODELS, StudyError
+from ..rundir import Row, write_atomically
+from . import class_figures
 from .page import Block, Paragraph, Picture
-from .rundir import Row, write_atomically
 from .runs import Group, Run
 
 COURSE_FIGURES = ("3", "4", "5")

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import distributed
-from .cli import run_study
-from .config import StudyError, parse
+from .. import distributed
+from ..cli import run_study
+from ..config import StudyError, parse
 from .plan import Task
 from .scheduler import Scheduler, record_failure
 

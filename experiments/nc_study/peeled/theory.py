@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from .peeled_problem import Optimum, Problem
+from .problem import Optimum, Problem
 
 HOLDS = "holds"
 FAILS = "does not hold"

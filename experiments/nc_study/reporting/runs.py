@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .cells import Cell
-from .config import MODELS, PRESETS, Settings, StudyError, completed, flag_of
-from .results import COLLAPSE, FORMAT, GROUPS, SOLVER_MEANS
-from .rundir import Row, RunDirectory, read_json
+from ..cells import Cell
+from ..config import MODELS, PRESETS, Settings, StudyError, completed, flag_of
+from ..results import COLLAPSE, FORMAT, GROUPS, SOLVER_MEANS
+from ..rundir import Row, RunDirectory, read_json
 
 # What may differ between runs that are averaged or compared: the cell, the seed, and how and where it was computed. An
 # earlier setting, amp, is told by the precision.

@@ -15,12 +15,12 @@ from tqdm import tqdm
 
 import deqfast
 
-from . import peeled_theory as theory
-from .config import MODELS, SettingsError, check_field, flag_of, option
-from .peeled_claims import balanced_claims, imbalanced_claims, limit_claims
-from .peeled_problem import FEATURES, Optimum, Point, Problem, minimise
-from .results import commit, machine, versions
-from .rundir import Row
+from ..config import MODELS, SettingsError, check_field, flag_of, option
+from ..results import commit, machine, versions
+from ..rundir import Row
+from . import theory as theory
+from .claims import balanced_claims, imbalanced_claims, limit_claims
+from .problem import FEATURES, Optimum, Point, Problem, minimise
 
 PARTS = ("balanced", "imbalanced", "limit")
 LIMIT_SAMPLES = 2  # columns per class in the limit, each for half of the class

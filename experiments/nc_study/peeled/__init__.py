@@ -1,0 +1,1 @@
+"""The paper's layer-peeled problems: their numerical optima beside what its theorems say of them."""
