@@ -99,6 +99,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     assert study.main(None, [*arguments, "--dry-run"]) == 0
     planned = capsys.readouterr().out
     assert "failed (" in planned and "to be tried again" in planned and "seed 1: finished" in planned
+    assert "left to do: about" in planned and "at the pace of those finished" in planned
     assert study.main(None, arguments) == 0
     after = states(tmp_path)
     assert len(after) == 2 and before.items() <= after.items() and not (bad / "failed.json").exists()

@@ -16,7 +16,7 @@ from ..data import find_source
 from ..distributed import command_line
 from ..reporting.report import build as build_report
 from ..rundir import prepare_out
-from .plan import Task, check_folders, plan
+from .plan import Task, check_folders, pace, plan
 from .ranks import run_spread, run_together
 from .scheduler import Scheduler
 
@@ -147,5 +147,11 @@ def _print_plan(tasks: list[Task], conflicts: dict[Task, str]) -> int:
     for task in tasks:
         print(f"  {task.name}: {conflicts.get(task) or task.state()}")
     left = sum(task.work - task.done for task in tasks if task not in conflicts)
-    print(f"left to do: what {left:.3g} training images cost in the explicit network")
+    seconds, work = pace(tasks)
+    if work and left:
+        print(
+            f"left to do: about {left / work * seconds / 3600:.1f} h, one run at a time, at the pace of those finished"
+        )
+    elif left:
+        print(f"left to do: what {left:.3g} training images cost in the explicit network")
     return 1 if conflicts else 0

@@ -85,6 +85,13 @@ def plan(cells: list[Cell], seeds: list[int], given: Mapping[str, Any], jobs: in
     return tasks
 
 
+def pace(tasks: list[Task]) -> tuple[float, float]:
+    """Seconds that the finished ones among the tasks took, and their work."""
+    finished = [task for task in tasks if task.run.finished]
+    models = [model for task in finished for model in read_json(task.run.result)["models"].values()]
+    return sum(sum(model["seconds"].values()) for model in models), sum(task.work for task in finished)
+
+
 def check_folders(tasks: list[Task]) -> dict[Task, str]:
     """The tasks whose folder holds a run of other settings, and which setting differs."""
     conflicts = {}
