@@ -41,6 +41,8 @@ PARTS = (
     "trunk backward",
     "optimiser",
 )
+# Okabe and Ito's palette, and a grey: told apart by colour-blind readers too.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#D55E00", "#CC79A7", "#0072B2", "#009E73", "#F0E442", "#999999")
 MODELS = ("explicit", "deq")
 WARM_UPS = 2
 FEWEST_STEPS = 3
@@ -308,7 +310,7 @@ def draw(records: list[Record], stem: Path) -> None:
         bottom = [0.0] * len(MODELS)
         for index, part in enumerate(PARTS):
             heights = [record["models"][model]["parts"][part] for model in MODELS]
-            axis.bar(MODELS, heights, 0.6, bottom, label=part, color=plt.colormaps["tab10"](index))
+            axis.bar(MODELS, heights, 0.6, bottom, label=part, color=COLOURS[index])
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
         axis.set_title(heading(record).replace(f", {record['precision']}", f"\n{record['precision']}"), fontsize=8)
         axis.set_ylabel("ms per training step")
