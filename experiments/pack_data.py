@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import pickle
 import sys
 import zipfile
@@ -59,6 +60,11 @@ def unpack(pieces: Path, root: Path) -> list[Path]:
         facts[fact["file"]] = fact
     if not found:
         raise StudyError(f"{pieces} holds no pieces (*.zip)")
+    for kind in KINDS.values():
+        names = _files(kind)
+        lost = [name for name in names if name not in found]
+        if 0 < len(lost) < len(names):
+            raise StudyError(f"{pieces} has no piece of {lost[0]}: not all of the data set is there")
     written = []
     for name, parts in tqdm(found.items(), desc="unpacking", unit="file", disable=None):
         content = _join([parts[first] for first in sorted(parts)], facts[name])
@@ -93,7 +99,10 @@ def _pieces(name: str, content: bytes, limit: int) -> list[bytes]:
 
 def _pixels(content: bytes) -> tuple[Array, int]:
     """A batch's images (N, 3072), none for a file without images, and where they lie in the file's bytes."""
-    data = pickle.loads(content, encoding="latin1").get("data")
+    try:
+        data = pickle.loads(content, encoding="latin1").get("data")
+    except Exception as error:  # a damaged pickle raises whatever its opcodes happen to
+        raise StudyError(f"a file is damaged, no CIFAR batch ({error})") from error
     if data is None:
         return np.empty((0, PIXELS), np.uint8), len(content)
     offset = content.find(np.ascontiguousarray(data).tobytes())
@@ -170,14 +179,17 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     try:
         if asked.action == "pack":
-            if not asked.limit > 0:
-                parser.error(f"--limit {asked.limit:g}: more than 0 MB")
+            if not 0 < asked.limit < math.inf:
+                parser.error(f"--limit {asked.limit:g}: a number of MB above 0")
             written = pack(asked.root, asked.out, asked.dataset, int(asked.limit * 1e6))
         else:
             written = unpack(asked.pieces, asked.root)
-    except StudyError as error:
+    except (StudyError, OSError) as error:
         print(f"pack_data.py: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; whole pieces or files that are written stay", file=sys.stderr)
+        return 130
     for path in written:
         print(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
     return 0

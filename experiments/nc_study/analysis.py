@@ -20,7 +20,9 @@ SETTLING_STEPS = 20
 
 def analyse(network: ResNet18, data: StudyData) -> tuple[Row, dict[str, np.ndarray]]:
     """The summary for the result ("spectral_radius": one number per image, None for an explicit network), and arrays:
-    features (N, D) in half precision and labels (N,) of the first training images of every class."""
+    features (N, D) in half precision and labels (N,) of the first training images of every class.
+
+    The network computes in float32 here, whatever it was trained in."""
     network.eval()
     shown = first_images(data, FEATURE_IMAGES)
     with torch.no_grad():
@@ -30,7 +32,8 @@ def analyse(network: ResNet18, data: StudyData) -> tuple[Row, dict[str, np.ndarr
     if isinstance(network.last, deqfast.DEQBlock):
         chosen = first_images(data, RADIUS_IMAGES)
         found = spectral_radius(network, data.normalise(data.train_images[chosen]))
-        radius = {"labels": data.train_labels[chosen].tolist(), "values": found.tolist()}
+        known = found.isfinite()
+        radius = {"labels": data.train_labels[chosen][known].tolist(), "values": found[known].tolist()}
     return {"spectral_radius": radius}, arrays
 
 

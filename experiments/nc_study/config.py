@@ -13,6 +13,7 @@ import torch
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
 MODELS = ("explicit", "deq")
 IMBALANCE = ("majority", "ratio")
+LARGEST_SEED = 2**63 - 1
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -24,6 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": 1e-4,
         "schedule": "constant",
         "metrics_every": 5,
+        "precision": "fp32",
     },
     "tuned": {
         "width": 64,
@@ -34,6 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": 0.1,
         "schedule": "cosine",
         "metrics_every": 5,
+        "precision": "auto",
     },
     "quick": {
         "width": 16,
@@ -44,6 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": 0.01,
         "schedule": "cosine",
         "metrics_every": 2,
+        "precision": "auto",
     },
 }
 
@@ -57,7 +61,7 @@ class SettingsError(StudyError):
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field that is also a command-line option; `checks`: kind, choices, minimum, above (exclusive)."""
+    """A field that is also a command-line option; `checks`: kind, choices, minimum, maximum, above (exclusive)."""
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -80,7 +84,9 @@ class Settings:
         "auto",
         choices=("auto", *PRESETS),
     )
-    seed: int = option("study", "of initial weights, batches and augmentation", 0, kind=int, minimum=0)
+    seed: int = option(
+        "study", "of initial weights, batches and augmentation", 0, kind=int, minimum=0, maximum=LARGEST_SEED
+    )
 
     dataset: str = option(
         "data",
@@ -127,7 +133,6 @@ class Settings:
     precision: str = option(
         "machine",
         "fp32, or bf16 autocast around a fixed point that is solved in fp32; auto: bf16 with a GPU, else fp32",
-        "auto",
         choices=("auto", "fp32", "bf16"),
     )
     compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False, kind=bool)
@@ -187,6 +192,10 @@ def check_field(spec: Field[Any], value: Any) -> None:
         raise SettingsError(f"{flag} {value}: a finite number")
     if "minimum" in checks and value < checks["minimum"]:
         raise SettingsError(f"{flag} {value}: at least {checks['minimum']}")
+    if "maximum" in checks and value > checks["maximum"]:
+        raise SettingsError(f"{flag} {value}: at most {checks['maximum']}")
+    if checks.get("kind") is str and not value:
+        raise SettingsError(f"{flag} '': must not be empty")
     if "above" in checks and value <= checks["above"]:
         raise SettingsError(f"{flag} {value}: more than {checks['above']}")
 

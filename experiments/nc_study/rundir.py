@@ -28,6 +28,9 @@ from .config import Settings, StudyError, completed, flag_of
 
 Row = dict[str, Any]
 
+FORMAT = 2
+"""Of what a run writes: rises when its files change a name or a meaning."""
+
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
@@ -126,7 +129,7 @@ class RunDirectory:
     def start(self, settings: Settings) -> None:
         """Begin the run, or make sure that the one whose epochs are here may be continued under these settings."""
         if not self.finished and not any(self.path.glob("*.ckpt")):
-            write_json(self._settings, settings.identity())
+            write_json(self._settings, {"format": FORMAT, **settings.identity()})
             return
         if not settings.resume:
             state = "a finished run" if self.finished else "an unfinished run"
@@ -140,6 +143,9 @@ class RunDirectory:
         """An error that names the setting in which the run that is here, if any, is not that of these settings."""
         if not (self._settings.exists() or self.finished or any(self.path.glob("*.ckpt"))):
             return
+        written = read_json(self.result if self.finished else self._settings)
+        if not isinstance(written, dict) or written.get("format") != FORMAT:
+            raise StudyError(f"{self.path} holds a run of another version of this project: start anew in another --out")
         before = completed(read_json(self._settings))
         for name, value in settings.identity().items():
             if before.get(name) != value:
@@ -181,6 +187,11 @@ class RunDirectory:
             except ValueError:
                 break
         return rows
+
+    def epochs(self, model: str) -> int:
+        """How many epochs have a line."""
+        path = self._log(model)
+        return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def cut(self, model: str, epochs: int) -> None:
         """Drop what was logged after the checkpoint that is gone on from, half a line included."""

@@ -30,8 +30,18 @@ WARM_UP = 0.05
 class SolverTally:
     """Sums over the solves of one pass, class by class, kept on the device until they are read."""
 
-    _FIELDS = ("samples", "iterations", "residual", "converged", "max_iter", "nonfinite", "stalled", "skipped")
-    _MEANS = ("iterations", "residual", "converged")
+    _FIELDS = (
+        "samples",
+        "finite",
+        "iterations",
+        "residual",
+        "converged",
+        "max_iter",
+        "nonfinite",
+        "stalled",
+        "skipped",
+    )
+    _MEANS = {"iterations": "samples", "residual": "finite", "converged": "samples"}  # and what each is divided by
 
     def __init__(self, device: torch.device, classes: int) -> None:
         self._classes = torch.arange(classes, device=device)
@@ -42,6 +52,7 @@ class SolverTally:
         status, residual = solution.status, solution.residual_rel
         parts = (
             torch.ones_like(status),
+            residual.isfinite(),
             solution.iterations,
             torch.where(residual.isfinite(), residual, 0),
             status == deqfast.Status.CONVERGED,
@@ -55,19 +66,19 @@ class SolverTally:
         self._sums += members.T @ torch.stack([part.double() for part in parts], 1)
 
     def summary(self) -> Row | None:
-        """Mean iterations, residual and converged share, in all and of each class (None where a class has no sample),
-        and how many ended otherwise, of the samples of all processes; None if nothing was solved."""
-        sums = distributed.total(self._sums).tolist()
-        counts = dict(zip(self._FIELDS, map(sum, zip(*sums, strict=True)), strict=True))
-        samples = counts.pop("samples")
-        if not samples:
+        """Mean iterations, residual (of the finite ones) and converged share, in all and of each class, None where
+        there is no sample; and how many ended otherwise, of the samples of all processes. None if nothing was solved.
+        """
+        sums = distributed.total(self._sums)
+        rows = [dict(zip(self._FIELDS, row, strict=True)) for row in [sums.sum(0).tolist(), *sums.tolist()]]
+        if not rows[0]["samples"]:
             return None
-        means = {name: counts.pop(name) / samples for name in self._MEANS}
-        per_class = {
-            name: [row[column] / row[0] if row[0] else None for row in sums]
-            for column, name in enumerate(self._MEANS, 1)
+        means = {
+            name: [row[name] / row[base] if row[base] else None for row in rows] for name, base in self._MEANS.items()
         }
-        return means | {name: int(count) for name, count in counts.items()} | {"per_class": per_class}
+        counts = {name: int(rows[0][name]) for name in ("max_iter", "nonfinite", "stalled", "skipped")}
+        per_class = {name: values[1:] for name, values in means.items()}
+        return {name: values[0] for name, values in means.items()} | counts | {"per_class": per_class}
 
 
 @dataclass(frozen=True)

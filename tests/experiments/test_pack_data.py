@@ -47,6 +47,8 @@ def error_of(capsys, *arguments):
 def test_a_missing_piece_is_noticed(packed, tmp_path, capsys):
     sorted(packed[1].iterdir())[1].unlink()
     assert "a piece is missing or damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
+    sorted(packed[1].iterdir())[-1].unlink()  # the only piece of the file with the classes' names
+    assert "has no piece of" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
 
 
 def test_a_damaged_piece_is_named(packed, tmp_path, capsys):

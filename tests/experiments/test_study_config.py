@@ -10,7 +10,9 @@ def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
     for gpu, preset, precision in ((False, "quick", "fp32"), (True, "paper", "bf16")):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
         settings = settings_from("cifar_lt")
-        assert (settings.preset, settings.precision) == (preset, precision)
+        assert (settings.preset, settings.precision) == (preset, "fp32")
+        assert settings_from("cifar_lt", precision="auto").precision == precision
+        assert settings_from("cifar_lt", preset="tuned").precision == precision
         assert settings_from("cifar_lt", precision="fp32").precision == "fp32"
 
 
@@ -25,7 +27,7 @@ def test_the_paper_preset_is_the_papers_recipe():
 
 def test_every_setting_of_a_preset_can_be_overridden():
     given = {"width": 3, "n_majority": 30, "test_images": 40, "epochs": 5, "batch_size": 7, "lr": 0.5}
-    given |= {"schedule": "constant", "metrics_every": 4}
+    given |= {"schedule": "constant", "metrics_every": 4, "precision": "bf16"}
     assert set(given) == set(PRESETS["quick"])
     arguments = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
     settings = parse("cifar_lt", None, ["--preset", "quick", *arguments])

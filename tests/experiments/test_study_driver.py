@@ -134,6 +134,30 @@ def test_ctrl_c_stops_the_runs_and_the_same_command_goes_on(tmp_path):
     assert f"to be resumed at explicit {len(lines)}/400" in dry.stdout
 
 
+def test_a_file_in_the_place_of_a_folder_fails_that_run_alone(tmp_path, capsys):
+    arguments = ["--figure", "2", "--dataset", "shapes", "--seeds", "0,1", *ONE_EPOCH[2:], "--out", str(tmp_path)]
+    (tmp_path / "shapes-k3-r10-quick-explicit-broyden-jfb-seed0").touch()
+    assert study.main(None, arguments) == 1
+    assert "seed 0 failed: cannot be started" in capsys.readouterr().err
+    assert len(states(tmp_path)) == 1
+
+
+def test_a_run_of_another_version_is_refused_before_any_work(tmp_path, capsys):
+    arguments = ["--figure", "2", "--dataset", "shapes", *ONE_EPOCH[2:], "--out", str(tmp_path)]
+    folder = tmp_path / "shapes-k3-r10-quick-explicit-broyden-jfb-seed0"
+    folder.mkdir()
+    (folder / "result.json").write_text("{}")
+    assert study.main(None, arguments) == 1
+    assert "holds a run of another version" in capsys.readouterr().err
+
+
+def test_without_the_data_the_runs_that_need_them_fail_and_the_study_ends(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    arguments = ["--figure", "2", "--dataset", "cifar10", *ONE_EPOCH[2:], "--out", str(tmp_path / "runs")]
+    assert study.main(None, [*arguments, "--data-root", str(tmp_path / "none")]) == 1
+    assert "cifar10 (3,7) R=10 seed 0 failed: cifar_lt.py: error: --dataset cifar10" in capsys.readouterr().err
+
+
 def wait_for(condition, process, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
@@ -144,10 +168,11 @@ def wait_for(condition, process, seconds=60):
 
 def test_the_end_by_a_signal_is_named(tmp_path):
     task = plan([Cell("shapes")], [0], {"out": str(tmp_path)}, jobs=1)[0]
-    assert scheduler._reason(task, -signal.SIGKILL) == "ended by SIGKILL (out of memory?)"
+    assert scheduler._reason(task, -signal.SIGKILL, 0) == "ended by SIGKILL (out of memory?)"
     task.run.path.mkdir()
-    (task.run.path / "log.txt").write_text("")
-    assert scheduler._reason(task, 3) == "exit status 3"
+    (task.run.path / "log.txt").write_text("cifar_lt.py: error: of an attempt before\n")
+    assert scheduler._reason(task, 3, (task.run.path / "log.txt").stat().st_size) == "exit status 3"
+    assert scheduler._reason(task, 3, 0) == "cifar_lt.py: error: of an attempt before"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +182,8 @@ def test_the_end_by_a_signal_is_named(tmp_path):
         (["--table", "9"], "--table 9: all, or some of 1, 2, 3, 4"),
         (["--table", "1", "--jobs", "0"], "--jobs 0: at least 1"),
         (["--table", "1", "--seeds", "1,1"], "1,1: different whole numbers"),
+        (["--table", "1", "--seeds", "9" * 20], "from 0 to 2**63 - 1"),
+        (["--table", "1", "--out", ""], "--out '': must not be empty"),
         (["--table", "1", "--seeds", "a"], "a: different whole numbers"),
         (["--table", "1", "--dataset", "mnist"], "invalid choice: 'mnist'"),
         (["--table", "1", "--epochs", "0"], "--epochs 0: at least 1"),
@@ -211,7 +238,10 @@ def test_under_torchrun_a_run_that_fails_stops_no_other(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "world", "message"),
-    [(["--spread"], "1", "only under torchrun"), (["--jobs", "2"], "2", "under torchrun one run at a time")],
+    [
+        (["--spread"], "1", "only under torchrun with two or more processes"),
+        (["--jobs", "2"], "2", "under torchrun one run at a time"),
+    ],
 )
 def test_what_fits_torchrun_alone_and_what_does_not(arguments, world, message, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", world)

@@ -61,6 +61,10 @@ def test_the_cell_of_a_run():
 def test_the_papers_own_run_differs_in_nothing():
     assert differences(paper_settings()) == []
     assert differences(paper_settings(metrics_every=1, seed=3, adjoint="implicit", kernel="torch")) == []
+    assert differences(paper_settings(precision="bf16", e_h=2.0)) == [
+        "e-h 2.0 instead of 0.01",
+        "precision bf16 instead of fp32",
+    ]
     assert differences(paper_settings(lr=0.1)) == ["lr 0.1 instead of 0.0001"]
     assert differences(paper_settings(dataset="shapes"))[0] == "shapes, not CIFAR"
     assert differences(paper_settings(e_w=0.01)) == []

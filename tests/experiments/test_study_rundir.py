@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import EXPERIMENTS
 from nc_study.config import StudyError, settings_from
-from nc_study.rundir import RunDirectory, check_space, prepare_out, read_json, write_atomically
+from nc_study.rundir import FORMAT, RunDirectory, check_space, prepare_out, read_json, write_atomically
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_run_begun_before_there_were_precision_and_compile_goes_on_as_what_it_
     now = settings(resume=True, precision="bf16" if amp else "fp32")
     before = {name: value for name, value in now.identity().items() if name not in ("precision", "compile")}
     run.start(settings())
-    (run.path / "settings.json").write_text(json.dumps(before | {"amp": amp, "threads": 2}))
+    (run.path / "settings.json").write_text(json.dumps(before | {"format": FORMAT, "amp": amp, "threads": 2}))
     run.save("deq", {"epoch": 1})
     if not amp:
         run.start(now)

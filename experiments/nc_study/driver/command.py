@@ -6,14 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .. import distributed
 from ..cells import DATA_SETS, FIGURES, TABLES, cells_of
-from ..config import CLASSES, IMBALANCE, Settings, StudyError, add_options
+from ..config import CLASSES, IMBALANCE, LARGEST_SEED, Settings, StudyError, add_options
 from ..data import find_source
 from ..distributed import command_line
+from ..models import choose_kernel
 from ..reporting.report import build as build_report
 from ..rundir import prepare_out
 from .plan import Task, check_folders, pace, plan
@@ -31,7 +33,7 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     try:
         return run_study(asked)
     except StudyError as error:
-        if _is_first():
+        if distributed.may_tell():
             print(f"study.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -85,8 +87,8 @@ def _seeds(text: str) -> list[int]:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:
         seeds = [-1]
-    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text}: different whole numbers from 0 on, with commas between")
+    if min(seeds) < 0 or max(seeds) > LARGEST_SEED or len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text}: different whole numbers from 0 to 2**63 - 1, with commas between")
     return seeds
 
 
@@ -96,7 +98,7 @@ def _tasks(asked: argparse.Namespace, given: dict[str, Any]) -> list[Task]:
     if asked.jobs < 1:
         raise StudyError(f"--jobs {asked.jobs}: at least 1")
     if asked.spread and not distributed.launched():
-        raise StudyError("--spread: only under torchrun, which starts the processes over which the runs are spread")
+        raise StudyError("--spread: only under torchrun with two or more processes, over which the runs are spread")
     if asked.jobs > 1 and distributed.launched() and not asked.spread:
         raise StudyError(f"--jobs {asked.jobs}: under torchrun one run at a time, or several with --spread")
     return plan(cells_of(asked.table, asked.figure, asked.dataset), asked.seeds, given, asked.jobs)
@@ -111,15 +113,28 @@ def run_study(asked: argparse.Namespace) -> int:
     out = Path(tasks[0].settings.out)
     if _is_first():
         prepare_out(out)
-        for name in dict.fromkeys(task.cell.dataset for task in tasks):
-            find_source(name, Path(tasks[0].settings.data_root))  # fetched once, before several runs would
+        _announce_kernel(asked.kernel if "kernel" in asked else "auto", tasks[0].settings.device)
+        _fetch([task for task in tasks if task not in conflicts and not task.run.finished])
     failed = _run([task for task in tasks if task not in conflicts], asked.jobs, asked.spread) | conflicts
     if _is_first():
-        if not asked.no_report:
-            print(f"report: {build_report([out], out / 'report')}")
         for task, reason in failed.items():
             print(f"study.py: {task.name} failed: {reason}", file=sys.stderr)
+        if not asked.no_report:
+            print(f"report: {build_report([out], out / 'report')}")
     return 1 if failed else 0
+
+
+def _announce_kernel(requested: str, device: str) -> None:
+    kernel, obstacle = choose_kernel(requested, device)
+    if obstacle:
+        print(f"kernel: {kernel}, for {obstacle}", flush=True)
+
+
+def _fetch(tasks: list[Task]) -> None:
+    """Have the data sets downloaded once, before several runs would. What cannot be had is the error of its runs."""
+    for name in dict.fromkeys(task.cell.dataset for task in tasks):
+        with suppress(StudyError):
+            find_source(name, Path(tasks[0].settings.data_root))
 
 
 def _run(tasks: list[Task], jobs: int, spread: bool) -> dict[Task, str]:
@@ -147,7 +162,7 @@ def _print_plan(tasks: list[Task], conflicts: dict[Task, str]) -> int:
     for task in tasks:
         print(f"  {task.name}: {conflicts.get(task) or task.state()}")
     left = sum(task.work - task.done for task in tasks if task not in conflicts)
-    seconds, work = pace(tasks)
+    seconds, work = pace([task for task in tasks if task not in conflicts])
     if work and left:
         print(
             f"left to do: about {left / work * seconds / 3600:.1f} h, one run at a time, at the pace of those finished"

@@ -48,7 +48,7 @@ class Task:
         """The part of `work` that is behind it."""
         if self.run.finished:
             return self.work
-        return sum(self._epoch_cost(model) * len(self.run.rows(model)) for model in self.settings.models)
+        return sum(self._epoch_cost(model) * self.run.epochs(model) for model in self.settings.models)
 
     def _epoch_cost(self, model: str) -> float:
         return COST[model] * sum(class_sizes(self.settings))
@@ -57,7 +57,7 @@ class Task:
         """Where the run stands: finished, failed and why, begun and how far, or not begun."""
         if self.run.finished:
             return "finished"
-        epochs = {model: len(self.run.rows(model)) for model in self.settings.models}
+        epochs = {model: self.run.epochs(model) for model in self.settings.models}
         begun = ", ".join(f"{model} {count}/{self.settings.epochs}" for model, count in epochs.items())
         if self.run.failure.exists():
             return f"failed ({read_json(self.run.failure)['error']}), to be tried again at {begun}"

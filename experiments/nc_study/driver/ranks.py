@@ -19,10 +19,11 @@ LONGEST_RUN = timedelta(days=30)
 def run_together(tasks: list[Task]) -> dict[Task, str]:
     """All processes work on each run in turn; the runs that failed, and why.
 
-    What stops a run is an error that all processes share; a process that breaks down ends the study, and the same
-    command goes on with it.
+    What stops a run alone is an error that all processes share. A process that breaks down ends the study; the same
+    command goes on with it, and takes that run last.
     """
     failed = {}
+    tasks = distributed.from_first(lambda: sorted(tasks, key=lambda task: task.run.failure.exists()))
     for number, task in enumerate(tasks, 1):
         if distributed.from_first(lambda task=task: task.run.finished):  # type: ignore[misc]
             continue
@@ -34,6 +35,9 @@ def run_together(tasks: list[Task]) -> dict[Task, str]:
             failed[task] = reason = str(error)
             distributed.from_first(lambda task=task, reason=reason: record_failure(task, reason))  # type: ignore[misc]
             print(f"{task.name}: FAILED, {reason}", flush=True)
+        except Exception as error:
+            record_failure(task, f"{type(error).__name__}: {error}")
+            raise
     return failed
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,12 +16,13 @@ from typing import IO
 
 from tqdm import tqdm
 
+from ..config import StudyError
 from ..rundir import read_json, write_json
 from .plan import Task, device_of
 
 SCRIPTS = Path(__file__).parents[2]
 POLL_SECONDS = 0.5
-GRACE_SECONDS = 30
+GRACE_SECONDS = 20  # clusters kill after 30
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,6 +34,7 @@ class _Child:
     slot: int
     process: subprocess.Popen[bytes]
     log: IO[bytes]
+    log_start: int
     started: float = field(default_factory=time.monotonic)
 
 
@@ -52,12 +54,15 @@ class Scheduler:
     def run(self, tasks: list[Task]) -> None:
         """Run the tasks that are not finished; Ctrl-C and SIGTERM stop the runs and raise KeyboardInterrupt."""
         waiting = [task for task in tasks if not task.run.finished]
+        for task in waiting:
+            if task.run.failure.exists():
+                task.run.failure.unlink()
         progress = _Progress(tasks if self._shown is None else self._shown)
         try:
             with _terminable():
                 while waiting or self._children:
                     while waiting and len(self._children) < self._jobs:
-                        self._start(waiting.pop(0))
+                        self._try(waiting.pop(0), progress.say)
                     time.sleep(POLL_SECONDS)
                     self._reap(progress.say)
                     progress.update()
@@ -65,10 +70,21 @@ class Scheduler:
             self._stop()
             progress.close()
 
+    def _try(self, task: Task, say: Callable[[str], None]) -> None:
+        try:
+            self._start(task)
+        except OSError as error:
+            self._fail(task, f"cannot be started ({error})", say)
+
+    def _fail(self, task: Task, reason: str, say: Callable[[str], None]) -> None:
+        self.failed[task] = reason
+        say(f"{task.name}: FAILED, {reason}")
+        with suppress(StudyError):  # a full disk, say: the reason is told at the end all the same
+            record_failure(task, reason)
+
     def _start(self, task: Task) -> None:
         slot = min(set(range(self._jobs)) - {child.slot for child in self._children})
         task.run.path.mkdir(parents=True, exist_ok=True)
-        task.run.failure.unlink(missing_ok=True)
         log = open(task.run.path / "log.txt", "ab")  # noqa: SIM115  (closed when the run ends)
         command = [sys.executable, str(SCRIPTS / f"{task.cell.study}.py"), *task.arguments]
         without = {
@@ -81,8 +97,9 @@ class Scheduler:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C reaches it through this process alone
+            preexec_fn=_heed_interrupts,
         )
-        self._children.append(_Child(task, slot, process, log))
+        self._children.append(_Child(task, slot, process, log, log.tell()))
 
     def _reap(self, say: Callable[[str], None]) -> None:
         for child in list(self._children):
@@ -95,16 +112,15 @@ class Scheduler:
             if status == 0 and child.task.run.finished:
                 say(f"{child.task.name}: {outcome(child.task)}  ({minutes:.1f} min)")
             else:
-                self.failed[child.task] = reason = _reason(child.task, status)
-                record_failure(child.task, reason)
-                say(f"{child.task.name}: FAILED, {reason}")
+                self._fail(child.task, _reason(child.task, status, child.log_start), say)
 
     def _stop(self) -> None:
         for child in self._children:
             child.process.send_signal(signal.SIGINT)
+        end = time.monotonic() + GRACE_SECONDS
         for child in self._children:
             try:
-                child.process.wait(GRACE_SECONDS)
+                child.process.wait(max(0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
@@ -137,7 +153,7 @@ class _Progress:
         self._bar.close()
 
     def _done(self) -> float:
-        return min(self._total, sum(task.done for task in self._tasks))
+        return min(self._total, sum(task.work if task.run.failure.exists() else task.done for task in self._tasks))
 
     def _summary(self) -> str:
         over = sum(task.run.finished or task.run.failure.exists() for task in self._tasks)
@@ -167,24 +183,36 @@ def outcome(task: Task) -> str:
     )
 
 
-def _reason(task: Task, status: int) -> str:
-    """The last line that a failed run printed, or the signal that ended it."""
+def _heed_interrupts() -> None:
+    """In a new process: not to ignore SIGINT, as it would if this one was started in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _reason(task: Task, status: int, log_start: int) -> str:
+    """The error line that a failed run printed, else its last line since `log_start`, or the signal that ended it."""
     if status < 0:
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-status).name}{hint}"
-    lines = (task.run.path / "log.txt").read_text(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else f"exit status {status}"
+    text = (task.run.path / "log.txt").read_bytes()[log_start:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if ": error: " in line] or lines
+    return told[-1] if told else f"exit status {status}"
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Treat SIGTERM, with which clusters end jobs, like Ctrl-C."""
+    """Treat SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) like
+    Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

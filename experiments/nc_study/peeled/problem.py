@@ -182,9 +182,7 @@ class Optimum(NamedTuple):
     steps: int
 
 
-def minimise(
-    problem: Problem, start: Point, steps: int, tolerance: float, frozen: Sequence[str] = ()
-) -> Optimum:
+def minimise(problem: Problem, start: Point, steps: int, tolerance: float, frozen: Sequence[str] = ()) -> Optimum:
     """Minimise by L-BFGS over the directions of the blocks; the blocks `frozen` keep their value.
 
     Each block stays on the boundary of its ball. For W and the features an optimum lies there: the gradient of a

@@ -18,7 +18,7 @@ import deqfast
 from ..config import MODELS, SettingsError, check_field, flag_of, option
 from ..results import commit, machine, versions
 from ..rundir import Row
-from . import theory as theory
+from . import theory
 from .claims import balanced_claims, imbalanced_claims, limit_claims
 from .problem import FEATURES, Optimum, Point, Problem, minimise
 

@@ -39,8 +39,8 @@ class Report:
 def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     """The exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folder that holds runs, at any depth")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: report in the first of RUNS)")
+    parser.add_argument("runs", nargs="+", type=_folder, metavar="RUNS", help="folder that holds runs, at any depth")
+    parser.add_argument("--out", type=_folder, help="folder for the report (default: report in the first of RUNS)")
     asked = parser.parse_args(argv)
     try:
         report = write(asked.runs, asked.out or asked.runs[0] / "report")
@@ -52,6 +52,12 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     print("\n".join(report.summary))
     print(f"report:   {report.html}\nmarkdown: {report.markdown}\nfigures:  {report.html.parent / 'figures'}")
     return 0
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return Path(text)
 
 
 def build(runs: list[Path], out: Path) -> Path:
@@ -454,7 +460,7 @@ def _method() -> list[Block]:
         "interval of the ratio's geometric mean lies within 1/1.25 to 1.25, and does not hold if it lies wholly "
         "outside; the bounds are our choice, the paper gives none.",
         "A claim holds for a group if it holds in every such cell, and does not hold if the opposite is found in "
-        "one. Without such cells a two-sided sign test over the cells' mean differences decides, which takes at "
-        "least six.",
+        "one. Without such cells a two-sided sign test over the cells' mean differences decides on “higher” and "
+        "“lower”, which takes at least six; “alike” is left open.",
     ]
     return [Heading(2, "How the numbers came about"), Bullets(points)]

@@ -22,7 +22,8 @@ NOT_OF_THE_EXPERIMENT = frozenset(
     + ("kernel", "compile", "device", "threads", "out", "data_root", "resume", "amp")
 )
 NAMES = {"broyden": "Broyden", "anderson": "Anderson", "picard": "Picard", "jfb": "JFB"}
-DEFAULTS = {spec.name: spec.default for spec in fields(Settings) if spec.default is not MISSING} | {"precision": "fp32"}
+PLAIN = "fp32"  # the precision that goes without saying, whatever `auto` came to on a machine
+DEFAULTS = {spec.name: spec.default for spec in fields(Settings) if spec.default is not MISSING} | {"precision": PLAIN}
 
 _NUMBER = (int, float)
 _MAYBE = (int, float, type(None))
@@ -99,7 +100,7 @@ class Group:
     def name(self) -> str:
         """The preset, the data, the solver, the gradient, and every setting in which it departs from the preset."""
         settings = dict(self.identity)
-        usual = {**DEFAULTS, **PRESETS.get(settings["preset"], {})}
+        usual = {**DEFAULTS, **PRESETS.get(settings["preset"], {}), "precision": PLAIN}
         parts = [f"{settings['preset']} preset on {settings['dataset']}"]
         parts += [NAMES.get(settings[name], settings[name]) for name in ("solver", "adjoint")]
         for name, value in settings.items():

@@ -196,13 +196,13 @@ def _evidence(group: Group, claim: Claim, cell: Cell) -> Evidence | None:
 
 
 def _judge_signs(claim: Claim, evidence: list[Evidence], pairs: int) -> str:
-    """Equal signs in six cells are the fewest that a sign test tells from chance."""
+    """Equal signs in six cells are the fewest that a sign test tells from chance; no signs can show likeness."""
     positive, negative = _signs(evidence)
-    if sign_test(positive + negative, 0) > 1 - CONFIDENCE:
+    if claim.expected == "alike" or sign_test(positive + negative, 0) > 1 - CONFIDENCE:
         return not_enough(pairs)
     if sign_test(positive, negative) > 1 - CONFIDENCE:
         return UNDECIDED
-    return HOLDS if (positive > negative) == (claim.expected == "higher") and claim.expected != "alike" else FAILS
+    return HOLDS if (positive > negative) == (claim.expected == "higher") else FAILS
 
 
 def _signs(evidence: list[Evidence]) -> tuple[int, int]:
