@@ -123,7 +123,15 @@ def test_one_seed_in_six_cells_is_judged_by_signs(group, shifts, overall, nc2):
     cells = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
     found = group({cell: [shift] for cell, shift in zip(cells, shifts, strict=True)})
     assert judge(found, OVERALL).verdict == overall and judge(found, NC2).verdict == nc2
-    assert judge(found, NC1).verdict == "not enough runs (6)", "six equal metrics have no sign"
+    assert judge(found, NC1).verdict == "not enough runs (6)", "no signs can show likeness"
+
+
+def test_where_the_seeds_leave_it_open_the_signs_of_six_cells_decide(group):
+    cells = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
+    shifts = [[-1.0, 0.4, -0.2], *([-1.0] for _ in cells[1:])]
+    found = group(dict(zip(cells, shifts, strict=True)))
+    assert judge(found, OVERALL).evidence[0].verdict == UNDECIDED
+    assert judge(found, OVERALL).verdict == FAILS
 
 
 def test_one_seed_in_five_cells_is_not_enough(group):

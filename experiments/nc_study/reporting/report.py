@@ -460,7 +460,7 @@ def _method() -> list[Block]:
         "interval of the ratio's geometric mean lies within 1/1.25 to 1.25, and does not hold if it lies wholly "
         "outside; the bounds are our choice, the paper gives none.",
         "A claim holds for a group if it holds in every such cell, and does not hold if the opposite is found in "
-        "one. Without such cells a two-sided sign test over the cells' mean differences decides on “higher” and "
-        "“lower”, which takes at least six; “alike” is left open.",
+        "one. Where such cells leave it open, and without any, a two-sided sign test over all cells' mean differences "
+        "decides on “higher” and “lower”, which takes at least six cells; “alike” is left open.",
     ]
     return [Heading(2, "How the numbers came about"), Bullets(points)]

@@ -168,17 +168,18 @@ def judge_interval(found: Interval, expected: str) -> str:
 
 def judge(group: Group, claim: Claim) -> Judgement:
     """The verdict on a claim. Cells with three or more seeds decide, each by its interval: the claim holds if it does
-    in all, and not if the opposite is found in one. Without such cells the signs of the cells' means are tested."""
+    in all, and not if the opposite is found in one. Where they leave it open, and without such cells, the signs of all
+    the cells' means are tested."""
     found = [entry for cell in group.cells if (entry := _evidence(group, claim, cell))]
     evidence = [entry for entry in found if entry.differences]
     strong = [entry.verdict for entry in evidence if entry.interval]
     pairs = sum(len(entry.differences) for entry in evidence)
     if FAILS in strong:
         verdict = FAILS
-    elif strong:
-        verdict = HOLDS if set(strong) == {HOLDS} else UNDECIDED
+    elif set(strong) == {HOLDS}:
+        verdict = HOLDS
     else:
-        verdict = _judge_signs(claim, evidence, pairs)
+        verdict = _judge_signs(claim, evidence) or (UNDECIDED if strong else not_enough(pairs))
     parts = _numbers(claim, evidence, strong, pairs) if evidence else []
     undefined = sum(entry.undefined for entry in found)
     if undefined:
@@ -195,11 +196,12 @@ def _evidence(group: Group, claim: Claim, cell: Cell) -> Evidence | None:
     return Evidence(claim, cell, known, len(found) - len(known))
 
 
-def _judge_signs(claim: Claim, evidence: list[Evidence], pairs: int) -> str:
-    """Equal signs in six cells are the fewest that a sign test tells from chance; no signs can show likeness."""
+def _judge_signs(claim: Claim, evidence: list[Evidence]) -> str | None:
+    """What the signs say; None where they cannot: equal signs in six cells are the fewest that a sign test tells from
+    chance, and no signs can show likeness."""
     positive, negative = _signs(evidence)
     if claim.expected == "alike" or sign_test(positive + negative, 0) > 1 - CONFIDENCE:
-        return not_enough(pairs)
+        return None
     if sign_test(positive, negative) > 1 - CONFIDENCE:
         return UNDECIDED
     return HOLDS if (positive > negative) == (claim.expected == "higher") else FAILS
