@@ -146,7 +146,7 @@ class RunDirectory:
         written = read_json(self.result if self.finished else self._settings)
         if not isinstance(written, dict) or written.get("format") != FORMAT:
             raise StudyError(f"{self.path} holds a run of another version of this project: start anew in another --out")
-        before = completed(read_json(self._settings))
+        before = completed(written["settings"] if self.finished else written)
         for name, value in settings.identity().items():
             if before.get(name) != value:
                 raise StudyError(

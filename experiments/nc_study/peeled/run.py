@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import deqfast
 
-from ..config import MODELS, SettingsError, check_field, flag_of, option
+from ..config import LARGEST_SEED, MODELS, SettingsError, check_field, flag_of, option
 from ..results import commit, machine, versions
 from ..rundir import Row
 from . import theory
@@ -77,8 +77,8 @@ class PeeledSettings:
         if any(ratio <= 1 for ratio in self.limit_ratios):
             raise SettingsError(f"--ratios {self.ratios}: each more than 1")
         seeds = self._numbers("seeds")
-        if any(seed < 0 or seed != int(seed) for seed in seeds) or len(set(seeds)) < len(seeds):
-            raise SettingsError(f"--seeds {self.seeds}: different whole numbers, at least 0")
+        if any(not 0 <= seed < LARGEST_SEED or seed != int(seed) for seed in seeds) or len(set(seeds)) < len(seeds):
+            raise SettingsError(f"--seeds {self.seeds}: different whole numbers from 0 to below 2**63 - 1")
 
     def _numbers(self, name: str) -> tuple[float, ...]:
         text = getattr(self, name)
