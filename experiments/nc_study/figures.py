@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
-import numpy as np  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure, SubFigure  # noqa: E402
-from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter  # noqa: E402
-from PIL import Image  # noqa: E402
+from .results import title
+from .rundir import Row, RunDirectory, read_json, write_atomically
 
-from .results import title  # noqa: E402
-from .rundir import Row, RunDirectory, read_json, write_atomically  # noqa: E402
+matplotlib.use("Agg")  # no window, whatever the machine has
 
 LABELS = {"explicit": "explicit", "deq": "DEQ"}
 COLOURS = {"explicit": "#0072B2", "deq": "#D55E00"}

@@ -20,10 +20,10 @@ sys.path.append(str(EXPERIMENTS))
 
 from nc_study import cli  # noqa: E402  (found through the path above)
 from nc_study.cli import main  # noqa: E402  (found through the path above)
-from nc_study.config import settings_from  # noqa: E402
-from nc_study.data import StudyData, class_sizes  # noqa: E402
-from nc_study.results import build_result  # noqa: E402
-from nc_study.rundir import RunDirectory, write_arrays, write_json  # noqa: E402
+from nc_study.config import settings_from  # noqa: E402  (found through the path above)
+from nc_study.data import StudyData, class_sizes  # noqa: E402  (found through the path above)
+from nc_study.results import build_result  # noqa: E402  (found through the path above)
+from nc_study.rundir import RunDirectory, write_arrays, write_json  # noqa: E402  (found through the path above)
 
 TINY = [
     *("--dataset", "shapes", "--width", "1", "--n-majority", "30", "--test-images", "20", "--ratio", "10"),

@@ -183,6 +183,10 @@ def test_the_report_and_its_figures_are_files_of_the_same_bytes_every_time(made_
     assert sum(link.startswith("data:image/png;base64,") for link in page.links) == 4
     assert all(link.startswith(("data:image/png;base64,", "#")) for link in page.links)
     assert files(tmp_path / "again") == first
+    plain = write([root], tmp_path / "plain", vector=False)
+    assert len(list((tmp_path / "plain").rglob("*.png"))) == 4 and not list((tmp_path / "plain").rglob("*.svg"))
+    assert ".svg" in first[next(name for name in first if name.name == "report.md")].decode()
+    assert ".svg" not in plain.markdown.read_text()
 
 
 def test_features_that_cannot_be_drawn_are_told_in_their_place(made_up, tmp_path):

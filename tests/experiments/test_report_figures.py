@@ -163,7 +163,7 @@ def test_files_of_further_groups_have_names_of_their_own(made_up, tmp_path, monk
     monkeypatch.setattr(pictures, "plan_pictures", lambda group: iter([picture]))
     for number, group in enumerate(collect([root]).groups):
         (tmp_path / "figures").mkdir(exist_ok=True)
-        drawn = pictures.pictures_of(group, tmp_path / "figures", first=number == 0)
+        drawn = pictures.pictures_of(group, pictures.FigureFolder(tmp_path / "figures"), first=number == 0)
         assert drawn.count == 1 and (tmp_path / f"{drawn.blocks[0].stem}.svg").exists()
     names = sorted(path.name for path in (tmp_path / "figures").glob("*.png"))
     assert len(names) == 3 and names[-1] == "figure4.png"

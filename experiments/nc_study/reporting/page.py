@@ -56,11 +56,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: its file without ending, relative to the document, and its bytes as PNG."""
+    """A figure: its file without ending, relative to the document, its bytes as PNG, and whether there is an SVG."""
 
     stem: str
     caption: str
     png: bytes
+    vector: bool = True
 
 
 Block = Heading | Paragraph | Bullets | Table | Picture
@@ -87,7 +88,8 @@ def _markdown(block: Block) -> str:
             return _markdown_table(block)
         case Picture():
             caption = _escape(block.caption)
-            return f"![{caption}]({block.stem}.png)\n\n{caption} ([vector graphics]({block.stem}.svg))"
+            vector = f" ([vector graphics]({block.stem}.svg))" if block.vector else ""
+            return f"![{caption}]({block.stem}.png)\n\n{caption}{vector}"
 
 
 def _markdown_table(table: Table) -> str:

@@ -41,21 +41,33 @@ class Drawn:
     count: int
 
 
-def pictures_of(group: Group, folder: Path, first: bool) -> Drawn:
-    """Draw every picture of a group into `folder`, as PNG and SVG. Names of the first group have no prefix."""
+@dataclass(frozen=True)
+class FigureFolder:
+    """Where the figures of a report lie, and of which kinds they are: "png", and perhaps "svg"."""
+
+    path: Path
+    kinds: tuple[str, ...] = ("png", "svg")
+
+    def add(self, name: str, caption: str, content: dict[str, bytes]) -> Picture:
+        """Write a figure, given by kind; the block that shows it."""
+        written = {kind: data for kind, data in content.items() if kind in self.kinds}
+        for kind, data in written.items():
+            write_atomically(self.path / f"{name}.{kind}", data)
+        return Picture(f"{self.path.name}/{name}", caption, content["png"], "svg" in written)
+
+
+def pictures_of(group: Group, folder: FigureFolder, first: bool) -> Drawn:
+    """Draw every picture of a group into `folder`. Names of the first group have no prefix."""
     prefix = "" if first else f"{group_slug(group)}-"
     blocks: list[Block] = []
     plans = list(plan_pictures(group))
     for plan in tqdm(plans, desc="figures", unit="figure", leave=False, disable=None):
-        stem = folder / f"{prefix}{plan.name}"
         try:
-            drawn = figures.images(plan.draw(), "png", "svg")
+            drawn = figures.images(plan.draw(), *folder.kinds)
         except StudyError as error:
             blocks.append(Paragraph(f"{plan.caption} Not drawn: {error}."))
             continue
-        for kind, content in drawn.items():
-            write_atomically(stem.with_name(f"{stem.name}.{kind}"), content)
-        blocks.append(Picture(f"{folder.name}/{stem.name}", plan.caption, drawn["png"]))
+        blocks.append(folder.add(f"{prefix}{plan.name}", plan.caption, drawn))
     return Drawn(blocks, sum(isinstance(block, Picture) for block in blocks))
 
 

@@ -17,7 +17,7 @@ from ..results import AVERAGED, COLLAPSE, GROUPS, INCONSISTENT, PAPER, Spread, s
 from ..results import Cell as PaperCell
 from ..rundir import Row, prepare_out, write_atomically
 from .page import Block, Bullets, Heading, Paragraph, Picture, Table, to_html, to_markdown
-from .pictures import pictures_of
+from .pictures import FigureFolder, pictures_of
 from .runs import Collection, Group, Rejected, Run, collect
 from .verdicts import CLAIMS, CONFIDENCE, QUANTITIES, SEEDS_NEEDED, Judgement, judge, paper_differences
 
@@ -41,9 +41,10 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=_folder, metavar="RUNS", help="folder that holds runs, at any depth")
     parser.add_argument("--out", type=_folder, help="folder for the report (default: report in the first of RUNS)")
+    parser.add_argument("--no-svg", action="store_true", help="figures as PNG alone: a quarter of the space")
     asked = parser.parse_args(argv)
     try:
-        report = write(asked.runs, asked.out or asked.runs[0] / "report")
+        report = write(asked.runs, asked.out or asked.runs[0] / "report", vector=not asked.no_svg)
     except StudyError as error:
         print(f"report.py: error: {error}", file=sys.stderr)
         return 1
@@ -65,30 +66,32 @@ def build(runs: list[Path], out: Path) -> Path:
     return write(runs, out).html
 
 
-def write(runs: Iterable[Path], out: Path) -> Report:
-    """Write report.md, report.html and figures/ into `out`. Raises StudyError where nothing can be read or written."""
+def write(runs: Iterable[Path], out: Path, vector: bool = True) -> Report:
+    """Write report.md, report.html and figures/ into `out`, the figures as PNG and, with `vector`, as SVG. Raises
+    StudyError where nothing can be read or written."""
     folders = list(runs)
     found = collect(folders)
     if not (found.groups or found.rejected or found.theory):
         raise StudyError(f"no runs under {', '.join(map(str, folders))}")
-    prepare_out(out / "figures")
+    folder = FigureFolder(out / "figures", ("png", "svg") if vector else ("png",))
+    prepare_out(folder.path)
     judged = {group.name: [judge(group, claim) for claim in CLAIMS] for group in found.groups}
-    blocks, pictures = _blocks(found, judged, out)
+    blocks, pictures = _blocks(found, judged, folder)
     write_atomically(out / "report.md", to_markdown(TITLE, blocks).encode())
     write_atomically(out / "report.html", to_html(TITLE, blocks).encode())
     return Report(out / "report.html", out / "report.md", pictures, _summary(found, judged))
 
 
-def _blocks(found: Collection, judged: dict[str, list[Judgement]], out: Path) -> tuple[list[Block], int]:
+def _blocks(found: Collection, judged: dict[str, list[Judgement]], folder: FigureFolder) -> tuple[list[Block], int]:
     """The whole document, whose pictures are written as they are drawn."""
     blocks = _head(found, judged)
     pictures = 0
     for number, group in enumerate(found.groups):
         blocks += _group_blocks(group, judged[group.name])
-        drawn = pictures_of(group, out / "figures", first=number == 0)
+        drawn = pictures_of(group, folder, first=number == 0)
         blocks += [Heading(3, f"Figures: {group.name}"), *drawn.blocks]
         pictures += drawn.count
-    blocks += _theory(found, out / "figures")
+    blocks += _theory(found, folder)
     blocks += _rejected(found.rejected)
     blocks += _provenance(found.groups)
     return [*blocks, *_method()], pictures
@@ -344,7 +347,7 @@ def _summary(found: Collection, judged: dict[str, list[Judgement]]) -> list[str]
     return [*lines, ""]
 
 
-def _theory(found: Collection, folder: Path) -> list[Block]:
+def _theory(found: Collection, folder: FigureFolder) -> list[Block]:
     """What the layer-peeled problems were found to say to the theorems; their figures are copied into `folder`."""
     blocks: list[Block] = []
     for number, (path, content) in enumerate(found.theory):
@@ -369,17 +372,16 @@ def _claims_in_short(caption: str, claims: list[Row]) -> Table:
     return Table(f"{caption}; number of cases", ("claim", *verdicts, "source"), rows)
 
 
-def _copied(picture: Path, folder: Path, prefix: str) -> Picture:
+def _copied(picture: Path, folder: FigureFolder, prefix: str) -> Picture:
     """A figure of the theory, with its vector graphics, among the report's own."""
     try:
-        content = {file.suffix: file.read_bytes() for file in (picture, picture.with_suffix(".svg")) if file.exists()}
+        content = {
+            file.suffix[1:]: file.read_bytes() for file in (picture, picture.with_suffix(".svg")) if file.exists()
+        }
     except OSError as error:
         raise StudyError(f"{picture} cannot be read ({error.strerror})") from error
-    stem = f"{prefix}{picture.stem}"
-    for suffix, data in content.items():
-        write_atomically(folder / f"{stem}{suffix}", data)
-    caption = picture.stem.replace("_", " ")
-    return Picture(f"{folder.name}/{stem}", f"Figure of the layer-peeled problems: {caption}.", content[".png"])
+    caption = f"Figure of the layer-peeled problems: {picture.stem.replace('_', ' ')}."
+    return folder.add(f"{prefix}{picture.stem}", caption, content)
 
 
 def _case(claim: Row) -> str:
