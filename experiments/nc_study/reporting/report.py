@@ -453,9 +453,10 @@ def _method() -> list[Block]:
         "A pair is an explicit network and a DEQ of the same settings, data and seed. NC1 to NC4 are of the "
         "training images under the final weights.",
         "The explicit network's last block ends in a ReLU: its features are not negative, so no two of its class means "
-        "stand at more than a right angle, and NC2 and NC3, whose class means the paper does not centre, cannot reach "
-        "0. The DEQ's last operation is a normalisation, and its features have both signs. Centred class means take "
-        "that difference of the architectures out of the comparison.",
+        "stand at more than a right angle, and NC2, whose class means the paper does not centre, cannot reach 0; nor "
+        "can NC3 where the classifier's rows add up to 0, towards which cross-entropy and weight decay drive them. The "
+        "DEQ's last operation is a normalisation, and its features have both signs. Centred class means take that "
+        "difference of the architectures out of the comparison.",
         f"A cell with {SEEDS_NEEDED} or more seeds is judged by Student's {level} interval of its paired "
         "differences, not corrected for the number of cells. “Higher” or “lower” holds if the interval lies "
         "wholly on that side of 0, and does not hold if it lies wholly on the other. “Alike” holds if the "
@@ -463,6 +464,8 @@ def _method() -> list[Block]:
         "outside; the bounds are our choice, the paper gives none.",
         "A claim holds for a group if it holds in every such cell, and does not hold if the opposite is found in "
         "one. Where such cells leave it open, and without any, a two-sided sign test over all cells' mean differences "
-        "decides on “higher” and “lower”, which takes at least six cells; “alike” is left open.",
+        "decides on “higher” and “lower”, which takes at least six cells; “alike” is left open. The sign test takes "
+        "the cells for independent, which runs of one seed on overlapping images are not quite, and no verdict is "
+        "corrected for the number of claims.",
     ]
     return [Heading(2, "How the numbers came about"), Bullets(points)]
