@@ -1,0 +1,1 @@
+"""What the benchmark suites, the gate and the report share."""

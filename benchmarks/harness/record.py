@@ -1,0 +1,123 @@
+"""The file of measured rows: what was measured, on which machine, at which commit, with which command.
+
+{"machine": {...}, "command": str, "date": str, "remark": str or null, "rows": [row, ...]}; a row has at least
+`section`, `case` and `provider`, and of these what applies (ms: milliseconds):
+
+===================  ==================================================================================================
+batch, dim, dtype    the problem; `threads` where it is not the machine's
+ms, ms_min           of the whole call: median and least of the rounds
+f_ms                 of that, f alone: as many calls of f as the solve made
+solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration
+bytes                what the algorithm must move per call (without f)
+floor_ms, floor_x    the time of these bytes at the copy rate of the same run, and how many times as long it took
+evaluations          calls of f
+residual             largest relative residual of the batch, in float64
+error, allowed       relative error against float64, and the bound under which a time is recorded at all
+peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
+launches             torch operations outside f per iteration: what a GPU would launch, at least
+host_waits           times per call that the host has to know a value of the device
+gain                 the time of `peer` / this one, in the same run
+skipped, problem     why there is no time
+===================  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deqfast
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+Row = dict[str, Any]
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace `path` in one step."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(data, file, indent=1)
+        file.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, path)
+
+
+def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
+    """The rows of this run, with everything that a reader has to know about it."""
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    data = {"machine": machine(device), "command": command, "date": date, "remark": remark, "rows": rows}
+    write_json(path, data)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def tool(*command: str) -> str | None:
+    """First line that a command prints; None where it cannot be run."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = result.stdout.strip().splitlines()
+    return lines[0].strip() if lines else None
+
+
+def commit() -> str:
+    """The commit of the checkout, "+changes" where files that git tracks differ from it."""
+    here = ("git", "-C", str(RESULTS.parent))
+    head = tool(*here, "rev-parse", "HEAD") or os.environ.get("DEQFAST_COMMIT", "unknown")
+    return head + ("+changes" if tool(*here, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What the numbers were measured on."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
+    # Clocks now and at most; the power limit.
+    query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
+    return {
+        "gpu": properties.name if properties else None,
+        "multiprocessors": properties.multi_processor_count if properties else None,
+        "memory_bytes": properties.total_memory if properties else None,
+        "l2_bytes": properties.L2_cache_size if properties else None,
+        "nvidia_smi": tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
+        "processor": processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton_version,
+        "deqfast": deqfast.__version__,
+        "commit": commit(),
+        "kernels": {name: str(state) for name, state in deqfast.backends().items()},
+    }
