@@ -22,8 +22,11 @@ struct Window {
 
   DEQFAST_HD int size() const { return k < most ? static_cast<int>(k) : most; }
   DEQFAST_HD int next() const { return static_cast<int>(k % history); }
-  DEQFAST_HD int newest() const { return slot(0); }
-  DEQFAST_HD int slot(int age) const { return static_cast<int>((k - 1 - age) % history); }  // age < size()
+  DEQFAST_HD int newest() const { return static_cast<int>((k - 1) % history); }
+  DEQFAST_HD int slot(int age) const {  // age < size()
+    const int back = newest() - age;
+    return back < 0 ? back + history : back;
+  }
 };
 
 template <class T>

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "../common/steps.h"
@@ -12,71 +13,94 @@
 namespace deqfast {
 namespace {
 
-constexpr int kTile = 512;  // elements: the rows of a tile of twenty pairs stay in the first-level cache
+// Elements of a tile: the rows of twenty pairs stay in the first-level cache, and so few sums lose few bits in float.
+constexpr int kTile = 256;
+
+// By slot, each a vector of partial sums.
+struct Sums {
+  static constexpr int W = Simd<double>::lanes;
+  std::vector<double> lanes;
+
+  explicit Sums(int n) : lanes(n * W) {}
+  double* at(int slot) { return lanes.data() + slot * W; }
+  void clear() { std::fill(lanes.begin(), lanes.end(), 0.0); }
+  double total(int slot) { return sum<double>(load(at(slot), W)); }
+};
+
+DEQFAST_INLINE void accumulate(double* to, Vec<double> v) { store(to, load(to, Sums::W) + v, Sums::W); }
 
 // Dot products of one sample, indexed by slot.
 template <class T>
 struct Scratch {
-  std::vector<double> lg, ly, ls, ds;  // L^T g, L^T y, L^T s, DF^T s
+  Sums lg, ly, ls, ds;  // L^T g, L^T y, L^T s, DF^T s
   std::vector<T> t, gamma, work;
+  std::vector<double> dots;  // one of the sums, added up
 
-  explicit Scratch(int n) : lg(n), ly(n), ls(n), ds(n), t(n), gamma(n), work(solve_workspace(n)) {}
+  explicit Scratch(int n) : lg(n), ly(n), ls(n), ds(n), t(n), gamma(n), work(solve_workspace(n)), dots(3 * n) {}
 };
 
-// out_v[r] += rows[r] . v, for R rows and the vectors x and (if `Two`) y, over one tile.
+// out_v[r] += rows[r] . v, for R rows and the vectors x and (if `Two`) y, over one tile; x and y are whole vectors.
 template <int R, bool Two, class T, class H>
 DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T* y, int64_t count, double* out_x,
                               double* out_y) {
+  constexpr int W = Simd<T>::lanes;
   Vec<T> sum_x[R] = {}, sum_y[R] = {};
-  for (int64_t d = 0; d < count; d += Simd<T>::lanes) {
-    const Vec<T> vx = load(x + d, Simd<T>::lanes);
-    const Vec<T> vy = Two ? load(y + d, Simd<T>::lanes) : vx;
+  for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+    const Vec<T> vx = load(x + d, W), vy = Two ? load(y + d, W) : vx;
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Vec<T> row = load<T>(rows + r * stride + d, count - d);
+      const Vec<T> row = load<T>(rows + r * stride + d, lanes);
       sum_x[r] += row * vx;
       if (Two) sum_y[r] += row * vy;
     }
-  }
+  });
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    out_x[r] += sum<T>(sum_x[r]);
-    if (Two) out_y[r] += sum<T>(sum_y[r]);
+    accumulate(out_x + r * Sums::W, widened(sum_x[r]));
+    if (Two) accumulate(out_y + r * Sums::W, widened(sum_y[r]));
   }
 }
 
+// Several rows at once: the sums of one alone would wait for each other.
 template <bool Two, class T, class H>
-DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, const T* y, int64_t count,
-                             double* out_x, double* out_y) {
-  // Several rows at once: the sums of one alone would wait for each other.
+DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, const T* y, int64_t count, Sums& out_x,
+                             Sums& out_y) {
   int r = 0;
-  for (; r + 4 <= n; r += 4) {
-    dot_block<4, Two>(rows + r * stride, stride, x, y, count, out_x + r, Two ? out_y + r : nullptr);
-  }
-  if (r + 2 <= n) {
-    dot_block<2, Two>(rows + r * stride, stride, x, y, count, out_x + r, Two ? out_y + r : nullptr);
-    r += 2;
-  }
-  if (r < n) dot_block<1, Two>(rows + r * stride, stride, x, y, count, out_x + r, Two ? out_y + r : nullptr);
+  const auto dot = [&](auto size) DEQFAST_ALWAYS_INLINE {
+    constexpr int R = decltype(size)::value;
+    for (; r + R <= n; r += R) {
+      dot_block<R, Two>(rows + r * stride, stride, x, y, count, out_x.at(r), out_y.at(r));
+    }
+  };
+  dot(std::integral_constant<int, 6>());
+  dot(std::integral_constant<int, 4>());
+  dot(std::integral_constant<int, 2>());
+  dot(std::integral_constant<int, 1>());
 }
 
 // x -= sum_r weight[r] rows[r] over one tile.
 template <int R, class T, class H>
 DEQFAST_INLINE void combine_block(const H* rows, int64_t stride, const T* weight, int64_t count, T* x) {
-  for (int64_t d = 0; d < count; d += Simd<T>::lanes) {
-    Vec<T> v = load(x + d, Simd<T>::lanes);
-    for (int r = 0; r < R; ++r) v -= weight[r] * load<T>(rows + r * stride + d, count - d);
-    store(x + d, v, Simd<T>::lanes);
-  }
+  constexpr int W = Simd<T>::lanes;
+  for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+    Vec<T> v = load(x + d, W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) v -= weight[r] * load<T>(rows + r * stride + d, lanes);
+    store(x + d, v, W);
+  });
 }
 
 template <class T, class H>
 DEQFAST_INLINE void combine_rows(const H* rows, int64_t stride, int n, const T* weight, int64_t count, T* x) {
   int r = 0;
-  for (; r + 4 <= n; r += 4) combine_block<4>(rows + r * stride, stride, weight + r, count, x);
-  if (r + 2 <= n) {
-    combine_block<2>(rows + r * stride, stride, weight + r, count, x);
-    r += 2;
-  }
-  if (r < n) combine_block<1>(rows + r * stride, stride, weight + r, count, x);
+  const auto combine = [&](auto size) DEQFAST_ALWAYS_INLINE {
+    constexpr int R = decltype(size)::value;
+    for (; r + R <= n; r += R) combine_block<R>(rows + r * stride, stride, weight + r, count, x);
+  };
+  combine(std::integral_constant<int, 6>());
+  combine(std::integral_constant<int, 4>());
+  combine(std::integral_constant<int, 2>());
+  combine(std::integral_constant<int, 1>());
 }
 
 template <class T>
@@ -84,48 +108,64 @@ struct SweepSums {
   Vec<T> res_sq = {}, f_sq = {}, s_sq = {}, y_sq = {};
 };
 
-// Sweep 1: form g, complete the newest pair, take every dot with the left history.
-template <class T, class H>
-DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
+// g of one tile, and, if there are `Pairs`, the newest pair completed: its change y of g and the change of f.
+template <bool Pairs, bool StoreY, class T, class H>
+DEQFAST_INLINE void form_tile(const MultisecantParams<T, H>& a, int64_t at, H* left_new, H* df_new, int64_t count, T* g,
+                              T* s, T* y, SweepSums<T>& sums) {
   constexpr int W = Simd<T>::lanes;
-  const int n = a.pairs();
+  const T *fz = a.fz + at, *z = a.z + at, *f_prev = a.f_prev + at, beta = a.beta;
+  SweepSums<T> total = sums;  // a copy that can stay in registers
+  for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+    const Vec<T> f = load(fz + d, lanes), res = f - load(z + d, lanes);
+    total.res_sq += res * res;
+    total.f_sq += f * f;
+    store(g + d, res, W);
+    if (!Pairs) return;
+    const Vec<T> delta = f - load(f_prev + d, lanes), step = load<T>(left_new + d, lanes);
+    Held<T, H>(beta * delta + (T(1) - beta) * step).put(df_new + d, lanes);
+    Vec<T> change = delta - step;
+    if (StoreY) {
+      const Held<T, H> held(change);
+      held.put(left_new + d, lanes);
+      change = held.value();
+    }
+    total.s_sq += step * step;
+    total.y_sq += change * change;
+    store(s + d, step, W);
+    store(y + d, change, W);
+  });
+  sums = total;
+}
+
+// Sweep 1: form g, complete the newest pair, take every dot with the left history.
+template <bool Pairs, bool StoreY, class T, class H>
+DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
+  const int n = a.window.size();
   const int64_t history = static_cast<int64_t>(a.window.history) * a.dim * row;
-  H* left = a.left + history;
-  H* left_new = left + (n ? a.window.newest() * a.dim : 0);
-  H* df_new = a.df + history + (n ? a.window.newest() * a.dim : 0);
-  const bool store_y = left_is_y(a.method);
+  H *left = a.left + history, *left_new = left, *df_new = a.df + history;
+  if (Pairs) {
+    left_new += a.window.newest() * a.dim;
+    df_new += a.window.newest() * a.dim;
+  }
   alignas(64) T g[kTile], s[kTile], y[kTile];
   SweepSums<T> sums;
-  std::fill(scratch.lg.begin(), scratch.lg.end(), 0.0);
-  std::fill(scratch.ly.begin(), scratch.ly.end(), 0.0);
-  std::fill(scratch.ls.begin(), scratch.ls.end(), 0.0);
+  scratch.lg.clear();
+  scratch.ly.clear();
+  scratch.ls.clear();
   for (int64_t tile = 0; tile < a.dim; tile += kTile) {
-    const int64_t count = std::min<int64_t>(kTile, a.dim - tile), at = row * a.dim + tile;
-    for (int64_t d = 0; d < count; d += W) {
-      const int64_t rest = count - d;
-      const Vec<T> f = load(a.fz + at + d, rest), res = f - load(a.z + at + d, rest);
-      sums.res_sq += res * res;
-      sums.f_sq += f * f;
-      store(g + d, res, W);
-      if (n == 0) continue;
-      const Vec<T> delta = f - load(a.f_prev + at + d, rest), step = load<T>(left_new + tile + d, rest);
-      Vec<T> change = delta - step;
-      store(df_new + tile + d, a.beta * delta + (T(1) - a.beta) * step, rest);
-      if (store_y) {
-        change = round_to<T, H>(change);
-        store(left_new + tile + d, change, rest);
-      }
-      sums.s_sq += step * step;
-      sums.y_sq += change * change;
-      store(s + d, step, W);
-      store(y + d, change, W);
-    }
-    dot_rows<true>(left + tile, a.dim, n, g, y, count, scratch.lg.data(), scratch.ly.data());
-    if (a.method == kAndersonI) {
-      dot_rows<false>(left + tile, a.dim, n, s, s, count, scratch.ls.data(), static_cast<double*>(nullptr));
-    }
+    const int64_t count = std::min<int64_t>(kTile, a.dim - tile);
+    form_tile<Pairs, StoreY>(a, row * a.dim + tile, left_new + tile, df_new + tile, count, g, s, y, sums);
+    if (!Pairs) continue;
+    dot_rows<true>(left + tile, a.dim, n, g, y, count, scratch.lg, scratch.ly);
+    if (a.method == kAndersonI) dot_rows<false>(left + tile, a.dim, n, s, s, count, scratch.ls, scratch.ls);
   }
   return sums;
+}
+
+template <class T, class H>
+DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
+  if (a.pairs() == 0) return sweep_left<false, false>(a, row, scratch);
+  return left_is_y(a.method) ? sweep_left<true, true>(a, row, scratch) : sweep_left<true, false>(a, row, scratch);
 }
 
 // Enter the newest pair in the window matrix and solve for gamma.
@@ -134,9 +174,15 @@ DEQFAST_INLINE void solve_sample(const MultisecantParams<T, H>& a, int64_t row, 
                                  Scratch<T>& scratch) {
   const int n = a.window.size(), m = a.window.history, newest = a.window.newest();
   T* gram = a.gram + row * (m + 2) * m;
-  enter_pair(gram, gram + newest * m, scratch.ly.data(), scratch.ls.data(), static_cast<T>(sum<T>(sums.s_sq)),
-             static_cast<T>(sum<T>(sums.y_sq)), a.window, a.method, a.beta, OneLane());
-  for (int j = 0; j < n; ++j) scratch.t[j] = static_cast<T>(scratch.lg[j]);
+  double *lg = scratch.dots.data(), *ly = lg + n, *ls = ly + n;
+  for (int j = 0; j < n; ++j) {
+    lg[j] = scratch.lg.total(j);
+    ly[j] = scratch.ly.total(j);
+    if (a.method == kAndersonI) ls[j] = scratch.ls.total(j);
+  }
+  enter_pair(gram, gram + newest * m, ly, ls, static_cast<T>(sum<T>(sums.s_sq)), static_cast<T>(sum<T>(sums.y_sq)),
+             a.window, a.method, a.beta, OneLane());
+  for (int j = 0; j < n; ++j) scratch.t[j] = static_cast<T>(lg[j]);
   solve_window(gram, scratch.t.data(), scratch.gamma.data(), scratch.work.data(), a.window, a.method, a.ridge,
                OneLane());
 }
@@ -150,26 +196,27 @@ DEQFAST_INLINE void sweep_right(const MultisecantParams<T, H>& a, int64_t row, S
   H* left_next = a.left + (static_cast<int64_t>(m) * row + next) * a.dim;
   const bool needs_dots = n > 0 && !left_is_y(a.method);
   alignas(64) T x[kTile];
-  std::fill(scratch.ds.begin(), scratch.ds.end(), 0.0);
+  scratch.ds.clear();
   for (int64_t tile = 0; tile < a.dim; tile += kTile) {
-    const int64_t count = std::min<int64_t>(kTile, a.dim - tile), at = row * a.dim + tile;
-    for (int64_t d = 0; d < count; d += W) {
-      store(x + d, a.beta * (load(a.fz + at + d, count - d) - load(a.z + at + d, count - d)), W);
-    }
+    const int64_t count = std::min<int64_t>(kTile, a.dim - tile);
+    T* z = a.z + row * a.dim + tile;
+    const T *fz = a.fz + row * a.dim + tile, alpha = a.alpha, beta = a.beta;
+    for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+      store(x + d, beta * (load(fz + d, lanes) - load(z + d, lanes)), W);
+    });
     combine_rows(df + tile, a.dim, n, scratch.gamma.data(), count, x);
-    for (int64_t d = 0; d < count; d += W) {
-      const int64_t rest = count - d;
-      const Vec<T> old = load(a.z + at + d, rest), now = old + round_to<T, H>(a.alpha * load(x + d, W));
-      const Vec<T> taken = round_to<T, H>(now - old);
-      store(a.z + at + d, now, rest);
-      store(left_next + tile + d, taken, rest);
-      store(x + d, taken, W);
-    }
-    if (needs_dots) dot_rows<false>(df + tile, a.dim, n, x, x, count, scratch.ds.data(), static_cast<double*>(nullptr));
+    for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+      const Vec<T> old = load(z + d, lanes), now = old + Held<T, H>(alpha * load(x + d, W)).value();
+      const Held<T, H> taken(now - old);
+      store(z + d, now, lanes);
+      taken.put(left_next + tile + d, lanes);
+      store(x + d, taken.value(), W);
+    });
+    if (needs_dots) dot_rows<false>(df + tile, a.dim, n, x, x, count, scratch.ds, scratch.ds);
   }
   if (!needs_dots) return;
   T* gram_row = a.gram + (row * (m + 2) + next) * m;
-  for (int j = 0; j < n; ++j) gram_row[j] = static_cast<T>(scratch.ds[j]);
+  for (int j = 0; j < n; ++j) gram_row[j] = static_cast<T>(scratch.ds.total(j));
 }
 
 template <class T, class H>
@@ -209,17 +256,17 @@ DEQFAST_INLINE void transposed_row(const TransposedParams<T, H>& p, int64_t row,
   };
   std::fill(scratch.gamma.begin(), scratch.gamma.end(), T(0));  // of slots outside the window
   if (window.size() > 0) {
-    std::fill(scratch.lg.begin(), scratch.lg.end(), 0.0);
+    scratch.lg.clear();
     for (int64_t tile = 0; tile < p.dim; tile += kTile) {
       const int64_t count = std::min<int64_t>(kTile, p.dim - tile);
       load_tile(tile, count, T(1));
       for (int age = 0; age < window.size(); ++age) {
         const int slot = window.slot(age);
-        dot_rows<false>(p.df + history + slot * p.dim + tile, p.dim, 1, x, x, count, scratch.lg.data() + slot,
-                        static_cast<double*>(nullptr));
+        double* to = scratch.lg.at(slot);
+        dot_block<1, false>(p.df + history + slot * p.dim + tile, p.dim, x, x, count, to, to);
       }
     }
-    for (int j = 0; j < p.history; ++j) scratch.t[j] = static_cast<T>(scratch.lg[j]);
+    for (int j = 0; j < p.history; ++j) scratch.t[j] = static_cast<T>(scratch.lg.total(j));
     solve_window<true>(p.gram + row * (p.history + 2) * p.history, scratch.t.data(), scratch.gamma.data(),
                        scratch.work.data(), window, p.method, p.ridge, OneLane());
   }

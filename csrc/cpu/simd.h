@@ -4,8 +4,10 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#define DEQFAST_INLINE inline __attribute__((always_inline))
+#define DEQFAST_ALWAYS_INLINE __attribute__((always_inline))  // also for lambdas, whose callers are cloned
+#define DEQFAST_INLINE inline DEQFAST_ALWAYS_INLINE
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define DEQFAST_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -57,19 +59,30 @@ DEQFAST_INLINE Vec<T> load(const T* from, int64_t count) {
   return v;
 }
 
-template <class T>
-DEQFAST_INLINE Vec<float> load(const BFloat16* from, int64_t count) {
-  U16x16 half = {};
-  memcpy(&half, from, (count >= 16 ? 16 : count) * sizeof(uint16_t));
-  const U32x16 wide = __builtin_convertvector(half, U32x16) << 16;
+DEQFAST_INLINE Vec<float> as_float(U32x16 bits) {
   Vec<float> v;
-  memcpy(&v, &wide, sizeof v);
+  memcpy(&v, &bits, sizeof v);
   return v;
 }
 
 template <class T>
+DEQFAST_INLINE Vec<float> load(const BFloat16* from, int64_t count) {
+  U16x16 half = {};
+  if (count >= 16) {  // a size known to the compiler: else this is a call
+    memcpy(&half, from, sizeof half);
+  } else {
+    memcpy(&half, from, count * sizeof(uint16_t));
+  }
+  return as_float(__builtin_convertvector(half, U32x16) << 16);
+}
+
+template <class T>
 DEQFAST_INLINE void store(T* to, Vec<T> v, int64_t count) {
-  memcpy(to, &v, count >= Simd<T>::lanes ? sizeof v : count * sizeof(T));
+  if (count >= Simd<T>::lanes) {
+    memcpy(to, &v, sizeof v);
+  } else {
+    memcpy(to, &v, count * sizeof(T));
+  }
 }
 
 // Eight elements of any type as double; all of these conversions are exact.
@@ -117,29 +130,58 @@ DEQFAST_INLINE Vec<double> load_double(const Half* from, int64_t count) {
   return __builtin_convertvector(v, Vec<double>);
 }
 
-// Round to nearest even; NaN stays NaN.
-DEQFAST_INLINE void store(BFloat16* to, Vec<float> v, int64_t count) {
+// The upper halves, rounded to nearest even; NaN stays NaN.
+DEQFAST_INLINE U32x16 bfloat16_bits(Vec<float> v) {
   U32x16 bits;
   memcpy(&bits, &v, sizeof bits);
   const U32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const U32x16 is_nan = (U32x16)(v != v);
-  const U16x16 half = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), U16x16);
-  memcpy(to, &half, (count >= 16 ? 16 : count) * sizeof(uint16_t));
+  return (is_nan & 0x7fc0) | (~is_nan & rounded);
 }
 
+DEQFAST_INLINE void store_bits(BFloat16* to, U32x16 bits, int64_t count) {
+  const U16x16 half = __builtin_convertvector(bits, U16x16);
+  if (count >= 16) {
+    memcpy(to, &half, sizeof half);
+  } else {
+    memcpy(to, &half, count * sizeof(uint16_t));
+  }
+}
+
+DEQFAST_INLINE void store(BFloat16* to, Vec<float> v, int64_t count) { store_bits(to, bfloat16_bits(v), count); }
+
+// A vector as memory of H holds it: rounded once, then used and stored.
 template <class T, class H>
-DEQFAST_INLINE Vec<T> round_to(Vec<T> v) {
-  H buffer[Simd<T>::lanes];
-  store(buffer, v, Simd<T>::lanes);
-  return load<T>(buffer, Simd<T>::lanes);
-}
+struct Held {
+  Vec<T> v;
+  DEQFAST_INLINE explicit Held(Vec<T> v) : v(v) {}
+  DEQFAST_INLINE Vec<T> value() const { return v; }
+  DEQFAST_INLINE void put(H* to, int64_t count) const { store(to, v, count); }
+};
 template <>
-DEQFAST_INLINE Vec<float> round_to<float, float>(Vec<float> v) {
-  return v;
+struct Held<float, BFloat16> {
+  U32x16 bits;
+  DEQFAST_INLINE explicit Held(Vec<float> v) : bits(bfloat16_bits(v)) {}
+  DEQFAST_INLINE Vec<float> value() const { return as_float(bits << 16); }
+  DEQFAST_INLINE void put(BFloat16* to, int64_t count) const { store_bits(to, bits, count); }
+};
+
+// Call body(d, lanes) for every vector of W of `count` elements, `lanes` being the compile-time W but for a part at
+// the end: a load or store of whole vectors is then one instruction.
+template <int W, class F>
+DEQFAST_INLINE void for_vectors(int64_t count, const F& body) {
+  int64_t d = 0;
+  for (; d + W <= count; d += W) body(d, std::integral_constant<int64_t, W>());
+  if (d < count) body(d, count - d);
 }
-template <>
-DEQFAST_INLINE Vec<double> round_to<double, double>(Vec<double> v) {
-  return v;
+
+// Sums in double of vectors, lane by lane.
+DEQFAST_INLINE Vec<double> widened(Vec<double> v) { return v; }
+DEQFAST_INLINE Vec<double> widened(Vec<float> v) {
+  F32x8 low, high;
+  memcpy(&low, &v, sizeof low);
+  memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+  return __builtin_convertvector(low, Vec<double>) + __builtin_convertvector(high, Vec<double>);
 }
 
 template <class T>
