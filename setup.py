@@ -16,6 +16,7 @@ MODE = os.environ.get("DEQFAST_BUILD", "auto")
 SOURCES = (
     "picard_step", "multisecant_step", "norm_act", "norm_act_residual", "neural_collapse", "fc_fixed_point", "fc_vjp",
 )  # fmt: skip
+CPU_ONLY = ("broyden_step",)
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"
@@ -59,7 +60,7 @@ def extensions() -> dict:
 
     include = [pybind11.get_include()]
     cxx = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
-    cpu_sources = ["csrc/bindings_cpu.cpp", *(f"csrc/cpu/{name}.cpp" for name in SOURCES)]
+    cpu_sources = ["csrc/bindings_cpu.cpp", *(f"csrc/cpu/{name}.cpp" for name in (*SOURCES, *CPU_ONLY))]
     modules = [
         CppExtension(
             "deqfast._C_cpu", cpu_sources, include_dirs=include, define_macros=MACROS, extra_compile_args={"cxx": cxx}

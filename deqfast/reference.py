@@ -135,6 +135,55 @@ def multisecant_step(
         z.copy_(torch.where(advance[:, None], z_next, z))
 
 
+def broyden_step(
+    z: Tensor,
+    fz: Tensor,
+    best: Tensor,
+    status: Tensor,
+    iterations: Tensor,
+    residual: Tensor,
+    gain: Tensor,
+    active: Tensor,
+    steps: Tensor,
+    gram: Tensor,
+    first: Tensor,
+    k: int,
+    last: bool,
+    tol: float,
+    absolute: bool,
+    stall_floor: float,
+) -> None:
+    """z <- z + s_k with s_k = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1}). See ``deqfast.ops.steps`` for the arguments."""
+    g = fz - z
+    advance = _judge(z, fz, g, best, status, iterations, residual, gain, active, k, tol, absolute, stall_floor)
+    if last:
+        return
+    step = g
+    with torch.autocast(z.device.type, enabled=False):
+        if k:
+            known = steps[:, :k]
+            newest = torch.einsum("bmd,bd->bm", known, steps[:, k - 1])
+            _put(gram, (slice(None), k - 1, slice(k)), newest, advance)
+            c = _step_coefficients(gram, torch.einsum("bmd,bd->bm", known, g), first, k)
+            scale = 1 - c[:, -1]
+            regular = torch.isfinite(c).all(dim=1) & (scale.abs() >= PIVOT_FLOOR)
+            broyden = (g + torch.einsum("bmd,bm->bd", known[:, 1:], c[:, :-1])) / scale[:, None]
+            step = torch.where(regular[:, None], broyden, g)
+            first.masked_fill_(advance & ~regular, k)
+    _put(steps, (slice(None), k), step, advance)
+    z.copy_(torch.where(advance[:, None], z + step, z))
+
+
+def _step_coefficients(gram: Tensor, t: Tensor, first: Tensor, k: int) -> Tensor:
+    """c (B, k) with c_j = (t_j + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2; zero before `first` and where s_j = 0."""
+    c = torch.zeros_like(t)
+    for j in range(k):
+        square = gram[:, j, j]
+        value = (t[:, j] + _dot(torch.where(c[:, :j] == 0, 0, gram[:, j, 1 : j + 1]), c[:, :j])) / square
+        c[:, j] = torch.where((first <= j) & (square != 0), value, 0)
+    return c
+
+
 def multisecant_transposed(
     v: Tensor,
     left: Tensor,

@@ -60,7 +60,7 @@ def solve(
     packing = Packing(z0)
     chosen = choose_kernel(kernel, packing.device)
     with torch.no_grad():
-        state = solver.init(finite_rows(packing, z0), chosen)
+        state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
         watch = watch_of(state.active)

@@ -88,6 +88,19 @@ struct Checker {
     check("gram", gram, {batch, history + 2, history}, dtype);
     return history_dtype;
   }
+
+  // All steps of a solve; returns how many there is room for.
+  int64_t check_steps(const Tensor& steps, const Tensor& gram, const Tensor& first, int64_t k, bool last) const {
+    const int64_t batch = like.size(0), dim = like.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
+    STD_TORCH_CHECK(rows >= 1, op, ": `steps` must have shape (B, steps, D) with room for one step or more, got ",
+                    shape_text(steps.sizes()));
+    check("steps", steps, {batch, rows, dim}, like.scalar_type());
+    check("gram", gram, {batch, rows, rows}, like.scalar_type());
+    check("first", first, {batch}, ScalarType::Int);
+    STD_TORCH_CHECK(k >= 0 && k <= rows && (last || k < rows), op, ": `k` must be at least 0 and below the ", rows,
+                    " steps there is room for (at most that if `last`), got ", k);
+    return rows;
+  }
 };
 
 template <class T>

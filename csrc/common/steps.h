@@ -77,6 +77,37 @@ void with_multisecant_params(Tensor z, Tensor fz, Tensor best, Tensor status, Te
   });
 }
 
+template <class T>
+struct BroydenParams {
+  T* z;            // (B, D)
+  const T* fz;     // (B, D)
+  T* best;         // (B, D)
+  T* steps;        // (B, M, D)
+  T* gram;         // (B, M, M)
+  int32_t* first;  // (B,)
+  int64_t dim, rows;
+  Monitor<T> monitor;
+  StopRule<T> rule;
+};
+
+// Check the arguments of broyden_step and call `launch` with its parameters.
+template <class F>
+void with_broyden_params(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual,
+                         Tensor gain, Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last,
+                         double tol, bool absolute, double stall_floor, const F& launch) {
+  const Checker checker{"broyden_step", z};
+  checker.check_state(fz, best, status, iterations, residual, gain, active);
+  const int64_t rows = checker.check_steps(steps, gram, first, k, last);
+  dispatch_state(z.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    launch(BroydenParams<T>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(),
+                            steps.mutable_data_ptr<T>(), gram.mutable_data_ptr<T>(),
+                            first.mutable_data_ptr<int32_t>(), z.size(1), rows,
+                            monitor_of<T>(status, iterations, residual, gain, active),
+                            {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last}});
+  });
+}
+
 template <class T, class H>
 struct TransposedParams {
   const T* v;     // (B, D)

@@ -3,31 +3,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <type_traits>
-#include <vector>
-
 #include "../common/steps.h"
 #include "rows.h"
+#include "sweeps.h"
 
 namespace deqfast {
 namespace {
-
-// Elements of a tile: the rows of twenty pairs stay in the first-level cache, and so few sums lose few bits in float.
-constexpr int kTile = 256;
-
-// By slot, each a vector of partial sums.
-struct Sums {
-  static constexpr int W = Simd<double>::lanes;
-  std::vector<double> lanes;
-
-  explicit Sums(int n) : lanes(n * W) {}
-  double* at(int slot) { return lanes.data() + slot * W; }
-  void clear() { std::fill(lanes.begin(), lanes.end(), 0.0); }
-  double total(int slot) { return sum<double>(load(at(slot), W)); }
-};
-
-DEQFAST_INLINE void accumulate(double* to, Vec<double> v) { store(to, load(to, Sums::W) + v, Sums::W); }
 
 // Dot products of one sample, indexed by slot.
 template <class T>
@@ -38,70 +19,6 @@ struct Scratch {
 
   explicit Scratch(int n) : lg(n), ly(n), ls(n), ds(n), t(n), gamma(n), work(solve_workspace(n)), dots(3 * n) {}
 };
-
-// out_v[r] += rows[r] . v, for R rows and the vectors x and (if `Two`) y, over one tile; x and y are whole vectors.
-template <int R, bool Two, class T, class H>
-DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T* y, int64_t count, double* out_x,
-                              double* out_y) {
-  constexpr int W = Simd<T>::lanes;
-  Vec<T> sum_x[R] = {}, sum_y[R] = {};
-  for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
-    const Vec<T> vx = load(x + d, W), vy = Two ? load(y + d, W) : vx;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Vec<T> row = load<T>(rows + r * stride + d, lanes);
-      sum_x[r] += row * vx;
-      if (Two) sum_y[r] += row * vy;
-    }
-  });
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    accumulate(out_x + r * Sums::W, widened(sum_x[r]));
-    if (Two) accumulate(out_y + r * Sums::W, widened(sum_y[r]));
-  }
-}
-
-// Several rows at once: the sums of one alone would wait for each other.
-template <bool Two, class T, class H>
-DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, const T* y, int64_t count, Sums& out_x,
-                             Sums& out_y) {
-  int r = 0;
-  const auto dot = [&](auto size) DEQFAST_ALWAYS_INLINE {
-    constexpr int R = decltype(size)::value;
-    for (; r + R <= n; r += R) {
-      dot_block<R, Two>(rows + r * stride, stride, x, y, count, out_x.at(r), out_y.at(r));
-    }
-  };
-  dot(std::integral_constant<int, 6>());
-  dot(std::integral_constant<int, 4>());
-  dot(std::integral_constant<int, 2>());
-  dot(std::integral_constant<int, 1>());
-}
-
-// x -= sum_r weight[r] rows[r] over one tile.
-template <int R, class T, class H>
-DEQFAST_INLINE void combine_block(const H* rows, int64_t stride, const T* weight, int64_t count, T* x) {
-  constexpr int W = Simd<T>::lanes;
-  for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
-    Vec<T> v = load(x + d, W);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) v -= weight[r] * load<T>(rows + r * stride + d, lanes);
-    store(x + d, v, W);
-  });
-}
-
-template <class T, class H>
-DEQFAST_INLINE void combine_rows(const H* rows, int64_t stride, int n, const T* weight, int64_t count, T* x) {
-  int r = 0;
-  const auto combine = [&](auto size) DEQFAST_ALWAYS_INLINE {
-    constexpr int R = decltype(size)::value;
-    for (; r + R <= n; r += R) combine_block<R>(rows + r * stride, stride, weight + r, count, x);
-  };
-  combine(std::integral_constant<int, 6>());
-  combine(std::integral_constant<int, 4>());
-  combine(std::integral_constant<int, 2>());
-  combine(std::integral_constant<int, 1>());
-}
 
 template <class T>
 struct SweepSums {

@@ -60,6 +60,11 @@ class Kernel:
         return MAX_GPU_HISTORY if self.name in ("triton", "cuda") else None
 
     @property
+    def has_broyden_step(self) -> bool:
+        """Whether there is a ``broyden_step``; elsewhere Broyden keeps pairs."""
+        return self.name in ("cpp", "torch")
+
+    @property
     def channels_last_only(self) -> bool:
         """Whether the norm_act ops take images in no other memory format."""
         return self.name in ("triton", "cuda")

@@ -10,14 +10,14 @@ import torch
 library = torch.library.Library("deqfast", "DEF")
 
 
-def register(op: str, schema: str, fake: Callable[..., Any], triton: Callable[..., Any]) -> None:
+def register(op: str, schema: str, fake: Callable[..., Any], triton: Callable[..., Any] | None = None) -> None:
     """Define `op` and `op`_triton with `schema`, "(arguments) -> (results)".
 
     The kernels of `op` come with the extensions. Triton shares the CUDA dispatch key with the CUDA kernels, hence an op
-    of its own, run by `triton` on CUDA tensors and, interpreted, on CPU tensors.
+    of its own, run by `triton` on CUDA tensors and, interpreted, on CPU tensors; without `triton` there is none.
     """
-    for name in (op, f"{op}_triton"):
+    for name in (op, f"{op}_triton") if triton else (op,):
         library.define(f"{name}{schema}")
         torch.library.register_fake(f"deqfast::{name}", fake, lib=library)
-    for key in ("CPU", "CUDA"):
+    for key in ("CPU", "CUDA") if triton else ():
         library.impl(f"{op}_triton", triton, key)

@@ -1,4 +1,5 @@
-"""The steps of the solvers, ``picard_step`` and ``multisecant_step``, and the transposed product of a window of pairs.
+"""The steps of the solvers, ``picard_step``, ``multisecant_step`` and ``broyden_step``, and the transposed product of a
+window of pairs.
 
 Arguments of the solver steps (T is the dtype of the state, float32 or float64; all tensors contiguous; B samples of D
 elements):
@@ -23,12 +24,21 @@ damping     float         picard_step: z + damping (f(z) - z)
 method      int           multisecant_step: 0 Broyden good, 1 Broyden bad, 2 Anderson I, 3 Anderson II
 alpha, beta float         step length; mixing: z + alpha (beta g - DF gamma), N gamma = L^T g
 ridge       float         Anderson: added to the diagonal of the equilibrated N
+steps       (B, M, D) T   broyden_step: all steps so far; k < M, or k <= M and `last`
+gram        (B, M, M) T   broyden_step: dots of the steps; row j is written when step j is the newest
+first       (B,) int32    broyden_step: the step with which the sample's history begins; starts at 0
 ==========  ============  =====================================================================================
 
 ``multisecant_transposed(v (B, D) T, left, df, gram, newest (B,) int32, count (B,) int32, method, alpha, beta, ridge)``
 returns alpha (beta v - L gamma) with N^T gamma = DF^T v, (B, D). Where z <- z - H g is the step, that is -H^T v, for
 alpha = 1 an estimate of (I - J^T)^-1 v, J the Jacobian of f. A sample's window holds `count` pairs, the last of them
 number `newest`. On a GPU one block works on a sample, however long.
+
+``broyden_step`` is Broyden's good method with full steps from its steps alone (Kelley, Iterative Methods for Linear and
+Nonlinear Equations, SIAM 1995, section 7.3): c_j = (s_j . g + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2,
+s_k = (g + sum_{i<k-1} c_i s_{i+1}) / (1 - c_{k-1}). In exact arithmetic it is multisecant_step's method 0 with every
+pair in the window, from half the memory. Where 1 - c_{k-1} vanishes or a c_j is not finite, the sample takes a Picard
+step and its history begins anew. It has CPU kernels and a reference, none for a GPU.
 """
 
 from __future__ import annotations
@@ -53,6 +63,10 @@ _SCHEMAS = {
     "multisecant_step": (
         f"({_STATE}Tensor f_prev, Tensor(h!) left, Tensor(i!) df, Tensor(j!) gram, {_RULE}"
         "int method, float alpha, float beta, float ridge) -> ()"
+    ),
+    "broyden_step": (
+        f"({_STATE}Tensor(h!) steps, Tensor(i!) gram, Tensor(j!) first, int k, bool last, float tol, bool absolute, "
+        "float stall_floor) -> ()"
     ),
     "multisecant_transposed": (
         "(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count, int method, float alpha, "
@@ -130,4 +144,5 @@ def _multisecant_transposed_triton(
 
 register("picard_step", _SCHEMAS["picard_step"], _no_output, _picard_step_triton)
 register("multisecant_step", _SCHEMAS["multisecant_step"], _no_output, _multisecant_step_triton)
+register("broyden_step", _SCHEMAS["broyden_step"], _no_output)
 register("multisecant_transposed", _SCHEMAS["multisecant_transposed"], _like_first, _multisecant_transposed_triton)

@@ -106,8 +106,8 @@ class Solver:
         check_count("max_iter", self.max_iter)
         check_choice("stop", self.stop, ("rel", "abs"))
 
-    def init(self, z: Tensor, kernel: Kernel) -> State:
-        """The state of a solve from `z` (B, D), which it owns from now on."""
+    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
+        """The state of a solve from `z` (B, D), which it owns from now on; keep_inverse: see ``deqfast.solve``."""
         raise NotImplementedError
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:

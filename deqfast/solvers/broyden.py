@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from .. import reference
-from .base import check_choice, check_number
-from .multisecant import Multisecant
+from ..ops import Kernel, empty_history
+from .base import State, check_choice, check_number
+from .multisecant import DEFAULT_HISTORY, Multisecant
+
+
+@dataclass
+class StepsState(State):
+    """Of a solve that keeps all its steps, and nothing else of its past."""
+
+    steps: Tensor = field(kw_only=True)
+    gram: Tensor = field(kw_only=True)
+    first: Tensor = field(kw_only=True)
+
+    def restart(self, z: Tensor) -> None:
+        super().restart(z)
+        self.first.zero_()
 
 
 @dataclass(frozen=True)
@@ -18,6 +33,9 @@ class Broyden(Multisecant):
     history: pairs kept (None: max_iter, at most 20); a full window slides, which is Broyden restarted from -I on its
     newest pairs. kind: "good" or "bad" (Broyden's first and second update); step in ]0, 2]: length of the step;
     history_dtype: None for the state's, or torch.bfloat16. The rest as in ``Solver``.
+
+    Where no pair ever leaves the window (history >= max_iter), kernels "cpp" and "torch" keep the steps alone, half the
+    memory, for kind "good" with step 1 and a history in the state's dtype (``broyden_step`` in ``deqfast.ops.steps``).
     """
 
     history: int | None = None
@@ -32,3 +50,27 @@ class Broyden(Multisecant):
 
     def method(self) -> tuple[int, float, float, float]:
         return reference.BROYDEN_GOOD if self.kind == "good" else reference.BROYDEN_BAD, self.step, 1.0, 0.0
+
+    def keeps_steps_alone(self, dtype: torch.dtype, kernel: Kernel) -> bool:
+        """Whether a solve of a state of this dtype on this kernel has no need of pairs."""
+        whole = (self.history or DEFAULT_HISTORY) >= self.max_iter and self.history_dtype in (None, dtype)
+        return kernel.has_broyden_step and whole and self.kind == "good" and self.step == 1.0
+
+    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
+        if keep_inverse or not self.keeps_steps_alone(z.dtype, kernel):
+            return super().init(z, kernel)
+        batch, dim = z.shape
+        rows = max(self.max_iter - 1, 1)  # behind the last evaluation comes no step
+        return StepsState.start(
+            z,
+            kernel,
+            steps=empty_history((batch, rows, dim), z.dtype, z.device),
+            gram=torch.empty(batch, rows, rows, dtype=z.dtype, device=z.device),
+            first=torch.zeros(batch, dtype=torch.int32, device=z.device),
+        )
+
+    def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
+        if not isinstance(state, StepsState):
+            return super().advance(state, fz, k, last)
+        rule = self._rule(state, k, last)
+        state.kernel.op("broyden_step")(state.z, fz, *state.monitor(), state.steps, state.gram, state.first, *rule)

@@ -64,7 +64,7 @@ class Multisecant(Solver):
         """(method, alpha, beta, ridge) of the op."""
         raise NotImplementedError
 
-    def init(self, z: Tensor, kernel: Kernel) -> MultisecantState:
+    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
         history = self.history or DEFAULT_HISTORY
         if kernel.max_history is not None and history > kernel.max_history:
             raise ValueError(f"history must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}")
@@ -75,7 +75,7 @@ class Multisecant(Solver):
                 f"history_dtype must be the state's ({z.dtype}), or torch.bfloat16 beside torch.float32, got {dtype}"
             )
         batch, dim = z.shape
-        return MultisecantState.start(  # type: ignore[return-value]
+        return MultisecantState.start(
             z,
             kernel,
             f_prev=z,

@@ -20,7 +20,7 @@ class Picard(Solver):
         super().__post_init__()
         check_number("damping", self.damping, 0.0, 2.0, low_open=True)
 
-    def init(self, z: Tensor, kernel: Kernel) -> State:
+    def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
         return State.start(z, kernel)
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
