@@ -1,0 +1,85 @@
+"""Bars from numbers that the page has picked; Okabe and Ito's palette, told apart by colour-blind readers too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE, GREY = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999",
+)  # fmt: skip
+COLOURS = {"deqfast": BLUE, "torchdeq": ORANGE, "eager": GREY, "1 thread": SKY, "2 threads": BLUE}
+SPARE = (GREEN, PURPLE, SKY, GREY)  # of series that have no colour of their own
+DPI = 110
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Groups of horizontal bars; `values`: series -> one number, or None, for each label.
+
+    marks: what each label is compared with, drawn as a line across its group; unit: written after each number.
+    """
+
+    labels: Sequence[str]
+    values: dict[str, Sequence[float | None]]
+    title: str
+    axis: str
+    unit: str = ""
+    marks: Sequence[float | None] = ()
+    mark: str = ""
+    logarithmic: bool = False
+
+
+def draw(bars: Bars, path: Path) -> None:
+    """Write `bars` as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # Each label takes a height of 1, of which its bars share 0.8.
+    thickness = 0.8 / len(bars.values)
+    height = 1.3 + len(bars.labels) * max(0.45, 0.24 * len(bars.values))
+    figure, axis = plt.subplots(figsize=(7.5, height), layout="constrained")
+    for index, (name, values) in enumerate(bars.values.items()):
+        draw_series(axis, name, values, index, thickness, bars.unit)
+    draw_marks(axis, bars)
+    axis.set_yticks(range(len(bars.labels)), bars.labels)
+    axis.invert_yaxis()
+    if bars.logarithmic:
+        axis.set_xscale("log")
+    else:
+        axis.set_xlim(left=0)
+    low, high = axis.get_xlim()  # room for the numbers at the ends of the bars
+    axis.set_xlim(low, high * 1.6 if bars.logarithmic else high * 1.08)
+    axis.set_xlabel(bars.axis)
+    axis.set_title(bars.title, loc="left", fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    handles, names = axis.get_legend_handles_labels()
+    if len(names) > 1:
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    plt.close(figure)
+
+
+def draw_series(
+    axis: Any, name: str, values: Sequence[float | None], index: int, thickness: float, unit: str
+) -> None:  # fmt: skip
+    from .words import digits
+
+    places = [(label - 0.4 + (index + 0.5) * thickness, value) for label, value in enumerate(values) if value]
+    if not places:
+        return
+    colour = COLOURS.get(name, SPARE[index % len(SPARE)])
+    drawn = axis.barh([y for y, _ in places], [x for _, x in places], 0.9 * thickness, color=colour, label=name)
+    axis.bar_label(drawn, [f"{digits(x)}{unit}" for _, x in places], padding=3, fontsize=8)
+
+
+def draw_marks(axis: Any, bars: Bars) -> None:
+    found = [(label, value) for label, value in enumerate(bars.marks) if value]
+    if found:
+        low, high = [y - 0.43 for y, _ in found], [y + 0.43 for y, _ in found]
+        axis.vlines([x for _, x in found], low, high, color=RED, linewidth=2, label=bars.mark)

@@ -1,0 +1,139 @@
+"""Rows of the record as tables: the providers of a case side by side, or a line for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .files import Row
+from .words import Form, digits, duration, scientific, size, span, table, times, whole
+
+PROVIDERS = {
+    "cpp": "deqfast `cpp`",
+    "torch": "deqfast `torch`",
+    "triton": "deqfast `triton`",
+    "cuda": "deqfast `cuda`",
+    "pinv": "pseudo-inverse",
+    "explicit": "explicit network",
+}
+# Key of a row -> how it is headed and written. The order is that of the columns.
+COLUMNS: dict[str, tuple[str, Form]] = {
+    "threads": ("threads", whole),
+    "solver_ms": ("solver, per iteration", duration),
+    "ms": ("whole call, median", duration),
+    "ms_min": ("least", duration),
+    "f_ms": ("of it f", duration),
+    "floor_ms": ("byte floor", duration),
+    "floor_x": ("× floor", digits),
+    "gain": ("gain", times),
+    "evaluations": ("evaluations", whole),
+    "residual": ("residual", scientific),
+    "error": ("error", scientific),
+    "peak_bytes": ("memory", size),
+    "launches": ("launches per iteration", whole),
+    "host_waits": ("host waits", whole),
+}
+COUNTS = ("evaluations", "residual", "error", "peak_bytes", "launches", "host_waits")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem on one machine: provider -> row."""
+
+    name: str
+    threads: int | None
+    rows: dict[str, Row]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.threads is None else f"{self.name}, {threads_text(self.threads)}"
+
+    def get(self, provider: str, key: str) -> Any:
+        return self.rows.get(provider, {}).get(key)
+
+
+def threads_text(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def provider_text(name: str) -> str:
+    return PROVIDERS.get(name, name)
+
+
+def case_text(row: Row) -> str:
+    """Name, shape, dtype: what of these the name does not hold."""
+    shape = f"({row['batch']}, {row['dim']})" if row.get("batch") and row.get("dim") else ""
+    parts = [row["case"], *(part for part in (shape, row.get("dtype")) if part and part not in row["case"])]
+    return ", ".join(parts)
+
+
+def cases_of(rows: Iterable[Row]) -> list[Case]:
+    """In the order of the rows."""
+    found: dict[tuple[str, int | None], Case] = {}
+    for row in rows:
+        key = (case_text(row), row.get("threads"))
+        found.setdefault(key, Case(*key, {})).rows[row["provider"]] = row
+    return list(found.values())
+
+
+def cell(row: Row | None, key: str, form: Form) -> str:
+    """A number of a row; "" where there is none."""
+    value = None if row is None else row.get(key)
+    return "" if value is None or value == [] else span(value, form)
+
+
+def comparison(cases: Sequence[Case], key: str, ours: str) -> list[str]:
+    """A line for each case: our time and its floor, the others', and how much faster than its peer ours is."""
+    others = list(dict.fromkeys(name for case in cases for name in case.rows if name != ours))
+    peers = list(dict.fromkeys(case.get(ours, "peer") for case in cases if case.get(ours, "peer")))
+    header = ["case", "threads", provider_text(ours), "byte floor", "× floor", *map(provider_text, others),
+              f"gain over {peers[0]}" if len(peers) == 1 else "gain"]  # fmt: skip
+    body = []
+    for case in cases:
+        own = case.rows.get(ours)
+        floor, share, gain = (cell(own, name, COLUMNS[name][1]) for name in ("floor_ms", "floor_x", "gain"))
+        theirs = [cell(case.rows.get(name), key, duration) for name in others]
+        peer = f" ({case.get(ours, 'peer')})" if gain and len(peers) > 1 else ""
+        body.append([case.name, whole(case.threads or 0), cell(own, key, duration), floor, share, *theirs, gain + peer])
+    return table(header, body)
+
+
+def counts(cases: Sequence[Case], providers: Sequence[str]) -> list[str]:
+    """A line for each case: what was counted of the `providers`, side by side in each cell."""
+    header = ["case", "threads", *(COLUMNS[key][0] for key in COUNTS)]
+    body = [[case.name, whole(case.threads or 0), *(abreast(case, providers, key) for key in COUNTS)]
+            for case in cases]  # fmt: skip
+    return table(header, body)
+
+
+def abreast(case: Case, providers: Sequence[str], key: str) -> str:
+    parts = [cell(case.rows.get(name), key, COLUMNS[key][1]) for name in providers]
+    return " / ".join(part or "–" for part in parts) if any(parts) else ""
+
+
+def note(row: Row) -> str:
+    """Why there is no time, or what else the row says."""
+    if row.get("problem"):
+        return f"wrong or broken, not timed: {row['problem']}"
+    if row.get("skipped"):
+        return f"not run: {row['skipped']}"
+    marks = {True: "met", False: "missed", None: "not told"}
+    judged = [f"{target['target']}: {marks[target['met']]}" for target in row.get("targets", [])]
+    return "; ".join([*judged, row["note"]] if row.get("note") else judged)
+
+
+def long_table(rows: Iterable[Row]) -> list[str]:
+    """A line for each row, with everything measured."""
+    header = ["case", "provider", *(title for title, _ in COLUMNS.values()), "gain over", "remarks"]
+    body = [
+        [case_text(row), provider_text(row["provider"]), *(cell(row, key, form) for key, (_, form) in COLUMNS.items()),
+         row["peer"] if row.get("peer") and "gain" in row else "", note(row)]
+        for row in rows
+    ]  # fmt: skip
+    return table(header, body, left=2)
+
+
+def folded(summary: str, lines: list[str]) -> list[str]:
+    """Long tables, shown on a click."""
+    return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>"]
