@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from reporting.files import ReportError, Results, read
-from reporting.page import figures, page
+from reporting.page import page
+from reporting.pictures import draw_figures
 from reporting.readme import performance
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -82,7 +83,7 @@ def run(given: argparse.Namespace) -> list[str]:
     else:
         stale = []
         if not given.no_figures:
-            for path in figures(results):
+            for path in draw_figures(results):
                 print(f"drawn: {path}", flush=True)
         for path in differing(wanted):
             write_text(path, wanted[path])

@@ -13,6 +13,7 @@ Row = dict[str, Any]
 MEASURED = {
     "ms", "ms_min", "f_ms", "solver_ms", "floor_ms", "floor_x", "evaluations", "residual", "error", "allowed",
     "peak_bytes", "launches", "host_waits", "gain", "rounds", "bytes_per_s",
+    "floor_iteration_ms",
 }  # fmt: skip
 
 
@@ -96,8 +97,15 @@ def read_file(path: Path) -> File:
         machine["processor"] = runs[0].get("processor")
     texts = {key: data.get(key) for key in ("command", "date", "remark")}
     threads = machine.get("threads")
-    merged = merge([{"threads": threads, **row} for row in rows])
+    merged = merge([{"threads": threads, **row, **per_iteration(row)} for row in rows])
     return File(path, machine, **texts, rows=merged, runs=runs, stages=data.get("stages", []))
+
+
+def per_iteration(row: Row) -> Row:
+    """The byte floor of one iteration, where the solver's time is told per iteration."""
+    if {"solver_ms", "floor_ms", "evaluations"} <= row.keys():
+        return {"floor_iteration_ms": row["floor_ms"] / row["evaluations"]}
+    return {}
 
 
 def merge(rows: list[Row]) -> list[Row]:

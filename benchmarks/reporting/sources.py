@@ -15,7 +15,7 @@ def sources(results: Results) -> list[str]:
     header = ["file", "holds", "machine", "threads", "commit", "date"]
     body = [[link(file.name, f"results/{file.name}"), holds(file), machine(file), threads(file), commit(file),
              day(file)] for file in results.files]  # fmt: skip
-    lines = table(header, body, left=len(header))
+    lines = table(header, body, text=header)
     return [*lines, "", *[f"- `{file.name}`: {details(file)}" for file in results.files]]
 
 

@@ -20,7 +20,7 @@ def where(file: File, run: Row) -> list[str]:
 def step_table(results: Results) -> list[str]:
     header = ["size", "threads", "gradient", "explicit step", "DEQ step", "evaluations", "DEQ / explicit, time",
               "operations", "time over operations", "steps timed", "file"]  # fmt: skip
-    return table(header, [step_cells(file, run) for file, run in results.runs()])
+    return table(header, [step_cells(file, run) for file, run in results.runs()], text=("gradient", "file"))
 
 
 def step_cells(file: File, run: Row) -> list[str]:
@@ -35,7 +35,7 @@ def step_cells(file: File, run: Row) -> list[str]:
 def share_table(results: Results) -> list[str]:
     header = ["size", "threads", "gradient", "NC1-NC4 of an epoch's features", "share of an explicit epoch",
               "the pass that makes the features", "paper's trainings, explicit", "DEQ"]  # fmt: skip
-    return table(header, [share_cells(file, run) for file, run in results.runs()])
+    return table(header, [share_cells(file, run) for file, run in results.runs()], text=("gradient",))
 
 
 def share_cells(file: File, run: Row) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,14 @@ COLUMNS: dict[str, tuple[str, Form]] = {
     "residual": ("residual", scientific),
     "error": ("error", scientific),
     "peak_bytes": ("memory", size),
-    "launches": ("launches per iteration", whole),
+    "launches": ("launches", whole),
     "host_waits": ("host waits", whole),
+}
+# What stands beside a time: how it is headed, key, form.
+F_PART: list[tuple[str, str, Form]] = [("of it f", "f_ms", duration)]
+FLOORS: dict[str, list[tuple[str, str, Form]]] = {
+    "ms": [("byte floor", "floor_ms", duration), ("× floor", "floor_x", digits)],
+    "solver_ms": [("byte floor", "floor_iteration_ms", duration), ("× floor", "floor_x", digits)],
 }
 COUNTS = ("evaluations", "residual", "error", "peak_bytes", "launches", "host_waits")
 
@@ -42,12 +49,8 @@ class Case:
     """One problem on one machine: provider -> row."""
 
     name: str
-    threads: int | None
+    threads: int  # 0: not recorded
     rows: dict[str, Row]
-
-    @property
-    def label(self) -> str:
-        return self.name if self.threads is None else f"{self.name}, {threads_text(self.threads)}"
 
     def get(self, provider: str, key: str) -> Any:
         return self.rows.get(provider, {}).get(key)
@@ -62,19 +65,18 @@ def provider_text(name: str) -> str:
 
 
 def case_text(row: Row) -> str:
-    """Name, shape, dtype: what of these the name does not hold."""
-    shape = f"({row['batch']}, {row['dim']})" if row.get("batch") and row.get("dim") else ""
-    parts = [row["case"], *(part for part in (shape, row.get("dtype")) if part and part not in row["case"])]
-    return ", ".join(parts)
+    """The name, and the shape where the name does not hold it."""
+    named = re.search(r"\d+x\d+", row["case"]) or not {"batch", "dim"} <= row.keys()
+    return row["case"] if named else f"{row['case']}, ({row['batch']}, {row['dim']})"
 
 
 def cases_of(rows: Iterable[Row]) -> list[Case]:
-    """In the order of the rows."""
-    found: dict[tuple[str, int | None], Case] = {}
+    """In the order in which the names come first; of one name, by the number of threads."""
+    names: dict[str, dict[int, Case]] = {}
     for row in rows:
-        key = (case_text(row), row.get("threads"))
-        found.setdefault(key, Case(*key, {})).rows[row["provider"]] = row
-    return list(found.values())
+        name, threads = case_text(row), row.get("threads") or 0
+        names.setdefault(name, {}).setdefault(threads, Case(name, threads, {})).rows[row["provider"]] = row
+    return [of[threads] for of in names.values() for threads in sorted(of)]
 
 
 def cell(row: Row | None, key: str, form: Form) -> str:
@@ -84,25 +86,31 @@ def cell(row: Row | None, key: str, form: Form) -> str:
 
 
 def comparison(cases: Sequence[Case], key: str, ours: str) -> list[str]:
-    """A line for each case: our time and its floor, the others', and how much faster than its peer ours is."""
+    """A line for each case: our time `key` beside its byte floor and the others', and the gain over the peer.
+
+    Of a whole call of which f is a part, floor and gain are the solver's alone: f's time stands in their place.
+    """
     others = list(dict.fromkeys(name for case in cases for name in case.rows if name != ours))
     peers = list(dict.fromkeys(case.get(ours, "peer") for case in cases if case.get(ours, "peer")))
-    header = ["case", "threads", provider_text(ours), "byte floor", "× floor", *map(provider_text, others),
-              f"gain over {peers[0]}" if len(peers) == 1 else "gain"]  # fmt: skip
+    part_is_f = key == "ms" and any(case.get(ours, "f_ms") for case in cases)
+    beside = F_PART if part_is_f else FLOORS[key]
+    header = ["case", "threads", provider_text(ours), *(title for title, _, _ in beside), *map(provider_text, others),
+              f"gain over {provider_text(peers[0])}" if len(peers) == 1 else "gain"]  # fmt: skip
     body = []
     for case in cases:
         own = case.rows.get(ours)
-        floor, share, gain = (cell(own, name, COLUMNS[name][1]) for name in ("floor_ms", "floor_x", "gain"))
+        cells = [cell(own, key, duration), *(cell(own, name, form) for _, name, form in beside)]
         theirs = [cell(case.rows.get(name), key, duration) for name in others]
-        peer = f" ({case.get(ours, 'peer')})" if gain and len(peers) > 1 else ""
-        body.append([case.name, whole(case.threads or 0), cell(own, key, duration), floor, share, *theirs, gain + peer])
+        gain = "" if part_is_f else cell(own, "gain", times)
+        peer = f" ({provider_text(case.get(ours, 'peer'))})" if gain and len(peers) > 1 else ""
+        body.append([case.name, whole(case.threads), *cells, *theirs, gain + peer])
     return table(header, body)
 
 
 def counts(cases: Sequence[Case], providers: Sequence[str]) -> list[str]:
     """A line for each case: what was counted of the `providers`, side by side in each cell."""
     header = ["case", "threads", *(COLUMNS[key][0] for key in COUNTS)]
-    body = [[case.name, whole(case.threads or 0), *(abreast(case, providers, key) for key in COUNTS)]
+    body = [[case.name, whole(case.threads), *(abreast(case, providers, key) for key in COUNTS)]
             for case in cases]  # fmt: skip
     return table(header, body)
 
@@ -131,7 +139,7 @@ def long_table(rows: Iterable[Row]) -> list[str]:
          row["peer"] if row.get("peer") and "gain" in row else "", note(row)]
         for row in rows
     ]  # fmt: skip
-    return table(header, body, left=2)
+    return table(header, body, text=("provider", "gain over", "remarks"))
 
 
 def folded(summary: str, lines: list[str]) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 Form = Callable[[Any], str]
+WIDTH = 120
 
 
 def digits(value: float) -> str:
@@ -35,7 +37,7 @@ def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
 
 
 def duration(ms: float) -> str:
-    return with_unit(ms, [(1e-3, "µs"), (1, "ms"), (1e3, "s")])
+    return with_unit(ms, [(1e-6, "ns"), (1e-3, "µs"), (1, "ms"), (1e3, "s")])
 
 
 def size(count: float) -> str:
@@ -79,9 +81,21 @@ def link(text: str, target: str) -> str:
     return f"[{text}]({target})"
 
 
-def table(header: Sequence[str], body: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Without the columns that are empty throughout; the first `left` columns to the left, the others to the right."""
+def table(header: Sequence[str], body: Iterable[Sequence[str]], text: Collection[str] = ()) -> list[str]:
+    """Without the columns that are empty throughout; the first and those named in `text` to the left, others right."""
     rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in body]
     used = [index for index in range(len(header)) if any(row[index] for row in rows)]
-    rule = ["---" if index < left else "---:" for index in range(len(header))]
+    rule = ["---" if index == 0 or name in text else "---:" for index, name in enumerate(header)]
     return ["| " + " | ".join(row[index] for index in used) + " |" for row in [[*header], rule, *rows]]
+
+
+def wrapped(lines: Iterable[str]) -> str:
+    """Prose and list entries in lines of at most ``WIDTH``; tables, images, HTML and code as they are."""
+    found: list[str] = []
+    for line in lines:
+        if len(line) <= WIDTH or line.startswith(("|", "!", "<", "`")):
+            found.append(line)
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            found += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(found).rstrip() + "\n"
