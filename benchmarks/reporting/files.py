@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+PEER = "torchdeq"  # whose time a `gain` is told against where the row names no other
+GAIN = "gain over "  # start of the columns of gains, which a peer's name completes
 # What is measured. Rows of a file that agree in everything else are runs of the same.
 MEASURED = {
     "ms", "ms_min", "f_ms", "solver_ms", "floor_ms", "floor_x", "evaluations", "residual", "error", "allowed",
-    "peak_bytes", "launches", "host_waits", "gain", "rounds", "bytes_per_s",
-    "floor_iteration_ms",
+    "peak_bytes", "launches", "host_waits", "rounds", "copy_gb_per_s", "bytes_per_s", "floor_iteration_ms",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ class Results:
 
     folder: Path
     files: list[File]
-    baselines: dict[str, dict[str, Any]]
+    baselines: list[File]
 
     def rows(self, *sections: str, gpu: bool = False) -> Iterator[tuple[File, Row]]:
         """Rows of CPUs, or of GPUs, with the file that each is from."""
@@ -67,8 +68,8 @@ class Results:
 
 def read(results: Path, baselines: Path) -> Results:
     """All JSON of the two folders, in the order of the names."""
-    files = [read_file(path) for path in sorted(results.glob("*.json"))]
-    return Results(results, files, {path.name: load(path) for path in sorted(baselines.glob("*.json"))})
+    files, gates = ([read_file(path) for path in sorted(folder.glob("*.json"))] for folder in (results, baselines))
+    return Results(results, files, gates)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -87,8 +88,8 @@ def read_file(path: Path) -> File:
         raise ReportError(f"{path}: has the keys {', '.join(data)}; needed are machine, and rows or runs")
     if data.get("dry_run"):
         raise ReportError(f"{path}: a dry run is no result")
-    rows, runs = data.get("rows", []), data.get("runs", [])
-    for index, row in enumerate(rows):
+    given, runs = data.get("rows", []), data.get("runs", [])
+    for index, row in enumerate(given):
         missing = [key for key in ("section", "case", "provider") if key not in row]
         if missing:
             raise ReportError(f"{path}: row {index} has no {', '.join(missing)}")
@@ -96,28 +97,33 @@ def read_file(path: Path) -> File:
     if runs and "processor" not in machine:
         machine["processor"] = runs[0].get("processor")
     texts = {key: data.get(key) for key in ("command", "date", "remark")}
-    threads = machine.get("threads")
-    merged = merge([{"threads": threads, **row, **per_iteration(row)} for row in rows])
-    return File(path, machine, **texts, rows=merged, runs=runs, stages=data.get("stages", []))
+    rows = merge([{"threads": machine.get("threads"), **completed(row)} for row in given])
+    return File(path, machine, **texts, rows=rows, runs=runs, stages=data.get("stages", []))
 
 
-def per_iteration(row: Row) -> Row:
-    """The byte floor of one iteration, where the solver's time is told per iteration."""
+def completed(row: Row) -> Row:
+    """With the byte floor of one iteration where the solver's time is told so, and each gain in a column of its own."""
+    gains = row.get("gains") or ({row.get("peer", PEER): row["gain"]} if "gain" in row else {})
+    more: Row = {f"{GAIN}{peer}": gain for peer, gain in gains.items()}
     if {"solver_ms", "floor_ms", "evaluations"} <= row.keys():
-        return {"floor_iteration_ms": row["floor_ms"] / row["evaluations"]}
-    return {}
+        more["floor_iteration_ms"] = row["floor_ms"] / row["evaluations"]
+    return {key: value for key, value in row.items() if key not in ("gain", "gains")} | more
+
+
+def measured(key: str) -> bool:
+    return key in MEASURED or key.startswith(GAIN)
 
 
 def merge(rows: list[Row]) -> list[Row]:
     """One row for the runs of the same, with lists of their numbers."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        given = {key: value for key, value in row.items() if key not in MEASURED}
+        given = {key: value for key, value in row.items() if not measured(key)}
         groups.setdefault(json.dumps(given, sort_keys=True), []).append(row)
     return [group[0] if len(group) == 1 else combine(group) for group in groups.values()]
 
 
 def combine(group: list[Row]) -> Row:
     """The numbers of all rows as lists; what is not measured is the same in all."""
-    measured = {key: None for row in group for key in row if key in MEASURED}
-    return group[0] | {key: [row[key] for row in group if row.get(key) is not None] for key in measured}
+    keys = {key: None for row in group for key in row if measured(key)}
+    return group[0] | {key: [row[key] for row in group if row.get(key) is not None] for key in keys}

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .files import File, Results
+from .files import PEER, File, Results
+from .models import model_section
 from .pictures import image, image_by_producer
-from .solvers import EAGER, OURS, PEER, SECTION
-from .sources import sources
-from .study import COMMAND as STUDY_COMMAND
-from .study import share_table, step_table
+from .races import residual_section
+from .solvers import EAGER, OURS, SECTION
+from .sources import commit, day, sources
+from .study import study_section
 from .tables import cases_of, comparison, counts, folded, long_table, provider_text
 from .verdicts import summary, target_section
-from .words import link, listed, plural, table, wrapped
+from .words import absent, link, listed, plural, table, wrapped
 
 SUITE_COMMAND = "pytest benchmarks --record benchmarks/results/suite_cpu_2.json"
-RESIDUAL_COMMAND = "python benchmarks/time_to_residual.py"
 SCALING_COMMAND = "python benchmarks/scaling.py --figure benchmarks/results"
-MODEL_COMMAND = "python benchmarks/internet_scale.py"
-GATE_COMMAND = "pytest benchmarks --update-baseline"
+GATE_COMMAND = "pytest benchmarks --gate --update-baseline"
 GPU_COMMAND = "bash benchmarks/gpu.sh"
-NO_GPU = f"The CUDA and Triton kernels have not been run on a GPU: no GPU time is reported. `{GPU_COMMAND}` measures them."
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,13 @@ PARTS = (
     Part(
         "Whole solves",
         SECTION,
-        "The whole call, f included: the same f, start and number of iterations for all. Times without f "
-        "are above.",
+        "The whole call, f included: the same f, start and number of iterations for all.",
     ),
-    Part("Operations", "ops", "One call of every op, in place where it works in place; `torch` is the reference."),
+    Part(
+        "Operations",
+        "ops",
+        "One call of every op, in place where it works in place; `torch` is the reference in plain tensor operations.",
+    ),
     Part(
         "Training steps of a layer",
         "training",
@@ -47,16 +48,16 @@ PARTS = (
         "cell applied once, which solves nothing.",
     ),
     Part(
-        "A fully connected cell in one launch",
+        "A fully connected cell in one call",
         "fc",
         "The whole solve of z = tanh(W z + c) by `deqfast.fc_fixed_point`, f included, beside loops that call f.",
     ),
-    Part("Neural collapse", "nc", "NC1 to NC4 of N features in D dimensions, beside the D × D pseudo-inverse."),
+    Part(
+        "Neural collapse",
+        "nc",
+        "NC1 to NC4 of N features in D dimensions (N × D in the name), beside the D × D pseudo-inverse.",
+    ),
 )
-
-
-def absent(what: str, command: str) -> list[str]:
-    return [f"Not measured yet: {what}. `{command}` measures it."]
 
 
 def page(results: Results) -> str:
@@ -70,13 +71,17 @@ def page(results: Results) -> str:
         ("A training step of the study", study_section(results)),
         ("Time to a residual", residual_section(results)),
         ("How cost grows", scaling_section(results)),
-        ("Larger than this machine: a model", model_section(results)),
+        ("A model of many GPUs", model_section(results)),
         ("The regression gate", gate_section(results)),
         ("On a GPU", gpu_section(results)),
     ]
-    lines = ["# Benchmark results", "", f"Written by `python benchmarks/report.py` from the JSON in "
-             f"{link('benchmarks/results', 'results')}: no number is typed by hand. Times are medians of the rounds of a "
-             "run unless another is named; a dash or an empty cell is a number that was not taken."]  # fmt: skip
+    lines = [
+        "# Benchmark results",
+        "",
+        f"Written by `python benchmarks/report.py` from the JSON in {link('benchmarks/results', 'results')}: no number "
+        "is typed by hand. Times are the least of the rounds of a run unless another is named. An empty cell or a dash "
+        "is a number that was not taken.",
+    ]
     for title, body in sections:
         lines += ["", f"## {title}", "", *body]
     return wrapped(lines)
@@ -87,14 +92,21 @@ def solver_section(results: Results) -> list[str]:
     cases = cases_of(row for _, row in results.rows(SECTION))
     if not any(case.get(OURS, "solver_ms") for case in cases):
         return absent("time per iteration of the solvers", SUITE_COMMAND)
-    lines = ["Least of the rounds with f subtracted, over the number of evaluations. The byte floor is what the algorithm "
-             "must move at the copy rate of the same run; a time below it is one of data that stayed in a cache."]  # fmt: skip
-    lines += ["", *comparison(cases, "solver_ms", OURS), ""]
+    lines = [
+        "f subtracted, over the number of evaluations. The byte floor is what the algorithm must move at the copy rate "
+        "of the same run; a time below it is one of data that stayed in a cache.",
+        "",
+    ]
     for name in ("gain_over_torchdeq.png", "time_and_floor.png", "memory.png"):
         lines += image(results, name)
     providers = [name for name in (OURS, PEER, EAGER) if any(name in case.rows for case in cases)]
-    lines += [f"What was counted in each solve ({' / '.join(map(provider_text, providers))}; launches: torch operations "
-              "outside f per iteration, host waits: per solve):", ""]  # fmt: skip
+    lines += [
+        *comparison(cases, "solver_ms", OURS),
+        "",
+        f"What was counted in each solve ({' / '.join(map(provider_text, providers))}). Launches are torch operations "
+        "outside f, per iteration; host waits are per solve, had the tensors been a GPU's:",
+        "",
+    ]
     return [*lines, *counts(cases, providers)]
 
 
@@ -103,28 +115,8 @@ def rows_section(results: Results, part: Part) -> list[str]:
     rows = [row for _, row in results.rows(part.section)]
     if not rows:
         return absent(part.title.lower(), SUITE_COMMAND)
-    lines = [part.words, "", *comparison(cases_of(rows), "ms", OURS), ""]
+    lines = [part.words, "", *comparison(cases_of(rows), "ms_min", OURS), ""]
     return [*lines, *folded(f"All {plural(len(rows), 'row')}", long_table(rows))]
-
-
-def study_section(results: Results) -> list[str]:
-    if not results.runs():
-        return absent("the training step of the study's networks", STUDY_COMMAND)
-    lines = [f"Both networks in turns; `{STUDY_COMMAND}`. Operations are "
-             "counted, with the mean number of evaluations of the steps timed.", "", *step_table(results), ""]  # fmt: skip
-    for file in dict.fromkeys(file.path for file, _ in results.runs()):
-        lines += image_by_producer(results, f"{file.stem}.png", "Stacked bars: where a training step's time goes")
-    trainings = results.runs()[0][1]["paper"]["trainings"]
-    lines += [f"Neural collapse, given the features of an epoch, and the paper's {trainings} trainings of 100 epochs, extrapolated "
-              "from these steps:", ""]  # fmt: skip
-    return [*lines, *share_table(results)]
-
-
-def residual_section(results: Results) -> list[str]:
-    rows = [row for _, row in results.rows("residual")]
-    if not rows:
-        return absent("the time that each solver takes to a residual", RESIDUAL_COMMAND)
-    return long_table(rows)
 
 
 def scaling_section(results: Results) -> list[str]:
@@ -136,34 +128,32 @@ def scaling_section(results: Results) -> list[str]:
     lines += image_by_producer(results, "scaling_time.png", "Curves: solver time per iteration by each variable")
     lines += image_by_producer(results, "scaling_memory.png", "Curves: peak memory of a solve by each variable")
     lines += ["Exponents a of y ~ x^a, fitted; two where the slope changes:", ""]
-    measures = {"solver_ms": "time per iteration", "peak_bytes": "peak memory"}
+    measures = {"solver_ms": "time per iteration", "ms_min": "time of the whole solve", "peak_bytes": "peak memory"}
+    header = ["against", "case", "provider", "of", "exponent"]
     body = [[row["series"], row["case"], provider_text(row["provider"]), measures.get(row["measure"], row["measure"]),
              row["text"]] for row in rows]  # fmt: skip
-    header = ["against", "case", "provider", "of", "exponent"]
-    exponents = table(header, body, text=header)
-    return [*lines, *folded(f"{plural(len(rows), 'exponent')}", exponents)]
-
-
-def model_section(results: Results) -> list[str]:
-    rows = [row for _, row in results.rows("internet scale")]
-    if not rows:
-        return absent("a model of more GPUs and larger states", MODEL_COMMAND)
-    return long_table(rows)
+    return [*lines, *folded(f"All {plural(len(rows), 'exponent')}", table(header, body, text=header))]
 
 
 def gate_section(results: Results) -> list[str]:
+    """What `pytest benchmarks --gate` compares with."""
     if not results.baselines:
-        return absent("the baselines that `pytest benchmarks --gate` compares with", GATE_COMMAND)
-    return [f"`pytest benchmarks --gate` compares with {listed(f'`{name}`' for name in results.baselines)}."]
+        return absent("the baselines of the gate", GATE_COMMAND)
+    header = ["baseline", "cases", "depends on", "commit", "date"]
+    body = [[link(file.name, f"baselines/{file.name}"), str(len(file.rows)), file.remark or "", commit(file), day(file)]
+            for file in results.baselines]  # fmt: skip
+    return ["`pytest benchmarks --gate` compares each case with these, and fails where one has become worse.", "",
+            *table(header, body, text=header)]  # fmt: skip
 
 
 def gpu_section(results: Results) -> list[str]:
     """Everything that gpu.sh recorded, a file after the other."""
     if not results.gpus:
-        return [NO_GPU]
+        return ["The CUDA and Triton kernels have not been run on a GPU: no GPU time is reported. "
+                f"`{GPU_COMMAND}` measures them."]  # fmt: skip
     lines: list[str] = []
     for file in results.gpus:
-        lines += [f"### {file.gpu}", "", *stages(file)]
+        lines += [f"### {file.gpu}, {file.name}", "", *stages(file)]
         for section in dict.fromkeys(row["section"] for row in file.rows):
             rows = [row for row in file.rows if row["section"] == section]
             lines += ["", *folded(f"{section}: {plural(len(rows), 'row')}", long_table(rows))]
@@ -173,6 +163,6 @@ def gpu_section(results: Results) -> list[str]:
 
 def stages(file: File) -> list[str]:
     """How building, tests and sanitizers went."""
-    body = [[stage["stage"], stage["outcome"], f"{stage['seconds']} s", stage["note"]] for stage in file.stages]
     header = ["stage", "outcome", "took", "note"]
+    body = [[stage["stage"], stage["outcome"], f"{stage['seconds']} s", stage["note"]] for stage in file.stages]
     return table(header, body, text=header) if body else []

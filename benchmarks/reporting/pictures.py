@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .figures import Bars, draw
-from .files import Results
-from .solvers import EAGER, OURS, PEER, Headline, headlines, solver_text
+from .files import PEER, Results
+from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
 from .tables import threads_text
 from .verdicts import bound
 
@@ -38,12 +38,12 @@ def series(headline: Headline, key: str, scale: float = 1.0) -> dict[str, list[f
 def gains(results: Results) -> Bars | None:
     """How many times faster than torchdeq, for each number of threads, beside the targets."""
     found = headlines(results)
-    if not found or not any(case.get(OURS, "gain") for case in found[0].cases):
+    if not found or not any(case.get(OURS, GAIN_OVER_PEER) for case in found[0].cases):
         return None
     names = labels(found[0])
     values: dict[str, list[float | None]] = {}
     for headline in reversed(found):
-        own = {solver_text(case.name): typical(case.get(OURS, "gain")) for case in headline.cases}
+        own = {solver_text(case.name): typical(case.get(OURS, GAIN_OVER_PEER)) for case in headline.cases}
         values[threads_text(headline.threads)] = [own.get(name) for name in names]
     return Bars(
         names, values, f"Solver time per iteration at {found[0].shape()}: torchdeq's over deqfast's",

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .files import File, Results
-from .page import GPU_COMMAND, RESIDUAL_COMMAND, SUITE_COMMAND, absent
+from .files import GAIN, PEER, File, Results
+from .page import GPU_COMMAND, SUITE_COMMAND
 from .pictures import image
-from .solvers import EAGER, OURS, PEER, Headline, headlines, solver_text
+from .races import residual_sentence
+from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
 from .sources import commit, day, machine
 from .study import COMMAND as STUDY_COMMAND
 from .study import step_sentence
 from .tables import Case, cases_of, cell, threads_text
 from .verdicts import summary
-from .words import duration, link, listed, scientific, table, times, wrapped
+from .words import absent, duration, link, listed, scientific, table, times, wrapped
 
 PAGE = "benchmarks/RESULTS.md"
-POSSESSIVE = {"torchdeq": "torchdeq's", "eager": "the eager loop's", "pinv": "the D × D pseudo-inverse's"}
+PINV = "pinv"
+POSSESSIVE = {PEER: "torchdeq's", PINV: "the D × D pseudo-inverse's"}
 
 
 def performance(results: Results) -> str:
@@ -67,44 +69,43 @@ def headline_cells(case: Case) -> list[str]:
     residuals = [cell(row, "residual", scientific) or "–" for row in (own, peer)]
     return [
         solver_text(case.name), cell(own, "solver_ms", duration), cell(own, "floor_iteration_ms", duration),
-        cell(peer, "solver_ms", duration), cell(eager, "solver_ms", duration), cell(own, "gain", times),
+        cell(peer, "solver_ms", duration), cell(eager, "solver_ms", duration), cell(own, GAIN_OVER_PEER, times),
         " / ".join(residuals),
     ]  # fmt: skip
 
 
-def compared(results: Results, section: str, prefix: str) -> Iterator[tuple[File, Case]]:
-    """Cases on CPUs with our time and a peer's, by the start of their names; those of the most threads first."""
+def compared(results: Results, section: str, prefix: str, peer: str) -> Iterator[tuple[File, Case]]:
+    """Cases on CPUs of ours and of a peer, by the start of their names; those of the most threads first."""
     for file in sorted(results.files, key=lambda file: -(file.machine.get("threads") or 0)):
         rows = [row for row in file.rows if row["section"] == section and row["case"].startswith(prefix)]
         if file.gpu is None:
-            yield from ((file, case) for case in cases_of(rows) if case.get(OURS, "ms") and case.get(OURS, "gain"))
+            yield from ((file, case) for case in cases_of(rows) if case.get(OURS, GAIN + peer))
 
 
-def against(case: Case) -> str:
+def against(case: Case, peer: str) -> str:
     """ "1.20 ms against torchdeq's 4.80 ms (4.00×)"."""
-    peer = case.get(OURS, "peer")
-    ours, theirs = (cell(case.rows.get(name), "ms", duration) for name in (OURS, peer))
-    return f"{ours} against {POSSESSIVE[peer]} {theirs} ({cell(case.rows[OURS], 'gain', times)})"
+    ours, theirs = (cell(case.rows[name], "ms_min", duration) for name in (OURS, peer))
+    return f"{ours} against {POSSESSIVE[peer]} {theirs} ({cell(case.rows[OURS], GAIN + peer, times)})"
 
 
 def fc_sentence(results: Results) -> str:
-    for file, case in compared(results, "fc", "fc-solve-128x256-"):
+    for file, case in compared(results, "fc", "fc-solve-128x256-", PEER):
         row = case.rows[OURS]
         return (
             f"A fully connected cell, D = {row['dim']}, {row['batch']} samples, {row['iterations']} iterations, in one "
-            f"call with f inside (`deqfast.fc_fixed_point`): {against(case)}; {origin(results, file, case.threads)}."
+            f"call with f inside (`deqfast.fc_fixed_point`): {against(case, PEER)}; {origin(results, file, case.threads)}."
         )
     return absent("the fully connected cell in one call", SUITE_COMMAND)[0]
 
 
 def nc_sentence(results: Results) -> str:
     """Of the largest state."""
-    found = sorted(compared(results, "nc", "nc-"), key=lambda pair: -pair[1].rows[OURS]["dim"])
+    found = sorted(compared(results, "nc", "nc-", PINV), key=lambda pair: -pair[1].rows[OURS]["dim"])
     for file, case in found[:1]:
         row = case.rows[OURS]
         return (
             f"NC1 to NC4 of {row['batch']} features, D = {row['dim']}, K = {row['classes']}, {row['dtype']}: "
-            f"{against(case)}, relative error {cell(row, 'error', scientific)}; {origin(results, file, case.threads)}."
+            f"{against(case, PINV)}, relative error {cell(row, 'error', scientific)}; {origin(results, file, case.threads)}."
         )
     return absent("neural collapse beside the pseudo-inverse", SUITE_COMMAND)[0]
 
@@ -116,10 +117,6 @@ def study_sentence(results: Results) -> str:
         if file.runs and file.gpu is None
     ]
     return " ".join(texts) or absent("the training step of the study's networks", STUDY_COMMAND)[0]
-
-
-def residual_sentence(results: Results) -> str:
-    return absent("the time that each solver takes to a residual", RESIDUAL_COMMAND)[0]
 
 
 def gpu_paragraph(results: Results) -> list[str]:

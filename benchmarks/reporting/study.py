@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .files import File, Results, Row
-from .words import digits, duration, link, listed, percent, table, times, whole
+from .pictures import image_by_producer
+from .words import absent, digits, duration, link, listed, percent, table, times, whole
 
 COMMAND = "python benchmarks/training_step.py --size 16x32 64x128 --threads 1 --json FILE --figure FILE"
 
@@ -61,3 +62,24 @@ def step_sentence(file: File) -> str:
         f"A training step of the study's DEQ takes {ratios} the explicit network's ({sizes}), which is {over} the ratio "
         f"of their floating-point operations. NC1-NC4, given the features, take {shares} of an epoch."
     )
+
+
+def study_section(results: Results) -> list[str]:
+    """Both tables, and the figures that training_step.py has drawn."""
+    if not results.runs():
+        return absent("the training step of the study's networks", COMMAND)
+    lines = [
+        f"Both networks in turns, medians; `{COMMAND}`. Operations are floating-point operations, with the mean number "
+        "of evaluations of the steps timed.",
+        "",
+        *step_table(results),
+        "",
+    ]
+    for path in dict.fromkeys(file.path for file, _ in results.runs()):
+        lines += image_by_producer(results, f"{path.stem}.png", "Stacked bars: where a training step's time goes")
+    lines += [
+        f"Neural collapse, given the features of an epoch, and the paper's {results.runs()[0][1]['paper']['trainings']} "
+        "trainings, extrapolated from these steps:",
+        "",
+    ]
+    return [*lines, *share_table(results)]

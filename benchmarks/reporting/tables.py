@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .files import Row
+from .files import GAIN, Row
 from .words import Form, digits, duration, scientific, size, span, table, times, whole
 
 PROVIDERS = {
@@ -16,7 +16,7 @@ PROVIDERS = {
     "triton": "deqfast `triton`",
     "cuda": "deqfast `cuda`",
     "pinv": "pseudo-inverse",
-    "explicit": "explicit network",
+    "explicit": "the cell once",
 }
 # Key of a row -> how it is headed and written. The order is that of the columns.
 COLUMNS: dict[str, tuple[str, Form]] = {
@@ -27,7 +27,6 @@ COLUMNS: dict[str, tuple[str, Form]] = {
     "f_ms": ("of it f", duration),
     "floor_ms": ("byte floor", duration),
     "floor_x": ("× floor", digits),
-    "gain": ("gain", times),
     "evaluations": ("evaluations", whole),
     "residual": ("residual", scientific),
     "error": ("error", scientific),
@@ -38,7 +37,7 @@ COLUMNS: dict[str, tuple[str, Form]] = {
 # What stands beside a time: how it is headed, key, form.
 F_PART: list[tuple[str, str, Form]] = [("of it f", "f_ms", duration)]
 FLOORS: dict[str, list[tuple[str, str, Form]]] = {
-    "ms": [("byte floor", "floor_ms", duration), ("× floor", "floor_x", digits)],
+    "ms_min": [("byte floor", "floor_ms", duration), ("× floor", "floor_x", digits)],
     "solver_ms": [("byte floor", "floor_iteration_ms", duration), ("× floor", "floor_x", digits)],
 }
 COUNTS = ("evaluations", "residual", "error", "peak_bytes", "launches", "host_waits")
@@ -86,25 +85,32 @@ def cell(row: Row | None, key: str, form: Form) -> str:
 
 
 def comparison(cases: Sequence[Case], key: str, ours: str) -> list[str]:
-    """A line for each case: our time `key` beside its byte floor and the others', and the gain over the peer.
+    """A line for each case: our time `key` beside its byte floor and the others', and the gains over these.
 
-    Of a whole call of which f is a part, floor and gain are the solver's alone: f's time stands in their place.
+    Of a whole call of which f is a part, floor and gains are the solver's alone: f's time stands in their place.
     """
     others = list(dict.fromkeys(name for case in cases for name in case.rows if name != ours))
-    peers = list(dict.fromkeys(case.get(ours, "peer") for case in cases if case.get(ours, "peer")))
-    part_is_f = key == "ms" and any(case.get(ours, "f_ms") for case in cases)
+    part_is_f = key == "ms_min" and any(case.get(ours, "f_ms") for case in cases)
     beside = F_PART if part_is_f else FLOORS[key]
+    gains = [] if part_is_f else gains_of(case.rows.get(ours, {}) for case in cases)
     header = ["case", "threads", provider_text(ours), *(title for title, _, _ in beside), *map(provider_text, others),
-              f"gain over {provider_text(peers[0])}" if len(peers) == 1 else "gain"]  # fmt: skip
-    body = []
-    for case in cases:
-        own = case.rows.get(ours)
-        cells = [cell(own, key, duration), *(cell(own, name, form) for _, name, form in beside)]
-        theirs = [cell(case.rows.get(name), key, duration) for name in others]
-        gain = "" if part_is_f else cell(own, "gain", times)
-        peer = f" ({provider_text(case.get(ours, 'peer'))})" if gain and len(peers) > 1 else ""
-        body.append([case.name, whole(case.threads), *cells, *theirs, gain + peer])
-    return table(header, body)
+              *map(gain_text, gains)]  # fmt: skip
+    return table(header, [
+        [case.name, whole(case.threads), cell(case.rows.get(ours), key, duration),
+         *(cell(case.rows.get(ours), name, form) for _, name, form in beside),
+         *(cell(case.rows.get(name), key, duration) for name in others),
+         *(cell(case.rows.get(ours), name, times) for name in gains)]
+        for case in cases
+    ])  # fmt: skip
+
+
+def gains_of(rows: Iterable[Row]) -> list[str]:
+    """The columns of gains that any row has."""
+    return list(dict.fromkeys(key for row in rows for key in row if key.startswith(GAIN)))
+
+
+def gain_text(key: str) -> str:
+    return GAIN + provider_text(key.removeprefix(GAIN))
 
 
 def counts(cases: Sequence[Case], providers: Sequence[str]) -> list[str]:
@@ -131,15 +137,16 @@ def note(row: Row) -> str:
     return "; ".join([*judged, row["note"]] if row.get("note") else judged)
 
 
-def long_table(rows: Iterable[Row]) -> list[str]:
+def long_table(rows: Sequence[Row]) -> list[str]:
     """A line for each row, with everything measured."""
-    header = ["case", "provider", *(title for title, _ in COLUMNS.values()), "gain over", "remarks"]
+    columns = COLUMNS | {key: (gain_text(key), times) for key in gains_of(rows)}
+    header = ["case", "provider", *(title for title, _ in columns.values()), "remarks"]
     body = [
-        [case_text(row), provider_text(row["provider"]), *(cell(row, key, form) for key, (_, form) in COLUMNS.items()),
-         row["peer"] if row.get("peer") and "gain" in row else "", note(row)]
+        [case_text(row), provider_text(row["provider"]), *(cell(row, key, form) for key, (_, form) in columns.items()),
+         note(row)]
         for row in rows
     ]  # fmt: skip
-    return table(header, body, text=("provider", "gain over", "remarks"))
+    return table(header, body, text=("provider", "remarks"))
 
 
 def folded(summary: str, lines: list[str]) -> list[str]:

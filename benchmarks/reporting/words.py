@@ -46,6 +46,15 @@ def size(count: float) -> str:
     return with_unit(count, [(1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB")])
 
 
+def elapsed(seconds: float) -> str:
+    return with_unit(seconds, [(1, "s"), (60, "min"), (3600, "h"), (86400, "days")])
+
+
+def count(number: float) -> str:
+    """Three digits, from a million on in words."""
+    return with_unit(number, [(1, ""), (1e6, "million"), (1e9, "billion")]).strip()
+
+
 def times(value: float) -> str:
     return f"{digits(value)}×"
 
@@ -75,6 +84,10 @@ def listed(items: Iterable[str]) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def absent(what: str, command: str) -> list[str]:
+    return [f"Not measured yet: {what}. `{command}` measures it."]
 
 
 def link(text: str, target: str) -> str:

@@ -1,0 +1,48 @@
+"""The modelled table of internet_scale.py: nothing in it was measured, and every line says so."""
+
+from __future__ import annotations
+
+from .files import File, Results, Row
+from .tables import provider_text
+from .words import absent, count, elapsed, link, plural, table, times
+
+COMMAND = "python benchmarks/internet_scale.py"
+MODEL = "internet scale (model)"
+
+
+def model_section(results: Results) -> list[str]:
+    lines: list[str] = []
+    for file in results.files:
+        rows = [row for row in file.rows if row["section"] == MODEL]
+        if rows:
+            lines += [introduction(results, file), "", *model_table(rows), ""]
+    return lines or [f"Not modelled yet. `{COMMAND}` writes the model, which needs no GPU."]
+
+
+def introduction(results: Results, file: File) -> str:
+    inputs = {row["case"]: row["value"] for row in file.rows if row["section"] == "internet scale (inputs)"}
+    details = results.folder / f"{file.path.stem}.md"
+    more = f" {link('All of its inputs and tables', f'results/{details.name}')}." if details.is_file() else ""
+    return (
+        f"**A model, not a measurement**: training of MDEQ on {inputs.get('name', 'GPUs')}, every operation at the "
+        f"longer of its bytes at the copy rate and its floating-point operations at a share of a product's rate, "
+        f"launches and waits left out (`{COMMAND}`). The last column is one pass over "
+        f"{count(inputs['internet'])} images on the most GPUs.{more}"
+    )
+
+
+def model_table(rows: list[Row]) -> list[str]:
+    """A line for each case and library, the numbers of GPUs side by side."""
+    gpus = list(dict.fromkeys(row["gpus"] for row in rows))
+    grouped: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in rows:
+        grouped.setdefault((row["case"], row["provider"]), {})[row["gpus"]] = row
+    header = ["model of", "library", *(f"images/s, {plural(number, 'GPU')}" for number in gpus), "gain over torchdeq",
+              f"all images, {plural(gpus[-1], 'GPU')}"]  # fmt: skip
+    body = [
+        [case, provider_text(provider), *(count(of[number]["images_per_second"]) for number in gpus),
+         times(of[gpus[0]]["gain over torchdeq"]) if "gain over torchdeq" in of[gpus[0]] else "",
+         elapsed(of[gpus[-1]]["internet_s"])]
+        for (case, provider), of in grouped.items()
+    ]  # fmt: skip
+    return table(header, body, text=("library",))
