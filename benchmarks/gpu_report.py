@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from harness.files import write_json
 
 COLUMNS = ("us", "floor", "x", "in place", "evals", "resid", "error", "MB", "x peer")
 
@@ -39,16 +39,6 @@ def number(value: float | None, form: str) -> str:
 def micro(ms: float | None) -> str:
     """Microseconds of a time in milliseconds, in three digits or more."""
     return "" if ms is None else f"{1e3 * ms:.{1 if ms < 0.1 else 0}f}"
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Replace `path` in one step."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(data, file, indent=1)
-        file.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
 
 
 def cells(row: dict[str, Any]) -> list[str]:

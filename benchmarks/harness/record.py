@@ -30,7 +30,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,10 @@ import torch
 
 import deqfast
 
+from .files import write_json
+
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 Row = dict[str, Any]
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Replace `path` in one step."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(data, file, indent=1)
-        file.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
 
 
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
