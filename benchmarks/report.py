@@ -9,12 +9,11 @@ Nothing is measured; takes some seconds. What has not been measured is named as 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
+from harness.files import write_text
 from reporting.files import ReportError, Results, read
 from reporting.page import page
 from reporting.pictures import draw_figures
@@ -38,15 +37,6 @@ def broken_links(text: str, folder: Path) -> list[str]:
     """Links and images of `text`, which is kept in `folder`, whose file is not there."""
     targets = [target for target in LINK.findall(text) if "://" not in target]
     return [target for target in targets if not (folder / target).exists()]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` in one step."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.chmod(name, 0o644)
-    os.replace(name, path)
 
 
 def texts(results: Results, root: Path) -> dict[Path, str]:

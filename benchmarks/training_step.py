@@ -21,6 +21,7 @@ from gpu_measure import Clock
 from harness.files import write_json
 from harness.record import machine, processor
 from harness.tables import aligned
+from harness.targets import FLOP_TARGET, NC_TARGETS
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,8 +50,6 @@ MODELS = ("explicit", "deq")
 WARM_UPS = 2
 FEWEST_STEPS = 3
 EPOCH = 50_000  # images of balanced CIFAR-10
-FLOP_TARGET = 1.15
-NC_TARGETS = {"cpu": 0.03, "cuda": 0.01}
 Record = dict[str, Any]
 
 

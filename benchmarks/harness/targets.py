@@ -66,6 +66,31 @@ TARGETS = (
 )
 
 
+# Of the study's training step: its time over the explicit network's, over the ratio of their floating-point operations;
+# and NC1-NC4, given the features, as a share of an explicit epoch.
+FLOP_TARGET = 1.15
+NC_TARGETS = {"cpu": 0.03, "cuda": 0.01}
+# What gpu.sh judges on an H200, for a reader where it has not been run: what, and the bound.
+GPU_TARGETS = (
+    ("solver steps from D = 8192 on: share of the copy rate", "at least 85 %"),
+    ("Anderson step, m = 6, bf16 history, (128, 8192)", "at most 20 µs"),
+    ("Anderson step, m = 6, bf16 history, (32, 65536)", "at most 34 µs"),
+    ("Broyden step, n = 18, (128, 8192)", "at most 58 µs"),
+    ("Anderson solve, (128, 8192): gain over torchdeq", "at least 12×"),
+    ("Broyden solve, (128, 8192): gain over torchdeq", "at least 8×"),
+    ("solve, (128, 8192): host waits", "at most one, and one for every check"),
+    ("bf16 residual cell: solver's time over f's", "at most 40 %"),
+    ("bf16 residual cell: gain of the whole solve over torchdeq", "at least 3×"),
+    ("normalisation, ReLU and sum of a cell, (128, 512, 4, 4) bf16", "at most 6 µs"),
+    ("fully connected cell, D = 256, B = 128, bf16 weights, 30 iterations", "at most 120 µs"),
+    ("fully connected cell, the same: gain over torchdeq", "at least 40×"),
+    ("NC1, N = 50000, D = 512, K = 10", "at most 120 µs"),
+    ("NC1-NC4 of an epoch", "at most 1 %"),
+    ("a DEQ's training step over the explicit one's, over the ratio of operations", "at most 1.15×"),
+    ("the paper's 40 trainings of 100 epochs, extrapolated", "at most one hour"),
+)
+
+
 def verdicts(rows: Sequence[Row]) -> list[tuple[Target, float | None, bool | None]]:
     """Every target with what was measured, and whether it is met; None for both where the rows do not tell."""
     values = [target.value(rows) for target in TARGETS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ class ReportError(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """One file of results; `runs`: those of training_step.py, which writes no rows."""
+    """One file of results. rows: runs of the same as one; raw: as recorded; runs: those of training_step.py."""
 
     path: Path
     machine: dict[str, Any]
@@ -34,10 +35,23 @@ class File:
     rows: list[Row] = field(default_factory=list)
     runs: list[Row] = field(default_factory=list)
     stages: list[Row] = field(default_factory=list)
+    raw: list[Row] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.path.name
+
+    def repeats(self) -> list[list[Row]]:
+        """The rows as they were recorded, those of one run of the suite together where a file has several."""
+        found: list[list[Row]] = []
+        seen: Counter[tuple[str, ...]] = Counter()
+        for row in self.raw:
+            key = (row["section"], row["case"], row["provider"], str(row.get("threads")))
+            if seen[key] == len(found):
+                found.append([])
+            found[seen[key]].append(row)
+            seen[key] += 1
+        return found
 
     @property
     def gpu(self) -> str | None:
@@ -98,7 +112,7 @@ def read_file(path: Path) -> File:
         machine["processor"] = runs[0].get("processor")
     texts = {key: data.get(key) for key in ("command", "date", "remark")}
     rows = merge([{"threads": machine.get("threads"), **completed(row)} for row in given])
-    return File(path, machine, **texts, rows=rows, runs=runs, stages=data.get("stages", []))
+    return File(path, machine, **texts, rows=rows, raw=given, runs=runs, stages=data.get("stages", []))
 
 
 def completed(row: Row) -> Row:

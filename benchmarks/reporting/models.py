@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .files import File, Results, Row
 from .tables import provider_text
-from .words import absent, count, elapsed, link, plural, table, times
+from .words import count, elapsed, link, plural, table, times
 
 COMMAND = "python benchmarks/internet_scale.py"
 MODEL = "internet scale (model)"

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from .files import PEER, File, Results
 from .models import model_section
-from .pictures import image, image_by_producer
+from .pictures import image
 from .races import residual_section
 from .solvers import EAGER, OURS, SECTION
 from .sources import commit, day, sources
 from .study import study_section
-from .tables import cases_of, comparison, counts, folded, long_table, provider_text
+from .tables import cases_of, comparison, counts, folded, image_by_producer, long_table, provider_text
 from .verdicts import summary, target_section
-from .words import absent, link, listed, plural, table, wrapped
+from .words import absent, link, plural, table, wrapped
 
 SUITE_COMMAND = "pytest benchmarks --record benchmarks/results/suite_cpu_2.json"
 SCALING_COMMAND = "python benchmarks/scaling.py --figure benchmarks/results"

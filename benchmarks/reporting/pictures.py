@@ -48,7 +48,7 @@ def gains(results: Results) -> Bars | None:
     return Bars(
         names, values, f"Solver time per iteration at {found[0].shape()}: torchdeq's over deqfast's",
         "times faster than torchdeq 0.1.0, same f and iterations, f subtracted", "×",
-        {f"target ({threads_text(found[0].threads)})": [bound(case.name, "gain") for case in found[0].cases]},
+        {f"target ({threads_text(found[0].threads)})": [bound(case.name, "gain", PEER) for case in found[0].cases]},
     )  # fmt: skip
 
 
@@ -80,7 +80,10 @@ def memory(results: Results) -> Bars | None:
 # Name of the file under results/figures -> (what it shows, for those who cannot see it; the numbers).
 FIGURES: dict[str, tuple[str, Callable[[Results], Bars | None]]] = {
     "gain_over_torchdeq.png": ("Bars: how many times faster than torchdeq each solver is, targets marked", gains),
-    "time_and_floor.png": ("Bars: solver time of deqfast, torchdeq and eager over the byte floor, which is marked", floors),
+    "time_and_floor.png": (
+        "Bars: solver time of deqfast, torchdeq and eager over the byte floor, which is marked",
+        floors,
+    ),
     "memory.png": ("Bars: memory of a solve by deqfast, torchdeq and eager", memory),
 }
 
@@ -100,11 +103,3 @@ def image(results: Results, name: str, folder: str = "results") -> list[str]:
     """The Markdown of a figure; nothing where there are no numbers for it."""
     text, make = FIGURES[name]
     return [] if make(results) is None else [f"![{text}]({folder}/figures/{name})", ""]
-
-
-def image_by_producer(results: Results, name: str, text: str) -> list[str]:
-    """A figure that the script which measured has drawn."""
-    for folder in ("figures/", ""):
-        if (results.folder / folder / name).is_file():
-            return [f"![{text}](results/{folder}{name})", ""]
-    return []

@@ -9,10 +9,10 @@ from .page import GPU_COMMAND, SUITE_COMMAND
 from .pictures import image
 from .races import residual_sentence
 from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
-from .sources import commit, day, machine
+from .sources import commit, machine, origin_of
 from .study import COMMAND as STUDY_COMMAND
 from .study import step_sentence
-from .tables import Case, cases_of, cell, threads_text
+from .tables import Case, cases_of, cell
 from .verdicts import summary
 from .words import absent, duration, link, listed, scientific, table, times, wrapped
 
@@ -29,16 +29,11 @@ def performance(results: Results) -> str:
     return wrapped(lines) + "\n"
 
 
-def origin(results: Results, file: File, threads: int) -> str:
-    """Where a number comes from, if not from the run of the headline: machine, threads, commit, day, command."""
-    if any((found.file, found.threads) == (file, threads) for found in headlines(results)[:1]):
+def origin(results: Results, file: File) -> str:
+    """Where a number comes from, if not from the run of the headline."""
+    if any(found.file is file for found in headlines(results)[:1]):
         return "the same run"
-    return origin_of(file, threads)
-
-
-def origin_of(file: File, threads: int) -> str:
-    ran = f"`{file.command}`" if file.command else "command not recorded"
-    return f"{machine(file)}, {threads_text(threads)}, commit {commit(file)}, {day(file)}, {ran}"
+    return origin_of(file)
 
 
 def headline_block(results: Results) -> list[str]:
@@ -48,9 +43,9 @@ def headline_block(results: Results) -> list[str]:
     first = found[0]
     iterations = listed(sorted({str(case.get(OURS, "iterations")) for case in first.cases}))
     lines = [
-        f"Solver time per iteration at {first.shape()}, f subtracted, {iterations} iterations, least of the rounds; the "
-        "byte floor is what the algorithm must move at the copy rate of the same run "
-        f"({origin_of(first.file, first.threads)}):",
+        f"Solver time per iteration at {first.shape()}, f subtracted, {iterations} iterations, least of the rounds; "
+        "the byte floor is what the algorithm must move at the copy rate of the same run "
+        f"({origin_of(first.file)}):",
         "",
         *headline_table(first),
         "",
@@ -93,7 +88,7 @@ def fc_sentence(results: Results) -> str:
         row = case.rows[OURS]
         return (
             f"A fully connected cell, D = {row['dim']}, {row['batch']} samples, {row['iterations']} iterations, in one "
-            f"call with f inside (`deqfast.fc_fixed_point`): {against(case, PEER)}; {origin(results, file, case.threads)}."
+            f"call with f inside (`deqfast.fc_fixed_point`): {against(case, PEER)}; {origin(results, file)}."
         )
     return absent("the fully connected cell in one call", SUITE_COMMAND)[0]
 
@@ -105,7 +100,7 @@ def nc_sentence(results: Results) -> str:
         row = case.rows[OURS]
         return (
             f"NC1 to NC4 of {row['batch']} features, D = {row['dim']}, K = {row['classes']}, {row['dtype']}: "
-            f"{against(case, PINV)}, relative error {cell(row, 'error', scientific)}; {origin(results, file, case.threads)}."
+            f"{against(case, PINV)}, relative error {cell(row, 'error', scientific)}; {origin(results, file)}."
         )
     return absent("neural collapse beside the pseudo-inverse", SUITE_COMMAND)[0]
 

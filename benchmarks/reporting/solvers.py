@@ -33,7 +33,9 @@ def headlines(results: Results) -> list[Headline]:
     """Of every file on a CPU that has them, the most threads first."""
     found = []
     for file in results.files:
-        rows = [row for row in file.rows if row["section"] == SECTION and (row.get("batch"), row.get("dim")) == STANDARD]
+        rows = [
+            row for row in file.rows if row["section"] == SECTION and (row.get("batch"), row.get("dim")) == STANDARD
+        ]
         rows = [row for row in rows if f"-{BATCH}x{DIM}" in row["case"] and "-fc-" not in row["case"]]
         cases = [case for case in cases_of(rows) if OURS in case.rows]
         for threads in sorted({case.threads or 1 for case in cases}):

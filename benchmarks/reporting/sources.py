@@ -61,3 +61,9 @@ def details(file: File) -> str:
              vectors and f"vectors {vectors}", file.machine.get("system"), file.machine.get("nvidia_smi")]  # fmt: skip
     text = "; ".join(part for part in parts if part)
     return text + (f". {file.remark[0].upper()}{file.remark[1:].rstrip('.')}." if file.remark else ".")
+
+
+def origin_of(file: File) -> str:
+    """Where its numbers come from, in a sentence: machine, threads, commit, day, command."""
+    ran = f"`{file.command}`" if file.command else "command not recorded"
+    return f"{machine(file)}, threads: {threads(file)}, commit {commit(file)}, {day(file)}, {ran}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .files import File, Results, Row
-from .pictures import image_by_producer
+from .tables import image_by_producer
 from .words import absent, digits, duration, link, listed, percent, table, times, whole
 
 COMMAND = "python benchmarks/training_step.py --size 16x32 64x128 --threads 1 --json FILE --figure FILE"
@@ -59,8 +59,8 @@ def step_sentence(file: File) -> str:
     )
     shares = listed(percent(run["metrics"]["nc_share"]) for run in file.runs)
     return (
-        f"A training step of the study's DEQ takes {ratios} the explicit network's ({sizes}), which is {over} the ratio "
-        f"of their floating-point operations. NC1-NC4, given the features, take {shares} of an epoch."
+        f"A training step of the study's DEQ takes {ratios} the explicit network's ({sizes}), which is {over} the "
+        f"ratio of their floating-point operations. NC1-NC4, given the features, take {shares} of an epoch."
     )
 
 
@@ -77,9 +77,10 @@ def study_section(results: Results) -> list[str]:
     ]
     for path in dict.fromkeys(file.path for file, _ in results.runs()):
         lines += image_by_producer(results, f"{path.stem}.png", "Stacked bars: where a training step's time goes")
+    trainings = results.runs()[0][1]["paper"]["trainings"]
     lines += [
-        f"Neural collapse, given the features of an epoch, and the paper's {results.runs()[0][1]['paper']['trainings']} "
-        "trainings, extrapolated from these steps:",
+        f"Neural collapse, given the features of an epoch, and the paper's {trainings} trainings, "
+        "extrapolated from these steps:",
         "",
     ]
     return [*lines, *share_table(results)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .files import GAIN, Row
+from .files import GAIN, Results, Row
 from .words import Form, digits, duration, scientific, size, span, table, times, whole
 
 PROVIDERS = {
@@ -152,3 +152,11 @@ def long_table(rows: Sequence[Row]) -> list[str]:
 def folded(summary: str, lines: list[str]) -> list[str]:
     """Long tables, shown on a click."""
     return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>"]
+
+
+def image_by_producer(results: Results, name: str, text: str) -> list[str]:
+    """A figure that the script which measured has drawn."""
+    for folder in ("figures/", ""):
+        if (results.folder / folder / name).is_file():
+            return [f"![{text}](results/{folder}{name})", ""]
+    return []

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.targets import GPU_TARGETS, NC_SHARE, STEP_OVER_OPERATIONS, TARGETS, Target
+from harness.targets import FLOP_TARGET, GPU_TARGETS, NC_TARGETS, TARGETS, Target
 
 from .files import File, Results
 from .study import COMMAND as STUDY_COMMAND
@@ -19,7 +19,7 @@ SUITE_COMMAND = "pytest benchmarks"
 GPU_COMMAND = "bash benchmarks/gpu.sh"
 # Column of a target -> how its numbers are written, and what they are.
 COLUMNS: dict[str, tuple[Form, str]] = {
-    "gain": (times, "faster than"),
+    "gain": (times, "gain over"),
     "floor_x": (times, "time over its byte floor"),
     "peak_bytes": (times, "memory over that of"),
     "error": (scientific, "relative error"),
@@ -47,8 +47,8 @@ def judged(results: Results, target: Target) -> Verdict:
     """By the runs on CPUs with the most threads that tell."""
     form, text = COLUMNS.get(target.column, (digits, target.column))
     against = f" {provider_text(target.against)}" if target.against else ""
-    what = f"{target.case}, {provider_text(target.provider)}: {text}{against}"
-    bound = f"{'at least' if target.at_least else 'at most'} {form(target.bound)}"
+    what = f"{target.case}, {provider_text(target.provider)}, {text}{against}"
+    bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}{'×' if form is times else ''}"
     found = list(values_of(results, target))
     if not found:
         return Verdict(what, bound, "", ABSENT, SUITE_COMMAND)
@@ -59,7 +59,7 @@ def judged(results: Results, target: Target) -> Verdict:
 
 def values_of(results: Results, target: Target) -> list[tuple[File, float]]:
     """What each run with the most threads has measured."""
-    told = [(file, target.value(rows)) for file in results.files if file.gpu is None for rows in file.runs_of_rows()]
+    told = [(file, target.value(rows)) for file in results.files if file.gpu is None for rows in file.repeats()]
     found = [(file, value) for file, value in told if value is not None]
     most = max((file.machine.get("threads") or 0 for file, _ in found), default=0)
     return [(file, value) for file, value in found if (file.machine.get("threads") or 0) == most]
@@ -76,17 +76,17 @@ def state_of(met: Sequence[bool]) -> str:
 def study_verdicts(results: Results) -> Iterator[Verdict]:
     step, share = "a DEQ's training step over the explicit one's, over the ratio of operations", "NC1-NC4 of an epoch"
     found = [(file, run) for file, run in results.runs() if run["device"] == "cpu"]
-    limit = f"at most {times(STEP_OVER_OPERATIONS)}"
+    limit, limit_of_share = f"at most {FLOP_TARGET:g}×", f"at most {100 * NC_TARGETS['cpu']:g} %"
     if not found:
         yield Verdict(step, limit, "", ABSENT, STUDY_COMMAND)
-        yield Verdict(share, f"at most {percent(NC_SHARE['cpu'])}", "", ABSENT, STUDY_COMMAND)
+        yield Verdict(share, limit_of_share, "", ABSENT, STUDY_COMMAND)
     for file, run in found:
         source = (file.command or STUDY_COMMAND, file.name)
-        met = state_of([run["over_flop"] <= STEP_OVER_OPERATIONS])
+        met = state_of([run["over_flop"] <= FLOP_TARGET])
         yield Verdict(f"{step}, {size(run)}", limit, times(run["over_flop"]), met, *source)
-        limit_of_share, met = NC_SHARE["cpu"], state_of([run["metrics"]["nc_share"] <= NC_SHARE["cpu"]])
-        yield Verdict(f"{share}, {size(run)}", f"at most {percent(limit_of_share)}",
-                      percent(run["metrics"]["nc_share"]), met, *source)  # fmt: skip
+        spent = run["metrics"]["nc_share"]
+        met = state_of([spent <= NC_TARGETS["cpu"]])
+        yield Verdict(f"{share}, {size(run)}", limit_of_share, percent(spent), met, *source)
 
 
 def gpu_verdicts(results: Results) -> Iterator[Verdict]:
@@ -111,7 +111,9 @@ def counts_text(found: Sequence[Verdict]) -> str:
     """ "Of 5 targets, 3 are met, 1 is missed and 1 is not measured for want of a GPU."."""
     kinds = Counter(MISSED if verdict.state.startswith(MISSED) else verdict.state for verdict in found)
     endings = {MET: "met", MISSED: "missed", ABSENT: "not measured yet", NO_GPU: "not measured for want of a GPU"}
-    parts = [f"{kinds[kind]} {'is' if kinds[kind] == 1 else 'are'} {text}" for kind, text in endings.items() if kinds[kind]]
+    parts = [
+        f"{kinds[kind]} {'is' if kinds[kind] == 1 else 'are'} {text}" for kind, text in endings.items() if kinds[kind]
+    ]
     return f"Of {plural(len(found), 'target')}, {listed(parts)}."
 
 
@@ -121,7 +123,10 @@ def summary(results: Results, page: str = "") -> list[str]:
     missed = [verdict for verdict in found if verdict.state.startswith(MISSED)]
     lines = [f"{counts_text(found)} {link('All targets', f'{page}#targets')}.{' Missed:' if missed else ''}"]
     if missed:
-        lines += ["", *(f"- {one.what}: {', '.join(filter(None, (one.measured, f'target {one.bound}')))}" for one in missed)]
+        lines += [
+            "",
+            *(f"- {one.what}: {', '.join(filter(None, (one.measured, f'target {one.bound}')))}" for one in missed),
+        ]
     return lines
 
 

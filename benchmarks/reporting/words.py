@@ -29,6 +29,11 @@ def scientific(value: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def tolerance(value: float) -> str:
+    """1e-3."""
+    return scientific(value).replace(".0e", "e")
+
+
 def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
     """In the largest unit that leaves a number from 1 on; units: (size, name), ascending."""
     rounded = float(f"{value:.2e}")  # 999.9 µs is 1.00 ms
@@ -103,12 +108,19 @@ def table(header: Sequence[str], body: Iterable[Sequence[str]], text: Collection
 
 
 def wrapped(lines: Iterable[str]) -> str:
-    """Prose and list entries in lines of at most ``WIDTH``; tables, images, HTML and code as they are."""
+    """Prose and list entries in lines of at most ``WIDTH``; tables, images, HTML and code as they are.
+
+    One empty line where several follow each other.
+    """
     found: list[str] = []
     for line in lines:
+        if not line and found and not found[-1]:
+            continue
         if len(line) <= WIDTH or line.startswith(("|", "!", "<", "`")):
             found.append(line)
         else:
             indent = "  " if line.startswith("- ") else ""
-            found += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            found += textwrap.wrap(
+                line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
     return "\n".join(found).rstrip() + "\n"
