@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import cases, collapse, ops, solves, suite, tables, targets, timing, traffic, training
+from harness import cases, collapse, counters, ops, solves, suite, tables, targets, timing, traffic, training
 from harness.entry import KERNELS, Case, Contender, Skipped, Wrong, check
 
 import deqfast
@@ -266,6 +266,14 @@ def test_in_turns_gives_up_rounds_but_not_the_fewest():
     assert len(times["slow"]) == 1 and counts["slow"] == 1
     assert timing.FEWEST_ROUNDS <= len(times["quick"]) < 10
     assert min(times["quick"]) >= 0.003 and times["slow"][0] >= 0.02
+
+
+def test_waits_of_the_host_are_counted_outside_f():
+    def call(f):
+        f(torch.ones(2).sum().item())
+        return torch.ones(2).tolist()
+
+    assert counters.count(call, lambda value: torch.full((2,), value).tolist()).host_waits == 2
 
 
 def test_gains_and_targets():
