@@ -70,12 +70,14 @@ class Contraction:
         return float(((f - z).norm(dim=1) / f.norm(dim=1)).max())
 
 
-def torchdeq_solve(solver: str, iterations: int, options: dict[str, Any]) -> Callable[[Any, Tensor], Tensor]:
+def torchdeq_solve(
+    solver: str, iterations: int, options: dict[str, Any], tol: float = NEVER
+) -> Callable[[Any, Tensor], Tensor]:
     """(f, z0) -> z by torchdeq as it ships; ImportError where it is not installed."""
     from torchdeq.solver import get_solver
 
     run = get_solver(solver)
-    return lambda f, z0: run(f, z0, max_iter=iterations, tol=NEVER, stop_mode="rel", **options)[0]
+    return lambda f, z0: run(f, z0, max_iter=iterations, tol=tol, stop_mode="rel", **options)[0]
 
 
 def least_seconds(run: Callable[[], Any], rounds: int) -> float:

@@ -25,6 +25,11 @@ class Problem:
     exact: Callable[[Tensor], Tensor]
     z0: Tensor
 
+    @property
+    def dim(self) -> int:
+        """Numbers in the state of a sample."""
+        return self.z0[0].numel()
+
     def residuals(self, z: Tensor) -> Tensor:
         """|f(z) - z| / |f(z)| of every sample (B,), in float64."""
         z = z.double()
@@ -134,5 +139,6 @@ def _of_map(name: str, seed: int, batch: int) -> list[Problem]:
 
 def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor) -> Problem:
     """The fixed point of a cell (z, x) -> z with its weights as they are."""
+    cell.requires_grad_(False)
     exact_cell, exact_injection = copy.deepcopy(cell).double(), injection.double()
     return Problem(name, lambda z: cell(z, injection), lambda z: exact_cell(z, exact_injection), z0)
