@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,17 +53,17 @@ def symmetric(eigenvalues: Tensor, generator: torch.Generator) -> Tensor:
     """A symmetric matrix with these eigenvalues and random eigenvectors."""
     dim = len(eigenvalues)
     basis = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))[0]
-    return basis @ (eigenvalues.double()[:, None] * basis.T)
+    return basis @ (eigenvalues[:, None] * basis.T)
 
 
 def even(dim: int, generator: torch.Generator, radius: float) -> Tensor:
     """Symmetric, eigenvalues evenly spread over [-radius, radius]."""
-    return symmetric(torch.linspace(-radius, radius, dim), generator)
+    return symmetric(torch.linspace(-radius, radius, dim, dtype=torch.float64), generator)
 
 
 def clustered_at_one(dim: int, generator: torch.Generator, radius: float) -> Tensor:
     """Symmetric, the distances of the eigenvalues from 1 spread evenly in logarithm from 1 - radius to 1 + radius."""
-    distances = torch.logspace(*torch.tensor([1 - radius, 1 + radius]).log10().tolist(), dim, dtype=torch.float64)
+    distances = torch.logspace(math.log10(1 - radius), math.log10(1 + radius), dim, dtype=torch.float64)
     return symmetric(1 - distances, generator)
 
 
@@ -75,7 +76,7 @@ def decaying(dim: int, generator: torch.Generator, radius: float, smallest: floa
 def triangular(dim: int, generator: torch.Generator, coupling: float) -> Tensor:
     """All eigenvalues are ``WELL_INSIDE``, but the norm exceeds 1 and plain iterates grow at first."""
     noise = torch.randn(dim, dim, generator=generator, dtype=torch.float64).triu(1)
-    return WELL_INSIDE * torch.eye(dim, dtype=torch.float64) + noise * (coupling / dim**0.5)
+    return WELL_INSIDE * torch.eye(dim, dtype=torch.float64) + noise * (coupling / math.sqrt(dim))
 
 
 def chains(dim: int, generator: torch.Generator, coupling: float, length: int = 8) -> Tensor:
