@@ -16,6 +16,7 @@ evaluations.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 import sys
@@ -36,6 +37,7 @@ from harness.residual_report import case_table, draw, summary_table
 from torch import Tensor
 
 import deqfast
+from deqfast.ops import choose_kernel
 
 TOLERANCES = (1e-3, 1e-5)
 EVALUATIONS = 60
@@ -43,10 +45,10 @@ EVALUATIONS = 60
 SLACK = 1.05
 ROUNDS = 5
 QUICK_BATCH, QUICK_DIM = 4, 256
-SHOWN = ("outliers inside, b 1", "decaying 0.99, b 0.01")  # of the suite, beside the trained cells
+SHOWN = ("outliers inside, b 1", "decaying 0.99, b 0.01", "fully connected tanh", "residual block")  # in the figure
 SHOWN_PROVIDERS = (
-    "deqfast picard", "deqfast anderson m=6", "deqfast broyden", "torchdeq fixed_point_iter", "torchdeq anderson m=6",
-    "torchdeq broyden",
+    "deqfast picard", "deqfast anderson m=6", f"deqfast broyden n={EVALUATIONS}", "torchdeq fixed_point_iter",
+    "torchdeq anderson m=6", "torchdeq broyden",
 )  # fmt: skip
 Map = Callable[[Tensor], Tensor]
 
@@ -80,7 +82,7 @@ def providers() -> list[Provider]:
         "anderson m=6": (anderson, deqfast.Anderson),
         "anderson m=6 bf16 history": (anderson, partial(deqfast.Anderson, history_dtype=torch.bfloat16)),
         "anderson m=8": (anderson, partial(deqfast.Anderson, history=8)),
-        "broyden": (broyden, partial(deqfast.Broyden, history=EVALUATIONS)),
+        f"broyden n={EVALUATIONS}": (broyden, partial(deqfast.Broyden, history=EVALUATIONS)),
         "broyden n=20": (broyden, deqfast.Broyden),
     }
     theirs = {
@@ -139,7 +141,12 @@ def judged(problem: Problem, provider: Provider, tol: float) -> Row:
 
 @torch.no_grad()
 def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int) -> list[Row]:
-    """A row per provider; those that reach the tolerance are timed in turns."""
+    """A row per provider; those that reach the tolerance are timed in turns.
+
+    ms, ms_min: median and least of the whole call, f included; f_ms: within f in the fastest; gain: the peer's `ms`
+    over this one's where both reach the tolerance; mean_evaluations: of a sample until it was done; samples_missed: how
+    many are above the tolerance.
+    """
     rows = [judged(problem, provider, tol) for provider in compared]
     racing = [(row, provider) for row, provider in zip(rows, compared, strict=True) if row["reached"]]
     times: dict[str, list[tuple[float, float]]] = {provider.name: [] for _, provider in racing}
@@ -207,7 +214,7 @@ def cells_of(given: argparse.Namespace) -> list[Problem]:
     """The trained cells that were asked for, trained where need be."""
     batch, found = QUICK_BATCH if given.quick else trained.BATCH, []
     if wanted(given, "trained", "digits"):
-        found.append(trained.digits_cell(given.cells, batch=batch))
+        found += [trained.digits_cell(given.cells, activation, batch=batch) for activation in trained.DIGITS_STEPS]
     if wanted(given, "trained", "study") and not (given.quick and given.run is None):
         run = given.run or trained.study_run(given.cells, given.data_root)
         found.append(trained.study_cell(run, given.data_root, batch))
@@ -255,7 +262,7 @@ def measured(given: argparse.Namespace, synthetic: list[Problem], cells: list[Pr
         start = time.monotonic()
         rows += [row for tol in TOLERANCES for row in measure(problem, compared, tol, rounds)]
         print(f"{number}/{len(everything)} {problem.name}: {time.monotonic() - start:.1f} s", flush=True)
-    shown = [problem for problem in synthetic if problem.name in SHOWN] + cells
+    shown = [problem for problem in everything if problem.name.startswith(SHOWN)]
     drawn = [provider for provider in compared if provider.name in SHOWN_PROVIDERS]
     for problem in (shown or everything[:1]) if given.figure else []:
         print(f"the course of {problem.name}", flush=True)
@@ -263,10 +270,29 @@ def measured(given: argparse.Namespace, synthetic: list[Problem], cells: list[Pr
     return rows
 
 
+def obstacle() -> str | None:
+    """What is not installed, if anything."""
+    if importlib.util.find_spec("torchdeq") is None:
+        return "torchdeq is not installed"
+    try:
+        choose_kernel("cpp", torch.device("cpu"))
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def remark(given: argparse.Namespace, cells: list[Problem]) -> str | None:
+    """What the record says of how it was made."""
+    words = [f"{problem.name}: {problem.origin}" for problem in cells]
+    return "; ".join(["--quick: no times to be quoted"] * given.quick + words) or None
+
+
 def main(argv: list[str] | None = None) -> None:
     given = arguments(argv)
     if given.threads:
         torch.set_num_threads(given.threads)
+    if (missing := obstacle()) is not None:
+        sys.exit(f"time_to_residual.py: error: {missing}")
     given.cells.mkdir(parents=True, exist_ok=True)
     try:
         synthetic, cells = suite_of(given), cells_of(given)
@@ -276,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("time_to_residual.py: error: --quick leaves out all that --only asks for")
     rows = measured(given, synthetic, cells)
     if given.json:
-        write_record(given.json, rows, remark="--quick: no times to be quoted" if given.quick else None)
+        write_record(given.json, rows, remark=remark(given, cells))
     if given.figure:
         draw(rows, given.figure)
     for problem in cells:

@@ -19,12 +19,16 @@ WELL_INSIDE = 0.3  # eigenvalue of the map whose difficulty is not in its eigenv
 
 @dataclass(frozen=True)
 class Problem:
-    """z = f(z), sample by sample, from z0 (B, ...). `exact` is f in float64, with the same float32 weights."""
+    """z = f(z), sample by sample, from z0 (B, ...).
+
+    exact: f in float64, with the same float32 weights; origin: where trained weights are from.
+    """
 
     name: str
     f: Callable[[Tensor], Tensor]
     exact: Callable[[Tensor], Tensor]
     z0: Tensor
+    origin: str = ""
 
     @property
     def dim(self) -> int:
@@ -138,8 +142,8 @@ def _of_map(name: str, seed: int, batch: int) -> list[Problem]:
     return [fully_connected(f"{name}, b {scale:g}", weight, scale * bias, activation) for scale in SCALES]
 
 
-def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor) -> Problem:
+def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor, origin: str = "") -> Problem:
     """The fixed point of a cell (z, x) -> z with its weights as they are."""
     cell.requires_grad_(False)
     exact_cell, exact_injection = copy.deepcopy(cell).double(), injection.double()
-    return Problem(name, lambda z: cell(z, injection), lambda z: exact_cell(z, exact_injection), z0)
+    return Problem(name, lambda z: cell(z, injection), lambda z: exact_cell(z, exact_injection), z0, origin)

@@ -1,4 +1,4 @@
-"""Cells of trained models as fixed-point problems: the study's residual block, and a fully connected cell.
+"""Cells of trained models as fixed-point problems: the study's residual block, and fully connected cells.
 
 What is trained here is kept in a folder, where a second call finds it.
 """
@@ -27,7 +27,7 @@ from nc_study.rundir import RunDirectory, read_json, write_atomically  # noqa: E
 
 BATCH = 128
 DIGITS_TRAINED_ON = 1500  # of 1797 images; the problem is of the others
-DIGITS_STEPS = 300
+DIGITS_STEPS = {"tanh": 1000, "relu": 300}  # of training, by activation
 
 
 def study_run(cells: Path, data_root: Path | None) -> Path:
@@ -43,7 +43,7 @@ def study_run(cells: Path, data_root: Path | None) -> Path:
     if not RunDirectory(run).finished:
         # A process of its own: training asks torch for deterministic algorithms, which would be timed here.
         arguments = as_arguments(given | {"resume": True, "threads": torch.get_num_threads()})
-        print("training the study's cell, once for all calls:", flush=True)
+        print("training the study's cell, once for all calls", flush=True)
         status = subprocess.run([sys.executable, str(EXPERIMENTS / "cifar_lt.py"), *arguments], check=False).returncode
         if status:
             raise StudyError(f"training the study's cell ended with status {status}")
@@ -65,7 +65,8 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
         raise StudyError(f"{run} holds no checkpoint of a DEQ")
     data = load(find_source(settings.dataset, Path(settings.data_root)), settings, torch.device("cpu"))
     x = _injections(network, data, batch)
-    return of_cell(f"residual block, {settings.dataset}", network.last.cell, x, torch.zeros_like(x))
+    origin = f"{settings.epochs} epochs of {settings.run_name}"
+    return of_cell(f"residual block, {settings.dataset}", network.last.cell, x, torch.zeros_like(x), origin)
 
 
 @torch.no_grad()
@@ -76,35 +77,37 @@ def _injections(network: ResNet18, data: StudyData, batch: int) -> Tensor:
     return network.trunk(network.stem(data.normalise(data.test_images[chosen])))
 
 
-def digits_cell(cells: Path, dim: int = 256, batch: int = BATCH) -> Problem:
-    """A fully connected tanh cell, trained with the implicit gradient to tell scikit-learn's 8x8 digits.
+def digits_cell(cells: Path, activation: str, dim: int = 256, batch: int = BATCH) -> Problem:
+    """A fully connected cell, trained with the implicit gradient to tell scikit-learn's 8x8 digits.
 
-    Trained first if it is not under `cells`, in seconds; nothing keeps its spectral radius small.
+    Trained first if it is not under `cells`, in less than a minute. Nothing keeps its spectral radius small.
     """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x, y = torch.from_numpy(images).float() / images.max(), torch.from_numpy(labels)
-    path = cells / f"digits-{dim}.pt"
+    path = cells / f"digits-{activation}-{dim}.pt"
     if not path.exists():
+        print(f"training {path.stem}, once for all calls", flush=True)
         content = io.BytesIO()
-        torch.save(_trained(x[:DIGITS_TRAINED_ON], y[:DIGITS_TRAINED_ON], dim).state_dict(), content)
+        torch.save(_trained(x[:DIGITS_TRAINED_ON], y[:DIGITS_TRAINED_ON], activation, dim).state_dict(), content)
         write_atomically(path, content.getvalue())
-    cell = deqfast.FCCell(x.shape[1], dim)
+    cell = deqfast.FCCell(x.shape[1], dim, activation)
     cell.load_state_dict(torch.load(path, weights_only=True))
     test = x[DIGITS_TRAINED_ON : DIGITS_TRAINED_ON + batch]
-    return of_cell("fully connected, digits", cell, test, cell.initial_state(test))
+    origin = f"{DIGITS_STEPS[activation]} steps on scikit-learn's digits"
+    return of_cell(f"fully connected {activation}, digits", cell, test, cell.initial_state(test), origin)
 
 
-def _trained(x: Tensor, y: Tensor, dim: int, batch: int = 64) -> deqfast.FCCell:
+def _trained(x: Tensor, y: Tensor, activation: str, dim: int, batch: int = 64) -> deqfast.FCCell:
     """A cell after some steps of Adam on the cross-entropy of a linear readout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        cell, readout = deqfast.FCCell(x.shape[1], dim), nn.Linear(dim, int(y.max()) + 1)
+        cell, readout = deqfast.FCCell(x.shape[1], dim, activation), nn.Linear(dim, int(y.max()) + 1)
         solver = deqfast.Broyden(1e-4, 40)
         block = deqfast.DEQBlock(cell, solver, deqfast.Implicit(solver))
         optimizer = torch.optim.Adam([*block.parameters(), *readout.parameters()], lr=3e-3)
-        for _ in range(DIGITS_STEPS):
+        for _ in range(DIGITS_STEPS[activation]):
             rows = torch.randint(len(x), (batch,))
             loss = F.cross_entropy(readout(block(x[rows])), y[rows])
             optimizer.zero_grad()

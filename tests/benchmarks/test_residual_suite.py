@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -245,12 +246,38 @@ def test_what_cannot_be_had_is_told(tmp_path):
 
 def test_digits_are_trained_once(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(trained, "DIGITS_STEPS", 2)
-    first = trained.digits_cell(tmp_path, dim=16, batch=3)
+    monkeypatch.setattr(trained, "DIGITS_STEPS", {"relu": 2})
+    first = trained.digits_cell(tmp_path, "relu", dim=16, batch=3)
     monkeypatch.setattr(trained, "_trained", None)
-    second = trained.digits_cell(tmp_path, dim=16, batch=3)
+    second = trained.digits_cell(tmp_path, "relu", dim=16, batch=3)
     z = torch.randn(3, 16)
     assert torch.equal(first.f(z), second.f(z)) and not first.f(z).requires_grad
+
+
+@pytest.mark.parametrize("data_root", [None, Path("/images")])
+def test_study_is_trained_where_its_run_is_looked_for(tmp_path, monkeypatch, data_root):
+    from nc_study.config import parse
+
+    asked = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess:
+        asked.append(parse("cifar_lt", None, command[2:]))
+        (tmp_path / asked[-1].run_name).mkdir()
+        (tmp_path / asked[-1].run_name / "result.json").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(trained.subprocess, "run", run)
+    folders = [trained.study_run(tmp_path, data_root) for _ in range(2)]
+    (settings,) = asked
+    assert folders == [tmp_path / settings.run_name] * 2
+    assert (settings.models, settings.preset, settings.resume) == (("deq",), "quick", True)
+    assert settings.dataset == ("shapes" if data_root is None else "cifar10")
+
+
+def test_a_failed_training_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(trained.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 3))
+    with pytest.raises(SystemExit, match="status 3"):
+        benchmark.main(["--only", "study", "--cells", str(tmp_path)])
 
 
 def test_study_cell_is_the_trained_one(tmp_path):
