@@ -8,10 +8,12 @@ import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .record import Row
 from .tables import aligned
+
+if TYPE_CHECKING:  # not otherwise: a report works where torch does not
+    from .record import Row
 
 # Okabe and Ito's palette; who solved is told by the line, too.
 COLOURS = {"picard": "#009E73", "fixed_point_iter": "#009E73", "anderson": "#0072B2", "broyden": "#D55E00"}

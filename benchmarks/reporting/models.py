@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .files import File, Results, Row
 from .tables import provider_text
-from .words import count, elapsed, link, plural, table, times
+from .words import count, elapsed, link, plural, span, table, times
 
 COMMAND = "python benchmarks/internet_scale.py"
 MODEL = "internet scale (model)"
@@ -15,7 +15,7 @@ def model_section(results: Results) -> list[str]:
     for file in results.files:
         rows = [row for row in file.rows if row["section"] == MODEL]
         if rows:
-            lines += [introduction(results, file), "", *model_table(rows), ""]
+            lines += [introduction(results, file), "", *check_sentence(file), *model_table(rows), ""]
     return lines or [f"Not modelled yet. `{COMMAND}` writes the model, which needs no GPU."]
 
 
@@ -24,11 +24,26 @@ def introduction(results: Results, file: File) -> str:
     details = results.folder / f"{file.path.stem}.md"
     more = f" {link('All of its inputs and tables', f'results/{details.name}')}." if details.is_file() else ""
     return (
-        f"**A model, not a measurement**: training of MDEQ on {inputs.get('name', 'GPUs')}, every operation at the "
+        f"**A model, not a measurement**: training of MDEQ on {inputs['name']} GPUs, every operation at the "
         f"longer of its bytes at the copy rate and its floating-point operations at a share of a product's rate, "
         f"launches and waits left out (`{COMMAND}`). The last column is one pass over "
         f"{count(inputs['internet'])} images on the most GPUs.{more}"
     )
+
+
+def check_sentence(file: File) -> list[str]:
+    """How far the same model is from what was measured on this CPU."""
+    rows = [row for row in file.rows if row["section"] == "internet scale (check)"]
+    if not rows:
+        return []
+    assumed, fitted = ([row[f"{kind}_over_measured"] for row in rows] for kind in ("assumed", "fitted"))
+    parts = plural(len(rows), "part")
+    return [
+        f"The same model of {parts} of a small step on this CPU, beside their measured times: "
+        f"{span(assumed, times)} of these, and {span(fitted, times)} where the share of the "
+        "product's rate is fitted to f.",
+        "",
+    ]
 
 
 def model_table(rows: list[Row]) -> list[str]:

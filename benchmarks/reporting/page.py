@@ -15,7 +15,7 @@ from .tables import cases_of, comparison, counts, folded, image_by_producer, lon
 from .verdicts import summary, target_section
 from .words import absent, link, plural, table, wrapped
 
-SUITE_COMMAND = "pytest benchmarks --record benchmarks/results/suite_cpu_2.json"
+SUITE_COMMAND = "pytest benchmarks --full --record benchmarks/results/suite_cpu_2.json"
 SCALING_COMMAND = "python benchmarks/scaling.py --figure benchmarks/results"
 GATE_COMMAND = "pytest benchmarks --gate --update-baseline"
 GPU_COMMAND = "bash benchmarks/gpu.sh"
@@ -80,7 +80,7 @@ def page(results: Results) -> str:
         "",
         f"Written by `python benchmarks/report.py` from the JSON in {link('benchmarks/results', 'results')}: no number "
         "is typed by hand. Times are the least of the rounds of a run unless another is named. An empty cell or a dash "
-        "is a number that was not taken.",
+        "is a number that was not taken. Launches are counted per iteration of a solve, else per call.",
     ]
     for title, body in sections:
         lines += ["", f"## {title}", "", *body]
@@ -104,7 +104,7 @@ def solver_section(results: Results) -> list[str]:
         *comparison(cases, "solver_ms", OURS),
         "",
         f"What was counted in each solve ({' / '.join(map(provider_text, providers))}). Launches are torch operations "
-        "outside f, per iteration; host waits are per solve, had the tensors been a GPU's:",
+        "outside f; host waits are those of a solve if the tensors were a GPU's:",
         "",
     ]
     return [*lines, *counts(cases, providers)]

@@ -48,7 +48,7 @@ def gains(results: Results) -> Bars | None:
     return Bars(
         names, values, f"Solver time per iteration at {found[0].shape()}: torchdeq's over deqfast's",
         "times faster than torchdeq 0.1.0, same f and iterations, f subtracted", "×",
-        {f"target ({threads_text(found[0].threads)})": [bound(case.name, "gain", PEER) for case in found[0].cases]},
+        {"target on two cores": [bound(case.name, "gain", PEER) for case in found[0].cases]},
     )  # fmt: skip
 
 

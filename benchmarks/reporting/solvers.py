@@ -45,10 +45,13 @@ def headlines(results: Results) -> list[Headline]:
 
 
 def solver_text(case: str) -> str:
-    """ "Anderson, m = 6, bf16 history" for "anderson-m6-bf16-128x8192"."""
-    kind, *rest = re.sub(r"-\d+x\d+$", "", case).split("-")
+    """ "Anderson, m = 6, bf16 history" for "anderson-m6-bf16-128x8192"; any but the headline's size is told, too."""
+    named, _, size = case.rpartition("-")
+    kind, *rest = named.split("-")
     parts = [kind.capitalize()]
     for part in rest:
         window = re.fullmatch(r"([mn])(\d+)", part)
         parts.append(f"{window[1]} = {window[2]}" if window else f"{part} history" if part == "bf16" else part)
+    if size != f"{BATCH}x{DIM}":
+        parts.append(f"({size.replace('x', ', ')})")
     return ", ".join(parts)

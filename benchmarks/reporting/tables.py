@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .files import GAIN, Results, Row
-from .words import Form, digits, duration, scientific, size, span, table, times, whole
+from .words import Form, digits, duration, optional, scientific, size, table, times, whole
 
 PROVIDERS = {
     "cpp": "deqfast `cpp`",
@@ -80,8 +80,7 @@ def cases_of(rows: Iterable[Row]) -> list[Case]:
 
 def cell(row: Row | None, key: str, form: Form) -> str:
     """A number of a row; "" where there is none."""
-    value = None if row is None else row.get(key)
-    return "" if value is None or value == [] else span(value, form)
+    return optional((row or {}).get(key), form)
 
 
 def comparison(cases: Sequence[Case], key: str, ours: str) -> list[str]:

@@ -81,6 +81,11 @@ def span(value: Any, form: Form) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def optional(value: Any, form: Form) -> str:
+    """As ``span``; "" where there is nothing."""
+    return "" if value is None or value == [] else span(value, form)
+
+
 def listed(items: Iterable[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     *others, last = items

@@ -64,6 +64,19 @@ def residual_rows():
     return rows
 
 
+def modelled_rows():
+    shared = {"provider": "torchdeq", "images_per_second": 1000.0, "internet_s": 1e6}
+    model = [{**shared, "section": "internet scale (model)", "case": "MDEQ-small", "gpus": gpus} for gpus in (1, 64)]
+    inputs = [("name", "H200"), ("internet", 5_850_000_000)]
+    model += [{"section": "internet scale (inputs)", "case": case, "provider": "H200", "value": value}
+              for case, value in inputs]  # fmt: skip
+    check = {"section": "internet scale (check)", "provider": "deqfast", "assumed_over_measured": 0.5}
+    model += [check | {"case": case, "fitted_over_measured": ratio} for case, ratio in (("f", 1.0), ("solve", 1.5))]
+    exponent = {"section": "scaling exponents", "case": "picard", "provider": "cpp", "series": "batch",
+                "measure": "solver_ms", "text": "0.98 from 1 to 256"}  # fmt: skip
+    return [*model, exponent]
+
+
 def write(folder, name, rows, **machine):
     data = {"machine": MACHINE | machine, "command": f"measure {name}", "date": "2026-01-02T03:04+00:00",
             "remark": "made up for a test", "rows": rows}  # fmt: skip
@@ -145,7 +158,7 @@ def test_a_target_is_met_or_missed_by_the_data_alone(root):
 
 def test_of_several_runs_ranges_are_given_and_all_must_meet_a_target(root):
     write(root / "benchmarks" / "results", "suite", solve_rows(gain=20.0) + solve_rows(gain=10.0))
-    broyden = next(one for one in verdicts(results_of(root)) if one.what.startswith("broyden") and "gain" in one.what)
+    broyden = next(one for one in verdicts(results_of(root)) if one.what.startswith("Broyden") and "gain" in one.what)
     assert (broyden.measured, broyden.state) == ("10.0× to 20.0×", "missed in 1 of 2 runs")
     assert "| 10.0× to 20.0× |" in performance(results_of(root))
 
@@ -154,7 +167,7 @@ def test_targets_are_judged_by_the_run_with_the_most_threads(root):
     folder = root / "benchmarks" / "results"
     write(folder, "suite_1", solve_rows(gain=2.0), threads=1)
     write(folder, "suite_2", solve_rows(gain=20.0), threads=2)
-    judged = [one for one in verdicts(results_of(root)) if one.what.startswith("picard")]
+    judged = [one for one in verdicts(results_of(root)) if one.what.startswith("Picard")]
     assert {(one.file, one.state) for one in judged} == {("suite_2.json", "met")}
 
 
@@ -162,14 +175,17 @@ def test_everything_measured_is_on_the_page_and_nothing_of_python(root):
     folder = root / "benchmarks" / "results"
     write(folder, "suite", solve_rows() + solve_rows(shape="256x1024") + other_rows())
     write(folder, "residual_cpu", residual_rows())
+    write(folder, "scaling_cpu", modelled_rows())
     write(root / "benchmarks" / "baselines", "counters", [{"section": "counters", "case": "a", "provider": "cpp"}])
     (folder / "training.json").write_text(json.dumps({"machine": MACHINE, "remark": None, "runs": [RUN]}))
     results = results_of(root)
     text = page(results)
     for found in ("| picard-256x1024 |", "not run: no CUDA device", "wrong or broken, not timed: Wrong: \\| far off",
-                  "The suite of 2 problems", "Trained cell: digits cell", "[counters.json](baselines/counters.json)",
-                  "measure suite", "Made up for a test.", "aaaaaaa"):  # fmt: skip
-        assert found in text
+                  "The suite of 2 problems", "| MDEQ-small | torchdeq | 1000 | 1000 | 11.6 days |",
+                  "0.500× of these, and 1.00× to 1.50×", "| batch | picard | deqfast `cpp` | time per iteration | 0.98",
+                  "Trained cell: digits cell", "[counters.json](baselines/counters.json)", "measure suite",
+                  "Made up for a test.", "aaaaaaa"):  # fmt: skip
+        assert found in " ".join(text.split("\n"))
     for whole in (text, performance(results)):
         assert not re.search(r"\bNone\b|\bnan\b|\{|\}|\[\]", whole)
     assert "picard is 3.00× as fast as torchdeq's and misses 0 (torchdeq's 1)" in " ".join(performance(results).split())
