@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ class Bars:
     """
 
     labels: Sequence[str]
-    values: dict[str, Sequence[float | None]]
+    values: Mapping[str, Sequence[float | None]]
     title: str
     axis: str
     unit: str = ""
-    marks: dict[str, Sequence[float | None]] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
 def draw(bars: Bars, path: Path) -> None:
