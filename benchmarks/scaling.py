@@ -1,0 +1,399 @@
+"""How time and memory of a solve grow with batch, state size, history, iterations and threads, beside torchdeq 0.1.0.
+
+    python benchmarks/scaling.py --figure benchmarks/results
+
+One variable is changed at a time around 32 samples of 8192 elements and 20 iterations. f is an element-wise contraction,
+whose own time is subtracted. Before it is timed, a solve has to reach the residual that the same solve reaches in float64.
+Bytes are those that the algorithm must move, at two rates of a copy measured in this run: the best of all sizes (in a
+cache) and that of the largest (in memory). Peak memory is exact: what torch's allocator handed out. A full run takes
+about six minutes on two quiet cores; it needs no GPU and takes none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import NEVER, Contraction, step_passes, torchdeq_solve
+from harness import counters
+from harness.record import RESULTS, Row, read_record, write_record
+from scaling_figures import draw, exponents
+from torch import Tensor
+
+import deqfast
+
+KERNEL = "cpp"
+SECONDS, FEWEST, MOST = 0.4, 3, 20  # of rounds of one row: they end with the time, within these numbers
+TOO_LONG = 4.0  # seconds of one call: it is timed once, and larger sizes of its series are left out
+SAMPLES_CHECKED = 2
+RESIDUAL_ALLOWED = 0.1  # relative, between the final residuals of the solve timed and of the same in float64
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem of a series; `axis` names the field that the series changes, `series` its curve.
+
+    history: pairs of Anderson and Broyden; None: 6 and as many as iterations.
+    """
+
+    axis: str
+    batch: int = 32
+    dim: int = 8192
+    history: int | None = None
+    iterations: int = 20
+    threads: int = 1
+    series: str = ""
+
+    @property
+    def x(self) -> int:
+        return getattr(self, self.axis)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A solver of the library, and torchdeq's of the same name."""
+
+    name: str
+    solver: Any
+    peer: str | None
+    options: dict[str, int]
+
+
+def cases(point: Point) -> list[Case]:
+    """The solvers of a point, all with a tolerance that stops none."""
+    iterations = point.iterations
+    anderson, broyden = point.history or 6, point.history or iterations
+    # torchdeq's window of m iterates holds m - 1 differences; the field compares equal m.
+    found = [
+        Case("anderson", deqfast.Anderson(NEVER, iterations, history=anderson), "anderson", {"m": anderson}),
+        Case(
+            "anderson bf16 history",
+            deqfast.Anderson(NEVER, iterations, history=anderson, history_dtype=torch.bfloat16),
+            None,
+            {},
+        ),
+        Case("broyden", deqfast.Broyden(NEVER, iterations, history=broyden), "broyden", {"LBFGS_thres": broyden}),
+    ]
+    if point.axis == "history":  # Picard has none; torchdeq's Anderson needs two iterates
+        return [replace(case, peer=None) if point.history == 1 and case.name == "anderson" else case for case in found]
+    return [Case("picard", deqfast.Picard(NEVER, iterations), "fixed_point_iter", {}), *found]
+
+
+def points(quick: bool, threads: list[int]) -> list[Point]:
+    """All problems, one axis after the other, each from small to large."""
+    base = Point("batch", threads=max(threads))
+    if quick:
+        base = replace(base, batch=2, dim=64, iterations=6)
+        sizes: dict[str, list[int]] = {
+            "batch": [1, 4],
+            "one": [64, 256],
+            "dim": [64, 256],
+            "history": [1, 4],
+            "iterations": [2, 6],
+        }
+    else:
+        sizes = {
+            "batch": [2**k for k in range(9)],
+            "one": [4**k for k in range(4, 11)],
+            "dim": [4**k for k in range(4, 9)],
+            "history": [2**k for k in range(6)],
+            "iterations": [2, 4, 8, 16, 32, 60],
+        }
+    long = base.iterations if quick else 40  # so that a window of 32 pairs is full for a while
+    found = [replace(base, batch=size, series="batch") for size in sizes["batch"]]
+    found += [replace(base, axis="dim", batch=1, dim=size, series="dim, one sample") for size in sizes["one"]]
+    found += [replace(base, axis="dim", dim=size, series="dim") for size in sizes["dim"]]
+    found += [
+        replace(base, axis="history", history=size, iterations=long, series="history") for size in sizes["history"]
+    ]
+    found += [replace(base, axis="iterations", iterations=size, series="iterations") for size in sizes["iterations"]]
+    for batch, dim in [(1, 256), (2, 64)] if quick else [(1, 2**18), (32, 8192), (256, 1024)]:
+        found += [
+            replace(base, axis="threads", batch=batch, dim=dim, threads=count, series=f"threads ({batch}, {dim})")
+            for count in threads
+        ]
+    return found
+
+
+def passes(solver: Any) -> float:
+    """Passes over the state (B, D) in fp32 that a whole solve must make; after the last call of f there is no step."""
+    if isinstance(solver, deqfast.Picard):
+        return 3 * solver.max_iter  # read z and f, write z
+    width = 0.5 if solver.history_dtype == torch.bfloat16 else 1
+    return sum(step_passes(min(k, solver.history), width) for k in range(solver.max_iter - 1))
+
+
+def state_passes_held(solver: Any) -> float:
+    """Memory of a solve in states (B, D) of fp32: z, best, the values of f, and two vectors for every pair."""
+    if isinstance(solver, deqfast.Picard):
+        return 3
+    width = 0.5 if solver.history_dtype == torch.bfloat16 else 1
+    return 5 + 2 * width * min(solver.history, solver.max_iter)
+
+
+def caches() -> dict[str, int]:
+    """Bytes of the data caches that one core sees, by level; empty where the system does not say."""
+    found = {}
+    for index in sorted(CACHES.glob("index*")):
+        kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
+        if kind != "Instruction" and size.endswith("K"):
+            found[f"L{level}"] = int(size[:-1]) << 10
+    return found
+
+
+def time_rounds(*calls: Callable[[], Any], most: float = SECONDS) -> list[list[float]]:
+    """Seconds of each call, the calls in turn so that a disturbance hits all; one round where it takes too long."""
+    spent: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    while len(spent[0]) < MOST:
+        for call, times in zip(calls, spent, strict=True):
+            before = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - before)
+        elapsed = time.perf_counter() - start
+        if elapsed > TOO_LONG or (elapsed > most and len(spent[0]) >= FEWEST):
+            break
+    return spent
+
+
+def copy_rates(quick: bool, threads: list[int]) -> list[Row]:
+    """Bytes per second of a copy, read and write counted, by the bytes it touches."""
+    rows = []
+    for count in threads:
+        torch.set_num_threads(count)
+        for exponent in (14, 16) if quick else range(15, 30):
+            source = torch.randn(2 ** (exponent - 3))  # half of the bytes are the target's
+            target = torch.empty_like(source)
+            repeats = max(1, 2**20 // source.nbytes)
+            seconds = time_rounds(lambda: [target.copy_(source) for _ in range(repeats)], most=0.15)[0]  # noqa: B023 (called in this turn of the loop)
+            rate = 2 * source.nbytes * repeats / min(seconds)
+            rows.append(
+                {"section": "scaling copy", "case": "copy", "provider": "torch", "threads": count,
+                 "bytes": 2 * source.nbytes, "bytes_per_s": rate}
+            )  # fmt: skip
+    return rows
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second of a copy: the best of all sizes, and that of the largest."""
+
+    cache: float
+    memory: float
+
+    @classmethod
+    def of(cls, rows: list[Row], threads: int) -> Rates:
+        own = [row for row in rows if row["threads"] == threads]
+        return cls(max(row["bytes_per_s"] for row in own), max(own, key=lambda row: row["bytes"])["bytes_per_s"])
+
+
+def solve_with(case: Case, provider: str, point: Point) -> Callable[[Any, Tensor], Tensor]:
+    if provider == "torchdeq":
+        assert case.peer is not None
+        return torchdeq_solve(case.peer, point.iterations, case.options)
+    return lambda f, z0: deqfast.solve(f, z0, case.solver, provider).value
+
+
+class Rows(Contraction):
+    """The first samples of a contraction in float64, and how far a solution of theirs is from a fixed point."""
+
+    def __init__(self, f: Contraction, count: int) -> None:
+        self.c, self.eigenvalues, self.calls = f.c[:count].double(), f.eigenvalues.double(), 0
+
+
+def exact_case(case: Case) -> Case:
+    """The same solver for float64, where bf16 histories do not exist."""
+    if getattr(case.solver, "history_dtype", None) is None:
+        return case
+    return replace(case, solver=replace(case.solver, history_dtype=None))
+
+
+def check(row: Row, f: Contraction, value: Tensor, case: Case, point: Point) -> None:
+    """Compare the final residual of the first samples with that of the same solve of them in float64."""
+    exact = Rows(f, SAMPLES_CHECKED)
+    solve = solve_with(exact_case(case), "torchdeq" if row["provider"] == "torchdeq" else "torch", point)
+    reference = exact.residual(solve(exact, torch.zeros_like(exact.c)))
+    found = exact.residual(value[:SAMPLES_CHECKED])
+    row["error"], row["allowed"] = abs(found - reference) / reference, RESIDUAL_ALLOWED
+    if not row["error"] <= row["allowed"]:
+        row["problem"] = f"residual {found:.2e}, in float64 {reference:.2e}: not timed"
+
+
+def measure(point: Point, case: Case, provider: str, rates: Rates) -> Row:
+    """One row of the record; its times are those of a call, of which f's are taken off for `solver_ms`."""
+    torch.set_num_threads(point.threads)
+    row: Row = {
+        "section": "scaling", "case": case.name, "provider": provider, "axis": point.axis, "series": point.series,
+        "batch": point.batch, "dim": point.dim, "dtype": "float32", "history": getattr(case.solver, "history", 0),
+        "iterations": point.iterations, "threads": point.threads,
+    }  # fmt: skip
+    f, z0 = Contraction(point.batch, point.dim), torch.zeros(point.batch, point.dim)
+    solve = solve_with(case, provider, point)
+    row["peak_bytes"] = counters.memory(lambda: solve(f, z0))[1]  # the warm-up, too
+    f.calls = 0
+    value = solve(f, z0)
+    evaluations = row["evaluations"] = f.calls
+    row["residual"] = f.residual(value)
+    check(row, f, value, case, point)
+    if "problem" not in row:
+        del value
+        time_solve(row, functools.partial(solve, f, z0), functools.partial(calls_of, f, z0, evaluations))
+    if provider != "torchdeq":
+        describe_bytes(row, case.solver, z0.nbytes, rates)
+    return row
+
+
+def calls_of(f: Contraction, z: Tensor, count: int) -> None:
+    for _ in range(count):
+        z = f(z)
+
+
+def time_solve(row: Row, solve: Callable[[], Any], alone: Callable[[], Any]) -> None:
+    whole, of_f = time_rounds(solve, alone)
+    row["ms"], row["ms_min"] = 1e3 * statistics.median(whole), 1e3 * min(whole)
+    row["f_ms"], row["rounds"] = 1e3 * min(of_f), len(whole)
+    row["solver_ms"] = (row["ms_min"] - row["f_ms"]) / row["evaluations"]
+
+
+def describe_bytes(row: Row, solver: Any, state_bytes: int, rates: Rates) -> None:
+    """What the algorithm must move, and how long that takes in memory and in a cache; what it must hold."""
+    row["bytes"] = passes(solver) * state_bytes
+    row["floor_ms"], row["cache_floor_ms"] = (1e3 * row["bytes"] / rate for rate in (rates.memory, rates.cache))
+    if "ms_min" in row:
+        row["floor_x"] = (row["ms_min"] - row["f_ms"]) / row["floor_ms"]
+    row["held_bytes"] = state_passes_held(solver) * state_bytes
+    row["history_bytes"] = row["held_bytes"] - 5 * state_bytes if row["history"] else 0
+
+
+def solves(found: list[Point], copies: list[Row]) -> Iterator[Row]:
+    """The rows of all points, ours and torchdeq's of a solver one after the other."""
+    ended: set[tuple[str, str, str]] = set()  # series of which a size took too long
+    for point in found:
+        rates = Rates.of(copies, point.threads)
+        for case in cases(point):
+            theirs = None
+            for provider in (*(["torchdeq"] if case.peer else []), KERNEL):
+                key = (point.series, case.name, provider)
+                if key in ended:
+                    continue
+                row = measure(point, case, provider, rates)
+                if row.get("ms", 0) > 1e3 * TOO_LONG:
+                    ended.add(key)
+                if provider == "torchdeq":
+                    theirs = row
+                elif theirs and row.get("solver_ms", 0) > 0 and "solver_ms" in theirs:
+                    row["gain"] = theirs["solver_ms"] / row["solver_ms"]
+                yield row
+
+
+ADJOINTS: dict[str, Callable[[deqfast.Anderson, int], Any]] = {
+    "jfb": lambda solver, iterations: deqfast.JFB(),
+    "implicit": lambda solver, iterations: deqfast.Implicit(solver),
+    "unrolled": lambda solver, iterations: deqfast.Unrolled(steps=iterations),
+}
+
+
+def training_memory(quick: bool) -> Iterator[Row]:
+    """Memory of forward and backward of one residual cell by iterations, for three gradients; a count, no time."""
+    channels, size, batch = (8, 4, 2) if quick else (32, 16, 8)
+    torch.manual_seed(0)
+    x = torch.randn(batch, channels, size, size)
+    for iterations in (2, 6) if quick else (2, 4, 8, 16, 32, 60):
+        for name, adjoint in ADJOINTS.items():
+            solver = deqfast.Anderson(NEVER, iterations)
+            block = deqfast.DEQBlock(deqfast.ResidualCell(channels), solver, adjoint(solver, iterations), KERNEL)
+            step = functools.partial(train_once, block, x)
+            step()
+            yield {
+                "section": "scaling training", "case": name, "provider": "deqfast", "axis": "iterations",
+                "series": "training", "batch": batch, "dim": x[0].numel(), "dtype": "float32",
+                "iterations": iterations, "peak_bytes": counters.memory(step)[1],
+            }  # fmt: skip
+
+
+def train_once(block: deqfast.DEQBlock, x: Tensor) -> None:
+    block.zero_grad()
+    block(x).square().mean().backward()
+
+
+def line(row: Row) -> str:
+    """A row as progress on the terminal."""
+    size = f"B={row['batch']} D={row['dim']} n={row.get('history', 0)} K={row['iterations']} t={row.get('threads', 1)}"
+    memory = f"{row['peak_bytes'] / 2**20:9.1f} MiB"
+    if "solver_ms" not in row:
+        return f"{row['case']:<22}{row['provider']:<10}{size:<38}{row.get('problem', ''):>24}{memory}"
+    floor = f"{row['floor_x']:6.2f} x floor" if "floor_x" in row else ""
+    gain = f"{row['gain']:6.1f} x torchdeq" if "gain" in row else ""
+    return (
+        f"{row['case']:<22}{row['provider']:<10}{size:<38}{row['solver_ms']:>12.4f} ms/iter {memory} {floor}{gain}"
+    )
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS / "scaling_cpu.json", help="file to write (%(default)s)")
+    parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw the figures into this folder")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads to compare; the "
+                        "other variables are measured with the largest (default: 1 2)")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs: seconds")
+    parser.add_argument("--redraw", action="store_true", help="only draw the figures of an existing --json")
+    parser.add_argument("--remark", help="what else is to be known of the machine, kept in the file")
+    found = parser.parse_args(given)
+    if min(found.threads) < 1:
+        parser.error(f"--threads {' '.join(map(str, found.threads))}: numbers from 1 on")
+    for name, folder in (("json", found.json.resolve().parent), ("figure", found.figure)):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"--{name}: {folder} is not a folder")
+    if found.redraw and (found.figure is None or not found.json.is_file()):
+        parser.error(f"--redraw needs --figure and an existing --json, got {found.json}")
+    if not found.redraw and not deqfast.backends()[KERNEL]:
+        parser.error(f"the kernel {KERNEL} cannot run here: {deqfast.backends()[KERNEL].reason}")
+    return found
+
+
+def run(quick: bool, threads: list[int]) -> list[Row]:
+    """All rows, printed as they come."""
+    threads = sorted(set(threads))
+    copies = copy_rates(quick, threads)
+    rates = Rates.of(copies, max(threads))
+    print(f"copy: {rates.cache / 1e9:.1f} GB/s in a cache, {rates.memory / 1e9:.1f} GB/s in memory; caches {caches()}")
+    rows = [*copies, {"section": "scaling caches", "case": "cache sizes", "provider": "system", **caches()}]
+    torch.set_num_threads(max(threads))
+    for row in training_memory(quick):
+        rows.append(row)
+        print(line(row), flush=True)
+    for row in solves(points(quick, threads), copies):
+        rows.append(row)
+        print(line(row), flush=True)
+    fitted = exponents(rows)
+    print("\nexponents a of time (or memory) ~ x^a; a second one where the slope changes")
+    for row in fitted:
+        print(f"{row['series']:<18}{row['case']:<24}{row['provider']:<10}{row['measure']:<12}{row['text']}")
+    return rows + fitted
+
+
+def main(given: list[str] | None = None) -> None:
+    found = arguments(given)
+    if not found.redraw:
+        rows = run(found.quick, found.threads)
+        write_record(found.json, rows, remark=found.remark)
+    rows = read_record(found.json)["rows"]
+    if found.figure is not None:
+        for path in draw(rows, found.figure):
+            print(path)
+    wrong = [line(row) for row in rows if "problem" in row]
+    if wrong:
+        sys.exit("wrong answers, not timed:\n" + "\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
