@@ -15,13 +15,18 @@ COLOURS = {"picard": "#009E73", "anderson": "#0072B2", "anderson bf16 history": 
            "jfb": "#009E73", "implicit": "#0072B2", "unrolled": "#D55E00"}  # fmt: skip
 MARKERS = {"picard": "o", "anderson": "s", "anderson bf16 history": "D", "broyden": "^",
            "jfb": "o", "implicit": "s", "unrolled": "^"}  # fmt: skip
+# The panels: label of the horizontal axis, with what a row of the series holds; measure and label of its time.
 LABELS = {
-    "batch": "batch B  (D = 8192)",
-    "dim, one sample": "state size D  (B = 1)",
-    "dim": "state size D  (B = 32)",
-    "history": "history n  (B = 32, D = 8192, 40 iterations)",
-    "iterations": "iterations  (B = 32, D = 8192)",
-    "training": "iterations  (8 samples of 32×16×16)",
+    "batch": "batch B  (D = {dim})",
+    "dim, one sample": "state size D  (B = {batch})",
+    "dim": "state size D  (B = {batch})",
+    "history": "history n  (B = {batch}, D = {dim}, {iterations} iterations)",
+    "iterations": "iterations  (B = {batch}, D = {dim})",
+}
+TRAINING_LABEL = "iterations  ({batch} samples of {dim} elements)"
+PER_ITERATION = "solver time per iteration [ms]"
+TIMES = {series: ("solver_ms", PER_ITERATION) for series in LABELS} | {
+    "iterations": ("solve_ms", "solver time of a whole solve [ms]")
 }
 BREAK = 0.25  # of two slopes: less is one slope
 POINTS_PER_SLOPE = 3
@@ -38,7 +43,7 @@ def slope(curve: Curve) -> tuple[float, float, float]:
 
 
 def segments(curve: Curve) -> list[tuple[float, float, float]]:
-    """(from, to, exponent) of y ~ x^a: one piece, or two that share a point where that fits better and the slopes differ.
+    """(from, to, exponent) of y ~ x^a: one piece, or two that share a point where the slopes differ and that fits better.
 
     Raises ValueError for fewer than two points or values that are not positive.
     """
@@ -59,17 +64,17 @@ def curves(rows: Iterable[Row], series: str, measure: str) -> dict[tuple[str, st
     """(case, provider) -> the points of a series that have a positive value of `measure`."""
     found: dict[tuple[str, str], Curve] = {}
     for row in rows:
-        if row.get("series") == series and row["section"] in ("scaling", "scaling training"):
-            if row.get(measure) is not None and row[measure] > 0:
-                found.setdefault((row["case"], row["provider"]), []).append((row[row["axis"]], row[measure]))
+        measured = row["section"] in ("scaling", "scaling training") and row.get(measure)
+        if row.get("series") == series and measured and measured > 0:
+            found.setdefault((row["case"], row["provider"]), []).append((row[row["axis"]], measured))
     return found
 
 
 def exponents(rows: list[Row]) -> list[Row]:
-    """A row for every curve of time per iteration and of peak memory with at least three points."""
+    """A row for every curve of time and of peak memory with at least three points."""
     found = []
-    for series in LABELS:
-        for measure in ("solver_ms", "peak_bytes"):
+    for series in (*LABELS, "training"):
+        for measure in (TIMES.get(series, TIMES["batch"])[0], "peak_bytes"):
             for (case, provider), curve in curves(rows, series, measure).items():
                 if len(curve) < POINTS_PER_SLOPE:
                     continue
@@ -91,25 +96,43 @@ def style(case: str, provider: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_curves(axis: Any, rows: list[Row], series: str, measure: str, scale: float) -> None:
+def draw_curves(axis: Any, rows: list[Row], series: str, measure: str, scale: float, label: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     for (case, provider), curve in curves(rows, series, measure).items():
         xs, ys = zip(*sorted(curve), strict=True)
         axis.plot(xs, [scale * y for y in ys], **style(case, provider))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xlabel(LABELS.get(series, series), fontsize=9)
+    row = next((row for row in rows if row.get("series") == series), None)
+    axis.set_xlabel(label.format(**row) if row else series, fontsize=9)
+    if row and row["axis"] != "dim":
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    low, high = axis.get_ylim()
+    if high < 300 * low:
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(True, which="major", color="0.9", linewidth=0.6)
+    plain(axis)
+
+
+def plain(axis: Any) -> None:
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
 
 
 def draw_floors(axis: Any, rows: list[Row], series: str) -> None:
-    """Per evaluation: between the byte floor in a cache and in memory, for fp32 Anderson; and Picard's in memory."""
+    """The byte floor of fp32 Anderson, from the rate of a cache to that of memory."""
     band = {row[row["axis"]]: row for row in rows if row.get("series") == series and row["case"] == "anderson"
-            and row["provider"] != "torchdeq" and "floor_ms" in row}  # fmt: skip
+            and "floor_ms" in row}  # fmt: skip
     xs = sorted(band)
-    low, high = ([band[x][name] / band[x]["iterations"] for x in xs] for name in ("cache_floor_ms", "floor_ms"))
+    per_solve = TIMES[series][0] == "solve_ms"
+    low, high = (
+        [band[x][name] / (1 if per_solve else band[x]["evaluations"]) for x in xs]
+        for name in ("cache_floor_ms", "floor_ms")
+    )
     axis.fill_between(xs, low, high, color=COLOURS["anderson"], alpha=0.15, linewidth=0,
                       label="byte floor of anderson: in a cache to in memory")  # fmt: skip
 
@@ -150,9 +173,7 @@ def draw_threads(axis: Any, rows: list[Row]) -> None:
     axis.set_xlabel("problem (B, D)", fontsize=9)
     axis.set_ylabel(f"speed-up of {most} threads over 1", fontsize=9)
     axis.set_ylim(0, most + 0.5)
-    axis.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    plain(axis)
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -163,24 +184,21 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     matplotlib.rcParams["svg.hashsalt"] = "deqfast"  # the same rows give the same file
-    series = ["batch", "dim, one sample", "dim", "history", "iterations"]
     written = []
-    for name, measure, scale, label in (
-        ("scaling_time", "solver_ms", 1.0, "solver time per iteration [ms]"),
-        ("scaling_memory", "peak_bytes", 2.0**-20, "peak memory of a call [MiB]"),
-    ):
+    for name, scale in (("scaling_time", 1.0), ("scaling_memory", 2.0**-20)):
         figure, grid = plt.subplots(2, 3, figsize=(12, 7.4), layout="constrained")
-        for axis, one in zip(grid.flat, series, strict=False):
-            draw_curves(axis, rows, one, measure, scale)
-            axis.set_ylabel(label, fontsize=9)
-            if measure == "solver_ms":
-                draw_floors(axis, rows, one)
-                mark_caches(axis, rows, one)
-        last = grid.flat[5]
-        if measure == "solver_ms":
+        for axis, (series, label) in zip(grid.flat, LABELS.items(), strict=False):
+            measure, title = TIMES[series] if name == "scaling_time" else ("peak_bytes", "peak memory of a solve [MiB]")
+            draw_curves(axis, rows, series, measure, scale, label)
+            axis.set_ylabel(title, fontsize=9)
+            if name == "scaling_time":
+                draw_floors(axis, rows, series)
+                mark_caches(axis, rows, series)
+        last = grid.flat[len(LABELS)]
+        if name == "scaling_time":
             draw_threads(last, rows)
         else:
-            draw_curves(last, rows, "training", measure, scale)
+            draw_curves(last, rows, "training", "peak_bytes", scale, TRAINING_LABEL)
             last.set_ylabel("peak memory of a training step [MiB]", fontsize=9)
             last.legend(fontsize=8, frameon=False)
         handles, labels = grid.flat[0].get_legend_handles_labels()
