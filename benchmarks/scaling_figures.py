@@ -43,7 +43,7 @@ def slope(curve: Curve) -> tuple[float, float, float]:
 
 
 def segments(curve: Curve) -> list[tuple[float, float, float]]:
-    """(from, to, exponent) of y ~ x^a: one piece, or two that share a point where the slopes differ and that fits better.
+    """(from, to, exponent) of y ~ x^a: one piece, or two that share a point if the slopes differ and it fits better.
 
     Raises ValueError for fewer than two points or values that are not positive.
     """
