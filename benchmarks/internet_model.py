@@ -191,10 +191,9 @@ def flat(cell: mdeq.Cell, size: mdeq.Size, x: Tensor, dtype: torch.dtype) -> Cal
 @functools.lru_cache
 def count(size: mdeq.Size, batch: int, dtype: torch.dtype = torch.bfloat16) -> Counts:
     """Count a step by running it on tensors without data."""
-    with torch.device("meta"):
-        network = mdeq.Network(size).to(dtype)
-        images, z = torch.empty(batch, 3, size.image, size.image, dtype=dtype), torch.empty(batch, size.dim)
-        labels = torch.empty(batch, dtype=torch.long)
+    network = mdeq.Network(size).to("meta", dtype)
+    images = torch.zeros(batch, 3, size.image, size.image, device="meta", dtype=dtype)
+    z, labels = torch.zeros(batch, size.dim, device="meta"), torch.zeros(batch, device="meta", dtype=torch.long)
     with torch.no_grad():
         f = flat(network.cell, size, network.stem(images), dtype)
         forward = Work.of(lambda: f(z))
