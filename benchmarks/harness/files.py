@@ -1,0 +1,19 @@
+"""Writing files. Needs nothing but the standard library, so that a report works where torch does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace `path` in one step."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(data, file, indent=1)
+        file.write("\n")
+    os.chmod(name, 0o644)
+    os.replace(name, path)
