@@ -16,7 +16,7 @@ from typing import Any
 
 import mdeq
 import torch
-from common import step_passes
+from harness.traffic import multisecant_held, multisecant_passes
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -91,11 +91,16 @@ def sides(inputs: Inputs) -> tuple[tuple[Side, Side], ...]:
     return (
         (
             Side("torchdeq", f"anderson m={m}", lambda k: 31 + 7 * min(k + 1, m) if k else 20, lambda n: 4 * m + 2),
-            Side("deqfast", f"anderson m={m} bf16", lambda k: step_passes(min(k, m), 0.5), lambda n: 5 + min(n, m)),
+            Side(
+                "deqfast",
+                f"anderson m={m} bf16",
+                lambda k: multisecant_passes(min(k, m), 0.5),
+                lambda n: multisecant_held(min(n, m), 0.5),
+            ),
         ),
         (
             Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75, lambda n: 10 + 2 * n),
-            Side("deqfast", "broyden", lambda k: step_passes(k, 1), lambda n: 5 + 2 * n),
+            Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1), lambda n: multisecant_held(n, 1)),
         ),
     )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 
 import mdeq
 import torch
-from common import NEVER, Contraction
+from harness.maps import NEVER, Contraction
 from harness.record import RESULTS, Row, write_record
+from harness.timing import in_turns
 from internet_model import ADJOINTS, Counts, Inputs, Machine, Side, Work, count, flat, sides, step, unflat
 from torch.nn import functional as F
 
@@ -73,19 +73,8 @@ def row_of(
 
 
 CHECK_SIZE = mdeq.Size("small MDEQ", (16, 32, 64, 128), (8, 16, 32, 64), image=128, classes=10)
-CHECK_BATCH, CHECK_EVALUATIONS, CHECK_ROUNDS, PRODUCT = 4, 8, 7, 1024
+CHECK_BATCH, CHECK_EVALUATIONS, CHECK_ROUNDS, CHECK_SECONDS, PRODUCT = 4, 8, 7, 15.0, 1024
 ALONE = "f of the solves"  # an element-wise one
-
-
-def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of each call, in turns after one round that warms up."""
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(CHECK_ROUNDS + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            spent[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[1:]) for name, times in spent.items()}
 
 
 def fitted(machine: Machine, work: Work, seconds: float) -> Machine:
@@ -136,7 +125,8 @@ def check_rows(threads: int, size: mdeq.Size = CHECK_SIZE, batch: int = CHECK_BA
     source, a, b = torch.randn(16 << 20), torch.randn(PRODUCT, PRODUCT), torch.randn(PRODUCT, PRODUCT)
     target = source.clone()
     rates = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
-    measured = medians(rates | check_calls(size, batch))
+    times = in_turns(rates | check_calls(size, batch), rounds=CHECK_ROUNDS, seconds=CHECK_SECONDS)
+    measured = {name: statistics.median(seconds) for name, seconds in times.items()}
     alone = measured.pop(ALONE)
     measured = {name: seconds - alone * name.startswith("solve") for name, seconds in measured.items()}
     copy_rate, product_rate = 2 * source.nbytes / measured.pop("copy"), 2 * PRODUCT**3 / measured.pop("product")

@@ -23,17 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import NEVER, Contraction, step_passes, torchdeq_solve
-from harness import counters
+from harness import counters, traffic
+from harness.maps import NEVER, Contraction
+from harness.peers import torchdeq_solve
 from harness.record import RESULTS, Row, read_record, write_record
+from harness.timing import in_turns
 from scaling_figures import draw, exponents
 from torch import Tensor
 
 import deqfast
 
 KERNEL = "cpp"
-SECONDS, FEWEST, MOST = 0.4, 2, 20  # of rounds of one row: they end with the time, within these numbers
-TOO_LONG = 4.0  # seconds of one call: it is timed once, and larger sizes of its series are left out
+SECONDS, ROUNDS = 0.4, 20  # of one row, at most
+TOO_LONG = 4.0  # seconds of a call: larger sizes of its series are left out
 SAMPLES_CHECKED = 2
 # By how much the final residual of a solve may be above that of the same solve in float64, relative to the latter;
 # near the floor of fp32, where Broyden's residuals jump, relative to that floor.
@@ -63,32 +65,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Case:
-    """A solver of the library, and torchdeq's of the same name."""
+    """A solver of the library; peer: whether torchdeq has the same."""
 
     name: str
     solver: Any
-    peer: str | None
-    options: dict[str, int]
+    peer: bool = True
 
 
 def cases(point: Point) -> list[Case]:
     """The solvers of a point, all with a tolerance that stops none."""
     iterations = point.iterations
-    anderson, broyden = point.history or 6, point.history or iterations
-    # torchdeq's window of m iterates holds m - 1 differences; the field compares equal m.
-    found = [
-        Case("anderson", deqfast.Anderson(NEVER, iterations, history=anderson), "anderson", {"m": anderson}),
-        Case(
-            "anderson bf16 history",
-            deqfast.Anderson(NEVER, iterations, history=anderson, history_dtype=torch.bfloat16),
-            None,
-            {},
-        ),
-        Case("broyden", deqfast.Broyden(NEVER, iterations, history=broyden), "broyden", {"LBFGS_thres": broyden}),
+    anderson = deqfast.Anderson(NEVER, iterations, history=point.history or 6)
+    broyden = deqfast.Broyden(NEVER, iterations, history=point.history or iterations)
+    windows = [
+        Case("anderson", anderson, peer=point.history != 1),  # torchdeq's needs two iterates
+        Case("anderson bf16 history", replace(anderson, history_dtype=torch.bfloat16), peer=False),
+        Case("broyden", broyden),
     ]
-    if point.axis == "history":  # Picard has none; torchdeq's Anderson needs two iterates
-        return [replace(case, peer=None) if point.history == 1 and case.name == "anderson" else case for case in found]
-    return [Case("picard", deqfast.Picard(NEVER, iterations), "fixed_point_iter", {}), *found]
+    return windows if point.axis == "history" else [Case("picard", deqfast.Picard(NEVER, iterations)), *windows]
 
 
 def points(quick: bool, threads: list[int]) -> list[Point]:
@@ -127,22 +121,6 @@ def points(quick: bool, threads: list[int]) -> list[Point]:
     return found
 
 
-def passes(solver: Any) -> float:
-    """Passes over the state (B, D) in fp32 that a whole solve must make; after the last call of f there is no step."""
-    if isinstance(solver, deqfast.Picard):
-        return 3 * solver.max_iter  # read z and f, write z
-    width = 0.5 if solver.history_dtype == torch.bfloat16 else 1
-    return sum(step_passes(min(k, solver.history), width) for k in range(solver.max_iter - 1))
-
-
-def state_passes_held(solver: Any) -> float:
-    """Memory of a solve in states (B, D) of fp32: z, best, the values of f, and two vectors for every pair."""
-    if isinstance(solver, deqfast.Picard):
-        return 3
-    width = 0.5 if solver.history_dtype == torch.bfloat16 else 1
-    return 5 + 2 * width * min(solver.history, solver.max_iter)
-
-
 def caches() -> dict[str, int]:
     """Bytes of the data caches that one core sees, by level; empty where the system does not say."""
     found = {}
@@ -153,21 +131,6 @@ def caches() -> dict[str, int]:
     return found
 
 
-def time_rounds(*calls: Callable[[], Any], most: float) -> list[list[float]]:
-    """Seconds of each call, the calls in turn so that a disturbance hits all; one round where it takes too long."""
-    spent: list[list[float]] = [[] for _ in calls]
-    start = time.perf_counter()
-    while len(spent[0]) < MOST:
-        for call, times in zip(calls, spent, strict=True):
-            before = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - before)
-        elapsed = time.perf_counter() - start
-        if elapsed > TOO_LONG or (elapsed > most and len(spent[0]) >= FEWEST):
-            break
-    return spent
-
-
 def copy_rates(quick: bool, threads: list[int]) -> list[Row]:
     """Bytes per second of a copy, read and write counted, by the bytes it touches."""
     rows = []
@@ -176,12 +139,10 @@ def copy_rates(quick: bool, threads: list[int]) -> list[Row]:
         for exponent in (14, 16) if quick else range(15, 30):
             source = torch.randn(2 ** (exponent - 3))  # half of the bytes are the target's
             target = source.clone()
-            repeats = max(1, 2**20 // source.nbytes)
-            seconds = time_rounds(lambda: [target.copy_(source) for _ in range(repeats)], most=0.15)[0]  # noqa: B023 (called in this turn of the loop)
-            rate = 2 * source.nbytes * repeats / min(seconds)
+            seconds = in_turns({"copy": functools.partial(target.copy_, source)}, seconds=0.15)["copy"]
             rows.append(
                 {"section": "scaling copy", "case": "copy", "provider": "torch", "threads": count,
-                 "bytes": 2 * source.nbytes, "bytes_per_s": rate}
+                 "bytes": 2 * source.nbytes, "bytes_per_s": 2 * source.nbytes / min(seconds)}
             )  # fmt: skip
     return rows
 
@@ -199,11 +160,10 @@ class Rates:
         return cls(max(row["bytes_per_s"] for row in own), max(own, key=lambda row: row["bytes"])["bytes_per_s"])
 
 
-def solve_with(case: Case, provider: str, point: Point) -> Callable[[Any, Tensor], Tensor]:
+def solve_with(solver: Any, provider: str) -> Callable[[Any, Tensor], Tensor]:
     if provider == "torchdeq":
-        assert case.peer is not None
-        return torchdeq_solve(case.peer, point.iterations, case.options)
-    return lambda f, z0: deqfast.solve(f, z0, case.solver, provider).value
+        return torchdeq_solve(solver)
+    return lambda f, z0: deqfast.solve(f, z0, solver, provider).value
 
 
 class Rows(Contraction):
@@ -213,17 +173,12 @@ class Rows(Contraction):
         self.c, self.eigenvalues, self.calls = f.c[:count].double(), f.eigenvalues.double(), 0
 
 
-def exact_case(case: Case) -> Case:
-    """The same solver for float64, where bf16 histories do not exist."""
-    if getattr(case.solver, "history_dtype", None) is None:
-        return case
-    return replace(case, solver=replace(case.solver, history_dtype=None))
-
-
-def check(row: Row, f: Contraction, value: Tensor, case: Case, point: Point) -> None:
+def check(row: Row, f: Contraction, value: Tensor, solver: Any) -> None:
     """Compare the final residual of the first samples with that of the same solve of them in float64."""
+    if getattr(solver, "history_dtype", None) is not None:
+        solver = replace(solver, history_dtype=None)  # beside float64 there are no others
     exact = Rows(f, SAMPLES_CHECKED)
-    solve = solve_with(exact_case(case), "torchdeq" if row["provider"] == "torchdeq" else "torch", point)
+    solve = solve_with(solver, "torchdeq" if row["provider"] == "torchdeq" else "torch")
     reference = exact.residual(solve(exact, torch.zeros_like(exact.c)))
     found = exact.residual(value[:SAMPLES_CHECKED])
     row["error"], row["allowed"] = max(found - reference, 0.0) / max(reference, RESIDUAL_FLOOR), RESIDUAL_ALLOWED
@@ -245,12 +200,12 @@ def measure(point: Point, case: Case, provider: str, rates: Rates, seconds: floa
         "iterations": point.iterations, "threads": point.threads,
     }  # fmt: skip
     f, z0 = Contraction(point.batch, point.dim), torch.zeros(point.batch, point.dim)
-    solve = solve_with(case, provider, point)
+    solve = solve_with(case.solver, provider)
     values: list[Tensor] = []
     row["peak_bytes"] = counters.memory(lambda: values.append(solve(f, z0)))[1]  # the warm-up, too
     evaluations = row["evaluations"] = f.calls
     row["residual"] = f.residual(values[0])
-    check(row, f, values.pop(), case, point)
+    check(row, f, values.pop(), case.solver)
     if "problem" not in row:
         time_solve(row, functools.partial(solve, f, z0), functools.partial(calls_of, f, z0, evaluations), seconds)
     if provider != "torchdeq":
@@ -264,21 +219,22 @@ def calls_of(f: Contraction, z: Tensor, count: int) -> None:
 
 
 def time_solve(row: Row, solve: Callable[[], Any], alone: Callable[[], Any], seconds: float) -> None:
-    whole, of_f = time_rounds(solve, alone, most=seconds)
+    times = in_turns({"solve": solve, "f": alone}, rounds=ROUNDS, seconds=seconds)
+    whole, of_f = times["solve"], times["f"]
     row["ms"], row["ms_min"] = 1e3 * statistics.median(whole), 1e3 * min(whole)
-    row["f_ms"], row["rounds"] = 1e3 * min(of_f), len(whole)
+    row["f_ms"], row["rounds"] = 1e3 * min(of_f), [1e3 * seconds for seconds in whole]
     row["solve_ms"] = row["ms_min"] - row["f_ms"]
     row["solver_ms"] = row["solve_ms"] / row["evaluations"]
 
 
 def describe_bytes(row: Row, solver: Any, state_bytes: int, rates: Rates) -> None:
     """What the algorithm must move, and how long that takes in memory and in a cache; what it must hold."""
-    row["bytes"] = passes(solver) * state_bytes
+    row["bytes"] = traffic.solve_passes(solver, row["evaluations"]) * state_bytes
     row["floor_ms"], row["cache_floor_ms"] = (1e3 * row["bytes"] / rate for rate in (rates.memory, rates.cache))
     if "ms_min" in row:
         row["floor_x"] = row["solve_ms"] / row["floor_ms"]
-    row["held_bytes"] = state_passes_held(solver) * state_bytes
-    row["history_bytes"] = row["held_bytes"] - 5 * state_bytes if row["history"] else 0
+    row["held_bytes"] = traffic.solve_held(solver) * state_bytes
+    row["history_bytes"] = row["held_bytes"] - traffic.multisecant_held(0, 1) * state_bytes if row["history"] else 0
 
 
 def solves(found: list[Point], copies: list[Row], seconds: float) -> Iterator[Row]:

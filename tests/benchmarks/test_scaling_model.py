@@ -26,6 +26,7 @@ TINY = mdeq.Size("tiny", (8, 16), (8, 16), image=32, classes=10)
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """The rows of a quick run of scaling.py, and the folder of its figures."""
+    pytest.importorskip("torchdeq.solver")
     folder = tmp_path_factory.mktemp("scaling")
     path = folder / "scaling.json"
     threads = torch.get_num_threads()
@@ -82,54 +83,51 @@ def test_figures_are_drawn(quick):
 
 def test_a_wrong_answer_gets_no_time():
     point = scaling.Point("batch", batch=2, dim=64, iterations=6)
-    case = scaling.cases(point)[0]
+    solver = scaling.cases(point)[0].solver
     f = scaling.Contraction(2, 64)
-    right = scaling.solve_with(case, "torch", point)(f, torch.zeros(2, 64))
+    right = scaling.solve_with(solver, "torch")(f, torch.zeros(2, 64))
     for value, wrong in ((right, False), (2 * right, True), (math.nan * right, True)):
         row = {"provider": "cpp"}
-        scaling.check(row, f, value, case, point)
+        scaling.check(row, f, value, solver)
         assert ("problem" in row) == wrong
 
 
-def test_memory_of_torchdeq_and_of_deqfast_is_the_models():
-    evaluations, dim = 12, 8192
-    for theirs, ours in model.sides(model.Inputs()):
-        name = theirs.solver.split()[0]
-        case = next(case for case in scaling.cases(scaling.Point("batch", iterations=evaluations)) if case.name == name)
-        solver = case.solver
-        if name == "anderson":
-            solver = replace(solver, history_dtype=torch.bfloat16)
-        f, z0 = scaling.Contraction(2, dim), torch.zeros(2, dim)
-        peak = counters.memory(lambda: deqfast.solve(f, z0, solver, "cpp").value)[1]  # noqa: B023 (called at once)
-        assert peak / z0.nbytes == pytest.approx(ours.held(evaluations), rel=0.02)
+def solver_of(side, evaluations):
+    """The solver of a side that evaluates f so often; torchdeq's Broyden does once more than it steps."""
+    if side.solver == "broyden":
+        iterations = evaluations - (side.provider == "torchdeq")
+        return deqfast.Broyden(scaling.NEVER, iterations, history=iterations)
+    dtype = torch.bfloat16 if side.solver.endswith("bf16") else None
+    return deqfast.Anderson(scaling.NEVER, evaluations, history=6, history_dtype=dtype)
+
+
+SIDES = [side for pair in model.sides(model.Inputs()) for side in pair]
+
+
+@pytest.mark.parametrize("side", SIDES, ids=lambda side: f"{side.provider}-{side.solver}")
+def test_memory_of_a_solve_is_the_models(side):
+    provider = "cpp" if side.provider == "deqfast" else "torchdeq"
+    if provider == "torchdeq":
         pytest.importorskip("torchdeq.solver")
-        # torchdeq evaluates f once more than the steps of Broyden's method.
-        point = scaling.Point("batch", iterations=evaluations - (name == "broyden"))
-        options = {"m": 6} if name == "anderson" else {}
-        run = scaling.torchdeq_solve(name, point.iterations, options)
-        f.calls = 0
-        assert counters.memory(lambda: run(f, z0))[1] / z0.nbytes == pytest.approx(  # noqa: B023 (called at once)
-            theirs.held(evaluations), rel=0.02
-        )
-        assert f.calls == evaluations
+    solve = scaling.solve_with(solver_of(side, 12), provider)
+    f, z0 = scaling.Contraction(2, 8192), torch.zeros(2, 8192)
+    assert counters.memory(lambda: solve(f, z0))[1] / z0.nbytes == pytest.approx(side.held(12), rel=0.02)
+    assert f.calls == 12
 
 
 @pytest.mark.parametrize("evaluations", [6, 14])
-def test_bytes_of_torchdeq_are_the_models(evaluations):
+@pytest.mark.parametrize("side", [side for side in SIDES if side.provider == "torchdeq"], ids=lambda side: side.solver)
+def test_bytes_of_torchdeq_are_the_models(side, evaluations):
     pytest.importorskip("torchdeq.solver")
     f, z0 = scaling.Contraction(2, 16384), torch.zeros(2, 16384)
-    own = model.Work.of(lambda: f(z0)).operations
-    for theirs, _ in model.sides(model.Inputs()):
-        name = theirs.solver.split()[0]
-        options = {"m": 6} if name == "anderson" else {}
-        run = scaling.torchdeq_solve(name, evaluations - (name == "broyden"), options)
-        work = model.Work.of(lambda: run(f, z0))  # noqa: B023 (called at once)
-        moved = sum(moved for _, moved in work.operations) - evaluations * sum(moved for _, moved in own)
-        assert moved / z0.nbytes == pytest.approx(theirs.solve_passes(evaluations), rel=0.01)
+    solve = scaling.solve_with(solver_of(side, evaluations), "torchdeq")
+    own = evaluations * sum(moved for _, moved in model.Work.of(lambda: f(z0)).operations)
+    moved = sum(moved for _, moved in model.Work.of(lambda: solve(f, z0)).operations) - own
+    assert moved / z0.nbytes == pytest.approx(side.solve_passes(evaluations), rel=0.01)
 
 
 def test_passes_of_deqfast_are_its_formula():
-    (_, anderson), (_, broyden) = model.sides(model.Inputs())
+    (_, anderson), (_, broyden) = model.sides(model.Inputs())  # (torchdeq, deqfast) each
     # bf16: 7 + n passes with windows of 0, 1, 2, ...; fp32: 8 + 2 n. The last value of f ends the solve.
     assert anderson.solve_passes(9) == 7 + 8 + 9 + 10 + 11 + 12 + 13 + 13
     assert broyden.solve_passes(5) == 8 + 10 + 12 + 14
