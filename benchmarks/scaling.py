@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import math
 import statistics
 import sys
@@ -181,11 +182,19 @@ def check(row: Row, f: Contraction, value: Tensor, solver: Any) -> None:
     solve = solve_with(solver, "torchdeq" if row["provider"] == "torchdeq" else "torch")
     reference = exact.residual(solve(exact, torch.zeros_like(exact.c)))
     found = exact.residual(value[:SAMPLES_CHECKED])
-    row["error"], row["allowed"] = max(found - reference, 0.0) / max(reference, RESIDUAL_FLOOR), RESIDUAL_ALLOWED
-    if found != found:
-        row["error"] = math.inf
-    if not row["error"] <= row["allowed"]:
+    row["allowed"] = RESIDUAL_ALLOWED
+    if math.isfinite(found):
+        row["error"] = max(found - reference, 0.0) / max(reference, RESIDUAL_FLOOR)
+    if row.get("error", math.inf) > RESIDUAL_ALLOWED:
         row["problem"] = f"residual {found:.2e}, in float64 {reference:.2e}: not timed"
+
+
+def heading(point: Point, case: Case, provider: str) -> Row:
+    return {
+        "section": "scaling", "case": case.name, "provider": provider, "axis": point.axis, "series": point.series,
+        "batch": point.batch, "dim": point.dim, "dtype": "float32", "history": getattr(case.solver, "history", 0),
+        "iterations": point.iterations, "threads": point.threads,
+    }  # fmt: skip
 
 
 def measure(point: Point, case: Case, provider: str, rates: Rates, seconds: float) -> Row:
@@ -194,17 +203,14 @@ def measure(point: Point, case: Case, provider: str, rates: Rates, seconds: floa
     seconds: for the rounds, after the first call.
     """
     torch.set_num_threads(point.threads)
-    row: Row = {
-        "section": "scaling", "case": case.name, "provider": provider, "axis": point.axis, "series": point.series,
-        "batch": point.batch, "dim": point.dim, "dtype": "float32", "history": getattr(case.solver, "history", 0),
-        "iterations": point.iterations, "threads": point.threads,
-    }  # fmt: skip
+    row = heading(point, case, provider)
     f, z0 = Contraction(point.batch, point.dim), torch.zeros(point.batch, point.dim)
     solve = solve_with(case.solver, provider)
     values: list[Tensor] = []
     row["peak_bytes"] = counters.memory(lambda: values.append(solve(f, z0)))[1]  # the warm-up, too
     evaluations = row["evaluations"] = f.calls
-    row["residual"] = f.residual(values[0])
+    residual = f.residual(values[0])
+    row["residual"] = residual if math.isfinite(residual) else None
     check(row, f, values.pop(), case.solver)
     if "problem" not in row:
         time_solve(row, functools.partial(solve, f, z0), functools.partial(calls_of, f, z0, evaluations), seconds)
@@ -238,20 +244,31 @@ def describe_bytes(row: Row, solver: Any, state_bytes: int, rates: Rates) -> Non
 
 
 def solves(found: list[Point], copies: list[Row], seconds: float) -> Iterator[Row]:
-    """The rows of all points, torchdeq's and ours of a solver one after the other, in about `seconds`."""
+    """The rows of all points, torchdeq's and ours of a solver one after the other.
+
+    The rounds share `seconds`; when these are over, torchdeq is left out.
+    """
     todo = [(point, case, provider) for point in found for case in cases(point)
             for provider in (*(["torchdeq"] if case.peer else []), KERNEL)]  # fmt: skip
     deadline = time.monotonic() + seconds
-    ended: set[tuple[str, str, str]] = set()  # series of which a size took too long
+    skipped: dict[tuple[str, str, str], str] = {}
     theirs: Row = {}
     for index, (point, case, provider) in enumerate(todo):
-        if (point.series, case.name, provider) in ended:
+        series = (point.series, case.name, provider)
+        # The first calls and the check of the answer take their part, too.
+        share = 0.5 * (deadline - time.monotonic()) / (len(todo) - index)
+        if provider == "torchdeq":
+            theirs = {}
+            if importlib.util.find_spec("torchdeq") is None:
+                skipped[series] = "torchdeq is not installed"
+            elif share < 0:
+                skipped[series] = f"the {seconds:g} s were over"
+        if series in skipped:
+            yield heading(point, case, provider) | {"skipped": skipped[series]}
             continue
-        # The first call and the check of the answer take their part, too.
-        share = max(0.5 * (deadline - time.monotonic()) / (len(todo) - index), 0)
         row = measure(point, case, provider, Rates.of(copies, point.threads), min(SECONDS, share))
         if row.get("ms", 0) > 1e3 * TOO_LONG:
-            ended.add((point.series, case.name, provider))
+            skipped[series] = f"the size before took more than {TOO_LONG:g} s"
         if provider == "torchdeq":
             theirs = row
         elif case.peer and row.get("solver_ms", 0) > 0 and theirs.get("solver_ms", 0) > 0:
@@ -292,12 +309,13 @@ def train_once(block: deqfast.DEQBlock, x: Tensor) -> None:
 def line(row: Row) -> str:
     """A row as progress on the terminal."""
     size = f"B={row['batch']} D={row['dim']} n={row.get('history', 0)} K={row['iterations']} t={row.get('threads', 1)}"
-    memory = f"{row['peak_bytes'] / 2**20:9.1f} MiB"
+    head = f"{row['case']:<22}{row['provider']:<10}{size:<38}"
+    memory = f"{row['peak_bytes'] / 2**20:9.1f} MiB" if "peak_bytes" in row else ""
     if "solver_ms" not in row:
-        return f"{row['case']:<22}{row['provider']:<10}{size:<38}{row.get('problem', ''):>24}{memory}"
+        return f"{head}{row.get('skipped', row.get('problem', '')):>20}{memory}"
     floor = f"{row['floor_x']:6.2f} x floor" if "floor_x" in row else ""
     gain = f"{row['gain']:6.1f} x torchdeq" if "gain" in row else ""
-    return f"{row['case']:<22}{row['provider']:<10}{size:<38}{row['solver_ms']:>12.4f} ms/iter {memory} {floor}{gain}"
+    return f"{head}{row['solver_ms']:>12.4f} ms/iter{memory} {floor}{gain}"
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -306,7 +324,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw the figures into this folder")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads to compare; the "
                         "other variables are measured with the largest (default: 1 2)")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=300, help="for the solves, by fewer rounds (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=300, help="for the solves: fewer rounds as these run out, and "
+                        "no torchdeq after them (%(default)s)")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs: seconds")
     parser.add_argument("--redraw", action="store_true", help="only draw the figures of an existing --json")
     parser.add_argument("--remark", help="what else is to be known of the machine, kept in the file")

@@ -92,6 +92,14 @@ def test_a_wrong_answer_gets_no_time():
         assert ("problem" in row) == wrong
 
 
+def test_torchdeq_is_left_out_when_time_is_up():
+    points = [scaling.Point("batch", batch=1, dim=64, iterations=4, series="batch")]
+    copies = [{"threads": 1, "bytes": 1, "bytes_per_s": 1e9}]
+    rows = list(scaling.solves(points, copies, 1e-9))
+    assert {row["provider"]: "skipped" in row for row in rows} == {"torchdeq": True, "cpp": False}
+    assert not [row for row in rows if "gain" in row] and all(scaling.line(row) for row in rows)
+
+
 def solver_of(side, evaluations):
     """The solver of a side that evaluates f so often; torchdeq's Broyden does once more than it steps."""
     if side.solver == "broyden":
