@@ -29,7 +29,7 @@ from harness.maps import NEVER, Contraction
 from harness.peers import torchdeq_solve
 from harness.record import RESULTS, Row, read_record, write_record
 from harness.timing import in_turns
-from scaling_figures import draw, exponents
+from scaling_figures import draw, exponents, leaves_cache
 from torch import Tensor
 
 import deqfast
@@ -350,7 +350,8 @@ def run(quick: bool, threads: list[int], seconds: float) -> list[Row]:
     copies = copy_rates(quick, threads)
     rates = Rates.of(copies, max(threads))
     print(f"copy: {rates.cache / 1e9:.1f} GB/s in a cache, {rates.memory / 1e9:.1f} GB/s in memory; caches {caches()}")
-    rows = [*copies, {"section": "scaling caches", "case": "cache sizes", "provider": "system", **caches()}]
+    rows = [*copies, *({"section": "scaling caches", "case": name, "provider": "system", "bytes": size}
+                       for name, size in caches().items())]  # fmt: skip
     torch.set_num_threads(max(threads))
     for row in training_memory(quick):
         rows.append(row)
@@ -362,7 +363,21 @@ def run(quick: bool, threads: list[int], seconds: float) -> list[Row]:
     print("\nexponents a of time (or memory) ~ x^a; a second one where the slope changes")
     for row in fitted:
         print(f"{row['series']:<18}{row['case']:<24}{row['provider']:<10}{row['measure']:<12}{row['text']}")
-    return rows + fitted
+    left = cache_rows(rows)
+    for row in left:
+        print(f"{row['series']}: the history of {row['case']} leaves the largest cache at {row['x']:.0f}")
+    return rows + fitted + left
+
+
+def cache_rows(rows: list[Row]) -> list[Row]:
+    """Where the histories leave the largest cache."""
+    series = {row["series"]: None for row in rows if row.get("history_bytes")}
+    cases = {row["case"]: None for row in rows if row.get("history_bytes")}
+    found = [(one, case, leaves_cache(rows, one, case)) for one in series for case in cases]
+    return [
+        {"section": "scaling cache left", "case": case, "provider": KERNEL, "series": one, "x": x}
+        for one, case, x in found if x is not None
+    ]  # fmt: skip
 
 
 def main(given: list[str] | None = None) -> None:

@@ -137,20 +137,23 @@ def draw_floors(axis: Any, rows: list[Row], series: str) -> None:
                       label="byte floor of anderson: in a cache to in memory")  # fmt: skip
 
 
-def mark_caches(axis: Any, rows: list[Row], series: str) -> None:
-    """Where the history of fp32 Anderson, all samples', outgrows the largest cache."""
-    sizes = [size for row in rows if row["section"] == "scaling caches" for name, size in row.items()
-             if name.startswith("L") and isinstance(size, int)]  # fmt: skip
+def leaves_cache(rows: list[Row], series: str, case: str) -> float | None:
+    """Where on the axis of a series the history of all samples outgrows the largest cache; None: nowhere within it."""
+    largest = max((row["bytes"] for row in rows if row["section"] == "scaling caches"), default=None)
     held = sorted((row[row["axis"]], row["history_bytes"]) for row in rows if row.get("series") == series
-                  and row["case"] == "anderson" and "history_bytes" in row)  # fmt: skip
-    if not sizes or not held:
-        return
-    outgrown = [(low, high) for low, high in zip(held, held[1:], strict=False) if low[1] <= max(sizes) < high[1]]
-    for (x_low, low), (x_high, high) in outgrown:
-        share = math.log(max(sizes) / low) / math.log(high / low)
-        x = x_low * (x_high / x_low) ** share
+                  and row["case"] == case and row.get("history_bytes"))  # fmt: skip
+    for (x_low, low), (x_high, high) in zip(held, held[1:], strict=False):
+        if largest is not None and low <= largest < high:
+            return x_low * (x_high / x_low) ** (math.log(largest / low) / math.log(high / low))
+    return None
+
+
+def mark_cache(axis: Any, rows: list[Row], series: str) -> None:
+    """A line where the history of fp32 Anderson leaves the cache."""
+    x = leaves_cache(rows, series, "anderson")
+    if x is not None:
         axis.axvline(x, color="0.6", linestyle=":", linewidth=1)
-        axis.annotate(f"anderson's history > {max(sizes) >> 20} MiB", (x, 0.02), xycoords=("data", "axes fraction"),
+        axis.annotate("anderson's history leaves the cache", (x, 0.02), xycoords=("data", "axes fraction"),
                       rotation=90, fontsize=7, color="0.4", ha="right", va="bottom")  # fmt: skip
 
 
@@ -159,11 +162,14 @@ def draw_threads(axis: Any, rows: list[Row]) -> None:
     chosen = [row for row in rows if row.get("axis") == "threads" and row.get("solver_ms", 0) > 0]
     one = {(row["series"], row["case"], row["provider"]): row["solver_ms"] for row in chosen if row["threads"] == 1}
     most = max((row["threads"] for row in chosen), default=1)
+    if most == 1:
+        axis.set_visible(False)
+        return
     problems = sorted({row["series"] for row in chosen})
     offsets: dict[tuple[str, str], int] = {}
     for row in chosen:
         key = (row["series"], row["case"], row["provider"])
-        if row["threads"] == most > 1 and key in one:
+        if row["threads"] == most and key in one:
             offset = offsets.setdefault(key[1:], len(offsets))
             look = style(row["case"], row["provider"]) | {"linestyle": "", "markersize": 6}
             axis.plot(problems.index(row["series"]) + 0.08 * (offset - 3), one[key] / row["solver_ms"], **look)
@@ -184,6 +190,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
     import matplotlib.pyplot as plt
 
     matplotlib.rcParams["svg.hashsalt"] = "deqfast"  # the same rows give the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"  # letters, not their outlines
     written = []
     for name, scale in (("scaling_time", 1.0), ("scaling_memory", 2.0**-20)):
         figure, grid = plt.subplots(2, 3, figsize=(12, 7.4), layout="constrained")
@@ -193,7 +200,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
             axis.set_ylabel(title, fontsize=9)
             if name == "scaling_time":
                 draw_floors(axis, rows, series)
-                mark_caches(axis, rows, series)
+                mark_cache(axis, rows, series)
         last = grid.flat[len(LABELS)]
         if name == "scaling_time":
             draw_threads(last, rows)

@@ -265,6 +265,15 @@ def test_exponents_are_found_with_their_change():
             scaling_figures.segments(curve)
 
 
+def test_history_leaves_the_cache_where_it_is_as_large():
+    rows = [{"section": "scaling caches", "case": name, "bytes": size} for name, size in (("L1", 10), ("L2", 1000))]
+    shared = {"section": "scaling", "series": "batch", "axis": "batch", "case": "anderson"}
+    rows += [shared | {"batch": x, "history_bytes": 125 * x} for x in (1, 4, 16)]
+    assert scaling_figures.leaves_cache(rows, "batch", "anderson") == pytest.approx(8)
+    assert scaling_figures.leaves_cache(rows[:-1], "batch", "anderson") is None
+    assert [(row["case"], row["series"]) for row in scaling.cache_rows(rows)] == [("anderson", "batch")]
+
+
 @pytest.mark.parametrize(
     ("main", "given", "said"),
     [
