@@ -5,6 +5,7 @@ They are the same on every run of the same versions, whatever else the machine d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# The profiler tells of each of its steps, and of the GPU that is not there, on the terminal; 99: it keeps silent.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 # Operations that return the same memory; nothing runs for them.
 _VIEWS = {

@@ -20,7 +20,9 @@ _TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", d
 
 def torchdeq_name(solver: Any) -> tuple[str, dict[str, Any]]:
     """torchdeq's name of the method, and the options that make it the one of `solver`."""
-    options = {"m": solver.history} if isinstance(solver, deqfast.Anderson) else {}
+    windows = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
+    history = getattr(solver, "history", None)
+    options = {} if history is None else {windows[type(solver)]: history}
     return _TORCHDEQ[type(solver)], options
 
 

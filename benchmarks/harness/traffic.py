@@ -12,6 +12,7 @@ import torch
 import deqfast
 
 PICARD_PASSES = 3  # reads z and f, writes z
+PICARD_HELD = 3  # z, best and f
 
 
 def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32) -> float:
@@ -39,6 +40,19 @@ def solve_passes(solver: Any, evaluations: int) -> float:
         return PICARD_PASSES * evaluations
     sizes = [min(k, solver.history or solver.max_iter) for k in range(evaluations - 1)]
     return sum(multisecant_passes(pairs, width(solver.history_dtype)) for pairs in sizes)
+
+
+def multisecant_held(pairs: int, width: float) -> float:
+    """States that a solve with a window of `pairs` holds: z, best, values of f, and two vectors for every pair."""
+    return 5 + 2 * width * pairs
+
+
+def solve_held(solver: Any) -> float:
+    """States that a whole solve holds at once, those that f returns included."""
+    if isinstance(solver, deqfast.Picard):
+        return PICARD_HELD
+    pairs = min(solver.history or solver.max_iter, solver.max_iter)
+    return multisecant_held(pairs, width(solver.history_dtype))
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:
