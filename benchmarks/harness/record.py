@@ -50,13 +50,20 @@ Row = dict[str, Any]
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
     """The rows of this run, with everything that a reader has to know about it."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    data = {"machine": machine(device), "command": command, "date": date, "remark": remark, "rows": rows}
+    data = {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark, "rows": rows}
     write_json(path, data)
 
 
 def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
+
+
+def command(words: list[str]) -> str:
+    """What was typed, from what the interpreter was called with; one installed beside it goes by its name alone."""
+    interpreter, *given = words
+    if given and os.path.dirname(os.path.abspath(given[0])) == os.path.dirname(interpreter):
+        return shlex.join([os.path.basename(given[0]), *given[1:]])
+    return shlex.join(["python", *given])
 
 
 def tool(*command: str) -> str | None:

@@ -55,14 +55,15 @@ def gains(results: Results) -> Bars | None:
 def floors(results: Results) -> Bars | None:
     """Time per iteration over the byte floor of the algorithm."""
     for headline in headlines(results)[:1]:
-        floor = [typical(case.get(OURS, "floor_iteration_ms")) for case in headline.cases]
-        if not all(floor):
+        floor = [ms for case in headline.cases if (ms := typical(case.get(OURS, "floor_iteration_ms")))]
+        if len(floor) < len(headline.cases):
             return None
         shares = {
             name: [ms and ms / least for ms, least in zip(values, floor, strict=True)]
             for name, values in series(headline, "solver_ms").items()
         }
-        marks = {"target": [bound(case.name, "floor_x") for case in headline.cases], "byte floor": [1.0] * len(floor)}
+        targets = [bound(case.name, "floor_x") for case in headline.cases]
+        marks: dict[str, list[float | None]] = {"target": targets, "byte floor": [1.0] * len(floor)}
         return Bars(labels(headline), shares, f"Solver time over its byte floor at {headline.title()}",
                     "times the byte floor at the copy rate of the run, f subtracted", "×", marks)  # fmt: skip
     return None

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import report  # noqa: E402  (found through the path above)
+from harness import record  # noqa: E402  (found through the path above)
 from reporting import files, words  # noqa: E402  (found through the path above)
 from reporting.page import page  # noqa: E402  (found through the path above)
 from reporting.pictures import draw_figures  # noqa: E402  (found through the path above)
@@ -131,6 +132,16 @@ def test_lists_read_as_english():
 def test_tables_leave_out_empty_columns_and_escape_bars():
     lines = words.table(["case", "empty", "ms"], [["a|b", "", "1"], ["c", "", ""]])
     assert lines == ["| case | ms |", "| --- | ---: |", "| a\\|b | 1 |", "| c |  |"]
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [(["/a/bin/python", "/a/bin/pytest", "benchmarks"], "pytest benchmarks"),
+     (["/a/bin/python", "-m", "pytest", "-k", "a b"], "python -m pytest -k 'a b'"),
+     (["python", "benchmarks/scaling.py", "--quick"], "python benchmarks/scaling.py --quick")],
+)  # fmt: skip
+def test_the_command_recorded_is_one_to_type_again(words, typed):
+    assert record.command(words) == typed
 
 
 def test_with_nothing_measured_every_section_says_so_and_how_to_measure(root):
