@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+NAMES = {"ratio": "floor_x", "waits": "host_waits"}  # columns of gpu.sh -> those of the record
 PEER = "torchdeq"  # whose time a `gain` is told against where the row names no other
 GAIN = "gain over "  # start of the columns of gains, which a peer's name completes
 # What is measured. Rows of a file that agree in everything else are runs of the same.
@@ -121,7 +122,7 @@ def completed(row: Row) -> Row:
     more: Row = {f"{GAIN}{peer}": gain for peer, gain in gains.items()}
     if {"solver_ms", "floor_ms", "evaluations"} <= row.keys():
         more["floor_iteration_ms"] = row["floor_ms"] / row["evaluations"]
-    return {key: value for key, value in row.items() if key not in ("gain", "gains")} | more
+    return {NAMES.get(key, key): value for key, value in row.items() if key not in ("gain", "gains")} | more
 
 
 def measured(key: str) -> bool:

@@ -151,7 +151,7 @@ def gpu_section(results: Results) -> list[str]:
     if not results.gpus:
         return ["The CUDA and Triton kernels have not been run on a GPU: no GPU time is reported. "
                 f"`{GPU_COMMAND}` measures them."]  # fmt: skip
-    lines: list[str] = []
+    lines = ["Medians; those in the section `solve` are per iteration, f subtracted.", ""]
     for file in results.gpus:
         lines += [f"### {file.gpu}, {file.name}", "", *stages(file)]
         for section in dict.fromkeys(row["section"] for row in file.rows):

@@ -25,7 +25,8 @@ def performance(results: Results) -> str:
     """What stands between the two markers."""
     texts = [residual_sentence(results), fc_sentence(results), nc_sentence(results), study_sentence(results)]
     lines = ["", *headline_block(results), *[f"- {text}" for text in texts], "", *summary(results, PAGE), "",
-             f"Everything that was measured, and where: {link(PAGE, PAGE)}.", "", *gpu_paragraph(results)]  # fmt: skip
+             f"Everything that was measured, and where: {link(PAGE, PAGE)}, like this section written by "
+             "`python benchmarks/report.py` from the recorded JSON.", "", *gpu_paragraph(results)]  # fmt: skip
     return wrapped(lines) + "\n"
 
 

@@ -22,8 +22,9 @@ PROVIDERS = {
 COLUMNS: dict[str, tuple[str, Form]] = {
     "threads": ("threads", whole),
     "solver_ms": ("solver, per iteration", duration),
-    "ms": ("whole call, median", duration),
+    "ms": ("median", duration),
     "ms_min": ("least", duration),
+    "in_place_ms": ("in place", duration),
     "f_ms": ("of it f", duration),
     "floor_ms": ("byte floor", duration),
     "floor_x": ("× floor", digits),

@@ -92,15 +92,15 @@ def study_verdicts(results: Results) -> Iterator[Verdict]:
 
 
 def gpu_verdicts(results: Results) -> Iterator[Verdict]:
-    """As gpu.sh has judged them; without a GPU, each by name."""
-    if not results.gpus:
-        yield from (Verdict(what, bound, "", NO_GPU, GPU_COMMAND) for what, bound in GPU_TARGETS)
-    for file in results.gpus:
-        for row in file.rows:
-            for target in row.get("targets", []):
-                what = f"{file.gpu}, {row['section']}, {row['case']}, {provider_text(row['provider'])}"
-                state = {True: MET, False: MISSED, None: ABSENT}[target["met"]]
-                yield Verdict(what, target["target"], "", state, GPU_COMMAND, file.name)
+    """As gpu.sh has judged them; each by name where it has not."""
+    judged = [(file, row, target) for file in results.gpus for row in file.rows for target in row.get("targets", [])]
+    if not judged:
+        state = ABSENT if results.gpus else NO_GPU
+        yield from (Verdict(what, bound, "", state, GPU_COMMAND) for what, bound in GPU_TARGETS)
+    for file, row, target in judged:
+        what = f"{file.gpu}, {row['section']}, {row['case']}, {provider_text(row['provider'])}"
+        state = {True: MET, False: MISSED, None: ABSENT}[target["met"]]
+        yield Verdict(what, target["target"], "", state, GPU_COMMAND, file.name)
 
 
 def bound(case: str, column: str, against: str | None = None) -> float | None:

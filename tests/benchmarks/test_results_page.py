@@ -203,11 +203,12 @@ def test_everything_measured_is_on_the_page_and_nothing_of_python(root):
 
 
 def test_rows_of_a_gpu_are_shown_with_their_targets(root):
-    row = {"section": "solve", "case": "anderson m=6", "provider": "cuda", "ms": 0.02, "gain": 15.0,
+    row = {"section": "solve", "case": "anderson m=6", "provider": "cuda", "ms": 0.02, "ratio": 1.25, "gain": 15.0,
            "targets": [{"target": ">=12x torchdeq", "met": True}, {"target": "<=3 waits", "met": None}]}  # fmt: skip
     write(root / "benchmarks" / "results", "h200", [row], gpu="NVIDIA H200")
     text = page(results_of(root))
     assert "### NVIDIA H200, h200.json" in text and ">=12x torchdeq: met; <=3 waits: not told" in text
+    assert "| deqfast `cuda` | 2 | 20.0 µs | 1.25 |" in text
     assert "not measured: no GPU" not in text and "It has been run on NVIDIA H200" in performance(results_of(root))
 
 
