@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replace `path` in one step."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w") as file:
-        json.dump(data, file, indent=1)
-        file.write("\n")
+        file.write(text)
     os.chmod(name, 0o644)
     os.replace(name, path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace `path` in one step."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
