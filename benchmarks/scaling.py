@@ -6,7 +6,11 @@ One variable is changed at a time around 32 samples of 8192 elements and 20 iter
 contraction, whose own time is subtracted. Before it is timed, a solve has to reach the residual that the same solve
 reaches in float64. Bytes are those that the algorithm must move, at two rates of a copy measured in this run: the best
 of all sizes (in a cache) and that of the largest (in memory). Peak memory is exact: what torch's allocator handed out.
-A full run takes five to seven minutes on two quiet cores (--seconds shortens the rounds, not the list); no GPU is used.
+A full run takes five to seven minutes on two quiet cores; no GPU is used.
+
+Rows of the record beside what harness/record.py says: `axis` and `series`, the variable of a curve and the curve;
+`solve_ms`, of a whole solve without f; `cache_floor_ms`, at the rate of a cache; `held_bytes`, what the algorithm must
+hold, and `history_bytes` of it. Sections: scaling copy, caches, training (memory only), exponents, cache left.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import deqfast
 
+from . import traffic
+
 Map = Callable[[Any], Tensor]
 Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
 
@@ -109,7 +111,7 @@ def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
     """
     broyden = isinstance(solver, deqfast.Broyden)
     batch, dim = z0.shape
-    window = min(solver.history or solver.max_iter, solver.max_iter)
+    window = traffic.window(solver)
     left, df = (z0.new_empty(batch, window, dim, dtype=solver.history_dtype or z0.dtype) for _ in range(2))
     matrix = z0.new_zeros(batch, window, window)
     buffers = [torch.empty_like(z0) for _ in range(3)]

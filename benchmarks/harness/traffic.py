@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import deqfast
+from deqfast.solvers.multisecant import DEFAULT_HISTORY
 
 PICARD_PASSES = 3  # reads z and f, writes z
 PICARD_HELD = 3  # z, best and f
@@ -18,6 +19,11 @@ PICARD_HELD = 3  # z, best and f
 def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32) -> float:
     """Of an element of the history, in elements of the state."""
     return (history_dtype or state).itemsize / state.itemsize
+
+
+def window(solver: Any) -> int:
+    """Pairs that Anderson or Broyden keeps at most."""
+    return min(solver.history or DEFAULT_HISTORY, solver.max_iter)
 
 
 def multisecant_passes(pairs: int, width: float) -> float:
@@ -38,7 +44,7 @@ def solve_passes(solver: Any, evaluations: int) -> float:
     """Of a whole solve without f: the step after the last evaluation is not made."""
     if isinstance(solver, deqfast.Picard):
         return PICARD_PASSES * evaluations
-    sizes = [min(k, solver.history or solver.max_iter) for k in range(evaluations - 1)]
+    sizes = [min(k, window(solver)) for k in range(evaluations - 1)]
     return sum(multisecant_passes(pairs, width(solver.history_dtype)) for pairs in sizes)
 
 
@@ -51,8 +57,7 @@ def solve_held(solver: Any) -> float:
     """States that a whole solve holds at once, those that f returns included."""
     if isinstance(solver, deqfast.Picard):
         return PICARD_HELD
-    pairs = min(solver.history or solver.max_iter, solver.max_iter)
-    return multisecant_held(pairs, width(solver.history_dtype))
+    return multisecant_held(window(solver), width(solver.history_dtype))
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:

@@ -1,24 +1,20 @@
 """benchmarks/scaling.py and internet_scale.py: what they count, their arithmetic, and what they refuse."""
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-import torch
-
-import deqfast
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import internet_model as model
 import internet_scale
 import mdeq
+import pytest
 import scaling
 import scaling_figures
-from harness import counters
+import torch
+from harness import counters, traffic
 from harness.record import read_record
+
+import deqfast
+from deqfast.ops import choose_kernel
 
 TINY = mdeq.Size("tiny", (8, 16), (8, 16), image=32, classes=10)
 
@@ -139,6 +135,12 @@ def test_passes_of_deqfast_are_its_formula():
     # bf16: 7 + n passes with windows of 0, 1, 2, ...; fp32: 8 + 2 n. The last value of f ends the solve.
     assert anderson.solve_passes(9) == 7 + 8 + 9 + 10 + 11 + 12 + 13 + 13
     assert broyden.solve_passes(5) == 8 + 10 + 12 + 14
+
+
+def test_window_is_the_solvers():
+    for solver in (deqfast.Broyden(max_iter=30), deqfast.Broyden(max_iter=9), deqfast.Anderson(max_iter=30)):
+        state = solver.init(torch.zeros(1, 4), choose_kernel("torch", torch.device("cpu")))
+        assert traffic.window(solver) == state.df.shape[1]
 
 
 MACHINE = model.Machine(
