@@ -21,6 +21,9 @@ launches             torch operations outside f per iteration: what a GPU would 
 host_waits           times per call that the host has to know a value of the device
 gain                 the time of `peer` / this one, in the same rounds: solver_ms where there is one, else ms_min
 gains                the same for every peer of the case: {provider: gain}
+tol, reached         of section "residual": the tolerance, and whether `residual` is within it; its `gain` is of `ms`
+most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
+samples_missed       there: samples above the tolerance; residual_median: of the batch
 skipped, problem     why there is no time
 ===================  ==================================================================================================
 """

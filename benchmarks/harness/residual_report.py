@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import write_bytes
 from .tables import aligned
 
 if TYPE_CHECKING:  # not otherwise: a report works where torch does not
@@ -20,10 +19,6 @@ COLOURS = {"picard": "#009E73", "fixed_point_iter": "#009E73", "anderson": "#007
 LINES = {"deqfast": "-", "torchdeq": "--"}
 LEVELS = "#777777"
 RANGE = (3e-8, 3.0)  # of the residuals shown
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def solves(rows: list[Row]) -> list[Row]:
@@ -53,7 +48,7 @@ def summary(rows: list[Row], tol: float) -> list[Row]:
             "evaluations": statistics.median(evaluations),
             "ms": sum(row["ms"] for row in shared) if shared else None, "shared": len(shared),
             "f_share": sum(row["f_ms"] for row in shared) / sum(row["ms_min"] for row in shared) if shared else None,
-            "gain": geometric_mean(gains) if gains else None, "gains": len(gains),
+            "gain": statistics.geometric_mean(gains) if gains else None, "gains": len(gains),
         })  # fmt: skip
     return lines
 
@@ -140,6 +135,4 @@ def _save(figure: Any, path: Path, ending: str) -> None:
     """Write the figure in one step; the same figure gives the same file."""
     content = io.BytesIO()
     figure.savefig(content, format=ending, dpi=150, metadata={"Date": None} if ending == "svg" else None)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content.getvalue())
-    os.replace(temporary, path)
+    write_bytes(path, content.getvalue())
