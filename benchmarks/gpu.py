@@ -20,7 +20,8 @@ from pathlib import Path
 import gpu_models
 import gpu_steps
 import torch
-from gpu_measure import DRY, FULL, Bench, machine
+from gpu_measure import DRY, FULL, Bench
+from harness.record import machine
 
 # Name -> (function, time limit in seconds).
 SECTIONS: dict[str, tuple[Callable[[Bench], None], int]] = {

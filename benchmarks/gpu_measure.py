@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_report import write_json
+from harness.entry import Skipped
+from harness.files import write_json
 from torch import Tensor
 
-import deqfast
 from deqfast import graphs
+from deqfast.testing import ROUNDING_UNITS, accuracy
 
 # A graph shorter than this would show the cost of launching it.
 CALLS_PER_GRAPH = 20
 MAX_STATES = 512
-
-
-class Skipped(Exception):
-    """Nothing to measure here, for a reason that is no fault."""
 
 
 @dataclass(frozen=True)
@@ -248,50 +242,10 @@ def compare(row: dict[str, Any], peer_ms: float | None, at_least: float | None =
         judge(row, f">={at_least:g}x torchdeq", row["gain"] >= at_least if "gain" in row else None)
 
 
-def check_error(row: dict[str, Any], actual: Tensor, plain: Tensor, exact: Tensor, units: float = 64) -> None:
+def check_error(
+    row: dict[str, Any], actual: Tensor, plain: Tensor, exact: Tensor, units: float = ROUNDING_UNITS
+) -> None:
     """Record the error and raise where it is more than twice that of plain torch and `units` roundings."""
-    scale = float(exact.abs().max()) or 1.0
-    row["error"], allowed = (float((t.double().cpu() - exact).abs().max()) / scale for t in (actual, plain))
-    allowed = 2 * allowed + units * torch.finfo(plain.dtype).eps
-    if not row["error"] <= allowed:  # NaN is wrong too
+    row["error"], allowed = accuracy(actual, plain, exact, units=units)
+    if not row["error"] <= allowed:
         raise AssertionError(f"wrong: relative error {row['error']:.2e}, allowed {allowed:.2e}; not timed")
-
-
-def tool(*command: str) -> str | None:
-    """First line that a command prints; None where it cannot be run."""
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = result.stdout.strip().splitlines()
-    return lines[0].strip() if lines else None
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
-    properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
-    # Clocks now and at most; the power limit.
-    query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
-    return {
-        "gpu": properties.name if properties else None,
-        "multiprocessors": properties.multi_processor_count if properties else None,
-        "memory_bytes": properties.total_memory if properties else None,
-        "l2_bytes": properties.L2_cache_size if properties else None,
-        "nvidia_smi": tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton_version,
-        "deqfast": deqfast.__version__,
-        "commit": tool("git", "rev-parse", "HEAD") or os.environ.get("DEQFAST_COMMIT", "unknown"),
-        "kernels": {name: str(state) for name, state in deqfast.backends().items()},
-    }

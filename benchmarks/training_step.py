@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_measure import Clock, machine
-from gpu_report import aligned, write_json
+from gpu_measure import Clock
+from harness.files import write_json
+from harness.record import machine, processor
+from harness.tables import aligned
+from harness.targets import FLOP_TARGET, NC_TARGETS
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,7 +30,7 @@ import deqfast
 sys.path.append(str(Path(__file__).resolve().parent.parent / "experiments"))
 from nc_study.config import Settings, SettingsError, settings_from  # noqa: E402  (found through the path above)
 from nc_study.data import Source, StudyData, class_sizes, load  # noqa: E402  (found through the path above)
-from nc_study.results import PAPER, processor  # noqa: E402  (found through the path above)
+from nc_study.results import PAPER  # noqa: E402  (found through the path above)
 from nc_study.training import EVALUATION_BATCH, SolverTally, Trainer, autocast  # noqa: E402  (through the path above)
 
 PARTS = (
@@ -47,8 +50,6 @@ MODELS = ("explicit", "deq")
 WARM_UPS = 2
 FEWEST_STEPS = 3
 EPOCH = 50_000  # images of balanced CIFAR-10
-FLOP_TARGET = 1.15
-NC_TARGETS = {"cpu": 0.03, "cuda": 0.01}
 Record = dict[str, Any]
 
 

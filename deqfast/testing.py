@@ -72,14 +72,22 @@ def assert_close(actual: Any, expected: Any, tolerance: float, name: str = "valu
         assert error <= tolerance, f"{label}: relative error {error:.3g}, allowed {tolerance:.3g}"
 
 
-def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value") -> None:
-    """Assert that `actual` errs at most as the accuracy policy allows: see ``ACCURACY_FACTOR``.
+def accuracy(
+    actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value", units: float = ACCURACY_UNITS
+) -> tuple[float, float]:
+    """Relative error of `actual`, and what the accuracy policy allows: see ``ACCURACY_FACTOR``.
 
-    plain: the same from plain torch in the dtype of `actual`; exact: from float64.
+    plain: the same from plain torch in the dtype of `actual`; exact: from float64. AssertionError where entries that
+    are not finite differ.
     """
-    eps = torch.finfo(actual.dtype).eps
     reached = relative_error(*_split_nonfinite(actual, exact, name))
-    allowed = ACCURACY_FACTOR * relative_error(*_split_nonfinite(plain, exact, name)) + ACCURACY_UNITS * eps
+    ordinary = relative_error(*_split_nonfinite(plain, exact, name))
+    return reached, ACCURACY_FACTOR * ordinary + units * torch.finfo(actual.dtype).eps
+
+
+def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value") -> None:
+    """Assert that `actual` errs at most as ``accuracy`` allows."""
+    reached, allowed = accuracy(actual, plain, exact, name)
     assert reached <= allowed, f"{name}: relative error {reached:.3g}, allowed {allowed:.3g}"
 
 

@@ -5,13 +5,18 @@ They are the same on every run of the same versions, whatever else the machine d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# The profiler tells of each of its steps, and of the GPU that is not there, on the terminal; 99: it keeps silent.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 # Operations that return the same memory; nothing runs for them.
 _VIEWS = {
@@ -19,8 +24,9 @@ _VIEWS = {
     "transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
 }  # fmt: skip
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# Operations that on a GPU make the host wait for a value.
+# Operations, and methods of tensors that are none, which on a GPU make the host wait for a value.
 _WAITS = {"_local_scalar_dense", "nonzero", "_linalg_check_errors", "linalg_solve", "equal", "masked_select"}
+_WAITING_METHODS = {torch.Tensor.tolist, torch.Tensor.numpy}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,17 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Methods(TorchFunctionMode):
+    def __init__(self, operations: _Operations) -> None:
+        super().__init__()
+        self.seen = operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.seen.inside_f:
+            self.seen.host_waits += func in _WAITING_METHODS
+        return func(*args, **(kwargs or {}))
+
+
 def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any]) -> Counters:
     """What `call(f)` asks for, operations in f left out; a first call, which may set things up, is not counted."""
     call(f)
@@ -59,7 +76,7 @@ def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any]) -> C
         finally:
             mode.inside_f = False
 
-    with mode:
+    with mode, _Methods(mode):
         call(hidden)
     return Counters(mode.operations, mode.host_waits, *memory(lambda: call(f)))
 

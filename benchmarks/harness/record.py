@@ -5,7 +5,10 @@
 
 ===================  ==================================================================================================
 batch, dim, dtype    the problem; `threads` where it is not the machine's
-ms, ms_min           of the whole call: median and least of the rounds
+history_dtype        of a solver's history where it is not the state's; iterations: calls of f that were asked for
+classes              of neural collapse, whose features are (batch, dim)
+ms, ms_min           of the whole call: median and least of the rounds, which `rounds` has one by one
+copy_gb_per_s        the copy rate: of rounds taken in turns with these
 f_ms                 of that, f alone: as many calls of f as the solve made
 solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration
 bytes                what the algorithm must move per call (without f)
@@ -16,7 +19,11 @@ error, allowed       relative error against float64, and the bound under which a
 peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
 launches             torch operations outside f per iteration: what a GPU would launch, at least
 host_waits           times per call that the host has to know a value of the device
-gain                 the time of `peer` / this one, in the same run
+gain                 the time of `peer` / this one, in the same rounds: solver_ms where there is one, else ms_min
+gains                the same for every peer of the case: {provider: gain}
+tol, reached         of section "residual": the tolerance, and whether `residual` is within it; its `gain` is of `ms`
+most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
+samples_missed       there: samples above the tolerance; residual_median: of the batch
 skipped, problem     why there is no time
 ===================  ==================================================================================================
 """
@@ -30,7 +37,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +44,29 @@ import torch
 
 import deqfast
 
+from .files import write_json
+
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 Row = dict[str, Any]
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Replace `path` in one step."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(data, file, indent=1)
-        file.write("\n")
-    os.chmod(name, 0o644)
-    os.replace(name, path)
 
 
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
     """The rows of this run, with everything that a reader has to know about it."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    data = {"machine": machine(device), "command": command, "date": date, "remark": remark, "rows": rows}
+    data = {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark, "rows": rows}
     write_json(path, data)
 
 
 def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
+
+
+def command(words: list[str]) -> str:
+    """What was typed, from what the interpreter was called with; one installed beside it goes by its name alone."""
+    interpreter, *given = words
+    if given and os.path.dirname(os.path.abspath(given[0])) == os.path.dirname(interpreter):
+        return shlex.join([os.path.basename(given[0]), *given[1:]])
+    return shlex.join(["python", *given])
 
 
 def tool(*command: str) -> str | None:

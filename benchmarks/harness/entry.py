@@ -1,0 +1,110 @@
+"""What a case of the benchmarks is, and what one of its providers hands over to be timed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from deqfast.fc import has_kernel
+from deqfast.ops import Kernel, choose_kernel
+from deqfast.testing import accuracy
+
+from .record import Row
+
+KERNELS = ("torch", "cpp", "triton", "cuda")
+# Code of others: where it misses what is asked, that is a finding about it, and none about deqfast.
+FOREIGN = ("torchdeq", "pinv")
+
+
+class Skipped(Exception):
+    """Nothing to measure here, for a reason that is no fault."""
+
+
+class Wrong(AssertionError):
+    """The answer is not what was asked for, so that its time says nothing."""
+
+
+@dataclass
+class Contender:
+    """A provider of a case, its answer checked.
+
+    call: what is timed. f: as many calls of f as `call` makes, whose time is to be subtracted; None: nothing is.
+    facts: columns of its row that are known before any time is taken. verify: raises ``Wrong`` where timing has left
+    the state in which `call` does its full work.
+    """
+
+    call: Callable[[], Any]
+    facts: Row = field(default_factory=dict)
+    f: Callable[[], Any] | None = None
+    verify: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One problem. `full`: measured with ``--full`` only."""
+
+    full: bool = False
+    section: ClassVar[str]
+    providers: ClassVar[tuple[str, ...]]
+    peers: ClassVar[tuple[str, ...]]  # the providers that gains are told against, the most telling first
+
+    @property
+    def name(self) -> str:
+        """Short, unique in its section, and fit for ``pytest -k``."""
+        raise NotImplementedError
+
+    def size(self) -> Row:
+        """The columns of a row that say what the problem is."""
+        raise NotImplementedError
+
+    def contender(self, provider: str, device: str) -> Contender:
+        """`provider` on `device` ("cpu" or "cuda"); raises ``Skipped`` or ``Wrong``."""
+        raise NotImplementedError
+
+
+def kernel_of(provider: str, device: str) -> Kernel:
+    """The kernel of that name for tensors on `device`; ``Skipped`` with the reason where there is none."""
+    if provider == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        raise Skipped("triton is interpreted: no time of use")
+    try:
+        return choose_kernel(provider, torch.device(device))
+    except RuntimeError as error:
+        raise Skipped(str(error)) from None
+
+
+def require_fc_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> None:
+    """``Skipped`` where `kernel` does not hold W (D, D) in one launch of ``fc_fixed_point`` for a state of `dtype`."""
+    if kernel.name != "torch" and not has_kernel(kernel, weight, dtype):
+        raise Skipped(f"{kernel.name} has no fc_fixed_point for D={len(weight)} in {short(weight.dtype)}")
+
+
+def short(dtype: torch.dtype) -> str:
+    """ "bf16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def check(what: str, reached: float, allowed: float) -> None:
+    """Raise ``Wrong`` unless reached <= allowed; NaN is wrong too."""
+    if not reached <= allowed:
+        raise Wrong(f"wrong: {what} {reached:.2e}, allowed {allowed:.2e}; not timed")
+
+
+def check_results(actual: Any, plain: Any, exact: Any) -> Row:
+    """The columns `error` and `allowed` of the worst of several results, by the policy of ``deqfast.testing``."""
+    facts: Row = {"error": 0.0, "allowed": 0.0}
+    for a, p, e in zip(actual, plain, exact, strict=True):
+        error, allowed = accuracy(a, p, e)
+        check("relative error", error, allowed)
+        if error >= facts["error"]:
+            facts = {"error": error, "allowed": allowed}
+    return facts
+
+
+def on(device: str, tensors: Any) -> list[Any]:
+    """Arguments of an op, tensors among them moved to `device`."""
+    return [value.to(device) if isinstance(value, Tensor) else value for value in tensors]

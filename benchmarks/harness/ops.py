@@ -1,0 +1,252 @@
+"""Cases of single ops: one call, in place where the op works in place, by every kernel."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqfast import reference
+from deqfast.ops import ACTIVATIONS
+from deqfast.testing import relative_error
+
+from . import traffic
+from .counters import count
+from .entry import KERNELS, Case, Contender, Wrong, check, check_results, kernel_of, on, require_fc_kernel, short
+from .maps import FC_RADIUS, NEVER
+from .record import Row
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "kernels"))
+import cases as states  # noqa: E402  (the states that the tests of the ops use; found through the path above)
+import norm_cases  # noqa: E402  (found through the path above)
+
+# Steps that leave z where it is: repeated, they find the same work every time.
+STILL = 2.0**-20
+ROWS = 8  # samples whose state is made by the reference, and compared with it; the others are copies of them
+COLLAPSE_ERROR = {"torch": 1e-12, "cpp": 1e-12, "triton": 1e-5, "cuda": 1e-5}  # those of a GPU compute in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase(Case):
+    section = "ops"
+    providers = KERNELS
+    peers = ("torch",)
+    op: str
+
+    def finish(self, call: Any, facts: Row, verify: Any = lambda: None) -> Contender:
+        """A contender with what one call asks of torch."""
+        counters = count(lambda f: call(), lambda: None)
+        facts |= {"launches": counters.operations, "peak_bytes": counters.peak_bytes}
+        return Contender(call, facts, verify=verify)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase(OpCase):
+    """A step of Picard (method None) or of a multisecant method whose window of `history` pairs is full."""
+
+    op: str = "multisecant_step"
+    batch: int
+    dim: int
+    method: str | None = None
+    history: int = 1
+    history_dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        kind = "picard-step" if self.method is None else f"{LABELS[self.method]}{self.history}"
+        kind += "-bf16" if self.history_dtype else ""
+        kind += "-transposed" if self.op == "multisecant_transposed" else "-step" if self.method else ""
+        return f"{kind}-{self.batch}x{self.dim}"
+
+    def size(self) -> Row:
+        return {"batch": self.batch, "dim": self.dim, "dtype": "fp32"} | (
+            {"history_dtype": short(self.history_dtype)} if self.history_dtype else {}
+        )
+
+    def bytes(self) -> int:
+        wide = traffic.width(self.history_dtype)
+        if self.method is None:
+            passes: float = traffic.PICARD_PASSES
+        elif self.op == "multisecant_transposed":
+            passes = traffic.transposed_passes(self.history, wide)
+        else:
+            passes = traffic.multisecant_passes(self.history, wide)
+        return round(passes * self.batch * self.dim * 4)
+
+    def contender(self, provider: str, device: str) -> Contender:
+        op = kernel_of(provider, device).op("picard_step" if self.method is None else self.op)
+        case = states.Case(
+            self.method, min(self.batch, ROWS), self.dim, self.history, k=self.history,
+            history_dtype=self.history_dtype, damping=0.5 if self.method is None else 1.0, tol=0.0, wobble=0.5,
+        )  # fmt: skip
+        few = states.make_state(case)
+        state = {name: repeated(name, tensor, self.batch).to(device) for name, tensor in few.items()}
+        if self.op == "multisecant_transposed":
+            return self._transposed(op, case, few, state)
+        facts = self._check(op, case, few, state)
+        still = replace(case, damping=STILL, alpha=STILL)
+        for record in ("residual", "gain"):
+            state[record].zero_()  # no iterate is better, so that none is copied to `best`
+
+        def verify() -> None:
+            if state["status"].any() or not state["z"].isfinite().all():
+                raise Wrong("samples ended while the step was timed: the time is no time of a full step")
+
+        return self.finish(partial(still.call, op, state), facts | {"bytes": self.bytes()}, verify)
+
+    def _check(self, op: Any, case: Any, few: states.State, state: states.State) -> Row:
+        """One step of all samples against the reference in float64."""
+        after, plain, exact = states.clone(state), states.clone(few), states.clone(few, torch.float64)
+        case.call(op, after)
+        case.call(case.reference, plain)
+        case.call(case.reference, exact)
+        return check_results([after["z"].cpu()], *[[repeated("z", s["z"], self.batch)] for s in (plain, exact)])
+
+    def _transposed(self, op: Any, case: Any, few: states.State, state: states.State) -> Contender:
+        method, alpha, beta, ridge = case.scalars()[-4:]
+
+        def arguments(of: states.State) -> list[Any]:
+            batch, device = len(of["z"]), of["z"].device
+            newest = torch.full((batch,), self.history - 2, dtype=torch.int32, device=device)
+            count_of_pairs = torch.full_like(newest, self.history - 1)  # the pair of the last step has no df yet
+            window = [of[name] for name in ("left", "df", "gram")]
+            return [of["z"], *window, newest, count_of_pairs, method, alpha, beta, ridge]
+
+        plain, exact = (
+            repeated("z", reference.multisecant_transposed(*arguments(s)), self.batch)
+            for s in (few, states.clone(few, torch.float64))
+        )
+        call = partial(op, *arguments(state))
+        return self.finish(call, check_results([call().cpu()], [plain], [exact]) | {"bytes": self.bytes()})
+
+
+LABELS = {"and2": "anderson-m", "good": "broyden-n"}
+
+
+def repeated(name: str, tensor: Tensor, batch: int) -> Tensor:
+    """The tensor `name` of a solver's state for `batch` samples, which take turns with those it holds."""
+    if name == "active":
+        return torch.tensor([batch], dtype=tensor.dtype)
+    dim = 1 if name in ("residual", "gain") else 0
+    return tensor.index_select(dim, torch.arange(batch) % tensor.shape[dim])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOpCase(OpCase):
+    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_cases.NORM_DTYPES``."""
+
+    shape: tuple[int, int, int, int]
+    dtypes: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.op, "x".join(map(str, self.shape)), self.dtypes.replace(" beside ", "-")])
+
+    def size(self) -> Row:
+        batch, *image = self.shape
+        return {"batch": batch, "dim": image[0] * image[1] * image[2], "dtype": self.dtypes}
+
+    def contender(self, provider: str, device: str) -> Contender:
+        op = kernel_of(provider, device).op(self.op)
+        case = norm_cases.NormCase(self.op, self.shape, 8, self.dtypes)
+        arguments = case.arguments()
+        call = partial(op, *on(device, arguments.values()))
+        exact = case.reference(*norm_cases.exactly(arguments))
+        facts = check_results([a.cpu() for a in call()], case.reference(*arguments.values()), exact)
+        y, z = norm_cases.NORM_DTYPES[self.dtypes]
+        facts["bytes"] = traffic.norm_bytes(self.op, arguments["y"].numel(), y.itemsize, z.itemsize)
+        return self.finish(call, facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FCOpCase(OpCase):
+    """``fc_fixed_point``, `iterations` of z <- tanh(W z + c) in one call, which arithmetic bounds and not bytes; or
+    ``fc_vjp``."""
+
+    batch: int
+    dim: int
+    weight_dtype: torch.dtype = torch.float32
+    iterations: int = 30
+
+    @property
+    def name(self) -> str:
+        kind = f"-{short(self.weight_dtype)}" if self.op == "fc_fixed_point" else ""
+        return f"{self.op}-{self.batch}x{self.dim}{kind}"
+
+    def size(self) -> Row:
+        return {"batch": self.batch, "dim": self.dim, "dtype": short(self.weight_dtype)}
+
+    def contender(self, provider: str, device: str) -> Contender:
+        kernel = kernel_of(provider, device)
+        generator = torch.Generator().manual_seed(self.dim)
+        tanh = ACTIVATIONS.index("tanh")
+        first, second = (torch.randn(self.batch, self.dim, generator=generator) for _ in range(2))
+        if self.op == "fc_vjp":
+            arguments, more = [first, second], [tanh]
+        else:
+            weight = FC_RADIUS * torch.randn(self.dim, self.dim, generator=generator) / self.dim**0.5
+            arguments = [weight.to(self.weight_dtype), first, torch.zeros_like(first)]
+            more = [tanh, NEVER, False, self.iterations, 0.0]
+            require_fc_kernel(kernel, arguments[0].to(device), first.dtype)
+        call = partial(kernel.op(self.op), *on(device, arguments), *more)
+        plain, exact = (
+            first_of(getattr(reference, self.op)(*given, *more))
+            for given in (arguments, [tensor.double() for tensor in arguments])
+        )
+        facts = check_results([first_of(call()).cpu()], [plain], [exact])
+        if self.op == "fc_vjp":
+            facts["bytes"] = traffic.fc_vjp_bytes(self.batch, self.dim)
+        return self.finish(call, facts)
+
+
+def first_of(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return results if isinstance(results, Tensor) else results[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollapseOpCase(OpCase):
+    """A pass of neural collapse over features (N, D) of K classes."""
+
+    samples: int
+    dim: int
+    classes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}-{self.samples}x{self.dim}-K{self.classes}"
+
+    def size(self) -> Row:
+        return {"batch": self.samples, "dim": self.dim, "classes": self.classes, "dtype": "fp32"}
+
+    def contender(self, provider: str, device: str) -> Contender:
+        kernel = kernel_of(provider, device)
+        generator = torch.Generator().manual_seed(0)
+        features = torch.randn(self.samples, self.dim, generator=generator)
+        rows = (torch.arange(self.samples) % self.classes).argsort(stable=True)
+        counts = torch.bincount(torch.arange(self.samples) % self.classes, minlength=self.classes)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        arguments = [features, rows, offsets]
+        if self.op == "within_class_scatter":
+            local, shift = reference.class_means(*arguments)
+            directions = torch.randn(self.dim, self.classes - 1, generator=generator, dtype=torch.float64)
+            arguments += [local + shift, directions]
+            moved = traffic.scatter_bytes(self.samples, self.dim, self.classes, self.classes - 1, 4)
+        else:
+            moved = traffic.class_means_bytes(self.samples, self.dim, self.classes, 4)
+        call = partial(kernel.op(self.op), *on(device, arguments))
+        exact = [tensor.double() for tensor in arguments[:1]] + arguments[1:]
+        error = worst_error(call(), getattr(reference, self.op)(*exact))
+        allowed = COLLAPSE_ERROR[provider]
+        check("relative error", error, allowed)
+        return self.finish(call, {"error": error, "allowed": allowed, "bytes": moved})
+
+
+def worst_error(actual: Any, exact: Any) -> float:
+    """Of a tensor or of several, relative to the largest exact entry."""
+    pairs = [(actual, exact)] if isinstance(exact, Tensor) else zip(actual, exact, strict=True)
+    return max(relative_error(a, e) for a, e in pairs)

@@ -1,0 +1,214 @@
+"""What deqfast is compared with: torchdeq as it ships, the same algorithms in plain tensor operations, the D x D
+pseudo-inverse of neural collapse, and the explicit network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deqfast
+
+from . import traffic
+
+Map = Callable[[Any], Tensor]
+Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
+
+_TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
+
+
+def torchdeq_name(solver: Any) -> tuple[str, dict[str, Any]]:
+    """torchdeq's name of the method, and the options that make it the one of `solver`."""
+    windows = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
+    history = getattr(solver, "history", None)
+    options = {} if history is None else {windows[type(solver)]: history}
+    return _TORCHDEQ[type(solver)], options
+
+
+def torchdeq_solve(solver: Any) -> Solve:
+    """By torchdeq as it ships; its history has the dtype of the state. ImportError where it is not installed."""
+    from torchdeq.solver import get_solver
+
+    name, options = torchdeq_name(solver)
+    run = get_solver(name)
+    given = {"max_iter": solver.max_iter, "tol": solver.tol, "stop_mode": solver.stop, **options}
+    return lambda f, z0: run(f, z0, **given)[0]
+
+
+def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, z0) -> z with gradient, by ``torchdeq.get_deq``: one step at z* for "jfb", "ift" for "implicit".
+
+    Its backward tolerance is absolute and its default solver plain iteration; both are set to what deqfast does.
+    """
+    from torchdeq import get_deq
+
+    name, options = torchdeq_name(solver)
+    settings = {"f_solver": name, "f_max_iter": solver.max_iter, "f_tol": solver.tol, "f_stop_mode": solver.stop}
+    if adjoint == "implicit":
+        settings |= {"ift": True, "b_solver": name, "b_max_iter": solver.max_iter, "b_tol": 1e-6, "b_stop_mode": "rel"}
+    layer = get_deq(**settings)
+    return lambda x, z0: layer(lambda z: cell(z, x), z0, solver_kwargs=options)[0][-1]
+
+
+class _Best:
+    """The iterate of least residual of every sample, without a copy as long as all of them gain."""
+
+    def __init__(self, z0: Tensor) -> None:
+        self.z, self.residual = z0, z0.new_full((len(z0),), torch.inf)
+
+    def judge(self, z: Tensor, fz: Tensor, g: Tensor, tol: float) -> bool:
+        """Take up z, of which f is fz and g = fz - z; whether all samples have converged. One wait for the device."""
+        residual = torch.linalg.vector_norm(g, dim=1) / torch.linalg.vector_norm(fz, dim=1)
+        better = residual < self.residual
+        self.residual = torch.minimum(residual, self.residual)
+        all_better, done = torch.stack([better.all(), (self.residual <= tol).all()]).tolist()
+        self.z = z if all_better else torch.where(better[:, None], z, self.z)
+        return done
+
+
+def eager_solve(solver: Any) -> Solve:
+    """The algorithm of `solver` in plain tensor operations, with buffers allocated once."""
+    if isinstance(solver, deqfast.Picard):
+        return lambda f, z0: _rows(_picard, f, z0, solver)
+    return lambda f, z0: _rows(_multisecant, f, z0, solver)
+
+
+def _rows(solve: Callable[..., Tensor], f: Map, z0: Tensor, solver: Any) -> Tensor:
+    """`solve` on the state as (B, D), in the memory order of z0."""
+    if z0.dim() == 2:
+        return solve(f, z0, solver)
+    order = torch.channels_last if z0.dim() == 4 else torch.contiguous_format
+    z0 = z0.contiguous(memory_format=order)
+    shape = z0.shape if z0.dim() != 4 else torch.Size(z0.shape[i] for i in (0, 2, 3, 1))
+
+    def image(z: Tensor) -> Tensor:
+        z = z.view(shape)
+        return z.permute(0, 3, 1, 2) if z0.dim() == 4 else z
+
+    def flat(z: Tensor) -> Tensor:
+        return z.contiguous(memory_format=order).as_strided((len(z), z[0].numel()), (z[0].numel(), 1))
+
+    return image(solve(lambda z: flat(f(image(z))).to(z0.dtype), flat(z0), solver))
+
+
+def _picard(f: Map, z0: Tensor, solver: Any) -> Tensor:
+    z, best, g = z0, _Best(z0), torch.empty_like(z0)
+    for _ in range(solver.max_iter):
+        fz = f(z)
+        if best.judge(z, fz, torch.sub(fz, z, out=g), solver.tol):
+            break
+        z = fz
+    return best.z
+
+
+def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
+    """z <- z + g - DF gamma with N gamma = L^T g: see ``deqfast.solvers.multisecant``.
+
+    L holds the steps and N their dots with y (Broyden), or both hold the differences of g (Anderson II).
+    """
+    broyden = isinstance(solver, deqfast.Broyden)
+    batch, dim = z0.shape
+    window = traffic.window(solver)
+    left, df = (z0.new_empty(batch, window, dim, dtype=solver.history_dtype or z0.dtype) for _ in range(2))
+    matrix = z0.new_zeros(batch, window, window)
+    buffers = [torch.empty_like(z0) for _ in range(3)]
+    pair = z0.new_empty(batch, 2, dim)  # y and g, so that one product with L serves both
+    y, g = pair.unbind(dim=1)
+    z, f_prev, best = z0, z0, _Best(z0)
+    for k in range(solver.max_iter):
+        fz = f(z)
+        if best.judge(z, fz, torch.sub(fz, z, out=g), solver.tol) or k + 1 == solver.max_iter:
+            break
+        n, newest, slot = min(k, window), (k - 1) % window, k % window
+        z_next = next(buffer for buffer in buffers if buffer is not z and buffer is not best.z)
+        torch.add(z, g, out=z_next)
+        if n:
+            torch.sub(fz, f_prev, out=y)
+            df[:, newest] = y
+            y.sub_(left[:, newest])
+            if not broyden:
+                left[:, newest] = y
+            dots = left[:, :n].to(z0.dtype) @ pair.mT
+            matrix[:, :n, newest] = dots[:, :, 0]
+            if not broyden:
+                matrix[:, newest, :n] = dots[:, :, 0]
+            gamma = _solve_window(matrix[:, :n, :n], dots[:, :, 1], 0.0 if broyden else solver.ridge)
+            z_next.unsqueeze(1).baddbmm_(gamma.unsqueeze(1), df[:, :n].to(z0.dtype), alpha=-1)
+        step = torch.sub(z_next, z, out=y)
+        left[:, slot] = step
+        if n and broyden:
+            matrix[:, slot, :n] = (df[:, :n].to(z0.dtype) @ step.unsqueeze(2)).squeeze(2)
+        z, f_prev = z_next, fz
+    return best.z
+
+
+def _solve_window(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """N gamma = t, scaled to a unit diagonal; without the wait of ``torch.linalg.solve`` for its own check."""
+    scale = matrix.diagonal(dim1=1, dim2=2).abs().rsqrt()
+    scaled = matrix * scale[:, :, None] * scale[:, None, :]
+    if ridge:
+        scaled.diagonal(dim1=1, dim2=2).mul_(1 + ridge)
+    return torch.linalg.solve_ex(scaled, right * scale)[0] * scale
+
+
+def eager_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, z0) -> z with the gradient of "jfb" or "implicit", the solves by ``eager_solve``."""
+    solve = eager_solve(solver)
+    backward = eager_solve(type(solver)(1e-6, solver.max_iter))
+
+    def layer(x: Tensor, z0: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = solve(lambda z: cell(z, x), z0)
+        if adjoint == "jfb":
+            return cell(z.detach(), x)
+        z = z.detach().requires_grad_()
+        evaluation = cell(z, x)
+        value = evaluation.detach().to(z.dtype).requires_grad_()
+
+        def pull(grad: Tensor) -> Tensor:
+            def product(u: Tensor) -> Tensor:
+                return torch.autograd.grad(evaluation, z, u.to(evaluation.dtype), retain_graph=True)[0] + grad
+
+            return backward(product, grad).to(evaluation.dtype)
+
+        return _Pulled.apply(evaluation, value, pull)
+
+    return layer
+
+
+class _Pulled(torch.autograd.Function):
+    """`value` with the gradient of `evaluation`, which `pull` is asked to transform first."""
+
+    @staticmethod
+    def forward(ctx: Any, evaluation: Tensor, value: Tensor, pull: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.pull = pull
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.pull(grads[0]), None, None
+
+
+def explicit_layer(cell: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, z0) -> the cell applied once: what a layer costs that solves nothing."""
+    return lambda x, z0: cell(z0, x)
+
+
+def pinv_collapse(features: Tensor, labels: Tensor, weight: Tensor) -> dict[str, float]:
+    """NC1 to NC4 as they are usually written: D x D covariances and a pseudo-inverse, in the dtype of the features."""
+    classes, samples = len(weight), len(features)
+    counts = torch.bincount(labels, minlength=classes)
+    means = torch.zeros_like(weight).index_add_(0, labels, features) / counts[:, None]
+    deviations, centred = features - means[labels], means - means.mean(0)
+    within, between = deviations.T @ deviations / samples, centred.T @ centred / classes
+    nc1 = torch.trace(within @ torch.linalg.pinv(between, hermitian=True)) / classes
+    simplex = (torch.eye(classes, dtype=means.dtype) - 1 / classes).to(means) / (classes - 1) ** 0.5
+    gram = means @ means.T
+    nc2 = torch.linalg.norm(gram / torch.linalg.norm(gram) - simplex)
+    nc3 = torch.linalg.norm(weight / torch.linalg.norm(weight) - means / torch.linalg.norm(means))
+    nearest = torch.cdist(features, means).argmin(1)
+    nc4 = ((features @ weight.T).argmax(1) == nearest).float().mean()
+    return {"nc1": float(nc1), "nc2": float(nc2), "nc3": float(nc3), "nc4": float(nc4)}

@@ -1,0 +1,149 @@
+"""Fixed-point problems with a residual in float64: a seeded synthetic suite, and the cells of trained models."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SUITE_BATCH = 32
+SCALES = (1.0, 0.01)  # of the injection: an accelerated method should not mind
+WELL_INSIDE = 0.3  # eigenvalue of the map whose difficulty is not in its eigenvalues
+
+
+@dataclass(frozen=True)
+class Problem:
+    """z = f(z), sample by sample, from z0 (B, ...).
+
+    exact: f in float64, with the same float32 weights; origin: where trained weights are from.
+    """
+
+    name: str
+    f: Callable[[Tensor], Tensor]
+    exact: Callable[[Tensor], Tensor]
+    z0: Tensor
+    origin: str = ""
+
+    @property
+    def dim(self) -> int:
+        """Numbers in the state of a sample."""
+        return self.z0[0].numel()
+
+    def residuals(self, z: Tensor) -> Tensor:
+        """|f(z) - z| / |f(z)| of every sample (B,), in float64."""
+        z = z.double()
+        with torch.no_grad():
+            f = self.exact(z)
+        return (f - z).flatten(1).norm(dim=1) / f.flatten(1).norm(dim=1)
+
+
+def with_radius(weight: Tensor, radius: float) -> Tensor:
+    """The matrix scaled to a spectral radius."""
+    return weight * (radius / torch.linalg.eigvals(weight).abs().max())
+
+
+def gaussian(dim: int, generator: torch.Generator, radius: float) -> Tensor:
+    """Eigenvalues that fill the disc of this radius (circular law)."""
+    return with_radius(torch.randn(dim, dim, generator=generator, dtype=torch.float64), radius)
+
+
+def symmetric(eigenvalues: Tensor, generator: torch.Generator) -> Tensor:
+    """A symmetric matrix with these eigenvalues and random eigenvectors."""
+    dim = len(eigenvalues)
+    basis = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))[0]
+    return basis @ (eigenvalues[:, None] * basis.T)
+
+
+def even(dim: int, generator: torch.Generator, radius: float) -> Tensor:
+    """Symmetric, eigenvalues evenly spread over [-radius, radius]."""
+    return symmetric(torch.linspace(-radius, radius, dim, dtype=torch.float64), generator)
+
+
+def clustered_at_one(dim: int, generator: torch.Generator, radius: float) -> Tensor:
+    """Symmetric, the distances of the eigenvalues from 1 spread evenly in logarithm from 1 - radius to 1 + radius."""
+    distances = torch.logspace(math.log10(1 - radius), math.log10(1 + radius), dim, dtype=torch.float64)
+    return symmetric(1 - distances, generator)
+
+
+def decaying(dim: int, generator: torch.Generator, radius: float, smallest: float = 1e-4) -> Tensor:
+    """Symmetric, eigenvalues of both signs that decay geometrically from `radius` to `smallest`."""
+    sizes = radius * (smallest / radius) ** torch.linspace(0, 1, dim, dtype=torch.float64)
+    return symmetric(sizes * (-1.0) ** torch.arange(dim), generator)
+
+
+def triangular(dim: int, generator: torch.Generator, coupling: float) -> Tensor:
+    """All eigenvalues are ``WELL_INSIDE``, but the norm exceeds 1 and plain iterates grow at first."""
+    noise = torch.randn(dim, dim, generator=generator, dtype=torch.float64).triu(1)
+    return WELL_INSIDE * torch.eye(dim, dtype=torch.float64) + noise * (coupling / math.sqrt(dim))
+
+
+def chains(dim: int, generator: torch.Generator, coupling: float, length: int = 8) -> Tensor:
+    """Jordan-like blocks of this length in a random orthonormal basis; all eigenvalues are ``WELL_INSIDE``."""
+    links = torch.full((dim - 1,), coupling, dtype=torch.float64)
+    links[length - 1 :: length] = 0
+    block = WELL_INSIDE * torch.eye(dim, dtype=torch.float64) + torch.diag(links, 1)
+    basis = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))[0]
+    return basis @ block @ basis.T
+
+
+def outliers(dim: int, generator: torch.Generator, bulk: float, values: tuple[float, ...]) -> Tensor:
+    """A Gaussian matrix of radius `bulk` with single eigenvalues near `values` far outside of it."""
+    weight = gaussian(dim, generator, bulk)
+    basis = torch.linalg.qr(torch.randn(dim, len(values), generator=generator, dtype=torch.float64))[0]
+    return weight + basis @ (torch.tensor(values, dtype=torch.float64)[:, None] * basis.T)
+
+
+# Name -> dimension, weight from (dimension, generator), activation.
+MAPS: dict[str, tuple[int, Callable[[int, torch.Generator], Tensor], Callable[[Tensor], Tensor] | None]] = {
+    "gaussian 0.5": (1024, partial(gaussian, radius=0.5), None),
+    "gaussian 0.7": (512, partial(gaussian, radius=0.7), None),
+    "even 0.9": (512, partial(even, radius=0.9), None),
+    "clustered 0.9": (256, partial(clustered_at_one, radius=0.9), None),
+    "decaying 0.95": (1024, partial(decaying, radius=0.95), None),
+    "decaying 0.99": (256, partial(decaying, radius=0.99), None),
+    "triangular": (256, partial(triangular, coupling=1.0), None),
+    "chains": (512, partial(chains, coupling=0.6), None),
+    "outliers inside": (512, partial(outliers, bulk=0.5, values=(0.97, -0.95, 0.9, -0.85)), None),
+    "outliers outside": (200, partial(outliers, bulk=0.5, values=(-2.5, -1.5, 0.95)), None),
+    "tanh 0.8": (1024, partial(gaussian, radius=0.8), torch.tanh),
+    "tanh decaying 0.99": (512, partial(decaying, radius=0.99), torch.tanh),
+}
+
+
+def fully_connected(
+    name: str, weight: Tensor, bias: Tensor, activation: Callable[[Tensor], Tensor] | None = None
+) -> Problem:
+    """f(z) = act(W z + b) in float32 from 0; b (B, D)."""
+    act = activation or (lambda z: z)
+    w, b = weight.float(), bias.float()
+    exact_w, exact_b = w.double(), b.double()
+    return Problem(
+        name, lambda z: act(F.linear(z, w) + b), lambda z: act(F.linear(z, exact_w) + exact_b), torch.zeros_like(b)
+    )
+
+
+def suite(names: list[str] | None = None, batch: int = SUITE_BATCH) -> list[Problem]:
+    """The 24 problems: every map of ``MAPS`` with injections of both ``SCALES``; or those of some maps."""
+    return [problem for index, name in enumerate(MAPS) if names is None or name in names
+            for problem in _of_map(name, index, batch)]  # fmt: skip
+
+
+def _of_map(name: str, seed: int, batch: int) -> list[Problem]:
+    dim, weight_of, activation = MAPS[name]
+    generator = torch.Generator().manual_seed(seed)
+    weight = weight_of(dim, generator)
+    bias = torch.randn(batch, dim, generator=generator, dtype=torch.float64)
+    return [fully_connected(f"{name}, b {scale:g}", weight, scale * bias, activation) for scale in SCALES]
+
+
+def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor, origin: str = "") -> Problem:
+    """The fixed point of a cell (z, x) -> z with its weights as they are."""
+    cell.requires_grad_(False)
+    exact_cell, exact_injection = copy.deepcopy(cell).double(), injection.double()
+    return Problem(name, lambda z: cell(z, injection), lambda z: exact_cell(z, exact_injection), z0, origin)

@@ -1,0 +1,168 @@
+"""benchmarks/RESULTS.md: every section says what is measured, or that nothing is and which command would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .files import PEER, File, Results
+from .models import model_section
+from .pictures import image
+from .races import residual_section
+from .solvers import EAGER, OURS, SECTION
+from .sources import commit, day, sources
+from .study import study_section
+from .tables import cases_of, comparison, counts, folded, image_by_producer, long_table, provider_text
+from .verdicts import summary, target_section
+from .words import absent, link, plural, table, wrapped
+
+SUITE_COMMAND = "pytest benchmarks --full --record benchmarks/results/suite_cpu_2.json"
+SCALING_COMMAND = "python benchmarks/scaling.py --figure benchmarks/results"
+GATE_COMMAND = "pytest benchmarks --gate --update-baseline"
+GPU_COMMAND = "bash benchmarks/gpu.sh"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section made from the rows of one `section` of the record; `words` say what was timed."""
+
+    title: str
+    section: str
+    words: str
+
+
+PARTS = (
+    Part(
+        "Whole solves",
+        SECTION,
+        "The whole call, f included: the same f, start and number of iterations for all.",
+    ),
+    Part(
+        "Operations",
+        "ops",
+        "One call of every op, in place where it works in place; `torch` is the reference in plain tensor operations.",
+    ),
+    Part(
+        "Training steps of a layer",
+        "training",
+        "Forward and backward of one layer, beside torchdeq's, the same algorithm in plain tensor operations, and the "
+        "cell applied once, which solves nothing.",
+    ),
+    Part(
+        "A fully connected cell in one call",
+        "fc",
+        "The whole solve of z = tanh(W z + c) by `deqfast.fc_fixed_point`, f included, beside loops that call f.",
+    ),
+    Part(
+        "Neural collapse",
+        "nc",
+        "NC1 to NC4 of N features in D dimensions (N × D in the name), beside the D × D pseudo-inverse.",
+    ),
+)
+
+
+def page(results: Results) -> str:
+    """The whole page."""
+    sections: list[tuple[str, list[str]]] = [
+        ("In short", summary(results)),
+        ("What was measured, and where", sources(results)),
+        ("Targets", target_section(results)),
+        ("Solver time per iteration", solver_section(results)),
+        *((part.title, rows_section(results, part)) for part in PARTS),
+        ("A training step of the study", study_section(results)),
+        ("Time to a residual", residual_section(results)),
+        ("How cost grows", scaling_section(results)),
+        ("A model of many GPUs", model_section(results)),
+        ("The regression gate", gate_section(results)),
+        ("On a GPU", gpu_section(results)),
+    ]
+    lines = [
+        "# Benchmark results",
+        "",
+        f"Written by `python benchmarks/report.py` from the JSON in {link('benchmarks/results', 'results')}: no number "
+        "is typed by hand. Times are the least of the rounds of a run unless another is named. An empty cell or a dash "
+        "is a number that was not taken. Launches are counted per iteration of a solve, else per call.",
+    ]
+    for title, body in sections:
+        lines += ["", f"## {title}", "", *body]
+    return wrapped(lines)
+
+
+def solver_section(results: Results) -> list[str]:
+    """Time per iteration, f subtracted, in all shapes; figures at the headline's."""
+    cases = cases_of(row for _, row in results.rows(SECTION))
+    if not any(case.get(OURS, "solver_ms") for case in cases):
+        return absent("time per iteration of the solvers", SUITE_COMMAND)
+    lines = [
+        "f subtracted, over the number of evaluations. The byte floor is what the algorithm must move at the copy rate "
+        "of the same run; a time below it is one of data that stayed in a cache.",
+        "",
+    ]
+    for name in ("gain_over_torchdeq.png", "time_and_floor.png", "memory.png"):
+        lines += image(results, name)
+    providers = [name for name in (OURS, PEER, EAGER) if any(name in case.rows for case in cases)]
+    lines += [
+        *comparison(cases, "solver_ms", OURS),
+        "",
+        f"What was counted in each solve ({' / '.join(map(provider_text, providers))}). Launches are torch operations "
+        "outside f; host waits are those of a solve if the tensors were a GPU's:",
+        "",
+    ]
+    return [*lines, *counts(cases, providers)]
+
+
+def rows_section(results: Results, part: Part) -> list[str]:
+    """Our time beside the others', and all that is known of each row on a click."""
+    rows = [row for _, row in results.rows(part.section)]
+    if not rows:
+        return absent(part.title.lower(), SUITE_COMMAND)
+    lines = [part.words, "", *comparison(cases_of(rows), "ms_min", OURS), ""]
+    return [*lines, *folded(f"All {plural(len(rows), 'row')}", long_table(rows))]
+
+
+def scaling_section(results: Results) -> list[str]:
+    """The figures of scaling.py, and the exponents of their curves."""
+    rows = [row for _, row in results.rows("scaling exponents")]
+    if not rows:
+        return absent("time and memory by batch, state size, history and iterations", SCALING_COMMAND)
+    lines = [f"One variable at a time, f subtracted, beside torchdeq: `{SCALING_COMMAND}`.", ""]
+    lines += image_by_producer(results, "scaling_time.png", "Curves: solver time per iteration by each variable")
+    lines += image_by_producer(results, "scaling_memory.png", "Curves: peak memory of a solve by each variable")
+    lines += ["Exponents a of y ~ x^a, fitted; two where the slope changes:", ""]
+    measures = {"solver_ms": "time per iteration", "ms_min": "time of the whole solve", "peak_bytes": "peak memory"}
+    header = ["against", "case", "provider", "of", "exponent"]
+    body = [[row["series"], row["case"], provider_text(row["provider"]), measures.get(row["measure"], row["measure"]),
+             row["text"]] for row in rows]  # fmt: skip
+    return [*lines, *folded(f"All {plural(len(rows), 'exponent')}", table(header, body, text=header))]
+
+
+def gate_section(results: Results) -> list[str]:
+    """What `pytest benchmarks --gate` compares with."""
+    if not results.baselines:
+        return absent("the baselines of the gate", GATE_COMMAND)
+    header = ["baseline", "cases", "depends on", "commit", "date"]
+    body = [[link(file.name, f"baselines/{file.name}"), str(len(file.rows)), file.remark or "", commit(file), day(file)]
+            for file in results.baselines]  # fmt: skip
+    return ["`pytest benchmarks --gate` compares each case with these, and fails where one has become worse.", "",
+            *table(header, body, text=header)]  # fmt: skip
+
+
+def gpu_section(results: Results) -> list[str]:
+    """Everything that gpu.sh recorded, a file after the other."""
+    if not results.gpus:
+        return ["The CUDA and Triton kernels have not been run on a GPU: no GPU time is reported. "
+                f"`{GPU_COMMAND}` measures them."]  # fmt: skip
+    lines = ["Medians; those in the section `solve` are per iteration, f subtracted.", ""]
+    for file in results.gpus:
+        lines += [f"### {file.gpu}, {file.name}", "", *stages(file)]
+        for section in dict.fromkeys(row["section"] for row in file.rows):
+            rows = [row for row in file.rows if row["section"] == section]
+            lines += ["", *folded(f"{section}: {plural(len(rows), 'row')}", long_table(rows))]
+        lines.append("")
+    return lines
+
+
+def stages(file: File) -> list[str]:
+    """How building, tests and sanitizers went."""
+    header = ["stage", "outcome", "took", "note"]
+    body = [[stage["stage"], stage["outcome"], f"{stage['seconds']} s", stage["note"]] for stage in file.stages]
+    return table(header, body, text=header) if body else []

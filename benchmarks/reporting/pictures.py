@@ -1,0 +1,106 @@
+"""Which figures there are, what of the results each shows, and where it is kept."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .figures import Bars, draw
+from .files import PEER, Results
+from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
+from .tables import threads_text
+from .verdicts import bound
+
+NAMES = {OURS: "deqfast", PEER: "torchdeq", EAGER: "eager"}
+
+
+def typical(value: Any) -> float | None:
+    """The median where there are several runs."""
+    return statistics.median(value) if isinstance(value, list) else value
+
+
+def labels(headline: Headline) -> list[str]:
+    return [solver_text(case.name) for case in headline.cases]
+
+
+def series(headline: Headline, key: str, scale: float = 1.0) -> dict[str, list[float | None]]:
+    """A number of each case, by provider."""
+    found = {}
+    for provider, name in NAMES.items():
+        values = [typical(case.get(provider, key)) for case in headline.cases]
+        if any(values):
+            found[name] = [None if value is None else scale * value for value in values]
+    return found
+
+
+def gains(results: Results) -> Bars | None:
+    """How many times faster than torchdeq, for each number of threads, beside the targets."""
+    found = headlines(results)
+    if not found or not any(case.get(OURS, GAIN_OVER_PEER) for case in found[0].cases):
+        return None
+    names = labels(found[0])
+    values: dict[str, list[float | None]] = {}
+    for headline in reversed(found):
+        own = {solver_text(case.name): typical(case.get(OURS, GAIN_OVER_PEER)) for case in headline.cases}
+        values[threads_text(headline.threads)] = [own.get(name) for name in names]
+    return Bars(
+        names, values, f"Solver time per iteration at {found[0].shape()}: torchdeq's over deqfast's",
+        "times faster than torchdeq 0.1.0, same f and iterations, f subtracted", "×",
+        {"target on two cores": [bound(case.name, "gain", PEER) for case in found[0].cases]},
+    )  # fmt: skip
+
+
+def floors(results: Results) -> Bars | None:
+    """Time per iteration over the byte floor of the algorithm."""
+    for headline in headlines(results)[:1]:
+        floor = [ms for case in headline.cases if (ms := typical(case.get(OURS, "floor_iteration_ms")))]
+        if len(floor) < len(headline.cases):
+            return None
+        shares = {
+            name: [ms and ms / least for ms, least in zip(values, floor, strict=True)]
+            for name, values in series(headline, "solver_ms").items()
+        }
+        targets = [bound(case.name, "floor_x") for case in headline.cases]
+        marks: dict[str, list[float | None]] = {"target": targets, "byte floor": [1.0] * len(floor)}
+        return Bars(labels(headline), shares, f"Solver time over its byte floor at {headline.title()}",
+                    "times the byte floor at the copy rate of the run, f subtracted", "×", marks)  # fmt: skip
+    return None
+
+
+def memory(results: Results) -> Bars | None:
+    for headline in headlines(results)[:1]:
+        return Bars(
+            labels(headline), series(headline, "peak_bytes", 1e-6), f"Memory of a solve at {headline.title()}",
+            "MB beyond what was allocated before, at its highest",
+        )  # fmt: skip
+    return None
+
+
+# Name of the file under results/figures -> (what it shows, for those who cannot see it; the numbers).
+FIGURES: dict[str, tuple[str, Callable[[Results], Bars | None]]] = {
+    "gain_over_torchdeq.png": ("Bars: how many times faster than torchdeq each solver is, targets marked", gains),
+    "time_and_floor.png": (
+        "Bars: solver time of deqfast, torchdeq and eager over the byte floor, which is marked",
+        floors,
+    ),
+    "memory.png": ("Bars: memory of a solve by deqfast, torchdeq and eager", memory),
+}
+
+
+def draw_figures(results: Results) -> list[Path]:
+    """Draw what there are numbers for; the paths."""
+    written = []
+    for name, (_, make) in FIGURES.items():
+        bars = make(results)
+        if bars is not None:
+            written.append(results.folder / "figures" / name)
+            draw(bars, written[-1])
+    return written
+
+
+def image(results: Results, name: str, folder: str = "results") -> list[str]:
+    """The Markdown of a figure; nothing where there are no numbers for it."""
+    text, make = FIGURES[name]
+    return [] if make(results) is None else [f"![{text}]({folder}/figures/{name})", ""]

@@ -1,0 +1,146 @@
+"""The targets beside what was measured: met, missed, or not measured and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.targets import FLOP_TARGET, GPU_TARGETS, NC_TARGETS, TARGETS, Target
+
+from .files import File, Results
+from .solvers import SECTION, solver_text
+from .study import COMMAND as STUDY_COMMAND
+from .study import size
+from .tables import provider_text
+from .words import Form, digits, link, listed, percent, plural, scientific, span, table, times
+
+MET, MISSED, ABSENT, NO_GPU = "met", "missed", "not measured", "not measured: no GPU"
+SUITE_COMMAND = "pytest benchmarks --full"
+GPU_COMMAND = "bash benchmarks/gpu.sh"
+# Column of a target -> how its numbers are written, and what they are.
+COLUMNS: dict[str, tuple[Form, str]] = {
+    "gain": (times, "gain over"),
+    "floor_x": (times, "time over its byte floor"),
+    "peak_bytes": (times, "memory over that of"),
+    "error": (scientific, "relative error"),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target; `bound` and `measured` as text, `state` starts with one of the four above."""
+
+    what: str
+    bound: str
+    measured: str
+    state: str
+    command: str
+    file: str | None = None
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """Those of the suite, of the study's training step, and of GPUs."""
+    return [*(judged(results, target) for target in TARGETS), *study_verdicts(results), *gpu_verdicts(results)]
+
+
+def judged(results: Results, target: Target) -> Verdict:
+    """By the runs on CPUs with the most threads that tell."""
+    form, text = COLUMNS.get(target.column, (digits, target.column))
+    against = f" {provider_text(target.against)}" if target.against else ""
+    case = solver_text(target.case) if target.section == SECTION else target.case
+    what = f"{case}, {provider_text(target.provider)}, {text}{against}"
+    bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}{'×' if form is times else ''}"
+    found = list(values_of(results, target))
+    if not found:
+        return Verdict(what, bound, "", ABSENT, SUITE_COMMAND)
+    file, values = found[0][0], [value for _, value in found]
+    met = [bool(target.met(value)) for value in values]
+    return Verdict(what, bound, span(values, form), state_of(met), file.command or SUITE_COMMAND, file.name)
+
+
+def values_of(results: Results, target: Target) -> list[tuple[File, float]]:
+    """What each run with the most threads has measured."""
+    told = [(file, target.value(rows)) for file in results.files if file.gpu is None for rows in file.repeats()]
+    found = [(file, value) for file, value in told if value is not None]
+    most = max((file.machine.get("threads") or 0 for file, _ in found), default=0)
+    return [(file, value) for file, value in found if (file.machine.get("threads") or 0) == most]
+
+
+def state_of(met: Sequence[bool]) -> str:
+    """Of several runs, all of which have to meet the target."""
+    missed = met.count(False)
+    if not missed:
+        return MET
+    return MISSED if missed == len(met) else f"{MISSED} in {missed} of {len(met)} runs"
+
+
+def study_verdicts(results: Results) -> Iterator[Verdict]:
+    step, share = "a DEQ's training step over the explicit one's, over the ratio of operations", "NC1-NC4 of an epoch"
+    found = [(file, run) for file, run in results.runs() if run["device"] == "cpu"]
+    limit, limit_of_share = f"at most {FLOP_TARGET:g}×", f"at most {100 * NC_TARGETS['cpu']:g} %"
+    if not found:
+        yield Verdict(step, limit, "", ABSENT, STUDY_COMMAND)
+        yield Verdict(share, limit_of_share, "", ABSENT, STUDY_COMMAND)
+    for file, run in found:
+        source = (file.command or STUDY_COMMAND, file.name)
+        met = state_of([run["over_flop"] <= FLOP_TARGET])
+        yield Verdict(f"{step}, {size(run)}", limit, times(run["over_flop"]), met, *source)
+        spent = run["metrics"]["nc_share"]
+        met = state_of([spent <= NC_TARGETS["cpu"]])
+        yield Verdict(f"{share}, {size(run)}", limit_of_share, percent(spent), met, *source)
+
+
+def gpu_verdicts(results: Results) -> Iterator[Verdict]:
+    """As gpu.sh has judged them; each by name where it has not."""
+    judged = [(file, row, target) for file in results.gpus for row in file.rows for target in row.get("targets", [])]
+    if not judged:
+        state = ABSENT if results.gpus else NO_GPU
+        yield from (Verdict(what, bound, "", state, GPU_COMMAND) for what, bound in GPU_TARGETS)
+    for file, row, target in judged:
+        what = f"{file.gpu}, {row['section']}, {row['case']}, {provider_text(row['provider'])}"
+        state = {True: MET, False: MISSED, None: ABSENT}[target["met"]]
+        yield Verdict(what, target["target"], "", state, GPU_COMMAND, file.name)
+
+
+def bound(case: str, column: str, against: str | None = None) -> float | None:
+    """The target of a solve, for a figure."""
+    wanted = (SECTION, case, column, against)
+    return next((t.bound for t in TARGETS if (t.section, t.case, t.column, t.against) == wanted), None)
+
+
+def counts_text(found: Sequence[Verdict]) -> str:
+    """ "Of 5 targets, 3 are met, 1 is missed and 1 is not measured for want of a GPU."."""
+    kinds = Counter(MISSED if verdict.state.startswith(MISSED) else verdict.state for verdict in found)
+    endings = {MET: "met", MISSED: "missed", ABSENT: "not measured yet", NO_GPU: "not measured for want of a GPU"}
+    parts = [
+        f"{kinds[kind]} {'is' if kinds[kind] == 1 else 'are'} {text}" for kind, text in endings.items() if kinds[kind]
+    ]
+    return f"Of {plural(len(found), 'target')}, {listed(parts)}."
+
+
+def summary(results: Results, page: str = "") -> list[str]:
+    """How many targets are met, and every one that is missed."""
+    found = verdicts(results)
+    missed = [verdict for verdict in found if verdict.state.startswith(MISSED)]
+    lines = [f"{counts_text(found)} {link('All targets', f'{page}#targets')}.{' Missed:' if missed else ''}"]
+    if missed:
+        lines += [
+            "",
+            *(f"- {one.what}: {', '.join(filter(None, (one.measured, f'target {one.bound}')))}" for one in missed),
+        ]
+    return lines
+
+
+def target_section(results: Results) -> list[str]:
+    header = ["what", "target", "measured", "", "file", "command"]
+    body = [
+        [one.what, one.bound, one.measured, one.state, link(one.file, f"results/{one.file}") if one.file else "",
+         f"`{one.command}`"]
+        for one in verdicts(results)
+    ]  # fmt: skip
+    words = (
+        "Solves are those at (128, 8192) in fp32, by the runs on a CPU with the most threads; of several runs, all "
+        "have to meet a target."
+    )
+    return [words, "", *table(header, body, text=header)]
