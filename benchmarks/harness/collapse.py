@@ -81,7 +81,8 @@ class CollapseCase(Case):
         if provider == "pinv":
             return lambda: pinv_collapse(*[t.double() if t.is_floating_point() else t for t in tensors])["nc1"]
         kernel = kernel_of(provider, device).name
-        return lambda: deqfast.neural_collapse(*tensors, kernel=kernel).nc1
+        features, labels, weight = tensors
+        return lambda: deqfast.neural_collapse(features, labels, weight, kernel=kernel).nc1
 
 
 @functools.lru_cache(maxsize=2)
