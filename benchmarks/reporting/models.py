@@ -6,7 +6,7 @@ from .files import File, Results, Row
 from .tables import provider_text
 from .words import count, elapsed, link, plural, span, table, times
 
-COMMAND = "python benchmarks/internet_scale.py"
+COMMAND = "python benchmarks/internet_scale.py --markdown benchmarks/results/internet_scale.md"
 MODEL = "internet scale (model)"
 
 
@@ -26,7 +26,7 @@ def introduction(results: Results, file: File) -> str:
     return (
         f"**A model, not a measurement**: training of MDEQ on {inputs['name']} GPUs, every operation at the "
         f"longer of its bytes at the copy rate and its floating-point operations at a share of a product's rate, "
-        f"launches and waits left out (`{COMMAND}`). The last column is one pass over "
+        f"launches and waits left out (`{file.command or COMMAND}`). The last column is one pass over "
         f"{count(inputs['internet'])} images on the most GPUs.{more}"
     )
 

@@ -121,10 +121,11 @@ def rows_section(results: Results, part: Part) -> list[str]:
 
 def scaling_section(results: Results) -> list[str]:
     """The figures of scaling.py, and the exponents of their curves."""
-    rows = [row for _, row in results.rows("scaling exponents")]
-    if not rows:
+    found = list(results.rows("scaling exponents"))
+    rows = [row for _, row in found]
+    if not found:
         return absent("time and memory by batch, state size, history and iterations", SCALING_COMMAND)
-    lines = [f"One variable at a time, f subtracted, beside torchdeq: `{SCALING_COMMAND}`.", ""]
+    lines = [f"One variable at a time, f subtracted, beside torchdeq: `{found[0][0].command or SCALING_COMMAND}`.", ""]
     lines += image_by_producer(results, "scaling_time.png", "Curves: solver time per iteration by each variable")
     lines += image_by_producer(results, "scaling_memory.png", "Curves: peak memory of a solve by each variable")
     lines += ["Exponents a of y ~ x^a, fitted; two where the slope changes:", ""]
