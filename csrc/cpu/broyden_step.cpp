@@ -11,6 +11,8 @@
 namespace deqfast {
 namespace {
 
+constexpr int kTile = 1024;  // elements: each row is read a page at a time
+
 template <class T>
 struct Scratch {
   Sums sg, ss;            // S^T g, S^T s of the newest step

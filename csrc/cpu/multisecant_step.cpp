@@ -10,6 +10,9 @@
 namespace deqfast {
 namespace {
 
+// Elements of a tile: the rows of twenty pairs stay in the second-level cache between a combination and its dots.
+constexpr int kTile = 512;
+
 // Dot products of one sample, indexed by slot.
 template <class T>
 struct Scratch {

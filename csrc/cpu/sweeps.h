@@ -8,9 +8,6 @@
 
 namespace deqfast {
 
-// Elements of a tile: the rows of twenty pairs stay in the first-level cache, and so few sums lose few bits in float.
-constexpr int kTile = 256;
-
 // By slot, each a vector of partial sums.
 struct Sums {
   static constexpr int W = Simd<double>::lanes;
