@@ -5,11 +5,26 @@ import subprocess
 
 import pytest
 import torch
+from harness.gate_plugin import Gate, add_options
 
 import deqfast
 from deqfast import _extension
 
 ROWS: list[dict] = []
+
+
+def pytest_addoption(parser):
+    add_options(parser)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Gate(config), "deqfast-gate")
+
+
+@pytest.fixture(scope="session")
+def gate(request):
+    """Judges by the baselines."""
+    return request.config.pluginmanager.get_plugin("deqfast-gate")
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):

@@ -64,7 +64,9 @@ class CollapseCase(Case):
     def contender(self, provider: str, device: str) -> Contender:
         features, labels, weight = clusters(self.samples, self.dim, self.classes)
         tensors = [features.to(device, self.dtype), labels.to(device), weight.to(device, self.dtype)]
-        measure = self._pinv(tensors) if provider == "pinv" else self._deqfast(tensors, kernel_of(provider, device).name)
+        measure = (
+            self._pinv(tensors) if provider == "pinv" else self._deqfast(tensors, kernel_of(provider, device).name)
+        )
         exact = exact_of(self)
         error, allowed = abs(measure() - exact) / exact, ALLOWED[short(self.dtype)].get(provider, EXACT)
         check("relative error of NC1", error, allowed)
@@ -91,5 +93,3 @@ class CollapseCase(Case):
 def exact_of(case: CollapseCase) -> float:
     features, labels, _ = clusters(case.samples, case.dim, case.classes)
     return exact_nc1(features.to(case.dtype).double(), labels, case.classes)
-
-
