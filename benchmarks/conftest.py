@@ -1,62 +1,93 @@
-"""Machine and versions in every result, and a table of solver times at the end of a run."""
+"""Options of the benchmarks, the board that measures, and what a run ends with: tables, targets, a record."""
 
-import platform
-import subprocess
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from harness.gate_plugin import Gate, add_options
+from harness.record import machine, write_record
+from harness.suite import Board
+from harness.tables import table
+from harness.targets import verdicts
 
-import deqfast
-from deqfast import _extension
-
-ROWS: list[dict] = []
+BOARD = pytest.StashKey[Board]()
 
 
 def pytest_addoption(parser):
     add_options(parser)
+    group = parser.getgroup("deqfast", "Benchmarks: `pytest benchmarks` takes about eight minutes on two CPU cores")
+    group.addoption("--record", type=Path, metavar="FILE", help="JSON of all rows; an existing file is replaced")
+    group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
+    group.addoption("--full", action="store_true", help="the largest cases too (half an hour, 6 GB of memory)")
+    group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
 
 
 def pytest_configure(config):
     config.pluginmanager.register(Gate(config), "deqfast-gate")
+    config.addinivalue_line("markers", "suite: a timing of `pytest benchmarks`")
+    config.addinivalue_line("markers", "full: a large case, run with --full alone")
+    path, device = config.getoption("--record"), config.getoption("--device")
+    if path is not None and not path.resolve().parent.is_dir():
+        raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no GPU")
+    config.stash[BOARD] = Board(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        large = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if item not in large]
 
 
 @pytest.fixture(scope="session")
 def gate(request):
-    """Judges by the baselines."""
+    """Judges by the committed baselines."""
     return request.config.pluginmanager.get_plugin("deqfast-gate")
 
 
-def pytest_benchmark_update_machine_info(config, machine_info):
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    machine_info["deqfast"] = {
-        "version": deqfast.__version__,
-        "commit": commit or None,
-        "cpp_build": _extension.cpp_module.build_info() if _extension.cpp_module else None,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": platform.platform(),
-    }
-
-
 @pytest.fixture
-def record():
-    """Add a row to the table printed last."""
-    return ROWS.append
+def measured(request, benchmark):
+    """(case, provider) -> None: a timing of the suite; providers of a case that are selected are timed together."""
+    board = request.config.stash[BOARD]
+
+    def run(case, provider):
+        selected = [item.callspec.params for item in request.session.items if item.get_closest_marker("suite")]
+        together = [params["provider"] for params in selected if params["case"] is case]
+        board.run(benchmark, case, provider, together)
+
+    return run
 
 
-def pytest_terminal_summary(terminalreporter):
-    if not ROWS:
+def pytest_benchmark_update_machine_info(config, machine_info):
+    machine_info["deqfast"] = machine(config.stash[BOARD].device)
+
+
+def pytest_sessionfinish(session):
+    path, board = session.config.getoption("--record"), session.config.stash[BOARD]
+    if path is not None and board.rows:
+        write_record(path, board.rows, board.device, session.config.getoption("--remark"))
+
+
+@pytest.hookimpl(trylast=True)  # after the tables of pytest-benchmark
+def pytest_terminal_summary(terminalreporter, config):
+    rows = config.stash[BOARD].rows
+    if not rows:
         return
     write = terminalreporter.write_line
     write("")
-    write("Solver time per iteration in ms, f subtracted, least of the rounds; floor = bytes at the measured copy rate")
-    write(f"{'case':<34}{'provider':<10}{'ms/iter':>9}{'floor':>8}{'x floor':>9}{'x torchdeq':>12}"
-          f"{'evals':>7}{'residual':>11}")  # fmt: skip
-    for row in ROWS:
-        peer = next((r["ms"] for r in ROWS if r["case"] == row["peer"] and r["provider"] == "torchdeq"), None)
-        gain = f"{peer / row['ms']:.1f}" if peer and row["provider"] != "torchdeq" else ""
-        floor, share = (f"{row['floor']:.2f}", f"{row['ms'] / row['floor']:.2f}") if row["floor"] else ("", "")
-        write(f"{row['case']:<34}{row['provider']:<10}{row['ms']:>9.2f}{floor:>8}{share:>9}{gain:>12}"
-              f"{row['evaluations']:>7}{row['residual']:>11.1e}")  # fmt: skip
+    write("Least of the rounds, which the providers of a case take in turns with a copy that gives the floor.")
+    for section in dict.fromkeys(row["section"] for row in rows):
+        write(f"\n{section}")
+        for line in table([row for row in rows if row["section"] == section]):
+            write(line)
+    told = [verdict for verdict in verdicts(rows) if verdict[2] is not None]
+    if told:
+        write("\ntargets, which are those of a quiet machine with two cores")
+    for target, value, met in told:
+        write(f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}")
+    if config.getoption("--record"):
+        write(f"\nrecord: {config.getoption('--record')}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.entry import Skipped
 from harness.files import write_json
 from torch import Tensor
 
@@ -21,10 +22,6 @@ from deqfast.testing import ROUNDING_UNITS, accuracy
 # A graph shorter than this would show the cost of launching it.
 CALLS_PER_GRAPH = 20
 MAX_STATES = 512
-
-
-class Skipped(Exception):
-    """Nothing to measure here, for a reason that is no fault."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import training_step
-from common import NEVER, torchdeq_solve
-from gpu_measure import Bench, Skipped, check_error, compare, judge
+from gpu_measure import Bench, check_error, compare, judge
+from harness.collapse import clusters, exact_nc1
+from harness.entry import Skipped
+from harness.maps import NEVER, relative_residual
+from harness.solves import solve_by
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -125,15 +128,15 @@ def solve_cell(bench: Bench, cell: deqfast.ResidualCell, z: Tensor, x: Tensor, k
     plan = bench.plan
     history = torch.bfloat16
     cases = {
-        "anderson m=6 bf16 history": (deqfast.Anderson(NEVER, plan.iterations, history_dtype=history), "anderson"),
-        "broyden": (deqfast.Broyden(NEVER, plan.iterations), "broyden"),
+        "anderson m=6 bf16 history": deqfast.Anderson(NEVER, plan.iterations, history_dtype=history),
+        "broyden": deqfast.Broyden(NEVER, plan.iterations),
     }
     z0 = torch.zeros_like(z)
-    for name, (solver, peer) in cases.items():
+    for name, solver in cases.items():
         case = f"solve bf16, {name}"
         if bench.find("cell", case, "torchdeq") is None:
             with bench.row("cell", case, "torchdeq") as row, precision("bf16", plan.device):
-                time_peer(bench, row, peer, cell, z0, x)
+                time_peer(bench, row, solver, cell, z0, x)
         for graph in (False, True):
             with bench.row("cell", case, f"{kernel} graph" if graph else kernel) as row:
                 if graph and not bench.clock.cuda:
@@ -146,14 +149,11 @@ def solve_cell(bench: Bench, cell: deqfast.ResidualCell, z: Tensor, x: Tensor, k
                         judge_share_of_f(bench, row, lambda: cell(z, x))
 
 
-def time_peer(bench: Bench, row: dict[str, Any], peer: str, cell: deqfast.ResidualCell, z0: Tensor, x: Tensor) -> None:
+def time_peer(
+    bench: Bench, row: dict[str, Any], solver: Any, cell: deqfast.ResidualCell, z0: Tensor, x: Tensor
+) -> None:
     """torchdeq keeps its state in the dtype and layout that f returns."""
-    options = {"m": 6} if peer == "anderson" else {}
-    try:
-        run = torchdeq_solve(peer, bench.plan.iterations, options)
-    except ImportError as error:
-        raise Skipped(f"torchdeq cannot be imported: {error}") from None
-    calls = 0
+    run, calls = solve_by("torchdeq", solver, bench.plan.device), 0
 
     def f(z: Tensor) -> Tensor:
         nonlocal calls
@@ -173,8 +173,7 @@ def time_block(bench: Bench, row: dict[str, Any], block: deqfast.DEQBlock, z0: T
 
 def residual_of(cell: Callable[..., Tensor], z: Tensor, x: Tensor) -> float:
     """Largest relative residual, f computed as in the solve."""
-    f = cell(z.contiguous(memory_format=torch.channels_last), x).float().flatten(1)
-    return float(((f - z.float().flatten(1)).norm(dim=1) / f.norm(dim=1)).max())
+    return relative_residual(cell(z.contiguous(memory_format=torch.channels_last), x).float(), z.float())
 
 
 def judge_share_of_f(bench: Bench, row: dict[str, Any], f: Callable[[], Tensor]) -> None:
@@ -276,10 +275,7 @@ def neural_collapse(bench: Bench) -> None:
     """NC1-NC4, the error of NC1 against a pseudo-inverse through the singular vectors in float64."""
     plan = bench.plan
     for samples, dim, classes in plan.nc_shapes:
-        generator = torch.Generator().manual_seed(0)
-        labels = torch.arange(samples) % classes
-        features = torch.randn(samples, dim, generator=generator)
-        features += 2 * torch.randn(classes, dim, generator=generator)[labels]
+        features, labels, _ = clusters(samples, dim, classes)
         exact = exact_nc1(features.double(), labels, classes)
         on_device = features.to(plan.device), labels.to(plan.device)
         for kernel in kernels(bench):
@@ -299,13 +295,3 @@ def time_nc(bench: Bench, row: dict[str, Any], samples: tuple[Tensor, Tensor], e
     row["ms"] = bench.clock.wall(measure, bench.plan.rounds)
     row["bytes"] = 2 * samples[0].nbytes  # a pass for the means, one for the scatter
     row["peak_bytes"] = bench.clock.peak_bytes(measure)
-
-
-def exact_nc1(features: Tensor, labels: Tensor, classes: int) -> float:
-    """tr(Sigma_W Sigma_B^+) / K: squared lengths of what is left of the samples, in the metric of Sigma_B^+."""
-    means = torch.zeros(classes, features.shape[1], dtype=features.dtype).index_add_(0, labels, features)
-    means /= torch.bincount(labels, minlength=classes)[:, None]
-    _, s, right = torch.linalg.svd((means - means.mean(0)) / classes**0.5, full_matrices=False)
-    kept = s > 1e-10 * s[0]
-    projected = (features - means[labels]) @ (right[kept] / s[kept, None]).T
-    return float((projected**2).sum() / len(features) / classes)

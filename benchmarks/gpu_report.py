@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from harness.files import write_json
+from harness.tables import aligned, number
 
 COLUMNS = ("us", "floor", "x", "in place", "evals", "resid", "error", "MB", "x peer")
 
@@ -30,10 +30,6 @@ def slug(gpu: str) -> str:
     """The short name of a GPU: "NVIDIA H200" is h200, "NVIDIA A100-SXM4-80GB" a100."""
     words = re.sub(r"^(nvidia|amd|tesla|geforce|quadro|rtx|\s)+", "", gpu.lower())
     return re.split(r"[^a-z0-9]", words)[0] or re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-
-
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def micro(ms: float | None) -> str:
@@ -60,15 +56,6 @@ def remarks(row: dict[str, Any], dry_run: bool) -> str:
     if "skipped" in row:
         parts.insert(0, f"skipped: {row['skipped'][:120]}")
     return "; ".join([*parts, row["note"]] if "note" in row else parts)
-
-
-def aligned(rows: list[list[str]], left: int) -> Iterable[str]:
-    """Columns as wide as needed; the first `left` and the last to the left, others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first = [text.ljust(width) for text, width in zip(row[:left], widths, strict=False)]
-        middle = [text.rjust(width) for text, width in zip(row[left:-1], widths[left:], strict=False)]
-        yield " ".join([*first, *middle, row[-1]]).rstrip()
 
 
 def table(stages: list[dict[str, Any]], data: dict[str, Any]) -> list[str]:

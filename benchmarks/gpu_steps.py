@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    APPROACHED,
-    NEVER,
-    Contraction,
-    passes_over_the_state,
-    peer_of,
-    solvers,
-    step_passes,
-    torchdeq_solve,
-)
-from gpu_measure import Bench, Skipped, check_error, compare, judge, judge_share
+from gpu_measure import Bench, check_error, compare, judge, judge_share
+from harness import traffic
+from harness.entry import Skipped
+from harness.maps import FC_RADIUS, NEVER, Contraction, relative_residual
+from harness.ops import STILL
+from harness.solves import APPROACHED, solve_by
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,10 +27,7 @@ from deqfast.solve import CHECK_EVERY_ON_GPU
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "kernels"))
 from cases import Case, clone, make_state  # noqa: E402  (the states that the tests of the ops use)
 
-# Steps that leave z where it is: repeated, they find the same work every time.
-STILL = 2.0**-20
 ROWS_CHECKED = 8
-FC_RADIUS = 0.9  # of W: through tanh a contraction, but none that reaches its fixed point to the last bit
 COPY_SHARE = 0.85  # of the copy rate that a kernel bound by memory should reach
 
 
@@ -91,8 +83,9 @@ def step_op(case: Case, kernel: str, device: str) -> Callable[..., None]:
 def time_step(bench: Bench, row: dict[str, Any], case: Case, state: dict[str, Tensor], kernel: str) -> None:
     op = step_op(case, kernel, bench.plan.device)
     check_step_error(row, op, case, state)
-    width = 0.5 if case.history_dtype == torch.bfloat16 else 1
-    passes = 3 if case.method is None else step_passes(min(case.k, case.history), width)
+    passes: float = traffic.PICARD_PASSES
+    if case.method is not None:
+        passes = traffic.multisecant_passes(min(case.k, case.history), traffic.width(case.history_dtype))
     row["bytes"] = passes * state["z"].nbytes
     row["passes"] = passes
     still = replace(case, damping=STILL, alpha=STILL)
@@ -144,18 +137,32 @@ def judge_step(bench: Bench, row: dict[str, Any], name: str, batch: int, size: i
         judge_share(bench, row, COPY_SHARE)
 
 
+def solvers(iterations: int) -> dict[str, Any]:
+    return {
+        "picard": deqfast.Picard(NEVER, iterations),
+        "anderson m=6": deqfast.Anderson(NEVER, iterations),
+        "anderson m=6 bf16 history": deqfast.Anderson(NEVER, iterations, history_dtype=torch.bfloat16),
+        f"broyden n={iterations}": deqfast.Broyden(NEVER, iterations),
+    }
+
+
+def peer_of(name: str) -> str:
+    """The case whose torchdeq time a case is compared with."""
+    return name.removesuffix(" bf16 history")
+
+
 def solves(bench: Bench) -> None:
     """Whole solves of an element-wise f, which is subtracted, beside torchdeq: same f, same iterations."""
     plan = bench.plan
     batch, dim = plan.solve_shape
     f, z0 = Contraction(batch, dim, plan.device), torch.zeros(batch, dim, device=plan.device)
-    for name, (solver, peer, options) in solvers(plan.iterations).items():
-        if peer is not None:
+    for name, solver in solvers(plan.iterations).items():
+        if peer_of(name) == name:
             with bench.row("solve", name, "torchdeq") as row:
-                time_solve(bench, row, f, z0, peer_solve(peer, plan.iterations, options), None)
+                time_solve(bench, row, f, z0, solve_by("torchdeq", solver, plan.device), solver, foreign=True)
         for kernel in ("torch", *plan.kernels):
             with bench.row("solve", name, kernel) as row:
-                time_solve(bench, row, f, z0, ours(solver, kernel), solver)
+                time_solve(bench, row, f, z0, solve_by(kernel, solver, plan.device), solver)
                 judge_solve(bench, row, name)
         for kernel in plan.kernels:
             with bench.row("solve", name, f"{kernel} graph") as row:
@@ -164,17 +171,6 @@ def solves(bench: Bench) -> None:
                 block = deqfast.DEQBlock(f, solver, kernel=kernel, cuda_graph=True)
                 time_solve(bench, row, f, z0, partial(graph_solve, block), solver, graph=True)
                 judge_solve(bench, row, name)
-
-
-def peer_solve(peer: str, iterations: int, options: dict[str, Any]) -> Callable[[Any, Tensor], Tensor]:
-    try:
-        return torchdeq_solve(peer, iterations, options)
-    except ImportError as error:
-        raise Skipped(f"torchdeq cannot be imported: {error}") from None
-
-
-def ours(solver: Any, kernel: str) -> Callable[[Any, Tensor], Tensor]:
-    return lambda f, z0: deqfast.solve(f, z0, solver, kernel).value
 
 
 def graph_solve(block: deqfast.DEQBlock, f: Contraction, z0: Tensor) -> Tensor:
@@ -186,16 +182,16 @@ def graph_solve(block: deqfast.DEQBlock, f: Contraction, z0: Tensor) -> Tensor:
 
 def time_solve(
     bench: Bench, row: dict[str, Any], f: Contraction, z0: Tensor, solve: Callable[..., Tensor], solver: Any,
-    graph: bool = False,
+    graph: bool = False, foreign: bool = False,
 ) -> None:  # fmt: skip
-    """Time per evaluation without f; bytes where `solver` is given, whose algorithm they are those of."""
+    """Time per evaluation without f, and the bytes of `solver`'s algorithm where it is ours."""
     clock, rounds = bench.clock, bench.plan.rounds
     solve(f, z0)
     f.calls = 0
     value = solve(f, z0)
     evaluations = row["evaluations"] = f.calls
     row["residual"] = f.residual(value)
-    if not row["residual"] < APPROACHED:
+    if not row["residual"] < APPROACHED[type(solver)]:
         raise AssertionError(f"wrong: relative residual {row['residual']:.1e} at the end; not timed")
 
     def calls_of_f() -> None:
@@ -207,12 +203,12 @@ def time_solve(
     alone = evaluations * clock.device([lambda: f(z0)]) if graph else clock.wall(calls_of_f, rounds)
     row["solve_ms"], row["f_ms"] = whole, alone / evaluations
     row["ms"] = (whole - alone) / evaluations
-    if solver is not None:
-        row["bytes"] = passes_over_the_state(solver) * z0.nbytes
+    if not foreign:
+        row["bytes"] = traffic.solve_passes(solver, evaluations) * z0.nbytes / evaluations
     row["peak_bytes"] = clock.peak_bytes(lambda: solve(f, z0))
-    traffic = clock.traffic(lambda: solve(f, z0))
-    if traffic is not None:
-        row["launches"], row["waits"] = traffic
+    seen = clock.traffic(lambda: solve(f, z0))
+    if seen is not None:
+        row["launches"], row["waits"] = seen
         per_step = row["launches"] if graph else row["launches"] / evaluations - 1
         row["note"] = f"{per_step:.1f} launches/{'solve' if graph else 'step'}, {row['waits']} waits"
 
@@ -284,8 +280,7 @@ def fc_op_ms(bench: Bench, kernel: str, weight: Tensor, c: Tensor) -> float:
 
 
 def fc_residual(weight: Tensor, c: Tensor, z: Tensor) -> float:
-    f = torch.tanh(F.linear(z, weight) + c)
-    return float(((f - z).norm(dim=1) / f.norm(dim=1)).max())
+    return relative_residual(torch.tanh(F.linear(z, weight) + c), z)
 
 
 def fc_solve(provider: str, weight: Tensor, c: Tensor, iterations: int) -> Callable[[], tuple[Tensor, int]]:
@@ -294,7 +289,7 @@ def fc_solve(provider: str, weight: Tensor, c: Tensor, iterations: int) -> Calla
     if provider == "eager loop":
         return lambda: (fc_iterates(wide, c, iterations), iterations)
     if provider == "torchdeq":
-        run = peer_solve("fixed_point_iter", iterations, {})
+        run = solve_by("torchdeq", deqfast.Picard(NEVER, iterations), weight.device.type)
         return lambda: (run(lambda z: torch.tanh(F.linear(z, wide) + c), torch.zeros_like(c)), iterations)
     if not has_kernel(choose_kernel(provider, weight.device), weight, c.dtype):
         raise Skipped(f"{provider} has no kernel for this size")

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from gpu_measure import Clock
-from gpu_report import aligned
 from harness.files import write_json
 from harness.record import machine, processor
+from harness.tables import aligned
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -56,7 +56,8 @@ OPS: list[OpCase] = [
     FCOpCase(op="fc_fixed_point", batch=128, dim=256, weight_dtype=BF16),
     FCOpCase(op="fc_vjp", batch=128, dim=1024),
     *(CollapseOpCase(op=op, samples=samples, dim=dim, classes=classes)
-      for op in ("class_means", "within_class_scatter") for samples, dim, classes in ((50_000, 512, 10), (2000, 8192, 100))),
+      for op in ("class_means", "within_class_scatter")
+      for samples, dim, classes in ((50_000, 512, 10), (2000, 8192, 100))),
 ]  # fmt: skip
 
 SOLVES: list[SolveCase] = [

@@ -208,5 +208,3 @@ def pinv_collapse(features: Tensor, labels: Tensor, weight: Tensor) -> dict[str,
     nearest = torch.cdist(features, means).argmin(1)
     nc4 = ((features @ weight.T).argmax(1) == nearest).float().mean()
     return {"nc1": float(nc1), "nc2": float(nc2), "nc3": float(nc3), "nc4": float(nc4)}
-
-

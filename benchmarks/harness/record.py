@@ -5,7 +5,10 @@
 
 ===================  ==================================================================================================
 batch, dim, dtype    the problem; `threads` where it is not the machine's
-ms, ms_min           of the whole call: median and least of the rounds
+history_dtype        of a solver's history where it is not the state's; iterations: calls of f that were asked for
+classes              of neural collapse, whose features are (batch, dim)
+ms, ms_min           of the whole call: median and least of the rounds, which `rounds` has one by one
+copy_gb_per_s        the copy rate: of rounds taken in turns with these
 f_ms                 of that, f alone: as many calls of f as the solve made
 solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration
 bytes                what the algorithm must move per call (without f)
@@ -16,7 +19,8 @@ error, allowed       relative error against float64, and the bound under which a
 peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
 launches             torch operations outside f per iteration: what a GPU would launch, at least
 host_waits           times per call that the host has to know a value of the device
-gain                 the time of `peer` / this one, in the same run
+gain                 the time of `peer` / this one, in the same rounds: solver_ms where there is one, else ms_min
+gains                the same for every peer of the case: {provider: gain}
 skipped, problem     why there is no time
 ===================  ==================================================================================================
 """

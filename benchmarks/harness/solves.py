@@ -1,4 +1,4 @@
-"""Cases of whole solves: the same f, the same number of iterations, by deqfast, torchdeq and eager tensor operations."""
+"""Cases of whole solves: the same f and number of iterations, by deqfast, torchdeq and eager tensor operations."""
 
 from __future__ import annotations
 

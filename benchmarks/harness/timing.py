@@ -39,21 +39,21 @@ def in_turns(
 ) -> dict[Key, list[float]]:
     """Seconds per call of every round; each round times all the calls one after the other.
 
-    A first round warms up and says how often each call is repeated within a round. After `seconds`, rounds beyond
-    ``FEWEST_ROUNDS`` are left out.
+    A first call warms up, a second says how often each call is repeated within a round. After `seconds`, rounds beyond
+    ``FEWEST_ROUNDS`` are left out. A call that takes longer than `seconds` by itself is made once.
     """
-    deadline = time.monotonic() + seconds
+    times: dict[Key, list[float]] = {key: [seconds_of(call, 1, device)] for key, call in calls.items()}
     repeats = {}
     for key, call in calls.items():
-        call()
-        once = seconds_of(call, 1, device)
-        repeats[key] = max(1, min(MOST_REPEATS, round(SHORTEST / once)))
-    times: dict[Key, list[float]] = {key: [] for key in calls}
+        if times[key][0] <= seconds:
+            times[key].clear()
+            repeats[key] = max(1, min(MOST_REPEATS, round(SHORTEST / seconds_of(call, 1, device))))
+    deadline = time.monotonic() + seconds
     for done in range(rounds):
         if done >= FEWEST_ROUNDS and time.monotonic() > deadline:
             break
-        for key, call in calls.items():
-            times[key].append(seconds_of(call, repeats[key], device))
+        for key, count in repeats.items():
+            times[key].append(seconds_of(calls[key], count, device))
     return times
 
 

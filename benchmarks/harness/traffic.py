@@ -1,6 +1,6 @@
 """The bytes that an algorithm must move, each tensor read or written once per use: what the floors are made of.
 
-Whatever computes the same needs no less unless it stays in a cache. Counted in passes over the state (B, D), or in bytes.
+Whatever computes the same needs no less unless data stay in a cache. In passes over the state (B, D), or in bytes.
 """
 
 from __future__ import annotations

