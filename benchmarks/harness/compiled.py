@@ -1,7 +1,7 @@
 """What the compiled code of the GPU kernels needs, without a GPU: registers, stack, shared memory, barriers.
 
-The Triton kernels are compiled ahead of time by tests/kernels/aot.py, in a process of its own; the CUDA kernels are read
-from the extension as it was built.
+The Triton kernels are compiled ahead of time by tests/kernels/aot.py, in a process of its own; the CUDA kernels are
+read from the extension as it was built.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ HINT = "accept it with `pytest benchmarks --gate={} --update-baseline`"
 # A ratio may exceed the baseline's by this much: one and the same code gave ratios up to 13 % from their mean in runs
 # on a shared machine, where the load changes what the cache and the memory give to each side.
 MARGIN = 1.15
-PAIRS, MORE_PAIRS = 15, 45
-# Chance, at most, that a ratio at the margin is called worse.
-ERROR = 1e-3
+PAIRS, MORE_PAIRS, BASELINE_PAIRS = 11, 61, 21
+# Chance, at most, that a ratio at the very margin is called worse; of one below it that is far smaller.
+ERROR = 0.05
 
 
 class Verdict(Enum):
@@ -129,25 +129,26 @@ def chance_of(above: int, pairs: int) -> float:
     return sum(math.comb(pairs, k) for k in range(above, pairs + 1)) / 2**pairs
 
 
-def exceeds(ratios: list[float], limit: float) -> bool:
-    """Whether the median that the ratios are drawn around lies above `limit`, by a sign test at the level ``ERROR``."""
-    return chance_of(sum(ratio > limit for ratio in ratios), len(ratios)) <= ERROR
+def shown(hits: Iterable[bool]) -> bool:
+    """Whether more than half of all pairs would hit, by a sign test at the level ``ERROR``."""
+    hits = list(hits)
+    return chance_of(sum(hits), len(hits)) <= ERROR
 
 
 def judge_ratio(group: str, case: str, before: float, commit: str, measure: Callable[[int], list[float]]) -> Finding:
     """A ratio of times, smaller is better, beside that of the baseline. `measure(n)` gives n pairs, freshly measured.
 
     The median of ``PAIRS`` within the margin is the same. Else ``MORE_PAIRS`` new ones decide alone: worse where their
-    median lies above the baseline times ``MARGIN`` at the level ``ERROR``, better likewise.
+    median is shown to lie above the baseline times ``MARGIN``, better where below the baseline divided by it.
     """
-    ratios = measure(PAIRS)
+    ratios, verdict = measure(PAIRS), Verdict.SAME
     if not before / MARGIN <= statistics.median(ratios) <= before * MARGIN:
         ratios = measure(MORE_PAIRS)
-        if exceeds(ratios, before * MARGIN):
-            return ratio_finding(group, case, Verdict.WORSE, ratios, before, commit)
-        if exceeds([1 / ratio for ratio in ratios], MARGIN / before):
-            return ratio_finding(group, case, Verdict.BETTER, ratios, before, commit)
-    return ratio_finding(group, case, Verdict.SAME, ratios, before, commit)
+        if shown(ratio > before * MARGIN for ratio in ratios):
+            verdict = Verdict.WORSE
+        elif shown(ratio < before / MARGIN for ratio in ratios):
+            verdict = Verdict.BETTER
+    return ratio_finding(group, case, verdict, ratios, before, commit)
 
 
 def ratio_finding(group: str, case: str, verdict: Verdict, ratios: list[float], before: float, commit: str) -> Finding:

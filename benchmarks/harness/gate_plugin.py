@@ -8,17 +8,25 @@ from typing import Any
 
 import pytest
 
-from .gate import BASELINES, Baseline, Finding, Verdict, judge_counters, judge_ratio, mode_of, report, row_of_ratios
-from .gate import MORE_PAIRS
+from .gate import (
+    BASELINE_PAIRS,
+    BASELINES,
+    Baseline,
+    Finding,
+    Verdict,
+    judge_counters,
+    judge_ratio,
+    report,
+    row_of_ratios,
+)
 from .record import Row, write_record
 
-GATE_HELP = """judge by the committed baselines instead of measuring: `counters` (exact: calls of f, torch operations,
-host waits, allocations, registers of compiled kernels; none may rise) or `all`, the default, with ratios of times in one
-run. Without it the gate's tests are not run. Nothing is judged, and that is said, where versions (for ratios: the
-processor) are not those of the baseline. Fails where something is worse or has no baseline"""
-UPDATE_HELP = (
-    "with --gate[=counters]: write what is measured to benchmarks/baselines/, for you to commit; judges nothing"
-)
+GATE_HELP = """judge by the committed baselines instead of measuring the suite: `counters` (exact: calls of f, torch
+operations, host waits, allocations, registers of compiled kernels; none may rise; two minutes) or `all`, the default,
+with ratios of times taken in turns (two minutes more). Without it the gate's tests are not run. Nothing is judged, and
+that is said, where versions (for ratios: the processor) are not those of the baseline. Fails where something is worse
+or has no baseline"""
+UPDATE_HELP = "with --gate[=counters]: write what is measured to benchmarks/baselines/, to be committed; judge nothing"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -78,7 +86,7 @@ class Gate:
         """Judge the ratio that `measure(pairs)` gives; fails the test where it is worse."""
         baseline = self.baseline(group)
         if self.update:
-            row = row_of_ratios(case, provider, measure(MORE_PAIRS))
+            row = row_of_ratios(case, provider, measure(BASELINE_PAIRS))
             self._keep(group, [row], [])
         elif case not in baseline.rows:
             self._keep(group, [], [baseline.missing(case)])
