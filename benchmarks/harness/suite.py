@@ -13,16 +13,15 @@ from .record import Row
 from .timing import Copy, in_turns
 
 COPY = ("copy", "")
+LARGE_SECONDS = 1800  # after which a case of ``--full`` is given up, measured together with all its providers
 Outcome = Row | Exception  # the error where a provider of our own is wrong: it gets no row
 
 
 def parametrize(cases: Sequence[Case]) -> Callable[[Any], Any]:
     """Mark a test of (case, provider) to be run for all of `cases`, as part of the suite."""
     ids = [(case, provider, f"{case.name}-{provider}") for case in cases for provider in case.providers]
-    given = [
-        pytest.param(case, provider, id=name, marks=pytest.mark.full if case.full else ())
-        for case, provider, name in ids
-    ]
+    large = (pytest.mark.full, pytest.mark.timeout(LARGE_SECONDS))
+    given = [pytest.param(case, provider, id=name, marks=large if case.full else ()) for case, provider, name in ids]
     timed = pytest.mark.benchmark(timer=REPLAY.time)
 
     def mark(test: Any) -> Any:

@@ -1,0 +1,71 @@
+"""The peers of the benchmarks compute the same as deqfast: only then do their times say anything."""
+
+import pytest
+import torch
+from harness import collapse, maps, peers, training
+
+import deqfast
+from deqfast.testing import GRADIENT, ITERATES, assert_close, relative_error
+
+SOLVERS = [
+    deqfast.Picard(maps.NEVER, 8),
+    deqfast.Anderson(maps.NEVER, 12, history=4),
+    deqfast.Broyden(maps.NEVER, 12),
+    deqfast.Broyden(maps.NEVER, 12, history=5),
+]
+
+
+@pytest.fixture
+def problem():
+    f = maps.FullyConnected(3, 24)
+    f.wide, f.c = f.wide.double(), f.c.double()
+    return f
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_the_eager_solve_makes_the_iterates_of_deqfast(solver, problem):
+    z0 = torch.zeros(3, 24, dtype=torch.float64)
+    expected = deqfast.solve(problem, z0, solver, "torch").value
+    assert problem.calls == solver.max_iter
+    assert_close(peers.eager_solve(solver)(problem, z0), expected, ITERATES)
+    assert problem.calls == 2 * solver.max_iter
+
+
+def test_the_eager_solve_stops_and_keeps_the_best_iterate(problem):
+    solver = deqfast.Anderson(1e-6, 50)
+    value = peers.eager_solve(solver)(problem, torch.zeros(3, 24, dtype=torch.float64))
+    assert problem.residual(value) <= 1e-6 and problem.calls < 30
+    growing = peers.eager_solve(deqfast.Picard(maps.NEVER, 5))(lambda z: 3 * z + 1, torch.zeros(2, 4))
+    expected = deqfast.solve(lambda z: 3 * z + 1, torch.zeros(2, 4), deqfast.Picard(maps.NEVER, 5), "torch").value
+    assert torch.equal(growing, expected)
+
+
+def test_the_eager_solve_with_a_short_history(problem):
+    solver = deqfast.Anderson(maps.NEVER, 20, history_dtype=torch.bfloat16)
+    f = maps.FullyConnected(3, 24)
+    value = peers.eager_solve(solver)(f, torch.zeros(3, 24))
+    assert f.residual(value) < 1e-5
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
+@pytest.mark.parametrize("layer", ["eager", "torchdeq"])
+@pytest.mark.parametrize("shape", [(2, 8, 4, 4), (3, 16)], ids=["residual", "fc"])
+def test_the_layers_have_the_gradient_of_deqfast(layer, adjoint, shape):
+    kind = "residual" if len(shape) == 4 else "fc"
+    case = training.TrainingCase(cell=kind, shape=shape, adjoint=adjoint, solver=deqfast.Broyden(1e-12, 80))
+    problem = training.Problem(case, "torch", "cpu", torch.float64)
+    exact, _, _ = training.exact_gradient(case, explicit=False)
+    build = {"eager": peers.eager_layer, "torchdeq": peers.torchdeq_layer}[layer]
+    gradient, _ = problem.step(build(problem.cell, case.solver, adjoint))
+    # Their backward solves stop at a residual of 1e-6.
+    tolerance = GRADIENT if adjoint == "jfb" else 1e-4
+    assert relative_error(training.flat(gradient), training.flat(exact)) <= tolerance
+
+
+def test_the_pseudo_inverse_measures_the_same_neural_collapse():
+    features, labels, weight = (t.double() if t.is_floating_point() else t for t in collapse.clusters(60, 9, 3))
+    expected = deqfast.neural_collapse(features, labels, weight, kernel="torch")
+    found = peers.pinv_collapse(features, labels, weight)
+    for name, value in found.items():
+        assert value == pytest.approx(getattr(expected, name), rel=1e-6), name
+    assert collapse.exact_nc1(features, labels, 3) == pytest.approx(expected.nc1, rel=1e-12)

@@ -1,0 +1,334 @@
+"""The suite of `pytest benchmarks`: registry, byte formulas, how it times, and that it records no wrong answer."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import cases, collapse, counters, ops, solves, suite, tables, targets, timing, traffic, training
+from harness.entry import KERNELS, Case, Contender, Skipped, Wrong, check
+
+import deqfast
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TestTraffic:
+    @pytest.mark.parametrize(
+        ("pairs", "dtype", "passes"), [(0, None, 8), (6, None, 20), (6, torch.bfloat16, 13), (20, None, 48)]
+    )
+    def test_a_step(self, pairs, dtype, passes):
+        assert traffic.multisecant_passes(pairs, traffic.width(dtype)) == passes
+
+    @pytest.mark.parametrize(
+        ("solver", "passes"),
+        [
+            (deqfast.Picard(), 3 * 20),
+            (deqfast.Anderson(), 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),  # 19 steps: windows of 0 to 5 pairs, then 6
+            (deqfast.Anderson(history_dtype=torch.bfloat16), 7 + 8 + 9 + 10 + 11 + 12 + 13 * 13),
+            (deqfast.Broyden(), sum(8 + 2 * pairs for pairs in range(19))),
+        ],
+    )
+    def test_a_solve_of_20_evaluations(self, solver, passes):
+        assert traffic.solve_passes(solver, 20) == passes
+
+    @pytest.mark.parametrize(
+        ("op", "y", "per_element"),
+        [
+            ("norm_act", 2, 4),
+            ("norm_act_residual", 2, 2 + 4 + 4 + 4),
+            ("norm_act_residual", 4, 16),
+            ("norm_act_backward", 4, 12),
+            ("norm_act_residual_backward", 4, 24),
+        ],
+    )
+    def test_norms(self, op, y, per_element):
+        assert traffic.norm_bytes(op, 10, y, 4) == 10 * per_element
+
+    def test_others(self):
+        assert traffic.transposed_passes(20, 1) == 43
+        assert traffic.fc_vjp_bytes(2, 3) == 72
+        assert traffic.class_means_bytes(10, 4, 2, 4) == 10 * 16 + 10 * 8 + 2 * 4 * 8
+        assert traffic.scatter_bytes(10, 4, 3, 2, 2) == 10 * 8 + 10 * 8 + 4 * 8 * (3 + 2)
+
+    @pytest.mark.parametrize("case", [case for case in cases.OPS if isinstance(case, ops.NormOpCase)], ids=str)
+    def test_norms_are_the_bytes_of_their_images(self, case):
+        """Of those that a call takes and returns; vectors and statistics are left out."""
+        small = ops.NormOpCase(op=case.op, shape=(2, 16, 3, 5), dtypes=case.dtypes)
+        arguments = list(ops.norm_cases.NormCase(small.op, small.shape, 8, small.dtypes).arguments().values())
+        results = getattr(ops.reference, small.op)(*arguments)
+        images = [t for t in [*arguments, *results] if isinstance(t, torch.Tensor) and t.shape == small.shape]
+        assert small.contender("torch", "cpu").facts["bytes"] == sum(image.nbytes for image in images)
+
+
+class TestRegistry:
+    def test_names_are_unique_and_fit_for_selection(self):
+        names = [(case.section, case.name) for case in cases.CASES]
+        assert len(set(names)) == len(names)
+        assert all(" " not in name and "(" not in name for _, name in names)
+        assert all(cases.find(case.section, case.name) is case for case in cases.CASES)
+        with pytest.raises(KeyError, match="has no case 'x'"):
+            cases.find("ops", "x")
+
+    def test_it_spans_what_it_should(self):
+        sizes = [case.size() for case in cases.CASES if not case.full]
+        assert {1, 128, 256} <= {size["batch"] for size in sizes}
+        assert {256, 1024, 8192, 65536} <= {size["dim"] for size in sizes}
+        assert {case.section for case in cases.CASES} == {"ops", "solves", "fc", "training", "nc"}
+        run = {case.op for case in cases.OPS}
+        assert run >= {"picard_step", "multisecant_step", "multisecant_transposed", "norm_act", "norm_act_residual"}
+        assert run >= {"fc_fixed_point", "fc_vjp", "class_means", "within_class_scatter"}
+        for case in cases.CASES:
+            assert set(KERNELS) <= set(case.providers) and set(case.peers) <= set(case.providers)
+
+    def test_the_cases_with_targets_are_run_by_default(self):
+        for name in targets.ITERATED:
+            case = cases.find("solves", name)
+            assert (case.batch, case.dim, case.solver.max_iter, case.full) == (128, 8192, 20, False)
+        for target in targets.TARGETS:
+            case = cases.find(target.section, target.case)
+            assert target.provider in case.providers and (target.against is None or target.against in case.peers)
+
+    def test_names(self):
+        assert solves.solver_name(deqfast.Anderson(history_dtype=torch.bfloat16)) == "anderson-m6-bf16"
+        assert solves.solver_name(deqfast.Broyden(history=7)) == "broyden-n7"
+
+
+SMALL = [
+    ops.StepCase(op="picard_step", batch=2, dim=64),
+    ops.StepCase(method="and2", history=6, batch=9, dim=64),
+    ops.StepCase(method="good", history=6, history_dtype=torch.bfloat16, batch=1, dim=64),
+    ops.StepCase(op="multisecant_transposed", method="good", history=6, batch=9, dim=64),
+    ops.NormOpCase(op="norm_act_residual", shape=(2, 16, 3, 5)),
+    ops.FCOpCase(op="fc_fixed_point", batch=3, dim=16, weight_dtype=torch.bfloat16),
+    ops.FCOpCase(op="fc_vjp", batch=3, dim=16),
+    ops.CollapseOpCase(op="class_means", samples=50, dim=7, classes=3),
+    ops.CollapseOpCase(op="within_class_scatter", samples=50, dim=7, classes=3),
+    *(solves.SolveCase(solver=solver, batch=2, dim=64) for solver in cases.SOLVERS),
+    solves.SolveCase(solver=cases.SOLVERS[1], batch=2, dim=32, map="fc"),
+    solves.FCSolveCase(batch=2, dim=32),
+    training.TrainingCase(cell="residual", shape=(2, 8, 4, 4), adjoint="jfb", solver=cases.ANDERSON),
+    training.TrainingCase(cell="residual", shape=(2, 8, 4, 4), adjoint="implicit", solver=cases.BROYDEN),
+    training.TrainingCase(cell="fc", shape=(3, 16), adjoint="jfb", solver=cases.PICARD),
+    collapse.CollapseCase(samples=60, dim=9, classes=3),
+]
+QUICK = {"rounds": 1, "seconds": 0.1}
+
+
+@pytest.fixture(scope="module")
+def copy():
+    return timing.Copy(elements=1 << 12)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
+    outcomes = suite.measure(case, case.providers, "cpu", copy, **QUICK)
+    assert list(outcomes) == list(case.providers)
+    for provider, row in outcomes.items():
+        assert isinstance(row, dict), (provider, row)
+        assert (row["section"], row["case"], row["provider"]) == (case.section, case.name, provider)
+        assert "problem" not in row, row
+        assert ("skipped" in row) != ("ms" in row)
+        if "bytes" in row and "ms" in row:
+            assert row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / (1e9 * row["copy_gb_per_s"]))
+            assert row["floor_x"] == pytest.approx((row["ms_min"] - row.get("f_ms", 0)) / row["floor_ms"])
+    assert "ms" in outcomes["torch"] and "ms" in outcomes["cpp"]
+    assert json.loads(json.dumps(list(outcomes.values())))
+    assert tables.table(list(outcomes.values()))
+
+
+def broken_ops(monkeypatch):
+    """Kernels whose ops are off by a hundredth."""
+    choose = ops.kernel_of
+
+    def op(kernel, name):
+        def off(*arguments):
+            result = kernel.op(name)(*arguments)
+            changed = arguments[0] if result is None else result
+            for tensor in [changed] if isinstance(changed, torch.Tensor) else changed[:1]:
+                tensor.mul_(1.01)
+            return result
+
+        return off
+
+    def broken(provider, device):
+        kernel = choose(provider, device)
+        return SimpleNamespace(op=lambda name: op(kernel, name), name=kernel.name)
+
+    monkeypatch.setattr(ops, "kernel_of", broken)
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if case.section == "ops"], ids=lambda case: case.name)
+def test_a_wrong_op_is_not_recorded(case, copy, monkeypatch):
+    broken_ops(monkeypatch)
+    outcome = suite.measure(case, ["cpp"], "cpu", copy, **QUICK)["cpp"]
+    assert isinstance(outcome, AssertionError), outcome
+
+
+def test_a_solve_that_stops_short_is_not_recorded(copy, monkeypatch):
+    monkeypatch.setattr(deqfast, "solve", lambda f, z0, *rest: SimpleNamespace(value=f(f(z0))))
+    for case in (case for case in SMALL if case.section == "solves"):
+        outcome = suite.measure(case, ["cpp"], "cpu", copy, **QUICK)["cpp"]
+        assert isinstance(outcome, Wrong) and "relative residual" in str(outcome)
+
+
+def test_the_gradient_of_another_adjoint_is_not_recorded(copy, monkeypatch):
+    case = next(case for case in SMALL if case.section == "training" and case.adjoint == "implicit")
+    block = deqfast.DEQBlock
+    monkeypatch.setattr(
+        deqfast, "DEQBlock", lambda cell, solver, adjoint, kernel: block(
+            cell, solver, "jfb" if kernel == "cpp" else adjoint, kernel
+        )
+    )  # fmt: skip
+    outcomes = suite.measure(case, ["torch", "cpp"], "cpu", copy, **QUICK)
+    assert isinstance(outcomes["cpp"], Wrong) and "gradient" in str(outcomes["cpp"])
+    assert "ms" in outcomes["torch"]
+
+
+def test_a_wrong_nc1_is_not_recorded(copy, monkeypatch):
+    right = deqfast.neural_collapse
+    monkeypatch.setattr(
+        deqfast, "neural_collapse", lambda *given, **kw: SimpleNamespace(nc1=right(*given, **kw).nc1 * (1 + 1e-9))
+    )
+    assert isinstance(suite.measure(SMALL[-1], ["cpp"], "cpu", copy, **QUICK)["cpp"], Wrong)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fake(Case):
+    """Providers that are right, wrong, absent, or left in a state without work."""
+
+    section = "ops"
+    providers = ("torch", "cpp", "triton", "cuda", "torchdeq")
+    peers = ("torch",)
+    name = "fake"
+
+    def size(self):
+        return {"batch": 1}
+
+    def contender(self, provider, device):
+        if provider == "cuda":
+            raise Skipped("no device")
+        check("relative error", float("nan") if provider in ("cpp", "torchdeq") else 0.0, 1.0)
+
+        def verify():
+            if provider == "triton":
+                raise Wrong("samples ended")
+
+        return Contender(lambda: None, verify=verify)
+
+
+def test_what_becomes_of_wrong_and_absent_providers(copy):
+    outcomes = suite.measure(Fake(), Fake.providers, "cpu", copy, **QUICK)
+    assert "ms" in outcomes["torch"]
+    assert isinstance(outcomes["cpp"], Wrong) and "nan" in str(outcomes["cpp"])
+    assert isinstance(outcomes["triton"], Wrong) and "samples ended" in str(outcomes["triton"])
+    assert outcomes["cuda"]["skipped"] == "no device"
+    assert "relative error nan" in outcomes["torchdeq"]["problem"] and "ms" not in outcomes["torchdeq"]
+
+
+def test_the_board_keeps_no_row_of_a_wrong_provider_and_shows_what_others_miss():
+    board, case = suite.Board("cpu"), Fake()
+    board._copy = timing.Copy(elements=1 << 12)
+    with pytest.raises(Wrong):
+        board.run(None, case, "cpp", Fake.providers)
+    assert not board.rows
+    with pytest.raises(pytest.xfail.Exception):
+        board.run(None, case, "torchdeq", Fake.providers)
+    with pytest.raises(pytest.skip.Exception):
+        board.run(None, case, "cuda", Fake.providers)
+    assert [row["provider"] for row in board.rows] == ["torchdeq", "cuda"]
+
+
+def test_in_turns_takes_turns():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    seconds = timing.in_turns(calls, rounds=4)
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 4, "b": 4}
+    turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    assert turns[-8:] == ["a", "b"] * 4
+    assert order.count("a") == 2 + 4 * timing.MOST_REPEATS
+
+
+def test_in_turns_gives_up_rounds_but_not_the_fewest():
+    counts = {"slow": 0, "quick": 0}
+
+    def call(name, seconds):
+        counts[name] += 1
+        timing.time.sleep(seconds)
+
+    calls = {"slow": lambda: call("slow", 0.02), "quick": lambda: call("quick", 0.003)}
+    times = timing.in_turns(calls, rounds=100, seconds=0.01)
+    assert len(times["slow"]) == 1 and counts["slow"] == 1
+    assert timing.FEWEST_ROUNDS <= len(times["quick"]) < 10
+    assert min(times["quick"]) >= 0.003 and times["slow"][0] >= 0.02
+
+
+def test_waits_of_the_host_are_counted_outside_f():
+    def call(f):
+        f(torch.ones(2).sum().item())
+        return torch.ones(2).tolist()
+
+    assert counters.count(call, lambda value: torch.full((2,), value).tolist()).host_waits == 2
+
+
+def test_gains_and_targets():
+    name = "anderson-m6-128x8192"
+    rows = [
+        {"section": "solves", "case": name, "provider": provider, "ms": 1, "ms_min": 1, "solver_ms": ms, "floor_x": 1.6}
+        for provider, ms in (("cpp", 2.0), ("torchdeq", 10.0), ("eager", -1.0))
+    ]
+    suite.compare(cases.find("solves", name), rows)
+    assert "gains" not in rows[0]  # eager's time is lost in that of f
+    suite.compare(cases.find("solves", name), rows[:2])
+    assert rows[0]["gain"] == 5 and rows[0]["peer"] == "torchdeq" and "gain" not in rows[1]
+    rows[0]["peak_bytes"], rows[1]["peak_bytes"] = 3, 4
+    told = {target.what: (value, met) for target, value, met in targets.verdicts(rows) if met is not None}
+    assert told == {
+        f"{name} cpp: >= 4.5x faster than torchdeq": (5, True),
+        f"{name} cpp: <= 1.5x the time of its bytes at the copy rate": (1.6, False),
+    }
+    memory = targets.Target("solves", name, "cpp", "peak_bytes", 0.75, "torchdeq")
+    assert memory.value(rows) == 0.75 and memory.met(0.75) and not memory.met(0.76)
+
+
+def test_a_run_writes_a_record_and_ends_with_a_table(tmp_path):
+    path, json_path = tmp_path / "record.json", tmp_path / "benchmark.json"
+    files = ["--record", str(path), "--benchmark-json", str(json_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "benchmarks/test_ops.py",
+        "-k",
+        "fc_vjp and not cuda",
+        "--remark",
+        "a try",
+    ]
+    result = subprocess.run(
+        [*command, *files, "--remark", "a try"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads(path.read_text())
+    assert record["remark"] == "a try" and "--record" in record["command"]
+    rows = {row["provider"]: row for row in record["rows"]}
+    assert set(rows) == {"torch", "cpp", "triton"} and "skipped" in rows["triton"]
+    assert rows["cpp"]["gains"]["torch"] == pytest.approx(rows["torch"]["ms_min"] / rows["cpp"]["ms_min"])
+    end = result.stdout[result.stdout.index("Least of the rounds") :]
+    assert "fc_vjp-128x1024" in end and "triton: 1 skipped" in end and f"record: {path}" in end
+    kept = {entry["param"]: entry["stats"] for entry in json.loads(json_path.read_text())["benchmarks"]}
+    assert kept["fc_vjp-128x1024-cpp"]["min"] == pytest.approx(1e-3 * rows["cpp"]["ms_min"])
+
+
+def test_a_record_in_no_folder_is_refused():
+    spec = importlib.util.spec_from_file_location("options_of_benchmarks", ROOT / "benchmarks" / "conftest.py")
+    options = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(options)
+    given = {"--record": Path("/no/such/folder/a.json"), "--device": None}
+    config = SimpleNamespace(addinivalue_line=lambda *line: None, getoption=given.get, stash={})
+    with pytest.raises(pytest.UsageError, match="/no/such/folder is not a folder"):
+        options.pytest_configure(config)
