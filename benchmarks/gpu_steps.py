@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gpu_measure import Bench, check_error, compare, judge, judge_share
 from harness import traffic
-from harness.entry import Skipped
+from harness.entry import Skipped, require_fc_kernel
 from harness.maps import FC_RADIUS, NEVER, Contraction, relative_residual
 from harness.ops import STILL
 from harness.solves import APPROACHED, solve_by
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import deqfast
-from deqfast.fc import has_kernel
 from deqfast.ops import ACTIVATIONS, choose_kernel
 from deqfast.solve import CHECK_EVERY_ON_GPU
 
@@ -291,8 +290,7 @@ def fc_solve(provider: str, weight: Tensor, c: Tensor, iterations: int) -> Calla
     if provider == "torchdeq":
         run = solve_by("torchdeq", deqfast.Picard(NEVER, iterations), weight.device.type)
         return lambda: (run(lambda z: torch.tanh(F.linear(z, wide) + c), torch.zeros_like(c)), iterations)
-    if not has_kernel(choose_kernel(provider, weight.device), weight, c.dtype):
-        raise Skipped(f"{provider} has no kernel for this size")
+    require_fc_kernel(choose_kernel(provider, weight.device), weight, c.dtype)
     solver = deqfast.Picard(NEVER, iterations)
 
     def ours() -> tuple[Tensor, int]:

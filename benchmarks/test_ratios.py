@@ -1,6 +1,6 @@
 """Times beside those of a peer, or of a copy of the same bytes, in turns: no ratio may rise beyond the baseline's.
 
-    pytest benchmarks --gate
+pytest benchmarks --gate
 """
 
 import pytest

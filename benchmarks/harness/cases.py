@@ -30,9 +30,9 @@ SOLVERS: tuple[Any, ...] = (
 FC, SMALL, LAST_STAGE, ONE, MDEQ = (128, 256), (256, 1024), (128, 8192), (1, 65536), (32, 65536)
 
 
-def steps(batch: int, dim: int, full: bool = False) -> list[OpCase]:
+def steps(batch: int, dim: int) -> list[OpCase]:
     """The steps of the four solvers and the transposed product, windows full."""
-    size: dict[str, Any] = {"batch": batch, "dim": dim, "full": full}
+    size: dict[str, Any] = {"batch": batch, "dim": dim}
     return [
         StepCase(op="picard_step", **size),
         StepCase(method="and2", history=6, **size),
@@ -47,7 +47,7 @@ OPS: list[OpCase] = [
     *steps(*FC),
     *steps(*LAST_STAGE),
     *steps(*ONE),
-    *steps(*MDEQ, full=True),
+    *steps(*MDEQ),
     *(NormOpCase(op=op, shape=STAGE_IMAGE, dtypes=dtypes)
       for op in ("norm_act", "norm_act_residual") for dtypes in ("fp32", "bf16 beside fp32")),
     *(NormOpCase(op=f"{op}_backward", shape=STAGE_IMAGE) for op in ("norm_act", "norm_act_residual")),
@@ -62,8 +62,7 @@ OPS: list[OpCase] = [
 
 SOLVES: list[SolveCase] = [
     *(SolveCase(solver=solver, batch=batch, dim=dim)
-      for batch, dim in (LAST_STAGE, SMALL, ONE) for solver in SOLVERS),
-    *(SolveCase(solver=solver, batch=MDEQ[0], dim=MDEQ[1], full=True) for solver in SOLVERS),
+      for batch, dim in (LAST_STAGE, SMALL, ONE, MDEQ) for solver in SOLVERS),
     *(SolveCase(solver=solver, batch=FC[0], dim=FC[1], map="fc") for solver in SOLVERS),
 ]  # fmt: skip
 

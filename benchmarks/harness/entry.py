@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from deqfast.fc import has_kernel
 from deqfast.ops import Kernel, choose_kernel
 from deqfast.testing import accuracy
 
@@ -74,6 +75,12 @@ def kernel_of(provider: str, device: str) -> Kernel:
         return choose_kernel(provider, torch.device(device))
     except RuntimeError as error:
         raise Skipped(str(error)) from None
+
+
+def require_fc_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> None:
+    """``Skipped`` where `kernel` does not hold W (D, D) in one launch of ``fc_fixed_point`` for a state of `dtype`."""
+    if kernel.name != "torch" and not has_kernel(kernel, weight, dtype):
+        raise Skipped(f"{kernel.name} has no fc_fixed_point for D={len(weight)} in {short(weight.dtype)}")
 
 
 def short(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from deqfast.testing import relative_error
 
 from . import traffic
 from .counters import count
-from .entry import KERNELS, Case, Contender, Wrong, check, check_results, kernel_of, on, short
+from .entry import KERNELS, Case, Contender, Wrong, check, check_results, kernel_of, on, require_fc_kernel, short
 from .maps import FC_RADIUS, NEVER
 from .record import Row
 
@@ -192,6 +192,7 @@ class FCOpCase(OpCase):
             weight = FC_RADIUS * torch.randn(self.dim, self.dim, generator=generator) / self.dim**0.5
             arguments = [weight.to(self.weight_dtype), first, torch.zeros_like(first)]
             more = [tanh, NEVER, False, self.iterations, 0.0]
+            require_fc_kernel(kernel, arguments[0].to(device), first.dtype)
         call = partial(kernel.op(self.op), *on(device, arguments), *more)
         plain, exact = (
             first_of(getattr(reference, self.op)(*given, *more))

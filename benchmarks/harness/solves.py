@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 import deqfast
-from deqfast.fc import has_kernel
 
 from . import traffic
 from .counters import count
-from .entry import KERNELS, Case, Contender, Skipped, check, kernel_of, short
+from .entry import KERNELS, Case, Contender, Skipped, check, kernel_of, require_fc_kernel, short
 from .maps import MAPS, NEVER, FullyConnected
 from .peers import Solve, eager_solve, torchdeq_solve
 from .record import Row
@@ -117,8 +116,7 @@ class FCSolveCase(Case):
         z0 = torch.zeros_like(f.c)
         if provider in KERNELS:
             kernel = kernel_of(provider, device)
-            if kernel.name != "torch" and not has_kernel(kernel, f.weight, f.c.dtype):
-                raise Skipped(f"{provider} has no kernel for this size")
+            require_fc_kernel(kernel, f.weight, f.c.dtype)
 
             def solve() -> Tensor:
                 return deqfast.fc_fixed_point(f.weight, f.c, z0, "tanh", solver, kernel.name)[0]

@@ -10,7 +10,7 @@ import torch
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
-SECONDS = 8.0  # after these, rounds beyond the fewest are given up
+SECONDS = 12.0  # after these, rounds beyond the fewest are given up
 SHORTEST = 2e-3  # seconds that a round of a call should take: shorter calls are repeated within it
 MOST_REPEATS = 200
 COPY_ELEMENTS = 64 << 20  # fp32, read and written: many times what a cache holds

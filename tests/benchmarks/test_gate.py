@@ -233,7 +233,8 @@ def test_the_sign_test_has_its_level():
 
 def test_a_slower_step_is_found_by_the_clock(monkeypatch):
     """Times are real: each step is made twice, on copies the first time."""
-    monkeypatch.setattr(ratios, "copy", lambda copy=Copy(elements=1 << 20): copy)
+    copy = Copy(elements=1 << 20)
+    monkeypatch.setattr(ratios, "copy", lambda: copy)
     monkeypatch.setattr(gate, "MORE_PAIRS", gate.BASELINE_PAIRS)
     measure = ratios.pairs("solves", "picard-256x1024", "copy")
     before = gate.row_of_ratios("a", "cpp", measure(gate.PAIRS))
@@ -370,8 +371,10 @@ def test_a_wait_planted_in_the_library_fails_against_the_committed_baseline(tmp_
         pytest.skip(unfit)
     (tmp_path / "planted.py").write_text(PLANTED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "-p", "planted", "benchmarks", "--gate=counters", "-k", "12 and iterations"]
+    options = ["-p", "planted", "--gate=counters", "-k", "12 and iterations"]
+    command = [sys.executable, "-m", "pytest", "benchmarks", *options]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
-    assert "worse: 1\n  counters: picard 12 iterations: " in result.stdout  # no other solver, in which nothing is planted
+    # Of no other solver, in which nothing is planted.
+    assert "worse: 1\n  counters: picard 12 iterations: " in result.stdout
     assert "host_waits 12 -> 24 (+100 %)" in result.stdout
