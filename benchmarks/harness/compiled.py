@@ -51,7 +51,7 @@ def triton_rows() -> list[Row]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "rows.json")
-        command = [sys.executable, TESTS / "kernels" / "aot.py", "--json", target]
+        command = [sys.executable, str(TESTS / "kernels" / "aot.py"), "--json", str(target)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not target.exists():  # it fails also where limits are broken, which its own test reports
             raise RuntimeError(f"aot.py compiled nothing: {result.stderr[-2000:]}")

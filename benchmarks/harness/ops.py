@@ -184,14 +184,14 @@ class FCOpCase(OpCase):
     def contender(self, provider: str, device: str) -> Contender:
         kernel = kernel_of(provider, device)
         generator = torch.Generator().manual_seed(self.dim)
-        tanh = ACTIVATIONS.index("tanh")
+        more: list[Any] = [ACTIVATIONS.index("tanh")]
         first, second = (torch.randn(self.batch, self.dim, generator=generator) for _ in range(2))
         if self.op == "fc_vjp":
-            arguments, more = [first, second], [tanh]
+            arguments = [first, second]
         else:
             weight = FC_RADIUS * torch.randn(self.dim, self.dim, generator=generator) / self.dim**0.5
             arguments = [weight.to(self.weight_dtype), first, torch.zeros_like(first)]
-            more = [tanh, NEVER, False, self.iterations, 0.0]
+            more += [NEVER, False, self.iterations, 0.0]
             require_fc_kernel(kernel, arguments[0].to(device), first.dtype)
         call = partial(kernel.op(self.op), *on(device, arguments), *more)
         plain, exact = (
