@@ -25,7 +25,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(Gate(config), "deqfast-gate")
     config.addinivalue_line("markers", "suite: a timing of `pytest benchmarks`")
     config.addinivalue_line("markers", "full: a large case, run with --full alone")
     path, device = config.getoption("--record"), config.getoption("--device")
@@ -34,6 +33,7 @@ def pytest_configure(config):
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[BOARD] = Board(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config.pluginmanager.register(Gate(config), "deqfast-gate")
 
 
 def pytest_collection_modifyitems(config, items):
