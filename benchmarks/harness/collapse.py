@@ -82,10 +82,6 @@ class CollapseCase(Case):
             return lambda: pinv_collapse(*[t.double() if t.is_floating_point() else t for t in tensors])["nc1"]
         features, labels, weight = tensors
         kernel = kernel_of(provider, device).name
-<<<<<<< HEAD
-=======
-        features, labels, weight = tensors
->>>>>>> suite
         return lambda: deqfast.neural_collapse(features, labels, weight, kernel=kernel).nc1
 
 
