@@ -44,7 +44,8 @@ class Counters:
 def waits(name: str, args: Any, kwargs: Any) -> bool:
     """Whether the host waits for the operation `name` of torch on a GPU."""
     if name in ("index", "index_put", "index_put_"):
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        filled = name != "index" and not args[2].dim()  # with a number, without looking for the places
+        return not filled and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     if name in ("copy_", "_to_copy"):

@@ -21,11 +21,11 @@ from .gate import (
 )
 from .record import Row, write_record
 
-GATE_HELP = """judge by the committed baselines instead of measuring the suite: `counters` (exact: calls of f, torch
-operations, host waits, allocations, registers of compiled kernels; none may rise; two minutes) or `all`, the default,
-with ratios of times taken in turns (two minutes more). Without it the gate's tests are not run. Nothing is judged, and
-that is said, where versions (for ratios: the processor) are not those of the baseline. Fails where something is worse
-or has no baseline"""
+GATE_HELP = """judge by the committed baselines, on the CPU, instead of measuring the suite: `counters` (exact: calls of
+f, torch operations, host waits, allocations, registers of compiled kernels; none may rise; two minutes) or `all`, the
+default, with ratios of times taken in turns (two minutes more, on a quiet machine). Without it the gate's tests are not
+run. Nothing is judged, and that is said, where versions (for ratios: the processor) are not those of the baseline.
+Fails where something is worse or has no baseline"""
 UPDATE_HELP = "with --gate[=counters]: write what is measured to benchmarks/baselines/, to be committed; judge nothing"
 
 
