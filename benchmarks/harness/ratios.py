@@ -2,8 +2,8 @@
 
 A reference is another provider of the same case, or "copy": the time in which the copy of the same round would have
 moved the bytes that the case must move. f is subtracted, with its time of the same round, where solver time is meant.
-All on one thread: two would wait for each other whenever another process has a core, which is no ratio of the code.
-What several threads gain is told by the suite alone.
+The time is that of the processor, on one thread: whatever else runs on a shared machine has its own. What several
+threads gain, and what a call sleeps, is told by the suite alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import time
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -70,7 +71,7 @@ def pairs(section: str, case: str, reference: str) -> Callable[[int], list[float
 
     def measure(count: int) -> list[float]:
         with one_thread():
-            times = in_turns(calls, rounds=count, seconds=math.inf)
+            times = in_turns(calls, rounds=count, seconds=math.inf, clock=time.process_time)
         ours.verify()
         none = [0.0] * count
         own = [a - f for a, f in zip(times["ours"], times.get("f", none), strict=True)]
