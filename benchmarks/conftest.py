@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.gate_plugin import Gate, add_options
 from harness.record import machine, write_record
 from harness.suite import Board
 from harness.tables import table
@@ -20,6 +21,7 @@ def pytest_addoption(parser):
     group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
     group.addoption("--full", action="store_true", help="half an hour: ResNet-18's last block, D=8192's pinv too")
     group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
+    add_options(parser)
 
 
 def pytest_configure(config):
@@ -31,6 +33,7 @@ def pytest_configure(config):
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[BOARD] = Board(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config.pluginmanager.register(Gate(config), "deqfast-gate")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -38,6 +41,12 @@ def pytest_collection_modifyitems(config, items):
         large = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=large)
         items[:] = [item for item in items if item not in large]
+
+
+@pytest.fixture(scope="session")
+def gate(request):
+    """Judges by the committed baselines."""
+    return request.config.pluginmanager.get_plugin("deqfast-gate")
 
 
 @pytest.fixture

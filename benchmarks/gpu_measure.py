@@ -125,7 +125,7 @@ class Clock:
                 call()
 
         graphs.aside(work)
-        graph = graphs.capture(work, graphs.new_pool())
+        graph = graphs.capture(work, graphs.new_pool(), graphs.new_stream())
         for _ in range(self.plan.warmups):
             graph.replay()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.plan.repeats)]

@@ -65,8 +65,9 @@ class Stopwatch:
         last.register_forward_pre_hook(self._enter)
         last.register_forward_hook(self._leave)
         if isinstance(last, deqfast.DEQBlock):
-            last.cell.register_forward_pre_hook(lambda *call: self.begin(f_part()))  # type: ignore[union-attr]
-            last.cell.register_forward_hook(lambda *call: self.begin("solver"))  # type: ignore[union-attr]
+            cell: Any = last.cell
+            cell.register_forward_pre_hook(lambda *call: self.begin(f_part()))
+            cell.register_forward_hook(lambda *call: self.begin("solver"))
         trainer.optimizer.register_step_pre_hook(lambda *call: self.begin("optimiser"))
         self.on_entry = "last block f" if model == "explicit" else "solver"
 
@@ -197,9 +198,9 @@ def metrics(settings: Settings, watches: dict[str, Stopwatch], step_ms: float) -
     centres = torch.randn(settings.classes, 8 * settings.width, generator=generator)
     features = centres[labels] + torch.randn(EPOCH, 8 * settings.width, generator=generator)
     weight = torch.randn(centres.shape, generator=generator)
-    on_device = [tensor.to(settings.device) for tensor in (features, labels, weight)]
+    features, labels, weight = (tensor.to(settings.device) for tensor in (features, labels, weight))
     clock = Timer(settings.device)
-    nc_ms = clock.wall(lambda: deqfast.neural_collapse(*on_device, num_classes=settings.classes), 5)
+    nc_ms = clock.wall(lambda: deqfast.neural_collapse(features, labels, weight, settings.classes), 5)
     rates = {model: 1e3 * EVALUATION_BATCH / pass_ms(clock, watch) for model, watch in watches.items()}
     return {
         "features": [*features.shape],

@@ -80,8 +80,8 @@ class CollapseCase(Case):
         """NC1, measured with all the others. The pseudo-inverse, of a matrix of rank K - 1, is taken in float64."""
         if provider == "pinv":
             return lambda: pinv_collapse(*[t.double() if t.is_floating_point() else t for t in tensors])["nc1"]
-        kernel = kernel_of(provider, device).name
         features, labels, weight = tensors
+        kernel = kernel_of(provider, device).name
         return lambda: deqfast.neural_collapse(features, labels, weight, kernel=kernel).nc1
 
 

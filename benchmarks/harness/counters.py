@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,25 +19,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The profiler tells of each of its steps, and of the GPU that is not there, on the terminal; 99: it keeps silent.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# Operations that return the same memory; nothing runs for them.
-_VIEWS = {
-    "alias", "as_strided", "detach", "expand", "permute", "reshape", "select", "slice", "split", "squeeze", "t",
-    "transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
+# Operations that run nothing on the device, beside the views.
+_NOTHING = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "_unsafe_view"}
+# Operations after which, on a GPU, the host waits for a value: one to return, the size of a result, or the success of a
+# factorisation.
+_WAITS = {
+    "_local_scalar_dense", "equal", "allclose", "nonzero", "masked_select", "bincount", "_unique2", "unique_dim",
+    "unique_consecutive", "_linalg_check_errors", "_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_lstsq",
+    "linalg_pinv",
 }  # fmt: skip
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# Operations, and methods of tensors that are none, which on a GPU make the host wait for a value.
-_WAITS = {"_local_scalar_dense", "nonzero", "_linalg_check_errors", "linalg_solve", "equal", "masked_select"}
-_WAITING_METHODS = {torch.Tensor.tolist, torch.Tensor.numpy}
+# Methods that on the CPU run no operation, and on a GPU copy to the host.
+_READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """operations, host_waits: outside f; allocations, peak_bytes: of the whole call, by torch's allocator."""
+    """operations, host_waits: outside f; allocations, peak_bytes: of the whole call, by torch's allocator.
+
+    host_waits: how often the host would wait on a GPU; what is copied by ``Tensor.to`` counts on a GPU only.
+    """
 
     operations: int
     host_waits: int
     allocations: int
     peak_bytes: int
+
+
+def waits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the host waits for the operation `name` of torch on a GPU."""
+    if name in ("index", "index_put", "index_put_"):
+        filled = name != "index" and not args[2].dim()  # with a number, without looking for the places
+        return not filled and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("copy_", "_to_copy"):
+        target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or args[0].device)
+        source = args[1].device if name == "copy_" else args[0].device
+        return target.type != source.type and not (kwargs.get("non_blocking") or True in args[2:])
+    return name in _WAITS
 
 
 class _Operations(TorchDispatchMode):
@@ -46,26 +66,31 @@ class _Operations(TorchDispatchMode):
         self.inside_f = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if not self.inside_f:
-            self.operations += name not in _VIEWS and name not in _EMPTY
-            self.host_waits += name in _WAITS
-        return func(*args, **(kwargs or {}))
+            self.operations += not func.is_view and name not in _NOTHING
+            self.host_waits += waits(name, args, kwargs)
+        return func(*args, **kwargs)
 
 
-class _Methods(TorchFunctionMode):
-    def __init__(self, operations: _Operations) -> None:
+class _Reads(TorchFunctionMode):
+    """Adds what the dispatcher does not see: reading a tensor that is on the host already."""
+
+    def __init__(self, counted: _Operations) -> None:
         super().__init__()
-        self.seen = operations
+        self.counted = counted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.seen.inside_f:
-            self.seen.host_waits += func in _WAITING_METHODS
+        if func in _READS and args[0].device.type == "cpu" and not self.counted.inside_f:
+            self.counted.host_waits += 1
         return func(*args, **(kwargs or {}))
 
 
-def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any]) -> Counters:
-    """What `call(f)` asks for, operations in f left out; a first call, which may set things up, is not counted."""
+def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], device: str | None = None) -> Counters:
+    """What `call(f)` asks for, operations in f left out; a first call, which may set things up, is not counted.
+
+    device: whose memory is counted, "cpu" or "cuda"; None: "cuda" where there is a GPU.
+    """
     call(f)
     mode = _Operations()
 
@@ -76,14 +101,14 @@ def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any]) -> C
         finally:
             mode.inside_f = False
 
-    with mode, _Methods(mode):
+    with _Reads(mode), mode:
         call(hidden)
-    return Counters(mode.operations, mode.host_waits, *memory(lambda: call(f)))
+    return Counters(mode.operations, mode.host_waits, *memory(lambda: call(f), device))
 
 
-def memory(call: Callable[[], Any]) -> tuple[int, int]:
-    """Allocations of a call, and how many bytes beyond those held before it needed at once."""
-    if torch.cuda.is_available():
+def memory(call: Callable[[], Any], device: str | None = None) -> tuple[int, int]:
+    """Allocations of a call, and how many bytes beyond those held before it needed at once; `device` as for `count`."""
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
         return _cuda_memory(call)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()

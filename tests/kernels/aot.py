@@ -248,7 +248,7 @@ def compile_case(case: Case, arch: int) -> Row:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         usage = run_tool("cuobjdump", "--dump-resource-usage", cubin)
-        sass = run_tool("nvdisasm", "-c", cubin)
+        sass = run_tool("nvdisasm", "-ndf", "-c", cubin)  # without data flow: a third faster
     return Row(
         case, arch, launch.block if isinstance(launch, config.LaunchConfig) else launch.rows, launch.num_warps,
         registers=int(re.findall(r"REG:(\d+)", usage)[-1]), stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),

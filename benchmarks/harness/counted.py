@@ -1,0 +1,151 @@
+"""The small problems whose counters the gate compares: the same numbers on every machine, for one version of torch.
+
+Iterations of the solves with a tolerance are counted on problems that stay clear of it, so that another processor's
+rounding changes no count (tests/benchmarks/test_gate.py checks that).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import deqfast
+from deqfast.testing import PROBLEMS
+
+from .counters import count
+from .record import Row
+
+KERNEL = "cpp"
+BATCH, DIM, ITERATIONS, MOST = 8, 256, 12, 60
+NEVER = 1e-30  # a tolerance no solve meets
+SOLVERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "picard": (deqfast.Picard, {}),
+    "anderson-m6": (deqfast.Anderson, {}),
+    "anderson-m6-bf16": (deqfast.Anderson, {"history_dtype": torch.bfloat16}),
+    "broyden-n12": (deqfast.Broyden, {"history": 12}),
+}
+# Problem -> tolerance of the solve: one that the residual of no iteration of no sample comes near, see ``CLEAR``.
+SOLVED = {
+    "picard": {"linear-0.5": 9.4e-4, "linear-0.9": 1.06e-3, "tanh": 8.4e-4, "non-normal": 7.1e-4, "sawtooth": 1e-3},
+    "anderson-m6": {"linear-0.5": 1.41e-3, "linear-0.9": 1.49e-3, "tanh": 1.49e-3, "non-normal": 8.7e-4},
+    "anderson-m6-bf16": {"linear-0.5": 1.41e-3, "linear-0.9": 1.49e-3, "tanh": 1.49e-3},
+    "broyden-n12": {"linear-0.5": 7.5e-4, "linear-0.9": 7.6e-4, "tanh": 8e-4},
+}
+# How far from the tolerance all residuals are, as a ratio. In another order of the sums they differ by up to 0.3 %.
+CLEAR = 1.03
+
+
+def depends_on() -> str:
+    available = deqfast.backends()[KERNEL]
+    kernel = f"kernel {KERNEL}" if available else f"no kernel {KERNEL} ({available.reason})"
+    return f"torch {'.'.join(torch.__version__.split('.')[:2])}, {kernel}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def solve_to_tolerance(solver: str, problem: str, trace: bool = False) -> deqfast.Solution:
+    kind, options = SOLVERS[solver]
+    given = PROBLEMS[problem](batch=4, dim=12 if problem == "sawtooth" else 64, seed=1)
+    return deqfast.solve(given.f, given.z0, kind(SOLVED[solver][problem], MOST, **options), KERNEL, trace=trace)
+
+
+def iterations(solver: str, problem: str) -> dict[str, int]:
+    """Of a solve to a tolerance; samples that did not converge are counted, for they may take fewer iterations."""
+    solution = solve_to_tolerance(solver, problem)
+    return {
+        "evaluations": solution.evaluations,
+        "iterations": int(solution.iterations.sum()),
+        "not_converged": int((~solution.converged).sum()),
+    }
+
+
+def full_solve(solver: str) -> dict[str, int]:
+    """``ITERATIONS`` iterations, whatever the residual: what one asks of torch outside f, and the memory."""
+    kind, options = SOLVERS[solver]
+    given = PROBLEMS["linear-0.9"](batch=BATCH, dim=DIM)
+    rule = kind(NEVER, ITERATIONS, **options)
+    counted = count(lambda f: deqfast.solve(f, given.z0, rule, KERNEL), given.f, "cpu")
+    return dataclasses.asdict(counted)
+
+
+def whole(call: Callable[[], Any]) -> dict[str, int]:
+    """Of a call, f included."""
+    return dataclasses.asdict(count(lambda f: call(), lambda: None, "cpu"))
+
+
+def block_step(cell: Any, shape: tuple[int, ...], solver: Any, adjoint: str) -> dict[str, int]:
+    """Forward and backward of a DEQBlock, f included; the gradients are given back at once."""
+    block = deqfast.DEQBlock(cell, solver, adjoint, kernel=KERNEL)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    leaves = [x, *block.parameters()]
+
+    def step() -> list[Tensor]:
+        return list(torch.autograd.grad(block(x, z0=torch.zeros_like(x)).square().sum(), leaves))
+
+    return whole(step)
+
+
+def fc_block(adjoint: str) -> dict[str, int]:
+    torch.manual_seed(0)
+    return block_step(deqfast.FCCell(64, 64), (BATCH, 64), deqfast.Anderson(NEVER, 8), adjoint)
+
+
+def residual_block() -> dict[str, int]:
+    """Without memory: what torch's convolutions allocate depends on the processor."""
+    torch.manual_seed(0)
+    cell = deqfast.ResidualCell(16)
+    cell.kernel = KERNEL
+    counters = block_step(cell, (4, 16, 8, 8), deqfast.Anderson(NEVER, 8), "jfb")
+    return {name: counters[name] for name in ("operations", "host_waits")}
+
+
+def fc_fixed_point() -> dict[str, int]:
+    """Forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.05 * torch.randn(64, 64, generator=generator)).requires_grad_()
+    c = torch.randn(BATCH, 64, generator=generator).requires_grad_()
+
+    def step() -> Any:
+        z, _ = deqfast.fc_fixed_point(weight, c, solver=deqfast.Picard(NEVER, ITERATIONS), kernel=KERNEL)
+        return torch.autograd.grad(z.square().sum(), [weight, c])
+
+    return whole(step)
+
+
+def neural_collapse() -> dict[str, int]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(200) % 10
+    features = torch.randn(200, 32, generator=generator) + 2 * torch.randn(10, 32, generator=generator)[labels]
+    weight = torch.randn(10, 32, generator=generator)
+    return whole(lambda: deqfast.neural_collapse(features, labels, weight, kernel=KERNEL))
+
+
+CASES: dict[str, Callable[[], dict[str, int]]] = {
+    **{f"{solver} {problem}": partial(iterations, solver, problem) for solver in SOLVED for problem in SOLVED[solver]},
+    **{f"{solver} {ITERATIONS} iterations": partial(full_solve, solver) for solver in SOLVERS},
+    "block fc jfb": partial(fc_block, "jfb"),
+    "block fc implicit": partial(fc_block, "implicit"),
+    "block residual jfb": residual_block,
+    "fc_fixed_point": fc_fixed_point,
+    "neural_collapse": neural_collapse,
+}
+
+
+def measure(case: str) -> Row:
+    """The row of one of ``CASES``."""
+    with one_thread():
+        return {"section": "counters", "case": case, "provider": KERNEL, **CASES[case]()}

@@ -1,0 +1,380 @@
+"""The regression gate: what it counts, what it says of a difference, and that a planted slowdown does not pass."""
+
+import dataclasses
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import counted, gate, ratios
+from harness.counters import count
+from harness.gate import Baseline, Verdict, judge_counters, judge_ratio
+from harness.timing import Copy
+
+from deqfast.solvers.picard import Picard
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = 200
+X, MASK, INDEX = torch.eye(3), torch.eye(3) > 0, torch.tensor([0, 2])
+
+WAITING = {
+    "item": lambda: X[0, 0].item(),
+    "bool": lambda: bool(MASK.any()),
+    "float": lambda: float(X[0, 0]),
+    "format": lambda: f"{X[0, 0]:.2f}",
+    "tolist": lambda: INDEX.tolist(),
+    "cpu": lambda: X.cpu(),
+    "numpy": lambda: X.numpy(),
+    "nonzero": lambda: MASK.nonzero(),
+    "where of one": lambda: torch.where(MASK),
+    "index by a mask": lambda: X[MASK],
+    "masked_select": lambda: X.masked_select(MASK),
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+    "solve": lambda: torch.linalg.solve(X, X),
+    "inv": lambda: torch.linalg.inv(X),
+    "cholesky": lambda: torch.linalg.cholesky(X),
+    "lu_factor": lambda: torch.linalg.lu_factor(X),
+    "lstsq": lambda: torch.linalg.lstsq(X, X),
+    "svd": lambda: torch.linalg.svd(X),
+    "eigh": lambda: torch.linalg.eigh(X),
+    "eigvals": lambda: torch.linalg.eigvals(X),
+    "pinv": lambda: torch.linalg.pinv(X),
+    "unique": lambda: INDEX.unique(),
+    "unique rows": lambda: X.unique(dim=0),
+    "unique_consecutive": lambda: INDEX.unique_consecutive(),
+    "bincount": lambda: INDEX.bincount(),
+    "repeat_interleave": lambda: torch.repeat_interleave(INDEX, INDEX),
+    "copy to another device": lambda: X.to("meta"),
+}
+QUEUED = {
+    "where": lambda: torch.where(MASK, X, 0),
+    "index": lambda: X[INDEX],
+    "index_select": lambda: X.index_select(0, INDEX),
+    "masked_fill": lambda: X.clone().masked_fill_(MASK, 0),
+    "set by a mask": lambda: X.clone().__setitem__(MASK, 0.0),
+    "solve_ex": lambda: torch.linalg.solve_ex(X, X),
+    "repeat_interleave of known size": lambda: torch.repeat_interleave(INDEX, INDEX, output_size=2),
+    "copy that does not wait": lambda: X.to("meta", non_blocking=True),
+    "another dtype": lambda: X.double(),
+    "view": lambda: X.T.reshape(-1).unsqueeze(0).expand(2, 9)[0, :2].split(1),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_makes_the_host_wait_counts_once(name):
+    assert count(lambda f: WAITING[name](), lambda: None, "cpu").host_waits == 1
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_what_is_queued_makes_the_host_wait_for_nothing(name):
+    assert count(lambda f: QUEUED[name](), lambda: None, "cpu").host_waits == 0
+
+
+def test_views_and_empty_memory_are_no_operations_and_f_is_left_out():
+    x = torch.zeros(4, 4)
+
+    def call(f):
+        return f(x[0].view(2, 2).T + torch.empty(2, 2, 2).select(0, 0))
+
+    counters = count(call, lambda z: (z * 2, bool(z.any()), z.tolist()), "cpu")
+    assert (counters.operations, counters.host_waits) == (1, 0)
+
+
+@pytest.mark.parametrize(("solver", "problem"), [(s, p) for s in counted.SOLVED for p in counted.SOLVED[s]])
+def test_iterations_are_counted_where_rounding_changes_none(solver, problem):
+    solution = counted.solve_to_tolerance(solver, problem, trace=True)
+    residuals = solution.trace[solution.trace > 0] / counted.SOLVED[solver][problem]
+    assert bool(solution.converged.all())
+    assert float(residuals.log().abs().min()) > math.log(counted.CLEAR)
+
+
+def test_a_case_counts_the_same_twice():
+    for case in ("broyden-n12 12 iterations", "block fc implicit", "neural_collapse"):
+        assert counted.measure(case) == counted.measure(case)
+
+
+def baseline(group, rows, depends_on="torch 9.9"):
+    return Baseline(group, {row["case"]: row for row in rows}, "abcdef12 of 2026-01-02", depends_on)
+
+
+def step_twice(advance):
+    """The step on a copy of the state first."""
+
+    def planted(self, state, fz, k, last):
+        copies = {name: t.clone() for name, t in vars(state).items() if isinstance(t, torch.Tensor)}
+        advance(self, dataclasses.replace(state, **copies), fz.clone(), k, last)
+        advance(self, state, fz, k, last)
+
+    return planted
+
+
+def planted_wait(advance):
+    def planted(self, state, *step):
+        advance(self, state, *step)
+        assert state.residual.sum().item() >= 0
+
+    return planted
+
+
+def planted_copy(advance):
+    def planted(self, state, fz, *step):
+        advance(self, state, fz.clone(), *step)
+
+    return planted
+
+
+def planted_damping(advance):
+    """Shorter steps, more of them."""
+
+    def planted(self, *step):
+        advance(dataclasses.replace(self, damping=0.5), *step)
+
+    return planted
+
+
+@pytest.mark.parametrize(
+    ("case", "plant", "risen"),
+    [
+        ("picard 12 iterations", planted_wait, {"operations", "host_waits", "allocations"}),
+        ("picard 12 iterations", planted_copy, {"operations", "allocations"}),
+        ("picard 12 iterations", step_twice, {"operations", "allocations", "peak_bytes"}),
+        ("picard tanh", planted_damping, {"evaluations", "iterations"}),
+        ("picard tanh", planted_wait, set()),
+    ],
+)
+def test_what_is_planted_in_a_solver_raises_its_counters(monkeypatch, case, plant, risen):
+    before = baseline("counters", [counted.measure(case)])
+    assert judge_counters(counted.measure(case), before).verdict is Verdict.SAME
+    monkeypatch.setattr(Picard, "advance", plant(Picard.advance))
+    finding = judge_counters(counted.measure(case), before)
+    assert finding.verdict is (Verdict.WORSE if risen else Verdict.SAME)
+    assert {part.split()[0] for part in finding.text.split(" since ")[0].split("; ")} - {"as"} == risen
+    assert finding.text.endswith("since abcdef12 of 2026-01-02")
+
+
+def row(case="a", **counters):
+    return {"section": "s", "case": case, "provider": "cpp", **counters}
+
+
+def test_counters_are_judged_one_by_one():
+    before = baseline("counters", [row(operations=10, host_waits=4)])
+    worse = judge_counters(row(operations=5, host_waits=6), before)
+    assert worse.verdict is Verdict.WORSE and "host_waits 4 -> 6 (+50 %); operations 10 -> 5 (-50 %)" in worse.text
+    better = judge_counters(row(operations=9, host_waits=4), before)
+    assert better.verdict is Verdict.BETTER and "--update-baseline" in gate.report([better], update=False)[-1]
+    assert judge_counters(row(operations=10, host_waits=4), before).verdict is Verdict.SAME
+    for other in (row("b", operations=1), row(operations=10), row(operations=1, host_waits=1, registers=1)):
+        finding = judge_counters(other, before)
+        assert finding.verdict is Verdict.MISSING and "--gate=counters --update-baseline" in finding.text
+    assert [finding.case for finding in before.left_over(["b"])] == ["a"]
+    assert before.left_over(["a"]) == []
+
+
+def test_a_baseline_of_other_versions_is_not_fit():
+    before = baseline("triton", [row(registers=1)], "triton 3.9.0")
+    assert before.unfit("triton 3.9.0") is None
+    assert before.unfit("triton 3.10.0") == "the baseline is of triton 3.9.0, this is triton 3.10.0"
+    assert baseline("triton", []).unfit("triton 3.10.0") is None  # without a baseline each case says so
+
+
+def noisy(rng, ratio):
+    """Pairs of times on a shared machine: heavy tails (Student's t of two degrees, no variance) of 8 %, every tenth
+    time of either side up to four times as long, and a ratio that is another by 4 % in every run."""
+    ratio *= math.exp(rng.gauss(0, 0.04))
+
+    def burst():
+        return rng.uniform(1.2, 4) if rng.random() < 0.1 else 1.0
+
+    def measure(pairs):
+        tails = (rng.gauss(0, 1) / math.sqrt(rng.expovariate(1)) for _ in range(pairs))
+        return [ratio * math.exp(0.08 * tail) * burst() / burst() for tail in tails]
+
+    return measure
+
+
+def verdicts_on_noise(slowdown):
+    rng = random.Random(5)
+    found = [judge_ratio("ratios", "a", 0.2, "abc", noisy(rng, 0.2 * slowdown)).verdict for _ in range(RUNS)]
+    return {verdict: found.count(verdict) for verdict in Verdict}
+
+
+def test_noise_alone_is_not_worse():
+    assert verdicts_on_noise(1.0)[Verdict.WORSE] == 0
+
+
+def test_slowdowns_are_worse():
+    assert verdicts_on_noise(1.3)[Verdict.WORSE] >= 0.9 * RUNS
+    assert verdicts_on_noise(1.5)[Verdict.WORSE] >= 0.98 * RUNS
+    assert verdicts_on_noise(1 / 1.5)[Verdict.BETTER] >= 0.98 * RUNS
+
+
+def test_new_pairs_decide():
+    asked = []
+
+    def measure(pairs):
+        asked.append(pairs)
+        return [2.0 if len(asked) == 1 else 1.0] * pairs
+
+    assert judge_ratio("ratios", "a", 1.0, "abc", measure).verdict is Verdict.SAME
+    assert asked == [gate.PAIRS, gate.MORE_PAIRS]
+
+
+def test_the_sign_test_has_its_level():
+    chance = sum(math.comb(15, k) for k in range(12, 16)) / 2**15
+    assert gate.chance_of(12, 15) == chance < gate.ERROR < gate.chance_of(11, 15)
+    assert gate.shown([True] * 12 + [False] * 3) and not gate.shown([True] * 11 + [False] * 4)
+
+
+def test_a_slower_step_is_found_by_the_clock(monkeypatch):
+    """Times are real: each step is made twice, on copies the first time."""
+    copy = Copy(elements=1 << 20)
+    monkeypatch.setattr(ratios, "copy", lambda: copy)
+    monkeypatch.setattr(gate, "MORE_PAIRS", gate.BASELINE_PAIRS)
+    measure = ratios.pairs("solves", "picard-256x1024", "copy")
+    before = gate.row_of_ratios("a", "cpp", measure(gate.PAIRS))
+    monkeypatch.setattr(Picard, "advance", step_twice(Picard.advance))
+    finding = judge_ratio("ratios", "a", before["ratio"], "abcdef12", measure)
+    assert finding.verdict is Verdict.WORSE, finding
+    assert "since abcdef12" in finding.text and "(+" in finding.text
+
+
+CONFTEST = """
+from pathlib import Path
+import pytest
+from harness.gate_plugin import Gate, add_options
+
+def pytest_addoption(parser):
+    add_options(parser)
+
+def pytest_configure(config):
+    config.pluginmanager.register(Gate(config, Path("baselines")), "gate-under-test")
+
+@pytest.fixture
+def gate(request):
+    return request.config.pluginmanager.get_plugin("gate-under-test")
+"""
+MODULE = """
+import pytest
+CASES = {"a": 3, "b": 5}
+
+def test_of_the_suite():
+    pass
+
+@pytest.mark.gate("counters")
+@pytest.mark.parametrize("case", CASES)
+def test_counters(gate, case):
+    gate.require("counters", "torch 1")
+    gate.counters("counters", [{"section": "s", "case": case, "provider": "cpp", "operations": CASES[case]}])
+
+@pytest.mark.gate("counters")
+def test_every_baseline_is_measured(gate):
+    gate.require("counters", "torch 1")
+    gate.close("counters", CASES, "torch 1")
+
+@pytest.mark.gate("all")
+def test_ratio(gate):
+    gate.require("ratios", "processor 1")
+    gate.ratio("ratios", "r", "cpp", lambda pairs: [0.5] * pairs)
+    gate.close("ratios", ["r"], "processor 1")
+"""
+
+
+@pytest.fixture
+def project(pytester):
+    """Two counters and a ratio, whose baselines are written."""
+    pytester.makeini("[pytest]\naddopts = -p no:hypothesispytest")  # whose summary takes seconds in an inner run
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(MODULE)
+    written = pytester.runpytest("--gate", "--update-baseline")
+    written.assert_outcomes(passed=4, deselected=1)
+    written.stdout.fnmatch_lines(["new or gone: *", "written: *counters.json", "written: *ratios.json"])
+    return pytester
+
+
+def changed(project, old, new):
+    project.makepyfile(MODULE.replace(old, new))
+
+
+def test_options_select_what_runs(project):
+    project.runpytest().assert_outcomes(passed=1, deselected=4)
+    project.runpytest("--gate=counters").assert_outcomes(passed=3, deselected=2)
+    result = project.runpytest("--gate")
+    result.assert_outcomes(passed=4, deselected=1)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*gate=all*", "same: 3"])
+    refused = project.runpytest("--update-baseline")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines(["*--update-baseline: say which*"])
+
+
+def test_a_run_with_something_worse_fails_and_says_what(project):
+    changed(project, '"b": 5', '"b": 6')
+    result = project.runpytest("--gate=counters")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=1, passed=2, deselected=2)
+    result.stdout.fnmatch_lines(["*gate=counters*", "worse: 1", "  counters: b: operations 5 -> 6 (+20 %) since *"])
+    changed(project, "[0.5]", "[0.7]")
+    result = project.runpytest("--gate")
+    result.assert_outcomes(failed=1, passed=3, deselected=1)
+    result.stdout.fnmatch_lines(["worse: 1", "  ratios: r: time / reference 0.5 -> 0.7 (+40 %)*margin 15 %*"])
+
+
+def test_what_is_better_new_or_gone_asks_for_a_new_baseline(project):
+    changed(project, '"a": 3', '"a": 2')
+    result = project.runpytest("--gate=counters")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["better: 1", "  counters: a: operations 3 -> 2*", "*again with --update-baseline*"])
+    changed(project, '"b": 5', '"c": 5')
+    result = project.runpytest("--gate=counters")
+    result.assert_outcomes(failed=2, passed=1, deselected=2)
+    result.stdout.fnmatch_lines(["missing: 2", "  counters: c: has no baseline; *", "  counters: b: has a baseline*"])
+
+
+def test_other_versions_are_told_and_not_judged(project):
+    changed(project, '"torch 1")\n    gate.counters', '"torch 2")\n    gate.counters')
+    result = project.runpytest("--gate=counters")
+    assert result.ret == 0
+    result.assert_outcomes(skipped=2, passed=1, deselected=2)
+    result.stdout.fnmatch_lines(["not judged: 2", "  counters: all cases: the baseline is of torch 1, this is torch 2"])
+
+
+def test_a_part_of_a_group_replaces_no_baseline(project):
+    before = Path("baselines/counters.json").read_text()
+    result = project.runpytest("--gate=counters", "--update-baseline", "-k", "not b]")
+    result.assert_outcomes(failed=1, passed=1, deselected=3)
+    result.stdout.fnmatch_lines(["*counters.json is not written, not measured were: b"])
+    assert Path("baselines/counters.json").read_text() == before
+
+
+PLANTED = """
+from deqfast.solvers.picard import Picard
+
+advance = Picard.advance
+
+def planted(self, state, *step):
+    advance(self, state, *step)
+    state.active.item()
+
+Picard.advance = planted
+"""
+
+
+def test_a_wait_planted_in_the_library_fails_against_the_committed_baseline(tmp_path):
+    unfit = Baseline.read(gate.BASELINES, "counters").unfit(counted.depends_on())
+    if unfit:
+        pytest.skip(unfit)
+    (tmp_path / "planted.py").write_text(PLANTED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    options = ["-p", "planted", "--gate=counters", "-k", "12 and iterations"]
+    command = [sys.executable, "-m", "pytest", "benchmarks", *options]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
+    # Of no other solver, in which nothing is planted.
+    assert "worse: 1\n  counters: picard 12 iterations: " in result.stdout
+    assert "host_waits 12 -> 24 (+100 %)" in result.stdout
