@@ -203,7 +203,7 @@ def time_solve(
     row["solve_ms"], row["f_ms"] = whole, alone / evaluations
     row["ms"] = (whole - alone) / evaluations
     if not foreign:
-        row["bytes"] = traffic.solve_passes(solver, evaluations) * z0.nbytes / evaluations
+        row["bytes"] = traffic.solve_passes(solver, evaluations, row["provider"].split()[0]) * z0.nbytes / evaluations
     row["peak_bytes"] = clock.peak_bytes(lambda: solve(f, z0))
     seen = clock.traffic(lambda: solve(f, z0))
     if seen is not None:

@@ -239,12 +239,12 @@ def time_solve(row: Row, solve: Callable[[], Any], alone: Callable[[], Any], sec
 
 def describe_bytes(row: Row, solver: Any, state_bytes: int, rates: Rates) -> None:
     """What the algorithm must move, and how long that takes in memory and in a cache; what it must hold."""
-    row["bytes"] = traffic.solve_passes(solver, row["evaluations"]) * state_bytes
+    row["bytes"] = traffic.solve_passes(solver, row["evaluations"], KERNEL) * state_bytes
     row["floor_ms"], row["cache_floor_ms"] = (1e3 * row["bytes"] / rate for rate in (rates.memory, rates.cache))
     if "ms_min" in row:
         row["floor_x"] = row["solve_ms"] / row["floor_ms"]
-    row["held_bytes"] = traffic.solve_held(solver) * state_bytes
-    row["history_bytes"] = row["held_bytes"] - traffic.multisecant_held(0, 1) * state_bytes if row["history"] else 0
+    row["held_bytes"] = traffic.solve_held(solver, KERNEL) * state_bytes
+    row["history_bytes"] = row["held_bytes"] - traffic.held_beside_history(solver, KERNEL) * state_bytes
 
 
 def solves(found: list[Point], copies: list[Row], seconds: float) -> Iterator[Row]:

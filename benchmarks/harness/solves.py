@@ -76,7 +76,7 @@ class SolveCase(Case):
         facts = {
             "evaluations": evaluations,
             "residual": residual,
-            "bytes": round(traffic.solve_passes(self.solver, evaluations) * z0.nbytes),
+            "bytes": round(traffic.solve_passes(self.solver, evaluations, provider) * z0.nbytes),
             "peak_bytes": counters.peak_bytes,
             "launches": counters.operations / evaluations,
             "host_waits": counters.host_waits,

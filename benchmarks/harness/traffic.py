@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import deqfast
+from deqfast.ops import Kernel
 from deqfast.solvers.multisecant import DEFAULT_HISTORY
 
 PICARD_PASSES = 3  # reads z and f, writes z
@@ -35,15 +36,30 @@ def multisecant_passes(pairs: int, width: float) -> float:
     return 6 + 2 * width + 2 * width * pairs
 
 
+def steps_passes(steps: int) -> int:
+    """Of one step of Broyden's method from `steps` steps alone.
+
+    Two sweeps read f and z and the second writes z and a step; it finds the steps that the first has read in the cache.
+    """
+    return 6 + steps
+
+
 def transposed_passes(pairs: int, width: float) -> float:
     """Of a product with the transposed inverse: reads v twice and both halves of the history, writes the product."""
     return 3 + 2 * width * pairs
 
 
-def solve_passes(solver: Any, evaluations: int) -> float:
+def keeps_steps_alone(solver: Any, kernel: str) -> bool:
+    """Whether a solve of a float32 state keeps Broyden's steps and no pairs."""
+    return isinstance(solver, deqfast.Broyden) and solver.keeps_steps_alone(torch.float32, Kernel(kernel))
+
+
+def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     """Of a whole solve without f: the step after the last evaluation is not made."""
     if isinstance(solver, deqfast.Picard):
         return PICARD_PASSES * evaluations
+    if keeps_steps_alone(solver, kernel):
+        return sum(steps_passes(k) for k in range(evaluations - 1))
     sizes = [min(k, window(solver)) for k in range(evaluations - 1)]
     return sum(multisecant_passes(pairs, width(solver.history_dtype)) for pairs in sizes)
 
@@ -53,11 +69,20 @@ def multisecant_held(pairs: int, width: float) -> float:
     return 5 + 2 * width * pairs
 
 
-def solve_held(solver: Any) -> float:
-    """States that a whole solve holds at once, those that f returns included."""
+def held_beside_history(solver: Any, kernel: str) -> float:
+    """States that a solve holds at once, those that f returns included, but for its history."""
+    alone = isinstance(solver, deqfast.Picard) or keeps_steps_alone(solver, kernel)
+    return PICARD_HELD if alone else multisecant_held(0, 1)
+
+
+def solve_held(solver: Any, kernel: str) -> float:
+    """The same with the history."""
+    held = held_beside_history(solver, kernel)
     if isinstance(solver, deqfast.Picard):
-        return PICARD_HELD
-    return multisecant_held(window(solver), width(solver.history_dtype))
+        return held
+    if keeps_steps_alone(solver, kernel):
+        return held + solver.max_iter - 1
+    return held + 2 * width(solver.history_dtype) * window(solver)
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:

@@ -31,11 +31,15 @@ class TestTraffic:
             (deqfast.Picard(), 3 * 20),
             (deqfast.Anderson(), 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),  # 19 steps: windows of 0 to 5 pairs, then 6
             (deqfast.Anderson(history_dtype=torch.bfloat16), 7 + 8 + 9 + 10 + 11 + 12 + 13 * 13),
-            (deqfast.Broyden(), sum(8 + 2 * pairs for pairs in range(19))),
+            (deqfast.Broyden(), sum(6 + steps for steps in range(19))),  # the steps alone
+            (deqfast.Broyden(history=19), sum(8 + 2 * pairs for pairs in range(19))),
         ],
     )
     def test_a_solve_of_20_evaluations(self, solver, passes):
-        assert traffic.solve_passes(solver, 20) == passes
+        assert traffic.solve_passes(solver, 20, "cpp") == passes
+
+    def test_broyden_on_a_gpu_keeps_pairs(self):
+        assert traffic.solve_passes(deqfast.Broyden(), 20, "cuda") == sum(8 + 2 * pairs for pairs in range(19))
 
     @pytest.mark.parametrize(
         ("op", "y", "per_element"),
