@@ -21,6 +21,7 @@ class _Leaf:
         strides = tensor.stride()
         self.order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])
         self.inverse = [0, *(1 + self.order.index(d) for d in range(1, tensor.dim()))]
+        self.in_order = self.inverse == [*range(tensor.dim())]  # nothing to permute: this runs in every iteration
         self.width = tensor[0].numel() if len(tensor) else 0
 
     def resized(self, batch: int) -> _Leaf:
@@ -30,10 +31,14 @@ class _Leaf:
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, width): a view where the memory order allows it."""
-        return tensor.permute(0, *self.order).reshape(self.shape[0], self.width)
+        if not self.in_order:
+            tensor = tensor.permute(0, *self.order)
+        return tensor.reshape(self.shape[0], self.width)
 
     def restore(self, rows: Tensor) -> Tensor:
         """The tensor of the leaf's shape and memory order from its rows; a view of them if they are contiguous."""
+        if self.in_order:
+            return rows.reshape(self.shape)
         sizes = [self.shape[d] for d in self.order]
         return rows.reshape(self.shape[0], *sizes).permute(self.inverse)
 
@@ -43,6 +48,7 @@ class Packing:
 
     def __init__(self, z0: Any):
         leaves, self.spec = pytree.tree_flatten(z0)
+        self.is_tensor = isinstance(z0, Tensor)
         if not leaves:
             raise ValueError("z0 must hold at least one tensor, got an empty structure")
         for leaf in leaves:
@@ -79,6 +85,8 @@ class Packing:
 
     def check_value(self, value: Any) -> list[Tensor]:
         """The tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
+        if self.is_tensor and isinstance(value, Tensor) and value.shape == self.leaves[0].shape:
+            return [value]
         leaves, spec = pytree.tree_flatten(value)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         expected = [tuple(leaf.shape) for leaf in self.leaves]
@@ -99,6 +107,8 @@ class Packing:
 
     def unpack(self, rows: Tensor) -> Any:
         """What f takes: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
+        if self.is_tensor:
+            return self.leaves[0].restore(rows).to(self.leaves[0].dtype)
         parts: Sequence[Tensor] = [rows]
         if len(self.leaves) > 1:
             parts = [part.contiguous() for part in rows.split([leaf.width for leaf in self.leaves], dim=1)]
