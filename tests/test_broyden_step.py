@@ -218,7 +218,7 @@ class TestAccuracy:
 
     @every_dtype
     @pytest.mark.parametrize("batch", [0, 1, 3])
-    @pytest.mark.parametrize("size", [16, 63, 64, 257, 777, 1025])
+    @pytest.mark.parametrize("size", [16, 63, 64, 257, 777, 1025, 2500])
     def test_a_run(self, size, batch, dtype):
         case = StepsCase(batch=batch, size=size, history=10, k=9, dtype=dtype)
         compare_run(case, start(case))
