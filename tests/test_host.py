@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from types import SimpleNamespace
 
 import emulate
 import pytest
@@ -13,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
+from deqfast.ops import Kernel
 from deqfast.solve import LateWatch
 from deqfast.testing import SOLVERS
 
@@ -61,14 +61,17 @@ LOOK = "aten::_local_scalar_dense"
 @every_solver
 @pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
 def test_a_step_is_one_operation(name, kernel, device):
-    """Beside f, between two looks: one op; in the first step also a copy, in case f reuses its buffer."""
+    """Beside f, between two looks: one op; where pairs are kept also a first copy, in case f reuses its buffer."""
     solver = SOLVERS[name](tol=1e-30, max_iter=12)
     with Trace() as trace:
         deqfast.solve(trace.wrap(slow), torch.zeros(2, 16, device=device), solver, kernel, check_every=100)
     steps = [[op for op in step if op not in VIEWS] for step in trace.steps()]
     assert len(steps) == 12
-    op = ("picard_step" if name == "picard" else "multisecant_step") + ("_triton" if kernel == "triton" else "")
-    first_copy = [] if name == "picard" else ["aten::clone"]
+    op = {"picard": "picard_step", "broyden": "broyden_step"}.get(name, "multisecant_step")
+    if kernel != "cpp" and op == "broyden_step":
+        op = "multisecant_step"
+    first_copy = ["aten::clone"] if op == "multisecant_step" else []
+    op += "_triton" if kernel == "triton" else ""
     assert steps[0] == [f"deqfast::{op}", *first_copy]
     # Behind the last step the results are read.
     assert all(step == [f"deqfast::{op}"] for step in steps[1:-1]) and steps[-1][0] == f"deqfast::{op}"
@@ -161,8 +164,8 @@ def test_launches_of_the_cuda_kernels(name, batch, monkeypatch):
     """One, or two where several blocks share a sample."""
     for op in STEPS:
         emulate.load(op)
-    emulated = SimpleNamespace(name="cuda", max_history=32, op=lambda op: getattr(torch.ops.deqfast_emulated, op))
-    monkeypatch.setattr(solve_module, "choose_kernel", lambda kernel, device: emulated)
+    monkeypatch.setattr(Kernel, "op", lambda kernel, op: getattr(torch.ops.deqfast_emulated, op))
+    monkeypatch.setattr(solve_module, "choose_kernel", lambda kernel, device: Kernel("cuda"))
     before, z0 = emulate.launches(), torch.zeros(batch, 8192)
     solution = deqfast.solve(slow, z0, SOLVERS[name](tol=1e-30, max_iter=5))
     per_step = 2 if batch == 1 else 1

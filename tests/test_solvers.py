@@ -303,7 +303,7 @@ def test_a_short_history_dtype_costs_few_iterations(name, kernel, device):
 
 
 @multisecant
-def test_the_history_takes_the_memory_it_says(name):
+def test_a_history_of_pairs_takes_the_memory_it_says(name):
     kernel = choose_kernel("torch", torch.device("cpu"))
     z = torch.zeros(2, 7)
     for settings, slots, dtype in [
@@ -312,7 +312,7 @@ def test_the_history_takes_the_memory_it_says(name):
         ({"max_iter": 100, "history": None}, 20, torch.float32),
         ({"max_iter": 100, "history": 33, "history_dtype": torch.bfloat16}, 33, torch.bfloat16),
     ]:
-        state = SOLVERS[name](**settings).init(z.clone(), kernel)
+        state = SOLVERS[name](**settings).init(z.clone(), kernel, keep_inverse=True)
         for window in (state.left, state.df):
             assert window.shape == (2, slots, 7) and window.dtype == dtype
             assert window.isnan().all()  # nothing reads what was not written

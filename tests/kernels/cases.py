@@ -21,7 +21,7 @@ State = dict[str, Tensor]
 METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2": ANDERSON_II}
 MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "gain", "active")
 WINDOW = ("f_prev", "left", "df", "gram")
-COLUMNS = ("z", "fz", "best", "f_prev", "left", "df")  # tensors whose last dimension is that of the state
+COLUMNS = ("z", "fz", "best", "f_prev", "left", "df", "steps")  # tensors whose last dimension is that of the state
 SLACK = 16  # eps of the state's dtype, relative to the length of what is compared
 
 
@@ -99,11 +99,16 @@ def advance(case: Case, step: Callable[..., None], state: State) -> None:
 def make_state(case: Case, device: str = "cpu") -> State:
     """At iteration case.k: the reference has run the iterations before it, and `case.rows` have been struck."""
     state = start_state(case, device)
-    for k in range(case.k):
-        advance(replace(case, k=k, last=False, tol=0.0, stall_floor=0.0), case.reference, state)
+    run_to(case, state)
     for row, event in enumerate(case.rows):
         strike(state, row, event, case)
     return state
+
+
+def run_to(case: Case, state: State) -> None:
+    """From the start to iteration case.k with the reference."""
+    for k in range(case.k):
+        advance(replace(case, k=k, last=False, tol=0.0, stall_floor=0.0), case.reference, state)
 
 
 def strike(state: State, row: int, event: str, case: Case) -> None:
@@ -181,26 +186,9 @@ def check_run(impl: Callable[..., None], case: Case, device: str = "cpu") -> Sta
 
 
 def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
-    after = clone(before)
-    case.call(impl, after)
-    exact = clone(before, torch.float64)
-    case.call(case.reference, exact)
-    rounded = [clone(before, flip=flip) for flip in range(3)]
-    for state in rounded:
-        case.call(case.reference, state)
-    rounded = [restore(state, flip) for flip, state in enumerate(rounded)]
-
-    check_copies(case, before, after, rounded[0])
-    ran = before["status"] == 0
-    for name in ("residual", "gain"):
-        written = [state[name][:, ran].mT for state in (after, exact, *rounded)]
-        check_close(name, case, written[0], written[1], written[2:], length(written[1]))
-    stepped = after["status"] == 0
-    if case.last or not stepped.any():
-        return after
-    size = length(exact["z"][stepped])
-    check_close("z", case, after["z"][stepped], exact["z"][stepped], [r["z"][stepped] for r in rounded], size)
-    if case.method is not None:
+    after, exact, rounded = outcomes(impl, case, before)
+    stepped = check_iterates(case, before, after, exact, rounded)
+    if case.method is not None and stepped.any():
         check_untouched_history(case, before, after, stepped)
         for name in ("left", "df"):
             for slot in written_slots(case, name):
@@ -211,6 +199,32 @@ def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
         if case.k:
             check_gram(case, stepped, after, exact, rounded)
     return after
+
+
+def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[State, State, list[State]]:
+    """The states after a step of `impl`, of the reference in float64, and of it in three orders of columns."""
+    after = clone(before)
+    case.call(impl, after)
+    exact = clone(before, torch.float64)
+    case.call(case.reference, exact)
+    rounded = [clone(before, flip=flip) for flip in range(3)]
+    for state in rounded:
+        case.call(case.reference, state)
+    return after, exact, [restore(state, flip) for flip, state in enumerate(rounded)]
+
+
+def check_iterates(case: Case, before: State, after: State, exact: State, rounded: list[State]) -> Tensor:
+    """Check the iterates and what is recorded of them; return the mask (B,) of the samples that took a step."""
+    check_copies(case, before, after, rounded[0])
+    ran = before["status"] == 0
+    for name in ("residual", "gain"):
+        written = [state[name][:, ran].mT for state in (after, exact, *rounded)]
+        check_close(name, case, written[0], written[1], written[2:], length(written[1]))
+    stepped = (after["status"] == 0) & (not case.last)
+    if stepped.any():
+        written = [state["z"][stepped] for state in (after, exact, *rounded)]
+        check_close("z", case, written[0], written[1], written[2:], length(written[1]))
+    return stepped
 
 
 def check_copies(case: Case, before: State, after: State, same: State) -> None:
