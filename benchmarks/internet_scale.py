@@ -97,7 +97,7 @@ def check_calls(size: mdeq.Size, batch: int) -> dict[str, Callable[[], Any]]:
     network = mdeq.Network(size)
     images, labels = torch.randn(batch, 3, size.image, size.image), torch.zeros(batch, dtype=torch.long)
     solver = deqfast.Anderson(NEVER, CHECK_EVALUATIONS, history_dtype=torch.bfloat16)
-    broyden = deqfast.Broyden(NEVER, CHECK_EVALUATIONS, history=CHECK_EVALUATIONS - 1)  # keeps pairs, as on a GPU
+    broyden = deqfast.Broyden(NEVER, CHECK_EVALUATIONS, history=CHECK_EVALUATIONS - 2)  # keeps pairs, as on a GPU
     start = torch.zeros(batch, size.dim)
     with torch.no_grad():
         f = flat(network.cell, size, network.stem(images), torch.float32)

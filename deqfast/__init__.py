@@ -13,7 +13,7 @@ from .block import DEQBlock  # noqa: E402  (after __path__)
 from .cells import FCCell, LinearCell, ResidualCell  # noqa: E402  (after __path__)
 from .fc import fc_fixed_point  # noqa: E402  (after __path__)
 from .neural_collapse import NCResult, NeuralCollapse, neural_collapse  # noqa: E402  (after __path__)
-from .ops import Availability, backends  # noqa: E402  (after __path__)
+from .ops import Availability, backends, release_memory  # noqa: E402  (after __path__)
 from .solution import Solution, Status  # noqa: E402  (after __path__)
 from .solve import solve  # noqa: E402  (after __path__)
 from .solvers import Anderson, Broyden, Picard  # noqa: E402  (after __path__)
@@ -41,5 +41,6 @@ __all__ = [
     "backends",
     "fc_fixed_point",
     "neural_collapse",
+    "release_memory",
     "solve",
 ]

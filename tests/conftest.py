@@ -110,5 +110,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return poisoned
 
+    monkeypatch.setattr(deqfast.ops.memory, "SMALLEST", sys.maxsize)  # a history kept from before would hold numbers
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))

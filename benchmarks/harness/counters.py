@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import deqfast
+
 # The profiler tells of each of its steps, and of the GPU that is not there, on the terminal; 99: it keeps silent.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -110,6 +112,7 @@ def memory(call: Callable[[], Any], device: str | None = None) -> tuple[int, int
     """Allocations of a call, and how many bytes beyond those held before it needed at once; `device` as for `count`."""
     if device == "cuda" or (device is None and torch.cuda.is_available()):
         return _cuda_memory(call)
+    deqfast.release_memory()  # or the call would find what an earlier one has left
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]

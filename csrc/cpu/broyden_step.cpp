@@ -109,8 +109,8 @@ DEQFAST_INLINE void broyden_rows(const BroydenParams<T>& a, int64_t begin, int64
     if (a.monitor.status[row] != kRunning) continue;
     const Verdict verdict = sweep_and_judge(a, row, n, scratch);
     if (!verdict.advance || a.rule.last) continue;
-    if (n && !solve_sample(a, row, n, a.first[row], scratch)) a.first[row] = n;  // a new start with a Picard step
-    const int first = a.first[row];
+    int first = std::clamp(a.first[row], 0, n);
+    if (n && !solve_sample(a, row, n, first, scratch)) first = a.first[row] = n;  // a new start with a Picard step
     sweep_and_step(a, row, n, first, first < n ? 1.0 / (1.0 - scratch.c[n - 1]) : 1.0, scratch);
   }
 }

@@ -4,8 +4,9 @@ from . import fc, neural_collapse, norm_act, steps  # noqa: F401  (schemas come 
 
 # isort: split
 from .._extension import Availability
-from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel, empty_history
+from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel
 from .fc import ACTIVATIONS
+from .memory import empty_history, release_memory
 from .steps import MAX_GPU_HISTORY
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "check_kernel_name",
     "choose_kernel",
     "empty_history",
+    "release_memory",
 ]

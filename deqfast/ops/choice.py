@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import _extension, reference
 from .._extension import Availability
@@ -68,14 +67,6 @@ class Kernel:
     def channels_last_only(self) -> bool:
         """Whether the norm_act ops take images in no other memory format."""
         return self.name in ("triton", "cuda")
-
-
-def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory without values for a solve's history; on the CPU in large pages where the system gives them."""
-    history = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and _extension.cpp_module is not None:
-        _extension.cpp_module.advise_huge_pages(history.data_ptr(), history.nbytes)
-    return history
 
 
 def check_kernel_name(kernel: str) -> str:

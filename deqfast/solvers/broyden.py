@@ -34,8 +34,9 @@ class Broyden(Multisecant):
     newest pairs. kind: "good" or "bad" (Broyden's first and second update); step in ]0, 2]: length of the step;
     history_dtype: None for the state's, or torch.bfloat16. The rest as in ``Solver``.
 
-    Where no pair ever leaves the window (history >= max_iter), kernels "cpp" and "torch" keep the steps alone, half the
-    memory, for kind "good" with step 1 and a history in the state's dtype (``broyden_step`` in ``deqfast.ops.steps``).
+    Where no pair ever leaves the window (history >= max_iter - 1), kernels "cpp" and "torch" keep the steps alone, half
+    the memory, for kind "good" with step 1 and a history in the state's dtype, unless the inverse is to be kept
+    (``broyden_step`` in ``deqfast.ops.steps``).
     """
 
     history: int | None = None
@@ -53,7 +54,7 @@ class Broyden(Multisecant):
 
     def keeps_steps_alone(self, dtype: torch.dtype, kernel: Kernel) -> bool:
         """Whether a solve of a state of this dtype on this kernel has no need of pairs."""
-        whole = (self.history or DEFAULT_HISTORY) >= self.max_iter and self.history_dtype in (None, dtype)
+        whole = (self.history or DEFAULT_HISTORY) >= self.max_iter - 1 and self.history_dtype in (None, dtype)
         return kernel.has_broyden_step and whole and self.kind == "good" and self.step == 1.0
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:

@@ -1,0 +1,116 @@
+"""The memory of histories: kept between solves on the CPU, never shared by two that live."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import deqfast
+from deqfast.ops import empty_history, memory, release_memory
+
+CPU = torch.device("cpu")
+SHAPE = (4, 20, 8192)  # 2.6 MB
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(poisoned_memory, monkeypatch):
+    monkeypatch.setattr(memory, "SMALLEST", 1 << 20)
+    release_memory()
+    yield
+    release_memory()
+
+
+def history(shape=SHAPE, dtype=torch.float32):
+    return empty_history(shape, dtype, CPU)
+
+
+def test_a_history_has_its_shape_and_dtype():
+    for shape, dtype in [
+        (SHAPE, torch.float32),
+        (SHAPE, torch.bfloat16),
+        ((2, 3, 5), torch.float64),
+        ((0, 6, 9), torch.float32),
+    ]:
+        made = history(shape, dtype)
+        assert made.shape == shape and made.dtype == dtype and made.is_contiguous()
+
+
+def test_memory_is_kept_for_the_next_history():
+    first = history()
+    address = first.data_ptr()
+    del first
+    assert history().data_ptr() == address
+
+
+def test_two_that_live_do_not_share():
+    first, second = history().fill_(1), history().fill_(2)
+    assert bool((first == 1).all()) and bool((second == 2).all())
+
+
+def test_another_dtype_and_a_smaller_shape_take_it_too():
+    address = history().data_ptr()
+    assert history((4, 20, 8192), torch.bfloat16).data_ptr() != address  # half as large
+    assert history((4, 15, 8192)).data_ptr() == address
+
+
+def test_small_histories_are_not_kept():
+    history((1, 2, 3))
+    assert memory._blocks.kept == []
+
+
+def test_a_block_that_nobody_wants_is_given_back():
+    history((4, 60, 8192))
+    for _ in range(memory.PATIENCE):
+        history()
+    assert [block.memory.nbytes for block in memory._blocks.kept] == [torch.Size(SHAPE).numel() * 4]
+
+
+def test_release_gives_back_what_is_free_only():
+    held = history().fill_(3)
+    history()
+    release_memory()
+    assert [block.is_free for block in memory._blocks.kept] == [False] and bool((held == 3).all())
+
+
+def test_every_thread_keeps_its_own():
+    address = history().data_ptr()
+    others = []
+    thread = threading.Thread(target=lambda: others.append(history().data_ptr()))
+    thread.start()
+    thread.join()
+    assert others != [address]
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "torch"])
+@pytest.mark.parametrize(
+    "solver", [deqfast.Broyden(1e-5, 40, history=40), deqfast.Broyden(1e-5, 40), deqfast.Anderson(1e-5, 40, history=20)]
+)
+def test_solves_give_the_same_bits_in_memory_that_was_used(solver, kernel):
+    if not deqfast.backends()[kernel]:
+        pytest.skip(deqfast.backends()[kernel].reason)
+    scale = torch.linspace(-0.9, 0.9, 8192)
+
+    def f(z):
+        return scale * z + 1
+
+    first = deqfast.solve(f, torch.zeros(4, 8192), solver, kernel)
+    assert memory._blocks.kept
+    for block in memory._blocks.kept:
+        block.memory.fill_(255)  # NaN in every dtype
+    again = deqfast.solve(f, torch.zeros(4, 8192), solver, kernel)
+    assert torch.equal(first.value, again.value) and torch.equal(first.iterations, again.iterations)
+    assert all(block.is_free for block in memory._blocks.kept)
+
+
+def test_a_kept_inverse_keeps_its_history():
+    scale = torch.linspace(-0.9, 0.9, 8192)
+
+    def solve():
+        return deqfast.solve(lambda z: scale * z + 1, torch.zeros(4, 8192), "anderson", "torch", keep_inverse=True)
+
+    first, v = solve(), torch.ones(4, 8192)
+    before = first.transposed_inverse(v)
+    solve()
+    assert torch.equal(first.transposed_inverse(v), before)
