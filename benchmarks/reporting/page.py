@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .files import PEER, File, Results
+from .files import PEER, File, ReportError, Results, Row
 from .models import model_section
 from .pictures import image
 from .races import residual_section
@@ -19,6 +19,7 @@ SUITE_COMMAND = "pytest benchmarks --full --record benchmarks/results/suite_cpu_
 SCALING_COMMAND = "python benchmarks/scaling.py --figure benchmarks/results"
 GATE_COMMAND = "pytest benchmarks --gate --update-baseline"
 GPU_COMMAND = "bash benchmarks/gpu.sh"
+MEASURES = {"solver_ms": "time per iteration", "solve_ms": "time of a solve without f", "peak_bytes": "peak memory"}
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,17 @@ def scaling_section(results: Results) -> list[str]:
     lines += image_by_producer(results, "scaling_time.png", "Curves: solver time per iteration by each variable")
     lines += image_by_producer(results, "scaling_memory.png", "Curves: peak memory of a solve by each variable")
     lines += ["Exponents a of y ~ x^a, fitted; two where the slope changes:", ""]
-    measures = {"solver_ms": "time per iteration", "ms_min": "time of the whole solve", "peak_bytes": "peak memory"}
     header = ["against", "case", "provider", "of", "exponent"]
-    body = [[row["series"], row["case"], provider_text(row["provider"]), measures.get(row["measure"], row["measure"]),
+    body = [[row["series"], row["case"], provider_text(row["provider"]), measure_text(row),
              row["text"]] for row in rows]  # fmt: skip
     return [*lines, *folded(f"All {plural(len(rows), 'exponent')}", table(header, body, text=header))]
+
+
+def measure_text(row: Row) -> str:
+    """Of what an exponent is."""
+    if row["measure"] not in MEASURES:
+        raise ReportError(f"exponent of {row['case']}: measure {row['measure']!r}, known are {', '.join(MEASURES)}")
+    return MEASURES[row["measure"]]
 
 
 def gate_section(results: Results) -> list[str]:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import report  # noqa: E402  (found through the path above)
 from harness import record  # noqa: E402  (found through the path above)
-from reporting import files, words  # noqa: E402  (found through the path above)
+from reporting import files, pictures, words  # noqa: E402  (found through the path above)
 from reporting.page import page  # noqa: E402  (found through the path above)
 from reporting.pictures import draw_figures  # noqa: E402  (found through the path above)
 from reporting.readme import performance  # noqa: E402  (found through the path above)
@@ -229,6 +229,22 @@ def test_check_fails_until_the_page_is_written_and_once_the_data_change(root):
     write(root / "benchmarks" / "results", "suite", solve_rows(gain=3.0))
     outdated = run(root, "--check")
     assert outdated.returncode == 1 and "RESULTS.md is not what the JSON gives" in outdated.stderr
+
+
+def test_each_provider_is_drawn_over_its_own_floor(root):
+    rows = [row | {"floor_x": {"cpp": 1.2, "torchdeq": 8.0, "eager": 3.0}[row["provider"]]} for row in solve_rows()]
+    write(root / "benchmarks" / "results", "suite", rows)
+    drawn = pictures.floors(results_of(root))
+    assert drawn.values == {"deqfast": [1.2] * 4, "torchdeq": [8.0] * 4, "eager": [3.0] * 4}
+
+
+def test_an_exponent_of_something_unknown_is_an_error(root):
+    rows = modelled_rows()
+    write(root / "benchmarks" / "results", "scaling", [*rows[:-1], rows[-1] | {"measure": "solve_ms"}])
+    assert "| time of a solve without f | 0.98" in page(results_of(root))
+    write(root / "benchmarks" / "results", "scaling", [*rows[:-1], rows[-1] | {"measure": "odd"}])
+    with pytest.raises(files.ReportError, match="exponent of picard: measure 'odd', known are solver_ms"):
+        page(results_of(root))
 
 
 @pytest.mark.parametrize(
