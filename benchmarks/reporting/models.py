@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .files import File, Results, Row
+from .sources import ran
 from .tables import provider_text
 from .words import count, elapsed, link, plural, span, table, times
 
@@ -26,7 +27,7 @@ def introduction(results: Results, file: File) -> str:
     return (
         f"**A model, not a measurement**: training of MDEQ on {inputs['name']} GPUs, every operation at the "
         f"longer of its bytes at the copy rate and its floating-point operations at a share of a product's rate, "
-        f"launches and waits left out (`{file.command or COMMAND}`). The last column is one pass over "
+        f"launches and waits left out ({ran(file)}). The last column is one pass over "
         f"{count(inputs['internet'])} images on the most GPUs.{more}"
     )
 

@@ -10,14 +10,15 @@ from harness.targets import FLOP_TARGET, GPU_TARGETS, NC_TARGETS, TARGETS, Targe
 
 from .files import File, Results
 from .solvers import SECTION, solver_text
+from .sources import ran
 from .study import COMMAND as STUDY_COMMAND
 from .study import size
 from .tables import provider_text
 from .words import Form, digits, link, listed, percent, plural, scientific, span, table, times
 
 MET, MISSED, ABSENT, NO_GPU = "met", "missed", "not measured", "not measured: no GPU"
-SUITE_COMMAND = "pytest benchmarks --full"
-GPU_COMMAND = "bash benchmarks/gpu.sh"
+SUITE_COMMAND = "`pytest benchmarks --full`"
+GPU_COMMAND = "`bash benchmarks/gpu.sh`"
 # Column of a target -> how its numbers are written, and what they are.
 COLUMNS: dict[str, tuple[Form, str]] = {
     "gain": (times, "gain over"),
@@ -29,7 +30,10 @@ COLUMNS: dict[str, tuple[Form, str]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target; `bound` and `measured` as text, `state` starts with one of the four above."""
+    """One target; `bound` and `measured` as text, `state` starts with one of the four above.
+
+    command: that was run, or that would measure it, as Markdown.
+    """
 
     what: str
     bound: str
@@ -56,7 +60,7 @@ def judged(results: Results, target: Target) -> Verdict:
         return Verdict(what, bound, "", ABSENT, SUITE_COMMAND)
     file, values = found[0][0], [value for _, value in found]
     met = [bool(target.met(value)) for value in values]
-    return Verdict(what, bound, span(values, form), state_of(met), file.command or SUITE_COMMAND, file.name)
+    return Verdict(what, bound, span(values, form), state_of(met), ran(file), file.name)
 
 
 def values_of(results: Results, target: Target) -> list[tuple[File, float]]:
@@ -80,10 +84,10 @@ def study_verdicts(results: Results) -> Iterator[Verdict]:
     found = [(file, run) for file, run in results.runs() if run["device"] == "cpu"]
     limit, limit_of_share = f"at most {FLOP_TARGET:g}×", f"at most {100 * NC_TARGETS['cpu']:g} %"
     if not found:
-        yield Verdict(step, limit, "", ABSENT, STUDY_COMMAND)
-        yield Verdict(share, limit_of_share, "", ABSENT, STUDY_COMMAND)
+        yield Verdict(step, limit, "", ABSENT, f"`{STUDY_COMMAND}`")
+        yield Verdict(share, limit_of_share, "", ABSENT, f"`{STUDY_COMMAND}`")
     for file, run in found:
-        source = (file.command or STUDY_COMMAND, file.name)
+        source = (ran(file), file.name)
         met = state_of([run["over_flop"] <= FLOP_TARGET])
         yield Verdict(f"{step}, {size(run)}", limit, times(run["over_flop"]), met, *source)
         spent = run["metrics"]["nc_share"]
@@ -100,7 +104,7 @@ def gpu_verdicts(results: Results) -> Iterator[Verdict]:
     for file, row, target in judged:
         what = f"{file.gpu}, {row['section']}, {row['case']}, {provider_text(row['provider'])}"
         state = {True: MET, False: MISSED, None: ABSENT}[target["met"]]
-        yield Verdict(what, target["target"], "", state, GPU_COMMAND, file.name)
+        yield Verdict(what, target["target"], "", state, ran(file), file.name)
 
 
 def bound(case: str, column: str, against: str | None = None) -> float | None:
@@ -136,7 +140,7 @@ def target_section(results: Results) -> list[str]:
     header = ["what", "target", "measured", "", "file", "command"]
     body = [
         [one.what, one.bound, one.measured, one.state, link(one.file, f"results/{one.file}") if one.file else "",
-         f"`{one.command}`"]
+         one.command]
         for one in verdicts(results)
     ]  # fmt: skip
     words = (
