@@ -61,7 +61,7 @@ def floors(results: Results) -> Bars | None:
         targets = [bound(case.name, "floor_x") for case in headline.cases]
         marks: dict[str, list[float | None]] = {"target": targets, "byte floor": [1.0] * len(targets)}
         return Bars(labels(headline), shares, f"Solver time over its byte floor at {headline.title()}",
-                    "times each one's own byte floor at the copy rate of the run, f subtracted", "×", marks)  # fmt: skip
+                    "times its own byte floor at the copy rate of the run, f subtracted", "×", marks)  # fmt: skip
     return None
 
 

@@ -238,6 +238,25 @@ def test_each_provider_is_drawn_over_its_own_floor(root):
     assert drawn.values == {"deqfast": [1.2] * 4, "torchdeq": [8.0] * 4, "eager": [3.0] * 4}
 
 
+def test_readme_quotes_the_solvers_as_they_are_by_default(root):
+    rows = []
+    for provider, gain in (("deqfast broyden n=60", 9.0), ("deqfast broyden n=20", 2.0), ("torchdeq broyden", None)):
+        row = residual_rows()[0] | {"provider": provider, "peer": "torchdeq broyden", "gain": gain}
+        rows.append({key: value for key, value in row.items() if value is not None})
+    write(root / "benchmarks" / "results", "residual_cpu", rows)
+    text = " ".join(performance(results_of(root)).split())
+    assert "broyden n=20 is 2.00× as fast as torchdeq's" in text and "n=60" not in text
+
+
+def test_a_command_that_was_not_recorded_is_not_made_up(root):
+    folder = root / "benchmarks" / "results"
+    (folder / "training.json").write_text(json.dumps({"machine": MACHINE, "remark": None, "runs": [RUN]}))
+    judged = [one for one in verdicts(results_of(root)) if one.file == "training.json"]
+    assert len(judged) == 2 and {one.command for one in judged} == {"command not recorded"}
+    for text in (page(results_of(root)), performance(results_of(root))):
+        assert "training_step.py" not in text
+
+
 def test_an_exponent_of_something_unknown_is_an_error(root):
     rows = modelled_rows()
     write(root / "benchmarks" / "results", "scaling", [*rows[:-1], rows[-1] | {"measure": "solve_ms"}])
