@@ -14,7 +14,7 @@ from .sources import ran
 from .study import COMMAND as STUDY_COMMAND
 from .study import size
 from .tables import provider_text
-from .words import Form, digits, link, listed, percent, plural, scientific, span, table, times
+from .words import Form, digits, link, listed, missing, percent, plural, scientific, span, table, times
 
 MET, MISSED, ABSENT, NO_GPU = "met", "missed", "not measured", "not measured: no GPU"
 SUITE_COMMAND = "`pytest benchmarks --full`"
@@ -59,8 +59,8 @@ def judged(results: Results, target: Target) -> Verdict:
     if not found:
         return Verdict(what, bound, "", ABSENT, SUITE_COMMAND)
     file, values = found[0][0], [value for _, value in found]
-    met = [bool(target.met(value)) for value in values]
-    return Verdict(what, bound, span(values, form), state_of(met), ran(file), file.name)
+    state = state_of([bool(target.met(value)) for value in values])
+    return Verdict(what, bound, measured_text(values, target.bound, form, state), state, ran(file), file.name)
 
 
 def values_of(results: Results, target: Target) -> list[tuple[File, float]]:
@@ -79,6 +79,11 @@ def state_of(met: Sequence[bool]) -> str:
     return MISSED if missed == len(met) else f"{MISSED} in {missed} of {len(met)} runs"
 
 
+def measured_text(values: list[float], bound: float, form: Form, state: str) -> str:
+    """What misses the bound by however little is told from it."""
+    return span(values, form if state == MET else missing(bound, form))
+
+
 def study_verdicts(results: Results) -> Iterator[Verdict]:
     step, share = "a DEQ's training step over the explicit one's, over the ratio of operations", "NC1-NC4 of an epoch"
     found = [(file, run) for file, run in results.runs() if run["device"] == "cpu"]
@@ -89,10 +94,12 @@ def study_verdicts(results: Results) -> Iterator[Verdict]:
     for file, run in found:
         source = (ran(file), file.name)
         met = state_of([run["over_flop"] <= FLOP_TARGET])
-        yield Verdict(f"{step}, {size(run)}", limit, times(run["over_flop"]), met, *source)
+        measured = measured_text([run["over_flop"]], FLOP_TARGET, times, met)
+        yield Verdict(f"{step}, {size(run)}", limit, measured, met, *source)
         spent = run["metrics"]["nc_share"]
         met = state_of([spent <= NC_TARGETS["cpu"]])
-        yield Verdict(f"{share}, {size(run)}", limit_of_share, percent(spent), met, *source)
+        measured = measured_text([spent], NC_TARGETS["cpu"], percent, met)
+        yield Verdict(f"{share}, {size(run)}", limit_of_share, measured, met, *source)
 
 
 def gpu_verdicts(results: Results) -> Iterator[Verdict]:
