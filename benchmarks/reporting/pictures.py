@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .figures import Bars, draw
+from .figures import Bars, draw, shows
 from .files import PEER, Results
 from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
 from .tables import threads_text
@@ -85,15 +85,23 @@ FIGURES: dict[str, tuple[str, Callable[[Results], Bars | None]]] = {
 }
 
 
+def drawable(results: Results) -> dict[Path, Bars]:
+    """What there are numbers for, by the file that shows it."""
+    found = {results.folder / "figures" / name: make(results) for name, (_, make) in FIGURES.items()}
+    return {path: bars for path, bars in found.items() if bars is not None}
+
+
 def draw_figures(results: Results) -> list[Path]:
     """Draw what there are numbers for; the paths."""
-    written = []
-    for name, (_, make) in FIGURES.items():
-        bars = make(results)
-        if bars is not None:
-            written.append(results.folder / "figures" / name)
-            draw(bars, written[-1])
-    return written
+    figures = drawable(results)
+    for path, bars in figures.items():
+        draw(bars, path)
+    return list(figures)
+
+
+def stale_figures(results: Results) -> list[Path]:
+    """Those that are not there or show other numbers."""
+    return [path for path, bars in drawable(results).items() if not shows(bars, path)]
 
 
 def image(results: Results, name: str, folder: str = "results") -> list[str]:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import report  # noqa: E402  (found through the path above)
 from harness import record  # noqa: E402  (found through the path above)
-from reporting import files, pictures, words  # noqa: E402  (found through the path above)
+from reporting import figures, files, pictures, words  # noqa: E402  (found through the path above)
 from reporting.page import page  # noqa: E402  (found through the path above)
 from reporting.pictures import draw_figures  # noqa: E402  (found through the path above)
 from reporting.readme import performance  # noqa: E402  (found through the path above)
@@ -123,6 +124,21 @@ def test_ranges_only_where_the_ends_differ_as_printed():
     assert words.span([3.9, 5.1, 4.0], words.times) == "3.90× to 5.10×"
     assert words.span([4.001, 4.002], words.times) == "4.00×"
     assert words.span(4.0, words.times) == "4.00×"
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "form", "text"),
+    [(2.998, 3, words.times, "2.998×"), (1.50004, 1.5, words.times, "1.50004×"), (2.98, 3, words.times, "2.98×"),
+     (1.02e-12, 1e-12, words.scientific, "1.02e-12"), (0.030004, 0.03, words.percent, "3.0004 %")],
+)  # fmt: skip
+def test_what_just_misses_a_bound_is_told_from_it(value, bound, form, text):
+    assert words.missing(bound, form)(value) == text
+
+
+def test_a_target_that_is_just_missed_is_told_from_its_bound(root):
+    write(root / "benchmarks" / "results", "suite", solve_rows(gain=20.0, floor_x=1.5004))
+    text = performance(results_of(root))
+    assert "time over its byte floor: 1.5004×, target at most 1.5×" in " ".join(text.split())
 
 
 def test_lists_read_as_english():
@@ -264,6 +280,25 @@ def test_an_exponent_of_something_unknown_is_an_error(root):
     write(root / "benchmarks" / "results", "scaling", [*rows[:-1], rows[-1] | {"measure": "odd"}])
     with pytest.raises(files.ReportError, match="exponent of picard: measure 'odd', known are solver_ms"):
         page(results_of(root))
+
+
+def test_check_sees_a_figure_of_other_numbers_or_none(root):
+    folder = root / "benchmarks" / "results"
+    write(folder, "suite", solve_rows())
+    assert run(root).returncode == 0
+    write(folder, "suite", [row | {"peak_bytes": 1000} for row in solve_rows()])
+    assert run(root, "--no-figures").returncode == 0
+    checked = run(root, "--check")
+    assert checked.returncode == 1
+    assert checked.stderr.splitlines() == [
+        f"{folder}/figures/memory.png is not what the JSON gives: run python benchmarks/report.py"
+    ]
+    memory = pictures.drawable(results_of(root))[folder / "figures" / "memory.png"]
+    bars = folder / "figures" / "memory.png"
+    figures.draw(memory, bars)
+    assert figures.shows(memory, bars) and not figures.shows(replace(memory, title="other"), bars)
+    bars.write_text("no image")
+    assert not figures.shows(memory, bars)
 
 
 @pytest.mark.parametrize(
