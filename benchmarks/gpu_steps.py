@@ -43,7 +43,8 @@ def rates(bench: Bench) -> None:
         a, b = (torch.randn(plan.gemm_size, plan.gemm_size, device=plan.device).bfloat16() for _ in range(2))
         out = torch.empty_like(a)
         row["ms"] = clock.device([lambda: torch.mm(a, b, out=out)])
-        row["note"] = f"{2 * plan.gemm_size**3 / row['ms'] / 1e9:.1f} TFLOP/s"
+        row["flop"] = 2 * plan.gemm_size**3
+        row["note"] = f"{row['flop'] / row['ms'] / 1e9:.1f} TFLOP/s"
 
 
 def step_cases(bench: Bench, batch: int, size: int) -> dict[str, Case]:

@@ -54,9 +54,7 @@ def differing(wanted: dict[Path, str]) -> list[Path]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; status 1 if texts or figures are not up to date"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a text or figure is outdated")
     parser.add_argument("--no-figures", action="store_true", help="write the texts only")
     parser.add_argument("--root", type=Path, default=BENCHMARKS.parent, help="the checkout (default: this one)")
     given = parser.parse_args()

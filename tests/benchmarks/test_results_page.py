@@ -69,7 +69,8 @@ def residual_rows():
 def modelled_rows():
     shared = {"provider": "torchdeq", "images_per_second": 1000.0, "internet_s": 1e6}
     model = [{**shared, "section": "internet scale (model)", "case": "MDEQ-small", "gpus": gpus} for gpus in (1, 64)]
-    inputs = [("name", "H200"), ("internet", 5_850_000_000)]
+    inputs = [("name", "H200"), ("internet", 5_850_000_000), ("copy_rate", 4.3e12), ("product_rate", 790e12),
+              ("rates_from", "rates recorded elsewhere")]  # fmt: skip
     model += [{"section": "internet scale (inputs)", "case": case, "provider": "H200", "value": value}
               for case, value in inputs]  # fmt: skip
     check = {"section": "internet scale (check)", "provider": "deqfast", "assumed_over_measured": 0.5}
@@ -209,6 +210,7 @@ def test_everything_measured_is_on_the_page_and_nothing_of_python(root):
     text = page(results)
     for found in ("| picard-256x1024 |", "not run: no CUDA device", "wrong or broken, not timed: Wrong: \\| far off",
                   "The suite of 2 problems", "| MDEQ-small | torchdeq | 1000 | 1000 | 11.6 days |",
+                  "4.30e12 bytes/s and 7.90e14 FLOP/s, are rates recorded elsewhere",
                   "0.500× of these, and 1.00× to 1.50×", "| batch | picard | deqfast `cpp` | time per iteration | 0.98",
                   "Trained cell: digits cell", "[counters.json](baselines/counters.json)", "measure suite",
                   "Made up for a test.", "aaaaaaa"):  # fmt: skip
