@@ -23,9 +23,7 @@ def model_section(results: Results) -> list[str]:
 def introduction(results: Results, file: File) -> str:
     inputs = {row["case"]: row["value"] for row in file.rows if row["section"] == "internet scale (inputs)"}
     if missing := {"name", "internet", "copy_rate", "product_rate", "rates_from"} - inputs.keys():
-        raise ReportError(
-            f"{file.path}: a model without the inputs {', '.join(sorted(missing))}: run `{COMMAND}` again"
-        )
+        raise ReportError(f"{file.path}: a model without {', '.join(sorted(missing))}: run `{COMMAND}` again")
 
     def rate(name: str) -> str:
         return scientific(inputs[name], more=1)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.targets import FLOP_TARGET, GPU_TARGETS, NC_TARGETS, TARGETS, Target
+from harness.targets import FLOP_TARGET, GPU_TARGETS, NC_TARGETS, TARGETS, UNITS, Target
 
 from .files import File, Results
 from .solvers import SECTION, solver_text
@@ -19,6 +19,7 @@ from .words import Form, digits, link, listed, missing, percent, plural, scienti
 MET, MISSED, ABSENT, NO_GPU = "met", "missed", "not measured", "not measured: no GPU"
 SUITE_COMMAND = "`pytest benchmarks --full`"
 GPU_COMMAND = "`bash benchmarks/gpu.sh`"
+GPU_UNITS = UNITS | {"us": " µs", "x": "×", "share": " %"}
 # Column of a target -> how its numbers are written, and what they are.
 COLUMNS: dict[str, tuple[Form, str]] = {
     "gain": (times, "gain over"),
@@ -107,7 +108,10 @@ def gpu_verdicts(results: Results) -> Iterator[Verdict]:
     judged = [(file, row, target) for file in results.gpus for row in file.rows for target in row.get("targets", [])]
     if not judged:
         state = ABSENT if results.gpus else NO_GPU
-        yield from (Verdict(what, bound, "", state, GPU_COMMAND) for what, bound in GPU_TARGETS)
+        yield from (
+            Verdict(target.what, target.words("at least ", "at most ", GPU_UNITS), "", state, GPU_COMMAND)
+            for target in GPU_TARGETS.values()
+        )
     for file, row, target in judged:
         what = f"{file.gpu}, {row['section']}, {row['case']}, {provider_text(row['provider'])}"
         state = {True: MET, False: MISSED, None: ABSENT}[target["met"]]

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import report  # noqa: E402  (found through the path above)
-from harness import record  # noqa: E402  (found through the path above)
+from gpu_measure import judge  # noqa: E402  (found through the path above)
+from harness import record, targets  # noqa: E402  (found through the path above)
 from reporting import figures, files, pictures, words  # noqa: E402  (found through the path above)
 from reporting.page import page  # noqa: E402  (found through the path above)
 from reporting.pictures import draw_figures  # noqa: E402  (found through the path above)
@@ -264,6 +265,24 @@ def test_readme_quotes_the_solvers_as_they_are_by_default(root):
     write(root / "benchmarks" / "results", "residual_cpu", rows)
     text = " ".join(performance(results_of(root)).split())
     assert "broyden n=20 is 2.00× as fast as torchdeq's" in text and "n=60" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "met", "missed"),
+    [("copy share", ">=85% of the copy rate", 0.85, 0.84), ("anderson step", "<=20 us", 20, 20.1),
+     ("anderson solve", ">=12x torchdeq", 12, 11.9), ("nc share", "<=1% of an epoch", 0.01, 0.011),
+     ("waits", "<=1 and one for every check", 1, 2)],
+)  # fmt: skip
+def test_gpu_sh_judges_by_the_bounds_that_the_page_shows(root, name, text, met, missed):
+    target = targets.GPU_TARGETS[name]
+    assert target.text == text
+    assert [target.met(value) for value in (met, missed, None)] == [True, False, None]
+    row: dict = {}
+    judge(row, name, missed)
+    assert row["targets"] == [{"target": text, "met": False}]
+    shown = {one.what: one.bound for one in verdicts(results_of(root)) if one.state == "not measured: no GPU"}
+    assert shown[target.what].split()[-1] == text.split()[-1].removeprefix("<=").replace("us", "µs")
+    assert set(shown) == {target.what for target in targets.GPU_TARGETS.values()}
 
 
 def test_a_command_that_was_not_recorded_is_not_made_up(root):
