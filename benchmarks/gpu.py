@@ -21,7 +21,7 @@ import gpu_models
 import gpu_steps
 import torch
 from gpu_measure import DRY, FULL, Bench
-from harness.record import machine
+from harness.record import provenance
 
 # Name -> (function, time limit in seconds).
 SECTIONS: dict[str, tuple[Callable[[Bench], None], int]] = {
@@ -84,7 +84,7 @@ def measure(given: argparse.Namespace) -> int:
     """All sections; the number of rows with a problem."""
     given.json.unlink(missing_ok=True)
     bench = bench_of(given)
-    bench.data |= {"dry_run": given.dry_run, "machine": machine(given.device), "seconds": {}}
+    bench.data |= {"dry_run": given.dry_run, **provenance(given.device), "seconds": {}}
     bench.write()
     deadline = time.monotonic() + given.seconds
     for names in processes(given.dry_run):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from harness.entry import Skipped
 from harness.files import write_json
+from harness.targets import GPU_TARGETS
 from torch import Tensor
 
 from deqfast import graphs
@@ -223,23 +224,24 @@ def add_floor(row: dict[str, Any], copy_rate: float | None) -> None:
         row["ratio"] = row["ms"] / row["floor_ms"]
 
 
-def judge_share(bench: Bench, row: dict[str, Any], share: float) -> None:
-    """Whether a kernel moves its bytes at `share` of the copy rate."""
+def judge_share(bench: Bench, row: dict[str, Any]) -> None:
+    """Whether a kernel moves its bytes at a share of the copy rate."""
     add_floor(row, bench.copy_rate)
-    judge(row, f">={share:.0%} of copy", row["ratio"] <= 1 / share if "ratio" in row else None)
+    judge(row, "copy share", 1 / row["ratio"] if "ratio" in row else None)
 
 
-def judge(row: dict[str, Any], target: str, met: bool | None) -> None:
-    """Add a target to a row; met None: it could not be told."""
-    row.setdefault("targets", []).append({"target": target, "met": met})
+def judge(row: dict[str, Any], name: str, value: float | None) -> None:
+    """Add a target of ``GPU_TARGETS`` to a row; value: in the target's unit, None if it could not be told."""
+    target = GPU_TARGETS[name]
+    row.setdefault("targets", []).append({"target": target.text, "met": target.met(value)})
 
 
-def compare(row: dict[str, Any], peer_ms: float | None, at_least: float | None = None) -> None:
-    """How many times faster than torchdeq a row is."""
+def compare(row: dict[str, Any], peer_ms: float | None, target: str | None = None) -> None:
+    """How many times faster than torchdeq a row is; target: of ``GPU_TARGETS``, that it has to reach."""
     if peer_ms and "ms" in row:
         row["gain"] = peer_ms / row["ms"]
-    if at_least is not None:
-        judge(row, f">={at_least:g}x torchdeq", row["gain"] >= at_least if "gain" in row else None)
+    if target is not None:
+        judge(row, target, row.get("gain"))
 
 
 def check_error(

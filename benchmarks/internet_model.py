@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mdeq
 import torch
+from harness.record import read_record
 from harness.traffic import multisecant_held, multisecant_passes
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,7 +34,11 @@ def given(value: Any, unit: str, source: str) -> Any:
     return field(default=value, metadata={"unit": unit, "source": source})
 
 
-MEASURED = "measured on an H200, before this project's kernels ran there"
+# Where the two rates of the GPU come from until gpu.sh has run on one.
+ELSEWHERE = (
+    "rates of an H200 recorded outside this repository by an earlier copy and matrix product (GEMM) measurement, not "
+    "by gpu.sh"
+)
 SYSTEM = "H200-SXM-141GBx8 in github.com/mlcommons/inference_results_v4.1"
 CONFIGURATION = "cls_mdeq_{SMALL,LARGE,XL}.yaml in github.com/locuslab/deq, MDEQ-Vision/experiments/imagenet"
 
@@ -42,13 +48,35 @@ class Machine:
     """A GPU and its network."""
 
     name: str = given("H200", "", "the GPU modelled")
-    copy_rate: float = given(4.3e12, "bytes/s read and written", f"a large copy, {MEASURED}")
-    product_rate: float = given(790e12, "FLOP/s", f"a large bf16 matrix product, {MEASURED}")
+    # Not measured by anything in this repository: see ELSEWHERE, and ``h200``, which takes gpu.sh's where it has run.
+    copy_rate: float = given(4.3e12, "bytes/s read and written", "a large copy, see `rates_from`")
+    product_rate: float = given(790e12, "FLOP/s", "a large bf16 matrix product, see `rates_from`")
+    rates_from: str = given(ELSEWHERE, "", "of copy_rate and product_rate")
     efficiency: float = given(0.45, "of product_rate", "ASSUMED for the convolutions of f; see the sensitivities")
     memory: float = given(141e9, "bytes", f"accelerator_memory_capacity of {SYSTEM}")
     per_node: int = given(8, "GPUs", f"accelerators_per_node of {SYSTEM}")
     node_rate: float = given(450e9, "bytes/s each way", f"NVLink, 900 GB/s both ways: {SYSTEM}")
     network_rate: float = given(50e9, "bytes/s each way", f"a 400 Gbit/s InfiniBand port for each GPU: {SYSTEM}")
+
+
+def h200(path: Path) -> Machine:
+    """With the rates that gpu.sh has recorded in the file `path`; with those of elsewhere where there is no such file.
+
+    Raises ValueError where the file has no time for a rate.
+    """
+    if not path.is_file():
+        return Machine()
+    record = read_record(path)
+    found = {row["case"].split()[0]: row for row in record["rows"] if row["section"] == "rates" and "ms" in row}
+    if missing := {"copy", "bf16"} - found.keys():
+        raise ValueError(f"{path}: section rates has no time of {', '.join(sorted(missing))}")
+    copy, product = found["copy"], found["bf16"]
+    return Machine(
+        copy_rate=1e3 * copy["bytes"] / copy["ms"],
+        product_rate=1e3 * product["flop"] / product["ms"],
+        rates_from=f"rates of the {record['machine']['gpu']} measured by gpu.sh, {path.name}, commit "
+        f"{record['machine']['commit'][:7]}",
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from harness.files import write_text
 from harness.maps import NEVER, Contraction
 from harness.record import RESULTS, Row, write_record
 from harness.timing import in_turns
-from internet_model import ADJOINTS, Counts, Inputs, Machine, Side, Work, count, flat, sides, step, unflat
+from internet_model import ADJOINTS, Counts, Inputs, Machine, Side, Work, count, flat, h200, sides, step, unflat
 from torch.nn import functional as F
 
 import deqfast
@@ -134,7 +134,7 @@ def check_rows(threads: int, size: mdeq.Size = CHECK_SIZE, batch: int = CHECK_BA
     alone = measured.pop(ALONE)
     measured = {name: seconds - alone * name.startswith("solve") for name, seconds in measured.items()}
     copy_rate, product_rate = 2 * source.nbytes / measured.pop("copy"), 2 * PRODUCT**3 / measured.pop("product")
-    assumed = Machine(name="this CPU", copy_rate=copy_rate, product_rate=product_rate)
+    assumed = Machine("this CPU", copy_rate, product_rate, rates_from="measured in turns with the parts")
     counts = count(size, batch, torch.float32)
     best = fitted(assumed, counts.f, measured["f"])
     models = {"assumed": check_model(assumed, counts), "fitted": check_model(best, counts)}
@@ -198,7 +198,8 @@ def markdown(machine: Machine, inputs: Inputs, rows: list[Row]) -> str:
         "the longer of its bytes at the copy rate and its FLOPs at a share of a matrix product's rate; launches, host "
         "waits and reading images are left out on both sides. "
         f"{inputs.forward_evaluations} evaluations forward, {inputs.backward_evaluations} backward (implicit), "
-        f"{inputs.batch} images per GPU, f in bf16, state in fp32.",
+        f"{inputs.batch} images per GPU, f in bf16, state in fp32. Copy {machine.copy_rate / 1e12:.3g} TB/s and "
+        f"product {machine.product_rate / 1e12:.3g} TFLOP/s are {machine.rates_from}.",
         *table(["input", "value", "", "source"],
                ([f"`{row['case']}`", row["value"] if isinstance(row["value"], str) else f"{row['value']:,.10g}",
                  row["unit"], row["source"]] for row in rows if row["section"] == INPUTS)),
@@ -285,7 +286,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> None:
     found = arguments(given)
-    machine, inputs = Machine(), Inputs()
+    machine, inputs = h200(RESULTS / "h200.json"), Inputs()
     rows = [*input_rows(machine), *input_rows(inputs), *rows_of(machine, inputs)]
     rows += [] if found.no_check else check_rows(found.threads)
     write_record(found.json, rows, remark=found.remark)

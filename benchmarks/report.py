@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.files import write_text
 from reporting.files import ReportError, Results, read
 from reporting.page import page
-from reporting.pictures import draw_figures
+from reporting.pictures import draw_figures, stale_figures
 from reporting.readme import performance
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ def differing(wanted: dict[Path, str]) -> list[Path]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if the texts are not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a text or figure is outdated")
     parser.add_argument("--no-figures", action="store_true", help="write the texts only")
     parser.add_argument("--root", type=Path, default=BENCHMARKS.parent, help="the checkout (default: this one)")
     given = parser.parse_args()
@@ -69,7 +69,8 @@ def run(given: argparse.Namespace) -> list[str]:
     results = read(folder / "results", folder / "baselines")
     wanted = texts(results, given.root)
     if given.check:
-        stale = [f"{path} is not what the JSON gives: run python benchmarks/report.py" for path in differing(wanted)]
+        outdated = differing(wanted) + stale_figures(results)
+        stale = [f"{path} is not what the JSON gives: run python benchmarks/report.py" for path in outdated]
     else:
         stale = []
         if not given.no_figures:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from gpu_measure import Clock
 from harness.files import write_json
-from harness.record import machine, processor
+from harness.record import processor, provenance
 from harness.tables import aligned
 from harness.targets import FLOP_TARGET, NC_TARGETS
 from torch import Tensor
@@ -370,7 +370,7 @@ def main() -> None:
         records.append(measure(width, batch, given.steps, given.seconds, **shared))
         print("\n".join([*table(records[-1]), ""]), flush=True)
         if given.json:
-            write_json(given.json, {"machine": machine(given.device), "remark": given.remark, "runs": records})
+            write_json(given.json, provenance(given.device, given.remark) | {"runs": records})
     if given.figure:
         draw(records, given.figure)
 

@@ -1,5 +1,6 @@
 """benchmarks/training_step.py: what it counts, which part it puts a time to, and what it writes."""
 
+import datetime
 import json
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import training_step  # noqa: E402
+from harness import record  # noqa: E402
 from training_step import Stopwatch, measure  # noqa: E402
 
 SLEEP = 0.02
@@ -81,6 +83,8 @@ def test_the_script_prints_a_table_and_writes_file_and_figures(tmp_path, monkeyp
     written = json.loads((tmp_path / "a.json").read_text())
     assert [run["width"] for run in written["runs"]] == [1, 2] and written["remark"] == "busy"
     assert written["machine"]["torch"] == training_step.torch.__version__
+    assert written["command"] == record.command(sys.orig_argv)
+    assert datetime.datetime.fromisoformat(written["date"]).tzinfo is not None
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "a.svg").read_text()
 
 

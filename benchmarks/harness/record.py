@@ -51,10 +51,14 @@ Row = dict[str, Any]
 
 
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
-    """The rows of this run, with everything that a reader has to know about it."""
+    """The rows of this run, with where they come from."""
+    write_json(path, provenance(device, remark) | {"rows": rows})
+
+
+def provenance(device: str = "cpu", remark: str | None = None) -> dict[str, Any]:
+    """Everything that a reader has to know about this run."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-    data = {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark, "rows": rows}
-    write_json(path, data)
+    return {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark}
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # not otherwise: a report works where torch does not
 COLOURS = {"picard": "#009E73", "fixed_point_iter": "#009E73", "anderson": "#0072B2", "broyden": "#D55E00"}
 LINES = {"deqfast": "-", "torchdeq": "--"}
 LEVELS = "#777777"
+# deqfast's solvers with the settings that they have by default, of all that time_to_residual.py compares.
+DEFAULTS = ("deqfast picard", "deqfast anderson m=6", "deqfast broyden n=20")
 RANGE = (3e-8, 3.0)  # of the residuals shown
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,25 +70,61 @@ TARGETS = (
 # and NC1-NC4, given the features, as a share of an explicit epoch.
 FLOP_TARGET = 1.15
 NC_TARGETS = {"cpu": 0.03, "cuda": 0.01}
-# What gpu.sh judges on an H200, for a reader where it has not been run: what, and the bound.
-GPU_TARGETS = (
-    ("solver steps from D = 8192 on: share of the copy rate", "at least 85 %"),
-    ("Anderson step, m = 6, bf16 history, (128, 8192)", "at most 20 µs"),
-    ("Anderson step, m = 6, bf16 history, (32, 65536)", "at most 34 µs"),
-    ("Broyden step, n = 18, (128, 8192)", "at most 58 µs"),
-    ("Anderson solve, (128, 8192): gain over torchdeq", "at least 12×"),
-    ("Broyden solve, (128, 8192): gain over torchdeq", "at least 8×"),
-    ("solve, (128, 8192): host waits", "at most one, and one for every check"),
-    ("bf16 residual cell: solver's time over f's", "at most 40 %"),
-    ("bf16 residual cell: gain of the whole solve over torchdeq", "at least 3×"),
-    ("normalisation, ReLU and sum of a cell, (128, 512, 4, 4) bf16", "at most 6 µs"),
-    ("fully connected cell, D = 256, B = 128, bf16 weights, 30 iterations", "at most 120 µs"),
-    ("fully connected cell, the same: gain over torchdeq", "at least 40×"),
-    ("NC1, N = 50000, D = 512, K = 10", "at most 120 µs"),
-    ("NC1-NC4 of an epoch", "at most 1 %"),
-    ("a DEQ's training step over the explicit one's, over the ratio of operations", "at most 1.15×"),
-    ("the paper's 40 trainings of 100 epochs, extrapolated", "at most one hour"),
-)
+
+
+# How the unit of a GPU's target is written behind a number; a share is told in percent.
+UNITS = {"us": " us", "h": " h", "count": "", "x": "x", "share": "%"}
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """A bound that gpu.sh judges on an H200. unit: of ``UNITS``; of: what a ratio or a share is of."""
+
+    what: str
+    bound: float
+    unit: str
+    of: str = ""
+    at_least: bool = False
+
+    @property
+    def text(self) -> str:
+        """ ">=12x torchdeq", for the table of gpu.sh."""
+        return self.words(">=", "<=", UNITS)
+
+    def words(self, at_least: str, at_most: str, units: Mapping[str, str]) -> str:
+        """The bound behind `at_least` or `at_most`, with its unit as `units` has it."""
+        amount = 100 * self.bound if self.unit == "share" else self.bound
+        return f"{at_least if self.at_least else at_most}{amount:g}{units[self.unit]} {self.of}".rstrip()
+
+    def met(self, value: float | None) -> bool | None:
+        """None where there is no value."""
+        if value is None:
+            return None
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+_CELL = "fully connected cell, D = 256, B = 128, bf16 weights, 30 iterations"
+# The name by which the sections of gpu.py judge -> the target.
+GPU_TARGETS = {
+    "copy share": GpuTarget("solver steps from D = 8192 on", 0.85, "share", "of the copy rate", at_least=True),
+    "anderson step": GpuTarget("Anderson step, m = 6, bf16 history, (128, 8192)", 20, "us"),
+    "anderson step, large": GpuTarget("Anderson step, m = 6, bf16 history, (32, 65536)", 34, "us"),
+    "broyden step": GpuTarget("Broyden step, n = 18, (128, 8192)", 58, "us"),
+    "anderson solve": GpuTarget("Anderson solve, (128, 8192): gain", 12, "x", "torchdeq", at_least=True),
+    "broyden solve": GpuTarget("Broyden solve, (128, 8192): gain", 8, "x", "torchdeq", at_least=True),
+    "anderson memory": GpuTarget("Anderson solve, bf16 history, (128, 8192): memory", 0.55, "x", "torchdeq's memory"),
+    "broyden memory": GpuTarget("Broyden solve, (128, 8192): memory", 1, "x", "torchdeq's memory"),
+    "waits": GpuTarget("solve, (128, 8192): host waits", 1, "count", "and one for every check"),
+    "solver share": GpuTarget("solve of the bf16 residual cell: the solver's time", 0.4, "share", "of f"),
+    "cell solve": GpuTarget("solve of the bf16 residual cell: gain", 3, "x", "torchdeq", at_least=True),
+    "norm": GpuTarget("normalisation, ReLU and sum of a cell, (128, 512, 4, 4) bf16", 6, "us"),
+    "fc": GpuTarget(_CELL, 120, "us"),
+    "fc gain": GpuTarget(f"{_CELL}: gain", 40, "x", "torchdeq", at_least=True),
+    "nc": GpuTarget("NC1, N = 50000, D = 512, K = 10", 120, "us"),
+    "nc share": GpuTarget("NC1-NC4", NC_TARGETS["cuda"], "share", "of an epoch"),
+    "training step": GpuTarget("a DEQ's training step over the explicit one's", FLOP_TARGET, "x", "the ratio of FLOPs"),
+    "paper": GpuTarget("the paper's 40 trainings of 100 epochs, extrapolated", 1, "h"),
+}
 
 
 def verdicts(rows: Sequence[Row]) -> list[tuple[Target, float | None, bool | None]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ COLOURS = {"deqfast": BLUE, "torchdeq": ORANGE, "eager": GREY, "1 thread": SKY, 
 SPARE = (GREEN, PURPLE, SKY, GREY)  # of series that have no colour of their own
 MARKS = (RED, BLACK)
 DPI = 110
+DATA = "deqfast data"  # key of the fingerprint in a PNG
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # so that no line runs through a number
 
 
@@ -34,8 +37,24 @@ class Bars:
     marks: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
+def fingerprint(bars: Bars) -> str:
+    """The same for the same numbers and words, whatever draws them."""
+    return hashlib.sha256(json.dumps(asdict(bars)).encode()).hexdigest()
+
+
+def shows(bars: Bars, path: Path) -> bool:
+    """Whether the PNG at `path` was drawn from `bars`."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.info.get(DATA) == fingerprint(bars)
+    except (FileNotFoundError, UnidentifiedImageError):
+        return False
+
+
 def draw(bars: Bars, path: Path) -> None:
-    """Write `bars` as PNG."""
+    """Write `bars` as PNG, which tells by ``shows`` what it was drawn from."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,7 +78,7 @@ def draw(bars: Bars, path: Path) -> None:
     if len(names) > 1:
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    figure.savefig(path, dpi=DPI, metadata={"Software": None, DATA: fingerprint(bars)})
     plt.close(figure)
 
 

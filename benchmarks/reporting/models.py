@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .files import File, Results, Row
+from .files import File, ReportError, Results, Row
+from .sources import ran
 from .tables import provider_text
-from .words import count, elapsed, link, plural, span, table, times
+from .words import count, elapsed, link, plural, scientific, span, table, times
 
 COMMAND = "python benchmarks/internet_scale.py --markdown benchmarks/results/internet_scale.md"
 MODEL = "internet scale (model)"
@@ -21,12 +22,19 @@ def model_section(results: Results) -> list[str]:
 
 def introduction(results: Results, file: File) -> str:
     inputs = {row["case"]: row["value"] for row in file.rows if row["section"] == "internet scale (inputs)"}
+    if missing := {"name", "internet", "copy_rate", "product_rate", "rates_from"} - inputs.keys():
+        raise ReportError(f"{file.path}: a model without {', '.join(sorted(missing))}: run `{COMMAND}` again")
+
+    def rate(name: str) -> str:
+        return scientific(inputs[name], more=1)
+
     details = results.folder / f"{file.path.stem}.md"
     more = f" {link('All of its inputs and tables', f'results/{details.name}')}." if details.is_file() else ""
     return (
         f"**A model, not a measurement**: training of MDEQ on {inputs['name']} GPUs, every operation at the "
         f"longer of its bytes at the copy rate and its floating-point operations at a share of a product's rate, "
-        f"launches and waits left out (`{file.command or COMMAND}`). The last column is one pass over "
+        f"launches and waits left out. Its two rates, {rate('copy_rate')} bytes/s and {rate('product_rate')} FLOP/s, "
+        f"are {inputs['rates_from']} ({ran(file)}). The last column is one pass over "
         f"{count(inputs['internet'])} images on the most GPUs.{more}"
     )
 

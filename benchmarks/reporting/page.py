@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .files import PEER, File, Results
+from .files import PEER, File, ReportError, Results, Row
 from .models import model_section
 from .pictures import image
 from .races import residual_section
 from .solvers import EAGER, OURS, SECTION
-from .sources import commit, day, sources
+from .sources import commit, day, ran, sources
 from .study import study_section
 from .tables import cases_of, comparison, counts, folded, image_by_producer, long_table, provider_text
 from .verdicts import summary, target_section
@@ -19,6 +19,20 @@ SUITE_COMMAND = "pytest benchmarks --full --record benchmarks/results/suite_cpu_
 SCALING_COMMAND = "python benchmarks/scaling.py --figure benchmarks/results"
 GATE_COMMAND = "pytest benchmarks --gate --update-baseline"
 GPU_COMMAND = "bash benchmarks/gpu.sh"
+MEASURES = {"solver_ms": "time per iteration", "solve_ms": "time of a solve without f", "peak_bytes": "peak memory"}
+
+
+FLOOR_WORDS = (
+    "What an iteration must move, in passes over the state (B, D), f left out: Picard 3; Anderson and Broyden with n "
+    "pairs in the history 6 + 2h + 2nh, both vectors of a pair with elements h times as wide as the state's; Broyden "
+    "on `cpp` and `torch`, where the history holds a step of every iteration, keeps its n steps alone, a vector each, "
+    "and moves 6 + n. Broyden's floor of torchdeq and of eager is that of pairs. n grows from 0 up to the window."
+)
+MEMORY_WORDS = (
+    "On the CPU deqfast keeps the memory of a solve's history for the next solve (`deqfast.release_memory()` gives it "
+    "back): memory is counted from a state where nothing is kept, and so includes it, but times are those of repeated "
+    "solves, which find it again, while torchdeq allocates and zeroes its own at every call."
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,8 @@ PARTS = (
     Part(
         "Whole solves",
         SECTION,
-        "The whole call, f included: the same f, start and number of iterations for all.",
+        "The whole call, f included: the same f, start and number of iterations for all; deqfast's histories lie in "
+        "memory kept from the call before, as said above.",
     ),
     Part(
         "Operations",
@@ -96,6 +111,10 @@ def solver_section(results: Results) -> list[str]:
         "f subtracted, over the number of evaluations. The byte floor is what the algorithm must move at the copy rate "
         "of the same run; a time below it is one of data that stayed in a cache.",
         "",
+        FLOOR_WORDS,
+        "",
+        MEMORY_WORDS,
+        "",
     ]
     for name in ("gain_over_torchdeq.png", "time_and_floor.png", "memory.png"):
         lines += image(results, name)
@@ -125,15 +144,21 @@ def scaling_section(results: Results) -> list[str]:
     rows = [row for _, row in found]
     if not found:
         return absent("time and memory by batch, state size, history and iterations", SCALING_COMMAND)
-    lines = [f"One variable at a time, f subtracted, beside torchdeq: `{found[0][0].command or SCALING_COMMAND}`.", ""]
+    lines = [f"One variable at a time, f subtracted, beside torchdeq: {ran(found[0][0])}.", ""]
     lines += image_by_producer(results, "scaling_time.png", "Curves: solver time per iteration by each variable")
     lines += image_by_producer(results, "scaling_memory.png", "Curves: peak memory of a solve by each variable")
     lines += ["Exponents a of y ~ x^a, fitted; two where the slope changes:", ""]
-    measures = {"solver_ms": "time per iteration", "ms_min": "time of the whole solve", "peak_bytes": "peak memory"}
     header = ["against", "case", "provider", "of", "exponent"]
-    body = [[row["series"], row["case"], provider_text(row["provider"]), measures.get(row["measure"], row["measure"]),
+    body = [[row["series"], row["case"], provider_text(row["provider"]), measure_text(row),
              row["text"]] for row in rows]  # fmt: skip
     return [*lines, *folded(f"All {plural(len(rows), 'exponent')}", table(header, body, text=header))]
+
+
+def measure_text(row: Row) -> str:
+    """Of what an exponent is."""
+    if row["measure"] not in MEASURES:
+        raise ReportError(f"exponent of {row['case']}: measure {row['measure']!r}, known are {', '.join(MEASURES)}")
+    return MEASURES[row["measure"]]
 
 
 def gate_section(results: Results) -> list[str]:

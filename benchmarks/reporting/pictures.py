@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .figures import Bars, draw
+from .figures import Bars, draw, shows
 from .files import PEER, Results
 from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
 from .tables import threads_text
@@ -53,19 +53,15 @@ def gains(results: Results) -> Bars | None:
 
 
 def floors(results: Results) -> Bars | None:
-    """Time per iteration over the byte floor of the algorithm."""
+    """Time per iteration of each provider over the byte floor of its own algorithm."""
     for headline in headlines(results)[:1]:
-        floor = [ms for case in headline.cases if (ms := typical(case.get(OURS, "floor_iteration_ms")))]
-        if len(floor) < len(headline.cases):
+        shares = series(headline, "floor_x")
+        if not shares:
             return None
-        shares = {
-            name: [ms and ms / least for ms, least in zip(values, floor, strict=True)]
-            for name, values in series(headline, "solver_ms").items()
-        }
         targets = [bound(case.name, "floor_x") for case in headline.cases]
-        marks: dict[str, list[float | None]] = {"target": targets, "byte floor": [1.0] * len(floor)}
+        marks: dict[str, list[float | None]] = {"target": targets, "byte floor": [1.0] * len(targets)}
         return Bars(labels(headline), shares, f"Solver time over its byte floor at {headline.title()}",
-                    "times the byte floor at the copy rate of the run, f subtracted", "×", marks)  # fmt: skip
+                    "times its own byte floor at the copy rate of the run, f subtracted", "×", marks)  # fmt: skip
     return None
 
 
@@ -82,22 +78,30 @@ def memory(results: Results) -> Bars | None:
 FIGURES: dict[str, tuple[str, Callable[[Results], Bars | None]]] = {
     "gain_over_torchdeq.png": ("Bars: how many times faster than torchdeq each solver is, targets marked", gains),
     "time_and_floor.png": (
-        "Bars: solver time of deqfast, torchdeq and eager over the byte floor, which is marked",
+        "Bars: solver time of deqfast, torchdeq and eager, each over its own byte floor, which is marked",
         floors,
     ),
     "memory.png": ("Bars: memory of a solve by deqfast, torchdeq and eager", memory),
 }
 
 
+def drawable(results: Results) -> dict[Path, Bars]:
+    """What there are numbers for, by the file that shows it."""
+    found = {results.folder / "figures" / name: make(results) for name, (_, make) in FIGURES.items()}
+    return {path: bars for path, bars in found.items() if bars is not None}
+
+
 def draw_figures(results: Results) -> list[Path]:
     """Draw what there are numbers for; the paths."""
-    written = []
-    for name, (_, make) in FIGURES.items():
-        bars = make(results)
-        if bars is not None:
-            written.append(results.folder / "figures" / name)
-            draw(bars, written[-1])
-    return written
+    figures = drawable(results)
+    for path, bars in figures.items():
+        draw(bars, path)
+    return list(figures)
+
+
+def stale_figures(results: Results) -> list[Path]:
+    """Those that are not there or show other numbers."""
+    return [path for path, bars in drawable(results).items() if not shows(bars, path)]
 
 
 def image(results: Results, name: str, folder: str = "results") -> list[str]:

@@ -65,18 +65,16 @@ def race_table(rows: list[Row]) -> list[str]:
 
 
 def residual_sentence(results: Results) -> str:
-    """Of the suite at the tightest tolerance, for README: the first solver of ours beside each of torchdeq's."""
+    """Of the suite at the tightest tolerance, for README: our solvers as they are by default beside torchdeq's."""
     for file in results.files:
         for title, rows in races(file)[:1]:
             tol = tolerances(rows)[-1]
             lines = {line["provider"]: line for line in residual_report.summary(rows, tol)}
-            first: dict[str, str] = {}  # torchdeq's solver -> ours
-            for row in rows:
-                if row["peer"] != row["provider"]:
-                    first.setdefault(row["peer"], row["provider"])
-            parts = [race_text(lines[ours], lines[peer]) for peer, ours in first.items() if peer in lines]
+            peers = {row["provider"]: row["peer"] for row in rows}
+            parts = [race_text(lines[name], lines[peers[name]]) for name in residual_report.DEFAULTS if name in lines]
             return (
-                f"{title} to a relative residual of {tolerance(tol)} in every sample, f included: {'; '.join(parts)}. "
+                f"{title} to a relative residual of {tolerance(tol)} in every sample, f included, solvers with their "
+                f"default settings: {'; '.join(parts)}. "
                 f"Ratios are geometric means over the problems that both solve; {origin_of(file)}."
             )
     return absent("the time that each solver takes to a residual", COMMAND)[0]

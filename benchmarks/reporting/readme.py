@@ -9,7 +9,7 @@ from .page import GPU_COMMAND, SUITE_COMMAND
 from .pictures import image
 from .races import residual_sentence
 from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
-from .sources import commit, machine, origin_of
+from .sources import commit, machine, origin_of, ran
 from .study import COMMAND as STUDY_COMMAND
 from .study import step_sentence
 from .tables import Case, cases_of, cell
@@ -45,7 +45,8 @@ def headline_block(results: Results) -> list[str]:
     iterations = listed(sorted({str(case.get(OURS, "iterations")) for case in first.cases}))
     lines = [
         f"Solver time per iteration at {first.shape()}, f subtracted, {iterations} iterations, least of the rounds; "
-        "the byte floor is what the algorithm must move at the copy rate of the same run "
+        "solves are repeated, so that deqfast finds the memory of its history again, which torchdeq allocates and "
+        "zeroes at every call; the byte floor is what deqfast's algorithm must move at the copy rate of the same run "
         f"({origin_of(first.file)}):",
         "",
         *headline_table(first),
@@ -108,7 +109,7 @@ def nc_sentence(results: Results) -> str:
 
 def study_sentence(results: Results) -> str:
     texts = [
-        f"{step_sentence(file)} {machine(file)}, commit {commit(file)}, `{file.command or STUDY_COMMAND}`."
+        f"{step_sentence(file)} {machine(file)}, commit {commit(file)}, {ran(file)}."
         for file in results.files
         if file.runs and file.gpu is None
     ]

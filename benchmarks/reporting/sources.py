@@ -54,10 +54,15 @@ def versions(machine: dict[str, Any]) -> str:
     return ", ".join(f"{text} {machine[name]}" for name, text in names.items() if machine.get(name))
 
 
+def ran(file: File) -> str:
+    """The command that it records."""
+    return f"`{file.command}`" if file.command else "command not recorded"
+
+
 def details(file: File) -> str:
     """How to measure it again, with what it was measured, what else is to be known."""
     vectors = file.machine.get("vectors")
-    parts = [f"`{file.command}`" if file.command else "command not recorded", versions(file.machine),
+    parts = [ran(file), versions(file.machine),
              vectors and f"vectors {vectors}", file.machine.get("system"), file.machine.get("nvidia_smi")]  # fmt: skip
     text = "; ".join(part for part in parts if part)
     return text + (f". {file.remark[0].upper()}{file.remark[1:].rstrip('.')}." if file.remark else ".")
@@ -65,5 +70,4 @@ def details(file: File) -> str:
 
 def origin_of(file: File) -> str:
     """Where its numbers come from, in a sentence: machine, threads, commit, day, command."""
-    ran = f"`{file.command}`" if file.command else "command not recorded"
-    return f"{machine(file)}, threads: {threads(file)}, commit {commit(file)}, {day(file)}, {ran}"
+    return f"{machine(file)}, threads: {threads(file)}, commit {commit(file)}, {day(file)}, {ran(file)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .files import File, Results, Row
+from .sources import ran
 from .tables import image_by_producer
 from .words import absent, digits, duration, link, listed, percent, table, times, whole
 
@@ -68,8 +69,9 @@ def study_section(results: Results) -> list[str]:
     """Both tables, and the figures that training_step.py has drawn."""
     if not results.runs():
         return absent("the training step of the study's networks", COMMAND)
+    commands = listed(dict.fromkeys(ran(file) for file, _ in results.runs()))
     lines = [
-        f"Both networks in turns, medians; `{COMMAND}`. Operations are floating-point operations, with the mean number "
+        f"Both networks in turns, medians; {commands}. Operations are floating-point operations, with the mean number "
         "of evaluations of the steps timed.",
         "",
         *step_table(results),

@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.targets import FLOP_TARGET, GPU_TARGETS, NC_TARGETS, TARGETS, Target
+from harness.targets import FLOP_TARGET, GPU_TARGETS, NC_TARGETS, TARGETS, UNITS, Target
 
 from .files import File, Results
 from .solvers import SECTION, solver_text
+from .sources import ran
 from .study import COMMAND as STUDY_COMMAND
 from .study import size
 from .tables import provider_text
-from .words import Form, digits, link, listed, percent, plural, scientific, span, table, times
+from .words import Form, digits, link, listed, missing, percent, plural, scientific, span, table, times
 
 MET, MISSED, ABSENT, NO_GPU = "met", "missed", "not measured", "not measured: no GPU"
-SUITE_COMMAND = "pytest benchmarks --full"
-GPU_COMMAND = "bash benchmarks/gpu.sh"
+SUITE_COMMAND = "`pytest benchmarks --full`"
+GPU_COMMAND = "`bash benchmarks/gpu.sh`"
+GPU_UNITS = UNITS | {"us": " µs", "x": "×", "share": " %"}
 # Column of a target -> how its numbers are written, and what they are.
 COLUMNS: dict[str, tuple[Form, str]] = {
     "gain": (times, "gain over"),
@@ -29,7 +31,10 @@ COLUMNS: dict[str, tuple[Form, str]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target; `bound` and `measured` as text, `state` starts with one of the four above."""
+    """One target; `bound` and `measured` as text, `state` starts with one of the four above.
+
+    command: that was run, or that would measure it, as Markdown.
+    """
 
     what: str
     bound: str
@@ -55,8 +60,8 @@ def judged(results: Results, target: Target) -> Verdict:
     if not found:
         return Verdict(what, bound, "", ABSENT, SUITE_COMMAND)
     file, values = found[0][0], [value for _, value in found]
-    met = [bool(target.met(value)) for value in values]
-    return Verdict(what, bound, span(values, form), state_of(met), file.command or SUITE_COMMAND, file.name)
+    state = state_of([bool(target.met(value)) for value in values])
+    return Verdict(what, bound, measured_text(values, target.bound, form, state), state, ran(file), file.name)
 
 
 def values_of(results: Results, target: Target) -> list[tuple[File, float]]:
@@ -75,20 +80,27 @@ def state_of(met: Sequence[bool]) -> str:
     return MISSED if missed == len(met) else f"{MISSED} in {missed} of {len(met)} runs"
 
 
+def measured_text(values: list[float], bound: float, form: Form, state: str) -> str:
+    """What misses the bound by however little is told from it."""
+    return span(values, form if state == MET else missing(bound, form))
+
+
 def study_verdicts(results: Results) -> Iterator[Verdict]:
     step, share = "a DEQ's training step over the explicit one's, over the ratio of operations", "NC1-NC4 of an epoch"
     found = [(file, run) for file, run in results.runs() if run["device"] == "cpu"]
     limit, limit_of_share = f"at most {FLOP_TARGET:g}×", f"at most {100 * NC_TARGETS['cpu']:g} %"
     if not found:
-        yield Verdict(step, limit, "", ABSENT, STUDY_COMMAND)
-        yield Verdict(share, limit_of_share, "", ABSENT, STUDY_COMMAND)
+        yield Verdict(step, limit, "", ABSENT, f"`{STUDY_COMMAND}`")
+        yield Verdict(share, limit_of_share, "", ABSENT, f"`{STUDY_COMMAND}`")
     for file, run in found:
-        source = (file.command or STUDY_COMMAND, file.name)
+        source = (ran(file), file.name)
         met = state_of([run["over_flop"] <= FLOP_TARGET])
-        yield Verdict(f"{step}, {size(run)}", limit, times(run["over_flop"]), met, *source)
+        measured = measured_text([run["over_flop"]], FLOP_TARGET, times, met)
+        yield Verdict(f"{step}, {size(run)}", limit, measured, met, *source)
         spent = run["metrics"]["nc_share"]
         met = state_of([spent <= NC_TARGETS["cpu"]])
-        yield Verdict(f"{share}, {size(run)}", limit_of_share, percent(spent), met, *source)
+        measured = measured_text([spent], NC_TARGETS["cpu"], percent, met)
+        yield Verdict(f"{share}, {size(run)}", limit_of_share, measured, met, *source)
 
 
 def gpu_verdicts(results: Results) -> Iterator[Verdict]:
@@ -96,11 +108,14 @@ def gpu_verdicts(results: Results) -> Iterator[Verdict]:
     judged = [(file, row, target) for file in results.gpus for row in file.rows for target in row.get("targets", [])]
     if not judged:
         state = ABSENT if results.gpus else NO_GPU
-        yield from (Verdict(what, bound, "", state, GPU_COMMAND) for what, bound in GPU_TARGETS)
+        yield from (
+            Verdict(target.what, target.words("at least ", "at most ", GPU_UNITS), "", state, GPU_COMMAND)
+            for target in GPU_TARGETS.values()
+        )
     for file, row, target in judged:
         what = f"{file.gpu}, {row['section']}, {row['case']}, {provider_text(row['provider'])}"
         state = {True: MET, False: MISSED, None: ABSENT}[target["met"]]
-        yield Verdict(what, target["target"], "", state, GPU_COMMAND, file.name)
+        yield Verdict(what, target["target"], "", state, ran(file), file.name)
 
 
 def bound(case: str, column: str, against: str | None = None) -> float | None:
@@ -136,7 +151,7 @@ def target_section(results: Results) -> list[str]:
     header = ["what", "target", "measured", "", "file", "command"]
     body = [
         [one.what, one.bound, one.measured, one.state, link(one.file, f"results/{one.file}") if one.file else "",
-         f"`{one.command}`"]
+         one.command]
         for one in verdicts(results)
     ]  # fmt: skip
     words = (

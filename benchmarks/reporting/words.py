@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
 
-Form = Callable[[Any], str]
 WIDTH = 120
 
 
-def digits(value: float) -> str:
+class Form(Protocol):
+    """How a number is written; `more`: how many digits beyond the usual ones."""
+
+    def __call__(self, value: Any, /, more: int = 0) -> str: ...
+
+
+def digits(value: float, more: int = 0) -> str:
     """Three significant digits; an exponent only below 1e-4 and from 1e6 on."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    exponent = math.floor(math.log10(abs(float(f"{value:.{2 + more}e}"))))
     if not -4 <= exponent < 6:
-        return scientific(value)
-    return f"{round(value, 2 - exponent):.{max(0, 2 - exponent)}f}"
+        return scientific(value, more)
+    places = 2 + more - exponent
+    return f"{round(value, places):.{max(0, places)}f}"
 
 
-def scientific(value: float) -> str:
+def scientific(value: float, more: int = 0) -> str:
     """Two significant digits: 1.8e-2."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    mantissa, exponent = f"{value:.1e}".split("e")
+    mantissa, exponent = f"{value:.{1 + more}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
@@ -34,21 +40,21 @@ def tolerance(value: float) -> str:
     return scientific(value).replace(".0e", "e")
 
 
-def with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
+def with_unit(value: float, units: Sequence[tuple[float, str]], more: int = 0) -> str:
     """In the largest unit that leaves a number from 1 on; units: (size, name), ascending."""
-    rounded = float(f"{value:.2e}")  # 999.9 µs is 1.00 ms
+    rounded = float(f"{value:.{2 + more}e}")  # 999.9 µs is 1.00 ms
     size, name = next((unit for unit in reversed(units) if abs(rounded) >= unit[0]), units[0])
-    return f"{digits(value / size)} {name}"
+    return f"{digits(value / size, more)} {name}"
 
 
-def duration(ms: float) -> str:
-    return with_unit(ms, [(1e-6, "ns"), (1e-3, "µs"), (1, "ms"), (1e3, "s")])
+def duration(ms: float, more: int = 0) -> str:
+    return with_unit(ms, [(1e-6, "ns"), (1e-3, "µs"), (1, "ms"), (1e3, "s")], more)
 
 
-def size(count: float) -> str:
+def size(count: float, more: int = 0) -> str:
     if count == 0:
         return "0"
-    return with_unit(count, [(1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB")])
+    return with_unit(count, [(1, "B"), (1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB")], more)
 
 
 def elapsed(seconds: float) -> str:
@@ -60,17 +66,29 @@ def count(number: float) -> str:
     return with_unit(number, [(1, ""), (1e6, "million"), (1e9, "billion")]).strip()
 
 
-def times(value: float) -> str:
-    return f"{digits(value)}×"
+def times(value: float, more: int = 0) -> str:
+    return f"{digits(value, more)}×"
 
 
-def percent(share: float) -> str:
-    return f"{digits(100 * share)} %"
+def percent(share: float, more: int = 0) -> str:
+    return f"{digits(100 * share, more)} %"
 
 
-def whole(value: float) -> str:
+def whole(value: float, more: int = 0) -> str:
     """A count: of a mean, one decimal."""
-    return f"{value:.1f}".removesuffix(".0")
+    return f"{value:.{1 + more}f}".rstrip("0").removesuffix(".")
+
+
+def missing(bound: float, form: Form) -> Form:
+    """`form` for values that may miss `bound`: with as many more digits as tell them from it."""
+
+    def text(value: Any, /, more: int = 0) -> str:
+        enough = more
+        while value != bound and form(value, enough) == form(bound, enough):
+            enough += 1
+        return form(value, enough)
+
+    return text
 
 
 def span(value: Any, form: Form) -> str:

@@ -152,6 +152,12 @@ def test_a_value_that_is_not_finite_reaches_nothing(bad):
     json.dumps(row, allow_nan=False)
 
 
+def test_the_solvers_quoted_by_default_are_those_without_settings():
+    made = {provider.name: provider.solve.args[0] for provider in benchmark.providers()}
+    quoted = [made[name] for name in residual_report.DEFAULTS]
+    assert quoted == [deqfast.Picard, deqfast.Anderson, deqfast.Broyden]
+
+
 @pytest.mark.parametrize("provider", benchmark.providers(), ids=lambda provider: provider.name)
 def test_every_solver_may_evaluate_equally_often(provider):
     expanding = problems.fully_connected("expanding", torch.diag(torch.linspace(-1.3, 1.3, 80)), torch.ones(1, 80))

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import report  # noqa: E402  (found through the path above)
-from harness import record  # noqa: E402  (found through the path above)
-from reporting import files, words  # noqa: E402  (found through the path above)
+from gpu_measure import judge  # noqa: E402  (found through the path above)
+from harness import record, targets  # noqa: E402  (found through the path above)
+from reporting import figures, files, pictures, words  # noqa: E402  (found through the path above)
 from reporting.page import page  # noqa: E402  (found through the path above)
 from reporting.pictures import draw_figures  # noqa: E402  (found through the path above)
 from reporting.readme import performance  # noqa: E402  (found through the path above)
@@ -68,7 +70,8 @@ def residual_rows():
 def modelled_rows():
     shared = {"provider": "torchdeq", "images_per_second": 1000.0, "internet_s": 1e6}
     model = [{**shared, "section": "internet scale (model)", "case": "MDEQ-small", "gpus": gpus} for gpus in (1, 64)]
-    inputs = [("name", "H200"), ("internet", 5_850_000_000)]
+    inputs = [("name", "H200"), ("internet", 5_850_000_000), ("copy_rate", 4.3e12), ("product_rate", 790e12),
+              ("rates_from", "rates recorded elsewhere")]  # fmt: skip
     model += [{"section": "internet scale (inputs)", "case": case, "provider": "H200", "value": value}
               for case, value in inputs]  # fmt: skip
     check = {"section": "internet scale (check)", "provider": "deqfast", "assumed_over_measured": 0.5}
@@ -123,6 +126,21 @@ def test_ranges_only_where_the_ends_differ_as_printed():
     assert words.span([3.9, 5.1, 4.0], words.times) == "3.90× to 5.10×"
     assert words.span([4.001, 4.002], words.times) == "4.00×"
     assert words.span(4.0, words.times) == "4.00×"
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "form", "text"),
+    [(2.998, 3, words.times, "2.998×"), (1.50004, 1.5, words.times, "1.50004×"), (2.98, 3, words.times, "2.98×"),
+     (1.02e-12, 1e-12, words.scientific, "1.02e-12"), (0.030004, 0.03, words.percent, "3.0004 %")],
+)  # fmt: skip
+def test_what_just_misses_a_bound_is_told_from_it(value, bound, form, text):
+    assert words.missing(bound, form)(value) == text
+
+
+def test_a_target_that_is_just_missed_is_told_from_its_bound(root):
+    write(root / "benchmarks" / "results", "suite", solve_rows(gain=20.0, floor_x=1.5004))
+    text = performance(results_of(root))
+    assert "time over its byte floor: 1.5004×, target at most 1.5×" in " ".join(text.split())
 
 
 def test_lists_read_as_english():
@@ -193,6 +211,7 @@ def test_everything_measured_is_on_the_page_and_nothing_of_python(root):
     text = page(results)
     for found in ("| picard-256x1024 |", "not run: no CUDA device", "wrong or broken, not timed: Wrong: \\| far off",
                   "The suite of 2 problems", "| MDEQ-small | torchdeq | 1000 | 1000 | 11.6 days |",
+                  "4.30e12 bytes/s and 7.90e14 FLOP/s, are rates recorded elsewhere",
                   "0.500× of these, and 1.00× to 1.50×", "| batch | picard | deqfast `cpp` | time per iteration | 0.98",
                   "Trained cell: digits cell", "[counters.json](baselines/counters.json)", "measure suite",
                   "Made up for a test.", "aaaaaaa"):  # fmt: skip
@@ -229,6 +248,78 @@ def test_check_fails_until_the_page_is_written_and_once_the_data_change(root):
     write(root / "benchmarks" / "results", "suite", solve_rows(gain=3.0))
     outdated = run(root, "--check")
     assert outdated.returncode == 1 and "RESULTS.md is not what the JSON gives" in outdated.stderr
+
+
+def test_each_provider_is_drawn_over_its_own_floor(root):
+    rows = [row | {"floor_x": {"cpp": 1.2, "torchdeq": 8.0, "eager": 3.0}[row["provider"]]} for row in solve_rows()]
+    write(root / "benchmarks" / "results", "suite", rows)
+    drawn = pictures.floors(results_of(root))
+    assert drawn.values == {"deqfast": [1.2] * 4, "torchdeq": [8.0] * 4, "eager": [3.0] * 4}
+
+
+def test_readme_quotes_the_solvers_as_they_are_by_default(root):
+    rows = []
+    for provider, gain in (("deqfast broyden n=60", 9.0), ("deqfast broyden n=20", 2.0), ("torchdeq broyden", None)):
+        row = residual_rows()[0] | {"provider": provider, "peer": "torchdeq broyden", "gain": gain}
+        rows.append({key: value for key, value in row.items() if value is not None})
+    write(root / "benchmarks" / "results", "residual_cpu", rows)
+    text = " ".join(performance(results_of(root)).split())
+    assert "broyden n=20 is 2.00× as fast as torchdeq's" in text and "n=60" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "met", "missed"),
+    [("copy share", ">=85% of the copy rate", 0.85, 0.84), ("anderson step", "<=20 us", 20, 20.1),
+     ("anderson solve", ">=12x torchdeq", 12, 11.9), ("nc share", "<=1% of an epoch", 0.01, 0.011),
+     ("waits", "<=1 and one for every check", 1, 2)],
+)  # fmt: skip
+def test_gpu_sh_judges_by_the_bounds_that_the_page_shows(root, name, text, met, missed):
+    target = targets.GPU_TARGETS[name]
+    assert target.text == text
+    assert [target.met(value) for value in (met, missed, None)] == [True, False, None]
+    row: dict = {}
+    judge(row, name, missed)
+    assert row["targets"] == [{"target": text, "met": False}]
+    shown = {one.what: one.bound for one in verdicts(results_of(root)) if one.state == "not measured: no GPU"}
+    assert shown[target.what].split()[-1] == text.split()[-1].removeprefix("<=").replace("us", "µs")
+    assert set(shown) == {target.what for target in targets.GPU_TARGETS.values()}
+
+
+def test_a_command_that_was_not_recorded_is_not_made_up(root):
+    folder = root / "benchmarks" / "results"
+    (folder / "training.json").write_text(json.dumps({"machine": MACHINE, "remark": None, "runs": [RUN]}))
+    judged = [one for one in verdicts(results_of(root)) if one.file == "training.json"]
+    assert len(judged) == 2 and {one.command for one in judged} == {"command not recorded"}
+    for text in (page(results_of(root)), performance(results_of(root))):
+        assert "training_step.py" not in text
+
+
+def test_an_exponent_of_something_unknown_is_an_error(root):
+    rows = modelled_rows()
+    write(root / "benchmarks" / "results", "scaling", [*rows[:-1], rows[-1] | {"measure": "solve_ms"}])
+    assert "| time of a solve without f | 0.98" in page(results_of(root))
+    write(root / "benchmarks" / "results", "scaling", [*rows[:-1], rows[-1] | {"measure": "odd"}])
+    with pytest.raises(files.ReportError, match="exponent of picard: measure 'odd', known are solver_ms"):
+        page(results_of(root))
+
+
+def test_check_sees_a_figure_of_other_numbers_or_none(root):
+    folder = root / "benchmarks" / "results"
+    write(folder, "suite", solve_rows())
+    assert run(root).returncode == 0
+    write(folder, "suite", [row | {"peak_bytes": 1000} for row in solve_rows()])
+    assert run(root, "--no-figures").returncode == 0
+    checked = run(root, "--check")
+    assert checked.returncode == 1
+    assert checked.stderr.splitlines() == [
+        f"{folder}/figures/memory.png is not what the JSON gives: run python benchmarks/report.py"
+    ]
+    memory = pictures.drawable(results_of(root))[folder / "figures" / "memory.png"]
+    bars = folder / "figures" / "memory.png"
+    figures.draw(memory, bars)
+    assert figures.shows(memory, bars) and not figures.shows(replace(memory, title="other"), bars)
+    bars.write_text("no image")
+    assert not figures.shows(memory, bars)
 
 
 @pytest.mark.parametrize(

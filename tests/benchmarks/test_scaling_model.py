@@ -1,5 +1,6 @@
 """benchmarks/scaling.py and internet_scale.py: what they count, their arithmetic, and what they refuse."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -296,3 +297,20 @@ def test_bad_arguments_are_refused(capsys, main, given, said):
         main(given)
     assert refused.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_rates_are_those_that_gpu_sh_has_recorded_and_else_said_to_be_of_elsewhere(tmp_path):
+    path = tmp_path / "h200.json"
+    assert model.h200(path) == model.Machine() and "not by gpu.sh" in model.Machine().rates_from
+    rows = [{"section": "rates", "case": "copy", "provider": "torch", "bytes": 8e9, "ms": 2.0}]
+    data = {"machine": {"gpu": "NVIDIA H200", "commit": "c" * 40}, "rows": rows}
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="section rates has no time of bf16"):
+        model.h200(path)
+    rows.append({"section": "rates", "case": "bf16 product 8192^3", "provider": "torch", "flop": 1.4e12, "ms": 2.0})
+    path.write_text(json.dumps(data))
+    found = model.h200(path)
+    assert (found.copy_rate, found.product_rate) == (4e12, 7e14)
+    assert found.rates_from == "rates of the NVIDIA H200 measured by gpu.sh, h200.json, commit ccccccc"
+    text = internet_scale.markdown(found, model.Inputs(), internet_scale.input_rows(found))
+    assert "Copy 4 TB/s and product 700 TFLOP/s are rates of the NVIDIA H200 measured by gpu.sh" in text
