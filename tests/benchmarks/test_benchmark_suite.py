@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -303,18 +304,11 @@ def test_gains_and_targets():
 def test_a_run_writes_a_record_and_ends_with_a_table(tmp_path):
     path, json_path = tmp_path / "record.json", tmp_path / "benchmark.json"
     files = ["--record", str(path), "--benchmark-json", str(json_path)]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "benchmarks/test_ops.py",
-        "-k",
-        "fc_vjp and not cuda",
-        "--remark",
-        "a try",
-    ]
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", "-k", "fc_vjp and not cuda"]
+    # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     result = subprocess.run(
-        [*command, *files, "--remark", "a try"], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, *files, "--remark", "a try"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads(path.read_text())
