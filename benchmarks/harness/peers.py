@@ -4,7 +4,9 @@ pseudo-inverse of neural collapse, and the explicit network.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,22 +22,23 @@ Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
 _TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
 
 
-def torchdeq_name(solver: Any) -> tuple[str, dict[str, Any]]:
-    """torchdeq's name of the method, and the options that make it the one of `solver`."""
-    windows = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
-    history = getattr(solver, "history", None)
-    options = {} if history is None else {windows[type(solver)]: history}
-    return _TORCHDEQ[type(solver)], options
+_WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
+
+
+def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
+    """torchdeq's function of the method with the window of `solver`, and the max_iter with which it calls f as often."""
+    from torchdeq.solver import get_solver
+
+    kind = type(solver)
+    options = {_WINDOWS[kind]: traffic.window(solver)} if kind in _WINDOWS else {}
+    first = kind is deqfast.Broyden  # which torchdeq does not count
+    return functools.partial(get_solver(_TORCHDEQ[kind]), **options), solver.max_iter - first
 
 
 def torchdeq_solve(solver: Any) -> Solve:
     """By torchdeq as it ships; its history has the dtype of the state. ImportError where it is not installed."""
-    from torchdeq.solver import get_solver
-
-    name, options = torchdeq_name(solver)
-    run = get_solver(name)
-    given = {"max_iter": solver.max_iter, "tol": solver.tol, "stop_mode": solver.stop, **options}
-    return lambda f, z0: run(f, z0, **given)[0]
+    run, max_iter = torchdeq_method(solver)
+    return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop)[0]
 
 
 def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -44,13 +47,16 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
     Its backward tolerance is absolute and its default solver plain iteration; both are set to what deqfast does.
     """
     from torchdeq import get_deq
+    from torchdeq.solver import register_solver
 
-    name, options = torchdeq_name(solver)
-    settings = {"f_solver": name, "f_max_iter": solver.max_iter, "f_tol": solver.tol, "f_stop_mode": solver.stop}
+    run, max_iter = torchdeq_method(solver)
+    name = f"{_TORCHDEQ[type(solver)]} {run.keywords}"
+    register_solver(name, run)  # the backward solve takes a window in no other way
+    settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": solver.stop}
     if adjoint == "implicit":
-        settings |= {"ift": True, "b_solver": name, "b_max_iter": solver.max_iter, "b_tol": 1e-6, "b_stop_mode": "rel"}
+        settings |= {"ift": True, "b_solver": name, "b_max_iter": max_iter, "b_tol": 1e-6, "b_stop_mode": "rel"}
     layer = get_deq(**settings)
-    return lambda x, z0: layer(lambda z: cell(z, x), z0, solver_kwargs=options)[0][-1]
+    return lambda x, z0: layer(lambda z: cell(z, x), z0)[0][-1]
 
 
 class _Best:
@@ -157,7 +163,7 @@ def _solve_window(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
 def eager_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, z0) -> z with the gradient of "jfb" or "implicit", the solves by ``eager_solve``."""
     solve = eager_solve(solver)
-    backward = eager_solve(type(solver)(1e-6, solver.max_iter))
+    backward = eager_solve(replace(solver, tol=1e-6, stop="rel"))
 
     def layer(x: Tensor, z0: Tensor) -> Tensor:
         with torch.no_grad():

@@ -143,6 +143,9 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
             assert row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / (1e9 * row["copy_gb_per_s"]))
             assert row["floor_x"] == pytest.approx((row["ms_min"] - row.get("f_ms", 0)) / row["floor_ms"])
     assert "ms" in outcomes["torch"] and "ms" in outcomes["cpp"]
+    if case.section in ("solves", "fc"):
+        made = {provider: row["evaluations"] for provider, row in outcomes.items() if "skipped" not in row}
+        assert set(made) >= {"torch", "cpp", "torchdeq", "eager"} and set(made.values()) == {row["iterations"]}
     assert json.loads(json.dumps(list(outcomes.values())))
     assert tables.table(list(outcomes.values()))
 
