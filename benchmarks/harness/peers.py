@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import deqfast
+from deqfast.ops.memory import empty_history
 
 from . import traffic
 
@@ -26,7 +27,7 @@ _WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
 
 
 def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
-    """torchdeq's function of the method with the window of `solver`, and the max_iter with which it calls f as often."""
+    """torchdeq's function of the method, with the window of `solver`, and the max_iter for as many calls of f."""
     from torchdeq.solver import get_solver
 
     kind = type(solver)
@@ -76,10 +77,16 @@ class _Best:
 
 
 def eager_solve(solver: Any) -> Solve:
-    """The algorithm of `solver` in plain tensor operations, with buffers allocated once."""
-    if isinstance(solver, deqfast.Picard):
-        return lambda f, z0: _rows(_picard, f, z0, solver)
-    return lambda f, z0: _rows(_multisecant, f, z0, solver)
+    """The algorithm of `solver` in plain tensor operations, with the memory of its history kept as deqfast keeps its
+    own."""
+
+    def solve(f: Map, z0: Tensor) -> Tensor:
+        if isinstance(solver, deqfast.Picard):
+            return _rows(_picard, f, z0, solver)
+        alone = traffic.keeps_steps_alone(solver, "eager", z0.dtype)
+        return _rows(_broyden if alone else _multisecant, f, z0, solver)
+
+    return solve
 
 
 def _rows(solve: Callable[..., Tensor], f: Map, z0: Tensor, solver: Any) -> Tensor:
@@ -110,6 +117,33 @@ def _picard(f: Map, z0: Tensor, solver: Any) -> Tensor:
     return best.z
 
 
+def _broyden(f: Map, z0: Tensor, solver: Any) -> Tensor:
+    """Broyden's method from its steps alone: see ``broyden_step`` in ``deqfast.ops.steps``.
+
+    N c = S g with N lower triangular: N_jj = |s_j|^2, N_ji = -s_j . s_{i+1}. Row k of the steps holds g first, so that
+    one product with the history serves both the newest step and g, and another makes the next step.
+    """
+    batch, dim = z0.shape
+    steps = empty_history((batch, solver.max_iter, dim), z0.dtype, z0.device)
+    matrix = z0.new_empty(batch, solver.max_iter, solver.max_iter)
+    buffers = [torch.empty_like(z0) for _ in range(3)]
+    z, best, step = z0, _Best(z0), z0.new_empty(batch, 1, dim)
+    for k in range(solver.max_iter):
+        fz, g = f(z), steps[:, k]
+        if best.judge(z, fz, torch.sub(fz, z, out=g), solver.tol) or k + 1 == solver.max_iter:
+            break
+        if k:
+            dots = steps[:, :k] @ steps[:, k - 1 : k + 1].mT  # with s_{k-1} and g
+            matrix[:, k - 1, : k - 1] = -dots[:, 1:, 0]
+            matrix[:, k - 1, k - 1] = dots[:, -1, 0]
+            c = torch.linalg.solve_triangular(matrix[:, :k, :k], dots[:, :, 1:], upper=False)
+            weights = torch.cat([c[:, :-1], torch.ones_like(c[:, :1])], dim=1) / (1 - c[:, -1:])
+            g.copy_(torch.bmm(weights.mT, steps[:, 1 : k + 1], out=step).squeeze(1))
+        z_next = next(buffer for buffer in buffers if buffer is not z and buffer is not best.z)
+        z = torch.add(z, g, out=z_next)
+    return best.z
+
+
 def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
     """z <- z + g - DF gamma with N gamma = L^T g: see ``deqfast.solvers.multisecant``.
 
@@ -118,7 +152,7 @@ def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
     broyden = isinstance(solver, deqfast.Broyden)
     batch, dim = z0.shape
     window = traffic.window(solver)
-    left, df = (z0.new_empty(batch, window, dim, dtype=solver.history_dtype or z0.dtype) for _ in range(2))
+    left, df = (empty_history((batch, window, dim), solver.history_dtype or z0.dtype, z0.device) for _ in range(2))
     matrix = z0.new_zeros(batch, window, window)
     buffers = [torch.empty_like(z0) for _ in range(3)]
     pair = z0.new_empty(batch, 2, dim)  # y and g, so that one product with L serves both

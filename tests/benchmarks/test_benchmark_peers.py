@@ -72,7 +72,9 @@ def test_the_pseudo_inverse_measures_the_same_neural_collapse():
 
 
 @pytest.mark.parametrize(
-    ("solver", "window"), zip(SOLVERS, [{}, {"m": 4}, {"LBFGS_thres": 12}, {"LBFGS_thres": 5}], strict=True), ids=str
+    ("solver", "window"),
+    list(zip(SOLVERS, [{}, {"m": 4}, {"LBFGS_thres": 12}, {"LBFGS_thres": 5}], strict=True)),
+    ids=str,
 )
 def test_torchdeq_has_the_window_of_the_solver_and_calls_f_as_often(solver, window, problem):
     assert peers.torchdeq_method(solver)[0].keywords == window

@@ -39,6 +39,10 @@ class TestTraffic:
     def test_a_solve_of_20_evaluations(self, solver, passes):
         assert traffic.solve_passes(solver, 20, "cpp") == passes
 
+    @pytest.mark.parametrize("provider", ["torch", "cpp", "eager"])
+    def test_these_keep_the_steps_of_broyden_alone(self, provider):
+        assert traffic.solve_passes(deqfast.Broyden(), 3, provider) == 6 + 7
+
     def test_broyden_on_a_gpu_keeps_pairs(self):
         assert traffic.solve_passes(deqfast.Broyden(), 20, "cuda") == sum(8 + 2 * pairs for pairs in range(19))
 
@@ -87,7 +91,7 @@ class TestRegistry:
         assert {case.section for case in cases.CASES} == {"ops", "solves", "fc", "training", "nc"}
         run = {case.op for case in cases.OPS}
         assert run >= {"picard_step", "multisecant_step", "multisecant_transposed", "norm_act", "norm_act_residual"}
-        assert run >= {"fc_fixed_point", "fc_vjp", "class_means", "within_class_scatter"}
+        assert run >= {"broyden_step", "fc_fixed_point", "fc_vjp", "class_means", "within_class_scatter"}
         for case in cases.CASES:
             assert set(KERNELS) <= set(case.providers) and set(case.peers) <= set(case.providers)
 
@@ -109,6 +113,7 @@ SMALL = [
     ops.StepCase(method="and2", history=6, batch=9, dim=64),
     ops.StepCase(method="good", history=6, history_dtype=torch.bfloat16, batch=1, dim=64),
     ops.StepCase(op="multisecant_transposed", method="good", history=6, batch=9, dim=64),
+    ops.BroydenStepCase(batch=9, dim=64),
     ops.NormOpCase(op="norm_act_residual", shape=(2, 16, 3, 5)),
     ops.FCOpCase(op="fc_fixed_point", batch=3, dim=16, weight_dtype=torch.bfloat16),
     ops.FCOpCase(op="fc_vjp", batch=3, dim=16),
@@ -166,7 +171,7 @@ def broken_ops(monkeypatch):
 
     def broken(provider, device):
         kernel = choose(provider, device)
-        return SimpleNamespace(op=lambda name: op(kernel, name), name=kernel.name)
+        return SimpleNamespace(op=lambda name: op(kernel, name), name=kernel.name, has_broyden_step=True)
 
     monkeypatch.setattr(ops, "kernel_of", broken)
 
