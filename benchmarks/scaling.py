@@ -167,8 +167,8 @@ class Rates:
 
 def solve_with(solver: Any, provider: str) -> Callable[[Any, Tensor], Tensor]:
     if provider == "torchdeq":
-        return torchdeq_solve(solver)
-    return lambda f, z0: deqfast.solve(f, z0, solver, provider).value
+        return torch.no_grad()(torchdeq_solve(solver))
+    return torch.no_grad()(lambda f, z0: deqfast.solve(f, z0, solver, provider).value)
 
 
 class Rows(Contraction):
@@ -223,6 +223,7 @@ def measure(point: Point, case: Case, provider: str, rates: Rates, seconds: floa
     return row
 
 
+@torch.no_grad()
 def calls_of(f: Contraction, z: Tensor, count: int) -> None:
     for _ in range(count):
         z = f(z)

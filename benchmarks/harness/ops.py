@@ -168,7 +168,7 @@ class BroydenStepCase(StepCase):
         return case, few
 
     def still(self, case: Any, state: states.State) -> Any:
-        """The newest step is made as short as the next one is then to be, whose length that one divides."""
+        """With the newest step made short: c_{k-1} grows as 1 / |s_{k-1}|, so that the next step is as short."""
         state["steps"][:, case.k - 1] = STILL * (state["fz"] - state["z"])
         return case
 

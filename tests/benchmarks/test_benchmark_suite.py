@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import cases, collapse, counters, ops, solves, suite, tables, targets, timing, traffic, training
+from harness import cases, collapse, counters, maps, ops, solves, suite, tables, targets, timing, traffic, training
 from harness.entry import KERNELS, Case, Contender, Skipped, Wrong, check
 
 import deqfast
@@ -148,6 +148,9 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
             assert row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / (1e9 * row["copy_gb_per_s"]))
             assert row["floor_x"] == pytest.approx((row["ms_min"] - row.get("f_ms", 0)) / row["floor_ms"])
     assert "ms" in outcomes["torch"] and "ms" in outcomes["cpp"]
+    if case.section == "training":
+        ran = [row for row in outcomes.values() if "skipped" not in row]
+        assert all(row["launches"] > row["evaluations"] and row["host_waits"] >= 0 for row in ran)
     if case.section in ("solves", "fc"):
         made = {provider: row["evaluations"] for provider, row in outcomes.items() if "skipped" not in row}
         assert set(made) >= {"torch", "cpp", "torchdeq", "eager"} and set(made.values()) == {row["iterations"]}
@@ -338,3 +341,19 @@ def test_a_record_in_no_folder_is_refused():
     config = SimpleNamespace(addinivalue_line=lambda *line: None, getoption=given.get, stash={})
     with pytest.raises(pytest.UsageError, match="/no/such/folder is not a folder"):
         options.pytest_configure(config)
+
+
+@pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq", "eager"])
+def test_f_is_called_without_gradients(provider, monkeypatch):
+    call, enabled = maps.Contraction.__call__, []
+
+    def watched(f, z):
+        enabled.append(torch.is_grad_enabled())
+        return call(f, z)
+
+    monkeypatch.setattr(maps.Contraction, "__call__", watched)
+    contender = solves.SolveCase(solver=cases.SOLVERS[0], batch=2, dim=64).contender(provider, "cpu")
+    enabled.clear()
+    contender.call()
+    contender.f()
+    assert enabled == [False] * 2 * cases.ITERATIONS
