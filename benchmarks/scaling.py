@@ -3,9 +3,10 @@
     python benchmarks/scaling.py --figure benchmarks/results
 
 One variable is changed at a time around 32 samples of 8192 elements and 20 iterations. f is an element-wise
-contraction, whose own time is subtracted. Before it is timed, a solve has to reach the residual that the same solve
-reaches in float64. Bytes are those that the algorithm must move, at two rates of a copy measured in this run: the best
-of all sizes (in a cache) and that of the largest (in memory). Peak memory is exact: what torch's allocator handed out.
+contraction, whose own time is subtracted; both libraries, f alone and a large copy are timed in turns. Before it is
+timed, a solve has to reach the residual that the same solve reaches in float64. Bytes are those that the algorithm must
+move, at two rates of a copy: the best of all sizes (in a cache), and that of the copy in turns with the solve (in
+memory). Peak memory is exact: what torch's allocator handed out.
 A full run takes five to seven minutes on two quiet cores; no GPU is used.
 
 Rows of the record beside what harness/record.py says: `axis` and `series`, the variable of a curve and the curve;
@@ -32,7 +33,7 @@ from harness import counters, traffic
 from harness.maps import NEVER, Contraction
 from harness.peers import torchdeq_solve
 from harness.record import RESULTS, Row, read_record, write_record
-from harness.timing import in_turns
+from harness.timing import Copy, in_turns
 from scaling_figures import draw, exponents, leaves_cache
 from torch import Tensor
 
@@ -40,6 +41,7 @@ import deqfast
 
 KERNEL = "cpp"
 SECONDS, ROUNDS = 0.4, 20  # of one row, at most
+COPIED = 16 << 20  # floats of the copy that is timed in turns with the solves: more than caches hold
 TOO_LONG = 4.0  # seconds of a call: larger sizes of its series are left out
 SAMPLES_CHECKED = 2
 # By how much the final residual of a solve may be above that of the same solve in float64, relative to the latter;
@@ -167,8 +169,8 @@ class Rates:
 
 def solve_with(solver: Any, provider: str) -> Callable[[Any, Tensor], Tensor]:
     if provider == "torchdeq":
-        return torchdeq_solve(solver)
-    return lambda f, z0: deqfast.solve(f, z0, solver, provider).value
+        return torch.no_grad()(torchdeq_solve(solver))
+    return torch.no_grad()(lambda f, z0: deqfast.solve(f, z0, solver, provider).value)
 
 
 class Rows(Contraction):
@@ -201,38 +203,51 @@ def heading(point: Point, case: Case, provider: str) -> Row:
     }  # fmt: skip
 
 
-def measure(point: Point, case: Case, provider: str, rates: Rates, seconds: float) -> Row:
-    """One row of the record; its times are those of a call, of which f's are taken off for `solver_ms`.
-
-    seconds: for the rounds, after the first call.
-    """
-    torch.set_num_threads(point.threads)
+def solved(point: Point, case: Case, provider: str) -> tuple[Row, Callable[[], Tensor]]:
+    """A row of the record without its times, its answer checked, and the call that is to be timed."""
     row = heading(point, case, provider)
     f, z0 = Contraction(point.batch, point.dim), torch.zeros(point.batch, point.dim)
-    solve = solve_with(case.solver, provider)
+    solve = functools.partial(solve_with(case.solver, provider), f, z0)
     values: list[Tensor] = []
-    row["peak_bytes"] = counters.memory(lambda: values.append(solve(f, z0)))[1]  # the warm-up, too
-    evaluations = row["evaluations"] = f.calls
+    row["peak_bytes"] = counters.memory(lambda: values.append(solve()))[1]  # the warm-up, too
+    row["evaluations"] = f.calls
     residual = f.residual(values[0])
     row["residual"] = residual if math.isfinite(residual) else None
     check(row, f, values.pop(), case.solver)
-    if "problem" not in row:
-        time_solve(row, functools.partial(solve, f, z0), functools.partial(calls_of, f, z0, evaluations), seconds)
-    if provider != "torchdeq":
-        describe_bytes(row, case.solver, z0.nbytes, rates)
-    return row
+    return row, solve
 
 
+def measure(point: Point, case: Case, providers: list[str], rates: Rates, copy: Copy, seconds: float) -> list[Row]:
+    """A row per provider, all timed in turns with f alone and `copy`; `ms` is of a call, and `solver_ms` without f.
+
+    seconds: for the rounds, after the first calls.
+    """
+    torch.set_num_threads(point.threads)
+    found = {provider: solved(point, case, provider) for provider in providers}
+    f, z0 = Contraction(point.batch, point.dim), torch.zeros(point.batch, point.dim)
+    calls: dict[str, Callable[[], Any]] = {name: call for name, (row, call) in found.items() if "problem" not in row}
+    calls |= {"f": functools.partial(calls_of, f, z0, point.iterations), "copy": copy}
+    times = in_turns(calls, rounds=ROUNDS, seconds=seconds)
+    rows = [row for row, _ in found.values()]
+    for row in rows:
+        row["copy_gb_per_s"] = copy.rate(min(times["copy"])) / 1e9
+        if "problem" not in row:
+            tell_times(row, times[row["provider"]], min(times["f"]) * row["evaluations"] / point.iterations)
+        if row["provider"] != "torchdeq":
+            describe_bytes(row, case.solver, z0.nbytes, rates)
+    return rows
+
+
+@torch.no_grad()
 def calls_of(f: Contraction, z: Tensor, count: int) -> None:
     for _ in range(count):
         z = f(z)
 
 
-def time_solve(row: Row, solve: Callable[[], Any], alone: Callable[[], Any], seconds: float) -> None:
-    times = in_turns({"solve": solve, "f": alone}, rounds=ROUNDS, seconds=seconds)
-    whole, of_f = times["solve"], times["f"]
+def tell_times(row: Row, whole: list[float], of_f: float) -> None:
+    """Of the rounds of a call (seconds), in which f takes `of_f`."""
     row["ms"], row["ms_min"] = 1e3 * statistics.median(whole), 1e3 * min(whole)
-    row["f_ms"], row["rounds"] = 1e3 * min(of_f), [1e3 * seconds for seconds in whole]
+    row["f_ms"], row["rounds"] = 1e3 * of_f, [1e3 * seconds for seconds in whole]
     row["solve_ms"] = row["ms_min"] - row["f_ms"]
     row["solver_ms"] = row["solve_ms"] / row["evaluations"]
 
@@ -240,44 +255,43 @@ def time_solve(row: Row, solve: Callable[[], Any], alone: Callable[[], Any], sec
 def describe_bytes(row: Row, solver: Any, state_bytes: int, rates: Rates) -> None:
     """What the algorithm must move, and how long that takes in memory and in a cache; what it must hold."""
     row["bytes"] = traffic.solve_passes(solver, row["evaluations"], KERNEL) * state_bytes
-    row["floor_ms"], row["cache_floor_ms"] = (1e3 * row["bytes"] / rate for rate in (rates.memory, rates.cache))
+    row["floor_ms"] = 1e-6 * row["bytes"] / row["copy_gb_per_s"]
+    row["cache_floor_ms"] = 1e3 * row["bytes"] / rates.cache
     if "ms_min" in row:
         row["floor_x"] = row["solve_ms"] / row["floor_ms"]
     row["held_bytes"] = traffic.solve_held(solver, KERNEL) * state_bytes
     row["history_bytes"] = row["held_bytes"] - traffic.held_beside_history(solver, KERNEL) * state_bytes
 
 
-def solves(found: list[Point], copies: list[Row], seconds: float) -> Iterator[Row]:
-    """The rows of all points, torchdeq's and ours of a solver one after the other.
+def solves(found: list[Point], copies: list[Row], seconds: float, copied: int = COPIED) -> Iterator[Row]:
+    """The rows of all points, torchdeq's and ours of a solver one after the other; `copied`: floats of the copy.
 
     The rounds share `seconds`; when these are over, torchdeq is left out.
     """
-    todo = [(point, case, provider) for point in found for case in cases(point)
-            for provider in (*(["torchdeq"] if case.peer else []), KERNEL)]  # fmt: skip
-    deadline = time.monotonic() + seconds
+    todo = [(point, case) for point in found for case in cases(point)]
+    deadline, copy = time.monotonic() + seconds, Copy(elements=copied)
     skipped: dict[tuple[str, str, str], str] = {}
-    theirs: Row = {}
-    for index, (point, case, provider) in enumerate(todo):
-        series = (point.series, case.name, provider)
+    for index, (point, case) in enumerate(todo):
         # The first calls and the check of the answer take their part, too.
         share = 0.5 * (deadline - time.monotonic()) / (len(todo) - index)
-        if provider == "torchdeq":
-            theirs = {}
-            if importlib.util.find_spec("torchdeq") is None:
-                skipped[series] = "torchdeq is not installed"
-            elif share < 0:
-                skipped[series] = f"the {seconds:g} s were over"
-        if series in skipped:
-            yield heading(point, case, provider) | {"skipped": skipped[series]}
+        theirs, ours = ((point.series, case.name, provider) for provider in ("torchdeq", KERNEL))
+        if importlib.util.find_spec("torchdeq") is None:
+            skipped[theirs] = "torchdeq is not installed"
+        elif share < 0:
+            skipped[theirs] = f"the {seconds:g} s were over"
+        compared = (theirs, ours) if case.peer else (ours,)
+        yield from (heading(point, case, one[2]) | {"skipped": skipped[one]} for one in compared if one in skipped)
+        providers = [one[2] for one in compared if one not in skipped]
+        if not providers:
             continue
-        row = measure(point, case, provider, Rates.of(copies, point.threads), min(SECONDS, share))
-        if row.get("ms", 0) > 1e3 * TOO_LONG:
-            skipped[series] = f"the size before took more than {TOO_LONG:g} s"
-        if provider == "torchdeq":
-            theirs = row
-        elif case.peer and row.get("solver_ms", 0) > 0 and theirs.get("solver_ms", 0) > 0:
-            row["gain"] = theirs["solver_ms"] / row["solver_ms"]
-        yield row
+        rates = Rates.of(copies, point.threads)
+        rows = measure(point, case, providers, rates, copy, min(SECONDS * len(providers), share))
+        for row in rows:
+            if row.get("ms", 0) > 1e3 * TOO_LONG:
+                skipped[point.series, case.name, row["provider"]] = f"the size before took more than {TOO_LONG:g} s"
+        if len(rows) == 2 and all(row.get("solver_ms", 0) > 0 for row in rows):
+            rows[1]["gain"] = rows[0]["solver_ms"] / rows[1]["solver_ms"]
+        yield from rows
 
 
 ADJOINTS: dict[str, Callable[[deqfast.Anderson, int], Any]] = {
@@ -360,7 +374,7 @@ def run(quick: bool, threads: list[int], seconds: float) -> list[Row]:
     for row in training_memory(quick):
         rows.append(row)
         print(line(row), flush=True)
-    for row in solves(points(quick, threads), copies, seconds):
+    for row in solves(points(quick, threads), copies, seconds, 1 << 14 if quick else COPIED):
         rows.append(row)
         print(line(row), flush=True)
     fitted = exponents(rows)

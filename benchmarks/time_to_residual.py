@@ -70,29 +70,26 @@ def _deqfast(make: Callable[..., Any], f: Map, z0: Tensor, tol: float) -> tuple[
     return solution.value, solution.iterations
 
 
-def _torchdeq(make: Callable[..., Any], evaluations: int, f: Map, z0: Tensor, tol: float) -> tuple[Tensor, None]:
-    return torchdeq_solve(make(tol, evaluations))(f, z0), None
+def _torchdeq(make: Callable[..., Any], f: Map, z0: Tensor, tol: float) -> tuple[Tensor, None]:
+    return torchdeq_solve(make(tol, EVALUATIONS))(f, z0), None
 
 
 def providers() -> list[Provider]:
     """All solvers, torchdeq's last."""
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
+    whole = partial(deqfast.Broyden, history=EVALUATIONS)  # which is torchdeq's default
     ours: dict[str, tuple[str, Callable[..., Any]]] = {
         "picard": (picard, deqfast.Picard),
         "anderson m=6": (anderson, deqfast.Anderson),
         "anderson m=6 bf16 history": (anderson, partial(deqfast.Anderson, history_dtype=torch.bfloat16)),
         "anderson m=8": (anderson, partial(deqfast.Anderson, history=8)),
-        f"broyden n={EVALUATIONS}": (broyden, partial(deqfast.Broyden, history=EVALUATIONS)),
+        f"broyden n={EVALUATIONS}": (broyden, whole),
         "broyden n=20": (broyden, deqfast.Broyden),
     }
-    theirs = {
-        picard: (deqfast.Picard, EVALUATIONS),
-        anderson: (deqfast.Anderson, EVALUATIONS),
-        broyden: (deqfast.Broyden, EVALUATIONS - 1),  # torchdeq does not count the first
-    }
+    theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
     return [
         *(Provider(f"deqfast {name}", peer, partial(_deqfast, make)) for name, (peer, make) in ours.items()),
-        *(Provider(name, name, partial(_torchdeq, *arguments)) for name, arguments in theirs.items()),
+        *(Provider(name, name, partial(_torchdeq, make)) for name, make in theirs.items()),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from cases import (
     MONITOR,
     Case,
     State,
+    StepsCase,
     assert_same_bits,
     check_close,
     check_iterates,
@@ -20,6 +21,7 @@ from cases import (
     run_to,
     same_bits,
     start_state,
+    start_steps,
     strike,
     value_of_f,
 )
@@ -58,35 +60,9 @@ def cpp(*args):
     torch.ops.deqfast.broyden_step(*args)
 
 
-@dataclass(frozen=True)
-class StepsCase(Case):
-    """A broyden_step to compare; `history` is the number of steps there is room for."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*MONITOR, "steps", "gram", "first")
-
-    @property
-    def reference(self) -> Callable[..., None]:
-        return reference.broyden_step
-
-    def scalars(self) -> tuple[float, ...]:
-        return self.k, self.last, self.tol, self.absolute, self.stall_floor
-
-
-def start(case: StepsCase) -> State:
-    """Before the first iteration. What no iteration has written holds NaN."""
-    state = start_state(case)
-    del state["df"]
-    state["steps"] = state.pop("left")
-    state["gram"] = torch.full((case.batch, case.history, case.history), float("nan"), dtype=case.dtype)
-    state["first"] = torch.zeros(case.batch, dtype=torch.int32)
-    return state
-
-
 def make(case: StepsCase) -> State:
     """At iteration case.k: the reference has run the iterations before it, and `case.rows` have been struck."""
-    state = start(case)
+    state = start_steps(case)
     run_to(case, state)
     for row, event in enumerate(case.rows):
         if event == "degenerate":
@@ -150,7 +126,7 @@ def compare_run(case: StepsCase, state: State, k: int = 0) -> State:
 def iterates(step: Callable[..., None], f: Callable, z: torch.Tensor, count: int) -> list[torch.Tensor]:
     """z_1 .. z_count of `step` from z (B, D)."""
     case = StepsCase(batch=z.shape[0], size=z.shape[1], history=count, dtype=z.dtype, tol=0.0)
-    state, found = start(case) | {"z": z.clone(), "best": z.clone()}, []
+    state, found = start_steps(case) | {"z": z.clone(), "best": z.clone()}, []
     for k in range(count):
         state["fz"] = f(state["z"])
         replace(case, k=k).call(step, state)
@@ -198,13 +174,13 @@ class TestReference:
         assert_close([z[0] for z in actual], expected, tolerance)
 
     def test_a_map_that_is_not_linear(self):
-        z = start(StepsCase(batch=2, size=30, dtype=torch.float64))["z"]
+        z = start_steps(StepsCase(batch=2, size=30, dtype=torch.float64))["z"]
         assert_close(iterates(reference.broyden_step, value_of_f, z, 12), self.pairs(value_of_f, z, 12), 1e-12)
 
     def test_the_first_steps_by_hand(self):
         """f(z) = 3 - z / 2 in one dimension: s_0 = 3, g = -1.5, c_0 = -0.5, s_1 = -1.5 / 1.5; z = 2 is the solution."""
         case = StepsCase(batch=1, size=1, history=3)
-        state = start(case) | {"z": torch.zeros(1, 1), "best": torch.zeros(1, 1)}
+        state = start_steps(case) | {"z": torch.zeros(1, 1), "best": torch.zeros(1, 1)}
         for k in range(2):
             state["fz"] = 3 - state["z"] / 2
             replace(case, k=k).call(reference.broyden_step, state)
@@ -221,13 +197,13 @@ class TestAccuracy:
     @pytest.mark.parametrize("size", [16, 63, 64, 257, 777, 1025, 2500])
     def test_a_run(self, size, batch, dtype):
         case = StepsCase(batch=batch, size=size, history=10, k=9, dtype=dtype)
-        compare_run(case, start(case))
+        compare_run(case, start_steps(case))
 
     @every_dtype
     @pytest.mark.parametrize("batch", [0, 1, 3])
     def test_one_dimension(self, batch, dtype):
         case = StepsCase(batch=batch, size=1, history=4, k=3, dtype=dtype)
-        compare_run(case, start(case))
+        compare_run(case, start_steps(case))
 
     @every_dtype
     @pytest.mark.parametrize("k", [6, 7, 13, 19, 25])
@@ -299,7 +275,7 @@ class TestForgetting:
     def test_what_follows_is_a_run_from_there(self, kernel, dtype):
         case = StepsCase(batch=1, size=33, history=12, k=5, dtype=dtype, rows=("singular",), tol=0.0)
         state = make(case)
-        afresh = start(case) | {name: state[name].clone() for name in ("z", "fz")}
+        afresh = start_steps(case) | {name: state[name].clone() for name in ("z", "fz")}
         for k in range(7):
             for shift, run in ((5, state), (0, afresh)):
                 replace(case, k=k + shift).call(self.STEPS[kernel], run)
@@ -312,7 +288,7 @@ class TestForgetting:
         k = len(steps)
         case = StepsCase(batch=1, size=1, history=k + 1, k=k, dtype=dtype)
         known = torch.tensor(steps, dtype=dtype)
-        state = start(case) | {"z": torch.zeros(1, 1, dtype=dtype), "fz": torch.full((1, 1), g, dtype=dtype)}
+        state = start_steps(case) | {"z": torch.zeros(1, 1, dtype=dtype), "fz": torch.full((1, 1), g, dtype=dtype)}
         state["first"].fill_(first)
         state["steps"][0, :k, 0] = known
         state["gram"][0, : k - 1, :k] = torch.outer(known[:-1], known).tril()

@@ -15,7 +15,7 @@ import deqfast
 from .collapse import CollapseCase
 from .entry import Case
 from .maps import NEVER
-from .ops import CollapseOpCase, FCOpCase, NormOpCase, OpCase, StepCase
+from .ops import BroydenStepCase, CollapseOpCase, FCOpCase, NormOpCase, OpCase, StepCase
 from .solves import FCSolveCase, SolveCase
 from .training import TOL, TrainingCase
 
@@ -31,13 +31,14 @@ FC, SMALL, LAST_STAGE, ONE, MDEQ = (128, 256), (256, 1024), (128, 8192), (1, 655
 
 
 def steps(batch: int, dim: int) -> list[OpCase]:
-    """The steps of the four solvers and the transposed product, windows full."""
+    """The steps of the solvers, Broyden's from pairs and from steps, and the transposed product; windows full."""
     size: dict[str, Any] = {"batch": batch, "dim": dim}
     return [
         StepCase(op="picard_step", **size),
         StepCase(method="and2", history=6, **size),
         StepCase(method="and2", history=6, history_dtype=BF16, **size),
         StepCase(method="good", history=20, **size),
+        BroydenStepCase(**size),
         StepCase(op="multisecant_transposed", method="good", history=20, **size),
     ]
 

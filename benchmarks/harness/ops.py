@@ -17,7 +17,19 @@ from deqfast.testing import relative_error
 
 from . import traffic
 from .counters import count
-from .entry import KERNELS, Case, Contender, Wrong, check, check_results, kernel_of, on, require_fc_kernel, short
+from .entry import (
+    KERNELS,
+    Case,
+    Contender,
+    Skipped,
+    Wrong,
+    check,
+    check_results,
+    kernel_of,
+    on,
+    require_fc_kernel,
+    short,
+)
 from .maps import FC_RADIUS, NEVER
 from .record import Row
 
@@ -25,7 +37,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "kernels"))
 import cases as states  # noqa: E402  (the states that the tests of the ops use; found through the path above)
 import norm_cases  # noqa: E402  (found through the path above)
 
-# Steps that leave z where it is: repeated, they find the same work every time.
+# Of a step that leaves z where it is.
 STILL = 2.0**-20
 ROWS = 8  # samples whose state is made by the reference, and compared with it; the others are copies of them
 COLLAPSE_ERROR = {"torch": 1e-12, "cpp": 1e-12, "triton": 1e-5, "cuda": 1e-5}  # those of a GPU compute in float32
@@ -78,18 +90,26 @@ class StepCase(OpCase):
             passes = traffic.multisecant_passes(self.history, wide)
         return round(passes * self.batch * self.dim * 4)
 
-    def contender(self, provider: str, device: str) -> Contender:
-        op = kernel_of(provider, device).op("picard_step" if self.method is None else self.op)
+    def state(self) -> tuple[Any, states.State]:
+        """The step of a few samples, and their state before it."""
         case = states.Case(
             self.method, min(self.batch, ROWS), self.dim, self.history, k=self.history,
             history_dtype=self.history_dtype, damping=0.5 if self.method is None else 1.0, tol=0.0, wobble=0.5,
         )  # fmt: skip
-        few = states.make_state(case)
+        return case, states.make_state(case)
+
+    def still(self, case: Any, state: states.State) -> Any:
+        """The step that is timed: it leaves z where it is, so that it finds the same work every time."""
+        return replace(case, damping=STILL, alpha=STILL)
+
+    def contender(self, provider: str, device: str) -> Contender:
+        op = kernel_of(provider, device).op(self.op)
+        case, few = self.state()
         state = {name: repeated(name, tensor, self.batch).to(device) for name, tensor in few.items()}
         if self.op == "multisecant_transposed":
             return self._transposed(op, case, few, state)
         facts = self._check(op, case, few, state)
-        still = replace(case, damping=STILL, alpha=STILL)
+        still = self.still(case, state)
         for record in ("residual", "gain"):
             state[record].zero_()  # no iterate is better, so that none is copied to `best`
 
@@ -123,6 +143,39 @@ class StepCase(OpCase):
         )
         call = partial(op, *arguments(state))
         return self.finish(call, check_results([call().cpu()], [plain], [exact]) | {"bytes": self.bytes()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BroydenStepCase(StepCase):
+    """The last step of a solve of `history` evaluations by Broyden's method, which has the steps before it alone."""
+
+    op: str = "broyden_step"
+    history: int = 20
+
+    @property
+    def name(self) -> str:
+        return f"broyden-steps{self.history - 1}-step-{self.batch}x{self.dim}"
+
+    def bytes(self) -> int:
+        return traffic.steps_passes(self.history - 1) * self.batch * self.dim * 4
+
+    def state(self) -> tuple[Any, states.State]:
+        case = states.StepsCase(
+            None, min(self.batch, ROWS), self.dim, self.history, k=self.history - 1, tol=0.0, wobble=0.5
+        )
+        few = states.start_steps(case)
+        states.run_to(case, few)
+        return case, few
+
+    def still(self, case: Any, state: states.State) -> Any:
+        """With the newest step made short: c_{k-1} grows as 1 / |s_{k-1}|, so that the next step is as short."""
+        state["steps"][:, case.k - 1] = STILL * (state["fz"] - state["z"])
+        return case
+
+    def contender(self, provider: str, device: str) -> Contender:
+        if not kernel_of(provider, device).has_broyden_step:
+            raise Skipped(f"{provider} has no broyden_step: its solves keep pairs")
+        return super().contender(provider, device)
 
 
 LABELS = {"and2": "anderson-m", "good": "broyden-n"}

@@ -4,13 +4,16 @@ pseudo-inverse of neural collapse, and the explicit network.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import deqfast
+from deqfast.ops.memory import empty_history
 
 from . import traffic
 
@@ -20,22 +23,23 @@ Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
 _TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
 
 
-def torchdeq_name(solver: Any) -> tuple[str, dict[str, Any]]:
-    """torchdeq's name of the method, and the options that make it the one of `solver`."""
-    windows = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
-    history = getattr(solver, "history", None)
-    options = {} if history is None else {windows[type(solver)]: history}
-    return _TORCHDEQ[type(solver)], options
+_WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
+
+
+def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
+    """torchdeq's function of the method, with the window of `solver`, and the max_iter for as many calls of f."""
+    from torchdeq.solver import get_solver
+
+    kind = type(solver)
+    options = {_WINDOWS[kind]: traffic.window(solver)} if kind in _WINDOWS else {}
+    first = kind is deqfast.Broyden  # which torchdeq does not count
+    return functools.partial(get_solver(_TORCHDEQ[kind]), **options), solver.max_iter - first
 
 
 def torchdeq_solve(solver: Any) -> Solve:
     """By torchdeq as it ships; its history has the dtype of the state. ImportError where it is not installed."""
-    from torchdeq.solver import get_solver
-
-    name, options = torchdeq_name(solver)
-    run = get_solver(name)
-    given = {"max_iter": solver.max_iter, "tol": solver.tol, "stop_mode": solver.stop, **options}
-    return lambda f, z0: run(f, z0, **given)[0]
+    run, max_iter = torchdeq_method(solver)
+    return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop)[0]
 
 
 def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -44,13 +48,16 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
     Its backward tolerance is absolute and its default solver plain iteration; both are set to what deqfast does.
     """
     from torchdeq import get_deq
+    from torchdeq.solver import register_solver
 
-    name, options = torchdeq_name(solver)
-    settings = {"f_solver": name, "f_max_iter": solver.max_iter, "f_tol": solver.tol, "f_stop_mode": solver.stop}
+    run, max_iter = torchdeq_method(solver)
+    name = f"{_TORCHDEQ[type(solver)]} {run.keywords}"
+    register_solver(name, run)  # the backward solve takes a window in no other way
+    settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": solver.stop}
     if adjoint == "implicit":
-        settings |= {"ift": True, "b_solver": name, "b_max_iter": solver.max_iter, "b_tol": 1e-6, "b_stop_mode": "rel"}
+        settings |= {"ift": True, "b_solver": name, "b_max_iter": max_iter, "b_tol": 1e-6, "b_stop_mode": "rel"}
     layer = get_deq(**settings)
-    return lambda x, z0: layer(lambda z: cell(z, x), z0, solver_kwargs=options)[0][-1]
+    return lambda x, z0: layer(lambda z: cell(z, x), z0)[0][-1]
 
 
 class _Best:
@@ -70,10 +77,16 @@ class _Best:
 
 
 def eager_solve(solver: Any) -> Solve:
-    """The algorithm of `solver` in plain tensor operations, with buffers allocated once."""
-    if isinstance(solver, deqfast.Picard):
-        return lambda f, z0: _rows(_picard, f, z0, solver)
-    return lambda f, z0: _rows(_multisecant, f, z0, solver)
+    """The algorithm of `solver` in plain tensor operations, with the memory of its history kept as deqfast keeps its
+    own."""
+
+    def solve(f: Map, z0: Tensor) -> Tensor:
+        if isinstance(solver, deqfast.Picard):
+            return _rows(_picard, f, z0, solver)
+        alone = traffic.keeps_steps_alone(solver, "eager", z0.dtype)
+        return _rows(_broyden if alone else _multisecant, f, z0, solver)
+
+    return solve
 
 
 def _rows(solve: Callable[..., Tensor], f: Map, z0: Tensor, solver: Any) -> Tensor:
@@ -104,6 +117,33 @@ def _picard(f: Map, z0: Tensor, solver: Any) -> Tensor:
     return best.z
 
 
+def _broyden(f: Map, z0: Tensor, solver: Any) -> Tensor:
+    """Broyden's method from its steps alone: see ``broyden_step`` in ``deqfast.ops.steps``.
+
+    N c = S g with N lower triangular: N_jj = |s_j|^2, N_ji = -s_j . s_{i+1}. Row k of the steps holds g first, so that
+    one product with the history serves both the newest step and g, and another makes the next step.
+    """
+    batch, dim = z0.shape
+    steps = empty_history((batch, solver.max_iter, dim), z0.dtype, z0.device)
+    matrix = z0.new_empty(batch, solver.max_iter, solver.max_iter)
+    buffers = [torch.empty_like(z0) for _ in range(3)]
+    z, best, step = z0, _Best(z0), z0.new_empty(batch, 1, dim)
+    for k in range(solver.max_iter):
+        fz, g = f(z), steps[:, k]
+        if best.judge(z, fz, torch.sub(fz, z, out=g), solver.tol) or k + 1 == solver.max_iter:
+            break
+        if k:
+            dots = steps[:, :k] @ steps[:, k - 1 : k + 1].mT  # with s_{k-1} and g
+            matrix[:, k - 1, : k - 1] = -dots[:, 1:, 0]
+            matrix[:, k - 1, k - 1] = dots[:, -1, 0]
+            c = torch.linalg.solve_triangular(matrix[:, :k, :k], dots[:, :, 1:], upper=False)
+            weights = torch.cat([c[:, :-1], torch.ones_like(c[:, :1])], dim=1) / (1 - c[:, -1:])
+            g.copy_(torch.bmm(weights.mT, steps[:, 1 : k + 1], out=step).squeeze(1))
+        z_next = next(buffer for buffer in buffers if buffer is not z and buffer is not best.z)
+        z = torch.add(z, g, out=z_next)
+    return best.z
+
+
 def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
     """z <- z + g - DF gamma with N gamma = L^T g: see ``deqfast.solvers.multisecant``.
 
@@ -112,7 +152,7 @@ def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
     broyden = isinstance(solver, deqfast.Broyden)
     batch, dim = z0.shape
     window = traffic.window(solver)
-    left, df = (z0.new_empty(batch, window, dim, dtype=solver.history_dtype or z0.dtype) for _ in range(2))
+    left, df = (empty_history((batch, window, dim), solver.history_dtype or z0.dtype, z0.device) for _ in range(2))
     matrix = z0.new_zeros(batch, window, window)
     buffers = [torch.empty_like(z0) for _ in range(3)]
     pair = z0.new_empty(batch, 2, dim)  # y and g, so that one product with L serves both
@@ -157,7 +197,7 @@ def _solve_window(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
 def eager_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, z0) -> z with the gradient of "jfb" or "implicit", the solves by ``eager_solve``."""
     solve = eager_solve(solver)
-    backward = eager_solve(type(solver)(1e-6, solver.max_iter))
+    backward = eager_solve(replace(solver, tol=1e-6, stop="rel"))
 
     def layer(x: Tensor, z0: Tensor) -> Tensor:
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import deqfast
 
 from . import traffic
 from .counters import count
-from .entry import KERNELS, Case, Contender, Skipped, check, kernel_of, require_fc_kernel, short
+from .entry import KERNELS, Case, Contender, Skipped, Wrong, check, kernel_of, require_fc_kernel, short
 from .maps import MAPS, NEVER, FullyConnected
 from .peers import Solve, eager_solve, torchdeq_solve
 from .record import Row
@@ -31,7 +32,11 @@ def solver_name(solver: Any) -> str:
 
 
 def solve_by(provider: str, solver: Any, device: str) -> Solve:
-    """(f, z0) -> z by a kernel of deqfast or by a peer; ``Skipped`` where it is not there."""
+    """(f, z0) -> z without gradients, by a kernel of deqfast or by a peer; ``Skipped`` where it is not there."""
+    return torch.no_grad()(_solve_by(provider, solver, device))
+
+
+def _solve_by(provider: str, solver: Any, device: str) -> Solve:
     if provider == "torchdeq":
         try:
             return torchdeq_solve(solver)
@@ -82,6 +87,7 @@ class SolveCase(Case):
             "host_waits": counters.host_waits,
         }
 
+        @torch.no_grad()
         def f_alone() -> None:
             z = z0
             for _ in range(evaluations):
@@ -118,22 +124,23 @@ class FCSolveCase(Case):
             kernel = kernel_of(provider, device)
             require_fc_kernel(kernel, f.weight, f.c.dtype)
 
+            @torch.no_grad()
             def solve() -> Tensor:
                 return deqfast.fc_fixed_point(f.weight, f.c, z0, "tanh", solver, kernel.name)[0]
         else:
-            run = solve_by(provider, solver, device)
-
-            def solve() -> Tensor:
-                return run(f, z0)
+            solve = partial(solve_by(provider, solver, device), f, z0)
 
         residual = f.residual(solve())
         check("relative residual", residual, self.allowed)
+        evaluations = f.calls if provider in self.peers else self.iterations
+        if evaluations != self.iterations:
+            raise Wrong(f"{evaluations} evaluations, not {self.iterations}; not timed")
         counters = count(lambda g: solve(), f)  # f too: fc_fixed_point holds it
         facts = {
-            "evaluations": self.iterations,
+            "evaluations": evaluations,
             "residual": residual,
             "peak_bytes": counters.peak_bytes,
-            "launches": counters.operations / self.iterations,
+            "launches": counters.operations / evaluations,
             "host_waits": counters.host_waits,
         }
         return Contender(solve, facts)

@@ -49,9 +49,10 @@ def transposed_passes(pairs: int, width: float) -> float:
     return 3 + 2 * width * pairs
 
 
-def keeps_steps_alone(solver: Any, kernel: str) -> bool:
-    """Whether a solve of a float32 state keeps Broyden's steps and no pairs."""
-    return isinstance(solver, deqfast.Broyden) and solver.keeps_steps_alone(torch.float32, Kernel(kernel))
+def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a solve of a state of `dtype` keeps Broyden's steps and no pairs; "eager" does what "torch" does."""
+    kernel = "torch" if kernel == "eager" else kernel
+    return isinstance(solver, deqfast.Broyden) and solver.keeps_steps_alone(dtype, Kernel(kernel))
 
 
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .counters import memory
+from .counters import count
 from .entry import KERNELS, Case, Contender, Skipped, check, kernel_of
 from .maps import relative_residual
 from .peers import eager_layer, explicit_layer, torchdeq_layer
@@ -61,7 +61,12 @@ class TrainingCase(Case):
         layer = self._layer(provider, problem.cell)
         gradient, z = problem.step(layer)
         facts = problem.judge(provider, gradient, z) | {"evaluations": self._evaluations(provider, problem, layer)}
-        facts["peak_bytes"] = memory(lambda: problem.step(layer))[1]
+        counters = count(lambda f: problem.step(layer), lambda: None)  # the cell's operations too
+        facts |= {
+            "peak_bytes": counters.peak_bytes,
+            "launches": counters.operations,
+            "host_waits": counters.host_waits,
+        }
         return Contender(lambda: problem.step(layer), facts)
 
     def _layer(self, provider: str, cell: Any) -> Layer:

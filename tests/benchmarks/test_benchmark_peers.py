@@ -52,7 +52,7 @@ def test_the_eager_solve_with_a_short_history(problem):
 @pytest.mark.parametrize("shape", [(2, 8, 4, 4), (3, 16)], ids=["residual", "fc"])
 def test_the_layers_have_the_gradient_of_deqfast(layer, adjoint, shape):
     kind = "residual" if len(shape) == 4 else "fc"
-    case = training.TrainingCase(cell=kind, shape=shape, adjoint=adjoint, solver=deqfast.Broyden(1e-12, 80))
+    case = training.TrainingCase(cell=kind, shape=shape, adjoint=adjoint, solver=deqfast.Broyden(1e-12, 80, history=80))
     problem = training.Problem(case, "torch", "cpu", torch.float64)
     exact, _, _ = training.exact_gradient(case, explicit=False)
     build = {"eager": peers.eager_layer, "torchdeq": peers.torchdeq_layer}[layer]
@@ -69,3 +69,14 @@ def test_the_pseudo_inverse_measures_the_same_neural_collapse():
     for name, value in found.items():
         assert value == pytest.approx(getattr(expected, name), rel=1e-6), name
     assert collapse.exact_nc1(features, labels, 3) == pytest.approx(expected.nc1, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("solver", "window"),
+    list(zip(SOLVERS, [{}, {"m": 4}, {"LBFGS_thres": 12}, {"LBFGS_thres": 5}], strict=True)),
+    ids=str,
+)
+def test_torchdeq_has_the_window_of_the_solver_and_calls_f_as_often(solver, window, problem):
+    assert peers.torchdeq_method(solver)[0].keywords == window
+    peers.torchdeq_solve(solver)(problem, torch.zeros(3, 24, dtype=torch.float64))
+    assert problem.calls == solver.max_iter

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import cases, collapse, counters, ops, solves, suite, tables, targets, timing, traffic, training
+from harness import cases, collapse, counters, maps, ops, solves, suite, tables, targets, timing, traffic, training
 from harness.entry import KERNELS, Case, Contender, Skipped, Wrong, check
 
 import deqfast
@@ -37,6 +38,10 @@ class TestTraffic:
     )
     def test_a_solve_of_20_evaluations(self, solver, passes):
         assert traffic.solve_passes(solver, 20, "cpp") == passes
+
+    @pytest.mark.parametrize("provider", ["torch", "cpp", "eager"])
+    def test_these_keep_the_steps_of_broyden_alone(self, provider):
+        assert traffic.solve_passes(deqfast.Broyden(), 3, provider) == 6 + 7
 
     def test_broyden_on_a_gpu_keeps_pairs(self):
         assert traffic.solve_passes(deqfast.Broyden(), 20, "cuda") == sum(8 + 2 * pairs for pairs in range(19))
@@ -86,7 +91,7 @@ class TestRegistry:
         assert {case.section for case in cases.CASES} == {"ops", "solves", "fc", "training", "nc"}
         run = {case.op for case in cases.OPS}
         assert run >= {"picard_step", "multisecant_step", "multisecant_transposed", "norm_act", "norm_act_residual"}
-        assert run >= {"fc_fixed_point", "fc_vjp", "class_means", "within_class_scatter"}
+        assert run >= {"broyden_step", "fc_fixed_point", "fc_vjp", "class_means", "within_class_scatter"}
         for case in cases.CASES:
             assert set(KERNELS) <= set(case.providers) and set(case.peers) <= set(case.providers)
 
@@ -108,6 +113,7 @@ SMALL = [
     ops.StepCase(method="and2", history=6, batch=9, dim=64),
     ops.StepCase(method="good", history=6, history_dtype=torch.bfloat16, batch=1, dim=64),
     ops.StepCase(op="multisecant_transposed", method="good", history=6, batch=9, dim=64),
+    ops.BroydenStepCase(batch=9, dim=64),
     ops.NormOpCase(op="norm_act_residual", shape=(2, 16, 3, 5)),
     ops.FCOpCase(op="fc_fixed_point", batch=3, dim=16, weight_dtype=torch.bfloat16),
     ops.FCOpCase(op="fc_vjp", batch=3, dim=16),
@@ -142,6 +148,12 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
             assert row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / (1e9 * row["copy_gb_per_s"]))
             assert row["floor_x"] == pytest.approx((row["ms_min"] - row.get("f_ms", 0)) / row["floor_ms"])
     assert "ms" in outcomes["torch"] and "ms" in outcomes["cpp"]
+    if case.section == "training":
+        ran = [row for row in outcomes.values() if "skipped" not in row]
+        assert all(row["launches"] > row["evaluations"] and row["host_waits"] >= 0 for row in ran)
+    if case.section in ("solves", "fc"):
+        made = {provider: row["evaluations"] for provider, row in outcomes.items() if "skipped" not in row}
+        assert set(made) >= {"torch", "cpp", "torchdeq", "eager"} and set(made.values()) == {row["iterations"]}
     assert json.loads(json.dumps(list(outcomes.values())))
     assert tables.table(list(outcomes.values()))
 
@@ -162,7 +174,7 @@ def broken_ops(monkeypatch):
 
     def broken(provider, device):
         kernel = choose(provider, device)
-        return SimpleNamespace(op=lambda name: op(kernel, name), name=kernel.name)
+        return SimpleNamespace(op=lambda name: op(kernel, name), name=kernel.name, has_broyden_step=True)
 
     monkeypatch.setattr(ops, "kernel_of", broken)
 
@@ -303,18 +315,11 @@ def test_gains_and_targets():
 def test_a_run_writes_a_record_and_ends_with_a_table(tmp_path):
     path, json_path = tmp_path / "record.json", tmp_path / "benchmark.json"
     files = ["--record", str(path), "--benchmark-json", str(json_path)]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "benchmarks/test_ops.py",
-        "-k",
-        "fc_vjp and not cuda",
-        "--remark",
-        "a try",
-    ]
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", "-k", "fc_vjp and not cuda"]
+    # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     result = subprocess.run(
-        [*command, *files, "--remark", "a try"], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, *files, "--remark", "a try"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads(path.read_text())
@@ -336,3 +341,19 @@ def test_a_record_in_no_folder_is_refused():
     config = SimpleNamespace(addinivalue_line=lambda *line: None, getoption=given.get, stash={})
     with pytest.raises(pytest.UsageError, match="/no/such/folder is not a folder"):
         options.pytest_configure(config)
+
+
+@pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq", "eager"])
+def test_f_is_called_without_gradients(provider, monkeypatch):
+    call, enabled = maps.Contraction.__call__, []
+
+    def watched(f, z):
+        enabled.append(torch.is_grad_enabled())
+        return call(f, z)
+
+    monkeypatch.setattr(maps.Contraction, "__call__", watched)
+    contender = solves.SolveCase(solver=cases.SOLVERS[0], batch=2, dim=64).contender(provider, "cpu")
+    enabled.clear()
+    contender.call()
+    contender.f()
+    assert enabled == [False] * 2 * cases.ITERATIONS

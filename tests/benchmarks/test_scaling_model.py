@@ -98,10 +98,9 @@ def test_torchdeq_is_left_out_when_time_is_up():
 
 
 def solver_of(side, evaluations):
-    """The solver of a side that evaluates f so often; torchdeq's Broyden does once more than it steps."""
+    """The solver of a side that evaluates f so often; torchdeq's Broyden does once more than it has pairs."""
     if side.solver == "broyden":
-        iterations = evaluations - (side.provider == "torchdeq")
-        return deqfast.Broyden(scaling.NEVER, iterations, history=iterations)
+        return deqfast.Broyden(scaling.NEVER, evaluations, history=evaluations - (side.provider == "torchdeq"))
     dtype = torch.bfloat16 if side.solver.endswith("bf16") else None
     return deqfast.Anderson(scaling.NEVER, evaluations, history=6, history_dtype=dtype)
 

@@ -89,6 +89,32 @@ def start_state(case: Case, device: str = "cpu") -> State:
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 
+@dataclass(frozen=True)
+class StepsCase(Case):
+    """A broyden_step to compare; `history` is the number of steps there is room for."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*MONITOR, "steps", "gram", "first")
+
+    @property
+    def reference(self) -> Callable[..., None]:
+        return reference.broyden_step
+
+    def scalars(self) -> tuple[float, ...]:
+        return self.k, self.last, self.tol, self.absolute, self.stall_floor
+
+
+def start_steps(case: StepsCase) -> State:
+    """``start_state`` of ``broyden_step``."""
+    state = start_state(case)
+    del state["df"]
+    state["steps"] = state.pop("left")
+    state["gram"] = torch.full((case.batch, case.history, case.history), float("nan"), dtype=case.dtype)
+    state["first"] = torch.zeros(case.batch, dtype=torch.int32)
+    return state
+
+
 def advance(case: Case, step: Callable[..., None], state: State) -> None:
     """Iteration case.k with `step`, then f at the new iterates."""
     case.call(step, state)
