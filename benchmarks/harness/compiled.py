@@ -23,7 +23,7 @@ from .record import Row
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path.append(str(TESTS / "csrc"))
-from test_cuda_compile import CUOBJDUMP, demangle  # noqa: E402  (found through the path above)
+from cuobjdump import CUOBJDUMP, demangle  # noqa: E402  (found through the path above)
 
 Usage = dict[tuple[str, str], dict[str, int]]  # (mangled name, "sm_90") -> counters
 
