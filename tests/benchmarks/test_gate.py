@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from harness import counted, gate, ratios
 from harness.counters import count
 from harness.gate import Baseline, Verdict, judge_counters, judge_ratio
+from harness.record import read_record
 from harness.timing import Copy
 
 from deqfast.solvers.picard import Picard
@@ -342,6 +344,44 @@ def test_other_versions_are_told_and_not_judged(project):
     assert result.ret == 0
     result.assert_outcomes(skipped=2, passed=1, deselected=2)
     result.stdout.fnmatch_lines(["not judged: 2", "  counters: all cases: the baseline is of torch 1, this is torch 2"])
+
+
+def test_other_versions_fail_where_a_judgement_is_required(project):
+    result = project.runpytest("--gate=counters", "--gate-required=counters")
+    assert result.ret == 0
+    changed(project, '"torch 1")\n    gate.counters', '"torch 2")\n    gate.counters')
+    result = project.runpytest("--gate=counters", "--gate-required=triton,counters")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=2, passed=1, deselected=2)
+    result.stdout.fnmatch_lines(
+        ["*counters: not judged*is of torch 1, this is torch 2; *`pytest benchmarks --gate=counters --update-baseline`"]
+    )
+    renewed = project.runpytest("--gate=counters", "--gate-required=counters", "--update-baseline")
+    renewed.assert_outcomes(passed=3, deselected=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--gate", "--gate-required=torch"],
+            "*'torch' is not judged: --gate=all judges counters, *, ratios",
+        ),
+        (["--gate=counters", "--gate-required=ratios"], "*'ratios' is not judged: --gate=counters judges counters, *"),
+        (["--gate-required=counters"], "*'counters' is not judged: --gate is not given"),
+    ],
+)
+def test_what_is_not_judged_cannot_be_required(project, options, message):
+    refused = project.runpytest(*options)
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines([message])
+
+
+def test_the_command_typed_is_in_a_new_baseline(project, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)]))
+    typed = ["-m", "pytest", "--gate=counters", "--update-baseline"]
+    subprocess.run([sys.executable, *typed], cwd=project.path, capture_output=True, check=True)
+    assert read_record(Path("baselines/counters.json"))["command"] == shlex.join(["python", *typed])
 
 
 def test_a_part_of_a_group_replaces_no_baseline(project):
