@@ -1,9 +1,28 @@
 """What a record says of its run: commit, processor, command, and whether it is whole."""
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from harness import record
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_OP = ["-k", "test_op and picard-step-128x256-torch"]
+INTERRUPTION = """
+import pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    raise KeyboardInterrupt
+"""
+FAILURE = """
+import pytest
+
+def pytest_runtest_teardown():
+    pytest.fail("planted")
+"""
 
 
 @pytest.fixture
@@ -54,3 +73,28 @@ def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
         (folder / "size").write_text(size + "\n")
     assert record.processor() == "AMD EPYC"
     assert record.processor_details() == "family 25, model 17, stepping 1, L2 1024K, L3 32768K"
+
+
+def recorded(folder, target, *options):
+    """A run of the suite's smallest case, with the plugins in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", *ONE_OP, "--record", str(target), *options]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_record_of_a_part_says_so_and_an_interrupted_run_leaves_it(tmp_path):
+    (tmp_path / "interruption.py").write_text(INTERRUPTION)
+    (tmp_path / "failure.py").write_text(FAILURE)
+    target = tmp_path / "suite.json"
+    result = recorded(tmp_path, target, "-p", "failure", "--remark", "quiet")
+    assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
+    data = record.read_record(target)
+    assert [row["case"] for row in data["rows"]] == ["picard-step-128x256"]
+    assert data["remark"].startswith("quiet; partial: ")
+    assert data["remark"].endswith(f" rows are absent, 1 tests failed, selected by -k {ONE_OP[1]!r}")
+
+    target.write_text("whole")
+    result = recorded(tmp_path, target, "-p", "interruption")
+    assert result.returncode == pytest.ExitCode.INTERRUPTED, result.stdout
+    assert f"record: not written, the run was interrupted: {target}" in result.stdout
+    assert target.read_text() == "whole"
