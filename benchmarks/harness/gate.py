@@ -137,27 +137,29 @@ def shown(hits: Iterable[bool]) -> bool:
     return chance_of(sum(hits), len(hits)) <= ERROR
 
 
-def judge_ratio(group: str, case: str, before: float, commit: str, measure: Callable[[int], list[float]]) -> Finding:
+def judge_ratio(
+    group: str, case: str, before: float, commit: str, measure: Callable[[int], list[float]], margin: float = MARGIN
+) -> Finding:
     """A ratio of times, smaller is better, beside that of the baseline. `measure(n)` gives n pairs, freshly measured.
 
     The median of ``PAIRS`` within the margin is the same. Else ``MORE_PAIRS`` new ones decide alone: worse where their
-    median is shown to lie above the baseline times ``MARGIN``, better where below the baseline divided by it.
+    median is shown to lie above the baseline times `margin`, better where below the baseline divided by it.
     """
     ratios, verdict = measure(PAIRS), Verdict.SAME
-    if not before / MARGIN <= statistics.median(ratios) <= before * MARGIN:
+    if not before / margin <= statistics.median(ratios) <= before * margin:
         ratios = measure(MORE_PAIRS)
-        if shown(ratio > before * MARGIN for ratio in ratios):
+        if shown(ratio > before * margin for ratio in ratios):
             verdict = Verdict.WORSE
-        elif shown(ratio < before / MARGIN for ratio in ratios):
+        elif shown(ratio < before / margin for ratio in ratios):
             verdict = Verdict.BETTER
-    return ratio_finding(group, case, verdict, ratios, before, commit)
+    return Finding(group, case, verdict, ratio_text(ratios, before, commit, margin))
 
 
-def ratio_finding(group: str, case: str, verdict: Verdict, ratios: list[float], before: float, commit: str) -> Finding:
+def ratio_text(ratios: list[float], before: float, commit: str, margin: float) -> str:
     low, median, high = statistics.quantiles(ratios)
     spread = f"quartiles {low:.3g} to {high:.3g} of {len(ratios)} pairs"
-    text = f"time / reference {change(median, before)}, {spread}, margin {MARGIN - 1:.0%}, since {commit}"
-    return Finding(group, case, verdict, text.replace("%,", " %,"))
+    text = f"time / reference {change(median, before)}, {spread}, margin {margin - 1:.0%}, since {commit}"
+    return text.replace("%,", " %,")
 
 
 def report(findings: list[Finding], update: bool) -> list[str]:

@@ -12,6 +12,7 @@ from .gate import (
     BASELINE_PAIRS,
     BASELINES,
     GROUPS,
+    MARGIN,
     Baseline,
     Finding,
     Verdict,
@@ -105,7 +106,9 @@ class Gate:
         """Judge each row; fails the test with what is worse."""
         self._keep(group, rows, [judge_counters(row, self.baseline(group)) for row in rows])
 
-    def ratio(self, group: str, case: str, provider: str, measure: Callable[[int], list[float]]) -> None:
+    def ratio(
+        self, group: str, case: str, provider: str, measure: Callable[[int], list[float]], margin: float = MARGIN
+    ) -> None:
         """Judge the ratio that `measure(pairs)` gives; fails the test where it is worse."""
         baseline = self.baseline(group)
         if self.update:
@@ -114,7 +117,7 @@ class Gate:
         elif case not in baseline.rows:
             self._keep(group, [], [baseline.missing(case)])
         else:
-            finding = judge_ratio(group, case, baseline.rows[case]["ratio"], baseline.commit, measure)
+            finding = judge_ratio(group, case, baseline.rows[case]["ratio"], baseline.commit, measure, margin)
             self._keep(group, [], [finding])
 
     def _keep(self, group: str, rows: list[Row], findings: list[Finding]) -> None:

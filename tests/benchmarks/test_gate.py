@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness import counted, gate, ratios
+from harness.cases import find
 from harness.counters import count
 from harness.gate import Baseline, Verdict, judge_counters, judge_ratio
 from harness.record import read_record
 from harness.timing import Copy
 
+import deqfast
 from deqfast.solvers.picard import Picard
 
 pytest_plugins = ["pytester"]
@@ -227,6 +229,38 @@ def test_new_pairs_decide():
     assert asked == [gate.PAIRS, gate.MORE_PAIRS]
 
 
+def test_a_ratio_may_have_its_own_margin():
+    def measure(pairs):
+        return [1.4] * pairs
+
+    assert judge_ratio("ratios", "a", 1.0, "abc", measure).verdict is Verdict.WORSE
+    wider = judge_ratio("ratios", "a", 1.0, "abc", measure, margin=1.5)
+    assert wider.verdict is Verdict.SAME and "margin 50 %" in wider.text
+
+
+def test_two_threads_are_timed_beside_one_where_there_are_two_cores(monkeypatch):
+    monkeypatch.setattr(ratios, "cores", lambda: 1)
+    assert "two cores" in ratios.unavailable(ratios.ONE_THREAD) and ratios.unavailable("copy") is None
+    monkeypatch.setattr(ratios, "cores", lambda: 2)
+    assert ratios.unavailable(ratios.ONE_THREAD) is None
+    threads, solve = [], deqfast.solve
+
+    def noted(*arguments):
+        threads.append(torch.get_num_threads())
+        return solve(*arguments)
+
+    def once(calls, **options):
+        calls["ours"]()
+        calls["theirs"]()
+        return dict.fromkeys(calls, [1.0])
+
+    measure = ratios.pairs(find("solves", "picard-256x1024"), ratios.ONE_THREAD)
+    monkeypatch.setattr(deqfast, "solve", noted)
+    monkeypatch.setattr(ratios, "in_turns", once)
+    measure(1)
+    assert threads == [2, 1]
+
+
 def test_the_sign_test_has_its_level():
     chance = sum(math.comb(15, k) for k in range(12, 16)) / 2**15
     assert gate.chance_of(12, 15) == chance < gate.ERROR < gate.chance_of(11, 15)
@@ -238,7 +272,7 @@ def test_a_slower_step_is_found_by_the_clock(monkeypatch):
     copy = Copy(elements=1 << 20)
     monkeypatch.setattr(ratios, "copy", lambda: copy)
     monkeypatch.setattr(gate, "MORE_PAIRS", gate.BASELINE_PAIRS)
-    measure = ratios.pairs("solves", "picard-256x1024", "copy")
+    measure = ratios.pairs(find("solves", "picard-256x1024"), "copy")
     before = gate.row_of_ratios("a", "cpp", measure(gate.PAIRS))
     monkeypatch.setattr(Picard, "advance", step_twice(Picard.advance))
     finding = judge_ratio("ratios", "a", before["ratio"], "abcdef12", measure)
