@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.cases import CASES, pairs
 from harness.gate_plugin import Gate, add_options
 from harness.record import machine, write_record
 from harness.suite import Board
@@ -17,7 +18,9 @@ BOARD = pytest.StashKey[Board]()
 
 def pytest_addoption(parser):
     group = parser.getgroup("deqfast", "Benchmarks: less than eight minutes on two quiet CPU cores")
-    group.addoption("--record", type=Path, metavar="FILE", help="JSON of all rows; an existing file is replaced")
+    group.addoption(
+        "--record", type=Path, metavar="FILE", help="JSON of all rows; replaces a file, unless the run is interrupted"
+    )
     group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
     group.addoption("--full", action="store_true", help="half an hour: ResNet-18's last block, D=8192's pinv too")
     group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
@@ -30,6 +33,8 @@ def pytest_configure(config):
     path, device = config.getoption("--record"), config.getoption("--device")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
+    if path is not None and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--record runs in one process, which has all the rows: no -n")
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     config.stash[BOARD] = Board(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -66,14 +71,32 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info["deqfast"] = machine(config.stash[BOARD].device)
 
 
-def pytest_sessionfinish(session):
-    path, board = session.config.getoption("--record"), session.config.stash[BOARD]
-    if path is not None and board.rows:
-        write_record(path, board.rows, board.device, session.config.getoption("--remark"))
+def pytest_sessionfinish(session, exitstatus):
+    config, board = session.config, session.config.stash[BOARD]
+    path = config.getoption("--record")
+    if path is not None and board.rows and ended(exitstatus):
+        remarks = filter(None, [config.getoption("--remark"), partial(session, board.rows)])
+        write_record(path, board.rows, board.device, "; ".join(remarks) or None)
+
+
+def ended(exitstatus):
+    """Whether a run came to its end, be it with failures."""
+    return exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+
+
+def partial(session, rows):
+    """What a record of `rows` lacks, as a remark; None where it is whole."""
+    full, keyword = session.config.getoption("--full"), session.config.getoption("keyword")
+    every = {(case.section, case.name, provider) for case, provider in pairs(CASES) if full or not case.full}
+    absent = every - {(row["section"], row["case"], row["provider"]) for row in rows}
+    if not absent and not session.testsfailed:
+        return None
+    selected = f", selected by -k {keyword!r}" if keyword else ""
+    return f"partial: {len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed{selected}"
 
 
 @pytest.hookimpl(trylast=True)  # after the tables of pytest-benchmark
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
     rows = config.stash[BOARD].rows
     if not rows:
         return
@@ -90,4 +113,5 @@ def pytest_terminal_summary(terminalreporter, config):
     for target, value, met in told:
         write(f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}")
     if config.getoption("--record"):
-        write(f"\nrecord: {config.getoption('--record')}")
+        written = "" if ended(exitstatus) else "not written, the run was interrupted: "
+        write(f"\nrecord: {written}{config.getoption('--record')}")

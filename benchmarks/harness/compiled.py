@@ -23,7 +23,7 @@ from .record import Row
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path.append(str(TESTS / "csrc"))
-from test_cuda_compile import CUOBJDUMP, demangle  # noqa: E402  (found through the path above)
+from cuobjdump import CUOBJDUMP, demangle  # noqa: E402  (found through the path above)
 
 Usage = dict[tuple[str, str], dict[str, int]]  # (mangled name, "sm_90") -> counters
 
@@ -46,7 +46,7 @@ def depends_on(group: str) -> str:
 
 
 def triton_rows() -> list[Row]:
-    """A row per kernel and specialisation; about 100 s of one core."""
+    """A row per kernel and specialisation; about 100 s of one core, 20 s with those that triton's cache has."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:

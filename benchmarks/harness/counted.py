@@ -48,13 +48,13 @@ def depends_on() -> str:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def solve_to_tolerance(solver: str, problem: str, trace: bool = False) -> deqfast.Solution:
@@ -147,5 +147,5 @@ CASES: dict[str, Callable[[], dict[str, int]]] = {
 
 def measure(case: str) -> Row:
     """The row of one of ``CASES``."""
-    with one_thread():
+    with on_threads(1):
         return {"section": "counters", "case": case, "provider": KERNEL, **CASES[case]()}

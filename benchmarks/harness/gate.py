@@ -22,7 +22,7 @@ from typing import Any
 from .record import Row, read_record
 
 BASELINES = Path(__file__).resolve().parent.parent / "baselines"
-HINT = "accept it with `pytest benchmarks --gate={} --update-baseline`"
+GROUPS = {"counters": "counters", "triton": "counters", "cuda": "counters", "ratios": "all"}  # judged by --gate=...
 # A ratio may exceed the baseline's by this much: medians of one and the same code were up to 9 % from their mean on a
 # busy machine, where others' work leaves less of the cache and the memory to the side that needs more of them.
 MARGIN = 1.15
@@ -85,19 +85,19 @@ class Baseline:
         return f"the baseline is of {self.depends_on}, this is {depends_on}"
 
     def missing(self, case: str) -> Finding:
-        text = f"has no baseline; {HINT.format(mode_of(self.group))}"
+        text = f"has no baseline; accept it with {update_of(self.group)}"
         return Finding(self.group, case, Verdict.MISSING, text)
 
     def left_over(self, cases: Iterable[str]) -> list[Finding]:
         """A finding for each row of a case that is measured no more."""
-        text = f"has a baseline ({self.commit}) and is measured no more; {HINT.format(mode_of(self.group))}"
+        text = f"has a baseline ({self.commit}) and is measured no more; accept it with {update_of(self.group)}"
         gone = sorted(set(self.rows) - set(cases))
         return [Finding(self.group, case, Verdict.MISSING, text) for case in gone]
 
 
-def mode_of(group: str) -> str:
-    """The option that judges this group."""
-    return "all" if group == "ratios" else "counters"
+def update_of(group: str) -> str:
+    """The command that writes the baseline of this group anew."""
+    return f"`pytest benchmarks --gate={GROUPS[group]} --update-baseline`"
 
 
 def change(now: float, before: float) -> str:
@@ -118,7 +118,7 @@ def judge_counters(row: Row, baseline: Baseline) -> Finding:
     now, before = counters_of(row), counters_of(baseline.rows[case])
     if now.keys() != before.keys():
         names = ", ".join(sorted(now.keys() ^ before.keys()))
-        text = f"{names}: in the baseline or now, not both; {HINT.format(mode_of(baseline.group))}"
+        text = f"{names}: in the baseline or now, not both; accept it with {update_of(baseline.group)}"
         return Finding(baseline.group, case, Verdict.MISSING, text)
     rises = [f"{name} {change(now[name], before[name])}" for name in now if now[name] > before[name]]
     falls = [f"{name} {change(now[name], before[name])}" for name in now if now[name] < before[name]]
@@ -137,27 +137,29 @@ def shown(hits: Iterable[bool]) -> bool:
     return chance_of(sum(hits), len(hits)) <= ERROR
 
 
-def judge_ratio(group: str, case: str, before: float, commit: str, measure: Callable[[int], list[float]]) -> Finding:
+def judge_ratio(
+    group: str, case: str, before: float, commit: str, measure: Callable[[int], list[float]], margin: float = MARGIN
+) -> Finding:
     """A ratio of times, smaller is better, beside that of the baseline. `measure(n)` gives n pairs, freshly measured.
 
     The median of ``PAIRS`` within the margin is the same. Else ``MORE_PAIRS`` new ones decide alone: worse where their
-    median is shown to lie above the baseline times ``MARGIN``, better where below the baseline divided by it.
+    median is shown to lie above the baseline times `margin`, better where below the baseline divided by it.
     """
     ratios, verdict = measure(PAIRS), Verdict.SAME
-    if not before / MARGIN <= statistics.median(ratios) <= before * MARGIN:
+    if not before / margin <= statistics.median(ratios) <= before * margin:
         ratios = measure(MORE_PAIRS)
-        if shown(ratio > before * MARGIN for ratio in ratios):
+        if shown(ratio > before * margin for ratio in ratios):
             verdict = Verdict.WORSE
-        elif shown(ratio < before / MARGIN for ratio in ratios):
+        elif shown(ratio < before / margin for ratio in ratios):
             verdict = Verdict.BETTER
-    return ratio_finding(group, case, verdict, ratios, before, commit)
+    return Finding(group, case, verdict, ratio_text(ratios, before, commit, margin))
 
 
-def ratio_finding(group: str, case: str, verdict: Verdict, ratios: list[float], before: float, commit: str) -> Finding:
+def ratio_text(ratios: list[float], before: float, commit: str, margin: float) -> str:
     low, median, high = statistics.quantiles(ratios)
     spread = f"quartiles {low:.3g} to {high:.3g} of {len(ratios)} pairs"
-    text = f"time / reference {change(median, before)}, {spread}, margin {MARGIN - 1:.0%}, since {commit}"
-    return Finding(group, case, verdict, text.replace("%,", " %,"))
+    text = f"time / reference {change(median, before)}, {spread}, margin {margin - 1:.0%}, since {commit}"
+    return text.replace("%,", " %,")
 
 
 def report(findings: list[Finding], update: bool) -> list[str]:

@@ -11,6 +11,8 @@ import pytest
 from .gate import (
     BASELINE_PAIRS,
     BASELINES,
+    GROUPS,
+    MARGIN,
     Baseline,
     Finding,
     Verdict,
@@ -18,6 +20,7 @@ from .gate import (
     judge_ratio,
     report,
     row_of_ratios,
+    update_of,
 )
 from .record import Row, write_record
 
@@ -26,13 +29,29 @@ f, torch operations, host waits, allocations, registers of compiled kernels; non
 default, with ratios of times taken in turns (two minutes more, on a quiet machine). Without it the gate's tests are not
 run. Nothing is judged, and that is said, where versions (for ratios: the processor) are not those of the baseline.
 Fails where something is worse or has no baseline"""
+REQUIRED_HELP = f"""with --gate: fail, instead of saying so, where the baseline of one of these groups is of other
+versions, so that nothing would be judged; of {", ".join(GROUPS)}, separated by commas"""
 UPDATE_HELP = "with --gate[=counters]: write what is measured to benchmarks/baselines/, to be committed; judge nothing"
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gate", "deqfast's regression gate")
     group.addoption("--gate", nargs="?", const="all", choices=("all", "counters"), help=" ".join(GATE_HELP.split()))
+    group.addoption("--gate-required", metavar="GROUP[,GROUP]", help=" ".join(REQUIRED_HELP.split()))
     group.addoption("--update-baseline", action="store_true", help=UPDATE_HELP)
+
+
+def required_groups(given: str | None, mode: str | None) -> list[str]:
+    """The groups of --gate-required; UsageError for one that --gate=`mode` does not judge."""
+    groups = given.split(",") if given is not None else []
+    judged = [group for group in GROUPS if mode in ("all", GROUPS[group])]
+    for group in groups:
+        if group not in judged:
+            allowed = f"judges {', '.join(judged)}" if mode else "is not given"
+            raise pytest.UsageError(
+                f"--gate-required: {group!r} is not judged: --gate{f'={mode}' * bool(mode)} {allowed}"
+            )
+    return groups
 
 
 class Gate:
@@ -41,6 +60,7 @@ class Gate:
     def __init__(self, config: pytest.Config, folder: Path = BASELINES) -> None:
         config.addinivalue_line("markers", "gate(mode): judged by --gate=mode and --gate=all")
         self.mode, self.update = config.getoption("gate"), config.getoption("update_baseline")
+        self.required = required_groups(config.getoption("gate_required"), self.mode)
         self.folder = folder
         self.baselines: dict[str, Baseline] = {}
         self.rows: dict[str, dict[str, Row]] = {}
@@ -72,17 +92,23 @@ class Gate:
         return self.baselines[group]
 
     def require(self, group: str, depends_on: str) -> None:
-        """Skip the test where the baseline of `group` depends on something else than `depends_on`."""
+        """Skip the test, or fail it if so required, where the baseline depends on something else than `depends_on`."""
         unfit = self.baseline(group).unfit(depends_on)
-        if unfit and not self.update:
-            self.findings.append(Finding(group, "all cases", Verdict.NOT_JUDGED, unfit))
-            pytest.skip(f"not judged: {unfit}")
+        if not unfit or self.update:
+            return
+        self.findings.append(Finding(group, "all cases", Verdict.NOT_JUDGED, unfit))
+        if group in self.required:
+            text = f"{group}: not judged, which --gate-required asks for: {unfit}; with these versions, renew it by "
+            pytest.fail(text + update_of(group), pytrace=False)
+        pytest.skip(f"not judged: {unfit}")
 
     def counters(self, group: str, rows: list[Row]) -> None:
         """Judge each row; fails the test with what is worse."""
         self._keep(group, rows, [judge_counters(row, self.baseline(group)) for row in rows])
 
-    def ratio(self, group: str, case: str, provider: str, measure: Callable[[int], list[float]]) -> None:
+    def ratio(
+        self, group: str, case: str, provider: str, measure: Callable[[int], list[float]], margin: float = MARGIN
+    ) -> None:
         """Judge the ratio that `measure(pairs)` gives; fails the test where it is worse."""
         baseline = self.baseline(group)
         if self.update:
@@ -91,7 +117,7 @@ class Gate:
         elif case not in baseline.rows:
             self._keep(group, [], [baseline.missing(case)])
         else:
-            finding = judge_ratio(group, case, baseline.rows[case]["ratio"], baseline.commit, measure)
+            finding = judge_ratio(group, case, baseline.rows[case]["ratio"], baseline.commit, measure, margin)
             self._keep(group, [], [finding])
 
     def _keep(self, group: str, rows: list[Row], findings: list[Finding]) -> None:

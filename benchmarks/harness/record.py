@@ -47,6 +47,9 @@ import deqfast
 from .files import write_json
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+# What recordings and their report write: no change of what is measured.
+WRITTEN = ("benchmarks/baselines", "benchmarks/results", "benchmarks/RESULTS.md", "README.md")
+CPUINFO, CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
 Row = dict[str, Any]
 
 
@@ -84,21 +87,42 @@ def tool(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the checkout, "+changes" where files that git tracks differ from it."""
+    """The commit of the checkout, "+changes" where files that git tracks differ from it, but for ``WRITTEN``."""
     here = ("git", "-C", str(RESULTS.parent))
     head = tool(*here, "rev-parse", "HEAD") or os.environ.get("DEQFAST_COMMIT", "unknown")
-    others = ("--", ":/", ":(top,exclude)benchmarks/baselines")  # what an update of the baselines writes is no change
+    others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     return head + ("+changes" if tool(*here, "status", "--porcelain", "--untracked-files=no", *others) else "")
 
 
 def processor() -> str:
     """The name of the CPU."""
+    return _cpu_fields().get("model name") or platform.processor() or platform.machine()
+
+
+def processor_details() -> str:
+    """What tells processors of one name apart: "family 25, model 17, stepping 1, L2 1024K, L3 32768K".
+
+    The parts that the system tells; none on other systems than Linux.
+    """
+    fields = _cpu_fields()
+    names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
+    parts = [f"{short} {fields[name]}" for short, name in names.items() if name in fields]
+    for cache in sorted(CACHES.glob("index*")):
+        try:
+            level, size = ((cache / name).read_text().strip() for name in ("level", "size"))
+        except OSError:
+            continue
+        parts += [f"L{level} {size}"] if int(level) > 1 else []
+    return ", ".join(parts)
+
+
+def _cpu_fields() -> dict[str, str]:
+    """Of the first processor of /proc/cpuinfo; empty where there is none."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -119,6 +143,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size if properties else None,
         "nvidia_smi": tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
         "processor": processor(),
+        "processor_details": processor_details(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
         "cores": os.cpu_count(),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from harness import counted, gate, ratios
+from harness.cases import find
 from harness.counters import count
 from harness.gate import Baseline, Verdict, judge_counters, judge_ratio
+from harness.gate_plugin import required_groups
+from harness.record import read_record
 from harness.timing import Copy
 
+import deqfast
 from deqfast.solvers.picard import Picard
 
 pytest_plugins = ["pytester"]
@@ -225,6 +230,38 @@ def test_new_pairs_decide():
     assert asked == [gate.PAIRS, gate.MORE_PAIRS]
 
 
+def test_a_ratio_may_have_its_own_margin():
+    def measure(pairs):
+        return [1.4] * pairs
+
+    assert judge_ratio("ratios", "a", 1.0, "abc", measure).verdict is Verdict.WORSE
+    wider = judge_ratio("ratios", "a", 1.0, "abc", measure, margin=1.5)
+    assert wider.verdict is Verdict.SAME and "margin 50 %" in wider.text
+
+
+def test_two_threads_are_timed_beside_one_where_there_are_two_cores(monkeypatch):
+    monkeypatch.setattr(ratios, "cores", lambda: 1)
+    assert "two cores" in ratios.unavailable(ratios.ONE_THREAD) and ratios.unavailable("copy") is None
+    monkeypatch.setattr(ratios, "cores", lambda: 2)
+    assert ratios.unavailable(ratios.ONE_THREAD) is None
+    threads, solve = [], deqfast.solve
+
+    def noted(*arguments):
+        threads.append(torch.get_num_threads())
+        return solve(*arguments)
+
+    def once(calls, **options):
+        calls["ours"]()
+        calls["theirs"]()
+        return dict.fromkeys(calls, [1.0])
+
+    measure = ratios.pairs(find("solves", "picard-256x1024"), ratios.ONE_THREAD)
+    monkeypatch.setattr(deqfast, "solve", noted)
+    monkeypatch.setattr(ratios, "in_turns", once)
+    measure(1)
+    assert threads == [2, 1]
+
+
 def test_the_sign_test_has_its_level():
     chance = sum(math.comb(15, k) for k in range(12, 16)) / 2**15
     assert gate.chance_of(12, 15) == chance < gate.ERROR < gate.chance_of(11, 15)
@@ -236,7 +273,7 @@ def test_a_slower_step_is_found_by_the_clock(monkeypatch):
     copy = Copy(elements=1 << 20)
     monkeypatch.setattr(ratios, "copy", lambda: copy)
     monkeypatch.setattr(gate, "MORE_PAIRS", gate.BASELINE_PAIRS)
-    measure = ratios.pairs("solves", "picard-256x1024", "copy")
+    measure = ratios.pairs(find("solves", "picard-256x1024"), "copy")
     before = gate.row_of_ratios("a", "cpp", measure(gate.PAIRS))
     monkeypatch.setattr(Picard, "advance", step_twice(Picard.advance))
     finding = judge_ratio("ratios", "a", before["ratio"], "abcdef12", measure)
@@ -342,6 +379,40 @@ def test_other_versions_are_told_and_not_judged(project):
     assert result.ret == 0
     result.assert_outcomes(skipped=2, passed=1, deselected=2)
     result.stdout.fnmatch_lines(["not judged: 2", "  counters: all cases: the baseline is of torch 1, this is torch 2"])
+
+
+def test_other_versions_fail_where_a_judgement_is_required(project):
+    result = project.runpytest("--gate=counters", "--gate-required=counters")
+    assert result.ret == 0
+    changed(project, '"torch 1")\n    gate.counters', '"torch 2")\n    gate.counters')
+    result = project.runpytest("--gate=counters", "--gate-required=triton,counters")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(failed=2, passed=1, deselected=2)
+    result.stdout.fnmatch_lines(
+        ["*counters: not judged*is of torch 1, this is torch 2; *`pytest benchmarks --gate=counters --update-baseline`"]
+    )
+    renewed = project.runpytest("--gate=counters", "--gate-required=counters", "--update-baseline")
+    renewed.assert_outcomes(passed=3, deselected=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "message"),
+    [
+        ("counters,torch", "all", "'torch' is not judged: --gate=all judges counters, triton, cuda, ratios"),
+        ("ratios", "counters", "'ratios' is not judged: --gate=counters judges counters, triton, cuda"),
+        ("counters", None, "'counters' is not judged: --gate is not given"),
+    ],
+)
+def test_what_is_not_judged_cannot_be_required(given, mode, message):
+    with pytest.raises(pytest.UsageError, match=f"--gate-required: {message}$"):
+        required_groups(given, mode)
+
+
+def test_the_command_typed_is_in_a_new_baseline(project, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)]))
+    typed = ["-m", "pytest", "--gate=counters", "--update-baseline"]
+    subprocess.run([sys.executable, *typed], cwd=project.path, capture_output=True, check=True)
+    assert read_record(Path("baselines/counters.json"))["command"] == shlex.join(["python", *typed])
 
 
 def test_a_part_of_a_group_replaces_no_baseline(project):

@@ -3,7 +3,6 @@
 python tests/csrc/test_cuda_compile.py    prints the table
 """
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cuobjdump import CUOBJDUMP, demangle
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("80", "86", "90")
@@ -21,18 +21,7 @@ STATIC_SHARED_LIMIT = 48 * 1024  # bytes that a kernel gets without asking, on e
 REGISTERS_OF_A_BLOCK = 65536
 THREADS = 256
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-
-
 MAX_BARRIERS = 32
-
-
-def find_cuobjdump():
-    spec = importlib.util.find_spec("triton")
-    tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec else None
-    return tool if tool and tool.is_file() else None
-
-
-CUOBJDUMP = find_cuobjdump()
 
 
 class Kernel(NamedTuple):
@@ -54,15 +43,6 @@ def find_nvcc():
         if nvcc.is_file() and (nvcc.parent.parent / "include" / "cuda_runtime.h").is_file():
             return nvcc
     return None
-
-
-def demangle(names):
-    tool = shutil.which("c++filt")
-    if tool is None:
-        return dict(zip(names, names, strict=True))
-    text = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    noise = r"^void |deqfast::|\(anonymous namespace\)::|\(bool\)|\([^()]*Params.*"
-    return dict(zip(names, (re.sub(noise, "", line) for line in text.splitlines()), strict=True))
 
 
 def compile_kernels(nvcc, source, target):
