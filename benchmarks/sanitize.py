@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from harness.maps import NEVER
 
 import deqfast
 from deqfast.ops import ACTIVATIONS
@@ -58,6 +59,14 @@ def run_steps(case: Case, ks: Iterable[int], device: str) -> None:
     transposed(state["z"], *window, newest, count, method, alpha, beta, ridge)
 
 
+def broyden(device: str) -> Iterator[str]:
+    """A solve of which all steps are kept: the op is the CPU's alone."""
+    for size, (dtype, _) in product(SIZES if device == "cpu" else (), DTYPES[::2]):
+        c = torch.rand(3, size, dtype=dtype)
+        deqfast.solve(lambda z, c=c: c + 0.9 * torch.sin(z), c, deqfast.Broyden(NEVER, 21), kernel="cpp")
+        yield f"broyden_step {size} {dtype}"
+
+
 def norms(device: str) -> Iterator[str]:
     # One group per program, vectors or not; and a group larger than what a block holds.
     shapes = [((2, 32, 4, 4), 4), ((3, 6, 5, 3), 3), ((1, 64, 20, 12), 1)]
@@ -93,16 +102,19 @@ def neural_collapse(device: str) -> Iterator[str]:
 RUNS = {
     picard: ("picard_step",),
     multisecant: ("multisecant_step", "multisecant_transposed"),
+    broyden: ("broyden_step",),
     norms: NORM_OPS,
     fully_connected: ("fc_fixed_point", "fc_vjp"),
     neural_collapse: ("class_means", "within_class_scatter"),
 }
 
 
-def registered_ops() -> set[str]:
+def registered_ops(device: str) -> set[str]:
+    """The ops of the extension that have a kernel for the device."""
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     ours = {name.removeprefix("deqfast::") for name in names if name.startswith("deqfast::")}
-    return {name for name in ours if not name.endswith("_triton")}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name for name in ours if not name.endswith("_triton") and has_kernel(f"deqfast::{name}", device.upper())}
 
 
 def finish(title: str) -> None:
@@ -120,7 +132,7 @@ def main() -> None:
     kernel = deqfast.backends()["cuda" if device == "cuda" else "cpp"]
     if not kernel:
         sys.exit(f"the ops do not run on {device}: {kernel.reason}")
-    forgotten = registered_ops() - {op for ops in RUNS.values() for op in ops}
+    forgotten = registered_ops(device) - {op for ops in RUNS.values() for op in ops}
     if forgotten:
         sys.exit(f"not run here: {', '.join(sorted(forgotten))}")
     done = 0

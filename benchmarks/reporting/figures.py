@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from harness.files import write_bytes
 
 from .words import digits
 
@@ -78,7 +81,9 @@ def draw(bars: Bars, path: Path) -> None:
     if len(names) > 1:
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, metadata={"Software": None, DATA: fingerprint(bars)})
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DPI, metadata={"Software": None, DATA: fingerprint(bars)})
+    write_bytes(path, content.getvalue())
     plt.close(figure)
 
 
