@@ -88,7 +88,7 @@ def race_text(line: Row, peer: Row) -> str:
 
 
 def default_sentence(results: Results) -> str:
-    """How often our solvers miss over the suite and the trained cells, each as it is by default: why one is the default."""
+    """How often our solvers miss over the suite and the trained cells, by default settings: why one is the default."""
     for file in results.files:
         rows = [row for _, found in races(file) for row in found]
         if not rows:
