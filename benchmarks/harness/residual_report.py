@@ -20,6 +20,7 @@ LINES = {"deqfast": "-", "torchdeq": "--"}
 LEVELS = "#777777"
 # deqfast's solvers with the settings that they have by default, of all that time_to_residual.py compares.
 DEFAULTS = ("deqfast picard", "deqfast anderson m=6", "deqfast broyden n=20")
+DEFAULT = "deqfast broyden n=20"  # what deqfast.solve and DEQBlock take unless they are told
 RANGE = (3e-8, 3.0)  # of the residuals shown
 
 

@@ -10,7 +10,7 @@ from harness import residual_report
 from .files import File, Results, Row
 from .sources import origin_of
 from .tables import image_by_producer
-from .words import absent, duration, link, optional, percent, table, times, tolerance, whole
+from .words import absent, duration, link, listed, optional, percent, table, times, tolerance, whole
 
 COMMAND = (
     "python benchmarks/time_to_residual.py --json benchmarks/results/residual_cpu.json "
@@ -85,3 +85,24 @@ def race_text(line: Row, peer: Row) -> str:
     fast = f"is {times(line['gain'])} as fast as torchdeq's" if line["gain"] else "solves none that torchdeq's solves"
     name = line["provider"].removeprefix("deqfast ")
     return f"{name} {fast} and misses {line['failures']} (torchdeq's {peer['failures']})"
+
+
+def default_sentence(results: Results) -> str:
+    """How often our solvers miss over the suite and the trained cells, by default settings: why one is the default."""
+    for file in results.files:
+        rows = [row for _, found in races(file) for row in found]
+        if not rows:
+            continue
+        missed = {
+            name: sum(not row["reached"] for row in rows if row["provider"] == name)
+            for name in residual_report.DEFAULTS
+        }
+        solves = sum(row["provider"] == residual_report.DEFAULT for row in rows)
+        fewest = missed[residual_report.DEFAULT] == min(missed.values())
+        counts = listed(f"{name.removeprefix('deqfast ')} {count}" for name, count in missed.items())
+        verdict = "misses no more than any" if fewest else "is not the one that misses the fewest"
+        return (
+            f"The default solver is Broyden: of {solves} solves, the suite's and the trained cells' at "
+            f"{listed(map(tolerance, tolerances(rows)))}, it {verdict} ({counts})."
+        )
+    return absent("which solver misses the fewest problems", COMMAND)[0]

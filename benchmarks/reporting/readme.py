@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .files import GAIN, PEER, File, Results
 from .page import GPU_COMMAND, SUITE_COMMAND
 from .pictures import image
-from .races import residual_sentence
+from .races import default_sentence, residual_sentence
 from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
 from .sources import commit, machine, origin_of, ran
 from .study import COMMAND as STUDY_COMMAND
@@ -18,12 +18,14 @@ from .words import absent, duration, link, listed, scientific, table, times, wra
 
 PAGE = "benchmarks/RESULTS.md"
 PINV = "pinv"
+PLAIN = "torch"
 POSSESSIVE = {PEER: "torchdeq's", PINV: "the D × D pseudo-inverse's"}
 
 
 def performance(results: Results) -> str:
     """What stands between the two markers."""
-    texts = [residual_sentence(results), fc_sentence(results), nc_sentence(results), study_sentence(results)]
+    sentences = (residual_sentence, default_sentence, kernel_sentence, fc_sentence, nc_sentence, study_sentence)
+    texts = [sentence(results) for sentence in sentences]
     lines = ["", *headline_block(results), *[f"- {text}" for text in texts], "", *summary(results, PAGE), "",
              f"Everything that was measured, and where: {link(PAGE, PAGE)}, like this section written by "
              "`python benchmarks/report.py` from the recorded JSON.", "", *gpu_paragraph(results)]  # fmt: skip
@@ -93,6 +95,20 @@ def fc_sentence(results: Results) -> str:
             f"call with f inside (`deqfast.fc_fixed_point`): {against(case, PEER)}; {origin(results, file)}."
         )
     return absent("the fully connected cell in one call", SUITE_COMMAND)[0]
+
+
+def kernel_sentence(results: Results) -> str:
+    """In how many cases of the suite the kernel that "auto" takes on a CPU is faster than plain torch."""
+    for file in sorted(results.files, key=lambda file: -(file.machine.get("threads") or 0)):
+        cases = [case for case in cases_of(file.rows) if case.get(OURS, "ms_min") and case.get(PLAIN, "ms_min")]
+        if not cases or file.gpu is not None or not any(row["section"] == "solves" for row in file.rows):
+            continue
+        faster = sum(case.rows[OURS]["ms_min"] < case.rows[PLAIN]["ms_min"] for case in cases)
+        return (
+            f'`kernel="auto"` takes `{OURS}` on a CPU: it is faster than `{PLAIN}` in {faster} of the suite\'s '
+            f"{len(cases)} cases; {origin(results, file)}."
+        )
+    return absent('what `kernel="auto"` should take on a CPU', SUITE_COMMAND)[0]
 
 
 def nc_sentence(results: Results) -> str:
