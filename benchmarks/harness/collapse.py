@@ -43,7 +43,7 @@ def clusters(samples: int, dim: int, classes: int) -> tuple[Tensor, Tensor, Tens
 
 @dataclass(frozen=True, kw_only=True)
 class CollapseCase(Case):
-    """``deqfast.neural_collapse`` of N features in D dimensions of K classes."""
+    """``deqfast.neural_collapse`` of N features in D dimensions of K classes: NC1 to NC4, or NC1 with what it needs."""
 
     section = "nc"
     providers = (*KERNELS, "pinv")
@@ -52,35 +52,40 @@ class CollapseCase(Case):
     dim: int
     classes: int
     dtype: torch.dtype = torch.float32
+    classifier: bool = True  # without one there is no NC3 and no NC4, and NC2 costs nothing beside NC1
 
     @property
     def name(self) -> str:
-        return f"nc-{self.samples}x{self.dim}-K{self.classes}-{short(self.dtype)}"
+        return f"{'nc' if self.classifier else 'nc1'}-{self.samples}x{self.dim}-K{self.classes}-{short(self.dtype)}"
 
     def size(self) -> Row:
         return {"batch": self.samples, "dim": self.dim, "classes": self.classes, "dtype": short(self.dtype)}
 
     def contender(self, provider: str, device: str) -> Contender:
         features, labels, weight = clusters(self.samples, self.dim, self.classes)
-        tensors = [features.to(device, self.dtype), labels.to(device), weight.to(device, self.dtype)]
-        measure = self._measure(provider, device, tensors)
+        features, labels = features.to(device, self.dtype), labels.to(device)
+        measure = self._measure(
+            provider, device, features, labels, weight.to(device, self.dtype) if self.classifier else None
+        )
         values: list[float] = []
         peak = memory(lambda: values.append(measure()))[1]
         exact = exact_of(self)
         error, allowed = abs(values[0] - exact) / exact, ALLOWED[short(self.dtype)].get(provider, EXACT)
         check("relative error of NC1", error, allowed)
-        moved = traffic.collapse_bytes(self.samples, self.dim, self.classes, self.dtype.itemsize)
+        moved = traffic.collapse_bytes(self.samples, self.dim, self.classes, self.dtype.itemsize, self.classifier)
         facts = {"error": error, "allowed": allowed, "bytes": moved, "peak_bytes": peak}
         if provider in KERNELS:  # counting calls it again, which takes minutes for a large pseudo-inverse
             counters = count(lambda f: measure(), lambda: None)
             facts |= {"launches": counters.operations, "host_waits": counters.host_waits}
         return Contender(measure, facts)
 
-    def _measure(self, provider: str, device: str, tensors: list[Tensor]) -> Callable[[], float]:
-        """NC1, measured with all the others. The pseudo-inverse, of a matrix of rank K - 1, is taken in float64."""
+    def _measure(
+        self, provider: str, device: str, features: Tensor, labels: Tensor, weight: Tensor | None
+    ) -> Callable[[], float]:
+        """NC1, measured with the others. The pseudo-inverse, of a matrix of rank K - 1, is taken in float64."""
         if provider == "pinv":
-            return lambda: pinv_collapse(*[t.double() if t.is_floating_point() else t for t in tensors])["nc1"]
-        features, labels, weight = tensors
+            exact, wide = features.double(), None if weight is None else weight.double()
+            return lambda: pinv_collapse(exact, labels, wide)["nc1"]
         kernel = kernel_of(provider, device).name
         return lambda: deqfast.neural_collapse(features, labels, weight, kernel=kernel).nc1
 

@@ -237,14 +237,17 @@ def explicit_layer(cell: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, z0: cell(z0, x)
 
 
-def pinv_collapse(features: Tensor, labels: Tensor, weight: Tensor) -> dict[str, float]:
-    """NC1 to NC4 as they are usually written: D x D covariances and a pseudo-inverse, in the dtype of the features."""
-    classes, samples = len(weight), len(features)
-    counts = torch.bincount(labels, minlength=classes)
-    means = torch.zeros_like(weight).index_add_(0, labels, features) / counts[:, None]
+def pinv_collapse(features: Tensor, labels: Tensor, weight: Tensor | None) -> dict[str, float]:
+    """NC1, and with a classifier's weight NC2 to NC4, as they are usually written: D x D covariances and a
+    pseudo-inverse, in the dtype of the features."""
+    counts = torch.bincount(labels)
+    classes, samples = len(counts), len(features)
+    means = features.new_zeros(classes, features.shape[1]).index_add_(0, labels, features) / counts[:, None]
     deviations, centred = features - means[labels], means - means.mean(0)
     within, between = deviations.T @ deviations / samples, centred.T @ centred / classes
     nc1 = torch.trace(within @ torch.linalg.pinv(between, hermitian=True)) / classes
+    if weight is None:
+        return {"nc1": float(nc1)}
     simplex = (torch.eye(classes, dtype=means.dtype) - 1 / classes).to(means) / (classes - 1) ** 0.5
     gram = means @ means.T
     nc2 = torch.linalg.norm(gram / torch.linalg.norm(gram) - simplex)

@@ -61,8 +61,8 @@ TARGETS = (
     *(_solve(case, "floor_x", 1.5) for case in ITERATED),
     _solve("broyden-n20-128x8192", "peak_bytes", 1.0, "torchdeq"),
     _solve("anderson-m6-bf16-128x8192", "peak_bytes", 0.55, "torchdeq"),
-    Target("nc", "nc-2000x8192-K100-fp64", "cpp", "gain", 500, "pinv"),
-    Target("nc", "nc-2000x8192-K100-fp64", "cpp", "error", 1e-12),
+    Target("nc", "nc1-2000x8192-K100-fp64", "cpp", "gain", 500, "pinv"),
+    Target("nc", "nc1-2000x8192-K100-fp64", "cpp", "error", 1e-12),
 )
 
 

@@ -116,8 +116,8 @@ def scatter_bytes(samples: int, dim: int, classes: int, directions: int, item: i
     return samples * (dim * item + 8) + 8 * dim * (classes + directions)
 
 
-def collapse_bytes(samples: int, dim: int, classes: int, item: int) -> int:
-    """NC1 to NC4: one pass over the features for the means, one for the scatter, one for the classifier's decisions."""
+def collapse_bytes(samples: int, dim: int, classes: int, item: int, classifier: bool) -> int:
+    """One pass over the features for the means, one for the scatter, one for a classifier's decisions."""
     directions = classes - 1
     passes = class_means_bytes(samples, dim, classes, item) + scatter_bytes(samples, dim, classes, directions, item)
-    return passes + samples * dim * item
+    return passes + classifier * samples * dim * item

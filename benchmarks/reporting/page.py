@@ -70,7 +70,8 @@ PARTS = (
     Part(
         "Neural collapse",
         "nc",
-        "NC1 to NC4 of N features in D dimensions (N × D in the name), beside the D × D pseudo-inverse.",
+        "NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D in the name), beside the D × D "
+        "pseudo-inverse.",
     ),
 )
 

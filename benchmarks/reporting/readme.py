@@ -112,15 +112,17 @@ def kernel_sentence(results: Results) -> str:
 
 
 def nc_sentence(results: Results) -> str:
-    """Of the largest state."""
-    found = sorted(compared(results, "nc", "nc-", PINV), key=lambda pair: -pair[1].rows[OURS]["dim"])
-    for file, case in found[:1]:
-        row = case.rows[OURS]
-        return (
-            f"NC1 to NC4 of {row['batch']} features, D = {row['dim']}, K = {row['classes']}, {row['dtype']}: "
-            f"{against(case, PINV)}, relative error {cell(row, 'error', scientific)}; {origin(results, file)}."
-        )
-    return absent("neural collapse beside the pseudo-inverse", SUITE_COMMAND)[0]
+    """Of the largest state, NC1 by itself and all four."""
+    texts = []
+    for prefix, what in (("nc1-", "NC1"), ("nc-", "NC1 to NC4")):
+        found = sorted(compared(results, "nc", prefix, PINV), key=lambda pair: -pair[1].rows[OURS]["dim"])
+        for file, case in found[:1]:
+            row = case.rows[OURS]
+            texts.append(
+                f"{what} of {row['batch']} features, D = {row['dim']}, K = {row['classes']}, {row['dtype']}: "
+                f"{against(case, PINV)}, relative error {cell(row, 'error', scientific)}; {origin(results, file)}."
+            )
+    return " ".join(texts) or absent("neural collapse beside the pseudo-inverse", SUITE_COMMAND)[0]
 
 
 def study_sentence(results: Results) -> str:

@@ -43,7 +43,7 @@ def solve_rows(gain=20.0, floor_x=1.2, shape="128x8192"):
 
 
 def other_rows(nc_gain=600.0):
-    nc = {"section": "nc", "case": "nc-2000x8192-K100-fp64", "batch": 2000, "dim": 8192, "classes": 100,
+    nc = {"section": "nc", "case": "nc1-2000x8192-K100-fp64", "batch": 2000, "dim": 8192, "classes": 100,
           "dtype": "fp64", "error": 1e-14}  # fmt: skip
     fc = {"section": "fc", "case": "fc-solve-128x256-fp32", "batch": 128, "dim": 256, "iterations": 30, "dtype": "fp32"}
     return [
