@@ -26,7 +26,8 @@ FLOOR_WORDS = (
     "What an iteration must move, in passes over the state (B, D), f left out: Picard 3; Anderson and Broyden with n "
     "pairs in the history 6 + 2h + 2nh, both vectors of a pair with elements h times as wide as the state's; Broyden "
     "on `cpp` and `torch`, where the history holds a step of every iteration, keeps its n steps alone, a vector each, "
-    "and moves 6 + n. The eager Broyden keeps steps alone too; torchdeq's floor is that of pairs. n grows from 0 up to the window."
+    "and moves 6 + n. The eager Broyden keeps steps alone too; torchdeq's floor is that of pairs. n grows from 0 up to "
+    "the window."
 )
 MEMORY_WORDS = (
     "On the CPU deqfast keeps the memory of a solve's history for the next solve (`deqfast.release_memory()` gives it "
