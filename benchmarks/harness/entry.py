@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -45,7 +46,7 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(ABC):
     """One problem. `full`: measured with ``--full`` only."""
 
     full: bool = False
@@ -54,17 +55,17 @@ class Case:
     peers: ClassVar[tuple[str, ...]]  # the providers that gains are told against, the most telling first
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Short, unique in its section, and fit for ``pytest -k``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size(self) -> Row:
         """The columns of a row that say what the problem is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def contender(self, provider: str, device: str) -> Contender:
         """`provider` on `device` ("cpu" or "cuda"); raises ``Skipped`` or ``Wrong``."""
-        raise NotImplementedError
 
 
 def kernel_of(provider: str, device: str) -> Kernel:
