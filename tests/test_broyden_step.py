@@ -314,6 +314,13 @@ class TestForgetting:
 
     @on_cpu
     @every_dtype
+    def test_a_dot_that_overflows_beside_a_zero_coefficient(self, kernel, dtype):
+        """s_1 . s_2 and |s_1|^2 are infinite, c_0 = c_1 = 0 and c_2 nearly so: the step is g, nothing is forgotten."""
+        largest = torch.finfo(dtype).max
+        assert self.by_hand(kernel, dtype, [0.0, largest**0.8, largest**0.3], 1.0) == (1.0, 0)
+
+    @on_cpu
+    @every_dtype
     def test_what_is_forgotten_has_no_coefficient(self, kernel, dtype):
         """The forgotten step is one whose coefficient would overflow; c_1 = g, so that the step is g / (1 - g)."""
         limits = torch.finfo(dtype)

@@ -67,7 +67,9 @@ DEQFAST_INLINE bool solve_sample(const BroydenParams<T>& a, int64_t row, int n, 
   for (int j = first; j < n; ++j) {
     const T* of_j = gram + j * a.rows;
     double sum = scratch.sg.total(j);
-    for (int i = first; i < j; ++i) sum += static_cast<double>(of_j[i + 1]) * scratch.c[i];
+    for (int i = first; i < j; ++i) {
+      if (scratch.c[i] != 0.0) sum += static_cast<double>(of_j[i + 1]) * scratch.c[i];  // a dot may have overflowed
+    }
     scratch.c[j] = of_j[j] == T(0) ? 0.0 : sum / static_cast<double>(of_j[j]);
     finite = finite && std::fabs(scratch.c[j]) <= static_cast<double>(Limits<T>::max);
   }

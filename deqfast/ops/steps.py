@@ -37,8 +37,9 @@ number `newest`. On a GPU one block works on a sample, however long.
 ``broyden_step`` is Broyden's good method with full steps from its steps alone (Kelley, Iterative Methods for Linear and
 Nonlinear Equations, SIAM 1995, section 7.3): c_j = (s_j . g + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2,
 s_k = (g + sum_{i<k-1} c_i s_{i+1}) / (1 - c_{k-1}). In exact arithmetic it is multisecant_step's method 0 with every
-pair in the window, from half the memory. Where 1 - c_{k-1} vanishes or a c_j is not finite, the sample takes a Picard
-step and its history begins anew. It has CPU kernels and a reference, none for a GPU.
+pair in the window, from half the memory. A step of length zero counts with c_j = 0. Where 1 - c_{k-1} vanishes or a c_j
+is not finite, the sample takes a Picard step and its history begins anew. It has CPU kernels and a reference, none for
+a GPU.
 """
 
 from __future__ import annotations
