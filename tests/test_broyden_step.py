@@ -389,19 +389,6 @@ class TestOp:
             case.call(cpp, state)
             assert all(same_bits(state[name], results[0][name]) for name in case.names)
 
-    def test_the_number_of_threads_does_not_change_the_bits(self):
-        case = StepsCase(batch=9, size=3000, history=7, k=6)  # a sample is enough for a thread
-        before = make(case)
-        threads, results = torch.get_num_threads(), []
-        try:
-            for count in (1, 2):
-                torch.set_num_threads(count)
-                results.append(clone(before))
-                case.call(cpp, results[-1])
-        finally:
-            torch.set_num_threads(threads)
-        assert all(same_bits(results[0][name], results[1][name]) for name in case.names)
-
     @every_dtype
     def test_a_sample_does_not_depend_on_the_others(self, dtype):
         rows = ("run", "nan", "run", "singular", "done", "run")

@@ -1,11 +1,9 @@
 // multisecant_step on the CPU: Broyden and Anderson in pair form, z <- z + alpha (beta g - DF gamma), N gamma = L^T g.
 // A sample's two sweeps follow each other, so that its history is read from memory once per matrix and step.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "../common/steps.h"
-#include "rows.h"
-#include "sweeps.h"
+#include "judged.h"
 
 namespace deqfast {
 namespace {
@@ -13,32 +11,20 @@ namespace {
 // Elements of a tile: the rows of twenty pairs stay in the second-level cache between a combination and its dots.
 constexpr int kTile = 512;
 
-// Dot products of one sample, indexed by slot.
-template <class T>
-struct Scratch {
-  Sums lg, ly, ls, ds;  // L^T g, L^T y, L^T s, DF^T s
-  std::vector<T> t, gamma, work;
-  std::vector<double> dots;  // one of the sums, added up
-
-  explicit Scratch(int n) : lg(n), ly(n), ls(n), ds(n), t(n), gamma(n), work(solve_workspace(n)), dots(3 * n) {}
-};
-
-template <class T>
-struct SweepSums {
-  Vec<T> res_sq = {}, f_sq = {}, s_sq = {}, y_sq = {};
-};
+// Slots of the first sweep's sums behind which the dots begin: |s|^2 and |y|^2 of the newest pair.
+constexpr int kSSq = kJudgedSlots, kYSq = kSSq + 1, kSlots = kYSq + 1;
 
 // g of one tile, and, if there are `Pairs`, the newest pair completed: its change y of g and the change of f.
 template <bool Pairs, bool StoreY, class T, class H>
 DEQFAST_INLINE void form_tile(const MultisecantParams<T, H>& a, int64_t at, H* left_new, H* df_new, int64_t count, T* g,
-                              T* s, T* y, SweepSums<T>& sums) {
+                              T* s, T* y, Sums sums) {
   constexpr int W = Simd<T>::lanes;
   const T *fz = a.fz + at, *z = a.z + at, *f_prev = a.f_prev + at, beta = a.beta;
-  SweepSums<T> total = sums;  // a copy that can stay in registers
+  Vec<T> res_sq = {}, f_sq = {}, s_sq = {}, y_sq = {};
   for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
     const Vec<T> f = load(fz + d, lanes), res = f - load(z + d, lanes);
-    total.res_sq += res * res;
-    total.f_sq += f * f;
+    res_sq += res * res;
+    f_sq += f * f;
     store(g + d, res, W);
     if (!Pairs) return;
     const Vec<T> delta = f - load(f_prev + d, lanes), step = load<T>(left_new + d, lanes);
@@ -49,172 +35,204 @@ DEQFAST_INLINE void form_tile(const MultisecantParams<T, H>& a, int64_t at, H* l
       held.put(left_new + d, lanes);
       change = held.value();
     }
-    total.s_sq += step * step;
-    total.y_sq += change * change;
+    s_sq += step * step;
+    y_sq += change * change;
     store(s + d, step, W);
     store(y + d, change, W);
   });
-  sums = total;
-}
-
-// Sweep 1: form g, complete the newest pair, take every dot with the left history.
-template <bool Pairs, bool StoreY, class T, class H>
-DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
-  const int n = a.window.size();
-  const int64_t history = static_cast<int64_t>(a.window.history) * a.dim * row;
-  H *left = a.left + history, *left_new = left, *df_new = a.df + history;
-  if (Pairs) {
-    left_new += a.window.newest() * a.dim;
-    df_new += a.window.newest() * a.dim;
-  }
-  alignas(64) T g[kTile], s[kTile], y[kTile];
-  SweepSums<T> sums;
-  scratch.lg.clear();
-  scratch.ly.clear();
-  scratch.ls.clear();
-  for (int64_t tile = 0; tile < a.dim; tile += kTile) {
-    const int64_t count = std::min<int64_t>(kTile, a.dim - tile);
-    form_tile<Pairs, StoreY>(a, row * a.dim + tile, left_new + tile, df_new + tile, count, g, s, y, sums);
-    if (!Pairs) continue;
-    dot_rows<true>(left + tile, a.dim, n, g, y, count, scratch.lg, scratch.ly);
-    if (a.method == kAndersonI) dot_rows<false>(left + tile, a.dim, n, s, s, count, scratch.ls, scratch.ls);
-  }
-  return sums;
+  sums.add(kResSq, res_sq);
+  sums.add(kFSq, f_sq);
+  sums.add(kSSq, s_sq);
+  sums.add(kYSq, y_sq);
 }
 
 template <class T, class H>
-DEQFAST_INLINE SweepSums<T> sweep_left(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
-  if (a.pairs() == 0) return sweep_left<false, false>(a, row, scratch);
-  return left_is_y(a.method) ? sweep_left<true, true>(a, row, scratch) : sweep_left<true, false>(a, row, scratch);
-}
+struct MultisecantStep {
+  static constexpr int W = Simd<T>::lanes;
+  struct Sample {
+    Verdict verdict = {};
+    std::vector<T> t, gamma, work;
+    std::vector<double> dots;
 
-// Enter the newest pair in the window matrix and solve for gamma.
-template <class T, class H>
-DEQFAST_INLINE void solve_sample(const MultisecantParams<T, H>& a, int64_t row, const SweepSums<T>& sums,
-                                 Scratch<T>& scratch) {
-  const int n = a.window.size(), m = a.window.history, newest = a.window.newest();
-  T* gram = a.gram + row * (m + 2) * m;
-  double *lg = scratch.dots.data(), *ly = lg + n, *ls = ly + n;
-  for (int j = 0; j < n; ++j) {
-    lg[j] = scratch.lg.total(j);
-    ly[j] = scratch.ly.total(j);
-    if (a.method == kAndersonI) ls[j] = scratch.ls.total(j);
-  }
-  enter_pair(gram, gram + newest * m, ly, ls, static_cast<T>(sum<T>(sums.s_sq)), static_cast<T>(sum<T>(sums.y_sq)),
-             a.window, a.method, a.beta, OneLane());
-  for (int j = 0; j < n; ++j) scratch.t[j] = static_cast<T>(lg[j]);
-  solve_window(gram, scratch.t.data(), scratch.gamma.data(), scratch.work.data(), a.window, a.method, a.ridge,
-               OneLane());
-}
-
-// Sweep 2: take the step, store it as the next pair's, and take its dots with DF where the method needs them.
-template <class T, class H>
-DEQFAST_INLINE void sweep_right(const MultisecantParams<T, H>& a, int64_t row, Scratch<T>& scratch) {
-  constexpr int W = Simd<T>::lanes;
-  const int n = a.window.size(), m = a.window.history, next = a.window.next();
-  const H* df = a.df + static_cast<int64_t>(m) * a.dim * row;
-  H* left_next = a.left + (static_cast<int64_t>(m) * row + next) * a.dim;
-  const bool needs_dots = n > 0 && !left_is_y(a.method);
-  alignas(64) T x[kTile];
-  scratch.ds.clear();
-  for (int64_t tile = 0; tile < a.dim; tile += kTile) {
-    const int64_t count = std::min<int64_t>(kTile, a.dim - tile);
-    T* z = a.z + row * a.dim + tile;
-    const T *fz = a.fz + row * a.dim + tile, alpha = a.alpha, beta = a.beta;
-    for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
-      store(x + d, beta * (load(fz + d, lanes) - load(z + d, lanes)), W);
-    });
-    combine_rows(df + tile, a.dim, n, scratch.gamma.data(), count, x);
-    for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
-      const Vec<T> old = load(z + d, lanes), now = old + Held<T, H>(alpha * load(x + d, W)).value();
-      const Held<T, H> taken(now - old);
-      store(z + d, now, lanes);
-      taken.put(left_next + tile + d, lanes);
-      store(x + d, taken.value(), W);
-    });
-    if (needs_dots) dot_rows<false>(df + tile, a.dim, n, x, x, count, scratch.ds, scratch.ds);
-  }
-  if (!needs_dots) return;
-  T* gram_row = a.gram + (row * (m + 2) + next) * m;
-  for (int j = 0; j < n; ++j) gram_row[j] = static_cast<T>(scratch.ds.total(j));
-}
-
-template <class T, class H>
-DEQFAST_INLINE void multisecant_rows(const MultisecantParams<T, H>& a, int64_t begin, int64_t end) {
-  Scratch<T> scratch(a.window.size());
-  for (int64_t row = begin; row < end; ++row) {
-    if (a.monitor.status[row] != kRunning) continue;
-    const SweepSums<T> sums = sweep_left(a, row, scratch);
-    const Verdict verdict = settle(a.monitor, row, static_cast<T>(sum<T>(sums.res_sq)),
-                                   static_cast<T>(sum<T>(sums.f_sq)), a.rule, a.z + row * a.dim, a.best + row * a.dim,
-                                   a.dim);
-    if (!verdict.advance || a.rule.last) continue;
-    if (a.window.size()) solve_sample(a, row, sums, scratch);
-    sweep_right(a, row, scratch);
-  }
-}
-
-DEQFAST_CLONES void run(const MultisecantParams<float, float>& a, int64_t begin, int64_t end) {
-  multisecant_rows(a, begin, end);
-}
-DEQFAST_CLONES void run(const MultisecantParams<float, BFloat16>& a, int64_t begin, int64_t end) {
-  multisecant_rows(a, begin, end);
-}
-DEQFAST_CLONES void run(const MultisecantParams<double, double>& a, int64_t begin, int64_t end) {
-  multisecant_rows(a, begin, end);
-}
-
-// out = alpha (beta v - L gamma), N^T gamma = DF^T v, for one sample.
-template <class T, class H>
-DEQFAST_INLINE void transposed_row(const TransposedParams<T, H>& p, int64_t row, Scratch<T>& scratch) {
-  constexpr int W = Simd<T>::lanes;
-  const Window window = p.window(row);
-  const int64_t history = static_cast<int64_t>(p.history) * p.dim * row, at = row * p.dim;
-  alignas(64) T x[kTile];
-  const auto load_tile = [&](int64_t tile, int64_t count, T scale) {
-    for (int64_t d = 0; d < count; d += W) store(x + d, scale * load(p.v + at + tile + d, count - d), W);
+    explicit Sample(const MultisecantStep& step)
+        : t(step.n), gamma(step.n), work(solve_workspace(step.n)), dots(3 * step.n) {}
   };
-  std::fill(scratch.gamma.begin(), scratch.gamma.end(), T(0));  // of slots outside the window
-  if (window.size() > 0) {
-    scratch.lg.clear();
-    for (int64_t tile = 0; tile < p.dim; tile += kTile) {
-      const int64_t count = std::min<int64_t>(kTile, p.dim - tile);
-      load_tile(tile, count, T(1));
+
+  const MultisecantParams<T, H>& a;
+  const int64_t batch, dim;
+  const int n, lg, ly, ls;  // pairs; where the sums L^T g, L^T y and L^T s begin
+
+  explicit MultisecantStep(const MultisecantParams<T, H>& a)
+      : a(a), batch(a.monitor.batch), dim(a.dim), n(a.window.size()), lg(kSlots), ly(lg + n), ls(ly + n) {}
+  int rows() const { return n + 1; }
+  int slots(int part) const {
+    if (part == kFirstSweep) return a.method == kAndersonI ? ls + n : ls;
+    return needs_dots() ? n : 0;
+  }
+  bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
+  bool needs_dots() const { return n > 0 && !left_is_y(a.method); }  // of the new step with DF
+  int64_t history(int64_t row) const { return static_cast<int64_t>(a.window.history) * dim * row; }
+
+  // Form g, complete the newest pair, take every dot with the left history.
+  template <bool Pairs, bool StoreY>
+  DEQFAST_INLINE void sweep_left(int64_t row, Chunk chunk, Sums sums) const {
+    H *left = a.left + history(row), *df = a.df + history(row);
+    const int64_t newest = Pairs ? a.window.newest() * dim : 0;
+    alignas(64) T g[kTile], s[kTile], y[kTile];
+    for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, end - tile);
+      form_tile<Pairs, StoreY>(a, row * dim + tile, left + newest + tile, df + newest + tile, count, g, s, y, sums);
+      if (!Pairs) continue;
+      dot_rows<true>(left + tile, dim, n, g, y, count, sums.at(lg), sums.at(ly));
+      if (a.method == kAndersonI) dot_rows<false>(left + tile, dim, n, s, s, count, sums.at(ls), sums.at(ls));
+    }
+  }
+
+  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
+    if (a.pairs() == 0) return sweep_left<false, false>(row, chunk, sums);
+    left_is_y(a.method) ? sweep_left<true, true>(row, chunk, sums) : sweep_left<true, false>(row, chunk, sums);
+  }
+
+  // Judge; enter the newest pair in the window matrix and solve for gamma.
+  DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
+    sample.verdict = judge_sums(a.monitor, row, sums, a.rule);
+    if (!sample.verdict.advance || a.pairs() == 0) return;
+    T* gram = a.gram + row * (a.window.history + 2) * a.window.history;
+    for (int slot = kSlots; slot < slots(kFirstSweep); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
+    const double *lg = sample.dots.data(), *ly = lg + n, *ls = ly + n;
+    enter_pair(gram, gram + a.window.newest() * a.window.history, ly, ls, static_cast<T>(sums.total(kSSq)),
+               static_cast<T>(sums.total(kYSq)), a.window, a.method, a.beta, OneLane());
+    for (int j = 0; j < n; ++j) sample.t[j] = static_cast<T>(lg[j]);
+    solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), a.window, a.method, a.ridge,
+                 OneLane());
+  }
+
+  // Take the step, store it as the next pair's, and take its dots with DF where the method needs them.
+  DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums sums) const {
+    keep_best(sample.verdict, a.z + row * dim + chunk.begin, a.best + row * dim + chunk.begin, chunk.count);
+    if (!sample.verdict.advance || a.rule.last) return;
+    const H* df = a.df + history(row);
+    H* left_next = a.left + history(row) + a.window.next() * dim;
+    alignas(64) T x[kTile];
+    for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, end - tile);
+      T* z = a.z + row * dim + tile;
+      const T *fz = a.fz + row * dim + tile, alpha = a.alpha, beta = a.beta;
+      for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+        store(x + d, beta * (load(fz + d, lanes) - load(z + d, lanes)), W);
+      });
+      combine_rows(df + tile, dim, n, sample.gamma.data(), count, x);
+      for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+        const Vec<T> old = load(z + d, lanes), now = old + Held<T, H>(alpha * load(x + d, W)).value();
+        const Held<T, H> taken(now - old);
+        store(z + d, now, lanes);
+        taken.put(left_next + tile + d, lanes);
+        store(x + d, taken.value(), W);
+      });
+      if (needs_dots()) dot_rows<false>(df + tile, dim, n, x, x, count, sums.at(0), sums.at(0));
+    }
+  }
+
+  DEQFAST_INLINE void finish(int64_t row, Sums sums, const Sample& sample) const {
+    if (!sample.verdict.advance || a.rule.last || !needs_dots()) return;
+    T* gram_row = a.gram + (row * (a.window.history + 2) + a.window.next()) * a.window.history;
+    for (int j = 0; j < n; ++j) gram_row[j] = static_cast<T>(sums.total(j));
+  }
+};
+
+template <class T, class H>
+using MultisecantSplit = Split<MultisecantStep<T, H>>;
+
+DEQFAST_CLONES void run(const MultisecantStep<float, float>& step, MultisecantSplit<float, float>* split,
+                        int64_t begin, int64_t end) {
+  work(step, split, begin, end);
+}
+DEQFAST_CLONES void run(const MultisecantStep<float, BFloat16>& step, MultisecantSplit<float, BFloat16>* split,
+                        int64_t begin, int64_t end) {
+  work(step, split, begin, end);
+}
+DEQFAST_CLONES void run(const MultisecantStep<double, double>& step, MultisecantSplit<double, double>* split,
+                        int64_t begin, int64_t end) {
+  work(step, split, begin, end);
+}
+
+// out = alpha (beta v - L gamma), N^T gamma = DF^T v.
+template <class T, class H>
+struct TransposedStep {
+  static constexpr int W = Simd<T>::lanes;
+  struct Sample {
+    std::vector<T> t, gamma, work;
+
+    explicit Sample(const TransposedStep& step)
+        : t(step.p.history), gamma(step.p.history), work(solve_workspace(step.p.history)) {}
+  };
+
+  const TransposedParams<T, H>& p;
+  const int64_t batch, dim;
+
+  explicit TransposedStep(const TransposedParams<T, H>& p) : p(p), batch(p.batch), dim(p.dim) {}
+  int rows() const { return p.history + 1; }
+  int slots(int part) const { return part == kFirstSweep ? p.history : 0; }
+  bool runs(int64_t) const { return true; }
+  const H* row_of(const H* rows, int64_t row, int slot) const { return rows + (p.history * row + slot) * dim; }
+
+  DEQFAST_INLINE void load_tile(int64_t from, int64_t count, T scale, T* x) const {
+    for (int64_t d = 0; d < count; d += W) store(x + d, scale * load(p.v + from + d, count - d), W);
+  }
+
+  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
+    const Window window = p.window(row);
+    alignas(64) T x[kTile];
+    for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, end - tile);
+      load_tile(row * dim + tile, count, T(1), x);
       for (int age = 0; age < window.size(); ++age) {
         const int slot = window.slot(age);
-        double* to = scratch.lg.at(slot);
-        dot_block<1, false>(p.df + history + slot * p.dim + tile, p.dim, x, x, count, to, to);
+        dot_rows<false>(row_of(p.df, row, slot) + tile, dim, 1, x, x, count, sums.at(slot), sums.at(slot));
       }
     }
-    for (int j = 0; j < p.history; ++j) scratch.t[j] = static_cast<T>(scratch.lg.total(j));
-    solve_window<true>(p.gram + row * (p.history + 2) * p.history, scratch.t.data(), scratch.gamma.data(),
-                       scratch.work.data(), window, p.method, p.ridge, OneLane());
   }
-  for (int64_t tile = 0; tile < p.dim; tile += kTile) {
-    const int64_t count = std::min<int64_t>(kTile, p.dim - tile);
-    load_tile(tile, count, p.beta);
-    for (int age = 0; age < window.size(); ++age) {
-      const int slot = window.slot(age);
-      combine_rows(p.left + history + slot * p.dim + tile, p.dim, 1, scratch.gamma.data() + slot, count, x);
+
+  DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
+    std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // of slots outside the window
+    for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
+    if (p.window(row).size() == 0) return;
+    solve_window<true>(p.gram + row * (p.history + 2) * p.history, sample.t.data(), sample.gamma.data(),
+                       sample.work.data(), p.window(row), p.method, p.ridge, OneLane());
+  }
+
+  DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
+    const Window window = p.window(row);
+    alignas(64) T x[kTile];
+    for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
+      const int64_t count = std::min<int64_t>(kTile, end - tile);
+      load_tile(row * dim + tile, count, p.beta, x);
+      for (int age = 0; age < window.size(); ++age) {
+        const int slot = window.slot(age);
+        combine_rows(row_of(p.left, row, slot) + tile, dim, 1, sample.gamma.data() + slot, count, x);
+      }
+      T* out = p.out + row * dim + tile;
+      for (int64_t d = 0; d < count; d += W) store(out + d, p.alpha * load(x + d, W), count - d);
     }
-    for (int64_t d = 0; d < count; d += W) store(p.out + at + tile + d, p.alpha * load(x + d, W), count - d);
   }
-}
+
+  DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
+};
 
 template <class T, class H>
-DEQFAST_INLINE void transposed_rows(const TransposedParams<T, H>& p, int64_t begin, int64_t end) {
-  Scratch<T> scratch(p.history);
-  for (int64_t row = begin; row < end; ++row) transposed_row(p, row, scratch);
-}
+using TransposedSplit = Split<TransposedStep<T, H>>;
 
-DEQFAST_CLONES void run(const TransposedParams<float, float>& p, int64_t begin, int64_t end) {
-  transposed_rows(p, begin, end);
+DEQFAST_CLONES void run(const TransposedStep<float, float>& step, TransposedSplit<float, float>* split,
+                        int64_t begin, int64_t end) {
+  work(step, split, begin, end);
 }
-DEQFAST_CLONES void run(const TransposedParams<float, BFloat16>& p, int64_t begin, int64_t end) {
-  transposed_rows(p, begin, end);
+DEQFAST_CLONES void run(const TransposedStep<float, BFloat16>& step, TransposedSplit<float, BFloat16>* split,
+                        int64_t begin, int64_t end) {
+  work(step, split, begin, end);
 }
-DEQFAST_CLONES void run(const TransposedParams<double, double>& p, int64_t begin, int64_t end) {
-  transposed_rows(p, begin, end);
+DEQFAST_CLONES void run(const TransposedStep<double, double>& step, TransposedSplit<double, double>* split,
+                        int64_t begin, int64_t end) {
+  work(step, split, begin, end);
 }
 
 constexpr int64_t kMaxHistory = 1 << 15;
@@ -226,9 +244,7 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
   with_multisecant_params<BFloat16>(
       z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, k, last, tol, absolute,
       stall_floor, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
-        const int64_t grain = rows_per_thread(params.dim * (params.window.size() + 1));
-        torch::stable::parallel_for(0, params.monitor.batch, grain,
-                                    [&](int64_t begin, int64_t end) { run(params, begin, end); });
+        share_out(MultisecantStep{params});
       });
 }
 
@@ -236,8 +252,7 @@ Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Ten
                               int64_t method, double alpha, double beta, double ridge) {
   return with_transposed_params<BFloat16>(
       v, left, df, gram, newest, count, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
-        torch::stable::parallel_for(0, params.batch, rows_per_thread(params.dim * (params.history + 1)),
-                                    [&](int64_t begin, int64_t end) { run(params, begin, end); });
+        share_out(TransposedStep{params});
       });
 }
 

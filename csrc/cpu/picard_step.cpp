@@ -1,54 +1,76 @@
 // picard_step on the CPU: z <- z + damping (f(z) - z), residuals, status and best iterate of every running sample.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "../common/steps.h"
-#include "rows.h"
+#include "judged.h"
 
 namespace deqfast {
 namespace {
 
 template <class T>
-DEQFAST_INLINE void picard_row(const PicardParams<T>& a, int64_t row) {
-  constexpr int W = Simd<T>::lanes;
-  T* z = a.z + row * a.dim;
-  const T* fz = a.fz + row * a.dim;
-  Vec<T> res_sq[2] = {}, f_sq[2] = {};
-  for (int64_t d = 0, i = 0; d < a.dim; d += W, ++i) {
-    const Vec<T> f = load(fz + d, a.dim - d), g = f - load(z + d, a.dim - d);
-    res_sq[i & 1] += g * g;
-    f_sq[i & 1] += f * f;
+struct PicardStep {
+  static constexpr int W = Simd<T>::lanes;
+  struct Sample {
+    Verdict verdict = {};
+    explicit Sample(const PicardStep&) {}
+  };
+
+  const PicardParams<T>& a;
+  const int64_t batch, dim;
+
+  explicit PicardStep(const PicardParams<T>& a) : a(a), batch(a.monitor.batch), dim(a.dim) {}
+  int rows() const { return 1; }
+  int slots(int part) const { return part == kFirstSweep ? kJudgedSlots : 0; }
+  bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
+
+  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
+    const T *z = a.z + row * dim + chunk.begin, *fz = a.fz + row * dim + chunk.begin;
+    Vec<T> res_sq[2] = {}, f_sq[2] = {};
+    for (int64_t d = 0, i = 0; d < chunk.count; d += W, ++i) {
+      const Vec<T> f = load(fz + d, chunk.count - d), g = f - load(z + d, chunk.count - d);
+      res_sq[i & 1] += g * g;
+      f_sq[i & 1] += f * f;
+    }
+    sums.add(kResSq, res_sq[0] + res_sq[1]);
+    sums.add(kFSq, f_sq[0] + f_sq[1]);
   }
-  const Verdict verdict = settle(a.monitor, row, static_cast<T>(sum<T>(res_sq[0] + res_sq[1])),
-                                 static_cast<T>(sum<T>(f_sq[0] + f_sq[1])), a.rule, z, a.best + row * a.dim, a.dim);
-  if (!verdict.advance || a.rule.last) return;
-  if (a.damping == T(1)) {
-    memcpy(z, fz, a.dim * sizeof(T));
-    return;
+
+  DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
+    sample.verdict = judge_sums(a.monitor, row, sums, a.rule);
   }
-  for (int64_t d = 0; d < a.dim; d += W) {
-    const Vec<T> old = load(z + d, a.dim - d);
-    store(z + d, old + a.damping * (load(fz + d, a.dim - d) - old), a.dim - d);
+
+  DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
+    T* z = a.z + row * dim + chunk.begin;
+    const T* fz = a.fz + row * dim + chunk.begin;
+    keep_best(sample.verdict, z, a.best + row * dim + chunk.begin, chunk.count);
+    if (!sample.verdict.advance || a.rule.last) return;
+    if (a.damping == T(1)) {
+      memcpy(z, fz, chunk.count * sizeof(T));
+      return;
+    }
+    for (int64_t d = 0; d < chunk.count; d += W) {
+      const Vec<T> old = load(z + d, chunk.count - d);
+      store(z + d, old + a.damping * (load(fz + d, chunk.count - d) - old), chunk.count - d);
+    }
   }
-}
+
+  DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
+};
 
 template <class T>
-DEQFAST_INLINE void picard_rows(const PicardParams<T>& a, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    if (a.monitor.status[row] == kRunning) picard_row(a, row);
-  }
-}
+using PicardSplit = Split<PicardStep<T>>;
 
-DEQFAST_CLONES void run(const PicardParams<float>& a, int64_t begin, int64_t end) { picard_rows(a, begin, end); }
-DEQFAST_CLONES void run(const PicardParams<double>& a, int64_t begin, int64_t end) { picard_rows(a, begin, end); }
+DEQFAST_CLONES void run(const PicardStep<float>& step, PicardSplit<float>* split, int64_t begin, int64_t end) {
+  work(step, split, begin, end);
+}
+DEQFAST_CLONES void run(const PicardStep<double>& step, PicardSplit<double>* split, int64_t begin, int64_t end) {
+  work(step, split, begin, end);
+}
 
 void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                  Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {
   with_picard_params(z, fz, best, status, iterations, residual, gain, active, k, last, tol, absolute, stall_floor,
-                     damping, [](const auto& params) {
-                       torch::stable::parallel_for(0, params.monitor.batch, rows_per_thread(params.dim),
-                                                   [&](int64_t begin, int64_t end) { run(params, begin, end); });
-                     });
+                     damping, [](const auto& params) { share_out(PicardStep{params}); });
 }
 
 }  // namespace

@@ -2,24 +2,31 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "simd.h"
 
 namespace deqfast {
 
-// By slot, each a vector of partial sums.
+DEQFAST_INLINE void accumulate(double* to, Vec<double> v) {
+  store(to, load(to, Simd<double>::lanes) + v, Simd<double>::lanes);
+}
+
+// By slot, each a vector of partial sums; the memory is another's.
 struct Sums {
   static constexpr int W = Simd<double>::lanes;
-  std::vector<double> lanes;
+  double* lanes;
 
-  explicit Sums(int n) : lanes(n * W) {}
-  double* at(int slot) { return lanes.data() + slot * W; }
-  void clear() { std::fill(lanes.begin(), lanes.end(), 0.0); }
-  double total(int slot) { return sum<double>(load(at(slot), W)); }
+  double* at(int slot) const { return lanes + slot * W; }
+  double total(int slot) const { return sum<double>(load(at(slot), W)); }
+  void clear(int slots) const { std::fill(lanes, at(slots), 0.0); }
+  template <class V>
+  DEQFAST_INLINE void add(int slot, V v) const {
+    accumulate(at(slot), widened(v));
+  }
+  DEQFAST_INLINE void add(Sums other, int slots) const {
+    for (int slot = 0; slot < slots; ++slot) accumulate(at(slot), load(other.at(slot), W));
+  }
 };
-
-DEQFAST_INLINE void accumulate(double* to, Vec<double> v) { store(to, load(to, Sums::W) + v, Sums::W); }
 
 // out_v[r] += rows[r] . v, for R rows and the vectors x and (if `Two`) y, over one tile; x and y are whole vectors.
 template <int R, bool Two, class T, class H>
@@ -45,13 +52,13 @@ DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T
 
 // Several rows at once: the sums of one alone would wait for each other.
 template <bool Two, class T, class H>
-DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, const T* y, int64_t count, Sums& out_x,
-                             Sums& out_y) {
+DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, const T* y, int64_t count,
+                             double* out_x, double* out_y) {
   int r = 0;
   const auto dot = [&](auto size) DEQFAST_ALWAYS_INLINE {
     constexpr int R = decltype(size)::value;
     for (; r + R <= n; r += R) {
-      dot_block<R, Two>(rows + r * stride, stride, x, y, count, out_x.at(r), out_y.at(r));
+      dot_block<R, Two>(rows + r * stride, stride, x, y, count, out_x + r * Sums::W, out_y + r * Sums::W);
     }
   };
   dot(std::integral_constant<int, 6>());

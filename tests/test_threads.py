@@ -1,0 +1,96 @@
+"""The CPU kernels of the solvers give the same bits however threads share the samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deqfast
+from deqfast.ops import Kernel
+
+pytestmark = pytest.mark.skipif(not deqfast.backends()["cpp"], reason="the CPU kernels were not built")
+
+RULE = {"tol": 1e-4, "max_iter": 12}
+SOLVERS = {
+    "picard": deqfast.Picard(**RULE),
+    "damped picard": deqfast.Picard(damping=0.7, **RULE),
+    "anderson II": deqfast.Anderson(**RULE),
+    "anderson I, bf16 history": deqfast.Anderson(kind="I", history_dtype=torch.bfloat16, **RULE),
+    "broyden, steps alone": deqfast.Broyden(**RULE),
+    "broyden, pairs": deqfast.Broyden(history=4, **RULE),
+    "bad broyden": deqfast.Broyden(kind="bad", **RULE),
+}
+# Of more than two chunks, so that three threads have something to share, and not of whole vectors.
+SIZE = 3 * 4096 + 777
+every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def solve(solver, rows, dtype):
+    """Of the samples `rows`: number 1 becomes NaN at the fourth call, number 2 converges at once, the others do not."""
+    generator = torch.Generator().manual_seed(3)
+    slope, shift, start = (torch.randn(6, SIZE, generator=generator, dtype=torch.float64) for _ in range(3))
+    slope[2], shift[2], start[2] = 0.0, 1.0, 1.0
+    slope, shift, start = (tensor[rows].to(dtype) for tensor in (slope, shift, start))
+    calls = 0
+
+    def f(z):
+        nonlocal calls
+        calls += 1
+        value = torch.tanh(0.9 * slope * z) + shift
+        value[[row == 1 and calls == 4 for row in rows], -1] = torch.nan
+        return value
+
+    return deqfast.solve(f, start, solver=solver, kernel="cpp")
+
+
+def same(a, b, row_a, row_b):
+    names = ("value", "status", "iterations", "residual_rel", "residual_abs")
+    return all(torch.equal(getattr(a, name)[row_a], getattr(b, name)[row_b]) for name in names)
+
+
+@every_dtype
+@every_solver
+def test_neither_the_threads_nor_the_other_samples_change_the_bits(solver, dtype, set_threads):
+    if dtype == torch.float64 and solver.__dict__.get("history_dtype"):
+        pytest.skip("a bfloat16 history goes with a float32 state")
+    alone = []
+    for row in range(6):
+        set_threads(1)
+        alone.append(solve(solver, [row], dtype))
+        set_threads(2)
+        assert same(solve(solver, [row], dtype), alone[row], 0, 0)
+    assert [deqfast.Status(int(solution.status)).name for solution in alone[1:3]] == ["NONFINITE", "CONVERGED"]
+    assert int(alone[0].iterations) > 4
+    for threads in (1, 2, 3, 4):
+        for batch in (2, 3, 5, 6):
+            set_threads(threads)
+            together = solve(solver, list(range(batch)), dtype)
+            assert all(same(together, alone[row], row, 0) for row in range(batch)), (threads, batch)
+
+
+@pytest.mark.parametrize("history_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_transposed_product_too(history_dtype, set_threads):
+    generator = torch.Generator().manual_seed(4)
+    batch, history = 3, 5
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    left, df = (random(batch, history, SIZE).to(history_dtype) for _ in range(2))
+    arguments = random(batch, SIZE), left, df, random(batch, history + 2, history).abs() + 1.0
+    newest, count = torch.tensor([6, 2, 4], dtype=torch.int32), torch.tensor([5, 0, 3], dtype=torch.int32)
+    results = []
+    for threads in (1, 2, 3, 4):
+        set_threads(threads)
+        product = Kernel("cpp").op("multisecant_transposed")
+        results.append(product(*arguments, newest, count, 3, 1.0, 1.0, 1e-6))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.isfinite(results[0]).all() and not torch.equal(results[0], arguments[0])
