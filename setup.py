@@ -4,6 +4,7 @@ DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU object, and the 
 CUDA and an nvcc of the same major version is there, with or without a GPU; `cuda` fails where it cannot.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -20,6 +21,23 @@ CPU_ONLY = ("broyden_step",)
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"
+CSRC = Path(__file__).resolve().parent / "csrc"
+GENERATED = CSRC.parent / "build" / "csrc"
+
+
+def digest(device: str) -> str:
+    """Of the sources of the extension for "cpu" or "cuda"; the extension tells that of those it was built from."""
+    files = [*(CSRC / "common").iterdir(), *(CSRC / device).iterdir(), CSRC / f"bindings_{device}.cpp"]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
+
+
+def write_digests() -> None:
+    """Headers that only the bindings include; left alone where they are right, or ninja would compile again."""
+    GENERATED.mkdir(parents=True, exist_ok=True)
+    for device in ("cpu", "cuda"):
+        header, text = GENERATED / f"sources_{device}.h", f'#define DEQFAST_SOURCES "{digest(device)}"\n'
+        if not header.is_file() or header.read_text() != text:
+            header.write_text(text)
 
 
 def find_cuda_home() -> Path | None:
@@ -58,7 +76,12 @@ def extensions() -> dict:
     import pybind11
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    include = [pybind11.get_include()]
+    class Build(BuildExtension):
+        def build_extensions(self) -> None:
+            write_digests()
+            super().build_extensions()
+
+    include = [pybind11.get_include(), str(GENERATED)]
     cxx = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
     cpu_sources = ["csrc/bindings_cpu.cpp", *(f"csrc/cpu/{name}.cpp" for name in (*SOURCES, *CPU_ONLY))]
     modules = [
@@ -81,7 +104,8 @@ def extensions() -> dict:
         )
     else:
         print(f"deqfast: building without the CUDA kernels: {reason}")
-    return {"ext_modules": modules, "cmdclass": {"build_ext": BuildExtension}}
+    return {"ext_modules": modules, "cmdclass": {"build_ext": Build}}
 
 
-setup(**extensions())
+if __name__ == "__main__":
+    setup(**extensions())

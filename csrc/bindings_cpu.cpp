@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "sources_cpu.h"
+
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -30,6 +32,7 @@ PYBIND11_MODULE(_C_cpu, m) {
   m.def("build_info", [] {
     pybind11::dict info;
     info["compiler"] = std::string(__VERSION__);
+    info["sources"] = std::string(DEQFAST_SOURCES);
     info["torch_target_version"] = static_cast<unsigned long long>(TORCH_TARGET_VERSION);
     return info;
   });

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/fc_fits.h"
+#include "sources_cuda.h"
 
 PYBIND11_MODULE(_C_cuda, m) {
   m.doc() = "CUDA kernels of deqfast. Importing this module registers them with torch.";
@@ -14,6 +15,7 @@ PYBIND11_MODULE(_C_cuda, m) {
     pybind11::dict info;
     info["compiler"] = std::string(__VERSION__);
     info["cuda"] = CUDART_VERSION;
+    info["sources"] = std::string(DEQFAST_SOURCES);
     info["torch_target_version"] = static_cast<unsigned long long>(TORCH_TARGET_VERSION);
     return info;
   });

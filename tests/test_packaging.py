@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from setuptools.config.pyprojecttoml import read_configuration
+from sources import SETUP, stale_extensions
+
+from deqfast import _extension
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"pyproject.toml", "setup.py", "README.md", "csrc", "deqfast", "kernels", "benchmarks", "experiments",
@@ -114,3 +117,20 @@ def test_top_level_is_the_fixed_one():
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == TOP_LEVEL
+
+
+def test_the_extensions_are_of_these_sources():
+    assert stale_extensions() == []
+
+
+def test_an_extension_of_other_sources_is_told(monkeypatch, tmp_path):
+    """As left behind by an editable install when csrc/ changes."""
+    shutil.copytree(SETUP.parent / "csrc", tmp_path / "csrc")
+    shutil.copy(SETUP, tmp_path)
+    monkeypatch.setattr("sources.SETUP", tmp_path / "setup.py")
+    assert stale_extensions() == []
+    with open(tmp_path / "csrc" / "common" / "window.h", "a") as header:
+        header.write("// another line\n")
+    told = [sentence.split()[0] for sentence in stale_extensions()]
+    loaded = [module.__name__ for module in (_extension.cpp_module, _extension.cuda_module) if module is not None]
+    assert told == loaded

@@ -47,6 +47,9 @@ import deqfast
 from .files import write_json
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+sys.path.append(str(RESULTS.parents[1] / "tests" / "csrc"))
+from sources import stale_extensions  # noqa: E402  (found through the path above)
+
 # What recordings and their report write: no change of what is measured.
 WRITTEN = ("benchmarks/baselines", "benchmarks/results", "benchmarks/RESULTS.md", "README.md")
 CPUINFO, CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
@@ -87,11 +90,15 @@ def tool(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the checkout, "+changes" where files that git tracks differ from it, but for ``WRITTEN``."""
+    """The commit of the checkout, "+changes" where what was measured is not of that commit.
+
+    That is where files that git tracks differ, but for ``WRITTEN``, or where an extension was built from others.
+    """
     here = ("git", "-C", str(RESULTS.parent))
     head = tool(*here, "rev-parse", "HEAD") or os.environ.get("DEQFAST_COMMIT", "unknown")
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
-    return head + ("+changes" if tool(*here, "status", "--porcelain", "--untracked-files=no", *others) else "")
+    changed = tool(*here, "status", "--porcelain", "--untracked-files=no", *others) or stale_extensions()
+    return head + ("+changes" if changed else "")
 
 
 def processor() -> str:
