@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ def pytest_report_header() -> list[str]:
         f"triton {_version('triton')} {'interpreted' if INTERPRETED else 'compiled'}; torch {torch.__version__}; "
         f"numpy {_version('numpy')}; device {device}; {torch.get_num_threads()} threads",
     ]
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """torch.set_num_threads for this test alone."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["torch", "cpp", "triton", "cuda"])

@@ -200,6 +200,14 @@ class TestAccuracy:
         compare_run(case, start_steps(case))
 
     @every_dtype
+    @pytest.mark.parametrize(("size", "threads"), [(4097, 1), (3 * 4096 + 777, 2)])
+    def test_samples_of_several_chunks(self, size, threads, dtype, set_threads):
+        """See csrc/cpu/samples.h; two threads share three samples."""
+        set_threads(threads)
+        case = StepsCase(batch=3, size=size, history=6, k=5, dtype=dtype)
+        compare_run(case, start_steps(case))
+
+    @every_dtype
     @pytest.mark.parametrize("batch", [0, 1, 3])
     def test_one_dimension(self, batch, dtype):
         case = StepsCase(batch=batch, size=1, history=4, k=3, dtype=dtype)

@@ -191,6 +191,17 @@ class TestAccuracy:
         case = Case(method, batch=3, size=size, history=4, k=6, **DTYPES[dtype])
         check_run(self.step(case), case)
 
+    @pytest.mark.parametrize("method", [None, *METHODS])
+    @every_dtype
+    @pytest.mark.parametrize(("size", "threads"), [(4097, 1), (3 * 4096 + 777, 2)])
+    def test_samples_of_several_chunks(self, method, dtype, size, threads, set_threads):
+        """See csrc/cpu/samples.h; two threads share three samples."""
+        if method is None and "history_dtype" in DTYPES[dtype]:
+            pytest.skip("picard has no history")
+        set_threads(threads)
+        case = Case(method, batch=3, size=size, history=3, k=4, **DTYPES[dtype])
+        check_run(self.step(case), case)
+
     @every_method
     @every_dtype
     def test_step_and_mixing(self, method, dtype):

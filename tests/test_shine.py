@@ -10,6 +10,7 @@ from cases import METHODS, Case, make_state
 
 import deqfast
 from deqfast import reference
+from deqfast.ops import Kernel
 from deqfast.testing import PROBLEMS, SOLVERS, assert_accurate
 
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
@@ -82,7 +83,19 @@ def test_it_is_the_transpose_of_the_step(method):
 @every_dtype
 @pytest.mark.parametrize(("size", "history", "k"), [(1, 1, 3), (63, 4, 6), (777, 3, 2), (64, 12, 12), (40, 20, 19)])
 def test_accuracy(method, dtype, size, history, k, op):
-    product, device = op
+    compare_with_reference(method, dtype, size, history, k, *op)
+
+
+@pytest.mark.skipif(not deqfast.backends()["cpp"], reason="the CPU kernels were not built")
+@every_method
+@every_dtype
+def test_samples_of_several_chunks(method, dtype, set_threads):
+    """See csrc/cpu/samples.h; two threads share three samples."""
+    set_threads(2)
+    compare_with_reference(method, dtype, 3 * 4096 + 777, 4, 6, Kernel("cpp").op("multisecant_transposed"), "cpu")
+
+
+def compare_with_reference(method, dtype, size, history, k, product, device):
     case = Case(method, batch=3, size=size, history=history, wobble=0.5, ridge=2.0**-6, **SCALARS, **DTYPES[dtype])
     counts = [max(0, min(k, history - 1)), min(1, max(0, history - 1)), 0]
     args = arguments(case, k, counts, device)

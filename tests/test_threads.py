@@ -20,17 +20,10 @@ SOLVERS = {
     "broyden, pairs": deqfast.Broyden(history=4, **RULE),
     "bad broyden": deqfast.Broyden(kind="bad", **RULE),
 }
-# Of more than two chunks, so that three threads have something to share, and not of whole vectors.
-SIZE = 3 * 4096 + 777
+# So many elements and chunks (csrc/cpu/samples.h) that threads share a single sample in every solver; not whole vectors.
+SIZE = 5 * 4096 + 777
 every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-
-
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def solve(solver, rows, dtype):
@@ -59,7 +52,7 @@ def same(a, b, row_a, row_b):
 @every_dtype
 @every_solver
 def test_neither_the_threads_nor_the_other_samples_change_the_bits(solver, dtype, set_threads):
-    if dtype == torch.float64 and solver.__dict__.get("history_dtype"):
+    if dtype == torch.float64 and getattr(solver, "history_dtype", None):
         pytest.skip("a bfloat16 history goes with a float32 state")
     alone = []
     for row in range(6):
@@ -69,8 +62,8 @@ def test_neither_the_threads_nor_the_other_samples_change_the_bits(solver, dtype
         assert same(solve(solver, [row], dtype), alone[row], 0, 0)
     assert [deqfast.Status(int(solution.status)).name for solution in alone[1:3]] == ["NONFINITE", "CONVERGED"]
     assert int(alone[0].iterations) > 4
-    for threads in (1, 2, 3, 4):
-        for batch in (2, 3, 5, 6):
+    for threads in (1, 2, 3):
+        for batch in (2, 3, 6):
             set_threads(threads)
             together = solve(solver, list(range(batch)), dtype)
             assert all(same(together, alone[row], row, 0) for row in range(batch)), (threads, batch)
@@ -88,7 +81,7 @@ def test_the_transposed_product_too(history_dtype, set_threads):
     arguments = random(batch, SIZE), left, df, random(batch, history + 2, history).abs() + 1.0
     newest, count = torch.tensor([6, 2, 4], dtype=torch.int32), torch.tensor([5, 0, 3], dtype=torch.int32)
     results = []
-    for threads in (1, 2, 3, 4):
+    for threads in (1, 2, 3):
         set_threads(threads)
         product = Kernel("cpp").op("multisecant_transposed")
         results.append(product(*arguments, newest, count, 3, 1.0, 1.0, 1e-6))

@@ -1,6 +1,6 @@
 // broyden_step on the CPU: Broyden's method from its steps alone, z <- z + p with
-// p = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1}). The second sweep over a sample's steps finds them in the cache if they
-// fit there, so that memory is read once per step.
+// p = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1}). Both sweeps read the steps; the second finds them in the cache if they fit
+// there.
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
@@ -33,7 +33,7 @@ struct BroydenStep {
         n(a.rule.last ? 0 : static_cast<int>(a.rule.k)),  // without a step to come only the residual counts
         ss(sg + n) {}
   int rows() const { return n + 1; }
-  int slots(int part) const { return part == kFirstSweep ? ss + n : 0; }
+  int slots(int part) const { return part == kFirst ? ss + n : 0; }
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
   T* steps(int64_t row) const { return a.steps + row * a.rows * dim; }
 
@@ -117,15 +117,8 @@ struct BroydenStep {
   DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
 };
 
-template <class T>
-using BroydenSplit = Split<BroydenStep<T>>;
-
-DEQFAST_CLONES void run(const BroydenStep<float>& step, BroydenSplit<float>* split, int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
-DEQFAST_CLONES void run(const BroydenStep<double>& step, BroydenSplit<double>* split, int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
+DEQFAST_STEP(BroydenStep<float>)
+DEQFAST_STEP(BroydenStep<double>)
 
 void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                   Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last, double tol,

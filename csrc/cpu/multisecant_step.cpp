@@ -1,5 +1,5 @@
 // multisecant_step on the CPU: Broyden and Anderson in pair form, z <- z + alpha (beta g - DF gamma), N gamma = L^T g.
-// A sample's two sweeps follow each other, so that its history is read from memory once per matrix and step.
+// Either sweep reads one matrix of the history.
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
@@ -66,7 +66,7 @@ struct MultisecantStep {
       : a(a), batch(a.monitor.batch), dim(a.dim), n(a.window.size()), lg(kSlots), ly(lg + n), ls(ly + n) {}
   int rows() const { return n + 1; }
   int slots(int part) const {
-    if (part == kFirstSweep) return a.method == kAndersonI ? ls + n : ls;
+    if (part == kFirst) return a.method == kAndersonI ? ls + n : ls;
     return needs_dots() ? n : 0;
   }
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
@@ -98,7 +98,7 @@ struct MultisecantStep {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule);
     if (!sample.verdict.advance || a.pairs() == 0) return;
     T* gram = a.gram + row * (a.window.history + 2) * a.window.history;
-    for (int slot = kSlots; slot < slots(kFirstSweep); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
+    for (int slot = kSlots; slot < slots(kFirst); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
     const double *lg = sample.dots.data(), *ly = lg + n, *ls = ly + n;
     enter_pair(gram, gram + a.window.newest() * a.window.history, ly, ls, static_cast<T>(sums.total(kSSq)),
                static_cast<T>(sums.total(kYSq)), a.window, a.method, a.beta, OneLane());
@@ -140,21 +140,9 @@ struct MultisecantStep {
   }
 };
 
-template <class T, class H>
-using MultisecantSplit = Split<MultisecantStep<T, H>>;
-
-DEQFAST_CLONES void run(const MultisecantStep<float, float>& step, MultisecantSplit<float, float>* split,
-                        int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
-DEQFAST_CLONES void run(const MultisecantStep<float, BFloat16>& step, MultisecantSplit<float, BFloat16>* split,
-                        int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
-DEQFAST_CLONES void run(const MultisecantStep<double, double>& step, MultisecantSplit<double, double>* split,
-                        int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
+DEQFAST_STEP(MultisecantStep<float, float>)
+DEQFAST_STEP(MultisecantStep<float, BFloat16>)
+DEQFAST_STEP(MultisecantStep<double, double>)
 
 // out = alpha (beta v - L gamma), N^T gamma = DF^T v.
 template <class T, class H>
@@ -172,7 +160,7 @@ struct TransposedStep {
 
   explicit TransposedStep(const TransposedParams<T, H>& p) : p(p), batch(p.batch), dim(p.dim) {}
   int rows() const { return p.history + 1; }
-  int slots(int part) const { return part == kFirstSweep ? p.history : 0; }
+  int slots(int part) const { return part == kFirst ? p.history : 0; }
   bool runs(int64_t) const { return true; }
   const H* row_of(const H* rows, int64_t row, int slot) const { return rows + (p.history * row + slot) * dim; }
 
@@ -182,6 +170,7 @@ struct TransposedStep {
 
   DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
     const Window window = p.window(row);
+    if (window.size() == 0) return;
     alignas(64) T x[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
       const int64_t count = std::min<int64_t>(kTile, end - tile);
@@ -219,21 +208,9 @@ struct TransposedStep {
   DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
 };
 
-template <class T, class H>
-using TransposedSplit = Split<TransposedStep<T, H>>;
-
-DEQFAST_CLONES void run(const TransposedStep<float, float>& step, TransposedSplit<float, float>* split,
-                        int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
-DEQFAST_CLONES void run(const TransposedStep<float, BFloat16>& step, TransposedSplit<float, BFloat16>* split,
-                        int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
-DEQFAST_CLONES void run(const TransposedStep<double, double>& step, TransposedSplit<double, double>* split,
-                        int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
+DEQFAST_STEP(TransposedStep<float, float>)
+DEQFAST_STEP(TransposedStep<float, BFloat16>)
+DEQFAST_STEP(TransposedStep<double, double>)
 
 constexpr int64_t kMaxHistory = 1 << 15;
 

@@ -20,7 +20,7 @@ struct PicardStep {
 
   explicit PicardStep(const PicardParams<T>& a) : a(a), batch(a.monitor.batch), dim(a.dim) {}
   int rows() const { return 1; }
-  int slots(int part) const { return part == kFirstSweep ? kJudgedSlots : 0; }
+  int slots(int part) const { return part == kFirst ? kJudgedSlots : 0; }
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
 
   DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
@@ -57,15 +57,8 @@ struct PicardStep {
   DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
 };
 
-template <class T>
-using PicardSplit = Split<PicardStep<T>>;
-
-DEQFAST_CLONES void run(const PicardStep<float>& step, PicardSplit<float>* split, int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
-DEQFAST_CLONES void run(const PicardStep<double>& step, PicardSplit<double>* split, int64_t begin, int64_t end) {
-  work(step, split, begin, end);
-}
+DEQFAST_STEP(PicardStep<float>)
+DEQFAST_STEP(PicardStep<double>)
 
 void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                  Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {

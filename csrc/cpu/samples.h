@@ -5,11 +5,10 @@
 // A step is a class with
 //   batch, dim             as everywhere
 //   rows()                 rows of `dim` elements that a sweep reads: the work on a sample
-//   slots(part)            sums of a sweep, of the first and of the second
+//   slots(part)            sums of a sweep
 //   Sample                 what is kept of a sample between its sweeps, made from the step
 //   runs(row)              whether the sample takes part
 //   first(row, chunk, sums), decide(row, sums, sample), second(row, chunk, sample, sums), finish(row, sums, sample)
-// and `void run(const Step&, Split<Step>*, int64_t begin, int64_t end)`, which is `work` for every instruction set.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -28,93 +27,118 @@ struct Chunk {
   static Chunk at(int64_t index, int64_t dim) { return {index * size, std::min(size, dim - index * size)}; }
 };
 
-// The parts of the work on a sample; sweeps are done chunk by chunk.
-enum Part { kFirstSweep, kDecision, kSecondSweep, kEnd };
-inline bool is_sweep(int part) { return part == kFirstSweep || part == kSecondSweep; }
+enum Part { kFirst, kDecide, kSecond, kFinish };
+inline bool is_sweep(int part) { return part == kFirst || part == kSecond; }
 
+// The chunks of a sample that are swept at once, what is kept of the sample, and where the sums of its sweeps go.
 template <class Step>
-int slots_of(const Step& step) {
-  return std::max(step.slots(kFirstSweep), step.slots(kSecondSweep));
-}
+struct Portion {
+  int64_t row, begin, end;
+  typename Step::Sample& sample;
+  Sums total, spare;
+};
 
-// Samples whose chunks the threads share, one part after the other.
+// What there is to do: all parts of whole samples, which need the memory of one; or one part, of the samples or of their
+// chunks, with the memory of all.
 template <class Step>
-struct Split {
+struct Work {
+  const Step& step;
+  const std::vector<int64_t>& rows;  // the samples that take part
+  const bool whole;
   const int64_t chunks;
   const int slots;
-  int part = kFirstSweep;
-  std::vector<char> runs;
+  int part = kFirst, last_part = kFinish;
   std::vector<typename Step::Sample> samples;
   std::vector<double> memory;
 
-  explicit Split(const Step& step)
-      : chunks(Chunk::number(step.dim)),
-        slots(slots_of(step)),
-        samples(step.batch, typename Step::Sample(step)),
-        memory(step.batch * chunks * slots * Sums::W) {
-    for (int64_t row = 0; row < step.batch; ++row) runs.push_back(step.runs(row));
-  }
+  Work(const Step& step, const std::vector<int64_t>& rows, bool whole)
+      : step(step),
+        rows(rows),
+        whole(whole),
+        chunks(Chunk::number(step.dim)),
+        slots(std::max(step.slots(kFirst), step.slots(kSecond))),
+        samples(whole ? 1 : rows.size(), typename Step::Sample(step)),
+        memory((whole ? 2 : rows.size() * chunks) * slots * Sums::W) {}
 
-  Sums sums(int64_t chunk) { return {memory.data() + chunk * slots * Sums::W}; }
-  DEQFAST_INLINE Sums total(int64_t row, int used) {
-    const Sums total = sums(row * chunks);
-    for (int64_t i = 1; i < chunks; ++i) total.add(sums(row * chunks + i), used);
-    return total;
+  Sums sums(int64_t index) { return {memory.data() + index * slots * Sums::W}; }
+  Portion<Step> at(int64_t index) {
+    if (whole) return {rows[index], 0, chunks, samples[0], sums(0), sums(1)};
+    if (!is_sweep(part)) return {rows[index], 0, 0, samples[index], sums(index * chunks), sums(0)};
+    const int64_t sample = index / chunks, chunk = index % chunks;
+    return {rows[sample], chunk, chunk + 1, samples[sample], sums(index), sums(0)};
   }
 };
 
-// All parts of the samples `begin` to `end`; or, where they are split, the present part of these chunks or samples.
 template <class Step>
-DEQFAST_INLINE void work(const Step& step, Split<Step>* split, int64_t begin, int64_t end) {
-  const int64_t chunks = Chunk::number(step.dim);
-  const bool one_chunk = split && is_sweep(split->part);
-  const int first_part = split ? split->part : kFirstSweep, last_part = split ? split->part : kEnd;
-  typename Step::Sample own(step);
-  std::vector<double> memory(2 * slots_of(step) * Sums::W);
-  const Sums own_total{memory.data()}, own_sums{own_total.at(slots_of(step))};
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = one_chunk ? i / chunks : i;
-    if (split ? !split->runs[row] : !step.runs(row)) continue;
-    typename Step::Sample& sample = split ? split->samples[row] : own;
-    for (int part = first_part; part <= last_part; ++part) {
-      if (!is_sweep(part)) {
-        const Sums total = split ? split->total(row, step.slots(part - 1)) : own_total;
-        part == kDecision ? step.decide(row, total, sample) : step.finish(row, total, sample);
+DEQFAST_INLINE void sweep(const Step& step, int part, const Portion<Step>& portion) {
+  for (int64_t i = portion.begin; i < portion.end; ++i) {
+    const Sums sums = i == portion.begin ? portion.total : portion.spare;
+    const Chunk chunk = Chunk::at(i, step.dim);
+    sums.clear(step.slots(part));
+    if (part == kFirst) {
+      step.first(portion.row, chunk, sums);
+    } else {
+      step.second(portion.row, chunk, portion.sample, sums);
+    }
+    if (i != portion.begin) portion.total.add(sums, step.slots(part));
+  }
+}
+
+// To be compiled for every instruction set, hence one loop for all kinds of work.
+template <class Step>
+DEQFAST_INLINE void do_work(Work<Step>& work, int64_t begin, int64_t end) {
+  for (int64_t index = begin; index < end; ++index) {
+    const Portion<Step> portion = work.at(index);
+    for (int part = work.part; part <= work.last_part; ++part) {
+      if (is_sweep(part)) {
+        sweep(work.step, part, portion);
         continue;
       }
-      const int slots = step.slots(part);
-      const int64_t from = one_chunk ? i % chunks : 0, to = one_chunk ? from + 1 : chunks;
-      for (int64_t c = from; c < to; ++c) {
-        const Sums sums = one_chunk ? split->sums(i) : c ? own_sums : own_total;
-        sums.clear(slots);
-        const Chunk chunk = Chunk::at(c, step.dim);
-        part == kFirstSweep ? step.first(row, chunk, sums) : step.second(row, chunk, sample, sums);
-        if (!one_chunk && c) own_total.add(sums, slots);
+      for (int64_t i = 1; !work.whole && i < work.chunks; ++i) {
+        portion.total.add(work.sums(index * work.chunks + i), work.step.slots(part - 1));
+      }
+      if (part == kDecide) {
+        work.step.decide(portion.row, portion.total, portion.sample);
+      } else {
+        work.step.finish(portion.row, portion.total, portion.sample);
       }
     }
   }
 }
 
-// Samples as a whole, which a thread's second sweep may find in its cache, but where that would leave threads idle.
+#define DEQFAST_STEP(...) \
+  DEQFAST_CLONES void run(Work<__VA_ARGS__>& work, int64_t begin, int64_t end) { do_work(work, begin, end); }
+
+// The threads take whole samples, which a second sweep may find in the cache, but where few are left and some threads
+// would be idle.
 template <class Step>
 void share_out(const Step& step) {
   constexpr int64_t least = 16384;  // elements for which a thread is worth its start
-  const int64_t batch = step.batch, elements = std::max<int64_t>(step.dim * step.rows(), 1);
-  const int64_t threads = torch::stable::get_num_threads();
-  const auto grain = [](int64_t size) { return std::max<int64_t>(least / size, 1); };
-  if (batch % threads == 0 || batch > 4 * threads || step.dim <= Chunk::size || batch * elements <= least) {
-    torch::stable::parallel_for(0, batch, grain(elements),
-                                [&](int64_t begin, int64_t end) { run(step, nullptr, begin, end); });
+  std::vector<int64_t> rows;
+  for (int64_t row = 0; row < step.batch; ++row) {
+    if (step.runs(row)) rows.push_back(row);
+  }
+  const int64_t samples = rows.size(), threads = torch::stable::get_num_threads();
+  const int64_t elements = step.dim * step.rows();
+  const auto share = [](int64_t count, int64_t elements, const auto& body) {
+    torch::stable::parallel_for(0, count, std::max<int64_t>(least / std::max<int64_t>(elements, 1), 1), body);
+  };
+  if (samples % threads == 0 || samples > 4 * threads || step.dim <= Chunk::size || samples * elements <= least) {
+    share(samples, elements, [&](int64_t begin, int64_t end) {
+      Work<Step> work(step, rows, true);
+      run(work, begin, end);
+    });
     return;
   }
-  Split<Step> split(step);
-  for (split.part = kFirstSweep; split.part <= kEnd; ++split.part) {
-    if (!is_sweep(split.part)) {
-      run(step, &split, 0, batch);
-      continue;
+  Work<Step> work(step, rows, false);
+  for (int part = kFirst; part <= kFinish; ++part) {
+    work.part = work.last_part = part;
+    if (is_sweep(part)) {
+      share(samples * work.chunks, Chunk::size * step.rows(),
+            [&](int64_t begin, int64_t end) { run(work, begin, end); });
+    } else {
+      run(work, 0, samples);
     }
-    torch::stable::parallel_for(0, batch * split.chunks, grain(Chunk::size * step.rows()),
-                                [&](int64_t begin, int64_t end) { run(step, &split, begin, end); });
   }
 }
 
