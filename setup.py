@@ -21,14 +21,20 @@ CPU_ONLY = ("broyden_step",)
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"
+CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
 CSRC = Path(__file__).resolve().parent / "csrc"
 GENERATED = CSRC.parent / "build" / "csrc"
 
 
 def digest(device: str) -> str:
-    """Of the sources of the extension for "cpu" or "cuda"; the extension tells that of those it was built from."""
-    files = [*(CSRC / "common").iterdir(), *(CSRC / device).iterdir(), CSRC / f"bindings_{device}.cpp"]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
+    """Of the sources and flags of the extension for "cpu" or "cuda"; it tells that of those it was built from."""
+    folders = [*(CSRC / "common").iterdir(), *(CSRC / device).iterdir()]
+    files = [file for file in folders if file.suffix in (".h", ".cpp", ".cuh", ".cu")]
+    content = hashlib.sha256(repr((MACROS, CXX_FLAGS, NVCC_FLAGS)).encode())
+    for file in sorted([*files, CSRC / f"bindings_{device}.cpp"]):
+        content.update(f"{file.relative_to(CSRC).as_posix()}\0".encode() + file.read_bytes())
+    return content.hexdigest()[:16]
 
 
 def write_digests() -> None:
@@ -82,11 +88,14 @@ def extensions() -> dict:
             super().build_extensions()
 
     include = [pybind11.get_include(), str(GENERATED)]
-    cxx = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
     cpu_sources = ["csrc/bindings_cpu.cpp", *(f"csrc/cpu/{name}.cpp" for name in (*SOURCES, *CPU_ONLY))]
     modules = [
         CppExtension(
-            "deqfast._C_cpu", cpu_sources, include_dirs=include, define_macros=MACROS, extra_compile_args={"cxx": cxx}
+            "deqfast._C_cpu",
+            cpu_sources,
+            include_dirs=include,
+            define_macros=MACROS,
+            extra_compile_args={"cxx": CXX_FLAGS},
         )
     ]
     reason = "DEQFAST_BUILD=cpu" if MODE == "cpu" else why_not_cuda(cuda_home)
@@ -95,7 +104,7 @@ def extensions() -> dict:
     if reason is None:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)  # without a GPU torch cannot ask for one
         cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{name}_cuda.cu" for name in SOURCES)]
-        flags = {"cxx": cxx, "nvcc": ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]}
+        flags = {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS}
         macros = [*MACROS, ("USE_CUDA", None)]
         modules.append(
             CUDAExtension(

@@ -20,7 +20,7 @@ SOLVERS = {
     "broyden, pairs": deqfast.Broyden(history=4, **RULE),
     "bad broyden": deqfast.Broyden(kind="bad", **RULE),
 }
-# So many elements and chunks (csrc/cpu/samples.h) that threads share a single sample in every solver; not whole vectors.
+# So many elements and chunks (csrc/cpu/samples.h) that threads share even a single sample; not whole vectors.
 SIZE = 5 * 4096 + 777
 every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
