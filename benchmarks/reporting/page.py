@@ -74,7 +74,8 @@ PARTS = (
         "Neural collapse",
         "nc",
         "NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D in the name), beside the D × D "
-        "pseudo-inverse.",
+        "pseudo-inverse. A call that takes longer than all rounds may, as the largest pseudo-inverse does, is made "
+        "once: the number of rounds is in the folded table.",
     ),
 )
 

@@ -132,10 +132,13 @@ def default_text(found: list[tuple[str, list[Row]]]) -> str:
     missed = misses(suite + trained)
     fewest = missed.get(residual_report.DEFAULT) == min(missed.values())
     verdict = f"{'as none' if fewest else 'though another'} of deqfast's solvers misses less often"
-    parts = [misses_text(rows, what) for rows, what in ((suite, "suite's"), (trained, "trained cells'")) if rows]
+    parts = [
+        misses_text(rows, what) for rows, what in ((suite, "the suite's"), (trained, "the trained cells'")) if rows
+    ]
     faster = faster_texts(found)
     more = f" Others are faster on some trained cells: {listed(faster)}." if faster else ""
-    return f"The default solver is Broyden, {verdict}: {', '.join(parts)}.{more}"
+    tols = listed(map(tolerance, tolerances(suite + trained)))
+    return f"The default solver is Broyden, {verdict}: to {tols} it misses {listed(parts)}.{more}"
 
 
 def misses(rows: list[Row]) -> dict[str, int]:
@@ -145,12 +148,12 @@ def misses(rows: list[Row]) -> dict[str, int]:
 
 
 def misses_text(rows: list[Row], whose: str) -> str:
-    """ "of the suite's 48 solves to 1e-3 and 1e-5 it misses 1 (picard 22, anderson m=6 3)"."""
+    """ "1 of the suite's 48 solves (picard 22, anderson m=6 3)"."""
     missed = {name: count for name, count in misses(rows).items() if name in residual_report.DEFAULTS}
     solves = sum(row["provider"] == residual_report.DEFAULT for row in rows)
     own = missed.pop(residual_report.DEFAULT, 0)
     others = ", ".join(f"{name.removeprefix('deqfast ')} {count}" for name, count in missed.items())
-    return f"of the {whose} {solves} solves to {listed(map(tolerance, tolerances(rows)))} it misses {own} ({others})"
+    return f"{own} of {whose} {solves} solves ({others})"
 
 
 def faster_texts(found: list[tuple[str, list[Row]]]) -> list[str]:

@@ -141,16 +141,17 @@ def kernel_sentence(results: Results) -> str:
 
 def nc_sentence(results: Results) -> str:
     """Of the largest state, NC1 by itself and all four."""
-    texts = []
+    texts, before = [], None
     for prefix, what in (("nc1-", "NC1"), ("nc-", "NC1 to NC4")):
         found = sorted(compared(results, "nc", prefix, PINV), key=lambda case: -case.rows[OURS]["dim"])
         for case in found[:1]:
             row = case.rows[OURS]
             size = f"{row['batch']} features, D = {row['dim']}, K = {row['classes']}, {row['dtype']}"
             texts.append(
-                f"{what} of {size}: {against(case, PINV)}, relative error of NC1 {cell(row, 'error', error)} "
-                f"{source(results, case)}."
+                f"{what} of {'the same' if size == before else size}: {against(case, PINV)}, relative error of NC1 "
+                f"{cell(row, 'error', error)} {source(results, case)}."
             )
+            before = size
     return " ".join(texts) or absent("neural collapse beside the pseudo-inverse", SUITE_COMMAND)[0]
 
 

@@ -25,6 +25,7 @@ COLUMNS: dict[str, tuple[str, Form]] = {
     "solver_ms": ("solver, per iteration", duration),
     "ms": ("median", duration),
     "ms_min": ("least", duration),
+    "rounds": ("rounds", whole),
     "in_place_ms": ("in place", duration),
     "f_ms": ("of it f", duration),
     "floor_ms": ("byte floor", duration),

@@ -158,7 +158,7 @@ def target_section(results: Results) -> list[str]:
     ]  # fmt: skip
     words = (
         "Solves are those at (128, 8192) in fp32, by the runs on a CPU with the most threads; of several runs, all "
-        f"have to meet a target, and the least and the largest are given. {link('Above', ANCHOR)} stands the command "
-        "of each file."
+        "have to meet a target, and the least and the largest are given. The command of each file stands "
+        f"{link('above', ANCHOR)}."
     )
     return [words, "", *table(header, body, text=header)]
