@@ -9,8 +9,7 @@ word is not taken. deqfast stops every sample by itself at its first iterate wit
 torchdeq goes on with all until one iterate of the whole batch is within it. So its finished samples end nearer to the
 solution than asked for, and may leave the tolerance again.
 
-Without training this takes less than 10 minutes of two cores. FILE.png and FILE.svg show residuals against time and
-evaluations.
+Without training this takes less than 10 minutes of two cores. FILE.png shows residuals against time and evaluations.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from typing import Any
 import torch
 from harness import problems, trained
 from harness.maps import NEVER
-from harness.peers import torchdeq_solve
+from harness.peers import torchdeq_method
 from harness.problems import Problem
 from harness.record import Row, write_record
-from harness.residual_report import case_table, draw, summary_table
+from harness.residual_report import SMALL_RIDGE, case_table, draw, summary_table
 from torch import Tensor
 
 import deqfast
@@ -70,8 +69,11 @@ def _deqfast(make: Callable[..., Any], f: Map, z0: Tensor, tol: float) -> tuple[
     return solution.value, solution.iterations
 
 
-def _torchdeq(make: Callable[..., Any], f: Map, z0: Tensor, tol: float) -> tuple[Tensor, None]:
-    return torchdeq_solve(make(tol, EVALUATIONS))(f, z0), None
+def _torchdeq(make: Callable[..., Any], f: Map, z0: Tensor, tol: float, **options: float) -> tuple[Tensor, None]:
+    """options: of torchdeq's function, which is as it ships without any."""
+    solver = make(tol, EVALUATIONS)
+    run, max_iter = torchdeq_method(solver)
+    return run(f, z0, max_iter=max_iter, tol=tol, stop_mode=solver.stop, **options)[0], None
 
 
 def providers() -> list[Provider]:
@@ -90,6 +92,7 @@ def providers() -> list[Provider]:
     return [
         *(Provider(f"deqfast {name}", peer, partial(_deqfast, make)) for name, (peer, make) in ours.items()),
         *(Provider(name, name, partial(_torchdeq, make)) for name, make in theirs.items()),
+        Provider(SMALL_RIDGE, SMALL_RIDGE, partial(_torchdeq, deqfast.Anderson, lam=1e-8)),
     ]
 
 
@@ -225,7 +228,7 @@ def wanted(given: argparse.Namespace, *names: str) -> bool:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all rows to this file; an existing one is replaced")
-    parser.add_argument("--figure", type=Path, help="draw residuals over time; FILE.png and FILE.svg are replaced")
+    parser.add_argument("--figure", type=Path, help="draw residuals over time; FILE.png is replaced")
     parser.add_argument("--threads", type=int, help="CPU threads (default: as many as PyTorch takes)")
     parser.add_argument(
         "--only", nargs="+", metavar="PART", default=[],

@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .drawn import stamp
 from .files import write_bytes
 from .tables import aligned
 
@@ -21,6 +22,7 @@ LEVELS = "#777777"
 # deqfast's solvers with the settings that they have by default, of all that time_to_residual.py compares.
 DEFAULTS = ("deqfast picard", "deqfast anderson m=6", "deqfast broyden n=20")
 DEFAULT = "deqfast broyden n=20"  # what deqfast.solve and DEQBlock take unless they are told
+SMALL_RIDGE = "torchdeq anderson m=6 lam=1e-8"  # torchdeq's own is 1e-4, absolute
 RANGE = (3e-8, 3.0)  # of the residuals shown
 
 
@@ -98,7 +100,7 @@ def optional(value: float | None, form: str) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Residual against time and against evaluations, a column per problem that has courses, as PNG and SVG."""
+    """Residual against time and against evaluations, a column per problem that has courses, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,18 +126,12 @@ def draw(rows: list[Row], path: Path) -> None:
     columns = len(labels) if len(cases) > 2 else 2
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     figure.set_layout_engine("constrained")
-    for ending in ("png", "svg"):
-        _save(figure, path.with_suffix(f".{ending}"), ending)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150, metadata=stamp(rows))
+    write_bytes(path.with_suffix(".png"), content.getvalue())
     pyplot.close(figure)
 
 
 def _style(provider: str) -> dict[str, Any]:
     method = next(name for name in COLOURS if name in provider)
     return {"color": COLOURS[method], "ls": LINES[provider.split()[0]], "lw": 1.8, "label": provider}
-
-
-def _save(figure: Any, path: Path, ending: str) -> None:
-    """Write the figure in one step; the same figure gives the same file."""
-    content = io.BytesIO()
-    figure.savefig(content, format=ending, dpi=150, metadata={"Date": None} if ending == "svg" else None)
-    write_bytes(path, content.getvalue())

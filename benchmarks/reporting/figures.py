@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.drawn import drawn_from, stamp
 from harness.files import write_bytes
 
 from .words import digits
@@ -21,7 +20,6 @@ COLOURS = {"deqfast": BLUE, "torchdeq": ORANGE, "eager": GREY, "1 thread": SKY, 
 SPARE = (GREEN, PURPLE, SKY, GREY)  # of series that have no colour of their own
 MARKS = (RED, BLACK)
 DPI = 110
-DATA = "deqfast data"  # key of the fingerprint in a PNG
 WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # so that no line runs through a number
 
 
@@ -40,20 +38,9 @@ class Bars:
     marks: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
 
-def fingerprint(bars: Bars) -> str:
-    """The same for the same numbers and words, whatever draws them."""
-    return hashlib.sha256(json.dumps(asdict(bars)).encode()).hexdigest()
-
-
 def shows(bars: Bars, path: Path) -> bool:
     """Whether the PNG at `path` was drawn from `bars`."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            return image.info.get(DATA) == fingerprint(bars)
-    except (FileNotFoundError, UnidentifiedImageError):
-        return False
+    return bool(drawn_from(path, asdict(bars)))
 
 
 def draw(bars: Bars, path: Path) -> None:
@@ -82,7 +69,7 @@ def draw(bars: Bars, path: Path) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
-    figure.savefig(content, dpi=DPI, metadata={"Software": None, DATA: fingerprint(bars)})
+    figure.savefig(content, dpi=DPI, metadata={"Software": None, **stamp(asdict(bars))})
     write_bytes(path, content.getvalue())
     plt.close(figure)
 

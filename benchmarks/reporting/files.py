@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ Row = dict[str, Any]
 NAMES = {"ratio": "floor_x", "waits": "host_waits"}  # columns of gpu.sh -> those of the record
 PEER = "torchdeq"  # whose time a `gain` is told against where the row names no other
 GAIN = "gain over "  # start of the columns of gains, which a peer's name completes
-# What is measured. Rows of a file that agree in everything else are runs of the same.
+# What the runs of a case have each for themselves; gains too.
 MEASURED = {
     "ms", "ms_min", "f_ms", "solver_ms", "floor_ms", "floor_x", "evaluations", "residual", "error", "allowed",
-    "peak_bytes", "launches", "host_waits", "rounds", "copy_gb_per_s", "bytes_per_s", "floor_iteration_ms",
+    "peak_bytes", "launches", "host_waits", "rounds", "copy_gb_per_s", "floor_iteration_ms", "file",
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ class ReportError(Exception):
 
 @dataclass(frozen=True)
 class File:
-    """One file of results. rows: runs of the same as one; raw: as recorded; runs: those of training_step.py."""
+    """One file of results. rows: as ``completed``; raw: as recorded; runs: those of training_step.py."""
 
     path: Path
     machine: dict[str, Any]
@@ -67,11 +67,16 @@ class Results:
     files: list[File]
     baselines: list[File]
 
-    def rows(self, *sections: str, gpu: bool = False) -> Iterator[tuple[File, Row]]:
-        """Rows of CPUs, or of GPUs, with the file that each is from."""
+    def rows(self, *sections: str) -> Iterator[Row]:
+        """Rows of CPUs; `file` names the one that each is from."""
         for file in self.files:
-            if (file.gpu is not None) == gpu:
-                yield from ((file, row) for row in file.rows if row["section"] in sections)
+            if file.gpu is None:
+                yield from (row for row in file.rows if row["section"] in sections)
+
+    def files_of(self, rows: Iterable[Row]) -> list[File]:
+        """Where the rows are from."""
+        names = {name for row in rows for name in each(row["file"])}
+        return [file for file in self.files if file.name in names]
 
     def runs(self) -> list[tuple[File, Row]]:
         return [(file, run) for file in self.files for run in file.runs]
@@ -112,33 +117,35 @@ def read_file(path: Path) -> File:
     if runs and "processor" not in machine:
         machine["processor"] = runs[0].get("processor")
     texts = {key: data.get(key) for key in ("command", "date", "remark")}
-    rows = merge([{"threads": machine.get("threads"), **completed(row)} for row in given])
+    rows = [{"threads": machine.get("threads"), "file": path.name, **completed(row)} for row in given]
     return File(path, machine, **texts, rows=rows, raw=given, runs=runs, stages=data.get("stages", []))
 
 
 def completed(row: Row) -> Row:
-    """With the byte floor of one iteration where the solver's time is told so, and each gain in a column of its own."""
+    """With the byte floor of one iteration where the solver's time is told so, the number of rounds in their place, and
+    each gain in a column of its own."""
     gains = row.get("gains") or ({row.get("peer", PEER): row["gain"]} if "gain" in row else {})
     more: Row = {f"{GAIN}{peer}": gain for peer, gain in gains.items()}
     if {"solver_ms", "floor_ms", "evaluations"} <= row.keys():
         more["floor_iteration_ms"] = row["floor_ms"] / row["evaluations"]
+    if "rounds" in row:
+        more["rounds"] = len(row["rounds"])
     return {NAMES.get(key, key): value for key, value in row.items() if key not in ("gain", "gains")} | more
+
+
+def combine(group: list[Row]) -> Row:
+    """One row for the runs of the same, with lists of what each of several has measured."""
+    if len(group) == 1:
+        return group[0]
+    whole = {key: value for row in group for key, value in row.items()}
+    listed = {key: [row[key] for row in group if row.get(key) is not None] for key in whole if measured(key)}
+    return whole | listed
 
 
 def measured(key: str) -> bool:
     return key in MEASURED or key.startswith(GAIN)
 
 
-def merge(rows: list[Row]) -> list[Row]:
-    """One row for the runs of the same, with lists of their numbers."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        given = {key: value for key, value in row.items() if not measured(key)}
-        groups.setdefault(json.dumps(given, sort_keys=True), []).append(row)
-    return [group[0] if len(group) == 1 else combine(group) for group in groups.values()]
-
-
-def combine(group: list[Row]) -> Row:
-    """The numbers of all rows as lists; what is not measured is the same in all."""
-    keys = {key: None for row in group for key in row if measured(key)}
-    return group[0] | {key: [row[key] for row in group if row.get(key) is not None] for key in keys}
+def each(value: Any) -> list[Any]:
+    """What the runs have measured, be it one."""
+    return value if isinstance(value, list) else [value]

@@ -9,11 +9,11 @@ from .models import model_section
 from .pictures import image
 from .races import residual_section
 from .solvers import EAGER, OURS, SECTION
-from .sources import commit, day, ran, sources
+from .sources import commit, day, origin_sentence, ran, sources
 from .study import study_section
-from .tables import cases_of, comparison, counts, folded, image_by_producer, long_table, provider_text
+from .tables import cases_of, comparison, counts, folded, image_by_producer, long_table, provider_text, rows_of
 from .verdicts import summary, target_section
-from .words import absent, link, plural, table, wrapped
+from .words import absent, link, listed, plural, table, wrapped
 
 SUITE_COMMAND = "pytest benchmarks --full --record benchmarks/results/suite_cpu_2.json"
 SCALING_COMMAND = "python benchmarks/scaling.py --figure benchmarks/results"
@@ -61,7 +61,9 @@ PARTS = (
         "Training steps of a layer",
         "training",
         "Forward and backward of one layer, beside torchdeq's, the same algorithm in plain tensor operations, and the "
-        "cell applied once, which solves nothing.",
+        "cell applied once, which solves nothing. Not the solvers alone differ: on `cpp` the normalisations within the "
+        "residual cell are fused too, and `FCCell` under Picard is solved in one call, while torchdeq, eager and the "
+        "cell once call plain torch modules. A ratio is that of whole layers, not of their solvers.",
     ),
     Part(
         "A fully connected cell in one call",
@@ -72,7 +74,8 @@ PARTS = (
         "Neural collapse",
         "nc",
         "NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D in the name), beside the D × D "
-        "pseudo-inverse.",
+        "pseudo-inverse. A call that takes longer than all rounds may, as the largest pseudo-inverse does, is made "
+        "once: the number of rounds is in the folded table.",
     ),
 )
 
@@ -96,8 +99,10 @@ def page(results: Results) -> str:
         "# Benchmark results",
         "",
         f"Written by `python benchmarks/report.py` from the JSON in {link('benchmarks/results', 'results')}: no number "
-        "is typed by hand. Times are the least of the rounds of a run unless another is named. An empty cell or a dash "
-        "is a number that was not taken. Launches are counted per iteration of a solve, else per call.",
+        "is typed by hand. Times are the least of the rounds of a run unless another is named. Where several runs have "
+        "measured a case with the same number of threads, the median of the runs is shown, and behind that of a gain "
+        "the least and the largest; each run by itself is in the folded tables. An empty cell or a dash is a number "
+        "that was not taken. Launches are counted per iteration of a solve, else per call.",
     ]
     for title, body in sections:
         lines += ["", f"## {title}", "", *body]
@@ -106,7 +111,7 @@ def page(results: Results) -> str:
 
 def solver_section(results: Results) -> list[str]:
     """Time per iteration, f subtracted, in all shapes; figures at the headline's."""
-    cases = cases_of(row for _, row in results.rows(SECTION))
+    cases = cases_of(results.rows(SECTION))
     if not any(case.get(OURS, "solver_ms") for case in cases):
         return absent("time per iteration of the solvers", SUITE_COMMAND)
     lines = [
@@ -122,6 +127,8 @@ def solver_section(results: Results) -> list[str]:
         lines += image(results, name)
     providers = [name for name in (OURS, PEER, EAGER) if any(name in case.rows for case in cases)]
     lines += [
+        origin_sentence(results, rows_of(cases)),
+        "",
         *comparison(cases, "solver_ms", OURS),
         "",
         f"What was counted in each solve ({' / '.join(map(provider_text, providers))}). Launches are torch operations "
@@ -133,20 +140,21 @@ def solver_section(results: Results) -> list[str]:
 
 def rows_section(results: Results, part: Part) -> list[str]:
     """Our time beside the others', and all that is known of each row on a click."""
-    rows = [row for _, row in results.rows(part.section)]
+    rows = list(results.rows(part.section))
     if not rows:
         return absent(part.title.lower(), SUITE_COMMAND)
-    lines = [part.words, "", *comparison(cases_of(rows), "ms_min", OURS), ""]
+    cases = cases_of(rows)
+    lines = [f"{part.words} {origin_sentence(results, rows_of(cases))}", "", *comparison(cases, "ms_min", OURS), ""]
     return [*lines, *folded(f"All {plural(len(rows), 'row')}", long_table(rows))]
 
 
 def scaling_section(results: Results) -> list[str]:
     """The figures of scaling.py, and the exponents of their curves."""
-    found = list(results.rows("scaling exponents"))
-    rows = [row for _, row in found]
-    if not found:
+    rows = list(results.rows("scaling exponents"))
+    if not rows:
         return absent("time and memory by batch, state size, history and iterations", SCALING_COMMAND)
-    lines = [f"One variable at a time, f subtracted, beside torchdeq: {ran(found[0][0])}.", ""]
+    commands = listed(map(ran, results.files_of(rows)))
+    lines = [f"One variable at a time, f subtracted, beside torchdeq: {commands}.", ""]
     lines += image_by_producer(results, "scaling_time.png", "Curves: solver time per iteration by each variable")
     lines += image_by_producer(results, "scaling_memory.png", "Curves: peak memory of a solve by each variable")
     lines += ["Exponents a of y ~ x^a, fitted; two where the slope changes:", ""]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+from harness.drawn import drawn_from
 
 from .figures import Bars, draw, shows
-from .files import PEER, Results
+from .files import PEER, Results, Row
 from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
-from .tables import threads_text
+from .tables import figure_by_producer, threads_text
 from .verdicts import bound
+from .words import typical
 
 NAMES = {OURS: "deqfast", PEER: "torchdeq", EAGER: "eager"}
-
-
-def typical(value: Any) -> float | None:
-    """The median where there are several runs."""
-    return statistics.median(value) if isinstance(value, list) else value
 
 
 def labels(headline: Headline) -> list[str]:
@@ -47,7 +43,7 @@ def gains(results: Results) -> Bars | None:
         values[threads_text(headline.threads)] = [own.get(name) for name in names]
     return Bars(
         names, values, f"Solver time per iteration at {found[0].shape()}: torchdeq's over deqfast's",
-        "times faster than torchdeq 0.1.0, same f and iterations, f subtracted", "×",
+        "times faster than torchdeq 0.1.0, f subtracted; median of the runs", "×",
         {"target on two cores": [bound(case.name, "gain", PEER) for case in found[0].cases]},
     )  # fmt: skip
 
@@ -60,8 +56,10 @@ def floors(results: Results) -> Bars | None:
             return None
         targets = [bound(case.name, "floor_x") for case in headline.cases]
         marks: dict[str, list[float | None]] = {"target": targets, "byte floor": [1.0] * len(targets)}
-        return Bars(labels(headline), shares, f"Solver time over its byte floor at {headline.title()}",
-                    "times its own byte floor at the copy rate of the run, f subtracted", "×", marks)  # fmt: skip
+        return Bars(
+            labels(headline), shares, f"Solver time over its byte floor at {headline.title()}",
+            "times its own byte floor, f subtracted; median of the runs", "×", marks,
+        )  # fmt: skip
     return None
 
 
@@ -101,7 +99,22 @@ def draw_figures(results: Results) -> list[Path]:
 
 def stale_figures(results: Results) -> list[Path]:
     """Those that are not there or show other numbers."""
-    return [path for path, bars in drawable(results).items() if not shows(bars, path)]
+    own = [path for path, bars in drawable(results).items() if not shows(bars, path)]
+    return own + [path for path, data in figures_by_producers(results) if drawn_from(path, data) is False]
+
+
+def figures_by_producers(results: Results) -> Iterator[tuple[Path, list[Row]]]:
+    """Each figure that a script which measured has drawn, and of what; one without a digest cannot be judged."""
+    for file in results.files:
+        sections, names = {row["section"] for row in file.raw}, []
+        if "scaling exponents" in sections:
+            names = ["scaling_time.png", "scaling_memory.png"]
+        elif file.runs or "residual" in sections:
+            names = [f"{file.path.stem}.png"]
+        for name in names:
+            path = figure_by_producer(results, name)
+            if path is not None:
+                yield path, file.runs or file.raw
 
 
 def image(results: Results, name: str, folder: str = "results") -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .files import GAIN, PEER, File, Results
+from .files import GAIN, PEER, Results
 from .tables import Case, cases_of, threads_text
 
 SECTION = "solves"
@@ -16,9 +16,8 @@ GAIN_OVER_PEER = GAIN + PEER
 
 @dataclass(frozen=True)
 class Headline:
-    """The solves of a file at the size of the headline."""
+    """The solves at the size of the headline by a number of threads."""
 
-    file: File
     threads: int
     cases: list[Case]
 
@@ -30,18 +29,12 @@ class Headline:
 
 
 def headlines(results: Results) -> list[Headline]:
-    """Of every file on a CPU that has them, the most threads first."""
-    found = []
-    for file in results.files:
-        rows = [
-            row for row in file.rows if row["section"] == SECTION and (row.get("batch"), row.get("dim")) == STANDARD
-        ]
-        rows = [row for row in rows if f"-{BATCH}x{DIM}" in row["case"] and "-fc-" not in row["case"]]
-        cases = [case for case in cases_of(rows) if OURS in case.rows]
-        for threads in sorted({case.threads or 1 for case in cases}):
-            if file.gpu is None:
-                found.append(Headline(file, threads, [case for case in cases if (case.threads or 1) == threads]))
-    return sorted(found, key=lambda headline: -headline.threads)
+    """On CPUs, the most threads first."""
+    rows = [row for row in results.rows(SECTION) if (row.get("batch"), row.get("dim")) == STANDARD]
+    rows = [row for row in rows if f"-{BATCH}x{DIM}" in row["case"] and "-fc-" not in row["case"]]
+    cases = [case for case in cases_of(rows) if OURS in case.rows]
+    numbers = sorted({case.threads for case in cases}, reverse=True)
+    return [Headline(threads, [case for case in cases if case.threads == threads]) for threads in numbers]
 
 
 def solver_text(case: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .files import File, Results
-from .words import link, listed, plural, table
+from .files import File, Results, Row, each
+from .words import link, listed, plural, span, table, whole
+
+PAGE = "benchmarks/RESULTS.md"
+ANCHOR = "#what-was-measured-and-where"  # of the section that `sources` fills
 
 
 def sources(results: Results) -> list[str]:
@@ -68,6 +72,26 @@ def details(file: File) -> str:
     return text + (f". {file.remark[0].upper()}{file.remark[1:].rstrip('.')}." if file.remark else ".")
 
 
-def origin_of(file: File) -> str:
-    """Where its numbers come from, in a sentence: machine, threads, commit, day, command."""
-    return f"{machine(file)}, threads: {threads(file)}, commit {commit(file)}, {day(file)}, {ran(file)}"
+def origin_of(files: Iterable[File]) -> str:
+    """Where the numbers of a sentence in README come from: the files, threads, commit and day.
+
+    The page holds the machine, the versions and the command of each.
+    """
+    found: dict[str, list[str]] = {}
+    for file in files:
+        counts = threads(file)
+        made = f"{counts} {'thread' if counts == '1' else 'threads'}, {commit(file)}, {day(file)}"
+        found.setdefault(made, []).append(link(file.path.stem, PAGE + ANCHOR))
+    return "; ".join(f"{', '.join(names)}: {made}" for made, names in found.items())
+
+
+def number_of_runs(rows: Iterable[Row]) -> str:
+    """ "1 run", "3 runs", "1 to 3 runs": what each number is the median of."""
+    counts = [len(each(row["file"])) for row in rows]
+    return f"{span(counts, whole)} {'run' if max(counts) == 1 else 'runs'}"
+
+
+def origin_sentence(results: Results, rows: Sequence[Row]) -> str:
+    """The files that a table of the page is made from."""
+    files = listed(link(file.name, f"results/{file.name}") for file in results.files_of(rows))
+    return f"From {files}; {number_of_runs(rows)} of each case."

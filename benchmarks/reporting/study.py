@@ -61,7 +61,7 @@ def step_sentence(file: File) -> str:
     shares = listed(percent(run["metrics"]["nc_share"]) for run in file.runs)
     return (
         f"A training step of the study's DEQ takes {ratios} the explicit network's ({sizes}), which is {over} the "
-        f"ratio of their floating-point operations. NC1-NC4, given the features, take {shares} of an epoch."
+        f"ratio of their floating-point operations. NC1-NC4, given the features, take {shares} of an epoch"
     )
 
 

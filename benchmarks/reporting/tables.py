@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .files import GAIN, Results, Row
-from .words import Form, digits, duration, optional, scientific, size, table, times, whole
+from .files import GAIN, Results, Row, combine
+from .words import Form, digits, duration, error, gain, optional, scientific, size, table, whole
 
 PROVIDERS = {
     "cpp": "deqfast `cpp`",
@@ -24,13 +25,14 @@ COLUMNS: dict[str, tuple[str, Form]] = {
     "solver_ms": ("solver, per iteration", duration),
     "ms": ("median", duration),
     "ms_min": ("least", duration),
+    "rounds": ("rounds", whole),
     "in_place_ms": ("in place", duration),
     "f_ms": ("of it f", duration),
     "floor_ms": ("byte floor", duration),
     "floor_x": ("× floor", digits),
     "evaluations": ("evaluations", whole),
     "residual": ("residual", scientific),
-    "error": ("error", scientific),
+    "error": ("error", error),
     "peak_bytes": ("memory", size),
     "launches": ("launches", whole),
     "host_waits": ("host waits", whole),
@@ -46,7 +48,7 @@ COUNTS = ("evaluations", "residual", "error", "peak_bytes", "launches", "host_wa
 
 @dataclass(frozen=True)
 class Case:
-    """One problem on one machine: provider -> row."""
+    """One problem by a number of threads: provider -> row, with lists of what several runs have measured."""
 
     name: str
     threads: int  # 0: not recorded
@@ -71,17 +73,32 @@ def case_text(row: Row) -> str:
 
 
 def cases_of(rows: Iterable[Row]) -> list[Case]:
-    """In the order in which the names come first; of one name, by the number of threads."""
-    names: dict[str, dict[int, Case]] = {}
+    """In the order in which the names come first; of one name, by the number of threads.
+
+    Rows of the same case, provider and number of threads are runs of the same, from whichever files.
+    """
+    names: dict[str, dict[int, dict[str, list[Row]]]] = {}
     for row in rows:
-        name, threads = case_text(row), row.get("threads") or 0
-        names.setdefault(name, {}).setdefault(threads, Case(name, threads, {})).rows[row["provider"]] = row
-    return [of[threads] for of in names.values() for threads in sorted(of)]
+        of_name = names.setdefault(case_text(row), {}).setdefault(row.get("threads") or 0, {})
+        of_name.setdefault(row["provider"], []).append(row)
+    return [
+        Case(name, threads, {provider: combine(runs) for provider, runs in of[threads].items()})
+        for name, of in names.items()
+        for threads in sorted(of)
+    ]
+
+
+def rows_of(cases: Iterable[Case]) -> list[Row]:
+    return [row for case in cases for row in case.rows.values()]
 
 
 def cell(row: Row | None, key: str, form: Form) -> str:
-    """A number of a row; "" where there is none."""
+    """A number of a row, of several runs the median; "" where there is none."""
     return optional((row or {}).get(key), form)
+
+
+def gain_cell(row: Row | None, key: str) -> str:
+    return gain((row or {}).get(key))
 
 
 def comparison(cases: Sequence[Case], key: str, ours: str) -> list[str]:
@@ -99,7 +116,7 @@ def comparison(cases: Sequence[Case], key: str, ours: str) -> list[str]:
         [case.name, whole(case.threads), cell(case.rows.get(ours), key, duration),
          *(cell(case.rows.get(ours), name, form) for _, name, form in beside),
          *(cell(case.rows.get(name), key, duration) for name in others),
-         *(cell(case.rows.get(ours), name, times) for name in gains)]
+         *(gain_cell(case.rows.get(ours), name) for name in gains)]
         for case in cases
     ])  # fmt: skip
 
@@ -139,14 +156,14 @@ def note(row: Row) -> str:
 
 def long_table(rows: Sequence[Row]) -> list[str]:
     """A line for each row, with everything measured."""
-    columns = COLUMNS | {key: (gain_text(key), times) for key in gains_of(rows)}
-    header = ["case", "provider", *(title for title, _ in columns.values()), "remarks"]
+    gains = gains_of(rows)
+    header = ["case", "provider", *(title for title, _ in COLUMNS.values()), *map(gain_text, gains), "remarks", "file"]
     body = [
-        [case_text(row), provider_text(row["provider"]), *(cell(row, key, form) for key, (_, form) in columns.items()),
-         note(row)]
+        [case_text(row), provider_text(row["provider"]), *(cell(row, key, form) for key, (_, form) in COLUMNS.items()),
+         *(gain_cell(row, key) for key in gains), note(row), row["file"]]
         for row in rows
     ]  # fmt: skip
-    return table(header, body, text=("provider", "remarks"))
+    return table(header, body, text=("provider", "remarks", "file"))
 
 
 def folded(summary: str, lines: list[str]) -> list[str]:
@@ -154,9 +171,12 @@ def folded(summary: str, lines: list[str]) -> list[str]:
     return ["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>"]
 
 
+def figure_by_producer(results: Results, name: str) -> Path | None:
+    """Where the figure is that a script which measured has drawn."""
+    paths = (results.folder / "figures" / name, results.folder / name)
+    return next((path for path in paths if path.is_file()), None)
+
+
 def image_by_producer(results: Results, name: str, text: str) -> list[str]:
-    """A figure that the script which measured has drawn."""
-    for folder in ("figures/", ""):
-        if (results.folder / folder / name).is_file():
-            return [f"![{text}](results/{folder}{name})", ""]
-    return []
+    path = figure_by_producer(results, name)
+    return [] if path is None else [f"![{text}](results/{path.relative_to(results.folder).as_posix()})", ""]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 WIDTH = 120
+EPSILON = 2.0**-52  # of float64
 
 
 class Form(Protocol):
@@ -33,6 +35,11 @@ def scientific(value: float, more: int = 0) -> str:
         return f"{value:g}"
     mantissa, exponent = f"{value:.{1 + more}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def error(value: float, more: int = 0) -> str:
+    """A relative error that was computed in float64; 0 is one that float64 cannot tell."""
+    return scientific(value, more) if value else f"below {scientific(EPSILON)}"
 
 
 def tolerance(value: float) -> str:
@@ -99,9 +106,22 @@ def span(value: Any, form: Form) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def typical(value: Any) -> Any:
+    """The median of a list, which the runs of the same have measured; anything else as it is."""
+    return statistics.median(value) if isinstance(value, list) else value
+
+
 def optional(value: Any, form: Form) -> str:
-    """As ``span``; "" where there is nothing."""
-    return "" if value is None or value == [] else span(value, form)
+    """A value, or the median of a list of them; "" where there is nothing."""
+    return "" if value is None or value == [] else form(typical(value))
+
+
+def gain(value: Any) -> str:
+    """How many times as fast; the median of several runs with the least and the largest: "4.50× (3.88–5.12)"."""
+    if not value:
+        return ""
+    ends = span(value, digits).replace(" to ", "–")
+    return f"{optional(value, times)} ({ends})" if "–" in ends else optional(value, times)
 
 
 def listed(items: Iterable[str]) -> str:
