@@ -5,9 +5,10 @@
 The problems are a synthetic suite of 24 and cells of trained models, which are trained first, once, if no run of the
 study is given. Every solver gets the same f, start, tolerance and at most 60 evaluations of f. A time counts only where
 the returned value, put into f in float64, has a relative residual within the tolerance in every sample; torchdeq's own
-word is not taken. deqfast stops every sample by itself at its first iterate within the tolerance, and returns that one;
-torchdeq goes on with all until one iterate of the whole batch is within it. So its finished samples end nearer to the
-solution than asked for, and may leave the tolerance again.
+word is not taken. On trained cells deqfast's default solvers run with kernel="torch" too. deqfast stops every sample by
+itself at its first iterate within the tolerance, and returns that one; torchdeq goes on with all until one iterate of
+the whole batch is within it. So its finished samples end nearer to the solution than asked for, and may leave the
+tolerance again.
 
 Without training this takes less than 10 minutes of two cores. FILE.png shows residuals against time and evaluations.
 """
@@ -32,7 +33,7 @@ from harness.maps import NEVER
 from harness.peers import torchdeq_method
 from harness.problems import Problem
 from harness.record import Row, write_record
-from harness.residual_report import SMALL_RIDGE, case_table, draw, summary_table
+from harness.residual_report import ON_TORCH, SMALL_RIDGE, case_table, draw, summary_table
 from torch import Tensor
 
 import deqfast
@@ -64,8 +65,10 @@ class Provider:
     solve: Callable[[Map, Tensor, float], tuple[Tensor, Tensor | None]]
 
 
-def _deqfast(make: Callable[..., Any], f: Map, z0: Tensor, tol: float) -> tuple[Tensor, Tensor | None]:
-    solution = deqfast.solve(f, z0, make(tol, EVALUATIONS), kernel="cpp")
+def _deqfast(
+    make: Callable[..., Any], f: Map, z0: Tensor, tol: float, kernel: str = "cpp"
+) -> tuple[Tensor, Tensor | None]:
+    solution = deqfast.solve(f, z0, make(tol, EVALUATIONS), kernel=kernel)
     return solution.value, solution.iterations
 
 
@@ -76,8 +79,8 @@ def _torchdeq(make: Callable[..., Any], f: Map, z0: Tensor, tol: float, **option
     return run(f, z0, max_iter=max_iter, tol=tol, stop_mode=solver.stop, **options)[0], None
 
 
-def providers() -> list[Provider]:
-    """All solvers, torchdeq's last."""
+def providers(on_torch: bool = False) -> list[Provider]:
+    """All solvers, torchdeq's last; `on_torch`: and before them the default ones with kernel="torch"."""
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
     whole = partial(deqfast.Broyden, history=EVALUATIONS)  # which is torchdeq's default
     ours: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -89,8 +92,10 @@ def providers() -> list[Provider]:
         "broyden n=20": (broyden, deqfast.Broyden),
     }
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
+    plain = [name for name in ours if on_torch and f"deqfast {name}" in ON_TORCH]
     return [
         *(Provider(f"deqfast {name}", peer, partial(_deqfast, make)) for name, (peer, make) in ours.items()),
+        *(Provider(f"torch {name}", ours[name][0], partial(_deqfast, ours[name][1], kernel="torch")) for name in plain),
         *(Provider(name, name, partial(_torchdeq, make)) for name, make in theirs.items()),
         Provider(SMALL_RIDGE, SMALL_RIDGE, partial(_torchdeq, deqfast.Anderson, lam=1e-8)),
     ]
@@ -256,14 +261,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def measured(given: argparse.Namespace, synthetic: list[Problem], cells: list[Problem]) -> list[Row]:
     """All rows; a line per problem tells of the progress."""
-    rounds, compared, rows = 1 if given.quick else ROUNDS, providers(), []
+    rounds, rows = 1 if given.quick else ROUNDS, []
     everything = synthetic + cells
     for number, problem in enumerate(everything, 1):
         start = time.monotonic()
+        compared = providers(on_torch=number > len(synthetic))
         rows += [row for tol in TOLERANCES for row in measure(problem, compared, tol, rounds)]
         print(f"{number}/{len(everything)} {problem.name}: {time.monotonic() - start:.1f} s", flush=True)
     shown = [problem for problem in everything if problem.name.startswith(SHOWN)]
-    drawn = [provider for provider in compared if provider.name in SHOWN_PROVIDERS]
+    drawn = [provider for provider in providers() if provider.name in SHOWN_PROVIDERS]
     for problem in (shown or everything[:1]) if given.figure else []:
         print(f"the course of {problem.name}", flush=True)
         rows += courses(problem, drawn, rounds)

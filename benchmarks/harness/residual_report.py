@@ -22,6 +22,7 @@ LEVELS = "#777777"
 # deqfast's solvers with the settings that they have by default, of all that time_to_residual.py compares.
 DEFAULTS = ("deqfast picard", "deqfast anderson m=6", "deqfast broyden n=20")
 DEFAULT = "deqfast broyden n=20"  # what deqfast.solve and DEQBlock take unless they are told
+ON_TORCH = {name: name.replace("deqfast", "torch") for name in DEFAULTS}  # the same with kernel="torch"
 SMALL_RIDGE = "torchdeq anderson m=6 lam=1e-8"  # torchdeq's own is 1e-4, absolute
 RANGE = (3e-8, 3.0)  # of the residuals shown
 

@@ -177,6 +177,22 @@ def faster_text(rows: list[Row], tol: float) -> str:
     return f"{named(fastest)} {duration(fastest['ms'])} against {duration(default['ms'])} to {tolerance(tol)}"
 
 
+def kernel_text(results: Results) -> str:
+    """In how many solves of trained cells our kernel is faster than plain torch, for README; "" without any."""
+    found = first_races(results)
+    rows = [row for _, of_one in (found[1] if found else []) if not several(of_one) for row in of_one]
+    reached = {(row["case"], row["tol"], row["provider"]): row["ms"] for row in rows if row["reached"]}
+    pairs = [
+        (reached[case, tol, name], plain)
+        for (case, tol, other), plain in reached.items()
+        for name, on_torch in residual_report.ON_TORCH.items()
+        if other == on_torch and (case, tol, name) in reached
+    ]
+    if not pairs:
+        return ""
+    return f", and in {sum(ours < plain for ours, plain in pairs)} of {len(pairs)} solves of trained cells"
+
+
 def default_table(found: list[tuple[str, list[Row]]]) -> list[str]:
     """A line for each of deqfast's solvers: what it misses of the suite, its time on each trained cell."""
     columns = [(rows, tol) for _, rows in found for tol in tolerances(rows)]

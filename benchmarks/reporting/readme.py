@@ -7,7 +7,7 @@ from collections import Counter
 from .files import GAIN, PEER, Results
 from .page import GPU_COMMAND, PARTS, SUITE_COMMAND
 from .pictures import image
-from .races import default_sentence, residual_sentence
+from .races import default_sentence, kernel_text, residual_sentence
 from .solvers import EAGER, GAIN_OVER_PEER, OURS, Headline, headlines, solver_text
 from .sources import PAGE, machine, number_of_runs, origin_of
 from .study import COMMAND as STUDY_COMMAND
@@ -124,7 +124,7 @@ def fc_sentence(results: Results) -> str:
 
 
 def kernel_sentence(results: Results) -> str:
-    """In how many cases of the suite the kernel that "auto" takes on a CPU is faster than plain torch."""
+    """In how many cases the kernel that "auto" takes on a CPU is faster than plain torch."""
     cases = cases_of(results.rows(*(part.section for part in PARTS)))
     cases = [case for case in cases if case.get(OURS, "ms_min") and case.get(PLAIN, "ms_min")]
     cases = [case for case in cases if case.threads == max(case.threads for case in cases)]
@@ -135,7 +135,7 @@ def kernel_sentence(results: Results) -> str:
     sections = listed(f"{counts[part.section]} {part.section}" for part in PARTS if counts[part.section])
     return (
         f'`kernel="auto"` takes `{OURS}` on a CPU: whole calls are faster than with `{PLAIN}` in {faster} of the '
-        f"suite's {len(cases)} cases ({sections}). Trained cells are timed with `{OURS}` alone."
+        f"suite's {len(cases)} cases ({sections}){kernel_text(results)}."
     )
 
 

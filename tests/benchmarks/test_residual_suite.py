@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -156,6 +157,21 @@ def test_the_solvers_quoted_by_default_are_those_without_settings():
     made = {provider.name: provider.solve.args[0] for provider in benchmark.providers()}
     quoted = [made[name] for name in residual_report.DEFAULTS]
     assert quoted == [deqfast.Picard, deqfast.Anderson, deqfast.Broyden]
+
+
+def test_the_default_solvers_run_on_torch_too(monkeypatch):
+    asked = []
+
+    def solve(f, z0, solver, kernel):
+        asked.append((type(solver), kernel))
+        return types.SimpleNamespace(value=None, iterations=None)
+
+    monkeypatch.setattr(deqfast, "solve", solve)
+    extra = [provider for provider in benchmark.providers(on_torch=True) if provider.name.startswith("torch ")]
+    for provider in extra:
+        provider.solve(None, None, 1e-3)
+    assert [provider.name for provider in extra] == list(residual_report.ON_TORCH.values())
+    assert asked == [(solver, "torch") for solver in (deqfast.Picard, deqfast.Anderson, deqfast.Broyden)]
 
 
 def test_torchdeq_with_a_small_ridge_is_another_solver():

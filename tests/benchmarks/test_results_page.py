@@ -19,6 +19,7 @@ from harness import drawn, record, targets  # noqa: E402  (found through the pat
 from reporting import figures, files, pictures, words  # noqa: E402  (found through the path above)
 from reporting.page import page  # noqa: E402  (found through the path above)
 from reporting.pictures import draw_figures  # noqa: E402  (found through the path above)
+from reporting.races import kernel_text  # noqa: E402  (found through the path above)
 from reporting.readme import performance  # noqa: E402  (found through the path above)
 from reporting.verdicts import verdicts  # noqa: E402  (found through the path above)
 
@@ -339,6 +340,17 @@ def test_readme_quotes_the_solvers_as_they_are_by_default(root):
     write(root / "benchmarks" / "results", "residual_cpu", rows)
     text = " ".join(performance(results_of(root)).split())
     assert "broyden n=20 is 2.00× as fast as torchdeq's" in text and "n=60" not in text
+
+
+def test_the_kernel_is_chosen_by_trained_cells_too(root):
+    """Of four solves with both kernels one misses, and cpp is faster in two of the other three."""
+    rows = residual_rows()
+    for tol, ours, plain in ((1e-3, 1.0, 2.0), (1e-4, 3.0, 2.0), (1e-5, 1.0, 2.0), (1e-6, None, 1.0)):
+        for provider, spent in (("deqfast picard", ours), ("torch picard", plain)):
+            row = residual_rows()[0] | {"case": "block", "tol": tol, "ms": spent, "reached": spent is not None}
+            rows.append(row | {"provider": provider})
+    write(root / "benchmarks" / "results", "residual_cpu", rows)
+    assert kernel_text(results_of(root)) == ", and in 2 of 3 solves of trained cells"
 
 
 def test_the_default_solver_is_told_apart_on_the_suite_and_on_trained_cells(root):
