@@ -21,9 +21,7 @@ BF16 = torch.bfloat16
 
 
 class TestTraffic:
-    @pytest.mark.parametrize(
-        ("pairs", "dtype", "passes"), [(0, None, 8), (6, None, 20), (6, BF16, 13), (20, None, 48)]
-    )
+    @pytest.mark.parametrize(("pairs", "dtype", "passes"), [(0, None, 8), (6, None, 20), (6, BF16, 13), (20, None, 48)])
     def test_a_step(self, pairs, dtype, passes):
         assert traffic.multisecant_passes(pairs, traffic.width(dtype)) == passes
 

@@ -60,7 +60,7 @@ def test_rows_of_a_solve_count_what_they_should(quick):
         if row["case"] == "picard":
             assert row["bytes"] == (3 * row["iterations"] - 1) * state
     (row,) = of(rows, series="history", case="anderson", history=4)
-    # Steps with windows of 0 to 4 pairs: 8 + 2 n passes each; the sixth value of f is read with its z, and no step made.
+    # Steps with windows of 0 to 4 pairs: 8 + 2 n passes each; the sixth value of f is read with its z, without a step.
     assert row["bytes"] == (8 + 10 + 12 + 14 + 16 + 2) * 4 * row["batch"] * row["dim"]
 
 
