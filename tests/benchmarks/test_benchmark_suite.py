@@ -298,6 +298,9 @@ def test_waits_of_the_host_are_counted_outside_f():
     assert counters.count(call, lambda value: torch.full((2,), value).tolist()).host_waits == 2
 
 
+COLLAPSE_ROW = {"section": "nc", "case": "nc-50000x512-K10-fp32", "provider": "cpp", "ms": 1001.0}
+
+
 def test_gains_and_targets():
     name = "anderson-m6-128x8192"
     rows = [
@@ -314,6 +317,8 @@ def test_gains_and_targets():
         f"{name} cpp: >= 4.5x faster than torchdeq": (5, True),
         f"{name} cpp: <= 1.5x the time of its bytes at the copy rate": (1.6, False),
     }
+    told = {target.what: met for target, _, met in targets.verdicts([COLLAPSE_ROW]) if met is not None}
+    assert told == {"nc-50000x512-K10-fp32 cpp: <= 1000 ms": False}
     memory = targets.Target("solves", name, "cpp", "peak_bytes", 0.75, "torchdeq")
     assert memory.value(rows) == 0.75 and memory.met(0.75) and not memory.met(0.76)
 
