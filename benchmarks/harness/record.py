@@ -60,6 +60,11 @@ def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str |
     write_json(path, provenance(device, remark) | {"rows": rows})
 
 
+def joined(*remarks: str | None) -> str | None:
+    """One remark of those that there are, if any."""
+    return "; ".join(filter(None, remarks)) or None
+
+
 def provenance(device: str = "cpu", remark: str | None = None) -> dict[str, Any]:
     """Everything that a reader has to know about this run."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
