@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.cases import CASES, pairs
 from harness.gate_plugin import Gate, add_options
-from harness.record import machine, write_record
+from harness.record import joined, machine, write_record
 from harness.suite import Board
 from harness.tables import table
 from harness.targets import verdicts
@@ -75,8 +75,8 @@ def pytest_sessionfinish(session, exitstatus):
     config, board = session.config, session.config.stash[BOARD]
     path = config.getoption("--record")
     if path is not None and board.rows and ended(exitstatus):
-        remarks = filter(None, [config.getoption("--remark"), partial(session, board.rows)])
-        write_record(path, board.rows, board.device, "; ".join(remarks) or None)
+        remark = joined(config.getoption("--remark"), partial(session, board.rows))
+        write_record(path, board.rows, board.device, remark)
 
 
 def ended(exitstatus):

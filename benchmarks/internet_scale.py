@@ -24,7 +24,7 @@ import mdeq
 import torch
 from harness.files import write_text
 from harness.maps import NEVER, Contraction
-from harness.record import RESULTS, Row, write_record
+from harness.record import RESULTS, Row, joined, write_record
 from harness.timing import in_turns
 from internet_model import ADJOINTS, Counts, Inputs, Machine, Side, Work, count, flat, h200, sides, step, unflat
 from torch.nn import functional as F
@@ -270,12 +270,15 @@ def check_text(rows: list[Row]) -> list[str]:
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULTS / "internet_scale.json", help="to write (%(default)s)")
-    parser.add_argument("--markdown", type=Path, help="also write the tables to this file (default: print them)")
+    parser.add_argument("--json", type=Path, help="file to write; an existing one is replaced (default: "
+                        "results/internet_scale.json beside this script, with --no-check none)")  # fmt: skip
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file instead of printing them")
     parser.add_argument("--no-check", action="store_true", help="leave out what is measured on this CPU")
     parser.add_argument("--threads", type=int, default=2, help="of the check (%(default)s)")
     parser.add_argument("--remark", help="what else is to be known of the machine, kept in the file")
     found = parser.parse_args(given)
+    if found.json is None and not found.no_check:
+        found.json = RESULTS / "internet_scale.json"
     if found.threads < 1:
         parser.error(f"--threads {found.threads}: from 1 on")
     for path in (found.json, found.markdown):
@@ -289,7 +292,9 @@ def main(given: list[str] | None = None) -> None:
     machine, inputs = h200(RESULTS / "h200.json"), Inputs()
     rows = [*input_rows(machine), *input_rows(inputs), *rows_of(machine, inputs)]
     rows += [] if found.no_check else check_rows(found.threads)
-    write_record(found.json, rows, remark=found.remark)
+    if found.json is not None:
+        unchecked = "--no-check: nothing was measured" if found.no_check else None
+        write_record(found.json, rows, remark=joined(unchecked, found.remark))
     text = markdown(machine, inputs, rows)
     if found.markdown is None:
         print(text)

@@ -32,7 +32,7 @@ import torch
 from harness import counters, traffic
 from harness.maps import NEVER, Contraction
 from harness.peers import torchdeq_solve
-from harness.record import RESULTS, Row, read_record, write_record
+from harness.record import RESULTS, Row, joined, read_record, write_record
 from harness.timing import Copy, in_turns
 from scaling_figures import draw, exponents, leaves_cache
 from torch import Tensor
@@ -338,8 +338,10 @@ def line(row: Row) -> str:
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULTS / "scaling_cpu.json", help="file to write (%(default)s)")
-    parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw the figures into this folder")
+    parser.add_argument("--json", type=Path, help="file to write; an existing one is replaced (default: "
+                        "results/scaling_cpu.json beside this script, with --quick none)")  # fmt: skip
+    parser.add_argument("--figure", type=Path, metavar="FOLDER", help="draw scaling_time and scaling_memory into this "
+                        "folder, as .png and .svg; existing ones are replaced")  # fmt: skip
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads to compare; the "
                         "other variables are measured with the largest (default: 1 2)")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=300, help="for the solves: fewer rounds as these run out, and "
@@ -348,14 +350,16 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--redraw", action="store_true", help="only draw the figures of an existing --json")
     parser.add_argument("--remark", help="what else is to be known of the machine, kept in the file")
     found = parser.parse_args(given)
+    if found.json is None and not found.quick:
+        found.json = RESULTS / "scaling_cpu.json"
     if found.seconds <= 0:
         parser.error(f"--seconds {found.seconds:g}: more than 0")
     if min(found.threads) < 1:
         parser.error(f"--threads {' '.join(map(str, found.threads))}: numbers from 1 on")
-    for name, folder in (("json", found.json.resolve().parent), ("figure", found.figure)):
+    for name, folder in (("json", found.json and found.json.resolve().parent), ("figure", found.figure)):
         if folder is not None and not folder.is_dir():
             parser.error(f"--{name}: {folder} is not a folder")
-    if found.redraw and (found.figure is None or not found.json.is_file()):
+    if found.redraw and (found.figure is None or found.json is None or not found.json.is_file()):
         parser.error(f"--redraw needs --figure and an existing --json, got {found.json}")
     if not found.redraw and not deqfast.backends()[KERNEL]:
         parser.error(f"the kernel {KERNEL} cannot run here: {deqfast.backends()[KERNEL].reason}")
@@ -400,10 +404,10 @@ def cache_rows(rows: list[Row]) -> list[Row]:
 
 def main(given: list[str] | None = None) -> None:
     found = arguments(given)
-    if not found.redraw:
-        rows = run(found.quick, found.threads, found.seconds)
-        write_record(found.json, rows, remark=found.remark)
-    rows = read_record(found.json)["rows"]
+    rows = read_record(found.json)["rows"] if found.redraw else run(found.quick, found.threads, found.seconds)
+    if found.json is not None and not found.redraw:
+        quick = "--quick: no times to be quoted" if found.quick else None
+        write_record(found.json, rows, remark=joined(quick, found.remark))
     if found.figure is not None:
         for path in draw(rows, found.figure):
             print(path)

@@ -79,7 +79,7 @@ def exponents(rows: list[Row]) -> list[Row]:
                 if len(curve) < POINTS_PER_SLOPE:
                     continue
                 pieces = segments(curve)
-                text = ", ".join(f"{a:.2f} from {low:g} to {high:g}" for low, high, a in pieces)
+                text = ", ".join(f"{a:.2f} from {low:.0f} to {high:.0f}" for low, high, a in pieces)
                 found.append(
                     {"section": "scaling exponents", "case": case, "provider": provider, "series": series,
                      "measure": measure, "segments": [list(piece) for piece in pieces], "text": text}

@@ -28,6 +28,4 @@ def test_every_baseline_is_measured(gate):
 def test_compiled_kernels(gate, group):
     depends_on = compiled.depends_on(group)
     gate.require(group, depends_on)
-    rows = COMPILED[group]()
-    gate.counters(group, rows)
-    gate.close(group, [row["case"] for row in rows], depends_on)
+    gate.whole(group, COMPILED[group](), depends_on)

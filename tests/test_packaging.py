@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from setuptools.config.pyprojecttoml import read_configuration
-from sources import SETUP, stale_extensions
 
 from deqfast import _extension
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+from harness import sources  # noqa: E402  (found through the path above)
+
 TOP_LEVEL = {"pyproject.toml", "setup.py", "README.md", "csrc", "deqfast", "kernels", "benchmarks", "experiments",
              "tests", "LICENSE", "MANIFEST.in"}  # fmt: skip
 
@@ -120,17 +122,24 @@ def test_top_level_is_the_fixed_one():
 
 
 def test_the_extensions_are_of_these_sources():
-    assert stale_extensions() == []
+    assert sources.stale_extensions() == []
 
 
 def test_an_extension_of_other_sources_is_told(monkeypatch, tmp_path):
     """As left behind by an editable install when csrc/ changes."""
-    shutil.copytree(SETUP.parent / "csrc", tmp_path / "csrc")
-    shutil.copy(SETUP, tmp_path)
-    monkeypatch.setattr("sources.SETUP", tmp_path / "setup.py")
-    assert stale_extensions() == []
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    shutil.copy(sources.SETUP, tmp_path)
+    monkeypatch.setattr(sources, "SETUP", tmp_path / "setup.py")
+    assert sources.stale_extensions() == []
     with open(tmp_path / "csrc" / "common" / "window.h", "a") as header:
         header.write("// another line\n")
-    told = [sentence.split()[0] for sentence in stale_extensions()]
+    told = [sentence.split()[0] for sentence in sources.stale_extensions()]
     loaded = [module.__name__ for module in (_extension.cpp_module, _extension.cuda_module) if module is not None]
     assert told == loaded
+
+
+def test_without_setuptools_it_is_said_that_it_cannot_be_told(monkeypatch):
+    """None in ``sys.modules``: as if it were not installed."""
+    monkeypatch.setattr(_extension, "cpp_module", object())
+    monkeypatch.setitem(sys.modules, "setuptools", None)
+    assert sources.stale_extensions() == [sources.NO_SETUPTOOLS]

@@ -2,8 +2,8 @@
 
 Counters are exact: one that is higher than in the baseline is worse. Ratios of times of one run are judged by a sign
 test, which asks nothing of the noise but that it hits one pair of measurements independently of the next. With heavy
-tails of 8 %, bursts in every tenth time and another 4 % from run to run, none of 3000 runs without a slowdown was
-called worse, of slowdowns by 1.2, 1.3 and 1.4 times 52, 96 and 99.9 % (see tests/benchmarks/test_gate.py).
+tails of 8 %, bursts in every tenth time and another 4 % from run to run, none of 200 runs without a slowdown is called
+worse, of slowdowns by 1.3 and 1.5 times at least 90 and 98 % are (tests/benchmarks/test_gate.py).
 
 A file of baselines is a record (see ``record``); its `remark` names what the rows depend on. Where that is another
 than the baseline's, nothing is judged, and it is said.
@@ -53,9 +53,6 @@ class Finding:
     case: str
     verdict: Verdict
     text: str
-
-    def __str__(self) -> str:
-        return f"{self.group}: {self.case}: {self.verdict.value}: {self.text}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from .gate import (
     update_of,
 )
 from .record import Row, write_record
+from .sources import stale_extensions
 
 GATE_HELP = """judge by the committed baselines, on the CPU, instead of measuring the suite: `counters` (exact: calls of
 f, torch operations, host waits, allocations, registers of compiled kernels; none may rise; two minutes) or `all`, the
@@ -70,6 +72,8 @@ class Gate:
             raise pytest.UsageError("--update-baseline: say which, --gate or --gate=counters")
         if self.mode and config.getoption("numprocesses", None):
             raise pytest.UsageError("--gate runs in one process, so that nothing else runs beside what it times: no -n")
+        if self.mode and (stale := stale_extensions()):
+            raise pytest.UsageError(f"--gate: {'; '.join(stale)}")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         dropped = [item for item in items if not self._selects(item.get_closest_marker("gate"))]
@@ -123,19 +127,29 @@ class Gate:
     def _keep(self, group: str, rows: list[Row], findings: list[Finding]) -> None:
         self.rows.setdefault(group, {}).update({row["case"]: row for row in rows})
         self.findings += findings
-        failing = [str(finding) for finding in findings if finding.verdict.fails]
+        failing = Counter(finding.verdict.value for finding in findings if finding.verdict.fails)
         if failing and not self.update:
-            pytest.fail("\n".join(failing), pytrace=False)
+            counts = ", ".join(f"{count} {verdict}" for verdict, count in failing.items())
+            pytest.fail(f"{group}: {counts}, see the table at the end", pytrace=False)
 
     def close(self, group: str, cases: Iterable[str], depends_on: str) -> None:
         """After the last case of a group: fail for baselines of cases there are no more, or write the new baseline.
 
         It is written only whole: where some of `cases` were not measured, the test fails.
         """
-        if not self.update:
-            self._keep(group, [], self.baseline(group).left_over(cases))
-            return
-        self.findings += self.baseline(group).left_over(cases)
+        self._keep(group, [], self.baseline(group).left_over(cases))
+        if self.update:
+            self._write(group, cases, depends_on)
+
+    def whole(self, group: str, rows: list[Row], depends_on: str) -> None:
+        """``counters`` and ``close`` of a group whose rows are all there at once, as one judgement."""
+        baseline, cases = self.baseline(group), [row["case"] for row in rows]
+        findings = [judge_counters(row, baseline) for row in rows]
+        self._keep(group, rows, [*findings, *baseline.left_over(cases)])
+        if self.update:
+            self._write(group, cases, depends_on)
+
+    def _write(self, group: str, cases: Iterable[str], depends_on: str) -> None:
         rows = self.rows.get(group, {})
         absent = sorted(set(cases) - set(rows))
         if absent:

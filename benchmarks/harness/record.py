@@ -37,6 +37,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,9 @@ import torch
 import deqfast
 
 from .files import write_json
+from .sources import stale_extensions
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-sys.path.append(str(RESULTS.parents[1] / "tests" / "csrc"))
-from sources import stale_extensions  # noqa: E402  (found through the path above)
-
 # What recordings and their report write: no change of what is measured.
 WRITTEN = ("benchmarks/baselines", "benchmarks/results", "benchmarks/RESULTS.md", "README.md")
 CPUINFO, CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
@@ -59,6 +58,11 @@ Row = dict[str, Any]
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
     """The rows of this run, with where they come from."""
     write_json(path, provenance(device, remark) | {"rows": rows})
+
+
+def joined(*remarks: str | None) -> str | None:
+    """One remark of those that there are, if any."""
+    return "; ".join(filter(None, remarks)) or None
 
 
 def provenance(device: str = "cpu", remark: str | None = None) -> dict[str, Any]:
@@ -92,13 +96,16 @@ def tool(*command: str) -> str | None:
 def commit() -> str:
     """The commit of the checkout, "+changes" where what was measured is not of that commit.
 
-    That is where files that git tracks differ, but for ``WRITTEN``, or where an extension was built from others.
+    That is where files that git tracks differ, but for ``WRITTEN``, or where an extension was built from others, of
+    which a warning tells.
     """
     here = ("git", "-C", str(RESULTS.parent))
     head = tool(*here, "rev-parse", "HEAD") or os.environ.get("DEQFAST_COMMIT", "unknown")
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
-    changed = tool(*here, "status", "--porcelain", "--untracked-files=no", *others) or stale_extensions()
-    return head + ("+changes" if changed else "")
+    changed = tool(*here, "status", "--porcelain", "--untracked-files=no", *others)
+    if stale := stale_extensions():
+        warnings.warn("; ".join(stale), stacklevel=2)
+    return head + ("+changes" if changed or stale else "")
 
 
 def processor() -> str:

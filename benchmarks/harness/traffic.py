@@ -13,6 +13,7 @@ import deqfast
 from deqfast.ops import Kernel
 from deqfast.solvers.multisecant import DEFAULT_HISTORY
 
+JUDGED_PASSES = 2  # of an evaluation that no step follows: reads z and f
 PICARD_PASSES = 3  # reads z and f, writes z
 PICARD_HELD = 3  # z, best and f
 
@@ -56,13 +57,14 @@ def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float
 
 
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
-    """Of a whole solve without f: the step after the last evaluation is not made."""
+    """Of a whole solve without f: the last evaluation is judged, and no step follows."""
+    steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
-        return PICARD_PASSES * evaluations
+        return PICARD_PASSES * len(steps) + JUDGED_PASSES
     if keeps_steps_alone(solver, kernel):
-        return sum(steps_passes(k) for k in range(evaluations - 1))
-    sizes = [min(k, window(solver)) for k in range(evaluations - 1)]
-    return sum(multisecant_passes(pairs, width(solver.history_dtype)) for pairs in sizes)
+        return sum(map(steps_passes, steps)) + JUDGED_PASSES
+    wide = width(solver.history_dtype)
+    return sum(multisecant_passes(min(k, window(solver)), wide) for k in steps) + JUDGED_PASSES
 
 
 def multisecant_held(pairs: int, width: float) -> float:

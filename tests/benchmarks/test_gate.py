@@ -319,18 +319,25 @@ def test_ratio(gate):
     gate.require("ratios", "processor 1")
     gate.ratio("ratios", "r", "cpp", lambda pairs: [0.5] * pairs)
     gate.close("ratios", ["r"], "processor 1")
+
+@pytest.mark.gate("counters")
+def test_compiled(gate):
+    rows = [{"section": "s", "case": case, "provider": "cuda", "registers": 9} for case in ("x", "y")]
+    gate.require("cuda", "nvcc 1")
+    gate.whole("cuda", rows, "nvcc 1")
 """
 
 
 @pytest.fixture
 def project(pytester):
-    """Two counters and a ratio, whose baselines are written."""
+    """Two counters, a ratio and two kernels, whose baselines are written."""
     pytester.makeini("[pytest]\naddopts = -p no:hypothesispytest")  # whose summary takes seconds in an inner run
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(MODULE)
     written = pytester.runpytest("--gate", "--update-baseline")
-    written.assert_outcomes(passed=4, deselected=1)
-    written.stdout.fnmatch_lines(["new or gone: *", "written: *counters.json", "written: *ratios.json"])
+    written.assert_outcomes(passed=5, deselected=1)
+    files = [f"written: *{group}.json" for group in ("counters", "ratios", "cuda")]
+    written.stdout.fnmatch_lines(["new or gone: *", *files])
     return pytester
 
 
@@ -339,12 +346,12 @@ def changed(project, old, new):
 
 
 def test_options_select_what_runs(project):
-    project.runpytest().assert_outcomes(passed=1, deselected=4)
-    project.runpytest("--gate=counters").assert_outcomes(passed=3, deselected=2)
+    project.runpytest().assert_outcomes(passed=1, deselected=5)
+    project.runpytest("--gate=counters").assert_outcomes(passed=4, deselected=2)
     result = project.runpytest("--gate")
-    result.assert_outcomes(passed=4, deselected=1)
+    result.assert_outcomes(passed=5, deselected=1)
     assert result.ret == 0
-    result.stdout.fnmatch_lines(["*gate=all*", "same: 3"])
+    result.stdout.fnmatch_lines(["*gate=all*", "same: 5"])
     refused = project.runpytest("--update-baseline")
     assert refused.ret == pytest.ExitCode.USAGE_ERROR
     refused.stderr.fnmatch_lines(["*--update-baseline: say which*"])
@@ -354,11 +361,13 @@ def test_a_run_with_something_worse_fails_and_says_what(project):
     changed(project, '"b": 5', '"b": 6')
     result = project.runpytest("--gate=counters")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.assert_outcomes(failed=1, passed=2, deselected=2)
+    result.assert_outcomes(failed=1, passed=3, deselected=2)
+    result.stdout.fnmatch_lines(["counters: 1 worse, see the table at the end"])
     result.stdout.fnmatch_lines(["*gate=counters*", "worse: 1", "  counters: b: operations 5 -> 6 (+20 %) since *"])
+    assert result.stdout.str().count("operations 5 -> 6") == 1
     changed(project, "[0.5]", "[0.7]")
     result = project.runpytest("--gate")
-    result.assert_outcomes(failed=1, passed=3, deselected=1)
+    result.assert_outcomes(failed=1, passed=4, deselected=1)
     result.stdout.fnmatch_lines(["worse: 1", "  ratios: r: time / reference 0.5 -> 0.7 (+40 %)*margin 15 %*"])
 
 
@@ -369,15 +378,33 @@ def test_what_is_better_new_or_gone_asks_for_a_new_baseline(project):
     result.stdout.fnmatch_lines(["better: 1", "  counters: a: operations 3 -> 2*", "*again with --update-baseline*"])
     changed(project, '"b": 5', '"c": 5')
     result = project.runpytest("--gate=counters")
-    result.assert_outcomes(failed=2, passed=1, deselected=2)
+    result.assert_outcomes(failed=2, passed=2, deselected=2)
     result.stdout.fnmatch_lines(["missing: 2", "  counters: c: has no baseline; *", "  counters: b: has a baseline*"])
+
+
+def test_rows_that_come_at_once_are_judged_with_what_is_gone(project):
+    changed(project, '"registers": 9} for case in ("x", "y")', '"registers": 10} for case in ("x",)')
+    result = project.runpytest("--gate=counters", "-k", "compiled")
+    result.assert_outcomes(failed=1, deselected=5)
+    result.stdout.fnmatch_lines(
+        ["worse: 1", "  cuda: x: registers 9 -> 10*", "missing: 1", "  cuda: y: has a baseline*"]
+    )
+    result.stdout.fnmatch_lines(["cuda: 1 worse, 1 missing, see the table at the end"])
+
+
+def test_an_extension_of_other_sources_is_judged_by_no_gate(project, monkeypatch):
+    monkeypatch.setattr("harness.gate_plugin.stale_extensions", lambda: ["_C_cpu was built before: install again"])
+    refused = project.runpytest("--gate=counters")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    refused.stderr.fnmatch_lines(["*--gate: _C_cpu was built before: install again"])
+    assert project.runpytest().ret == 0
 
 
 def test_other_versions_are_told_and_not_judged(project):
     changed(project, '"torch 1")\n    gate.counters', '"torch 2")\n    gate.counters')
     result = project.runpytest("--gate=counters")
     assert result.ret == 0
-    result.assert_outcomes(skipped=2, passed=1, deselected=2)
+    result.assert_outcomes(skipped=2, passed=2, deselected=2)
     result.stdout.fnmatch_lines(["not judged: 2", "  counters: all cases: the baseline is of torch 1, this is torch 2"])
 
 
@@ -387,12 +414,12 @@ def test_other_versions_fail_where_a_judgement_is_required(project):
     changed(project, '"torch 1")\n    gate.counters', '"torch 2")\n    gate.counters')
     result = project.runpytest("--gate=counters", "--gate-required=triton,counters")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.assert_outcomes(failed=2, passed=1, deselected=2)
+    result.assert_outcomes(failed=2, passed=2, deselected=2)
     result.stdout.fnmatch_lines(
         ["*counters: not judged*is of torch 1, this is torch 2; *`pytest benchmarks --gate=counters --update-baseline`"]
     )
     renewed = project.runpytest("--gate=counters", "--gate-required=counters", "--update-baseline")
-    renewed.assert_outcomes(passed=3, deselected=2)
+    renewed.assert_outcomes(passed=4, deselected=2)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +445,7 @@ def test_the_command_typed_is_in_a_new_baseline(project, monkeypatch):
 def test_a_part_of_a_group_replaces_no_baseline(project):
     before = Path("baselines/counters.json").read_text()
     result = project.runpytest("--gate=counters", "--update-baseline", "-k", "not b]")
-    result.assert_outcomes(failed=1, passed=1, deselected=3)
+    result.assert_outcomes(failed=1, passed=2, deselected=3)
     result.stdout.fnmatch_lines(["*counters.json is not written, not measured were: b"])
     assert Path("baselines/counters.json").read_text() == before
 

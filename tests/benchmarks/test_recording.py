@@ -50,6 +50,13 @@ def test_what_a_recording_writes_is_no_change_of_the_commit(checkout):
     assert record.commit() == commit + "+changes"
 
 
+def test_an_extension_of_other_sources_is_a_change_and_told(checkout, monkeypatch):
+    commit = record.commit()
+    monkeypatch.setattr(record, "stale_extensions", lambda: ["_C_cpu was built before"])
+    with pytest.warns(UserWarning, match="_C_cpu was built before"):
+        assert record.commit() == commit + "+changes"
+
+
 CPUINFO = """processor\t: 0
 cpu family\t: 25
 model\t\t: 17

@@ -27,9 +27,12 @@ def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scaling")
     path = folder / "scaling.json"
     threads = torch.get_num_threads()
-    scaling.main(["--quick", "--threads", "1", "--seconds", "1", "--json", str(path), "--figure", str(folder)])
+    files = ["--json", str(path), "--figure", str(folder)]
+    scaling.main(["--quick", "--threads", "1", "--seconds", "1", "--remark", "busy", *files])
     torch.set_num_threads(threads)
-    return read_record(path)["rows"], folder
+    record = read_record(path)
+    assert record["remark"] == "--quick: no times to be quoted; busy"
+    return record["rows"], folder
 
 
 def of(rows, **wanted):
@@ -58,10 +61,10 @@ def test_rows_of_a_solve_count_what_they_should(quick):
         beside = 4 * row["batch"] * (row["history"] + 2) * row["history"] + 64 * row["batch"] + 1024
         assert 0 <= row["peak_bytes"] - row["held_bytes"] <= beside
         if row["case"] == "picard":
-            assert row["bytes"] == 3 * state * row["iterations"]
+            assert row["bytes"] == (3 * row["iterations"] - 1) * state
     (row,) = of(rows, series="history", case="anderson", history=4)
-    # Steps with windows of 0 to 4 pairs: 8 + 2 n passes each; the sixth value of f ends the solve.
-    assert row["bytes"] == (8 + 10 + 12 + 14 + 16) * 4 * row["batch"] * row["dim"]
+    # Steps with windows of 0 to 4 pairs: 8 + 2 n passes each; the sixth value of f is read with its z, without a step.
+    assert row["bytes"] == (8 + 10 + 12 + 14 + 16 + 2) * 4 * row["batch"] * row["dim"]
 
 
 def test_training_memory_grows_with_iterations_only_when_unrolled(quick):
@@ -239,6 +242,18 @@ def test_model_is_monotone(rows):
         assert row["epoch_s"] * row["images_per_second"] == pytest.approx(1_281_167)
 
 
+def test_only_a_whole_run_replaces_the_committed_record(rows, monkeypatch, tmp_path):
+    for module, option, name in ((scaling, "--quick", "scaling_cpu"), (internet_scale, "--no-check", "internet_scale")):
+        assert module.arguments([]).json == module.RESULTS / f"{name}.json" and module.arguments([option]).json is None
+    written = tmp_path / "given.json"
+    monkeypatch.setattr(internet_scale, "RESULTS", tmp_path)
+    monkeypatch.setattr(internet_scale, "rows_of", lambda *inputs: rows)
+    internet_scale.main(["--no-check"])
+    assert not list(tmp_path.iterdir())
+    internet_scale.main(["--no-check", "--json", str(written)])
+    assert read_record(written)["remark"] == "--no-check: nothing was measured"
+
+
 def test_text_says_that_it_is_a_model(rows):
     machine, inputs = model.Machine(), replace(model.Inputs(), batch=4)
     text = internet_scale.markdown(
@@ -265,6 +280,9 @@ def test_exponents_are_found_with_their_change():
     bent = [(x, max(5.0, 5.0 * x / 16)) for x in (1, 2, 4, 8, 16, 32, 64, 128)]
     (low, turn, flat), (again, high, slope) = scaling_figures.segments(bent)
     assert (low, turn, again, high) == (1, 16, 16, 128)
+    measured = [{"section": "scaling", "series": "dim", "axis": "dim", "case": "picard", "provider": "cpp",
+                 "dim": 4**k, "solver_ms": 4.0**k} for k in range(7, 11)]  # fmt: skip
+    assert [row["text"] for row in scaling_figures.exponents(measured)] == ["1.00 from 16384 to 1048576"]
     assert (flat, slope) == (pytest.approx(0, abs=1e-9), pytest.approx(1))
     for curve in ([(1, 1)], [(1, 0), (2, 1)], [(0, 1), (2, 1)]):
         with pytest.raises(ValueError, match="at least two points, all positive"):
