@@ -18,7 +18,7 @@ from typing import Any
 import mdeq
 import torch
 from harness.record import read_record
-from harness.traffic import multisecant_held, multisecant_passes
+from harness.traffic import JUDGED_PASSES, multisecant_held, multisecant_passes
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -105,8 +105,8 @@ class Side:
     held: Callable[[int], float]
 
     def solve_passes(self, evaluations: int) -> float:
-        """Of a whole solve; after the last evaluation there is no step."""
-        return sum(self.passes(k) for k in range(evaluations - 1))
+        """Of a whole solve; after the last evaluation there is no step, deqfast reads it to judge it."""
+        return sum(self.passes(k) for k in range(evaluations - 1)) + JUDGED_PASSES * (self.provider == "deqfast")
 
 
 def sides(inputs: Inputs) -> tuple[tuple[Side, Side], ...]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from harness.drawn import stamp
+
 Row = dict[str, Any]
 Curve = list[tuple[float, float]]
 
@@ -210,9 +212,9 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
             last.legend(fontsize=8, frameon=False)
         handles, labels = grid.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-        for suffix in (".png", ".svg"):
+        for suffix, metadata in ((".png", stamp(rows)), (".svg", {"Date": None})):
             path = folder / f"{name}{suffix}"
-            figure.savefig(path, dpi=120, metadata={"Date": None} if suffix == ".svg" else None)
+            figure.savefig(path, dpi=120, metadata=metadata)
             written.append(path)
         plt.close(figure)
     return written

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu_measure import Clock
+from harness.drawn import stamp
 from harness.files import write_json
 from harness.record import processor, provenance
 from harness.tables import aligned
@@ -320,8 +321,8 @@ def draw(records: list[Record], stem: Path) -> None:
         axis.set_ylabel("ms per training step")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8)
-    for suffix in (".png", ".svg"):
-        figure.savefig(stem.with_suffix(suffix), dpi=110, metadata={"Date": None} if suffix == ".svg" else None)
+    for suffix, metadata in ((".png", stamp(records)), (".svg", {"Date": None})):
+        figure.savefig(stem.with_suffix(suffix), dpi=110, metadata=metadata)
     plt.close(figure)
 
 

@@ -14,7 +14,7 @@ from .sources import ANCHOR
 from .study import COMMAND as STUDY_COMMAND
 from .study import size
 from .tables import provider_text
-from .words import Form, digits, error, link, listed, missing, percent, plural, span, table, times
+from .words import Form, digits, duration, error, link, listed, missing, percent, plural, span, table, times
 
 MET, MISSED, ABSENT, NO_GPU = "met", "missed", "not measured", "not measured: no GPU"
 SUITE_COMMAND = "`pytest benchmarks --full`"
@@ -26,6 +26,7 @@ COLUMNS: dict[str, tuple[Form, str]] = {
     "floor_x": (times, "time over its byte floor"),
     "peak_bytes": (times, "memory over that of"),
     "error": (error, "relative error"),
+    "ms": (duration, "time"),
 }
 
 
@@ -55,7 +56,8 @@ def judged(results: Results, target: Target) -> Verdict:
     against = f" {provider_text(target.against)}" if target.against else ""
     case = solver_text(target.case) if target.section == SECTION else target.case
     what = f"{case}, {provider_text(target.provider)}, {text}{against}"
-    bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}{'×' if form is times else ''}"
+    limit = duration(target.bound) if form is duration else f"{target.bound:g}{'×' if form is times else ''}"
+    bound = f"{'at least' if target.at_least else 'at most'} {limit}"
     found = list(values_of(results, target))
     if not found:
         return Verdict(what, bound, "", ABSENT, command=SUITE_COMMAND)
