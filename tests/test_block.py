@@ -77,7 +77,10 @@ class TestStart:
 
     def test_x_in_a_structure(self):
         x = torch.ones(2, 3)
-        cell = lambda z, x: 0.5 * z + x["inputs"][0]  # noqa: E731
+
+        def cell(z, x):
+            return 0.5 * z + x["inputs"][0]
+
         assert_close(DEQBlock(cell)({"inputs": [x]}), 2 * x, solved(1e-3))
 
     @pytest.mark.parametrize("x", [torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0])

@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from gpu_report import slug, stages_of, table  # noqa: E402
+from gpu_report import slug, stages_of, table  # noqa: E402  (found through the path above)
 
 SECTIONS = {"rates", "step", "solve", "fc", "cell", "training", "parts", "NC"}
 

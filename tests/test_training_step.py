@@ -10,9 +10,9 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-import training_step  # noqa: E402
-from harness import record  # noqa: E402
-from training_step import Stopwatch, measure  # noqa: E402
+import training_step  # noqa: E402  (found through the path above)
+from harness import record  # noqa: E402  (found through the path above)
+from training_step import Stopwatch, measure  # noqa: E402  (found through the path above)
 
 SLEEP = 0.02
 

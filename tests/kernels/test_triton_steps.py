@@ -13,7 +13,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
 
-from cases import METHODS, Case, State, check_run, check_step, clone, make_state, same_bits, start_state  # noqa: E402
+from cases import (  # noqa: E402  (behind the skips)
+    METHODS,
+    Case,
+    State,
+    check_run,
+    check_step,
+    clone,
+    make_state,
+    same_bits,
+    start_state,
+)
 from deqfast.kernels import common  # noqa: E402  (kernels read TRITON_INTERPRET)
 from deqfast.kernels.multisecant_step import multisecant_step  # noqa: E402  (kernels read TRITON_INTERPRET)
 from deqfast.kernels.picard_step import picard_step  # noqa: E402  (kernels read TRITON_INTERPRET)
