@@ -30,8 +30,8 @@ struct Grouped {
   }
 };
 
-// Sums over classes are formed by chunks of kChunkRows grouped rows, whatever their classes. The part of class k in chunk c
-// goes to slot c + k: with every part at least one of the two moves on.
+// Sums over classes are formed by chunks of kChunkRows grouped rows, whatever their classes. The part of class k in
+// chunk c goes to slot c + k: with every part at least one of the two moves on.
 inline int64_t chunks_of(int64_t count) { return (count + kChunkRows - 1) / kChunkRows; }
 
 inline Checker grouped_checker(const char* op, const Tensor& features, const Tensor& rows, const Tensor& offsets) {

@@ -219,32 +219,33 @@ struct ResidualBackwardParams {
   T* grad_affine;  // (4, B, C)
 };
 
-// The ops: check the arguments, allocate the results, call `launch` with the parameters. `native`: see NormChecker;
-// `BFloat16` is the type of the device for it.
-template <class BFloat16, class F>
-std::tuple<Tensor, Tensor, Tensor> norm_act_with(const Tensor& y, const Tensor& weight, const Tensor& bias,
-                                                 int64_t groups, double eps, bool native, const F& launch) {
+// The ops: check the arguments, allocate the results and compute them. Each is a template on `Device`, which tells the
+// kernels of a file: `run(params, y)` computes on the device of y, `native` is told in NormChecker, and `BFloat16` is
+// the device's type for it.
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> norm_act(Tensor y, Tensor weight, Tensor bias, int64_t groups, double eps) {
   const NormChecker checker{"norm_act", y};
-  const NormShape shape = checker.shape(groups, native);
+  const NormShape shape = checker.shape(groups, Device::native);
   checker.vector("weight", weight, {shape.channels});
   checker.vector("bias", bias, {shape.channels});
   Tensor out = torch::stable::empty_like(y), mean = torch::stable::new_empty(weight, {shape.batch, groups});
   Tensor rstd = torch::stable::empty_like(mean);
-  dispatch_maps<BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
+  dispatch_maps<typename Device::BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
     using Y = decltype(zero);
     using T = Accumulator<Y>;
-    launch(NormActParams<T, Y>{shape, in<Y>(y), in<T>(weight), in<T>(bias), result<Y>(out), result<T>(mean),
-                             result<T>(rstd), static_cast<T>(eps)});
+    const NormActParams<T, Y> params{
+        shape, in<Y>(y), in<T>(weight), in<T>(bias), result<Y>(out), result<T>(mean), result<T>(rstd),
+        static_cast<T>(eps)};
+    Device::run(params, y);
   });
   return {out, mean, rstd};
 }
 
-template <class BFloat16, class F>
-std::tuple<Tensor, Tensor> norm_act_backward_with(const Tensor& grad, const Tensor& y, const Tensor& weight,
-                                                  const Tensor& bias, const Tensor& mean, const Tensor& rstd,
-                                                  int64_t groups, bool native, const F& launch) {
+template <class Device>
+std::tuple<Tensor, Tensor> norm_act_backward(Tensor grad, Tensor y, Tensor weight, Tensor bias, Tensor mean,
+                                             Tensor rstd, int64_t groups) {
   const NormChecker checker{"norm_act_backward", y};
-  const NormShape shape = checker.shape(groups, native);
+  const NormShape shape = checker.shape(groups, Device::native);
   checker.map("grad", grad, shape, y.scalar_type());
   checker.vector("weight", weight, {shape.channels});
   checker.vector("bias", bias, {shape.channels});
@@ -252,55 +253,57 @@ std::tuple<Tensor, Tensor> norm_act_backward_with(const Tensor& grad, const Tens
   checker.vector("rstd", rstd, {shape.batch, groups});
   Tensor grad_y = torch::stable::empty_like(y);
   Tensor grad_affine = torch::stable::new_empty(weight, {2, shape.batch, shape.channels});
-  dispatch_maps<BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
+  dispatch_maps<typename Device::BFloat16>(y.scalar_type(), y.scalar_type(), [&](auto zero, auto) {
     using Y = decltype(zero);
     using T = Accumulator<Y>;
-    launch(NormActBackwardParams<T, Y>{shape, in<Y>(grad), in<Y>(y), in<T>(weight), in<T>(bias), in<T>(mean),
-                                       in<T>(rstd), result<Y>(grad_y), result<T>(grad_affine)});
+    const NormActBackwardParams<T, Y> params{
+        shape, in<Y>(grad), in<Y>(y), in<T>(weight), in<T>(bias), in<T>(mean), in<T>(rstd), result<Y>(grad_y),
+        result<T>(grad_affine)};
+    Device::run(params, y);
   });
   return {grad_y, grad_affine};
 }
 
-template <class BFloat16, class F>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual_with(
-    const Tensor& y, const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
-    const Tensor& weight3, const Tensor& bias3, int64_t groups, double eps, bool native, const F& launch) {
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(
+    Tensor y, Tensor x, Tensor z, Tensor weight2, Tensor bias2, Tensor weight3, Tensor bias3, int64_t groups,
+    double eps) {
   const NormChecker checker{"norm_act_residual", y};
-  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, native);
+  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, Device::native);
   checker.vector("bias3", bias3, {shape.channels});
   Tensor f = empty_like(z, weight2.scalar_type());
   Tensor norms = torch::stable::new_empty(weight2, {2, shape.batch, groups});
   Tensor mean2 = torch::stable::new_empty(weight2, {shape.batch, groups}), rstd2 = torch::stable::empty_like(mean2);
   Tensor mean3 = torch::stable::empty_like(mean2), rstd3 = torch::stable::empty_like(mean2);
-  dispatch_maps<BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
+  dispatch_maps<typename Device::BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
     using Y = decltype(zero_y);
     using Z = decltype(zero_z);
     using T = Accumulator<Y>;
-    launch(ResidualParams<T, Y, Z>{shape, in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2), in<T>(weight3),
-                                 in<T>(bias3), result<T>(f), result<T>(norms), result<T>(mean2), result<T>(rstd2),
-                                 result<T>(mean3), result<T>(rstd3), static_cast<T>(eps)});
+    const ResidualParams<T, Y, Z> params{
+        shape, in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2), in<T>(weight3), in<T>(bias3), result<T>(f),
+        result<T>(norms), result<T>(mean2), result<T>(rstd2), result<T>(mean3), result<T>(rstd3), static_cast<T>(eps)};
+    Device::run(params, y);
   });
   return {f, norms, mean2, rstd2, mean3, rstd3};
 }
 
-template <class BFloat16, class F>
-std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward_with(
-    const Tensor& grad, const Tensor& y, const Tensor& x, const Tensor& z, const Tensor& weight2, const Tensor& bias2,
-    const Tensor& weight3, const Tensor& mean2, const Tensor& rstd2, const Tensor& mean3, const Tensor& rstd3,
-    int64_t groups, bool native, const F& launch) {
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward(
+    Tensor grad, Tensor y, Tensor x, Tensor z, Tensor weight2, Tensor bias2, Tensor weight3, Tensor mean2, Tensor rstd2,
+    Tensor mean3, Tensor rstd3, int64_t groups) {
   const NormChecker checker{"norm_act_residual_backward", y};
-  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, native);
+  const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, Device::native);
   checker.residual_results(grad, mean2, rstd2, mean3, rstd3, shape);
   Tensor grad_sum = torch::stable::empty_like(z), grad_z = torch::stable::empty_like(z);
   Tensor grad_affine = torch::stable::new_empty(weight2, {4, shape.batch, shape.channels});
-  dispatch_maps<BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
+  dispatch_maps<typename Device::BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
     using Y = decltype(zero_y);
     using Z = decltype(zero_z);
     using T = Accumulator<Y>;
-    launch(ResidualBackwardParams<T, Y, Z>{shape, in<T>(grad), in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2),
-                                           in<T>(bias2), in<T>(weight3), in<T>(mean2), in<T>(rstd2), in<T>(mean3),
-                                           in<T>(rstd3), result<Z>(grad_sum), result<Z>(grad_z),
-                                           result<T>(grad_affine)});
+    const ResidualBackwardParams<T, Y, Z> params{
+        shape, in<T>(grad), in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2), in<T>(weight3), in<T>(mean2),
+        in<T>(rstd2), in<T>(mean3), in<T>(rstd3), result<Z>(grad_sum), result<Z>(grad_z), result<T>(grad_affine)};
+    Device::run(params, y);
   });
   return {grad_sum, grad_z, grad_affine};
 }

@@ -1,7 +1,7 @@
 // What the solver steps work on; the ops' arguments are told in deqfast/ops/steps/__init__.py.
 //
-// Every op is a template on `Device`, which tells the kernels of a file: `run(params, z)` does the step on the device of
-// the tensor z, `BFloat16` is the device's type for it, and `max_history` the most pairs that a window may have.
+// Every op is a template on `Device`, which tells the kernels of a file: `run(params, z)` does the step on the device
+// of the tensor z, `BFloat16` is the device's type for it, and `max_history` the most pairs that a window may have.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -34,14 +34,11 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
   const int64_t batch = z.size(0), dim = z.size(1);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    Device::run(PicardParams<T>{check.out<T>("z", z, {batch, dim}),
-                                check.in<T>("fz", fz, {batch, dim}),
-                                check.out<T>("best", best, {batch, dim}),
-                                dim,
-                                check.monitor<T>(status, iterations, residual, gain, active),
-                                rule_of<T>(k, last, tol, absolute, stall_floor),
-                                static_cast<T>(damping)},
-                z);
+    const PicardParams<T> params{
+        check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
+        check.out<T>("best", best, {batch, dim}), dim, check.monitor<T>(status, iterations, residual, gain, active),
+        rule_of<T>(k, last, tol, absolute, stall_floor), static_cast<T>(damping)};
+    Device::run(params, z);
   });
 }
 
@@ -79,22 +76,14 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
   dispatch_history<typename Device::BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    Device::run(MultisecantParams<T, H>{check.out<T>("z", z, {batch, dim}),
-                                        check.in<T>("fz", fz, {batch, dim}),
-                                        check.out<T>("best", best, {batch, dim}),
-                                        check.in<T>("f_prev", f_prev, {batch, dim}),
-                                        check.out<H>("left", left, {batch, pairs, dim}),
-                                        check.out<H>("df", df, {batch, pairs, dim}),
-                                        check.out<T>("gram", gram, {batch, pairs + 2, pairs}),
-                                        dim,
-                                        window,
-                                        check.monitor<T>(status, iterations, residual, gain, active),
-                                        rule_of<T>(k, last, tol, absolute, stall_floor),
-                                        method,
-                                        static_cast<T>(alpha),
-                                        static_cast<T>(beta),
-                                        static_cast<T>(ridge)},
-                z);
+    const MultisecantParams<T, H> params{
+        check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
+        check.out<T>("best", best, {batch, dim}), check.in<T>("f_prev", f_prev, {batch, dim}),
+        check.out<H>("left", left, {batch, pairs, dim}), check.out<H>("df", df, {batch, pairs, dim}),
+        check.out<T>("gram", gram, {batch, pairs + 2, pairs}), dim, window,
+        check.monitor<T>(status, iterations, residual, gain, active), rule_of<T>(k, last, tol, absolute, stall_floor),
+        method, static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)};
+    Device::run(params, z);
   });
 }
 
@@ -124,17 +113,12 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
                   " steps there is room for (at most that if `last`), got ", k);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    Device::run(BroydenParams<T>{check.out<T>("z", z, {batch, dim}),
-                                 check.in<T>("fz", fz, {batch, dim}),
-                                 check.out<T>("best", best, {batch, dim}),
-                                 check.out<T>("steps", steps, {batch, rows, dim}),
-                                 check.out<T>("gram", gram, {batch, rows, rows}),
-                                 check.out<int32_t>("first", first, {batch}),
-                                 dim,
-                                 rows,
-                                 check.monitor<T>(status, iterations, residual, gain, active),
-                                 rule_of<T>(k, last, tol, absolute, stall_floor)},
-                z);
+    const BroydenParams<T> params{
+        check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
+        check.out<T>("best", best, {batch, dim}), check.out<T>("steps", steps, {batch, rows, dim}),
+        check.out<T>("gram", gram, {batch, rows, rows}), check.out<int32_t>("first", first, {batch}), dim, rows,
+        check.monitor<T>(status, iterations, residual, gain, active), rule_of<T>(k, last, tol, absolute, stall_floor)};
+    Device::run(params, z);
   });
 }
 
@@ -169,21 +153,13 @@ Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Ten
   dispatch_history<typename Device::BFloat16>(v.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    Device::run(TransposedParams<T, H>{check.in<T>("v", v, {batch, dim}),
-                                       check.in<H>("left", left, {batch, pairs, dim}),
-                                       check.in<H>("df", df, {batch, pairs, dim}),
-                                       check.in<T>("gram", gram, {batch, pairs + 2, pairs}),
-                                       check.in<int32_t>("newest", newest, {batch}),
-                                       check.in<int32_t>("count", count, {batch}),
-                                       out.mutable_data_ptr<T>(),
-                                       batch,
-                                       dim,
-                                       static_cast<int>(pairs),
-                                       method,
-                                       static_cast<T>(alpha),
-                                       static_cast<T>(beta),
-                                       static_cast<T>(ridge)},
-                v);
+    const TransposedParams<T, H> params{
+        check.in<T>("v", v, {batch, dim}), check.in<H>("left", left, {batch, pairs, dim}),
+        check.in<H>("df", df, {batch, pairs, dim}), check.in<T>("gram", gram, {batch, pairs + 2, pairs}),
+        check.in<int32_t>("newest", newest, {batch}), check.in<int32_t>("count", count, {batch}),
+        out.mutable_data_ptr<T>(), batch, dim, static_cast<int>(pairs), method, static_cast<T>(alpha),
+        static_cast<T>(beta), static_cast<T>(ridge)};
+    Device::run(params, v);
   });
   return out;
 }

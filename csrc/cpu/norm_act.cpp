@@ -78,24 +78,21 @@ DEQFAST_CLONES void run(const NormActBackwardParams<double, double>& p, int64_t 
   run_any(p, begin, end);
 }
 
-const auto run_all = [](const auto& params) {
-  launch(params, [](const auto& p, int64_t begin, int64_t end) { run(p, begin, end); });
+struct Kernels {
+  using BFloat16 = deqfast::BFloat16;
+  static constexpr bool native = true;
+
+  template <class Params>
+  static void run(const Params& params, const Tensor&) {
+    launch(params, [](const auto& p, int64_t begin, int64_t end) { deqfast::run(p, begin, end); });
+  }
 };
-
-std::tuple<Tensor, Tensor, Tensor> norm_act(Tensor y, Tensor weight, Tensor bias, int64_t groups, double eps) {
-  return norm_act_with<BFloat16>(y, weight, bias, groups, eps, /*native=*/true, run_all);
-}
-
-std::tuple<Tensor, Tensor> norm_act_backward(Tensor grad, Tensor y, Tensor weight, Tensor bias, Tensor mean,
-                                             Tensor rstd, int64_t groups) {
-  return norm_act_backward_with<BFloat16>(grad, y, weight, bias, mean, rstd, groups, /*native=*/true, run_all);
-}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("norm_act", TORCH_BOX(&norm_act));
-  m.impl("norm_act_backward", TORCH_BOX(&norm_act_backward));
+  m.impl("norm_act", TORCH_BOX(&norm_act<Kernels>));
+  m.impl("norm_act_backward", TORCH_BOX(&norm_act_backward<Kernels>));
 }
 
 }  // namespace deqfast

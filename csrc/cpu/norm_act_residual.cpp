@@ -150,31 +150,21 @@ DEQFAST_CLONES void run(const ResidualBackwardParams<double, double, double>& p,
   run_any(p, begin, end);
 }
 
-const auto run_all = [](const auto& params) {
-  launch(params, [](const auto& p, int64_t begin, int64_t end) { run(p, begin, end); });
+struct Kernels {
+  using BFloat16 = deqfast::BFloat16;
+  static constexpr bool native = true;
+
+  template <class Params>
+  static void run(const Params& params, const Tensor&) {
+    launch(params, [](const auto& p, int64_t begin, int64_t end) { deqfast::run(p, begin, end); });
+  }
 };
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(Tensor y, Tensor x, Tensor z,
-                                                                            Tensor weight2, Tensor bias2,
-                                                                            Tensor weight3, Tensor bias3,
-                                                                            int64_t groups, double eps) {
-  return norm_act_residual_with<BFloat16>(y, x, z, weight2, bias2, weight3, bias3, groups, eps, /*native=*/true,
-                                          run_all);
-}
-
-std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward(Tensor grad, Tensor y, Tensor x, Tensor z,
-                                                              Tensor weight2, Tensor bias2, Tensor weight3,
-                                                              Tensor mean2, Tensor rstd2, Tensor mean3, Tensor rstd3,
-                                                              int64_t groups) {
-  return norm_act_residual_backward_with<BFloat16>(grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3,
-                                                   groups, /*native=*/true, run_all);
-}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("norm_act_residual", TORCH_BOX(&norm_act_residual));
-  m.impl("norm_act_residual_backward", TORCH_BOX(&norm_act_residual_backward));
+  m.impl("norm_act_residual", TORCH_BOX(&norm_act_residual<Kernels>));
+  m.impl("norm_act_residual_backward", TORCH_BOX(&norm_act_residual_backward<Kernels>));
 }
 
 }  // namespace deqfast

@@ -99,27 +99,23 @@ void launch(const NormActBackwardParams<T, Y>& p, cudaStream_t stream) {
   check_launch("norm_act_backward");
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_act(Tensor y, Tensor weight, Tensor bias, int64_t groups, double eps) {
-  const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
-  return norm_act_with<__nv_bfloat16>(y, weight, bias, groups, eps, /*native=*/false, [&](const auto& params) {
-    if (params.shape.batch > 0) launch(params, current_stream(y));
-  });
-}
+struct Kernels {
+  using BFloat16 = __nv_bfloat16;
+  static constexpr bool native = false;
 
-std::tuple<Tensor, Tensor> norm_act_backward(Tensor grad, Tensor y, Tensor weight, Tensor bias, Tensor mean,
-                                             Tensor rstd, int64_t groups) {
-  const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
-  return norm_act_backward_with<__nv_bfloat16>(
-      grad, y, weight, bias, mean, rstd, groups, /*native=*/false, [&](const auto& params) {
-        if (params.shape.batch > 0) launch(params, current_stream(y));
-      });
-}
+  template <class Params>
+  static void run(const Params& params, const Tensor& y) {
+    if (params.shape.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
+    launch(params, current_stream(y));
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
-  m.impl("norm_act", TORCH_BOX(&norm_act));
-  m.impl("norm_act_backward", TORCH_BOX(&norm_act_backward));
+  m.impl("norm_act", TORCH_BOX(&norm_act<Kernels>));
+  m.impl("norm_act_backward", TORCH_BOX(&norm_act_backward<Kernels>));
 }
 
 }  // namespace deqfast

@@ -196,34 +196,23 @@ void launch(const ResidualBackwardParams<T, Y, Z>& p, cudaStream_t stream) {
   check_launch("norm_act_residual_backward");
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(Tensor y, Tensor x, Tensor z,
-                                                                            Tensor weight2, Tensor bias2,
-                                                                            Tensor weight3, Tensor bias3,
-                                                                            int64_t groups, double eps) {
-  const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
-  return norm_act_residual_with<__nv_bfloat16>(
-      y, x, z, weight2, bias2, weight3, bias3, groups, eps, /*native=*/false, [&](const auto& params) {
-        if (params.shape.batch > 0) launch(params, current_stream(y));
-      });
-}
+struct Kernels {
+  using BFloat16 = __nv_bfloat16;
+  static constexpr bool native = false;
 
-std::tuple<Tensor, Tensor, Tensor> norm_act_residual_backward(Tensor grad, Tensor y, Tensor x, Tensor z,
-                                                              Tensor weight2, Tensor bias2, Tensor weight3,
-                                                              Tensor mean2, Tensor rstd2, Tensor mean3, Tensor rstd3,
-                                                              int64_t groups) {
-  const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
-  return norm_act_residual_backward_with<__nv_bfloat16>(
-      grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3, groups, /*native=*/false,
-      [&](const auto& params) {
-        if (params.shape.batch > 0) launch(params, current_stream(y));
-      });
-}
+  template <class Params>
+  static void run(const Params& params, const Tensor& y) {
+    if (params.shape.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
+    launch(params, current_stream(y));
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
-  m.impl("norm_act_residual", TORCH_BOX(&norm_act_residual));
-  m.impl("norm_act_residual_backward", TORCH_BOX(&norm_act_residual_backward));
+  m.impl("norm_act_residual", TORCH_BOX(&norm_act_residual<Kernels>));
+  m.impl("norm_act_residual_backward", TORCH_BOX(&norm_act_residual_backward<Kernels>));
 }
 
 }  // namespace deqfast
