@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _extension, reference
-from .adjoint import _NoDoubleBackward
+from .adjoints.base import NoDoubleBackward
 from .ops import ACTIVATIONS, Kernel, choose_kernel
 from .solution import Solution, Status
 from .solve import not_finite, solve
@@ -119,7 +119,7 @@ class _JacobianFree(torch.autograd.Function):
             grad_weight = (grad_c.T @ z).to(weight.dtype) if ctx.needs_input_grad[0] else None
         pulled = [grad_weight, grad_c]
         if torch.is_grad_enabled():  # create_graph=True
-            pulled = [g if g is None else _NoDoubleBackward.apply(g.requires_grad_(), "fc_fixed_point") for g in pulled]
+            pulled = [g if g is None else NoDoubleBackward.apply(g.requires_grad_(), "fc_fixed_point") for g in pulled]
         return (*pulled, None, None, None, None)
 
 

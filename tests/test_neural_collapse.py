@@ -18,6 +18,8 @@ from torchmetrics import MetricCollection
 
 import deqfast
 from deqfast import NCResult, NeuralCollapse, neural_collapse, reference
+from deqfast.metrics import statistics
+from deqfast.metrics.metric import MAX_STREAMING_FEATURES
 
 EXACT_RTOL = 1e-12  # float64 against float64, well conditioned
 COLLAPSED_RTOL = 1e-6  # against a pseudo-inverse that itself loses digits, or features that are mostly offset
@@ -26,8 +28,6 @@ PINV_RTOL = 1e-12  # eigenvalues of Sigma_B below this share of the largest are 
 REPEATS = 10
 DISTRIBUTED_TIMEOUT = 120.0
 
-# The package's function hides the module of the same name.
-MODULE = sys.modules["deqfast.neural_collapse"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 KEPT_FIELDS = ("nc1", "rank", "condition", "nc2", "nc2_paper", "nc2_centered", "nc3", "nc3_centered", "num_classes")
 
@@ -341,7 +341,7 @@ def test_dependent_means_lower_the_rank():
 
 
 def test_rank_stays_below_the_number_of_classes(monkeypatch):
-    monkeypatch.setattr(MODULE, "_RANK_FACTOR", 0.0)  # nothing counts as rounding
+    monkeypatch.setattr(statistics, "_RANK_FACTOR", 0.0)  # nothing counts as rounding
     for center in ("class-means", "samples"):
         features, labels = imbalanced(*make_samples(777, 63, 10, offset=10.0)[:2])
         assert neural_collapse(features, labels, rtol=0.0, center=center).rank == 9
@@ -692,9 +692,9 @@ def test_metric_collection():
 
 
 def test_streaming_limit():
-    NeuralCollapse(2, streaming=True, num_features=MODULE.MAX_STREAMING_FEATURES)
+    NeuralCollapse(2, streaming=True, num_features=MAX_STREAMING_FEATURES)
     with pytest.raises(ValueError, match=r"num_features is 1025; .*at most 1024: use streaming=False"):
-        NeuralCollapse(2, streaming=True, num_features=MODULE.MAX_STREAMING_FEATURES + 1)
+        NeuralCollapse(2, streaming=True, num_features=MAX_STREAMING_FEATURES + 1)
     with pytest.raises(ValueError, match="num_features is None; streaming=True needs it"):
         NeuralCollapse(2, streaming=True)
 
