@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from deqfast import reference
 from deqfast.ops import ACTIVATIONS
-from deqfast.testing import relative_error
+from deqfast.testing import norm_states, relative_error, states
 
 from . import traffic
 from .counters import count
@@ -32,10 +30,6 @@ from .entry import (
 )
 from .maps import FC_RADIUS, NEVER
 from .record import Row
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "kernels"))
-import cases as states  # noqa: E402  (the states that the tests of the ops use; found through the path above)
-import norm_cases  # noqa: E402  (found through the path above)
 
 # Of a step that leaves z where it is.
 STILL = 2.0**-20
@@ -191,7 +185,7 @@ def repeated(name: str, tensor: Tensor, batch: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class NormOpCase(OpCase):
-    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_cases.NORM_DTYPES``."""
+    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_states.NORM_DTYPES``."""
 
     shape: tuple[int, int, int, int]
     dtypes: str = "fp32"
@@ -206,12 +200,12 @@ class NormOpCase(OpCase):
 
     def contender(self, provider: str, device: str) -> Contender:
         op = kernel_of(provider, device).op(self.op)
-        case = norm_cases.NormCase(self.op, self.shape, 8, self.dtypes)
+        case = norm_states.NormCase(self.op, self.shape, 8, self.dtypes)
         arguments = case.arguments()
         call = partial(op, *on(device, arguments.values()))
-        exact = case.reference(*norm_cases.exactly(arguments))
+        exact = case.reference(*norm_states.exactly(arguments))
         facts = check_results([a.cpu() for a in call()], case.reference(*arguments.values()), exact)
-        y, z = norm_cases.NORM_DTYPES[self.dtypes]
+        y, z = norm_states.NORM_DTYPES[self.dtypes]
         facts["bytes"] = traffic.norm_bytes(self.op, arguments["y"].numel(), y.itemsize, z.itemsize)
         return self.finish(call, facts)
 

@@ -1,7 +1,4 @@
-"""What the tests and the benchmarks share: how accurate a result must be, and the problems that are solved.
-
-The only place with tolerances. Errors are relative: the largest deviation over the largest exact entry.
-"""
+"""Problems that tests and benchmarks solve, and the solvers that solve them."""
 
 from __future__ import annotations
 
@@ -15,84 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .solution import Solution
-from .solvers import Anderson, Broyden, Picard, Solver
-
-# A kernel may err twice as much as plain torch in its dtype, and by a few roundings where torch happens to be exact.
-ACCURACY_FACTOR = 2.0
-ACCURACY_UNITS = 8
-# Two computations of one thing in different order: roundings that may add up.
-ROUNDING_UNITS = 64
-# Iterates of two algebraically equal methods in float64, where rounding is amplified from step to step.
-ITERATES = 1e-10
-# Gradients in float64: of solves converged to 1e-12, and against central differences.
-GRADIENT = 1e-9
-FINITE_DIFFERENCES = {"eps": 1e-5, "atol": 1e-7, "rtol": 1e-6}
-# Anderson beside torchdeq's, whose absolute ridge of 1e-4 is the difference.
-NEGLIGIBLE_RIDGE = 1e-6
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Relative difference allowed between two orders of the same computation in `dtype`."""
-    return ROUNDING_UNITS * torch.finfo(dtype).eps
-
-
-def solved(tol: float) -> float:
-    """Relative difference allowed between two solves of one well-conditioned problem to the tolerance `tol`."""
-    return 10 * tol
-
-
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """max |actual - exact| / max |exact|, in float64; zero if both are zero or empty."""
-    a, e = actual.detach().cpu().double(), exact.detach().cpu().double()
-    if not e.numel():
-        return 0.0
-    worst, scale = float((a - e).abs().max()), float(e.abs().max())
-    return worst / scale if scale else (math.inf if worst else 0.0)
-
-
-def _split_nonfinite(actual: Tensor, expected: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The finite entries, after asserting that shapes and all entries that are not finite agree."""
-    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    a, e = actual.detach().cpu().double(), expected.detach().cpu().double()
-    finite = torch.isfinite(e)
-    assert torch.equal(torch.isfinite(a), finite), f"{name}: other entries are not finite than expected"
-    torch.testing.assert_close(a[~finite], e[~finite], rtol=0, atol=0, equal_nan=True)
-    return a[finite], e[finite]
-
-
-def assert_close(actual: Any, expected: Any, tolerance: float, name: str = "value") -> None:
-    """Assert a relative error of at most `tolerance` for tensors, or leaf by leaf for pytrees of them."""
-    leaves, spec = pytree.tree_flatten(expected)
-    actual_leaves, actual_spec = pytree.tree_flatten(actual)
-    assert spec == actual_spec, f"{name}: structure {actual_spec}, expected {spec}"
-    for i, (a, e) in enumerate(zip(actual_leaves, leaves, strict=True)):
-        label = name if len(leaves) == 1 else f"{name}[{i}]"
-        error = relative_error(*_split_nonfinite(a, e, label))
-        assert error <= tolerance, f"{label}: relative error {error:.3g}, allowed {tolerance:.3g}"
-
-
-def accuracy(
-    actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value", units: float = ACCURACY_UNITS
-) -> tuple[float, float]:
-    """Relative error of `actual`, and what the accuracy policy allows: see ``ACCURACY_FACTOR``.
-
-    plain: the same from plain torch in the dtype of `actual`; exact: from float64. AssertionError where entries that
-    are not finite differ.
-    """
-    reached = relative_error(*_split_nonfinite(actual, exact, name))
-    ordinary = relative_error(*_split_nonfinite(plain, exact, name))
-    return reached, ACCURACY_FACTOR * ordinary + units * torch.finfo(actual.dtype).eps
-
-
-def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value") -> None:
-    """Assert that `actual` errs at most as ``accuracy`` allows."""
-    reached, allowed = accuracy(actual, plain, exact, name)
-    assert reached <= allowed, f"{name}: relative error {reached:.3g}, allowed {allowed:.3g}"
+from ..solution import Solution
+from ..solvers import Anderson, Broyden, Picard, Solver
+from .tolerances import rounding
 
 
 class Recorder:
-    """An f that keeps copies of what it was called with and of what it returned."""
+    """Recording f that keeps copies of what it was called with and of what it returned."""
 
     def __init__(self, f: Callable[[Any], Any]):
         self.f = f
@@ -121,7 +47,7 @@ SOLVERS: dict[str, Callable[..., Solver]] = {
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """The problem z = f(z), sample by sample, from z0 (B, D).
+    """Problem z = f(z), sample by sample, from z0 (B, D).
 
     solution: the fixed point in float64. amplification: bound on |z - solution| / |f(z) - z|.
     """
@@ -166,7 +92,7 @@ def linear(
     seed: int = 0,
     rho: float = 0.5,
 ) -> FixedPoint:
-    """f(z) = W z + b with W Gaussian of spectral radius `rho`."""
+    """Problem f(z) = W z + b with W Gaussian of spectral radius `rho`."""
     weight, bias = _random(batch, dim, seed)
     return _affine(weight * (rho / torch.linalg.eigvals(weight).abs().max()), bias, dtype, device)
 
@@ -174,7 +100,7 @@ def linear(
 def non_normal(
     batch: int = 2, dim: int = 12, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> FixedPoint:
-    """f(z) = W z + b with W triangular: all eigenvalues are 0.3, but the norm is above 2 and iterates grow at first."""
+    """Problem f(z) = W z + b with W triangular: eigenvalues 0.3, but a norm above 2, so that iterates grow at first."""
     weight, bias = _random(batch, dim, seed)
     return _affine(0.3 * torch.eye(dim) + weight.triu(1) * (1.8 / math.sqrt(dim)), bias, dtype, device)
 
@@ -182,7 +108,7 @@ def non_normal(
 def tanh(
     batch: int = 2, dim: int = 12, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> FixedPoint:
-    """f(z) = tanh(W z + b) with W Gaussian of spectral norm about 1.4: a fully connected cell."""
+    """Problem f(z) = tanh(W z + b) with W Gaussian of spectral norm about 1.4: a fully connected cell."""
     weight, bias = _random(batch, dim, seed)
     w, b = (weight * (0.7 / math.sqrt(dim))).to(device, dtype), bias.to(device, dtype)
     exact_w, exact_b = w.cpu().double(), b.cpu().double()
@@ -198,7 +124,7 @@ def tanh(
 def sawtooth(
     batch: int = 2, dim: int = 4, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
 ) -> FixedPoint:
-    """The sawtooth DEQ of Wu et al. (NeurIPS 2024), theorem 1, with z_t = relu(2 T^(t-1)(x) - 1), T the tent map.
+    """Sawtooth DEQ of Wu et al. (NeurIPS 2024), theorem 1, with z_t = relu(2 T^(t-1)(x) - 1), T the tent map.
 
     f(z)_t = relu(2^t x - 1 - sum_{i<t} 2^(t-i+1) z_i). The x are multiples of 1/1024, for which all of it is exact.
     Plain iteration from 0 ends after at most `dim` steps.
