@@ -32,7 +32,6 @@ MAIN = {
     "Solution",
     "Status",
     "Unrolled",
-    "backends",
     "neural_collapse",
     "solve",
 }

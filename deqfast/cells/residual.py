@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,10 +14,16 @@ from ..solvers.base import check_choice, check_count
 from .frozen_statistics import FrozenStatisticsBatchNorm2d
 
 
-@functools.cache
+# (name, device type) -> what it stands for. The look-up imports triton and asks for CUDA, which an f called in every
+# iteration does once in a process. (A dict, because torch.compile looks through functools.cache, and warns of it.)
+_KERNELS: dict[tuple[str, str], Kernel] = {}
+
+
 def _kernel_on(device: torch.device, name: str) -> Kernel:
-    """Kernel that `name` stands for on `device`: the look-up imports triton and asks for CUDA, once in a process."""
-    return choose_kernel(name, device)
+    key = name, device.type
+    if key not in _KERNELS:
+        _KERNELS[key] = choose_kernel(name, device)
+    return _KERNELS[key]
 
 
 class ResidualCell(nn.Module):
