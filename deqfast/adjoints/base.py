@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..graphs import Graphs
+from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution, Status
 from ..solve import solve
 from ..solvers import Solver
@@ -119,22 +120,6 @@ def without_broken(problem: Problem, solution: Solution) -> tuple[Any, Any, Tens
     donor = healthy.to(torch.int8).argmax(keepdim=True)
     stand_in = [_stand_in(tree, broken, donor, healthy.any()) for tree in (solution.value, problem.x)]
     return stand_in[0], stand_in[1], broken
-
-
-class NoDoubleBackward(torch.autograd.Function):
-    """Identity whose derivative is an error, put on gradients that are not differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, name: str) -> Tensor:
-        ctx.adjoint = name
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            f"deqfast: double backward through {ctx.adjoint} is not supported: its gradient is not differentiable. "
-            "Use Unrolled() where second derivatives are needed"
-        )
 
 
 class _Attach(torch.autograd.Function):

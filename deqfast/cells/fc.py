@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import reference
 from ..fc import solve_cell
 from ..ops import ACTIVATIONS
+from ..ops.fc import reference
 from ..solution import Solution
 from ..solvers import Solver
 from ..solvers.base import check_choice, check_count

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import fused
 from ..ops import Kernel, check_kernel_name, choose_kernel
 from ..ops.norm_act import DTYPES
+from ..ops.norm_act import autograd as fused
 from ..solvers.base import check_choice, check_count
 from .frozen_statistics import FrozenStatisticsBatchNorm2d
 
-
-# (name, device type) -> what it stands for. The look-up imports triton and asks for CUDA, which an f called in every
+# (name, device type) -> what it stands for. The look-up may import triton and ask for CUDA, which an f called in every
 # iteration does once in a process. (A dict, because torch.compile looks through functools.cache, and warns of it.)
 _KERNELS: dict[tuple[str, str], Kernel] = {}
 

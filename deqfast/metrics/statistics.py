@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import Kernel
-from ..reference import row_blocks
+from ..ops.collapse.reference import row_blocks
 
 _EPS64 = torch.finfo(torch.float64).eps
 _RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise

@@ -24,8 +24,9 @@ from collapse_samples import (
     simplex_vertices,
 )
 
-from deqfast import NCResult, neural_collapse, reference
+from deqfast import NCResult, neural_collapse
 from deqfast.metrics import statistics
+from deqfast.ops.collapse import reference
 
 REPEATS = 10
 
