@@ -412,7 +412,7 @@ def races(results: Results) -> Table:
         "Each solver until the worst sample's relative residual in float64 is within the tolerance, f included, at "
         "most 60 evaluations: of 24 synthetic problems how many were missed, the median of evaluations, the geometric "
         "mean of the gain over torchdeq's same method (over how many problems); and the time on cells that were "
-        f'trained, to {tolerances[-1]:g}. `torch …` is deqfast with `kernel="torch"`; torchdeq\'s Anderson ships with an '
+        f"trained, to {tolerances[-1]:g}. `torch …` is deqfast with that kernel; torchdeq's Anderson ships with an "
         "absolute ridge, `lam=1e-4`.\n\n![Residual against time on two trained cells](results/time_to_residual.png)"
     )
     return Table("Residual", words, header, body)
@@ -522,9 +522,9 @@ def page(results: Results) -> str:
         "",
         "Written by `python benchmarks/report.py` from the records in [results](results), which hold more: medians, "
         "quartiles, numbers of rounds, bytes, launches, host waits (to six digits). Here: the least of the rounds, "
-        "with the most threads that a case was measured with; of several runs the median, behind a gain the least and the "
-        "largest. deqfast is its kernel `cpp`. A byte floor is what the algorithm must move at the copy rate of the "
-        "same run; a time below it is one of data that stayed in a cache.",
+        "with the most threads that a case was measured with; of several runs the median, behind a gain the least and "
+        "the largest. deqfast is its kernel `cpp`. A byte floor is what the algorithm must move at the copy rate of "
+        "the same run; a time below it is one of data that stayed in a cache.",
     ]
     if not results.gpus:
         lines += ["", "Not yet run on a GPU: no GPU time is reported. `bash benchmarks/gpu.sh` measures those targets."]

@@ -16,6 +16,7 @@ from .collapse import CollapseCase
 from .entry import Case
 from .maps import NEVER
 from .ops import BroydenStepCase, CollapseOpCase, FCOpCase, NormOpCase, OpCase, StepCase
+from .scaling import SCALING
 from .solves import FCSolveCase, SolveCase
 from .training import TOL, TrainingCase
 
@@ -95,7 +96,7 @@ COLLAPSE: list[CollapseCase] = [
     CollapseCase(samples=2000, dim=8192, classes=100, dtype=torch.float64, classifier=False, full=True),
 ]
 
-CASES: list[Case] = [*OPS, *SOLVES, *FC_SOLVES, *TRAINING, *COLLAPSE]
+CASES: list[Case] = [*OPS, *SOLVES, *FC_SOLVES, *TRAINING, *COLLAPSE, *SCALING]
 
 
 def pairs(cases: list[Any]) -> list[tuple[Case, str]]:
