@@ -441,15 +441,15 @@ def scaling(results: Results) -> Table:
     """A line for each curve: time per iteration at its ends, how it and the memory grow, and the gain."""
     curves: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in results.rows("scaling"):
-        if "solver_ms" in row and row["axis"] != "threads":
-            curve = curves.setdefault((row["series"], row["case"]), {OURS: [], PEER: []})
+        if "peak_bytes" in row and "problem" not in row and row["axis"] != "threads":
+            curve = curves.setdefault((row["series"], row["solver"]), {OURS: [], PEER: []})
             curve.setdefault(row["provider"], []).append(row)
     body = []
     for (series, name), of in curves.items():
         axis, first, last = of[OURS][0]["axis"], of[OURS][0], of[OURS][-1]
         growth = [slope(of[one], axis, column) for column in ("solver_ms", "peak_bytes") for one in (OURS, PEER)]
         gains = span([row["gain"] for row in of[OURS] if "gain" in row])
-        ends = f"{duration(first['solver_ms'])} to {duration(last['solver_ms'])}"
+        ends = " to ".join(duration(row["solver_ms"]) for row in (first, last) if "solver_ms" in row)
         body.append([f"{name}, {series} {first[axis]} to {last[axis]}", ends, *growth, gains])
     header = ["solver, what changes", "time per iteration", "time ~ x^", "torchdeq's", "memory ~ x^", "its memory",
               "gain over torchdeq"]  # fmt: skip
