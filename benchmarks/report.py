@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import write_bytes
-from harness.targets import GPU_TARGETS, STUDY_TARGETS, TARGETS, UNITS, Target
+from harness.targets import GPU_TARGETS, STUDY_TARGETS, TARGETS, Target
 
 Row = dict[str, Any]
 Form = Callable[[float], str]
@@ -268,37 +268,33 @@ class Results:
 # Targets
 
 MET, MISSED, NO_GPU = "met", "missed", "not measured: no GPU"
+FORMS: dict[str, Form] = {
+    "ms": duration, "error": scientific, "nc_share": percent, "host_waits": digits, "paper_hours": digits
+}  # fmt: skip
 
 
 def judged(results: Results, target: Target) -> list[str]:
-    """What, bound, measured and state of a target, which all runs with the most threads have to meet."""
-    told = [(one.threads, target.value(one.rows)) for one in results.records if one not in results.gpus]
+    """What is promised, what was measured and the state of a target, which all runs with the most threads have to meet."""
+    records = [one for one in results.records if bool(one.machine.get("gpu")) == target.on_gpu]
+    told = [(one.threads, target.value(one.rows)) for one in records]
     most = max((threads for threads, value in told if value is not None), default=0)
     values = [value for threads, value in told if threads == most and value is not None]
     missed = sum(not target.met(value) for value in values)
-    forms: dict[str, Form] = {"ms": duration, "error": scientific, "nc_share": percent}
-    form = forms.get(target.column, times)
+    form = FORMS.get(target.column, times)
     measured = span(values, form)
     if missed and any(form(value) == form(target.bound) for value in values):
         measured = f"{min(values):.6g} to {max(values):.6g}"  # misses by less than three digits tell
     state = f"{MISSED} in {missed} of {len(values)} runs" if missed else MET if values else "not measured"
-    return [target.what, f"{'≥' if target.at_least else '≤'} {form(target.bound)}", measured, state]
+    if not values and target.on_gpu and not results.gpus:
+        state = NO_GPU
+    return [target.what, measured, state]
 
 
 def targets(results: Results) -> Table:
-    """Those of CPUs; those of GPUs as their rows say, by name where there are none."""
-    body = [judged(results, target) for target in (*TARGETS, *STUDY_TARGETS)]
-    states = {True: MET, False: MISSED, None: "not measured"}
-    body += (of_gpu := [
-        [f"{record.machine['gpu']}, {row['case']}", target["target"], "", states[target["met"]]]
-        for record in results.gpus for row in record.rows for target in row.get("targets", [])
-    ])  # fmt: skip
-    if not of_gpu:
-        units = UNITS | {"us": " µs", "x": "×", "share": " %"}
-        body += [[one.what, one.words("≥ ", "≤ ", units), "", NO_GPU] for one in GPU_TARGETS.values()]
+    body = [judged(results, target) for target in (*TARGETS, *STUDY_TARGETS, *GPU_TARGETS)]
     counts = ", ".join(f"{number} {state}" for state, number in states_of(body).items())
     words = f"Of {len(body)} targets: {counts}. All runs with the most threads have to meet a target."
-    return Table("Targets", words, ["target", "bound", "measured", "state"], body)
+    return Table("Targets", words, ["target", "measured", "state"], body)
 
 
 def states_of(body: Iterable[Sequence[str]]) -> Counter[str]:

@@ -1,9 +1,8 @@
 """How time and memory grow with batch, state size, history and iterations; with --full alone."""
 
-from harness.scaling import SCALING
-from harness.suite import parametrize
+import pytest
 
 
-@parametrize(SCALING)
+@pytest.mark.suite("scaling")
 def test_scaling(measured, case, provider):
     measured(case, provider)

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deqfast
+from deqfast import Broyden, Status, reference, solve
+from deqfast.ops import choose_kernel
+from deqfast.solvers.broyden import StepsState
+from deqfast.solvers.multisecant import MultisecantState
+from deqfast.testing import ITERATES, PROBLEMS, assert_close, assert_solves, linear
+from deqfast.testing.states import (
     MONITOR,
     Case,
     State,
@@ -25,15 +34,6 @@ from cases import (
     strike,
     value_of_f,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import deqfast
-from deqfast import Broyden, Status, reference, solve
-from deqfast.ops import choose_kernel
-from deqfast.solvers.broyden import StepsState
-from deqfast.solvers.multisecant import MultisecantState
-from deqfast.testing import ITERATES, PROBLEMS, assert_close, assert_solves, linear
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fc_cases import DTYPES, EVENTS, FCCase, check_solve, same_alone
 from torch import nn
 
 import deqfast
@@ -26,6 +25,7 @@ from deqfast import (
 )
 from deqfast.ops import ACTIVATIONS, choose_kernel
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_accurate, assert_close, rounding
+from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, same_alone
 
 EPS = rounding(torch.float32)
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)

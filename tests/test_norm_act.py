@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
 from torch import nn
 
 import deqfast
 from deqfast import Anderson, DEQBlock, Implicit, ResidualCell, Unrolled, reference
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
+from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 every_op = pytest.mark.parametrize("op", NORM_OPS)

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import METHODS, Case, check_run, check_step, clone, make_state, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_cases import NORM_OPS
 
 import deqfast
 from deqfast import _extension
 from deqfast._extension import Availability
 from deqfast.ops import KERNELS, choose_kernel
+from deqfast.testing.norm_states import NORM_OPS
+from deqfast.testing.states import METHODS, Case, check_run, check_step, clone, make_state, same_bits
 
 OPS = ["picard_step", "multisecant_step"]
 # In test_broyden_step.py, test_shine.py, test_neural_collapse_ops.py and test_fc.py.

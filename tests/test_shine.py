@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import METHODS, Case, make_state
 
 import deqfast
 from deqfast import reference
 from deqfast.ops import Kernel
 from deqfast.testing import PROBLEMS, SOLVERS, assert_accurate
+from deqfast.testing.states import METHODS, Case, make_state
 
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
 every_method = pytest.mark.parametrize("method", METHODS)

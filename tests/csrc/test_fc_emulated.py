@@ -5,11 +5,11 @@ from __future__ import annotations
 import emulate
 import pytest
 import torch
-from fc_cases import DTYPES, EVENTS, FCCase, check_solve, same_alone
 
 from deqfast import reference
 from deqfast.ops import ACTIVATIONS
 from deqfast.testing import assert_accurate
+from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, same_alone
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 

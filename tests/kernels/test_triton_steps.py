@@ -13,7 +13,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
 
-from cases import (  # noqa: E402  (behind the skips)
+from deqfast.kernels import common  # noqa: E402  (kernels read TRITON_INTERPRET)
+from deqfast.kernels.multisecant_step import multisecant_step  # noqa: E402  (kernels read TRITON_INTERPRET)
+from deqfast.kernels.picard_step import picard_step  # noqa: E402  (kernels read TRITON_INTERPRET)
+
+from deqfast import reference  # noqa: E402  (kernels read TRITON_INTERPRET)
+from deqfast.testing.states import (  # noqa: E402  (behind the skips)
     METHODS,
     Case,
     State,
@@ -24,11 +29,6 @@ from cases import (  # noqa: E402  (behind the skips)
     same_bits,
     start_state,
 )
-from deqfast.kernels import common  # noqa: E402  (kernels read TRITON_INTERPRET)
-from deqfast.kernels.multisecant_step import multisecant_step  # noqa: E402  (kernels read TRITON_INTERPRET)
-from deqfast.kernels.picard_step import picard_step  # noqa: E402  (kernels read TRITON_INTERPRET)
-
-from deqfast import reference  # noqa: E402  (kernels read TRITON_INTERPRET)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter truncates to bfloat16 where a GPU rounds to nearest: each of two conversions may be an ulp off.

@@ -1,0 +1,1 @@
+OPTIONS: list = []
