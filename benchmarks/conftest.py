@@ -28,6 +28,10 @@ def pytest_addoption(parser):
         "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"
     )
     group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
+    study = parser.getgroup("study", "Cells of the study (test_time_to_residual.py)")
+    study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
+    study.addoption("--data-root", type=Path, help="folder of the CIFAR files; without: cells see drawn shapes")
+    study.addoption("--cells", type=Path, default=Path("runs/residual"), help="where trained cells are kept")
     add_options(parser)
 
 
@@ -73,6 +77,12 @@ def pytest_generate_tests(metafunc):
 def gate(request):
     """Judges by the committed baselines."""
     return request.config.pluginmanager.get_plugin("deqfast-gate")
+
+
+@pytest.fixture(scope="session")
+def board(request):
+    """Keeps the rows of this run."""
+    return request.config.stash[BOARD]
 
 
 @pytest.fixture

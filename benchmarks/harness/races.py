@@ -1,55 +1,29 @@
-"""Time to a residual: Picard, Anderson and Broyden beside torchdeq's, each until the worst sample is good enough.
-
-    python benchmarks/time_to_residual.py --json FILE --figure FILE
-
-The problems are a synthetic suite of 24 and cells of trained models, which are trained first, once, if no run of the
-study is given. Every solver gets the same f, start, tolerance and at most 60 evaluations of f. A time counts only where
-the returned value, put into f in float64, has a relative residual within the tolerance in every sample; torchdeq's own
-word is not taken. On trained cells deqfast's default solvers run with kernel="torch" too. deqfast stops every sample by
-itself at its first iterate within the tolerance, and returns that one; torchdeq goes on with all until one iterate of
-the whole batch is within it. So its finished samples end nearer to the solution than asked for, and may leave the
-tolerance again.
-
-Without training this takes less than 10 minutes of two cores. FILE.png shows residuals against time and evaluations.
-"""
+"""Solvers raced to a tolerance: deqfast's and torchdeq's on a problem, their answers judged in float64."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import problems, trained
-from harness.maps import NEVER
-from harness.peers import torchdeq_method
-from harness.problems import Problem
-from harness.record import Row, write_record
-from harness.residual_report import ON_TORCH, SMALL_RIDGE, case_table, draw, summary_table
 from torch import Tensor
 
 import deqfast
-from deqfast.ops import choose_kernel
+
+from .maps import NEVER
+from .peers import torchdeq_method
+from .problems import Problem
+from .record import Row
 
 TOLERANCES = (1e-3, 1e-5)
 EVALUATIONS = 60
-# f in float32 errs by some 1e-7: a solver that stops at the tolerance may be this far above it in float64.
-SLACK = 1.05
-ROUNDS = 5
-QUICK_BATCH, QUICK_DIM = 4, 256
-SHOWN = ("outliers inside, b 1", "decaying 0.99, b 0.01", "fully connected tanh", "residual block")  # in the figure
-SHOWN_PROVIDERS = (
-    "deqfast picard", "deqfast anderson m=6", f"deqfast broyden n={EVALUATIONS}", "torchdeq fixed_point_iter",
-    "torchdeq anderson m=6", "torchdeq broyden",
-)  # fmt: skip
+SLACK = 1.05  # f in float32 errs by some 1e-7: what stops at the tolerance may be this far above it in float64
+SMALL_RIDGE = "torchdeq anderson m=6 lam=1e-8"  # torchdeq's own is 1e-4, absolute
 Map = Callable[[Tensor], Tensor]
 
 
@@ -92,7 +66,7 @@ def providers(on_torch: bool = False) -> list[Provider]:
         "broyden n=20": (broyden, deqfast.Broyden),
     }
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
-    plain = [name for name in ours if on_torch and f"deqfast {name}" in ON_TORCH]
+    plain = [name for name in ("picard", "anderson m=6", "broyden n=20") if on_torch]
     return [
         *(Provider(f"deqfast {name}", peer, partial(_deqfast, make)) for name, (peer, make) in ours.items()),
         *(Provider(f"torch {name}", ours[name][0], partial(_deqfast, ours[name][1], kernel="torch")) for name in plain),
@@ -206,117 +180,3 @@ def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
 def finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it."""
     return value if math.isfinite(value) else None
-
-
-def suite_of(given: argparse.Namespace) -> list[Problem]:
-    """The problems of the suite that were asked for."""
-    names = [name for name, (dim, *_) in problems.MAPS.items() if not given.quick or dim <= QUICK_DIM]
-    names = [name for name in names if wanted(given, "suite", name)]
-    return problems.suite(names, QUICK_BATCH if given.quick else problems.SUITE_BATCH)
-
-
-def cells_of(given: argparse.Namespace) -> list[Problem]:
-    """The trained cells that were asked for, trained where need be."""
-    batch, found = QUICK_BATCH if given.quick else trained.BATCH, []
-    if wanted(given, "trained", "digits"):
-        found += [trained.digits_cell(given.cells, activation, batch=batch) for activation in trained.DIGITS_STEPS]
-    if wanted(given, "trained", "study") and not (given.quick and given.run is None):
-        run = given.run or trained.study_run(given.cells, given.data_root)
-        found.append(trained.study_cell(run, given.data_root, batch))
-    return found
-
-
-def wanted(given: argparse.Namespace, *names: str) -> bool:
-    return not given.only or any(part in name for part in given.only for name in names)
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all rows to this file; an existing one is replaced")
-    parser.add_argument("--figure", type=Path, help="draw residuals over time; FILE.png is replaced")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: as many as PyTorch takes)")
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART", default=[],
-        help=f"only problems whose name contains a PART: suite, trained, digits, study, {', '.join(problems.MAPS)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true", help="small problems, one round, no training of the study: to try"
-    )
-    parser.add_argument("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
-    parser.add_argument("--data-root", type=Path, help="folder of the CIFAR files; without: cells see drawn shapes")
-    parser.add_argument("--cells", type=Path, default=Path("runs/residual"),
-                        help="folder where trained cells are kept (%(default)s)")  # fmt: skip
-    given = parser.parse_args(argv)
-    known = ("suite", "trained", "digits", "study", *problems.MAPS)
-    for part in given.only:
-        if not any(part in name for name in known):
-            parser.error(f"--only {part}: in none of {', '.join(known)}")
-    if given.threads is not None and given.threads < 1:
-        parser.error(f"--threads must be at least 1, got {given.threads}")
-    for flag, path in (("--json", given.json), ("--figure", given.figure)):
-        if path is not None and not path.resolve().parent.is_dir():
-            parser.error(f"{flag}: {path.resolve().parent} is not a folder")
-    return given
-
-
-def measured(given: argparse.Namespace, synthetic: list[Problem], cells: list[Problem]) -> list[Row]:
-    """All rows; a line per problem tells of the progress."""
-    rounds, rows = 1 if given.quick else ROUNDS, []
-    everything = synthetic + cells
-    for number, problem in enumerate(everything, 1):
-        start = time.monotonic()
-        compared = providers(on_torch=number > len(synthetic))
-        rows += [row for tol in TOLERANCES for row in measure(problem, compared, tol, rounds)]
-        print(f"{number}/{len(everything)} {problem.name}: {time.monotonic() - start:.1f} s", flush=True)
-    shown = [problem for problem in everything if problem.name.startswith(SHOWN)]
-    drawn = [provider for provider in providers() if provider.name in SHOWN_PROVIDERS]
-    for problem in (shown or everything[:1]) if given.figure else []:
-        print(f"the course of {problem.name}", flush=True)
-        rows += courses(problem, drawn, rounds)
-    return rows
-
-
-def obstacle() -> str | None:
-    """What is not installed, if anything."""
-    if importlib.util.find_spec("torchdeq") is None:
-        return "torchdeq is not installed"
-    try:
-        choose_kernel("cpp", torch.device("cpu"))
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def remark(given: argparse.Namespace, cells: list[Problem]) -> str | None:
-    """What the record says of how it was made."""
-    words = [f"{problem.name}: {problem.origin}" for problem in cells]
-    return "; ".join(["--quick: no times to be quoted"] * given.quick + words) or None
-
-
-def main(argv: list[str] | None = None) -> None:
-    given = arguments(argv)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    if (missing := obstacle()) is not None:
-        sys.exit(f"time_to_residual.py: error: {missing}")
-    given.cells.mkdir(parents=True, exist_ok=True)
-    try:
-        synthetic, cells = suite_of(given), cells_of(given)
-    except trained.StudyError as error:
-        sys.exit(f"time_to_residual.py: error: {error}")
-    if not synthetic + cells:
-        sys.exit("time_to_residual.py: error: --quick leaves out all that --only asks for")
-    rows = measured(given, synthetic, cells)
-    if given.json:
-        write_record(given.json, rows, remark=remark(given, cells))
-    if given.figure:
-        draw(rows, given.figure)
-    for problem in cells:
-        print(f"\n{case_table(rows, problem.name)}")
-    if synthetic:
-        names = {problem.name for problem in synthetic}
-        print(f"\n{summary_table([row for row in rows if row['case'] in names])}")
-
-
-if __name__ == "__main__":
-    main()
