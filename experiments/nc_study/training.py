@@ -146,7 +146,7 @@ class Trainer:
         trained = self.train_epoch(epoch, progress)
         clock.append(time.perf_counter())
         last, every = self.settings.epochs, self.settings.metrics_every
-        tested = test_pass(self.infer("test"), self.data, epoch == last)
+        tested = accuracies(self.infer("test"), self.data, epoch == last)
         clock.append(time.perf_counter())
         collapse = self.measure_collapse() if epoch in (1, last) or epoch % every == 0 else None
         clock.append(time.perf_counter())
@@ -274,7 +274,7 @@ def _refuse_to_go_on(epoch: int, lr: float) -> None:
     raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {lr:g} is too large")
 
 
-def test_pass(test: Inference, data: StudyData, last: bool) -> TestPass:
+def accuracies(test: Inference, data: StudyData, last: bool) -> TestPass:
     """Percent right of each class, and the means over all, the majority's and the minority's (None if balanced)."""
     confusion = confusion_matrix(test, data.classes)
     per_class = 100 * confusion.diagonal().double() / confusion.sum(1)
