@@ -1,4 +1,4 @@
-"""The paper's claims about the layer-peeled problems, each with a verdict and the number it rests on."""
+"""Verdicts on the paper's claims about the layer-peeled problems, each with the number it rests on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 from nc_study.config import MODELS
+from nc_study.paper import THEORY
 from nc_study.rundir import Row
 
 from .theory import SAME
@@ -19,20 +20,9 @@ VERDICTS = (HOLDS, FAILS, CONDITION, ROUNDING)
 ZERO = 1e-2
 """What should be 0 and is of order 1 where it is not counts as 0 up to this; solves are some 10 times as accurate."""
 
-EQUATION = {"explicit": "(22)", "deq": "(33)"}
-COLLAPSE = {
-    "nc1": "features collapse to class means",
-    "nc2": "class means form a simplex ETF",
-    "nc3": "self-duality",
-}
-LIMIT = {
-    "majority_nc1": "majority features collapse to class means",
-    "majority_nc2": "majority class means form a K_A-simplex ETF",
-    "majority_nc2_centered": "they do so after centring",
-    "minority_weight": "minority classifiers are 0",
-    "minority_feature": "minority features are 0",
-    "minority_spread": "minority classifiers are equal (Fang et al.)",
-}
+# Quantities at infinite R, each a key of THEORY.
+LIMIT = tuple(f"majority_{name}" for name in ("nc1", "nc2", "nc2_centered"))
+LIMIT += tuple(f"minority_{name}" for name in ("weight", "feature", "spread"))
 
 
 def about_zero(value: float | None) -> str:
@@ -70,11 +60,20 @@ def claims_of(result: Row) -> list[Row]:
     return [claim for part, make in makers.items() if result[part] for claim in make(result[part])]
 
 
-def _claim(
-    bounds: Row, source: str, claim: str, verdict: str, value: float | None, text: str, model: str | None = None
+def _judged(
+    bounds: Row, key: str, verdict: str, value: float | None, text: str, model: str | None = None, **variant: str
 ) -> Row:
-    place = {name: bounds[name] for name in ("features", "e_w", "e_h")}
-    return {"source": source, "claim": claim, "model": model, **place, "verdict": verdict, "value": value, "text": text}
+    """Make the row of a claim of THEORY; `variant` fills in its text."""
+    claim = THEORY[key]
+    return {
+        "source": claim.source,
+        "claim": claim.text.format(**variant),
+        "model": model,
+        **{name: bounds[name] for name in ("features", "e_w", "e_h")},
+        "verdict": verdict,
+        "value": value,
+        "text": text,
+    }
 
 
 def _shown(value: float | None) -> str:
@@ -92,27 +91,27 @@ def balanced_claims(part: Row) -> list[Row]:
     for bounds in part["bounds"]:
         for model, record in bounds["models"].items():
             rows += [*_collapse_claims(bounds, model, record), *_bound_claims(bounds, model, record)]
-        rows.append(_loss_claim(bounds, "Theorem B.3", bounds["models"]))
+        rows.append(_loss_claim(bounds, "balanced loss", bounds["models"]))
     two = part["two_classes"]
     loss, bound = two["loss"], two["paper_bound"]["repaired"]
     text = f"K = 2: loss {loss:.6g}, bound {bound:.6g}; for K = 2 it fails whenever E_H > 1/2."
-    claim, verdict = "lower bound (repaired), two classes, E_H > 1/2", at_least(loss, bound, _scale(two))
-    return [*rows, _claim({"features": "backbone", **two}, "(33)", claim, verdict, loss - bound, text, "deq")]
+    verdict = at_least(loss, bound, _scale(two))
+    return [*rows, _judged({"features": "backbone", **two}, "two classes", verdict, loss - bound, text, "deq")]
 
 
 def _collapse_claims(bounds: Row, model: str, record: Row) -> list[Row]:
     rows = []
-    for name, claim in COLLAPSE.items():
+    for name in ("nc1", "nc2", "nc3"):
         value = record["nc"][name]
         text = f"{name.upper()} = {_shown(value)} at the best point found"
         if name == "nc2" and about_zero(value) == FAILS:
             etf = math.log(len(record["spectrum"])) - record["etf_loss"]
             text += f"; it lies {record['below_chance']:.4g} below log K, the best simplex ETF only {etf:.4g}"
-        rows.append(_claim(bounds, f"Theorem 3.1, {name.upper()}", claim, about_zero(value), value, f"{text}.", model))
+        rows.append(_judged(bounds, f"balanced {name}", about_zero(value), value, f"{text}.", model))
     weights, duality = record["weight_gram_error"], record["duality_error"]
     text = f"Relative errors: W W^T {weights:.2g}, sqrt(E_W/E_H) W H {duality:.2g}."
-    claim, error = "W W^T = sqrt(E_W/E_H) W H = K E_W/(K-1) (I - 11^T/K)", max(weights, duality)
-    return [*rows, _claim(bounds, "Theorem 3.1, NC2", claim, about_zero(error), error, text, model)]
+    error = max(weights, duality)
+    return [*rows, _judged(bounds, "balanced gram", about_zero(error), error, text, model)]
 
 
 def _bound_claims(bounds: Row, model: str, record: Row) -> list[Row]:
@@ -120,20 +119,19 @@ def _bound_claims(bounds: Row, model: str, record: Row) -> list[Row]:
     for name, bound in record["paper_bound"].items():
         text = f"Loss {loss:.6g}, bound {bound:.6g}"
         text += "; below 0, so that it says nothing." if bound <= 0 else "."
-        claim, verdict = f"lower bound of the loss, its constant {name}", at_least(loss, bound, scale)
-        rows.append(_claim(bounds, EQUATION[model], claim, verdict, loss - bound, text, model))
+        verdict = at_least(loss, bound, scale)
+        rows.append(_judged(bounds, f"bound {model}", verdict, loss - bound, text, model, name=name))
     bound = record["paper_bound"]["repaired"]
     text = f"Loss {loss:.6g}, bound {bound:.6g}, simplex ETF {record['etf_loss']:.6g}."
-    claim, verdict = "that bound, its constant repaired, is the infimum", equal(loss, bound, scale)
-    return [*rows, _claim(bounds, EQUATION[model], claim, verdict, loss - bound, text, model)]
+    return [*rows, _judged(bounds, f"repaired {model}", equal(loss, bound, scale), loss - bound, text, model)]
 
 
-def _loss_claim(bounds: Row, source: str, models: Row) -> Row:
+def _loss_claim(bounds: Row, key: str, models: Row) -> Row:
     explicit, deq = (models[model]["below_chance"] for model in MODELS)
     text = f"Below log K by {explicit:.6g} (explicit) and {deq:.6g} (DEQ)."
     scale = max(_scale(models[model]) for model in MODELS)
     verdict = less(models["deq"]["loss"], models["explicit"]["loss"], scale)
-    return _claim(bounds, source, "the DEQ reaches a lower loss", verdict, deq - explicit, text)
+    return _judged(bounds, key, verdict, deq - explicit, text)
 
 
 def imbalanced_claims(part: Row) -> list[Row]:
@@ -143,18 +141,16 @@ def imbalanced_claims(part: Row) -> list[Row]:
         own = bounds["comparisons"]["own optimum"]["models"]
         for model, record in own.items():
             nc1 = record["nc"]["nc1"]
-            text = f"NC1 = {_shown(nc1)}."
-            rows.append(_claim(bounds, "Theorem 4.1, NC1", COLLAPSE["nc1"], about_zero(nc1), nc1, text, model))
+            rows.append(_judged(bounds, "imbalanced nc1", about_zero(nc1), nc1, f"NC1 = {_shown(nc1)}.", model))
             rows.append(_condition_claim(bounds, model, record["condition"]))
         for name, comparison in bounds["comparisons"].items():
             rows += _gram_claims(bounds, name, comparison["models"])
         value = bounds["cosine_condition"]
         text = f"{value:.4g}; it is below 1.25 for all E_W > 0 and E_H in ]0, 1[, so that it excludes nothing."
-        claim, verdict = "condition E_H/(E_W+E_H) + E_H(1-E_H) < 2", HOLDS if value < 2 else CONDITION
-        rows.append(_claim(bounds, "Theorem 4.1, NC3", claim, verdict, value, text))
+        rows.append(_judged(bounds, "imbalanced nc3 condition", HOLDS if value < 2 else CONDITION, value, text))
         for name, comparison in bounds["comparisons"].items():
             rows.append(_cosine_claim(bounds, name, comparison["cosine_ratios"]))
-        rows.append(_loss_claim(bounds, "Section 4", own))
+        rows.append(_loss_claim(bounds, "imbalanced loss", own))
     return rows
 
 
@@ -164,8 +160,7 @@ def _condition_claim(bounds: Row, model: str, condition: Row) -> Row:
         f"Met by {condition['met']} of {condition['entries']} entries ({condition['met_off_diagonal']} off the "
         f"diagonal); the entries add up to {condition['sum']:.3g}, and would have to exceed {condition['needed']:.3g}."
     )
-    claim = "condition E_H < 2 S_ij - m_ij < 1/(1-E_H) for all i, j"
-    return _claim(bounds, "Theorem 4.1, NC2", claim, verdict, condition["met"], text, model)
+    return _judged(bounds, "imbalanced nc2 condition", verdict, condition["met"], text, model)
 
 
 def _gram_claims(bounds: Row, name: str, models: Row) -> list[Row]:
@@ -173,8 +168,7 @@ def _gram_claims(bounds: Row, name: str, models: Row) -> list[Row]:
     for scale, explicit in models["explicit"]["distances"].items():
         deq = models["deq"]["distances"][scale]
         text = f"Distance {deq:.6g} (DEQ) and {explicit:.6g} (explicit)."
-        claim = f"Gram matrix of the DEQ nearer to the ETF, {scale}, {name}"
-        rows.append(_claim(bounds, "Theorem 4.1, NC2", claim, less(deq, explicit), deq, text))
+        rows.append(_judged(bounds, "imbalanced nc2", less(deq, explicit), deq, text, scale=scale, name=name))
     return rows
 
 
@@ -184,8 +178,7 @@ def _cosine_claim(bounds: Row, name: str, ratios: list[float | None]) -> Row:
     text = f"Above 1 for {above} classes, 1 for {len(there) - above - below}, below for {below}"
     text += f", 0/0 for {len(ratios) - len(there)}" if len(there) < len(ratios) else ""
     text += f" (from {min(there):.6f} to {max(there):.6f})" if there else ""
-    claim = f"cos(h_k, w_k) larger for the DEQ in every class, {name}"
-    return _claim(bounds, "Theorem 4.1, NC3", claim, all_ratios_above_one(ratios), above, f"{text}.")
+    return _judged(bounds, "imbalanced nc3", all_ratios_above_one(ratios), above, f"{text}.", name=name)
 
 
 def limit_claims(part: Row) -> list[Row]:
@@ -193,11 +186,10 @@ def limit_claims(part: Row) -> list[Row]:
     rows = []
     for bounds in part["bounds"]:
         last = bounds["rows"][-1]["models"]
-        for name, claim in LIMIT.items():
-            source = "Fang et al., Theorem 5" if "Fang" in claim else "Proposition 4.2"
+        for name in LIMIT:
             for model, record in last.items():
                 text = f"{name.replace('_', ' ')} = {_shown(record[name])} at R = infinity."
-                rows.append(_claim(bounds, source, claim, about_zero(record[name]), record[name], text, model))
+                rows.append(_judged(bounds, name, about_zero(record[name]), record[name], text, model))
         rows.append(_alike_claim(bounds, last))
     return rows
 
@@ -209,8 +201,7 @@ def _alike_claim(bounds: Row, last: Row) -> Row:
     largest = max(differences, key=lambda name: differences[name])
     value = differences[largest]
     text = f"The largest difference is {value:.3g}, of the {largest.replace('_', ' ')}."
-    claim = "explicit network and DEQ nearly alike"
-    return _claim(bounds, "Proposition 4.2", claim, about_zero(value), value, text)
+    return _judged(bounds, "limit alike", about_zero(value), value, text)
 
 
 def summary(claims: list[Row]) -> str:

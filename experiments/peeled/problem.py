@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import deqfast
 import torch
 from nc_study.config import StudyError
 from torch import Tensor
-
-import deqfast
 
 FEATURES = ("final", "backbone")
 

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 
+import deqfast
 import torch
 from nc_study.config import MODELS
 from nc_study.results import commit, machine, versions
 from nc_study.rundir import Row
 from torch import Tensor
 from tqdm import tqdm
-
-import deqfast
 
 from . import theory
 from .claims import claims_of
@@ -36,7 +35,7 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Row:
         parts = {name: getattr(study, name)() if name in settings.parts else None for name in PARTS}
     return {
         "kind": "layer_peeled",
-        "settings": {**asdict(settings), "out": str(settings.out)},
+        "settings": asdict(settings),
         **parts,
         "claims": claims_of(parts),
         "versions": versions(),
@@ -62,9 +61,9 @@ def count_solves(settings: PeeledSettings) -> int:
     solves = 0
     for bounds in settings.bounds:
         imbalanced = 2 if bounds["features"] == "final" else 6
-        each = {"balanced": 2, "imbalanced": imbalanced, "limit": 2 * (len(settings.ratios) + 1)}
+        each = {"balanced": 2, "imbalanced": imbalanced, "limit": 2 * len(settings.limit_ratios)}
         solves += sum(each[part] for part in settings.parts)
-    return len(settings.seeds) * (solves + ("balanced" in settings.parts))
+    return len(settings.starts) * (solves + ("balanced" in settings.parts))
 
 
 class Study:
@@ -137,8 +136,8 @@ class Study:
     def limit(self) -> Row:
         """Solve problem (10) for rising R, and for R without bound, where the minority has no weight in the loss."""
         settings = self.settings
-        ratios = (*sorted(set(settings.ratios)), math.inf)
-        found = [{**bounds, "rows": [self._limit_row(bounds, ratio) for ratio in ratios]} for bounds in settings.bounds]
+        rows = ([self._limit_row(bounds, ratio) for ratio in settings.limit_ratios] for bounds in settings.bounds)
+        found = [{**bounds, "rows": row} for bounds, row in zip(settings.bounds, rows, strict=True)]
         return {"bounds": found, "majority": settings.majority, "columns": LIMIT_COLUMNS}
 
     def _limit_row(self, bounds: Row, ratio: float) -> Row:
@@ -174,7 +173,7 @@ class Study:
         """Find the best end over the seeds, on the scaled features `h0` if given, and describe it."""
         frozen = problem.frozen if h0 is None else ("features",)
         ends = []
-        for seed in self.settings.seeds:
+        for seed in self.settings.starts:
             start = problem.start(seed)
             start = start if h0 is None else start._replace(features=h0)
             ends.append(minimise(problem, start, self.settings.steps, self.settings.tolerance, frozen))
