@@ -17,8 +17,9 @@ from .analysis import analyse
 from .config import Settings, StudyError, parse
 from .data import Source, StudyData, find_source, load
 from .models import build, choose_kernel
-from .results import build_result, report
-from .rundir import RunDirectory, check_space, prepare_out, read_json, write_arrays, write_json
+from .record import KernelChoice
+from .results import network_result, report, run_result
+from .rundir import RunDirectory, check_space, prepare_out, write_arrays
 from .training import train
 
 STATES_ON_DISK = 3  # a checkpoint, the one before, and the next while it is written
@@ -59,14 +60,14 @@ def run_study(asked: Settings) -> None:
         first(lambda: stack.enter_context(run.locked()))
         first(lambda: run.start(settings))
         if not first(lambda: run.finished):
-            train_all(settings, source, run, {"requested": asked.kernel, "used": kernel, "reason": obstacle or None})
+            train_all(settings, source, run, KernelChoice(asked.kernel, kernel, obstacle or None))
         first(lambda: show(run))
 
 
 def show(run: RunDirectory) -> None:
     """Draw the figure of a finished run and print its result."""
     figures.draw(run)
-    print(f"\n{report(read_json(run.result))}\n\nresults: {run.result}\nfigure:  {run.figure}")
+    print(f"\n{report(run.result)}\n\nresults: {run.path / 'result.json'}\nfigure:  {run.figure}")
 
 
 def prepare(settings: Settings) -> None:
@@ -90,7 +91,7 @@ def announce(asked: Settings, settings: Settings, source: Source, obstacle: str)
     print(f"kernel: {settings.kernel}" + (f", for {obstacle}" if obstacle else ""), flush=True)
 
 
-def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: dict[str, str | None]) -> None:
+def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: KernelChoice) -> None:
     """Train the networks one after the other and write the result."""
     parameters = {model: count_parameters(model, settings) for model in settings.models}
     # Parameters and momentum, four bytes each.
@@ -100,11 +101,12 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: dic
     networks = {model: train(model, settings, data, run).network for model in settings.models}
 
     def conclude() -> None:
-        analyses, arrays = {}, {}
+        results, arrays = {}, {}
         for model, network in networks.items():
-            analyses[model], arrays[model] = analyse(network, data)
+            radius, arrays[model] = analyse(network, data)
+            results[model] = network_result(parameters[model], run.epochs(model), data.majority, radius)
         write_arrays(run.features, arrays)
-        write_json(run.result, build_result(settings, run, kernel, data.counts, parameters, analyses))
+        run.conclude(run_result(settings, kernel, data.counts, results))
 
     distributed.from_first(conclude)
 

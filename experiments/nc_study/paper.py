@@ -1,5 +1,5 @@
-"""What Sun & Shi (NeurIPS 2024, arXiv 2410.23391) print: the numbers of Tables 1 to 4, the settings behind each table and
-figure, and every claim that the study or the layer-peeled problems can judge."""
+"""What Sun & Shi (NeurIPS 2024, arXiv 2410.23391) print: the numbers of Tables 1 to 4, the settings behind each
+table and figure, and every claim that the study or the layer-peeled problems can judge."""
 
 from __future__ import annotations
 
@@ -210,5 +210,5 @@ THEORY = {
     "minority_spread": TheoryClaim("Fang et al., Theorem 5", "minority classifiers are equal (Fang et al.)"),
     "limit alike": TheoryClaim("Proposition 4.2", "explicit network and DEQ nearly alike"),
 }
-"""Claims about the optima; `{name}` and `{scale}` stand for the variant that is judged. The keys of Proposition 4.2 name
-the quantity in the record. Fang et al.: PNAS 2021."""
+"""Claims about the optima; `{name}` and `{scale}` stand for the variant that is judged. The keys of Proposition 4.2
+name the quantity in the record. Fang et al.: PNAS 2021."""

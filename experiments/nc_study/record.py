@@ -1,5 +1,5 @@
-"""What a run writes down, as types: a line per epoch, and the result. Every file is read back by the type it was written
-from, so that a file of an older format or a damaged one is an error that names the place."""
+"""What a run writes down, as types: a line per epoch, and the result. Every file is read back by the type it was
+written from, so that a file of an older format or a damaged one is an error that names the place."""
 
 from __future__ import annotations
 
