@@ -7,8 +7,8 @@ from collections import Counter
 
 from nc_study.config import MODELS
 from nc_study.paper import THEORY
-from nc_study.rundir import Row
 
+from .problem import Row
 from .theory import SAME
 
 HOLDS = "holds"

@@ -17,12 +17,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import deqfast
 import torch
 from nc_study.config import StudyError
 from torch import Tensor
+
+import deqfast
+
+Row = dict[str, Any]
+"""A part of the result."""
 
 FEATURES = ("final", "backbone")
 

@@ -12,10 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from nc_study.config import MODELS
 from nc_study.figures import COLOURS, LABELS, MARKERS, images
+from nc_study.record import to_json
 from nc_study.reporting.document import markdown_table
-from nc_study.rundir import Row, write_atomically, write_json
+from nc_study.rundir import write_atomically
 
 from .claims import CONDITION, FAILS, HOLDS, ROUNDING, ZERO, summary
+from .problem import Row
 from .theory import SAME
 
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "condition not met", ROUNDING: "no difference"}
@@ -162,7 +164,7 @@ def _verdicts(claims: list[Row]) -> list[str]:
 def write(result: Row, out: Path) -> list[Path]:
     """Write layer_peeled.json, layer_peeled.md and the figures of the parts that were run; return the paths."""
     paths = [out / "layer_peeled.json", out / "layer_peeled.md"]
-    write_json(paths[0], result)
+    write_atomically(paths[0], to_json(result))
     write_atomically(paths[1], markdown(result).encode())
     for name, draw in (("balanced", spectrum_figure), ("limit", limit_figure)):
         if result[name]:

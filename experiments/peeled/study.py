@@ -7,19 +7,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timezone
 
-import deqfast
 import torch
 from nc_study.config import MODELS
-from nc_study.results import commit, machine, versions
-from nc_study.rundir import Row
+from nc_study.provenance import commit, machine, now, versions
 from torch import Tensor
 from tqdm import tqdm
 
+import deqfast
+
 from . import theory
 from .claims import claims_of
-from .problem import Optimum, Problem, minimise
+from .problem import Optimum, Problem, Row, minimise
 from .settings import PARTS, PeeledSettings
 
 LIMIT_COLUMNS = 2  # for each class in the limit, each for half of the class
@@ -39,10 +38,10 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Row:
         **parts,
         "claims": claims_of(parts),
         "versions": versions(),
-        "machine": machine(settings.threads, "cpu"),
+        "machine": asdict(machine(settings.threads, "cpu")),
         "commit": code,
         "seconds": round(time.perf_counter() - start, 1),
-        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "finished": now(),
     }
 
 

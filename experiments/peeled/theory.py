@@ -10,10 +10,10 @@ bounds the loss of every feasible point: the logits are W A h0 with ||A|| <= g i
 nuclear norm is at most ||W||_F g ||h0||_F, and over a nuclear ball a simplex ETF is best, by symmetry and convexity.
 
 For small bounds on h0 the ETF need not be the optimum. Let q be the logits' singular values over their sum: ||q|| is 1
-for logits of rank one and 1/sqrt(K-1) for a simplex ETF. With s = sqrt(E_W E_H), to leading order the DEQ's log K - loss
-is s (1 + E_H ||q||) - s^2 ||q||^2 / 2, as the best layer adds E_H q_i / ||q|| to direction i; it is greatest at
-||q|| = sqrt(E_H/E_W): at the ETF only from E_W = (K-1) E_H on. The explicit network's is at most s E_H in first order,
-at rank one, where the norm of W_EX is in the one direction that is used.
+for logits of rank one and 1/sqrt(K-1) for a simplex ETF. With s = sqrt(E_W E_H), to leading order the log K - loss of
+the DEQ is s (1 + E_H ||q||) - s^2 ||q||^2 / 2, as the best layer adds E_H q_i / ||q|| to direction i; it is greatest
+at ||q|| = sqrt(E_H/E_W): at the ETF only from E_W = (K-1) E_H on. The explicit network's is at most s E_H in first
+order, at rank one, where the norm of W_EX is in the one direction that is used.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def certified_gap(problem: Problem, optimum: Optimum) -> float:
 
 
 def simplex_gram(classes: int) -> Tensor:
-    """Return the Gram matrix (K, K) of a simplex ETF of unit vectors, (K I - 11^T) / (K-1): Theorem 4.1's S, alpha = 1."""
+    """Return Theorem 4.1's S with alpha = 1: the Gram matrix (K, K) of a simplex ETF of unit vectors."""
     return (classes * torch.eye(classes, dtype=torch.float64) - 1) / (classes - 1)
 
 
