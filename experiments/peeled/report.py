@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from nc_study.config import MODELS
-from nc_study.figures import COLOURS, LABELS, MARKERS, images
+from nc_study.figures import COLOURS, LABELS, MARKERS, png
 from nc_study.record import to_json
 from nc_study.reporting.document import markdown_table
 from nc_study.rundir import write_atomically
@@ -69,7 +69,7 @@ def markdown(result: Row) -> str:
 
 
 def local_minima(result: Row) -> list[str]:
-    """Tell where the limit part, whose row with R is the same problem, ends below the imbalanced part: that was local."""
+    """Tell where the limit part, which solves the same problem at R, ends below the imbalanced part: that was local."""
     if not (result["imbalanced"] and result["limit"]):
         return []
     lines = []
@@ -169,7 +169,7 @@ def write(result: Row, out: Path) -> list[Path]:
     for name, draw in (("balanced", spectrum_figure), ("limit", limit_figure)):
         if result[name]:
             paths.append(out / f"layer_peeled_{name}.png")
-            write_atomically(paths[-1], images(draw(result[name]), "png")["png"])
+            write_atomically(paths[-1], png(draw(result[name])))
     return paths
 
 

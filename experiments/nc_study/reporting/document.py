@@ -58,7 +58,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def to_html(title: str, text: str, folder: Path) -> str:
-    """Make one page of Markdown, with a list of its sections; pictures, given relative to `folder`, become part of it."""
+    """Make one page of Markdown, with a list of its sections and its pictures, which are given relative to `folder`."""
     converter = Markdown(extensions=["tables", "toc"], extension_configs={"toc": {"toc_depth": "2-2"}})
     body = re.sub(r'(<img [^>]*src=")([^"]+)"', lambda found: _inline(found, folder), converter.convert(text))
     page = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True).get_template("page.html")

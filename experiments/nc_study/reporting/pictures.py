@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,17 +25,19 @@ FEATURE_FIGURE = "2"
 
 @dataclass(frozen=True)
 class Plan:
-    """A picture to be drawn: the name of its file without ending, its caption, and what draws it."""
+    """A picture to be drawn: the name of its file without ending, its title and caption, and what draws it."""
 
     name: str
+    title: str
     caption: str
     draw: Callable[[], Figure]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in a document: its caption, and its file relative to the document or why there is none."""
+    """A picture in a document: title, caption, and its file relative to the document or why there is none."""
 
+    title: str
     caption: str
     path: str = ""
     error: str = ""
@@ -50,9 +52,9 @@ def draw_all(group: Group, folder: Path, first: bool) -> list[Picture]:
         try:
             write_atomically(path, figures.png(plan.draw()))
         except class_figures.NoFeatures as error:
-            drawn.append(Picture(plan.caption, error=str(error)))
+            drawn.append(Picture(plan.title, plan.caption, error=str(error)))
         else:
-            drawn.append(Picture(plan.caption, f"{folder.name}/{path.name}"))
+            drawn.append(Picture(plan.title, plan.caption, f"{folder.name}/{path.name}"))
     return drawn
 
 
@@ -94,12 +96,10 @@ def _heading(group: Group, setting: Setting) -> str:
     return f"{group.dataset}, {name_of(setting)}; {group.preset} preset"
 
 
-def _caption(group: Group, settings: Sequence[Setting], number: str | None, text: str) -> str:
-    """Tell which figure of the paper it is like, of which settings and group, and what it shows."""
-    where = ", ".join(map(name_of, settings))
-    like = f"Figure {number} of the paper: " if number else ""
-    comparable = "; not comparable with the paper" if number and group.differences else ""
-    return f"{like}{where}; {group.name}{comparable}. {text}"
+def _title(group: Group, number: str | None, other: str) -> str:
+    """Name the figure of the paper that a picture is like, else what the picture is of."""
+    comparable = ", not comparable with it" if group.differences else ""
+    return f"Figure {number} of the paper{comparable}" if number else other
 
 
 def _course(group: Group, name: str, settings: list[Setting], number: str | None) -> Plan:
@@ -116,7 +116,8 @@ def _course(group: Group, name: str, settings: list[Setting], number: str | None
         }
         for setting in settings
     }
-    return Plan(name, _caption(group, settings, number, f"{text}."), partial(figures.study_figure, rows))
+    title = _title(group, number, "Course of training in the other settings")
+    return Plan(name, title, f"{text}.", partial(figures.study_figure, rows))
 
 
 def _who(group: Group, setting: Setting) -> str:
@@ -138,9 +139,10 @@ def _features(group: Group, setting: Setting) -> Iterator[Plan]:
         return
     number = FEATURE_FIGURE if group.classes == 10 and setting in _of_figure(group, FEATURE_FIGURE) else None
     split = "balanced" if setting.majority is None else f"k{setting.majority}-r{setting.ratio}"
+    title = _title(group, number, f"Features, {name_of(setting)}")
     seeds = " and ".join(dict.fromkeys(f"seed {run.seed}" for run in chosen.values()))
     text = (
-        f"Features of the first training images of every class, {seeds}. Above: t-SNE (perplexity "
+        f"Features of the first training images of every class, {name_of(setting)}, {seeds}. Above: t-SNE (perplexity "
         f"{class_figures.PERPLEXITY}, or a third of the images if they are few; PCA start, seed 0). Below: Gram matrix "
         "H Hᵀ of the features, each scaled to length 1 (cosines), sorted by class; thick lines part majority and "
         "minority."
@@ -148,7 +150,7 @@ def _features(group: Group, setting: Setting) -> Iterator[Plan]:
     paths = {model: run.path / "features.npz" for model, run in chosen.items()}
     majority, heading = group.majority(setting), _heading(group, setting)
     draw = partial(class_figures.features_figure, paths, majority, group.classes, heading)
-    yield Plan(f"figure{number}" if number else f"{split}-features", _caption(group, [setting], number, text), draw)
+    yield Plan(f"figure{number}" if number else f"{split}-features", title, text, draw)
 
 
 def _first_with_features(group: Group, setting: Setting, model: str) -> Run | None:
@@ -167,7 +169,7 @@ def _solver(group: Group, settings: list[Setting]) -> Plan:
         )
         for setting in settings
     }
-    return Plan("solver", _caption(group, settings, None, text), partial(figures.solver_figure, rows))
+    return Plan("solver", "Solver of the DEQ", text, partial(figures.solver_figure, rows))
 
 
 def _radius(group: Group, settings: list[Setting]) -> Plan:
@@ -181,7 +183,7 @@ def _radius(group: Group, settings: list[Setting]) -> Plan:
         rows[name_of(setting)] = (radii, group.majority(setting))
     heading = f"Jacobian at z*: {group.dataset}; {group.preset} preset"
     draw = partial(class_figures.radius_figure, rows, group.classes, heading)
-    return Plan("radius", _caption(group, settings, None, text), draw)
+    return Plan("radius", "Jacobian at the fixed points", text, draw)
 
 
 def _confusion(group: Group) -> Plan:
@@ -194,4 +196,4 @@ def _confusion(group: Group) -> Plan:
                 rows[name_of(setting), model] = (counts, group.majority(setting))
     heading = f"Confusions: {group.dataset}; {group.preset} preset"
     draw = partial(class_figures.confusion_figure, rows, heading)
-    return Plan("confusion", _caption(group, group.settings, None, text), draw)
+    return Plan("confusion", "Confusions", text, draw)

@@ -1,4 +1,4 @@
-"""Rows of the report's tables, as texts: the paper's numbers with ours beside them, verdicts, and where they come from."""
+"""Tables of the report: the paper's numbers with ours beside them, verdicts, and where the numbers come from."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def evidence_table(judgements: list[Judgement]) -> Source | None:
         "mean of DEQ - explicit",
         level,
         "of each seed",
-        "verdict of the setting",
+        "verdict",
     ]
     rows = [_evidence_row(entry) for one in judgements for entry in one.evidence]
     return markdown_table(columns, rows) if rows else None
