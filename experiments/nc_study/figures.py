@@ -26,7 +26,7 @@ MARKERS = {"explicit": "o", "deq": "s"}
 DASHES = {"overall": "-", "majority": "--", "minority": ":"}
 GROUP_COLOURS = {"overall": "#000000", "majority": "#332288", "minority": "#CC6677"}
 GROUP_MARKERS = {"overall": "o", "majority": "^", "minority": "v"}
-DPI = 120
+DPI = 96
 plt.rcParams.update({"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08})
 
 Column = tuple[Sequence[int], Sequence[float | None]]
@@ -45,13 +45,13 @@ def draw(run: RunDirectory) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a PNG of at most 256 colours, a third of the bytes and no difference that one sees: the same bytes
+    """A figure as a PNG of at most 128 colours, a third of the bytes and no difference that one sees: the same bytes
     for the same figure. It is closed afterwards."""
     content, small = io.BytesIO(), io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     plt.close(figure)
     picture = Image.open(content).convert("RGB")
-    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    picture.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
     return small.getvalue()
 
 
@@ -66,7 +66,7 @@ def study_figure(rows: Mapping[str, NetworkCurves]) -> Figure:
 
 
 def _rows_of_panels(headings: Sequence[str]) -> tuple[Figure, list[SubFigure]]:
-    figure = plt.figure(figsize=(12.5, 3.6 * len(headings)), layout="constrained")
+    figure = plt.figure(figsize=(12.5, 3.2 * len(headings)), layout="constrained")
     parts = list(figure.subfigures(len(headings), 1, hspace=0.04, squeeze=False)[:, 0])
     for part, heading in zip(parts, headings, strict=True):
         part.suptitle(heading)
