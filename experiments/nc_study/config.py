@@ -40,13 +40,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "quick": {
         "width": 16,
-        "n_majority": {10: 1000, 100: 100},
-        "test_images": 2_000,
-        "epochs": 16,
+        "n_majority": {10: 500, 100: 100},
+        "test_images": 1_000,
+        "epochs": 12,
         "batch_size": 32,
         "lr": 0.01,
         "schedule": "cosine",
-        "metrics_every": 2,
+        "metrics_every": 4,
         "precision": "auto",
     },
 }

@@ -136,9 +136,14 @@ class RunDirectory:
         return read_record(Begun, self._begun).settings if self._begun.exists() else None
 
     @property
+    def failed(self) -> bool:
+        """Whether the run ended early."""
+        return self._failure.exists()
+
+    @property
     def failure(self) -> Failure | None:
         """Why the run ended early, None if it did not."""
-        return read_record(Failure, self._failure) if self._failure.exists() else None
+        return read_record(Failure, self._failure) if self.failed else None
 
     def conclude(self, result: RunResult) -> None:
         """Write the result, which makes the run a finished one."""

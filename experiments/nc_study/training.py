@@ -163,12 +163,19 @@ class Trainer:
             rate = learning_rate(settings, (epoch - 1 + (step + 0.5) / steps) / settings.epochs)
             self.optimizer.param_groups[0]["lr"] = rate
             sums += self.train_step(images, labels, tally)
-            progress.update()
+            self._show(progress, epoch, sums)
+        distributed.share_statistics(self.network)
         loss, right, count = distributed.total(sums).tolist()
         if not math.isfinite(loss):
-            raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {settings.lr:g} is too large")
+            distributed.from_first(partial(_refuse_to_go_on, epoch, settings.lr))
         mean = loss / count if count else None
         return TrainPass(rate, mean, 100 * right / count if count else None, tally.summary())
+
+    def _show(self, progress: tqdm[Any], epoch: int, sums: Tensor) -> None:
+        """Move the bar on. Only when it was redrawn, a few times a second, are the sums fetched from the device."""
+        if progress.update():
+            loss, _, count = sums.tolist()
+            progress.set_postfix_str(f"epoch {epoch}, loss {loss / max(1, count):.3f}")
 
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
         """A step of the optimiser, if any sample of the whole batch can be kept; loss, right answers and number of this
@@ -214,8 +221,10 @@ class Trainer:
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        values: dict[str, Any] = asdict(result)
-        return Collapse(**{name: value if math.isfinite(value) else None for name, value in values.items()})
+        values: dict[str, Any] = {
+            name: value if math.isfinite(value) else None for name, value in asdict(result).items()
+        }
+        return Collapse(**values)
 
 
 def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
@@ -259,6 +268,10 @@ def keep(trainer: Trainer, model: str, run: RunDirectory, line: Epoch) -> None:
     """Write the line and the checkpoint of a finished epoch."""
     run.append(model, line)
     run.save(model, trainer.state(line.epoch))
+
+
+def _refuse_to_go_on(epoch: int, lr: float) -> None:
+    raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {lr:g} is too large")
 
 
 def test_pass(test: Inference, data: StudyData, last: bool) -> TestPass:
