@@ -1,4 +1,4 @@
-"""The layer-peeled problems (7), (9) and (10) of Sun & Shi (NeurIPS 2024), and a solver for them.
+"""Layer-peeled problems (7), (9) and (10) of Sun & Shi (NeurIPS 2024), and a solver for them.
 
 Cross-entropy of logits W h is minimised over the classifier W (K, D), the features h0 of the backbone (N, D) and the
 layer between: h = W_EX h0 (explicit), or z* = W_DEQ z* + h0 (DEQ), in float64 and without bias, under
@@ -17,14 +17,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from nc_study.config import StudyError
 from torch import Tensor
 
 import deqfast
 
-from ..config import StudyError
+Row = dict[str, Any]
+"""A part of the result."""
 
 FEATURES = ("final", "backbone")
 
@@ -46,12 +48,12 @@ class Point(NamedTuple):
 
 
 def project_ball(tensor: Tensor) -> Tensor:
-    """The nearest point of the unit Frobenius ball."""
+    """Return the nearest point of the unit Frobenius ball."""
     return tensor / torch.linalg.vector_norm(tensor).clamp(min=1)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, from_chance: bool) -> Tensor:
-    """Cross-entropy per sample, (N,); `from_chance`: minus log K.
+    """Return the cross-entropy of each sample, (N,), with `from_chance` minus log K.
 
     Either is accurate relative to itself, the first also where it is far below 1, the second where it is close to 0:
     computed as a difference they would lose most of their digits there.
@@ -79,64 +81,50 @@ class Problem:
 
     @property
     def classes(self) -> int:
-        """K."""
+        """Number of classes K."""
         return len(self.samples)
 
     @cached_property
     def labels(self) -> Tensor:
-        """(N,)."""
+        """Class of each column, (N,)."""
         return torch.arange(self.classes).repeat_interleave(torch.tensor(self.samples))
 
     @cached_property
     def weights(self) -> Tensor:
-        """Weight of each sample in the loss, (N,)."""
+        """Weight of each column in the loss, (N,)."""
         return (torch.tensor(self.shares, dtype=torch.float64) / torch.tensor(self.samples))[self.labels]
 
     @cached_property
     def radii(self) -> Tensor:
-        """sqrt(K n_k E_H) per sample, (N, 1)."""
+        """Radius sqrt(K n_k E_H) of each column, (N, 1)."""
         return (self.classes * self.e_h * torch.tensor(self.samples, dtype=torch.float64)).sqrt()[self.labels, None]
 
     @cached_property
     def block(self) -> deqfast.DEQBlock:
         """The linear DEQ."""
-        cell = deqfast.LinearCell(self.dimension).double()
-        return deqfast.DEQBlock(cell, solver=SOLVER, adjoint=ADJOINT)
+        return deqfast.DEQBlock(deqfast.LinearCell(self.dimension).double(), solver=SOLVER, adjoint=ADJOINT)
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Blocks to leave at their start: under a constraint on the final features any invertible layer loses nothing.
-
-        It reaches every feature matrix, and h0 is free.
-        """
+        """Blocks to leave at their start: with bounded final features any invertible layer loses nothing, as h0 is free
+        and the layer reaches every feature matrix."""
         return ("layer",) if self.features == "final" else ()
 
     def start(self, seed: int) -> Point:
-        """A random point on the boundary of the constraints; an explicit layer that stays as it is is orthogonal."""
+        """Draw a point on the boundary of the constraints; an explicit layer that stays as it is is orthogonal."""
         generator = torch.Generator().manual_seed(seed)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        point = Point(
-            draw(self.classes, self.dimension),
-            draw(self.dimension, self.dimension),
-            draw(len(self.labels), self.dimension),
-        )
+        shapes = (self.classes, self.dimension), (self.dimension,) * 2, (len(self.labels), self.dimension)
+        point = Point(*(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
         if self.frozen and self.model == "explicit":
             point = point._replace(layer=torch.linalg.qr(point.layer).Q)
         return Point(*(part / torch.linalg.vector_norm(part) for part in point))
 
-    def project(self, point: Point) -> Point:
-        """The nearest feasible point."""
-        return Point(*(project_ball(part) for part in point))
-
     def weight(self, point: Point) -> Tensor:
-        """W (K, D)."""
+        """Return W (K, D)."""
         return point.classifier * math.sqrt(self.classes * self.e_w)
 
     def backbone(self, point: Point) -> Tensor:
-        """h0 (N, D); of final features the h0 that the layer takes to them."""
+        """Return h0 (N, D); where final features are bounded, the h0 that the layer takes to them."""
         features, layer = point.features * self.radii, self.e_h * point.layer
         if self.features == "backbone":
             return features
@@ -145,15 +133,11 @@ class Problem:
         return features - features @ layer.T
 
     def outputs(self, point: Point) -> Tensor:
-        """The final features (N, D): W_EX h0 or z*."""
-        h0 = self.backbone(point)
+        """Return the final features (N, D), W_EX h0 or z*; StudyError if the DEQ does not converge."""
+        h0, layer = self.backbone(point), self.e_h * point.layer
         if self.model == "explicit":
-            return h0 @ (self.e_h * point.layer).T
-        return self._equilibrium(point.layer, h0)
-
-    def _equilibrium(self, layer: Tensor, h0: Tensor) -> Tensor:
-        cell = {"cell.weight": self.e_h * layer}
-        z, solution = torch.func.functional_call(self.block, cell, (h0,), {"return_solution": True})
+            return h0 @ layer.T
+        z, solution = torch.func.functional_call(self.block, {"cell.weight": layer}, (h0,), {"return_solution": True})
         if not bool(solution.converged.all()):
             raise StudyError(
                 f"--e-h {self.e_h}: the linear DEQ was not solved to {SOLVER.tol:.0e} in {SOLVER.max_iter} evaluations "
@@ -162,14 +146,18 @@ class Problem:
         return z
 
     def loss(self, point: Point, from_chance: bool = False) -> Tensor:
-        """The objective, a scalar; `from_chance`: minus log K."""
+        """Return the objective, a scalar, with `from_chance` minus log K."""
         logits = self.outputs(point) @ self.weight(point).T
         return self.weights @ cross_entropy(logits, self.labels, from_chance)
 
     def gradient(self, point: Point) -> Point:
-        """Gradient of the objective in the scaled variables."""
+        """Return the gradient of the objective in the scaled variables."""
         leaves = Point(*(part.detach().requires_grad_() for part in point))
         return Point(*torch.autograd.grad(self.loss(leaves, from_chance=True), leaves))
+
+    def means(self, features: Tensor) -> Tensor:
+        """Return the class means (K, D) of features (N, D)."""
+        return torch.stack([features[self.labels == k].mean(0) for k in range(self.classes)])
 
 
 class Optimum(NamedTuple):
@@ -194,7 +182,7 @@ def minimise(problem: Problem, start: Point, steps: int, tolerance: float, froze
         loss, excess = (float(problem.loss(point, from_chance)) for from_chance in (False, True))
         gradient = problem.gradient(point)
         size = max(float(torch.linalg.vector_norm(getattr(gradient, name))) for name in free)
-        residual = stationarity(problem, point, gradient, free, size)
+        residual = stationarity(point, gradient, free, size)
         from_chance = -excess < loss  # the smaller of the two has the more digits
         value = excess if from_chance else loss
         if residual <= tolerance or taken >= steps or not value < last:
@@ -204,17 +192,16 @@ def minimise(problem: Problem, start: Point, steps: int, tolerance: float, froze
         taken += more
 
 
-def stationarity(problem: Problem, point: Point, gradient: Point, free: Sequence[str], size: float) -> float:
-    """Norm of a projected gradient step whose length is 1 for the block with the gradient `size`; 0 at a KKT point."""
-    changes = {name: getattr(point, name) - getattr(gradient, name) / size for name in free}
-    moved = problem.project(point._replace(**changes))
-    return max(float(torch.linalg.vector_norm(getattr(moved, name) - getattr(point, name))) for name in free)
+def stationarity(point: Point, gradient: Point, free: Sequence[str], size: float) -> float:
+    """Return the norm of a projected gradient step that is 1 long for a gradient of norm `size`; 0 at a KKT point."""
+    blocks = [(getattr(point, name), getattr(gradient, name)) for name in free]
+    return max(float(torch.linalg.vector_norm(project_ball(block - slope / size) - block)) for block, slope in blocks)
 
 
 def _round(
     problem: Problem, point: Point, free: Sequence[str], size: float, from_chance: bool, steps: int
 ) -> tuple[Point, int]:
-    """At most so many steps of L-BFGS on the loss in units of `size`; where it ends, and the steps taken."""
+    """Take at most so many steps of L-BFGS on the loss in units of `size`; where it ends, and the steps taken."""
     leaves = {name: getattr(point, name).clone().requires_grad_() for name in free}
     optimiser = torch.optim.LBFGS(
         list(leaves.values()),

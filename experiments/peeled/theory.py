@@ -1,4 +1,4 @@
-"""What is known in closed form about the layer-peeled problems, what the paper claims of them, and verdicts on claims.
+"""Closed forms about the layer-peeled problems, the paper's conditions, and what is computed to hold them against.
 
 With x = K/(K-1) sqrt(E_W E_H) and a simplex ETF for classifier and features, the loss is log(1 + (K-1) exp(-g x)),
 where g is by how much the layer stretches the features against a norm of sqrt(E_H). Under a constraint on the final
@@ -9,7 +9,11 @@ No layer stretches any feature by more than g = E_H (explicit) or 1/(1 - E_H) (D
 bounds the loss of every feasible point: the logits are W A h0 with ||A|| <= g in the spectral norm, so that their
 nuclear norm is at most ||W||_F g ||h0||_F, and over a nuclear ball a simplex ETF is best, by symmetry and convexity.
 
-For small bounds the ETF need not be the optimum: see `concentration`.
+For small bounds on h0 the ETF need not be the optimum. Let q be the logits' singular values over their sum: ||q|| is 1
+for logits of rank one and 1/sqrt(K-1) for a simplex ETF. With s = sqrt(E_W E_H), to leading order the log K - loss of
+the DEQ is s (1 + E_H ||q||) - s^2 ||q||^2 / 2, as the best layer adds E_H q_i / ||q|| to direction i; it is greatest
+at ||q|| = sqrt(E_H/E_W): at the ETF only from E_W = (K-1) E_H on. The explicit network's is at most s E_H in first
+order, at rank one, where the norm of W_EX is in the one direction that is used.
 """
 
 from __future__ import annotations
@@ -21,60 +25,17 @@ from torch import Tensor
 
 from .problem import Optimum, Problem
 
-HOLDS = "holds"
-FAILS = "does not hold"
-CONDITION = "condition not met"
-ROUNDING = "not distinguishable from rounding"
-
-ZERO = 1e-2
-"""What should be 0 and is of order 1 where it is not counts as 0 up to this; solves are some 10 times as accurate."""
 SAME = 1e-5
 """Relative difference up to which two numbers of two solves count as the same."""
 
 
-def about_zero(value: float | None, tolerance: float = ZERO) -> str:
-    """Verdict on "this is 0"."""
-    return HOLDS if value is not None and abs(value) <= tolerance else FAILS
-
-
-def less(smaller: float, larger: float, scale: float | None = None, tolerance: float = SAME) -> str:
-    """Verdict on "the first is less than the second", two numbers of the size `scale` (None: of their own)."""
-    if abs(larger - smaller) <= tolerance * (max(abs(smaller), abs(larger)) if scale is None else scale):
-        return ROUNDING
-    return HOLDS if smaller < larger else FAILS
-
-
-def at_least(value: float, bound: float, scale: float, tolerance: float = SAME) -> str:
-    """Verdict on a lower bound of a number of the size `scale`; equality is within it."""
-    return HOLDS if value >= bound - tolerance * scale else FAILS
-
-
-def equal(value: float, claimed: float, scale: float, tolerance: float = ZERO) -> str:
-    """Verdict on an equation between numbers of the size `scale`."""
-    return HOLDS if abs(value - claimed) <= tolerance * scale else FAILS
-
-
-def all_ratios_above_one(ratios: list[float | None], tolerance: float = SAME) -> str:
-    """Verdict on "every ratio exceeds 1"; None is a ratio that does not exist."""
-    if any(ratio is None or ratio < 1 - tolerance for ratio in ratios):
-        return FAILS
-    if any(ratio is not None and ratio <= 1 + tolerance for ratio in ratios):
-        return ROUNDING
-    return HOLDS
-
-
 def margin(classes: int, e_w: float, e_h: float) -> float:
-    """x = K/(K-1) sqrt(E_W E_H): margin of a simplex ETF with norms at the constraints."""
+    """Return x = K/(K-1) sqrt(E_W E_H), the margin of a simplex ETF with norms at the constraints."""
     return classes / (classes - 1) * math.sqrt(e_w * e_h)
 
 
-def simplex_loss(classes: int, x: float) -> float:
-    """Cross-entropy where every logit of another class lies x below that of the sample's own."""
-    return math.log1p((classes - 1) * math.exp(-x))
-
-
 def etf_stretch(problem: Problem) -> float:
-    """g of the best layer for a simplex ETF: equal singular values on its K-1 dimensions."""
+    """Return g of the best layer for a simplex ETF: equal singular values on its K-1 dimensions."""
     if problem.features == "final":
         return 1.0
     share = problem.e_h / math.sqrt(problem.classes - 1)
@@ -82,32 +43,20 @@ def etf_stretch(problem: Problem) -> float:
 
 
 def largest_stretch(problem: Problem) -> float:
-    """No feasible layer has a larger g."""
+    """Return the largest g that a feasible layer has."""
     if problem.features == "final":
         return 1.0
     return problem.e_h if problem.model == "explicit" else 1 / (1 - problem.e_h)
 
 
 def closed_form_loss(problem: Problem, stretch: float) -> float:
-    """Loss of a balanced simplex ETF whose features are stretched by g."""
-    return simplex_loss(problem.classes, stretch * margin(problem.classes, problem.e_w, problem.e_h))
-
-
-def concentration(problem: Problem) -> float:
-    """||q|| at the balanced optimum for small bounds on h0; q: the logits' singular values, divided by their sum.
-
-    It is 1 for logits of rank one and 1/sqrt(K-1) for a simplex ETF. With s = sqrt(E_W E_H), to leading order the DEQ's
-    log K - loss is s (1 + E_H ||q||) - s^2 ||q||^2 / 2, as the best layer adds E_H q_i / ||q|| to direction i; it is
-    greatest at ||q|| = sqrt(E_H/E_W): at the ETF only from E_W = (K-1) E_H on. The explicit network's is at most
-    s E_H in first order, at rank one, where the norm of W_EX is in the one direction that is used.
-    """
-    if problem.model == "explicit":
-        return 1.0
-    return min(1.0, max(1 / math.sqrt(problem.classes - 1), math.sqrt(problem.e_h / problem.e_w)))
+    """Return the loss of a balanced simplex ETF whose features are stretched by g."""
+    x = stretch * margin(problem.classes, problem.e_w, problem.e_h)
+    return math.log1p((problem.classes - 1) * math.exp(-x))
 
 
 def paper_bounds(problem: Problem) -> dict[str, float]:
-    """(22) of the explicit network and (33) of the DEQ, with the constants C1 and C2 that Remark B.2 calls best.
+    """Return (22) of the explicit network or (33) of the DEQ, with the C1 and C2 that Remark B.2 calls best.
 
     "printed": as it stands. "repaired": its constant taken over from Lemma B.1 instead. (19) turns the lemma
     log-softmax <= M1 margin + M2 into loss >= -M1 margin + C4, and there -M2 has to stand: the C4 that is printed is
@@ -123,7 +72,7 @@ def paper_bounds(problem: Problem) -> dict[str, float]:
 
 
 def certified_gap(problem: Problem, optimum: Optimum) -> float:
-    """How far the loss can at most be above the global minimum.
+    """Return how far the loss can at most be above the global minimum.
 
     The loss is convex in the scaled logits X = (h / radius)(w / radius)^T, which lie in a nuclear ball; its
     linearisation at X bounds it from below everywhere in the ball (the Frank-Wolfe gap).
@@ -140,12 +89,17 @@ def certified_gap(problem: Problem, optimum: Optimum) -> float:
 
 
 def simplex_gram(classes: int) -> Tensor:
-    """Gram matrix of a simplex ETF of unit vectors, (K, K): (K I - 11^T) / (K-1); S of Theorem 4.1 with alpha = 1."""
+    """Return Theorem 4.1's S with alpha = 1: the Gram matrix (K, K) of a simplex ETF of unit vectors."""
     return (classes * torch.eye(classes, dtype=torch.float64) - 1) / (classes - 1)
 
 
+def relative_distance(value: Tensor, target: Tensor) -> float:
+    """Return the Frobenius distance of two matrices over the norm of the second."""
+    return float(torch.linalg.matrix_norm(value - target) / torch.linalg.matrix_norm(target))
+
+
 def gram_condition(backbone_means: Tensor, e_h: float) -> dict[str, float]:
-    """Theorem 4.1's E_H < 2 S_ij - m_ij < 1/(1-E_H), m the Gram matrix of the class means (K, D) of h0.
+    """Count the entries that meet Theorem 4.1's E_H < 2 S_ij - m_ij < 1/(1-E_H), m the Gram matrix of h0's class means.
 
     It cannot hold for all i, j, whatever E_H > 0, h0 and the scale of S: the entries of S add up to 0, so those of
     2S - m to -|sum of the means|^2 <= 0, where the condition asks for more than K^2 E_H ("sum" and "needed").
@@ -156,20 +110,18 @@ def gram_condition(backbone_means: Tensor, e_h: float) -> dict[str, float]:
         "met": int(met.sum()),
         "met_off_diagonal": int(met.sum() - met.diagonal().sum()),
         "entries": entries.numel(),
-        "smallest": float(entries.min()),
-        "largest": float(entries.max()),
         "sum": float(entries.sum()),
         "needed": entries.numel() * e_h,
     }
 
 
 def cosine_condition(e_w: float, e_h: float) -> float:
-    """Left side of Theorem 4.1's E_H/(E_W+E_H) + E_H(1-E_H) < 2; below 1.25 for all E_W > 0 and E_H in ]0, 1[."""
+    """Return the left side of Theorem 4.1's E_H/(E_W+E_H) + E_H(1-E_H) < 2; it is always below 1.25."""
     return e_h / (e_w + e_h) + e_h * (1 - e_h)
 
 
 def gram_distances(means: Tensor, e_h: float) -> dict[str, float]:
-    """Distance of the Gram matrix of the final class means (K, D) from S at three scales."""
+    """Return the distance of the Gram matrix of the final class means (K, D) from S at three scales."""
     gram, target = means @ means.T, simplex_gram(len(means))
     unit = gram / torch.linalg.matrix_norm(gram) - target / torch.linalg.matrix_norm(target)
     return {
@@ -180,8 +132,9 @@ def gram_distances(means: Tensor, e_h: float) -> dict[str, float]:
 
 
 def cosines(means: Tensor, weight: Tensor) -> list[float | None]:
-    """cos(h_k, w_k) per class; None where a vector has collapsed to less than 1e-5 of the longest of its kind."""
+    """Return cos(h_k, w_k) of each class; None where a vector has collapsed to less than 1e-5 of the longest of its
+    kind."""
     sizes = [torch.linalg.vector_norm(rows, dim=1) for rows in (means, weight)]
     there = (sizes[0] > SAME * sizes[0].max()) & (sizes[1] > SAME * sizes[1].max())
-    values = (means * weight).sum(1) / (sizes[0] * sizes[1]).clamp(min=torch.finfo(torch.float64).tiny)
+    values = torch.nn.functional.cosine_similarity(means, weight, dim=1, eps=0)
     return [value if exists else None for value, exists in zip(values.tolist(), there.tolist(), strict=True)]
