@@ -23,12 +23,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import deqfast
 from deqfast.ops import choose_kernel
+from deqfast.testing.norm_states import NormCase, exactly
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "experiments"), str(ROOT / "tests" / "kernels")]
+sys.path.append(str(ROOT / "experiments"))
 from nc_study.config import settings_from  # noqa: E402  (found through the path above)
 from nc_study.models import build  # noqa: E402  (found through the path above)
-from norm_cases import NormCase, exactly  # noqa: E402  (found through the path above)
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 CHECKED = 4  # samples computed in float64 on the CPU

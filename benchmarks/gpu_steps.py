@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +20,7 @@ from torch.nn import functional as F
 import deqfast
 from deqfast.ops import ACTIVATIONS, choose_kernel
 from deqfast.solve import CHECK_EVERY_ON_GPU
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "kernels"))
-from cases import Case, clone, make_state  # noqa: E402  (the states that the tests of the ops use)
+from deqfast.testing.states import Case, clone, make_state
 
 ROWS_CHECKED = 8
 

@@ -1,6 +1,6 @@
 """What the compiled code of the GPU kernels needs, without a GPU: registers, stack, shared memory, barriers.
 
-The Triton kernels are compiled ahead of time by tests/kernels/aot.py, in a process of its own; the CUDA kernels are
+The Triton kernels are compiled ahead of time by ``deqfast.testing.aot``, in a process of its own; the CUDA kernels are
 read from the extension as it was built.
 """
 
@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from deqfast import _extension
+from deqfast.testing.cuobjdump import CUOBJDUMP, demangle
 
 from .record import Row
-
-TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path.append(str(TESTS / "csrc"))
-from cuobjdump import CUOBJDUMP, demangle  # noqa: E402  (found through the path above)
 
 Usage = dict[tuple[str, str], dict[str, int]]  # (mangled name, "sm_90") -> counters
 
@@ -51,7 +48,7 @@ def triton_rows() -> list[Row]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "rows.json")
-        command = [sys.executable, str(TESTS / "kernels" / "aot.py"), "--json", str(target)]
+        command = [sys.executable, "-m", "deqfast.testing.aot", "--json", str(target)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not target.exists():  # it fails also where limits are broken, which its own test reports
             raise RuntimeError(f"aot.py compiled nothing: {result.stderr[-2000:]}")

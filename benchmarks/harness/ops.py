@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deqfast import reference
-from deqfast.ops import ACTIVATIONS
-from deqfast.testing import relative_error
+from deqfast.ops import ACTIVATIONS, Kernel
+from deqfast.testing import norm_states, relative_error, states
 
 from . import traffic
 from .counters import count
@@ -33,10 +30,7 @@ from .entry import (
 from .maps import FC_RADIUS, NEVER
 from .record import Row
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "kernels"))
-import cases as states  # noqa: E402  (the states that the tests of the ops use; found through the path above)
-import norm_cases  # noqa: E402  (found through the path above)
-
+TORCH = Kernel("torch")
 # Of a step that leaves z where it is.
 STILL = 2.0**-20
 ROWS = 8  # samples whose state is made by the reference, and compared with it; the others are copies of them
@@ -138,7 +132,7 @@ class StepCase(OpCase):
             return [of["z"], *window, newest, count_of_pairs, method, alpha, beta, ridge]
 
         plain, exact = (
-            repeated("z", reference.multisecant_transposed(*arguments(s)), self.batch)
+            repeated("z", TORCH.op("multisecant_transposed")(*arguments(s)), self.batch)
             for s in (few, states.clone(few, torch.float64))
         )
         call = partial(op, *arguments(state))
@@ -191,7 +185,7 @@ def repeated(name: str, tensor: Tensor, batch: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class NormOpCase(OpCase):
-    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_cases.NORM_DTYPES``."""
+    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_states.NORM_DTYPES``."""
 
     shape: tuple[int, int, int, int]
     dtypes: str = "fp32"
@@ -206,12 +200,12 @@ class NormOpCase(OpCase):
 
     def contender(self, provider: str, device: str) -> Contender:
         op = kernel_of(provider, device).op(self.op)
-        case = norm_cases.NormCase(self.op, self.shape, 8, self.dtypes)
+        case = norm_states.NormCase(self.op, self.shape, 8, self.dtypes)
         arguments = case.arguments()
         call = partial(op, *on(device, arguments.values()))
-        exact = case.reference(*norm_cases.exactly(arguments))
+        exact = case.reference(*norm_states.exactly(arguments))
         facts = check_results([a.cpu() for a in call()], case.reference(*arguments.values()), exact)
-        y, z = norm_cases.NORM_DTYPES[self.dtypes]
+        y, z = norm_states.NORM_DTYPES[self.dtypes]
         facts["bytes"] = traffic.norm_bytes(self.op, arguments["y"].numel(), y.itemsize, z.itemsize)
         return self.finish(call, facts)
 
@@ -248,7 +242,7 @@ class FCOpCase(OpCase):
             require_fc_kernel(kernel, arguments[0].to(device), first.dtype)
         call = partial(kernel.op(self.op), *on(device, arguments), *more)
         plain, exact = (
-            first_of(getattr(reference, self.op)(*given, *more))
+            first_of(TORCH.op(self.op)(*given, *more))
             for given in (arguments, [tensor.double() for tensor in arguments])
         )
         facts = check_results([first_of(call()).cpu()], [plain], [exact])
@@ -285,7 +279,7 @@ class CollapseOpCase(OpCase):
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         arguments = [features, rows, offsets]
         if self.op == "within_class_scatter":
-            local, shift = reference.class_means(*arguments)
+            local, shift = TORCH.op("class_means")(*arguments)
             directions = torch.randn(self.dim, self.classes - 1, generator=generator, dtype=torch.float64)
             arguments += [local + shift, directions]
             moved = traffic.scatter_bytes(self.samples, self.dim, self.classes, self.classes - 1, 4)
@@ -293,7 +287,7 @@ class CollapseOpCase(OpCase):
             moved = traffic.class_means_bytes(self.samples, self.dim, self.classes, 4)
         call = partial(kernel.op(self.op), *on(device, arguments))
         exact = [tensor.double() for tensor in arguments[:1]] + arguments[1:]
-        error = worst_error(call(), getattr(reference, self.op)(*exact))
+        error = worst_error(call(), TORCH.op(self.op)(*exact))
         allowed = COLLAPSE_ERROR[provider]
         check("relative error", error, allowed)
         return self.finish(call, {"error": error, "allowed": allowed, "bytes": moved})

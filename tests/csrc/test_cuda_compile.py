@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cuobjdump import CUOBJDUMP, demangle
+
+from deqfast.testing.cuobjdump import CUOBJDUMP, demangle
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("80", "86", "90")

@@ -19,7 +19,7 @@ import torch
 
 import deqfast.ops  # noqa: F401  (defines the schemas)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SHIMS = Path(__file__).with_name("emulation")
 NAMESPACE = "deqfast_emulated"
 COMPILER = shutil.which("g++")

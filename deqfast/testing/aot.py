@@ -1,6 +1,6 @@
 """Compile the Triton kernels ahead of time for GPUs that need not be there, and tabulate what their code needs.
 
-    python tests/kernels/aot.py [--json FILE]
+    python -m deqfast.testing.aot [--json FILE]
 
 One row per kernel, dtypes, window and architecture: registers, stack (a spill shows there), shared memory, barriers,
 and 16-byte global loads. Exits with 1 when a row breaks a limit. Must run without TRITON_INTERPRET.
@@ -21,7 +21,10 @@ from pathlib import Path
 
 import torch
 import triton
-from deqfast.kernels import (
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..kernels import (
     config,
     fc_fixed_point,
     multisecant_step,
@@ -30,8 +33,6 @@ from deqfast.kernels import (
     norm_act_residual,
     picard_step,
 )
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .solution import Solution
-from .solvers import Anderson, Broyden, Picard, Solver
+from ..solution import Solution
+from ..solvers import Anderson, Broyden, Picard, Solver
 
 # A kernel may err twice as much as plain torch in its dtype, and by a few roundings where torch happens to be exact.
 ACCURACY_FACTOR = 2.0
