@@ -124,7 +124,7 @@ sys.exit(not state)"
 }
 
 smoke() {
-  if $dry_run; then pytest smoke 60 tests/test_packing.py; return; fi
+  if $dry_run; then pytest smoke 300 tests/test_packing.py; return; fi
   pytest smoke 60 -x tests/kernels tests/test_broyden_step.py tests/test_fc.py tests/test_norm_act.py \
     --ignore tests/kernels/test_aot.py -k "cuda or triton"
 }
@@ -156,7 +156,7 @@ memcheck() { # memory is not pooled, so that every tensor has bounds of its own
 
 tests() { # what needs no GPU is left out: emulated kernels, compilation for other machines, packaging, the study
   local workers=()
-  if $dry_run; then pytest tests 60 tests/test_packing.py; return; fi
+  if $dry_run; then pytest tests 300 tests/test_packing.py; return; fi
   if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
   pytest tests 300 "${workers[@]}" tests -k "not emulated" --ignore tests/csrc --ignore tests/kernels/test_aot.py \
     --ignore tests/experiments --ignore tests/test_packaging.py --ignore tests/test_gpu_script.py

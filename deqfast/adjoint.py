@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .graphs import Graphs
+from .ops.double_backward import NoDoubleBackward
 from .packing import Packing
 from .solution import Solution, Status
 from .solve import finite_rows, solve
@@ -93,22 +94,6 @@ def _without_broken(problem: Problem, solution: Solution) -> tuple[Any, Any, Ten
     return stand_in[0], stand_in[1], broken
 
 
-class _NoDoubleBackward(torch.autograd.Function):
-    """Identity whose derivative is an error, put on gradients that are not differentiable."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, name: str) -> Tensor:
-        ctx.adjoint = name
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            f"deqfast: double backward through {ctx.adjoint} is not supported: its gradient is not differentiable. "
-            "Use Unrolled() where second derivatives are needed"
-        )
-
-
 class _Attach(torch.autograd.Function):
     """Forward: the solver's values. Backward: `pull` maps their gradients to those of the attached evaluation."""
 
@@ -123,7 +108,7 @@ class _Attach(torch.autograd.Function):
         with torch.no_grad():
             pulled = ctx.pull(list(grads))
         if torch.is_grad_enabled():  # create_graph=True
-            pulled = [_NoDoubleBackward.apply(g.requires_grad_(), ctx.adjoint) for g in pulled]
+            pulled = [NoDoubleBackward.apply(g.requires_grad_(), ctx.adjoint) for g in pulled]
         return (None, None, None, *([None] * ctx.count), *pulled)
 
 

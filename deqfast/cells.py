@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import fused, reference
 from .fc import solve_cell
 from .ops import ACTIVATIONS, Kernel, check_kernel_name, choose_kernel
+from .ops.fc import reference
 from .ops.norm_act import DTYPES
+from .ops.norm_act import autograd as fused
 from .solution import Solution
 from .solvers import Solver
 from .solvers.base import check_choice, check_count

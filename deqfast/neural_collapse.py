@@ -33,7 +33,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from .ops import Kernel, check_kernel_name, choose_kernel
-from .reference import row_blocks
+from .ops.collapse.reference import row_blocks
 
 __all__ = ["NCResult", "NeuralCollapse", "neural_collapse"]
 

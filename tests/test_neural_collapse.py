@@ -17,7 +17,8 @@ from torch import nn
 from torchmetrics import MetricCollection
 
 import deqfast
-from deqfast import NCResult, NeuralCollapse, neural_collapse, reference
+from deqfast import NCResult, NeuralCollapse, neural_collapse
+from deqfast.ops.collapse import reference
 
 EXACT_RTOL = 1e-12  # float64 against float64, well conditioned
 COLLAPSED_RTOL = 1e-6  # against a pseudo-inverse that itself loses digits, or features that are mostly offset

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import reference
+from ..kernels.constants import ANDERSON_I, ANDERSON_II
 from .base import check_choice, check_number
 from .multisecant import Multisecant
 
@@ -34,4 +34,4 @@ class Anderson(Multisecant):
         check_number("ridge", self.ridge, 0.0, 1.0)
 
     def method(self) -> tuple[int, float, float, float]:
-        return reference.ANDERSON_I if self.kind == "I" else reference.ANDERSON_II, 1.0, self.mixing, self.ridge
+        return ANDERSON_I if self.kind == "I" else ANDERSON_II, 1.0, self.mixing, self.ridge

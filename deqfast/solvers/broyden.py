@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .. import reference
+from ..kernels.constants import BROYDEN_BAD, BROYDEN_GOOD
 from ..ops import Kernel, empty_history
 from .base import State, check_choice, check_number
 from .multisecant import DEFAULT_HISTORY, Multisecant
@@ -50,7 +50,7 @@ class Broyden(Multisecant):
         check_number("step", self.step, 0.0, 2.0, low_open=True)
 
     def method(self) -> tuple[int, float, float, float]:
-        return reference.BROYDEN_GOOD if self.kind == "good" else reference.BROYDEN_BAD, self.step, 1.0, 0.0
+        return BROYDEN_GOOD if self.kind == "good" else BROYDEN_BAD, self.step, 1.0, 0.0
 
     def keeps_steps_alone(self, dtype: torch.dtype, kernel: Kernel) -> bool:
         """Whether a solve of a state of this dtype on this kernel has no need of pairs."""

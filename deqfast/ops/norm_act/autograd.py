@@ -1,4 +1,4 @@
-"""The fused parts of ResidualCell with their gradients: see ``deqfast.ops.norm_act`` for the ops."""
+"""The fused parts of ResidualCell as functions of modules, with their gradients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import reference
-from .ops import Kernel
+from ..choice import Kernel
+
+_TORCH = Kernel("torch")
 
 
 class _NormAct(torch.autograd.Function):
@@ -23,8 +24,8 @@ class _NormAct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         y, weight, bias, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: in plain torch, which can be differentiated in turn
-            _, mean, rstd = reference.norm_act(y, weight, bias, ctx.groups, ctx.eps)
-            backward, grad = reference.norm_act_backward, grads[0]
+            _, mean, rstd = _TORCH.op("norm_act")(y, weight, bias, ctx.groups, ctx.eps)
+            backward, grad = _TORCH.op("norm_act_backward"), grads[0]
         else:
             backward, grad = ctx.kernel.op("norm_act_backward"), grads[0].contiguous(memory_format=_format_of(y))
         grad_y, grad_affine = backward(grad, y, weight, bias, mean, rstd, ctx.groups)
@@ -43,8 +44,8 @@ class _NormActResidual(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         tensors, statistics = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
         if torch.is_grad_enabled():
-            _, _, *statistics = reference.norm_act_residual(*[*tensors, ctx.groups, ctx.eps])
-            backward, grad = reference.norm_act_residual_backward, grads[0]
+            _, _, *statistics = _TORCH.op("norm_act_residual")(*tensors, ctx.groups, ctx.eps)
+            backward, grad = _TORCH.op("norm_act_residual_backward"), grads[0]
         else:
             backward = ctx.kernel.op("norm_act_residual_backward")
             grad = grads[0].contiguous(memory_format=_format_of(tensors[0]))
@@ -70,7 +71,7 @@ def _parameters(dtype: torch.dtype, *norms: nn.GroupNorm) -> list[Tensor]:
 
 
 def norm_act(kernel: Kernel, y: Tensor, norm: nn.GroupNorm) -> Tensor:
-    """relu(norm(y)) in the dtype of y: what goes into a convolution. y: (B, C, H, W) of ``ops.norm_act.DTYPES``.
+    """relu(norm(y)) in the dtype of y, one of ``DTYPES``: what goes into a convolution. y: (B, C, H, W).
 
     The result has the memory format of y, channels_last or contiguous; always channels_last if the kernel needs it.
     """
