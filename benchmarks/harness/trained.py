@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 
 import torch
+from nc_study.config import StudyError, as_arguments, settings_from
+from nc_study.data import StudyData, find_source, load
+from nc_study.models import ResNet18, build
+from nc_study.rundir import RunDirectory, read_json, write_atomically
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,12 +23,6 @@ import deqfast
 from .problems import Problem, of_cell
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
-sys.path.append(str(EXPERIMENTS))
-from nc_study.config import StudyError, as_arguments, settings_from  # noqa: E402  (found through the path above)
-from nc_study.data import StudyData, find_source, load  # noqa: E402  (found through the path above)
-from nc_study.models import ResNet18, build  # noqa: E402  (found through the path above)
-from nc_study.rundir import RunDirectory, read_json, write_atomically  # noqa: E402  (found through the path above)
-
 BATCH = 128
 DIGITS_TRAINED_ON = 1500  # of 1797 images; the problem is of the others
 DIGITS_STEPS = {"tanh": 1000, "relu": 300}  # of training, by activation
