@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _extension, reference
-from .adjoint import _NoDoubleBackward
+from . import _extension
 from .ops import ACTIVATIONS, Kernel, choose_kernel
-from .solution import Solution, Status
+from .ops.fc import STATE, reference
+from .ops.fc.autograd import JacobianFree
+from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
 from .solvers.base import STALL_UNITS, check_choice
 
-_STATE_DTYPES = (torch.float32, torch.float64)
+_STATE_DTYPES = tuple(STATE.beside)
 # Products per evaluation up to which "auto" takes the one launch on a GPU: above, the matrix units of the ordinary loop
 # should outweigh its launches. From the cost model; not yet measured.
 MAX_AUTO_PRODUCTS = 1 << 28
@@ -98,31 +99,6 @@ def solve_cell(
     return _solve(weight, c, z0, activation, solver, chosen, stall_floor)
 
 
-class _JacobianFree(torch.autograd.Function):
-    """Forward: the solver's value. Backward: that of act(W z + c) with z fixed; broken samples get no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, c: Tensor, value: Tensor, status: Tensor, activation: int, kernel: Kernel
-    ) -> Tensor:
-        ctx.save_for_backward(weight, c, value, status)
-        ctx.activation, ctx.kernel = activation, kernel
-        return value.clone()  # users may work in place on it
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight, c, z, status = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(c.device.type, enabled=False):
-            broken = (status == Status.NONFINITE)[:, None]
-            pre = torch.where(broken, 0, torch.addmm(c, z, weight.to(c.dtype).T))
-            grad_c = ctx.kernel.op("fc_vjp")(pre, torch.where(broken, 0, grads[0]).contiguous(), ctx.activation)
-            grad_weight = (grad_c.T @ z).to(weight.dtype) if ctx.needs_input_grad[0] else None
-        pulled = [grad_weight, grad_c]
-        if torch.is_grad_enabled():  # create_graph=True
-            pulled = [g if g is None else _NoDoubleBackward.apply(g.requires_grad_(), "fc_fixed_point") for g in pulled]
-        return (*pulled, None, None, None, None)
-
-
 def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("c", c), ("z0", z0)):
         if not isinstance(tensor, Tensor) and not (name == "z0" and tensor is None):
@@ -178,7 +154,7 @@ def fc_fixed_point(
         solution = _solve_in_a_loop(weight, c, z0, activation, solver, chosen)
     else:
         solution = _solve(weight, c, z0, activation, solver, chosen, 0.0)
-    value = _JacobianFree.apply(weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen)
+    value = JacobianFree.apply(weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen)
     return value, solution
 
 

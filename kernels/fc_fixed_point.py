@@ -11,17 +11,21 @@ c, z0, value (B, D) float32; W (D, D) float32 or bfloat16; status (B,) int8; ite
 fc_vjp: grad * act'(pre) element by element, float32 or float64.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import constants
 from .common import STALL_GAIN, STALL_ITERATIONS, is_finite, scalar, square_root, tiny_and_max
 from .config import FC_ROWS, device_guard, fc_config, picard_config
 
-RELU = tl.constexpr(1)
-TANH = tl.constexpr(2)
-GELU = tl.constexpr(3)
+RELU = tl.constexpr(constants.RELU)
+TANH = tl.constexpr(constants.TANH)
+GELU = tl.constexpr(constants.GELU)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 ROOT_OF_TWO_PI_INVERSE = tl.constexpr(0.3989422804014327)
 
@@ -159,52 +163,43 @@ def _fc_vjp_kernel(p_pre, p_grad, p_result, N, ACTIVATION: tl.constexpr, BLK: tl
     tl.store(p_result + o, b_grad, mask=m)
 
 
-def fc_fixed_point(
-    weight: Tensor,
-    c: Tensor,
-    z0: Tensor,
-    value: Tensor,
-    status: Tensor,
-    iterations: Tensor,
-    residual: Tensor,
-    activation: int,
-    tol: float,
-    absolute: bool,
-    max_iter: int,
-    stall_floor: float,
-) -> None:
-    """Solve z = act(W z + c) from z0 by z <- act(W z + c) into the four tensors before `activation`."""
-    batch, features = c.shape
+def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, residual: Tensor) -> None:
+    """Solve z = act(W z + c) from z0 by z <- act(W z + c)."""
+    batch, features = a.c.shape
     if batch == 0:
         return
     missing = -features % 16
     if missing and features > 128:  # reading single elements of so large a W spills registers
         wide = value.new_empty(batch, features + missing)
-        fc_fixed_point(
-            F.pad(weight, (0, missing, 0, missing)), F.pad(c, (0, missing)), F.pad(z0, (0, missing)), wide, status,
-            iterations, residual, activation, tol, absolute, max_iter, stall_floor,
-        )  # fmt: skip
+        weight = F.pad(a.weight, (0, missing, 0, missing))
+        padded = replace(a, weight=weight, c=F.pad(a.c, (0, missing)), z0=F.pad(a.z0, (0, missing)))
+        fc_fixed_point(padded, wide, status, iterations, residual)
         value.copy_(wide[:, :features])
         return
     config = fc_config(features)
     # The interpreter multiplies the bits of bfloat16; float32 holds the same numbers.
     operand = tl.bfloat16 if isinstance(_fc_fixed_point_kernel, triton.JITFunction) else tl.float32
-    with device_guard(c):
+    tensors = (a.weight, a.c, a.z0, value, status, iterations, residual)
+    with device_guard(a.c):
         _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
-            weight, c, z0, value, status, iterations, residual, batch, features, tol, int(absolute),
-            max_iter, stall_floor, ACTIVATION=activation, OPERAND=operand, ROWS=FC_ROWS, DP=config.block,
-            num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            *tensors,
+            *(batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor),
+            ACTIVATION=a.activation,
+            OPERAND=operand,
+            ROWS=FC_ROWS,
+            DP=config.block,
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )
 
 
-def fc_vjp(pre: Tensor, grad: Tensor, result: Tensor, activation: int) -> None:
+def fc_vjp(a: Any, result: Tensor) -> None:
     """result = grad * act'(pre)."""
-    size = pre.numel()
+    size = a.pre.numel()
     if size == 0:
         return
-    config = picard_config(size, pre.dtype)
-    with device_guard(pre):
-        _fc_vjp_kernel[(triton.cdiv(size, config.block),)](
-            pre, grad, result, size, ACTIVATION=activation, BLK=config.block, num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    config = picard_config(size, a.pre.dtype)
+    options = {"BLK": config.block, "num_warps": config.num_warps, "enable_fp_fusion": False}
+    with device_guard(a.pre):
+        grid = (triton.cdiv(size, config.block),)
+        _fc_vjp_kernel[grid](a.pre, a.grad, result, size, ACTIVATION=a.activation, **options)

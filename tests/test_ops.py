@@ -157,7 +157,7 @@ class TestArguments:
         left = torch.zeros(self.BATCH, history, self.DIM, device=device)
         gram = torch.zeros(self.BATCH, history + 2, history, device=device)
         window = {"left": left, "df": left.clone(), "gram": gram}
-        self.refuses(kernel, device, self.case("left"), "left", "hold 1 to ", **window)
+        self.refuses(kernel, device, self.case("left"), "left", "1 to ", **window)
 
     def test_method_and_k(self):
         case = self.case("left")

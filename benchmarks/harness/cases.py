@@ -18,7 +18,7 @@ from .collapse import CollapseCase
 from .entry import Case
 from .maps import NEVER
 from .ops import BroydenStepCase, CollapseOpCase, FCOpCase, NormOpCase, OpCase, RateCase, StepCase
-from .options import OPTIONS
+from .options import OPTIONS, SMALL_OPTIONS
 from .scaling import SCALING
 from .solves import FCSolveCase, SolveCase
 from .training import TOL, NetworkCase, TrainingCase
@@ -155,6 +155,7 @@ SMALL: list[Case] = [
     TrainingCase(cell="fc", shape=(3, 16), adjoint="jfb", solver=PICARD),
     NetworkCase(width=8, batch=2, precision="fp32"),
     CollapseCase(samples=60, dim=9, classes=3),
+    *SMALL_OPTIONS,
 ]
 
 

@@ -31,7 +31,7 @@ class Unavailable(Exception):
 
 
 def triton_kernels() -> tuple[str, Rows, str]:
-    """The baseline's name, a row per kernel and specialisation, and the compiler; 100 s of one core, 20 s from cache."""
+    """The baseline's name, a row per kernel and specialisation, and the compiler; 100 s, or 20 s from cache."""
     if CUOBJDUMP is None:
         raise Unavailable("no triton, or one without cuobjdump")
     import triton

@@ -141,7 +141,7 @@ class Baseline:
         return self.finding(case, verdict, f"{'; '.join(rises + falls) or 'as'} since {self.since}")
 
     def judge_ratio(self, case: str, measure: Callable[[int], list[float]], margin: float = MARGIN) -> Finding:
-        """A ratio of times, smaller is better, beside that of the baseline. `measure(n)` gives n pairs, freshly measured.
+        """A ratio of times, smaller is better, beside the baseline's. `measure(n)` gives n freshly measured pairs.
 
         The median of ``PAIRS`` within the margin is the same. Else ``MORE_PAIRS`` new ones decide alone: worse where
         their median is shown to lie above the baseline times `margin`, better where below the baseline divided by it.

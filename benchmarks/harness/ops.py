@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqfast import reference
-from deqfast.ops import ACTIVATIONS
+from deqfast.ops import ACTIVATIONS, Kernel
 from deqfast.testing import norm_states, relative_error, states
 
 from . import traffic
@@ -34,6 +33,7 @@ from .maps import FC_RADIUS, NEVER
 from .record import Row
 from .timing import Copy
 
+TORCH = Kernel("torch")
 # Of a step that leaves z where it is.
 STILL = 2.0**-20
 BF16 = torch.bfloat16
@@ -163,7 +163,7 @@ class StepCase(OpCase):
             return [of["z"], *window, newest, count_of_pairs, method, alpha, beta, ridge]
 
         plain, exact = (
-            repeated("z", reference.multisecant_transposed(*arguments(s)), self.batch)
+            repeated("z", TORCH.op("multisecant_transposed")(*arguments(s)), self.batch)
             for s in (few, states.clone(few, torch.float64))
         )
         facts = check_results([op(*arguments(state)).cpu()], [plain], [exact])
@@ -297,7 +297,7 @@ class FCOpCase(OpCase):
             require_fc_kernel(kernel, arguments[0].to(device), first.dtype)
         op, given = kernel.op(self.op), [*on(device, arguments), *more]
         plain, exact = (
-            first_of(getattr(reference, self.op)(*given, *more))
+            first_of(TORCH.op(self.op)(*given, *more))
             for given in (arguments, [tensor.double() for tensor in arguments])
         )
         facts = check_results([first_of(op(*given)).cpu()], [plain], [exact])
@@ -334,7 +334,7 @@ class CollapseOpCase(OpCase):
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         arguments = [features, rows, offsets]
         if self.op == "within_class_scatter":
-            local, shift = reference.class_means(*arguments)
+            local, shift = TORCH.op("class_means")(*arguments)
             directions = torch.randn(self.dim, self.classes - 1, generator=generator, dtype=torch.float64)
             arguments += [local + shift, directions]
             moved = traffic.scatter_bytes(self.samples, self.dim, self.classes, self.classes - 1, 4)
@@ -342,7 +342,7 @@ class CollapseOpCase(OpCase):
             moved = traffic.class_means_bytes(self.samples, self.dim, self.classes, 4)
         op, given = kernel.op(self.op), on(device, arguments)
         exact = [tensor.double() for tensor in arguments[:1]] + arguments[1:]
-        error = worst_error(op(*given), getattr(reference, self.op)(*exact))
+        error = worst_error(op(*given), TORCH.op(self.op)(*exact))
         allowed = COLLAPSE_ERROR[provider]
         check("relative error", error, allowed)
         return self.finish(op, given, {"error": error, "allowed": allowed, "bytes": moved})

@@ -24,6 +24,8 @@ host_waits           times per call that the host has to know a value of the dev
 gain                 the time of `peer` / this one, in the same rounds: solver_ms where there is one, else ms_min
 gains                the same for every peer of the case: {provider: gain}
 tol, reached         of section "residual": the tolerance, and whether `residual` is within it; its `gain` is of `ms`
+sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
+cosine               of a gradient and the exact implicit one
 most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
 samples_missed       there: samples above the tolerance; residual_median: of the batch
 skipped, problem     why there is no time

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deqfast.kernels import (
+from ..kernels import (
     config,
     fc_fixed_point,
     multisecant_step,

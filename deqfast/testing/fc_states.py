@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqfast import reference
-from deqfast.ops import ACTIVATIONS
-from deqfast.testing import assert_accurate, rounding
+from ..ops import ACTIVATIONS, Kernel
+from . import assert_accurate, rounding
 
 EVENTS = ("run", "nan", "inf", "overflow", "start", "solved")
 
@@ -71,12 +70,13 @@ def check_solve(op: Callable[..., Any], case: FCCase, device: str = "cpu") -> li
     tensors = case.make(device)
     outcome = [tensor.cpu() for tensor in op(*tensors, *case.scalars())]
     tensors = case.make()
-    plain = reference.fc_fixed_point(*tensors, *case.scalars())
+    reference = Kernel("torch").op("fc_fixed_point")
+    plain = reference(*tensors, *case.scalars())
     weight, c, z0 = (tensor.double() for tensor in tensors)
     for row, event in enumerate(case.rows):
         if event == "overflow":  # which it does not in float64
             c[row] = torch.inf
-    exact = reference.fc_fixed_point(weight, c, z0, *case.scalars())
+    exact = reference(weight, c, z0, *case.scalars())
     for actual, like in zip(outcome, plain, strict=True):
         assert actual.shape == like.shape and actual.dtype == like.dtype
     assert torch.equal(outcome[1], exact[1]), f"status {outcome[1].tolist()}, expected {exact[1].tolist()}"

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqfast import reference
+from ..ops import Kernel
 
+TORCH = Kernel("torch")
 NORM_OPS = ("norm_act", "norm_act_backward", "norm_act_residual", "norm_act_residual_backward")
 NORM_DTYPES = {
     "fp32": (torch.float32, torch.float32),
@@ -44,7 +45,7 @@ class NormCase:
 
     @property
     def reference(self) -> Callable[..., tuple[Tensor, ...]]:
-        return getattr(reference, self.op)
+        return TORCH.op(self.op)
 
     def arguments(self, device: str = "cpu") -> dict[str, Any]:
         """By name, in the order of the op's schema."""
@@ -69,7 +70,7 @@ class NormCase:
         forward = images | {name: vector() for name in names}
         if not self.op.endswith("backward"):
             return forward | {"groups": self.groups, "eps": 1e-5}
-        results = getattr(reference, self.op.removesuffix("_backward"))(*forward.values(), self.groups, 1e-5)
+        results = TORCH.op(self.op.removesuffix("_backward"))(*forward.values(), self.groups, 1e-5)
         grad = image(accumulation if "residual" in self.op else y_dtype, 0.0)
         statistics = ["mean2", "rstd2", "mean3", "rstd3"] if "residual" in self.op else ["mean", "rstd"]
         forward.pop("bias3", None)

@@ -1,9 +1,9 @@
 """Random states of the solver-step ops, and the comparison of one step of an implementation with the reference.
 
-An implementation is a function with the signature of ``deqfast.reference.picard_step`` or ``multisecant_step``. One
-step from a state is compared with the reference run in float64 on the same numbers. Where rounding decides, the bound
-is twice the error of the reference run in the state's own dtype, the worst of three orders of summation, and a few
-eps; everything that is copied, counted or must stay untouched is compared bit for bit.
+An implementation takes what the op ``picard_step`` or ``multisecant_step`` takes. One step from a state is compared
+with the reference run in float64 on the same numbers. Where rounding decides, the bound is twice the error of the
+reference run in the state's own dtype, the worst of three orders of summation, and a few eps; everything that is
+copied, counted or must stay untouched is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deqfast import reference
-from deqfast.reference import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD
+from ..kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, STALL_ITERATIONS
+from ..ops import Kernel
 
+TORCH = Kernel("torch")
 State = dict[str, Tensor]
 METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2": ANDERSON_II}
 MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "gain", "active")
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., None]:
-        return reference.picard_step if self.method is None else reference.multisecant_step
+        return TORCH.op("picard_step" if self.method is None else "multisecant_step")
 
     def scalars(self) -> tuple[float, ...]:
         shared = (self.k, self.last, self.tol, self.absolute, self.stall_floor)
@@ -99,7 +100,7 @@ class StepsCase(Case):
 
     @property
     def reference(self) -> Callable[..., None]:
-        return reference.broyden_step
+        return TORCH.op("broyden_step")
 
     def scalars(self) -> tuple[float, ...]:
         return self.k, self.last, self.tol, self.absolute, self.stall_floor
@@ -157,7 +158,7 @@ def strike(state: State, row: int, event: str, case: Case) -> None:
         fz.zero_()
     elif event == "stalled":
         state["residual"][:, row] = state["gain"][0, row] = 1e-6
-        state["gain"][1, row] = case.k - reference.STALL_ITERATIONS
+        state["gain"][1, row] = case.k - STALL_ITERATIONS
     elif event == "degenerate":  # the newest pair is s = y = 0
         fz.copy_(state["f_prev"][row])
         state["left"][row, (case.k - 1) % case.history] = 0
