@@ -9,12 +9,13 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from nc_study.config import StudyError, as_arguments, settings_from
 from nc_study.data import StudyData, find_source, load
 from nc_study.models import ResNet18, build
-from nc_study.rundir import RunDirectory, read_json, write_atomically
+from nc_study.rundir import RunDirectory, write_atomically
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,8 +56,8 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     """
     folder = RunDirectory(run)
     if not folder.finished:
-        raise StudyError(f"{run} is not the folder of a finished run: it has no {folder.result.name}")
-    recorded = {name: value for name, value in read_json(folder.result)["settings"].items() if value is not None}
+        raise StudyError(f"{run} is not the folder of a finished run: it has no result.json")
+    recorded = {name: value for name, value in vars(folder.result.settings).items() if value is not None}
     settings = settings_from(**(recorded | {"device": "cpu", "compile": False, "data_root": str(data_root or "data")}))
     network = build("deq", settings)
     if not folder.restore("deq", lambda state: network.load_state_dict(state["network"])):
@@ -64,7 +65,8 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     data = load(find_source(settings.dataset, Path(settings.data_root)), settings, torch.device("cpu"))
     x = _injections(network, data, batch)
     origin = f"{settings.epochs} epochs of {settings.run_name}"
-    return of_cell(f"residual block, {settings.dataset}", network.last.cell, x, torch.zeros_like(x), origin)
+    cell: Any = network.last.cell
+    return of_cell(f"residual block, {settings.dataset}", cell, x, torch.zeros_like(x), origin)
 
 
 @torch.no_grad()
