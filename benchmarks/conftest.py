@@ -28,10 +28,15 @@ def pytest_addoption(parser):
         "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"
     )
     group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
+    study = parser.getgroup("study", "Cells of the study (test_time_to_residual.py)")
+    study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
+    study.addoption("--data-root", type=Path, help="folder of the CIFAR files; without: cells see drawn shapes")
+    study.addoption("--cells", type=Path, default=Path("runs/residual"), help="where trained cells are kept")
     add_options(parser)
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "full: measured with --full alone")
     config.addinivalue_line("markers", "suite(section): timings of a section of `pytest benchmarks`")
     path, device = config.getoption("--record"), config.getoption("--device")
     if path is not None and not path.resolve().parent.is_dir():
@@ -69,10 +74,23 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("case", "provider"), params)
 
 
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        large = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if item not in large]
+
+
 @pytest.fixture(scope="session")
 def gate(request):
     """Judges by the committed baselines."""
     return request.config.pluginmanager.get_plugin("deqfast-gate")
+
+
+@pytest.fixture(scope="session")
+def board(request):
+    """Keeps the rows of this run."""
+    return request.config.stash[BOARD]
 
 
 @pytest.fixture

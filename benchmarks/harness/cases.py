@@ -19,6 +19,7 @@ from .entry import Case
 from .maps import NEVER
 from .ops import BroydenStepCase, CollapseOpCase, FCOpCase, NormOpCase, OpCase, RateCase, StepCase
 from .options import OPTIONS, SMALL_OPTIONS
+from .scaling import SCALING
 from .solves import FCSolveCase, SolveCase
 from .training import TOL, NetworkCase, TrainingCase
 
@@ -126,7 +127,7 @@ COLLAPSE: list[CollapseCase] = [
     CollapseCase(samples=2000, dim=8192, classes=100, dtype=torch.float64, classifier=False, full=True),
 ]
 
-CASES: list[Case] = [*RATES, *OPS, *SOLVES, *FC_SOLVES, *CELLS, *TRAINING, *NETWORKS, *COLLAPSE, *OPTIONS]
+CASES: list[Case] = [*RATES, *OPS, *SOLVES, *FC_SOLVES, *CELLS, *TRAINING, *NETWORKS, *COLLAPSE, *OPTIONS, *SCALING]
 
 SMALL_CELL: dict[str, Any] = {"shape": (2, 8, 4, 4)}
 SMALL: list[Case] = [
