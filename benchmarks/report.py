@@ -274,7 +274,7 @@ FORMS: dict[str, Form] = {
 
 
 def judged(results: Results, target: Target) -> list[str]:
-    """What is promised, what was measured and the state of a target, which all runs with the most threads have to meet."""
+    """What is promised, what was measured, and whether all runs with the most threads meet it."""
     records = [one for one in results.records if bool(one.machine.get("gpu")) == target.on_gpu]
     told = [(one.threads, target.value(one.rows)) for one in records]
     most = max((threads for threads, value in told if value is not None), default=0)
