@@ -14,12 +14,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_measure import Clock
+from harness import timing
 from harness.drawn import stamp
 from harness.files import write_json
 from harness.record import processor, provenance
@@ -214,11 +214,15 @@ def metrics(settings: Settings, watches: dict[str, Stopwatch], step_ms: float) -
     }
 
 
-class Timer(Clock):
-    """The clock of the GPU benchmark, for a device."""
+class Timer:
+    """Medians of rounds on a device."""
 
     def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
+        self.device = device
+
+    def wall(self, run: Callable[[], Any], rounds: int) -> float:
+        """Milliseconds from the call until the device is done."""
+        return 1e3 * statistics.median(timing.in_turns({"": run}, self.device, rounds)[""])
 
 
 def pass_ms(clock: Timer, watch: Stopwatch) -> float:

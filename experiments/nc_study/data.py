@@ -154,10 +154,9 @@ def find_source(dataset: str, root: Path) -> Source:
 
 def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
     """Select the training and test images that the settings ask for and bring them to the device."""
-    classes = settings.classes
-    train = source.train or draw_shapes(np.arange(settings.n_majority * classes) % classes, classes, seed=0)
+    classes, sizes = settings.classes, class_sizes(settings)
+    train = source.train or draw_shapes(np.repeat(np.arange(classes), sizes), classes, seed=0)
     test = source.test or draw_shapes(np.arange(settings.test_images) % classes, classes, seed=1)
-    sizes = class_sizes(settings)
     kept = select_images(train[1], sizes)
     tested = _first_of_each(test[1], settings)
     mean, std = CHANNELS.get(source.name) or _channel_statistics(train[0])

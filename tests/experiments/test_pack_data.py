@@ -6,8 +6,8 @@ import json
 import zipfile
 
 import pytest
-from conftest import write_cifar
 from pack_data import main
+from study_helpers import write_cifar
 from torchvision import datasets
 
 

@@ -12,15 +12,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import write_cifar
 from nc_study import data
 from nc_study.config import StudyError, settings_from
 from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
 from nc_study.shapes import draw_shapes
+from study_helpers import CPU, shapes_data, write_cifar
 from torchvision.datasets import CIFAR10, CIFAR100
-
-CPU = torch.device("cpu")
-
 
 def ldam_selection(targets, per_class):
     """The procedure of LDAM-DRW's IMBALANCECIFAR10 with rand_number = 0, on numpy's global generator."""
@@ -101,8 +98,7 @@ def test_crop_and_flip_agree_with_one_image_at_a_time():
 
 
 def tiny_data(**given):
-    settings = settings_from("cifar_lt", dataset="shapes", n_majority=20, test_images=40, device="cpu", **given)
-    return load(Source("shapes", ""), settings, CPU)
+    return shapes_data(settings_from("cifar_lt", dataset="shapes", n_majority=20, test_images=40, device="cpu", **given))
 
 
 def test_an_epoch_is_a_function_of_seed_and_epoch():
