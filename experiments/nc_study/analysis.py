@@ -10,7 +10,7 @@ import deqfast
 
 from .data import StudyData
 from .models import ResNet18
-from .rundir import Row
+from .record import SpectralRadius
 
 FEATURE_IMAGES = 500
 RADIUS_IMAGES = 50
@@ -18,9 +18,9 @@ POWER_STEPS = 60
 SETTLING_STEPS = 20
 
 
-def analyse(network: ResNet18, data: StudyData) -> tuple[Row, dict[str, np.ndarray]]:
-    """The summary for the result ("spectral_radius": one number per image, None for an explicit network), and arrays:
-    features (N, D) in half precision and labels (N,) of the first training images of every class.
+def analyse(network: ResNet18, data: StudyData) -> tuple[SpectralRadius | None, dict[str, np.ndarray]]:
+    """The spectral radius at some training images (None for an explicit network), and arrays: features (N, D) in half
+    precision and labels (N,) of the first training images of every class.
 
     The network computes in float32 here, whatever it was trained in."""
     network.eval()
@@ -33,8 +33,8 @@ def analyse(network: ResNet18, data: StudyData) -> tuple[Row, dict[str, np.ndarr
         chosen = first_images(data, RADIUS_IMAGES)
         found = spectral_radius(network, data.normalise(data.train_images[chosen]))
         known = found.isfinite()
-        radius = {"labels": data.train_labels[chosen][known].tolist(), "values": found[known].tolist()}
-    return {"spectral_radius": radius}, arrays
+        radius = SpectralRadius(tuple(data.train_labels[chosen][known].tolist()), tuple(found[known].tolist()))
+    return radius, arrays
 
 
 def first_images(data: StudyData, total: int) -> Tensor:

@@ -4,43 +4,63 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from . import distributed, figures
+from . import distributed
 from .analysis import analyse
 from .config import Settings, StudyError, parse
 from .data import Source, StudyData, find_source, load
 from .models import build, choose_kernel
-from .results import build_result, report
-from .rundir import RunDirectory, check_space, prepare_out, read_json, write_arrays, write_json
+from .record import KernelChoice
+from .results import network_result, report, run_result
+from .rundir import RunDirectory, check_space, prepare_out, write_arrays
 from .training import train
 
 STATES_ON_DISK = 3  # a checkpoint, the one before, and the next while it is written
 
 
 def main(study: str, description: str | None, argv: Sequence[str] | None = None) -> int:
-    """Run a study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
-    with distributed.one_voice():
-        settings = parse(study, description, argv)
+    """Run a study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C or
+    SIGTERM."""
+    settings = parse(study, description, argv)
     try:
-        with distributed.processes(settings.device):
+        with terminable(), distributed.processes(settings.device):
             run_study(settings)
     except StudyError as error:
-        if distributed.may_tell():
-            print(f"{study}.py: error: {error}", file=sys.stderr)
+        print(f"{study}.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         again = distributed.command_line() + ("" if settings.resume else " --resume")
-        if distributed.may_tell():
+        if distributed.is_first():
             print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Treat SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) like
+    Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_study(asked: Settings) -> None:
@@ -53,20 +73,22 @@ def run_study(asked: Settings) -> None:
     source = first(lambda: find_source(asked.dataset, Path(asked.data_root)))
     kernel, obstacle = choose_kernel(asked.kernel, asked.device)
     settings = replace(asked, dataset=source.name, kernel=kernel)
-    announce(asked, settings, source, obstacle)
+    announce(settings, source, obstacle)
     run = RunDirectory(out / settings.run_name)
     with ExitStack() as stack:
         first(lambda: stack.enter_context(run.locked()))
         first(lambda: run.start(settings))
         if not first(lambda: run.finished):
-            train_all(settings, source, run, {"requested": asked.kernel, "used": kernel, "reason": obstacle or None})
+            train_all(settings, source, run, KernelChoice(asked.kernel, kernel, obstacle or None))
         first(lambda: show(run))
 
 
 def show(run: RunDirectory) -> None:
     """Draw the figure of a finished run and print its result."""
+    from . import figures  # late: matplotlib takes a second or more, which the first epoch need not wait for
+
     figures.draw(run)
-    print(f"\n{report(read_json(run.result))}\n\nresults: {run.result}\nfigure:  {run.figure}")
+    print(f"\n{report(run.result)}\n\nresults: {run.path / 'result.json'}\nfigure:  {run.figure}")
 
 
 def prepare(settings: Settings) -> None:
@@ -80,17 +102,19 @@ def prepare(settings: Settings) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def announce(asked: Settings, settings: Settings, source: Source, obstacle: str) -> None:
+def announce(settings: Settings, source: Source, obstacle: str) -> None:
     """A line each: preset, data and kernel, with the reason where one is not what was asked for."""
-    images = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
+    networks = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
+    print(f"preset: {settings.preset} on {settings.device} ({networks})")
     processes = distributed.world_size()
-    shared = f", {processes} processes" if processes > 1 else ""
-    print(f"preset: {settings.preset} on {settings.device} ({images}){shared}")
+    if processes > 1:
+        alone = "" if settings.device == "cuda" else ", each with batch statistics of its own"
+        print(f"{processes} processes{alone}")
     print(f"data: {source.name}" + (f" instead of CIFAR-10: {source.reason}" if source.reason else ""))
     print(f"kernel: {settings.kernel}" + (f", for {obstacle}" if obstacle else ""), flush=True)
 
 
-def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: dict[str, str | None]) -> None:
+def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: KernelChoice) -> None:
     """Train the networks one after the other and write the result."""
     parameters = {model: count_parameters(model, settings) for model in settings.models}
     # Parameters and momentum, four bytes each.
@@ -100,11 +124,12 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: dic
     networks = {model: train(model, settings, data, run).network for model in settings.models}
 
     def conclude() -> None:
-        analyses, arrays = {}, {}
+        results, arrays = {}, {}
         for model, network in networks.items():
-            analyses[model], arrays[model] = analyse(network, data)
+            radius, arrays[model] = analyse(network, data)
+            results[model] = network_result(parameters[model], run.epochs(model), data.majority, radius)
         write_arrays(run.features, arrays)
-        write_json(run.result, build_result(settings, run, kernel, data.counts, parameters, analyses))
+        run.conclude(run_result(settings, kernel, data.counts, results))
 
     distributed.from_first(conclude)
 

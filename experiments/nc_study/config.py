@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -40,13 +40,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "quick": {
         "width": 16,
-        "n_majority": {10: 1000, 100: 100},
-        "test_images": 2_000,
-        "epochs": 16,
+        "n_majority": {10: 500, 100: 100},
+        "test_images": 1_000,
+        "epochs": 12,
         "batch_size": 32,
         "lr": 0.01,
         "schedule": "cosine",
-        "metrics_every": 2,
+        "metrics_every": 4,
         "precision": "auto",
     },
 }
@@ -56,8 +56,29 @@ class StudyError(Exception):
     """Something the user can put right: printed as one line, without a traceback."""
 
 
-class SettingsError(StudyError):
+class SettingsError(StudyError, ValueError):
     """A setting with a value that makes no sense."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An entry of the paper's tables: a data set with an imbalance, which is None, None for balanced classes."""
+
+    dataset: str
+    majority: int | None = None
+    """Tenths of the classes that keep all their images, the paper's K_A of ten classes."""
+    ratio: int | None = None
+    """Images of a majority class for one image of a minority class, the paper's R."""
+
+    @property
+    def study(self) -> str:
+        """The script that runs it."""
+        return "cifar_balanced" if self.majority is None else "cifar_lt"
+
+    def __str__(self) -> str:
+        if self.majority is None:
+            return f"{self.dataset} balanced"
+        return f"{self.dataset} ({self.majority},{10 - self.majority}) R={self.ratio}"
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
@@ -66,8 +87,9 @@ def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that decides the outcome of one run; a field without a default is filled in by the preset."""
+class Experiment:
+    """Everything that decides the outcome of one run, and that its record names; a field without a default is filled in
+    by the preset. SettingsError for a value that makes no sense."""
 
     study: str
 
@@ -94,7 +116,6 @@ class Settings:
         "auto",
         choices=("auto", *CLASSES),
     )
-    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data", kind=str)
     n_majority: int = option("data", "images of a majority class (n_A)", kind=int, minimum=1)
     test_images: int = option("data", "test images, equally many of every class", kind=int, minimum=1)
 
@@ -129,15 +150,12 @@ class Settings:
         "auto",
         choices=("auto", "cpu", "cuda"),
     )
-    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, kind=int, minimum=0)
     precision: str = option(
         "machine",
         "fp32, or bf16 autocast around a fixed point that is solved in fp32; auto: bf16 with a GPU, else fp32",
         choices=("auto", "fp32", "bf16"),
     )
     compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False, kind=bool)
-    out: str = option("machine", "folder under which every run gets a folder of its own", "runs", kind=str)
-    resume: bool = option("machine", "go on with the run of these settings where it stopped", False, kind=bool)
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -175,10 +193,25 @@ class Settings:
         parts = (self.dataset, split, self.preset, self.model, self.solver, self.adjoint, f"seed{self.seed}")
         return "-".join(parts)
 
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to be continued: all but where its files are and how many threads work."""
-        free = ("out", "data_root", "resume", "threads")
-        return {name: value for name, value in asdict(self).items() if name not in free}
+    @property
+    def setting(self) -> Setting:
+        """The data set and its imbalance."""
+        return Setting(self.dataset, self.majority, self.ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Experiment):
+    """An experiment with what may change when it is resumed: where its files are and how many threads work."""
+
+    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data", kind=str)
+    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, kind=int, minimum=0)
+    out: str = option("machine", "folder under which every run gets a folder of its own", "runs", kind=str)
+    resume: bool = option("machine", "go on with the run of these settings where it stopped", False, kind=bool)
+
+    @property
+    def experiment(self) -> Experiment:
+        """The part that decides the outcome."""
+        return Experiment(**{spec.name: getattr(self, spec.name) for spec in fields(Experiment)})
 
 
 def check_field(spec: Field[Any], value: Any) -> None:
@@ -198,12 +231,6 @@ def check_field(spec: Field[Any], value: Any) -> None:
         raise SettingsError(f"{flag} '': must not be empty")
     if "above" in checks and value <= checks["above"]:
         raise SettingsError(f"{flag} {value}: more than {checks['above']}")
-
-
-def completed(identity: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a run as it was recorded, with what was true before there were settings for it."""
-    precision = "bf16 in all of the network" if identity.get("amp") else "fp32"
-    return {"precision": precision, "compile": False, **identity}
 
 
 def flag_of(name: str) -> str:

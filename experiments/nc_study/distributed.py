@@ -2,8 +2,10 @@
 
     torchrun --nproc-per-node 2 experiments/cifar_lt.py ...
 
-Every process works through its share of each batch; sums, statistics and gradients are those of the whole batch, so
-that the numbers are those of one process, to rounding. The first process alone prints and writes files.
+Every process works through its share of each batch; losses, counts and gradients are those of the whole batch. On GPUs
+so are the statistics of batch normalisation (torch's SyncBatchNorm), hence the numbers are those of one process, to
+rounding. SyncBatchNorm knows no CPU: processes on CPUs take the statistics of their own share, and the first one's
+running statistics count. The first process alone prints and writes files.
 """
 
 from __future__ import annotations
@@ -12,8 +14,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from inspect import signature
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,9 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .config import StudyError
 
 T = TypeVar("T")
-
-_store: dist.Store | None = None  # what the processes can reach even when one of them has left
-_TOLD = "an error was told"
 
 
 def launched() -> bool:
@@ -46,59 +44,25 @@ def world_size() -> int:
 
 def is_first() -> bool:
     """Whether this is the process that prints and writes."""
-    return not joined() or dist.get_rank() == 0
+    return not launched() or int(os.environ["RANK"]) == 0
 
 
 @contextmanager
 def processes(device: str) -> Iterator[None]:
-    """Join the processes started beside this one, for one run or several, and leave them at the end; only the first one
-    prints to stdout. Nothing happens to a process that stands alone or has joined already."""
-    if joined() or not launched():
+    """Join the processes started beside this one, and leave them at the end; only the first one prints to stdout.
+    Nothing happens to a process that stands alone."""
+    if not launched():
         yield
         return
-    _join(device)
-    with ExitStack() as stack:
-        if not is_first():
-            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, StudyError) and _told():
-                raise SystemExit(1) from error  # the connection broke: the process that left has said why
-            raise  # without leaving in good order, which would wait for the others
-    dist.destroy_process_group()
-
-
-def _join(device: str) -> None:
-    global _store
-    local = int(os.environ.get("LOCAL_RANK", 0))
     if device == "cuda":
-        gpus = torch.cuda.device_count()
+        local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= gpus:
             raise StudyError(f"--nproc-per-node: process {local + 1} has no GPU of its own, PyTorch sees {gpus}")
         torch.cuda.set_device(local)
-    _store, rank, size = next(dist.rendezvous("env://"))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=_store, rank=rank, world_size=size)
-
-
-def _told() -> bool:
-    return _store is not None and _store.add(_TOLD, 0) > 0
-
-
-def may_tell() -> bool:
-    """Whether this process is the one that tells the user why the run ends: the first to ask."""
-    return _store is None or _store.add(_TOLD, 1) == 1
-
-
-@contextmanager
-def one_voice() -> Iterator[None]:
-    """Before the processes have joined: what all of them would print, only the first one prints."""
-    with ExitStack() as stack:
-        if launched() and int(os.environ["RANK"]) > 0:
-            nothing = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(redirect_stdout(nothing))
-            stack.enter_context(redirect_stderr(nothing))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    with open(os.devnull, "w") as nothing, nullcontext() if is_first() else redirect_stdout(nothing):
         yield
+    dist.destroy_process_group()  # only in good order: after an error it would wait for the others
 
 
 def command_line() -> str:
@@ -110,18 +74,22 @@ def command_line() -> str:
 
 
 def from_first(function: Callable[[], T]) -> T:
-    """What `function`, called in the first process alone, returns or raises there (a StudyError): the same in all."""
+    """What `function`, called in the first process alone, returns: the same in all. A StudyError is raised there, and
+    the others leave without a word."""
     if not joined():
         return function()
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, False]
+    failure = None
     if is_first():
         try:
             outcome[0] = function()
         except StudyError as error:
-            outcome[1] = error
+            outcome[1], failure = True, error
     dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
+    if failure is not None:
+        raise failure
+    if outcome[1]:
+        raise SystemExit(1)
     return cast(T, outcome[0])
 
 
@@ -158,68 +126,15 @@ def gather(part: Tensor, count: int) -> Tensor:
 
 
 def parallel(network: nn.Module) -> nn.Module:
-    """The network to train with: itself, or, with statistics over the whole batch, one that averages gradients."""
+    """The network to train with: itself, or one that averages the gradients of the processes."""
     if not joined():
         return network
-    on_gpu = next(network.parameters()).is_cuda
-    # The processes' running statistics are equal: none need be sent. Older versions know but the other name for it.
-    names = signature(DistributedDataParallel).parameters
-    sends: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
-    return DistributedDataParallel(_with_shared_statistics(network, on_gpu), **sends)
+    if next(network.parameters()).is_cuda:
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    return DistributedDataParallel(network)
 
 
-def _with_shared_statistics(network: nn.Module, on_gpu: bool) -> nn.Module:
-    if on_gpu:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(network)  # refuses tensors that are not on a GPU
-    for module in list(network.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.BatchNorm2d:
-                module.add_module(name, SharedBatchNorm2d.of(child))
-    return network
-
-
-class _Total(torch.autograd.Function):
-    """The sum over the processes. Its gradient is summed likewise: every process's loss depends on it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        return total(part)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return total(grads[0])
-
-
-class SharedBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm over the batch of all processes, of which each holds a part, perhaps an empty one."""
-
-    @classmethod
-    def of(cls, norm: nn.BatchNorm2d) -> SharedBatchNorm2d:
-        """The same with the parameters and statistics of `norm`, not copies of them."""
-        assert norm.affine and norm.momentum is not None
-        shared = cls(norm.num_features, norm.eps, norm.momentum)
-        shared._parameters, shared._buffers = norm._parameters, norm._buffers
-        return shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (B, C, H, W)."""
-        if not self.training:
-            return super().forward(x)
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        wide = x.to(dtype)
-        count = torch.full((1,), x.numel() / x.shape[1], dtype=dtype)
-        sums = _Total.apply(torch.cat([wide.sum((0, 2, 3)), count]))
-        count = sums[-1].detach()
-        mean = sums[:-1] / count
-        centred = wide - mean[:, None, None]
-        var = _Total.apply(centred.square().sum((0, 2, 3))) / count
-        self._follow(mean.detach(), var.detach() * count / (count - 1))
-        scale = self.weight * (var + self.eps).rsqrt()
-        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
-
-    @torch.no_grad()
-    def _follow(self, mean: Tensor, var: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        self.running_mean.lerp_(mean, cast(float, self.momentum))
-        self.running_var.lerp_(var, cast(float, self.momentum))
-        self.num_batches_tracked.add_(1)
+def share_statistics(network: nn.Module) -> None:
+    """Give every process the first one's running statistics, in which only processes on CPUs differ."""
+    for buffer in network.buffers() if joined() else ():
+        dist.broadcast(buffer, 0)

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
+from .record import Curves, NetworkResult, SolverSummary
 from .results import title
-from .rundir import Row, RunDirectory, read_json, write_atomically
+from .rundir import RunDirectory, write_atomically
 
 matplotlib.use("Agg")  # no window, whatever the machine has
 
@@ -25,59 +26,54 @@ MARKERS = {"explicit": "o", "deq": "s"}
 DASHES = {"overall": "-", "majority": "--", "minority": ":"}
 GROUP_COLOURS = {"overall": "#000000", "majority": "#332288", "minority": "#CC6677"}
 GROUP_MARKERS = {"overall": "o", "majority": "^", "minority": "v"}
-DPI = 120
+DPI = 96
 plt.rcParams.update({"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08})
 
-Curves = Mapping[str, Sequence[Row]]
-"""The curves of the result, of each seed, by network."""
+Column = tuple[Sequence[int], Sequence[float | None]]
+"""Epochs, and a value for each."""
+
+NetworkCurves = Mapping[str, Sequence[Curves]]
+"""The curves of each seed, by network."""
 
 
 def draw(run: RunDirectory) -> None:
     """Write figure.png from the run's result."""
-    result = read_json(run.result)
-    curves = {model: [summary["curves"]] for model, summary in result["models"].items()}
-    settings = result["settings"]
-    figure = study_figure({f"{title(result)}, width {settings['width']}, seed {settings['seed']}": curves})
-    write_atomically(run.figure, images(figure, "png")["png"])
+    result = run.result
+    curves = {model: [network.curves] for model, network in result.networks.items()}
+    heading = f"{title(result)}, width {result.settings.width}, seed {result.settings.seed}"
+    write_atomically(run.figure, png(study_figure({heading: curves})))
 
 
-def images(figure: Figure, *kinds: str) -> dict[str, bytes]:
-    """A figure as "png" or "svg", by kind: the same bytes for the same figure. It is closed afterwards."""
-    undated: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-    found = {}
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # once is enough
-    for kind in kinds:
-        content = io.BytesIO()
-        with matplotlib.rc_context({"svg.hashsalt": "nc_study"}):
-            figure.savefig(content, format=kind, dpi=DPI, metadata=undated[kind])
-        found[kind] = content.getvalue() if kind == "svg" else _few_colours(content)
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG of at most 128 colours, a third of the bytes and no difference that one sees: the same bytes
+    for the same figure. It is closed afterwards."""
+    content, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     plt.close(figure)
-    return found
+    picture = Image.open(content).convert("RGB")
+    picture.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
-def _few_colours(png: io.BytesIO) -> bytes:
-    """A PNG of at most 256 colours: a third of the bytes, and no difference that one sees."""
-    content = io.BytesIO()
-    picture = Image.open(png).convert("RGB")
-    few = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(content, "PNG", optimize=True)
-    return content.getvalue()
-
-
-def study_figure(rows: Mapping[str, Curves]) -> Figure:
+def study_figure(rows: Mapping[str, NetworkCurves]) -> Figure:
     """A row by its heading, of four panels each: test accuracy, NC1 (log scale), NC2, NC3; a colour for each network.
 
     With more than one seed a line is the mean of the seeds, and the band reaches from the least to the most."""
-    figure = plt.figure(figsize=(12.5, 3.6 * len(rows)), layout="constrained")
-    parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)
-    for part, (heading, curves) in zip(parts[:, 0], rows.items(), strict=True):
-        part.suptitle(heading)
+    figure, parts = _rows_of_panels(list(rows))
+    for part, curves in zip(parts, rows.values(), strict=True):
         _course_panels(part, curves)
     return figure
 
 
-def _course_panels(part: SubFigure, curves: Curves) -> None:
+def _rows_of_panels(headings: Sequence[str]) -> tuple[Figure, list[SubFigure]]:
+    figure = plt.figure(figsize=(12.5, 3.2 * len(headings)), layout="constrained")
+    parts = list(figure.subfigures(len(headings), 1, hspace=0.04, squeeze=False)[:, 0])
+    for part, heading in zip(parts, headings, strict=True):
+        part.suptitle(heading)
+    return figure, parts
+
+
+def _course_panels(part: SubFigure, curves: NetworkCurves) -> None:
     axes = part.subplots(1, 4)
     _accuracy(axes[0], curves)
     for axis, name in zip(axes[1:], ("nc1", "nc2", "nc3"), strict=True):
@@ -93,10 +89,10 @@ def _finish_epochs(axis: Axes) -> None:
     axis.grid(alpha=0.3)
 
 
-def _accuracy(axis: Axes, curves: Curves) -> None:
+def _accuracy(axis: Axes, curves: NetworkCurves) -> None:
     for model, seeds in curves.items():
         for group, dash in DASHES.items():
-            columns = [(curve["epoch"], curve[group]) for curve in seeds]
+            columns = [(curve.epoch, getattr(curve, group)) for curve in seeds]
             style = {"linestyle": dash, "color": COLOURS[model], "label": f"{LABELS[model]}, {group}"}
             plot_seeds(axis, columns, marker=MARKERS[model] if group == "overall" else None, **style)
     axis.set_ylabel("test accuracy (%)")
@@ -107,9 +103,9 @@ def _accuracy(axis: Axes, curves: Curves) -> None:
     axis.legend(fontsize="x-small", ncols=len(curves), loc="upper left")
 
 
-def _collapse(axis: Axes, curves: Curves, name: str) -> None:
+def _collapse(axis: Axes, curves: NetworkCurves, name: str) -> None:
     for model, seeds in curves.items():
-        columns = [(curve["nc"]["epoch"], curve["nc"][name]) for curve in seeds]
+        columns = [(curve.nc.epoch, getattr(curve.nc, name)) for curve in seeds]
         plot_seeds(axis, columns, color=COLOURS[model], marker=MARKERS[model], label=LABELS[model])
     if name == "nc1":
         set_log_scale(axis)
@@ -126,7 +122,7 @@ def set_log_scale(axis: Axes) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def plot_seeds(axis: Axes, columns: Sequence[tuple[list[int], list[float | None]]], **style: Any) -> None:
+def plot_seeds(axis: Axes, columns: Sequence[Column], **style: Any) -> None:
     """Mean over the seeds against epoch, and the band of their range; nothing where no epoch has a value of each."""
     epochs, values = over_seeds(columns)
     if not epochs:
@@ -137,7 +133,7 @@ def plot_seeds(axis: Axes, columns: Sequence[tuple[list[int], list[float | None]
         axis.fill_between(epochs, values.min(1), values.max(1), color=style["color"], alpha=0.15, lw=0)
 
 
-def over_seeds(columns: Sequence[tuple[list[int], list[float | None]]]) -> tuple[list[int], np.ndarray]:
+def over_seeds(columns: Sequence[Column]) -> tuple[list[int], np.ndarray]:
     """The epochs at which every seed has a value, and the values (epochs, seeds)."""
     known = [
         {epoch: value for epoch, value in zip(epochs, values, strict=True) if value is not None}
@@ -147,14 +143,19 @@ def over_seeds(columns: Sequence[tuple[list[int], list[float | None]]]) -> tuple
     return shared, np.array([[seed[epoch] for seed in known] for epoch in shared])
 
 
-def solver_figure(curves: Sequence[Row], final: Sequence[Row], majority: int, heading: str) -> Figure:
-    """Evaluations, residual and converged share against epoch for all, majority and minority classes, and the
-    evaluations of each class in the last epoch; `final`: the solver's summary of each seed."""
-    figure, axes = plt.subplots(1, 4, figsize=(12.5, 3.6), layout="constrained")
-    figure.suptitle(heading)
+def solver_figure(rows: Mapping[str, tuple[Sequence[NetworkResult], int]]) -> Figure:
+    """A row by its heading, of the DEQ's results of each seed and the number of majority classes: evaluations, residual
+    and converged share against epoch for all, majority and minority classes, and each class's last evaluations."""
+    figure, parts = _rows_of_panels(list(rows))
+    for part, (networks, majority) in zip(parts, rows.values(), strict=True):
+        _solver_panels(part.subplots(1, 4), networks, majority)
+    return figure
+
+
+def _solver_panels(axes: Sequence[Axes], networks: Sequence[NetworkResult], majority: int) -> None:
     panels = {"iterations": "evaluations a sample", "residual": "relative residual", "converged": "converged (%)"}
     for axis, (name, label) in zip(axes, panels.items(), strict=False):
-        _solver_course(axis, curves, name)
+        _solver_course(axis, [network.curves for network in networks], name)
         axis.set_ylabel(label)
         _finish_epochs(axis)
     low, high = axes[1].get_ylim()
@@ -165,25 +166,24 @@ def solver_figure(curves: Sequence[Row], final: Sequence[Row], majority: int, he
     low = min(99, axes[2].get_ylim()[0])
     axes[2].set_ylim(low, 100 + 0.05 * (100 - low))
     axes[0].legend(fontsize="small")
-    _evaluations_per_class(axes[3], final, majority)
-    return figure
+    _evaluations_per_class(axes[3], [network.solver for network in networks if network.solver], majority)
 
 
-def _solver_course(axis: Axes, curves: Sequence[Row], name: str) -> None:
+def _solver_course(axis: Axes, curves: Sequence[Curves], name: str) -> None:
     scale = 100 if name == "converged" else 1
     for group, dash in DASHES.items():
         columns = []
         for curve in curves:
-            solver = curve["solver"]
-            values = (solver if group == "overall" else solver[group])[name]
-            columns.append((curve["epoch"], [None if value is None else scale * value for value in values]))
+            means = curve.solver if group == "overall" else getattr(curve.solver, group)
+            values = [None if value is None else scale * value for value in getattr(means, name)]
+            columns.append((curve.epoch, values))
         label = "all samples" if group == "overall" else f"{group} classes"
         style = {"color": GROUP_COLOURS[group], "marker": GROUP_MARKERS[group], "label": label}
         plot_seeds(axis, columns, linestyle=dash, **style)
 
 
-def _evaluations_per_class(axis: Axes, final: Sequence[Row], majority: int) -> None:
-    known = [[np.nan if value is None else value for value in one["per_class"]["iterations"]] for one in final]
+def _evaluations_per_class(axis: Axes, final: Sequence[SolverSummary], majority: int) -> None:
+    known = [[np.nan if value is None else value for value in one.per_class.iterations] for one in final]
     values = np.array(known, dtype=float)
     classes = values.shape[1]
     for group, part in class_groups(classes, majority).items():

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import fcntl
 import io
-import json
 import os
 import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from .config import Settings, StudyError, completed, flag_of
-
-Row = dict[str, Any]
-
-FORMAT = 2
-"""Of what a run writes: rises when its files change a name or a meaning."""
+from .config import Experiment, Settings, StudyError, flag_of
+from .record import FORMAT, Begun, Epoch, Failure, OtherFormat, RunResult, from_json, read_record, to_json
 
 
 @contextmanager
@@ -58,11 +54,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
 
 
-def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON, atomically."""
-    write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
-
-
 def write_arrays(path: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """Arrays by network and name as one compressed .npz with the names `network/name`, atomically."""
     content = io.BytesIO()
@@ -82,14 +73,6 @@ def read_arrays(path: Path) -> dict[str, dict[str, np.ndarray]]:
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
     return arrays
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds; a damaged one is an error that names it."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error})") from error
 
 
 def prepare_out(out: Path) -> None:
@@ -115,21 +98,54 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.result = path / "result.json"
         self.features = path / "features.npz"
         self.figure = path / "figure.png"
-        self.failure = path / "failed.json"
-        self._settings = path / "settings.json"
+        self._result = path / "result.json"
+        self._failure = path / "failed.json"
+        self._begun = path / "settings.json"
 
     @property
     def finished(self) -> bool:
         """Whether the result was written."""
-        return self.result.exists()
+        return self._result.exists()
+
+    @property
+    def result(self) -> RunResult:
+        """What the run came to; StudyError if it cannot be read."""
+        return read_record(RunResult, self._result)
+
+    @property
+    def begun(self) -> Experiment | None:
+        """What was asked for when the run was begun, None if it was not."""
+        if self.finished:
+            return self.result.settings
+        return read_record(Begun, self._begun).settings if self._begun.exists() else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run ended early."""
+        return self._failure.exists()
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the run ended early, None if it did not."""
+        return read_record(Failure, self._failure) if self.failed else None
+
+    def conclude(self, result: RunResult) -> None:
+        """Write the result, which makes the run a finished one."""
+        write_atomically(self._result, to_json(result))
+
+    def fail(self, failure: Failure | None) -> None:
+        """Write down why the run ended early, or with None forget it."""
+        if failure is None:
+            self._failure.unlink(missing_ok=True)
+        else:
+            write_atomically(self._failure, to_json(failure))
 
     def start(self, settings: Settings) -> None:
         """Begin the run, or make sure that the one whose epochs are here may be continued under these settings."""
-        if not self.finished and not any(self.path.glob("*.ckpt")):
-            write_json(self._settings, {"format": FORMAT, **settings.identity()})
+        if not self.finished and not self._checkpoints():
+            write_atomically(self._begun, to_json(Begun(FORMAT, settings.experiment)))
             return
         if not settings.resume:
             state = "a finished run" if self.finished else "an unfinished run"
@@ -140,17 +156,18 @@ class RunDirectory:
         self.check(settings)
 
     def check(self, settings: Settings) -> None:
-        """An error that names the setting in which the run that is here, if any, is not that of these settings."""
-        if not (self._settings.exists() or self.finished or any(self.path.glob("*.ckpt"))):
-            return
-        written = read_json(self.result if self.finished else self._settings)
-        if not isinstance(written, dict) or written.get("format") != FORMAT:
-            raise StudyError(f"{self.path} holds a run of another version of this project: start anew in another --out")
-        before = completed(written["settings"] if self.finished else written)
-        for name, value in settings.identity().items():
-            if before.get(name) != value:
+        """StudyError that names the setting in which the run that is here, if any, is not that of these settings."""
+        try:
+            before = self.begun
+        except OtherFormat as error:
+            raise StudyError(f"{error}; start anew in another --out") from error
+        if before is None and self._checkpoints():
+            raise StudyError(f"{self._begun} is missing: start anew in another --out")
+        for spec in fields(Experiment) if before else ():
+            old, new = getattr(before, spec.name), getattr(settings, spec.name)
+            if old != new:
                 raise StudyError(
-                    f"{self.path} was begun with {flag_of(name)} {before.get(name)}, not {value}: "
+                    f"{self.path} was begun with {flag_of(spec.name)} {old}, not {new}: "
                     "resume it with the same settings, or start a new run in another --out"
                 )
 
@@ -167,38 +184,35 @@ class RunDirectory:
                 raise StudyError(f"{self.path}: another process is working on this run") from error
             yield
 
-    def append(self, model: str, row: Row) -> None:
+    def append(self, model: str, epoch: Epoch) -> None:
         """Add the line of a finished epoch."""
         path = self._log(model)
-        with _writing(path), open(path, "a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        with _writing(path), open(path, "ab") as file:
+            file.write(to_json(epoch))
             file.flush()
             os.fsync(file.fileno())
 
-    def rows(self, model: str) -> list[Row]:
-        """The lines of the finished epochs."""
-        path = self._log(model)
-        if not path.exists():
-            return []
-        rows = []
-        for line in path.read_text(errors="replace").splitlines():
+    def epochs(self, model: str) -> list[Epoch]:
+        """The finished epochs, up to the first line that is cut off or damaged."""
+        path, found = self._log(model), []
+        for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
-                rows.append(json.loads(line))
+                found.append(from_json(Epoch, line))
             except ValueError:
                 break
-        return rows
+        return found
 
-    def epochs(self, model: str) -> int:
-        """How many epochs have a line."""
+    def count_epochs(self, model: str) -> int:
+        """How many epochs have a line, which is not read."""
         path = self._log(model)
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def cut(self, model: str, epochs: int) -> None:
+    def cut(self, model: str, count: int) -> None:
         """Drop what was logged after the checkpoint that is gone on from, half a line included."""
-        path, rows = self._log(model), self.rows(model)[:epochs]
-        if [row.get("epoch") for row in rows] != list(range(1, epochs + 1)):
-            raise StudyError(f"{path} lacks lines of the {epochs} epochs that are done: start anew in another --out")
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        path, kept = self._log(model), self.epochs(model)[:count]
+        if [epoch.epoch for epoch in kept] != list(range(1, count + 1)):
+            raise StudyError(f"{path} lacks lines of the {count} epochs that are done: start anew in another --out")
+        write_atomically(path, b"".join(map(to_json, kept)))
 
     def save(self, model: str, state: dict[str, Any]) -> None:
         """Write a checkpoint and keep the one before, which `restore` falls back on if the writing is cut short."""
@@ -228,6 +242,9 @@ class RunDirectory:
             raise StudyError(
                 f"{path} is damaged ({_first_line(error)}); nothing else is lost: delete it, and --resume {rest}"
             ) from error
+
+    def _checkpoints(self) -> list[Path]:
+        return list(self.path.glob("*.ckpt"))
 
     def _log(self, model: str) -> Path:
         return self.path / f"{model}.jsonl"

@@ -21,7 +21,8 @@ from . import distributed
 from .config import Settings, StudyError
 from .data import StudyData
 from .models import build, project, widened
-from .rundir import Row, RunDirectory
+from .record import Collapse, Epoch, Seconds, SolverColumns, SolverSummary, TestPass, TrainPass
+from .rundir import RunDirectory
 
 EVALUATION_BATCH = 256
 WARM_UP = 0.05
@@ -65,20 +66,19 @@ class SolverTally:
         members = (labels[:, None] == self._classes).double()
         self._sums += members.T @ torch.stack([part.double() for part in parts], 1)
 
-    def summary(self) -> Row | None:
-        """Mean iterations, residual (of the finite ones) and converged share, in all and of each class, None where
-        there is no sample; and how many ended otherwise, of the samples of all processes. None if nothing was solved.
-        """
+    def summary(self) -> SolverSummary | None:
+        """The samples of all processes; residuals count where they are finite. None if nothing was solved."""
         sums = distributed.total(self._sums)
         rows = [dict(zip(self._FIELDS, row, strict=True)) for row in [sums.sum(0).tolist(), *sums.tolist()]]
         if not rows[0]["samples"]:
             return None
-        means = {
-            name: [row[name] / row[base] if row[base] else None for row in rows] for name, base in self._MEANS.items()
+        means: dict[str, Any] = {
+            name: tuple(row[name] / row[base] if row[base] else None for row in rows)
+            for name, base in self._MEANS.items()
         }
-        counts = {name: int(rows[0][name]) for name in ("max_iter", "nonfinite", "stalled", "skipped")}
-        per_class = {name: values[1:] for name, values in means.items()}
-        return {name: values[0] for name, values in means.items()} | counts | {"per_class": per_class}
+        overall: dict[str, Any] = {name: values[0] for name, values in means.items()}
+        overall |= {name: int(rows[0][name]) for name in ("max_iter", "nonfinite", "stalled", "skipped")}
+        return SolverSummary(**overall, per_class=SolverColumns(**{name: values[1:] for name, values in means.items()}))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Inference:
     predictions: Tensor
     labels: Tensor
     features: Tensor
-    solver: Row | None
+    solver: SolverSummary | None
 
 
 def usable(solution: deqfast.Solution) -> Tensor:
@@ -140,31 +140,21 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self._complete_optimizer()
 
-    def run_epoch(self, epoch: int, progress: tqdm[Any]) -> Row:
-        """Train for an epoch, test, and measure neural collapse when it is due: the epoch's line."""
+    def run_epoch(self, epoch: int, progress: tqdm[Any]) -> Epoch:
+        """Train for an epoch, test, and measure neural collapse when it is due."""
         clock = [time.perf_counter()]
         trained = self.train_epoch(epoch, progress)
         clock.append(time.perf_counter())
-        test = self.infer("test")
         last, every = self.settings.epochs, self.settings.metrics_every
-        confusion = confusion_matrix(test, self.data.classes)
-        tested = accuracies(confusion, self.data.majority) | {"solver": test.solver}
-        if epoch == last:
-            tested["confusion"] = confusion.tolist()
+        tested = accuracies(self.infer("test"), self.data, epoch == last)
         clock.append(time.perf_counter())
         collapse = self.measure_collapse() if epoch in (1, last) or epoch % every == 0 else None
         clock.append(time.perf_counter())
-        spent = [round(after - before, 3) for before, after in pairwise(clock)]
-        return {
-            "epoch": epoch,
-            "train": trained,
-            "test": tested,
-            "nc": collapse,
-            "seconds": dict(zip(("train", "test", "metrics"), spent, strict=True)),
-        }
+        spent = Seconds(*(round(after - before, 3) for before, after in pairwise(clock)))
+        return Epoch(epoch, trained, tested, collapse, spent)
 
-    def train_epoch(self, epoch: int, progress: tqdm[Any]) -> Row:
-        """One pass over the training images; its mean loss, accuracy on the augmented images, and solver summary."""
+    def train_epoch(self, epoch: int, progress: tqdm[Any]) -> TrainPass:
+        """One pass over the augmented training images."""
         self.network.train()
         device, settings = self.data.train_images.device, self.settings
         tally, sums = SolverTally(device, self.data.classes), torch.zeros(3, dtype=torch.float64, device=device)
@@ -173,16 +163,19 @@ class Trainer:
             rate = learning_rate(settings, (epoch - 1 + (step + 0.5) / steps) / settings.epochs)
             self.optimizer.param_groups[0]["lr"] = rate
             sums += self.train_step(images, labels, tally)
-            progress.update()
+            self._show(progress, epoch, sums)
+        distributed.share_statistics(self.network)
         loss, right, count = distributed.total(sums).tolist()
         if not math.isfinite(loss):
-            raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {settings.lr:g} is too large")
-        return {
-            "lr": rate,
-            "loss": loss / count if count else None,
-            "accuracy": 100 * right / count if count else None,
-            "solver": tally.summary(),
-        }
+            distributed.from_first(partial(_refuse_to_go_on, epoch, settings.lr))
+        mean = loss / count if count else None
+        return TrainPass(rate, mean, 100 * right / count if count else None, tally.summary())
+
+    def _show(self, progress: tqdm[Any], epoch: int, sums: Tensor) -> None:
+        """Move the bar on. Only when it was redrawn, a few times a second, are the sums fetched from the device."""
+        if progress.update():
+            loss, _, count = sums.tolist()
+            progress.set_postfix_str(f"epoch {epoch}, loss {loss / max(1, count):.3f}")
 
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
         """A step of the optimiser, if any sample of the whole batch can be kept; loss, right answers and number of this
@@ -223,12 +216,15 @@ class Trainer:
         whole = [distributed.gather(torch.cat(parts), total) for parts in (predictions, truth, features)]
         return Inference(whole[0], whole[1], whole[2], tally.summary())
 
-    def measure_collapse(self) -> Row:
-        """NC1-NC4 of the training images, not augmented, under fixed weights; None where a metric is not defined."""
+    def measure_collapse(self) -> Collapse:
+        """NC1-NC4 of the training images, not augmented, under fixed weights."""
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        return {name: value if math.isfinite(value) else None for name, value in asdict(result).items()}
+        values: dict[str, Any] = {
+            name: value if math.isfinite(value) else None for name, value in asdict(result).items()
+        }
+        return Collapse(**values)
 
 
 def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
@@ -242,9 +238,9 @@ def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) ->
     bar = {"desc": model, "unit": "batch", "disable": hidden}
     with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:
         for epoch in range(done + 1, settings.epochs + 1):
-            row = trainer.run_epoch(epoch, progress)
-            distributed.from_first(partial(keep, trainer, model, run, row))
-            progress.write(describe(model, row, settings.epochs))
+            line = trainer.run_epoch(epoch, progress)
+            distributed.from_first(partial(keep, trainer, model, run, line))
+            progress.write(describe(model, line, settings.epochs))
             sys.stdout.flush()
     return trainer
 
@@ -268,10 +264,29 @@ def restore(trainer: Trainer, model: str, run: RunDirectory) -> int:
     return int(state["epoch"])
 
 
-def keep(trainer: Trainer, model: str, run: RunDirectory, row: Row) -> None:
+def keep(trainer: Trainer, model: str, run: RunDirectory, line: Epoch) -> None:
     """Write the line and the checkpoint of a finished epoch."""
-    run.append(model, row)
-    run.save(model, trainer.state(row["epoch"]))
+    run.append(model, line)
+    run.save(model, trainer.state(line.epoch))
+
+
+def _refuse_to_go_on(epoch: int, lr: float) -> None:
+    raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {lr:g} is too large")
+
+
+def accuracies(test: Inference, data: StudyData, last: bool) -> TestPass:
+    """Percent right of each class, and the means over all, the majority's and the minority's (None if balanced)."""
+    confusion = confusion_matrix(test, data.classes)
+    per_class = 100 * confusion.diagonal().double() / confusion.sum(1)
+    split = data.majority < data.classes
+    return TestPass(
+        overall=per_class.mean().item(),
+        majority=per_class[: data.majority].mean().item() if split else None,
+        minority=per_class[data.majority :].mean().item() if split else None,
+        per_class=tuple(per_class.tolist()),
+        solver=test.solver,
+        confusion=tuple(map(tuple, confusion.tolist())) if last else None,
+    )
 
 
 def confusion_matrix(test: Inference, classes: int) -> Tensor:
@@ -279,33 +294,21 @@ def confusion_matrix(test: Inference, classes: int) -> Tensor:
     return torch.bincount(test.labels * classes + test.predictions, minlength=classes**2).view(classes, classes)
 
 
-def accuracies(confusion: Tensor, majority: int) -> Row:
-    """Percent right: of each class, and the means over all, the majority's and the minority's (None if balanced)."""
-    per_class = 100 * confusion.diagonal().double() / confusion.sum(1)
-    split = majority < len(confusion)
-    return {
-        "overall": per_class.mean().item(),
-        "majority": per_class[:majority].mean().item() if split else None,
-        "minority": per_class[majority:].mean().item() if split else None,
-        "per_class": per_class.tolist(),
-    }
-
-
 def autocast(settings: Settings) -> torch.autocast:
     """bfloat16 autocast if the settings ask for it."""
     return torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bf16")
 
 
-def describe(model: str, row: Row, epochs: int) -> str:
+def describe(model: str, line: Epoch, epochs: int) -> str:
     """A finished epoch in a line."""
-    test, solver = row["test"], row["train"]["solver"]
-    loss = "every sample was left out" if row["train"]["loss"] is None else f"loss {row['train']['loss']:.3f}"
-    parts = [f"{model:8} {row['epoch']:3}/{epochs}", loss, f"test {test['overall']:.2f} %"]
-    if test["minority"] is not None:
-        parts[-1] += f" (majority {test['majority']:.2f}, minority {test['minority']:.2f})"
+    test, solver, loss = line.test, line.train.solver, line.train.loss
+    shown = "every sample was left out" if loss is None else f"loss {loss:.3f}"
+    parts = [f"{model:8} {line.epoch:3}/{epochs}", shown, f"test {test.overall:.2f} %"]
+    if test.minority is not None:
+        parts[-1] += f" (majority {test.majority:.2f}, minority {test.minority:.2f})"
     if solver:
-        parts.append(f"{solver['iterations']:.1f} evaluations, {100 * solver['converged']:.1f} % converged")
-        if solver["skipped"]:
-            parts.append(f"{solver['skipped']} left out")
-    parts.append(f"{sum(row['seconds'].values()):.0f} s")
+        parts.append(f"{solver.iterations:.1f} evaluations, {100 * (solver.converged or 0):.1f} % converged")
+        if solver.skipped:
+            parts.append(f"{solver.skipped} left out")
+    parts.append(f"{line.seconds.total:.0f} s")
     return "  ".join(parts)

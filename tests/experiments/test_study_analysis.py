@@ -6,9 +6,9 @@ import pytest
 import torch
 from nc_study.analysis import analyse, first_images, spectral_radius
 from nc_study.config import StudyError, settings_from
-from nc_study.data import Source, load
 from nc_study.models import build
 from nc_study.rundir import read_arrays, write_arrays
+from study_helpers import shapes_data
 
 TINY = {"dataset": "shapes", "device": "cpu", "kernel": "torch", "width": 1, "n_majority": 80, "ratio": 8}
 SETTINGS = settings_from("cifar_lt", test_images=20, **TINY)
@@ -16,7 +16,7 @@ SETTINGS = settings_from("cifar_lt", test_images=20, **TINY)
 
 @pytest.fixture(scope="module")
 def data():
-    return load(Source("shapes", ""), SETTINGS, torch.device("cpu"))
+    return shapes_data(SETTINGS)
 
 
 def test_every_class_is_shown_equally_often_where_it_has_the_images(data):
@@ -40,8 +40,8 @@ def test_the_spectral_radius_is_that_of_the_whole_jacobian(data):
 
 
 def test_an_explicit_network_has_features_and_no_radius(data, tmp_path):
-    summary, arrays = analyse(build("explicit", SETTINGS), data)
-    assert summary == {"spectral_radius": None}
+    radius, arrays = analyse(build("explicit", SETTINGS), data)
+    assert radius is None
     assert arrays["features"].shape == (3 * 50 + 7 * 10, 8) and arrays["labels"].shape == (220,)
     write_arrays(tmp_path / "features.npz", {"explicit": arrays})
     back = read_arrays(tmp_path / "features.npz")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nc_study.config import PRESETS, Settings, SettingsError, parse, settings_from
+from nc_study.config import PRESETS, Settings, SettingsError, as_arguments, parse, settings_from
 
 
 def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
@@ -29,8 +29,7 @@ def test_every_setting_of_a_preset_can_be_overridden():
     given = {"width": 3, "n_majority": 30, "test_images": 40, "epochs": 5, "batch_size": 7, "lr": 0.5}
     given |= {"schedule": "constant", "metrics_every": 4, "precision": "bf16"}
     assert set(given) == set(PRESETS["quick"])
-    arguments = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    settings = parse("cifar_lt", None, ["--preset", "quick", *arguments])
+    settings = parse("cifar_lt", None, ["--preset", "quick", *as_arguments(given)])
     assert {name: getattr(settings, name) for name in given} == given
 
 
@@ -67,9 +66,9 @@ def test_cuda_without_a_gpu_is_an_error(monkeypatch):
         settings_from("cifar_lt", device="cuda")
 
 
-def test_the_balanced_study_knows_no_imbalance(capsys):
+def test_the_balanced_study_knows_no_imbalance():
     settings = settings_from("cifar_balanced", device="cpu")
-    assert settings.majority is None and settings.ratio is None and "balanced" in settings.run_name
+    assert settings.setting.majority is None and settings.setting.ratio is None and "balanced" in settings.run_name
     with pytest.raises(SystemExit):
         parse("cifar_balanced", None, ["--ratio", "10"])
 
@@ -84,8 +83,8 @@ def test_help_explains_every_option(capsys):
     assert "quick: 16" in text and "About the study." in text
 
 
-def test_what_may_differ_on_resume_is_where_the_files_are_and_how_many_threads_work():
+def test_where_the_files_are_and_how_many_threads_work_is_not_of_the_experiment():
     one = settings_from("cifar_lt", device="cpu", out="a", data_root="b", threads=1, resume=True)
     other = settings_from("cifar_lt", device="cpu", out="c", data_root="d", threads=2)
-    assert one.identity() == other.identity()
-    assert one.identity() != settings_from("cifar_lt", device="cpu", lr=0.3).identity()
+    assert one.experiment == other.experiment
+    assert one.experiment != settings_from("cifar_lt", device="cpu", lr=0.3).experiment

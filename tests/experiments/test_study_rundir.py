@@ -6,14 +6,13 @@ import errno
 import json
 import os
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import EXPERIMENTS
 from nc_study.config import StudyError, settings_from
-from nc_study.rundir import FORMAT, RunDirectory, check_space, prepare_out, read_json, write_atomically
+from nc_study.record import FORMAT, Failure
+from nc_study.rundir import RunDirectory, check_space, prepare_out, write_atomically
+from study_helpers import made_up_epoch, made_up_settings, python
 
 
 @pytest.fixture
@@ -56,12 +55,14 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch)
 
 def test_a_real_limit_on_file_size_is_an_error_in_a_line(tmp_path):
     program = (
-        f"import sys; sys.path.insert(0, {str(EXPERIMENTS)!r})\n"
         "from pathlib import Path; from nc_study.rundir import write_atomically\n"
         f"write_atomically(Path({str(tmp_path)!r}) / 'file', b'x' * 100_000)"
     )
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # noqa: E731
-    done = subprocess.run([sys.executable, "-c", program], preexec_fn=limit, capture_output=True, text=True)
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+    done = python("-c", program, preexec_fn=limit)
     assert "file: File too large" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
@@ -124,18 +125,19 @@ def test_a_checkpoint_that_would_run_code_is_refused(run):
 
 
 def test_lines_after_the_checkpoint_are_dropped(run):
-    for epoch in (1, 2, 3):
-        run.append("deq", {"epoch": epoch})
+    lines = [made_up_epoch(number, made_up_settings(), deq=True) for number in (1, 2, 3)]
+    for line in lines:
+        run.append("deq", line)
     with open(run.path / "deq.jsonl", "a") as file:
         file.write('{"epoch": 4, "te')
-    assert [row["epoch"] for row in run.rows("deq")] == [1, 2, 3]
+    assert run.epochs("deq") == lines and run.count_epochs("deq") == 3
     run.cut("deq", 2)
-    run.append("deq", {"epoch": 3})
-    assert [json.loads(line)["epoch"] for line in (run.path / "deq.jsonl").read_text().splitlines()] == [1, 2, 3]
+    run.append("deq", lines[2])
+    assert run.epochs("deq") == lines and len((run.path / "deq.jsonl").read_text().splitlines()) == 3
 
 
 def test_missing_lines_are_an_error(run):
-    run.append("deq", {"epoch": 1})
+    run.append("deq", made_up_epoch(1, made_up_settings(), deq=True))
     with pytest.raises(StudyError, match="deq.jsonl lacks lines of the 2 epochs that are done"):
         run.cut("deq", 2)
 
@@ -147,25 +149,26 @@ def test_a_run_with_epochs_is_not_overwritten(run):
     with pytest.raises(StudyError, match="holds an unfinished run of this kind: --resume goes on"):
         run.start(settings(lr=0.3))
     run.start(settings(lr=0.3, resume=True))
-    run.result.write_text("{}")
+    (run.path / "result.json").write_text("{}")
     with pytest.raises(StudyError, match="holds a finished run"):
         run.start(settings(lr=0.3))
 
 
-@pytest.mark.parametrize("amp", [False, True])
-def test_a_run_begun_before_there_were_precision_and_compile_goes_on_as_what_it_was(run, amp):
-    now = settings(resume=True, precision="bf16" if amp else "fp32")
-    before = {name: value for name, value in now.identity().items() if name not in ("precision", "compile")}
+@pytest.mark.parametrize("file", ["settings.json", "result.json"])
+def test_a_run_of_an_older_format_is_refused(run, file):
     run.start(settings())
-    (run.path / "settings.json").write_text(json.dumps(before | {"format": FORMAT, "amp": amp, "threads": 2}))
     run.save("deq", {"epoch": 1})
-    if not amp:
-        run.start(now)
-        with pytest.raises(StudyError, match="begun with --precision fp32, not bf16"):
-            run.start(settings(resume=True, precision="bf16"))
-    else:
-        with pytest.raises(StudyError, match="begun with --precision bf16 in all of the network, not bf16"):
-            run.start(now)
+    (run.path / file).write_text(json.dumps({"format": FORMAT - 1}))
+    with pytest.raises(StudyError, match=f"{file} was written by an older version of this project: .* another --out"):
+        run.start(settings(resume=True))
+
+
+def test_why_a_run_failed_is_kept_until_it_is_tried_again(run):
+    assert not run.failed and run.failure is None
+    run.fail(failure := Failure("no", "python x.py", "2026-01-01T00:00:00+00:00"))
+    assert run.failed and run.failure == failure
+    run.fail(None)
+    assert not run.failed
 
 
 def test_another_setting_is_named_on_resume(run):
@@ -176,14 +179,14 @@ def test_another_setting_is_named_on_resume(run):
     run.start(settings(lr=0.3, resume=True, out="elsewhere", data_root="elsewhere"))
 
 
-def test_damaged_settings_are_named(run):
+@pytest.mark.parametrize(("damage", "message"), [("{", "settings.json cannot be read"), (None, "is missing")])
+def test_damaged_settings_are_named(run, damage, message):
     run.start(settings())
     run.save("deq", {"epoch": 1})
-    (run.path / "settings.json").write_text("{")
-    with pytest.raises(StudyError, match="settings.json cannot be read"):
+    path = run.path / "settings.json"
+    path.unlink() if damage is None else path.write_text(damage)
+    with pytest.raises(StudyError, match=message):
         run.start(settings(resume=True))
-    with pytest.raises(StudyError, match="absent.json cannot be read"):
-        read_json(run.path / "absent.json")
 
 
 def test_a_second_process_is_kept_out(tmp_path):

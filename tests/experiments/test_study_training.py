@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import copy
-import json
+import dataclasses
 import math
 
 import pytest
 import torch
-from conftest import as_default_dtype, float64
 from nc_study import training
 from nc_study.config import StudyError, settings_from
-from nc_study.data import Source, load
-from nc_study.training import (
-    SolverTally,
-    Trainer,
-    accuracies,
-    confusion_matrix,
-    learning_rate,
-    sample_losses,
-    usable,
-)
+from nc_study.record import Epoch, from_json, to_json
+from nc_study.training import Inference, SolverTally, Trainer, accuracies, learning_rate, sample_losses, usable
+from study_helpers import CPU, float64, shapes_data
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from deqfast import Solution, Status
-
-CPU = torch.device("cpu")
 
 
 def trainer(model="deq", **given):
     tiny = {"dataset": "shapes", "device": "cpu", "kernel": "torch", "width": 1, "n_majority": 16, "ratio": 4}
     tiny |= {"test_images": 20, "epochs": 2, "batch_size": 16, **given}
     settings = settings_from("cifar_lt", **tiny)
-    return Trainer(model, settings, as_default_dtype(load(Source("shapes", ""), settings, CPU)))
+    return Trainer(model, settings, shapes_data(settings))
 
 
 def solution(status, residual):
@@ -67,17 +57,12 @@ def test_the_tally_counts_every_kind_and_every_class():
     tally.add(MIXED, torch.tensor([0, 0, 1, 1, 1, 3]))
     tally.add(solution([Status.CONVERGED] * 2, [1e-4, 1e-4]), torch.tensor([3, 0]))
     summary = tally.summary()
-    assert {name: summary[name] for name in ("max_iter", "nonfinite", "stalled", "skipped")} == {
-        "max_iter": 2,
-        "nonfinite": 2,
-        "stalled": 1,
-        "skipped": 3,
-    }
-    assert summary["converged"] == pytest.approx(3 / 8)
-    assert summary["iterations"] == pytest.approx((21 + 3) / 8)
-    assert summary["residual"] == pytest.approx((1e-4 + 0.5 + 1.5 + 0.2 + 1e-2 + 2e-4) / 7)  # of the finite ones
-    assert summary["per_class"]["iterations"] == pytest.approx([(1 + 2 + 2) / 3, (3 + 4 + 5) / 3, None, (6 + 1) / 2])
-    assert summary["per_class"]["converged"] == pytest.approx([2 / 3, 0, None, 1 / 2])
+    assert (summary.max_iter, summary.nonfinite, summary.stalled, summary.skipped) == (2, 2, 1, 3)
+    assert summary.converged == pytest.approx(3 / 8)
+    assert summary.iterations == pytest.approx((21 + 3) / 8)
+    assert summary.residual == pytest.approx((1e-4 + 0.5 + 1.5 + 0.2 + 1e-2 + 2e-4) / 7)  # of the finite ones
+    assert summary.per_class.iterations == pytest.approx(((1 + 2 + 2) / 3, (3 + 4 + 5) / 3, None, (6 + 1) / 2))
+    assert summary.per_class.converged == pytest.approx((2 / 3, 0, None, 1 / 2))
 
 
 def test_the_loss_is_that_of_the_samples_kept_alone():
@@ -119,9 +104,9 @@ def test_left_out_samples_are_counted_and_the_rest_trains(monkeypatch):
     spoil(monkeypatch, slice(0, 2))
     one = trainer()
     before = one.network.classifier.weight.clone()
-    row = one.train_epoch(1, tqdm(disable=True))
-    assert row["solver"]["skipped"] == 2 * one.data.steps(16)
-    assert math.isfinite(row["loss"]) and not torch.equal(one.network.classifier.weight, before)
+    trained = one.train_epoch(1, tqdm(disable=True))
+    assert trained.solver.skipped == 2 * one.data.steps(16)
+    assert math.isfinite(trained.loss) and not torch.equal(one.network.classifier.weight, before)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -132,9 +117,9 @@ def test_without_a_usable_sample_no_step_is_taken(monkeypatch, trained):
     spoil(monkeypatch, slice(None))
     before = [tensor.clone() for tensor in weights_and_momenta(one)]
     assert any(momentum.any() for momentum in momenta(one)) == trained
-    row = one.train_epoch(2, tqdm(disable=True))
-    assert row["loss"] is None and row["accuracy"] is None
-    assert row["solver"]["skipped"] == len(one.data.train_images)
+    after = one.train_epoch(2, tqdm(disable=True))
+    assert after.loss is None and after.accuracy is None
+    assert after.solver.skipped == len(one.data.train_images)
     assert all(torch.equal(a, b) for a, b in zip(weights_and_momenta(one), before, strict=True))
     assert "every sample was left out" in training.describe("deq", one.run_epoch(2, tqdm(disable=True)), 2)
 
@@ -164,8 +149,8 @@ def test_the_fused_optimiser_is_sgd_to_rounding_also_after_an_older_checkpoint()
     for epoch in (1, 2):
         fused.load(copy.deepcopy(plain.state(epoch - 1)))
         assert fused.optimizer.param_groups[0]["fused"] and not plain.optimizer.param_groups[0]["fused"]
-        rows = [one.train_epoch(epoch, tqdm(disable=True)) for one in (fused, plain)]
-        assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-9)
+        losses = [one.train_epoch(epoch, tqdm(disable=True)).loss for one in (fused, plain)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-9)
         for ours, theirs in zip(weights_and_momenta(fused), weights_and_momenta(plain), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
 
@@ -205,7 +190,7 @@ def test_a_real_nonfinite_sample_is_left_out_and_harms_no_other():
     tally = SolverTally(CPU, 10)
     loss, _, kept = one.train_step(images, labels, tally).tolist()
     assert kept == 15 and math.isfinite(loss)
-    assert tally.summary()["nonfinite"] == tally.summary()["skipped"] == 1
+    assert tally.summary().nonfinite == tally.summary().skipped == 1
     assert all(parameter.isfinite().all() for parameter in one.network.last.parameters())
 
 
@@ -226,41 +211,47 @@ def test_learning_rates():
 
 
 @pytest.mark.parametrize("model", ["explicit", "deq"])
-def test_an_epochs_line_says_it_all_in_json(model):
+def test_an_epochs_line_says_it_all(model):
     one = trainer(model, e_w=0.01, e_h=0.5)
-    row = json.loads(json.dumps(one.run_epoch(1, tqdm(disable=True)), allow_nan=False))
-    assert set(row) == {"epoch", "train", "test", "nc", "seconds"}
-    assert set(row["seconds"]) == {"train", "test", "metrics"}
-    assert (row["train"]["solver"] is None) == (row["test"]["solver"] is None) == (model == "explicit")
-    assert {"nc1", "nc2", "nc3", "nc4", "nc2_paper", "nc3_centered", "rank"} <= set(row["nc"])
+    line = one.run_epoch(1, tqdm(disable=True))
+    assert from_json(Epoch, to_json(line)) == line
+    assert (line.train.solver is None) == (line.test.solver is None) == (model == "explicit")
+    assert line.nc.nc4 is not None and line.nc.num_classes == 10 and line.test.confusion is None
     assert one.network.classifier.weight.square().sum() <= 0.1 + 1e-6
+    assert "loss" in training.describe(model, line, 2)
 
 
 def test_metrics_are_measured_when_due_and_at_both_ends():
     one = trainer("explicit", epochs=5, metrics_every=2)
-    measured = [epoch for epoch in range(1, 6) if one.run_epoch(epoch, tqdm(disable=True))["nc"]]
-    assert measured == [1, 2, 4, 5]
+    lines = [one.run_epoch(epoch, tqdm(disable=True)) for epoch in range(1, 6)]
+    assert [line.epoch for line in lines if line.nc] == [1, 2, 4, 5]
+    assert [line.epoch for line in lines if line.test.confusion] == [5]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_the_bar_shows_the_loss_from_the_first_step_on(hidden, tmp_path):
+    one = trainer("explicit")
+    with open(tmp_path / "bar", "w") as file:
+        bar = tqdm(total=one.data.steps(16), file=file, disable=hidden, mininterval=0)
+        one.train_epoch(1, bar)
+        bar.close()
+    shown = (tmp_path / "bar").read_text().count("epoch 1, loss ")
+    assert shown == 0 if hidden else shown >= one.data.steps(16)
 
 
 def test_accuracy_is_the_mean_over_classes():
+    data = trainer("explicit").data
     truth = torch.arange(10).repeat_interleave(2)
     predictions = torch.where(truth < 3, truth, 0)
     predictions[truth == 5] = torch.tensor([5, 7])
-    confusion = confusion_matrix(training.Inference(predictions, truth, torch.zeros(20, 1), None), 10)
-    assert confusion.sum() == 20 and confusion[5].tolist() == [0, 0, 0, 0, 0, 1, 0, 1, 0, 0] and confusion[4, 0] == 2
-    found = accuracies(confusion, 3)
-    assert found["majority"] == 100
-    assert found["minority"] == pytest.approx(50 / 7)
-    assert found["overall"] == pytest.approx(0.3 * 100 + 0.7 * 50 / 7)
-    assert found["per_class"][5] == 50
-    assert accuracies(confusion, 10)["minority"] is None
-
-
-def test_the_last_epochs_line_holds_the_confusion_matrix():
-    one = trainer("explicit", epochs=2)
-    lines = [one.run_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2)]
-    assert "confusion" not in lines[0]["test"]
-    assert sum(map(sum, lines[1]["test"]["confusion"])) == 20
+    found = accuracies(Inference(predictions, truth, torch.zeros(20, 1), None), data, last=True)
+    assert found.majority == 100
+    assert found.minority == pytest.approx(50 / 7)
+    assert found.overall == pytest.approx(0.3 * 100 + 0.7 * 50 / 7)
+    assert found.per_class[5] == 50
+    assert sum(map(sum, found.confusion)) == 20 and found.confusion[5] == (0, 0, 0, 0, 0, 1, 0, 1, 0, 0)
+    balanced = dataclasses.replace(data, majority=10)
+    assert accuracies(Inference(predictions, truth, torch.zeros(20, 1), None), balanced, last=False).minority is None
 
 
 def test_training_does_not_touch_the_global_random_state():

@@ -1,0 +1,214 @@
+"""What Sun & Shi (NeurIPS 2024, arXiv 2410.23391) print: the numbers of Tables 1 to 4, the settings behind each
+table and figure, and every claim that the study or the layer-peeled problems can judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .config import CLASSES, MODELS, PRESETS, Experiment, Setting, StudyError, flag_of
+from .record import COLLAPSE, GROUPS, Accuracy, Spread
+
+RATIOS = (10, 50, 100)
+DATA_SETS = {"cifar": ("cifar10", "cifar100")}
+"""What --dataset may name beside a single data set."""
+
+# (K_A, R); the balanced case has neither.
+Imbalance = tuple[int | None, int | None]
+_BALANCED: Imbalance = (None, None)
+TABLES: dict[str, tuple[Imbalance, ...]] = {
+    "1": (_BALANCED,),
+    **{table: tuple((majority, ratio) for ratio in RATIOS) for table, majority in (("2", 3), ("3", 5), ("4", 7))},
+}
+FIGURES: dict[str, tuple[Imbalance, ...]] = {
+    "2": ((3, 10),),
+    "3": (_BALANCED, (5, 100)),
+    "4": ((3, 100),),
+    "5": ((7, 100),),
+}
+
+# Percent. K_A, data, R | explicit: overall, majority, minority | DEQ: the same.
+_IMBALANCED = """
+3 cifar10   10 | 72.57±0.25 96.40±0.32 62.36±0.12 | 73.84±0.72 96.68±0.87 64.06±0.66
+3 cifar10   50 | 44.32±0.23 96.80±0.29 21.83±0.20 | 46.08±1.06 96.63±0.98 24.42±1.32
+3 cifar10  100 | 32.14±0.81 91.67±0.61 6.64±0.99 | 34.18±1.28 93.33±1.36 8.83±1.08
+3 cifar100  10 | 41.41±0.56 73.03±0.62 27.86±0.39 | 43.72±0.60 74.16±0.82 30.67±0.53
+3 cifar100  50 | 28.18±0.42 74.53±0.55 8.31±0.38 | 30.46±1.27 73.63±0.95 11.96±1.66
+3 cifar100 100 | 23.43±0.92 73.46±0.56 1.99±1.06 | 24.78±1.93 74.89±0.88 3.31±2.45
+5 cifar10   10 | 80.73±0.48 94.18±0.56 67.80±0.35 | 81.36±1.03 93.14±1.81 69.58±0.66
+5 cifar10   50 | 63.08±0.87 91.02±0.89 35.14±0.65 | 65.03±1.90 90.88±2.83 39.18±1.46
+5 cifar10  100 | 44.86±1.43 89.32±0.79 0.40±3.86 | 46.09±1.77 90.20±0.85 1.26±4.93
+5 cifar100  10 | 52.62±0.86 74.10±1.03 31.10±0.70 | 53.31±0.98 72.90±1.65 33.72±0.79
+5 cifar100  50 | 41.62±0.68 73.94±0.25 9.30±1.10 | 44.07±2.04 75.98±1.75 12.16±3.75
+5 cifar100 100 | 37.33±2.29 74.24±1.13 0.42±3.04 | 39.11±2.46 75.79±0.96 2.42±5.89
+7 cifar10   10 | 83.17±0.40 89.09±0.36 69.37±0.49 | 83.78±1.85 88.98±1.99 71.65±1.63
+7 cifar10   50 | 66.91±0.39 80.90±0.57 34.26±0.30 | 69.47±1.86 82.91±2.22 38.12±1.61
+7 cifar10  100 | 53.27±0.81 75.12±0.74 2.30±1.01 | 56.74±0.98 78.81±0.67 5.20±1.91
+7 cifar100  10 | 59.11±0.84 71.93±0.65 29.20±0.92 | 60.51±0.88 72.90±1.19 31.13±0.83
+7 cifar100  50 | 51.71±1.02 72.20±0.66 3.90±1.29 | 52.99±1.86 72.99±0.98 6.33±2.35
+7 cifar100 100 | 50.72±0.60 72.46±0.58 0.00±0.00 | 51.79±0.92 73.98±0.66 0.00±0.00
+"""
+_BALANCED_ACCURACY = """
+cifar10  | 93.05±0.17 | 93.23±0.13
+cifar100 | 64.35±0.20 | 64.77±0.36
+"""
+
+
+def _accuracies(columns: list[str]) -> dict[str, Accuracy]:
+    networks = {}
+    for model, column in zip(MODELS, columns, strict=True):
+        pairs = [value.split("±") for value in column.split()]
+        networks[model] = Accuracy(*(Spread(float(mean), float(std)) for mean, std in pairs))
+    return networks
+
+
+def _numbers() -> dict[Setting, dict[str, Accuracy]]:
+    numbers = {}
+    for line in _IMBALANCED.strip().splitlines():
+        key, *columns = line.split("|")
+        majority, dataset, ratio = key.split()
+        numbers[Setting(dataset, int(majority), int(ratio))] = _accuracies(columns)
+    for line in _BALANCED_ACCURACY.strip().splitlines():
+        key, *columns = line.split("|")
+        numbers[Setting(key.strip())] = _accuracies(columns)
+    return numbers
+
+
+PAPER = _numbers()
+"""Setting to network to the accuracy in percent: mean and deviation over the last ten epochs."""
+
+INCONSISTENT = frozenset(
+    {
+        (Setting("cifar10", 5, 10), "explicit"),
+        (Setting("cifar10", 5, 100), "deq"),
+        (Setting("cifar100", 7, 10), "deq"),
+    }
+)
+"""Entries printed with an overall accuracy that is not the class mean of the other two."""
+
+
+def on_cifar(setting: Setting) -> Setting:
+    """The paper's setting of the same imbalance and number of classes: shapes stand in for CIFAR."""
+    return replace(setting, dataset="cifar10" if CLASSES[setting.dataset] == 10 else "cifar100")
+
+
+def differences(experiment: Experiment) -> list[str]:
+    """In what a run is not the paper's experiment; empty if in nothing."""
+    found = []
+    if experiment.dataset.startswith("shapes"):
+        found.append(f"{experiment.dataset}, not CIFAR")
+    wanted = {"solver": "broyden", "tol": 1e-3, "max_iter": 20, "momentum": 0.9, "weight_decay": 5e-4}
+    # The bounds are the paper's; how it kept them it does not say.
+    bounds = {"e_w": (None, 0.01), "e_h": (None, 0.01)}
+    for name, allowed in bounds.items():
+        if getattr(experiment, name) not in allowed:
+            found.append(f"{flag_of(name)[2:]} {getattr(experiment, name)} instead of {allowed[-1]}")
+    for name, value in {**PRESETS["paper"], **wanted}.items():
+        value = value[experiment.classes] if isinstance(value, dict) else value
+        if name != "metrics_every" and getattr(experiment, name) != value:
+            found.append(f"{flag_of(name)[2:]} {getattr(experiment, name)} instead of {value}")
+    return found
+
+
+def settings_of(tables: str | None, figures: str | None, dataset: str) -> list[Setting]:
+    """The settings behind comma-separated numbers, or "all", of tables and figures, each once, in the paper's order.
+
+    With dataset "cifar" the tables take both CIFAR sets and the figures, as in the paper, CIFAR-10.
+    """
+    named = DATA_SETS.get(dataset, (dataset,))
+    chosen = _chosen("--table", tables, TABLES)
+    found = [Setting(name, *imbalance) for table in chosen for name in named for imbalance in TABLES[table]]
+    for figure in _chosen("--figure", figures, FIGURES):
+        found += [Setting(named[0], *imbalance) for imbalance in FIGURES[figure]]
+    return list(dict.fromkeys(found))
+
+
+def _chosen(flag: str, text: str | None, known: dict[str, tuple[Imbalance, ...]]) -> list[str]:
+    if text is None:
+        return []
+    numbers = list(known) if text == "all" else text.split(",")
+    for number in numbers:
+        if number not in known:
+            raise StudyError(f"{flag} {text}: all, or some of {', '.join(known)} with commas between")
+    return numbers
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement about one quantity (a key of QUANTITIES) of the DEQ beside that of the explicit network."""
+
+    text: str
+    source: str
+    quantity: str
+    expected: str
+    """What the DEQ's is: "higher", "lower" or "alike"."""
+    balanced: bool = False
+
+
+QUANTITIES = {
+    **{name: name.upper() for name in COLLAPSE},
+    **{f"{name}_centered": f"{name.upper()}, centred" for name in ("nc2", "nc3")},
+    **{group: f"accuracy, {group}" for group in GROUPS},
+}
+"""What a claim may be about, as the tables name it."""
+
+CENTRED = "not in the paper, see below"
+"""The source of the claims that were added to the paper's."""
+
+_CURVES = "theorem 4.1, figures 3b, 4, 5"
+CLAIMS = (
+    Claim("Imbalanced: the DEQ's overall accuracy is higher", "Tables 2-4", "overall", "higher"),
+    Claim("Imbalanced: the DEQ's accuracy on the majority is higher", "Tables 2-4", "majority", "higher"),
+    Claim("Imbalanced: the DEQ's accuracy on the minority is higher", "Tables 2-4", "minority", "higher"),
+    Claim("Imbalanced: NC1 of both is alike at the end", "section 5.3, figures 3b, 4, 5", "nc1", "alike"),
+    Claim("Imbalanced: the DEQ is nearer to the ETF, NC2 is lower", _CURVES, "nc2", "lower"),
+    Claim("Imbalanced: the DEQ is nearer to self-duality, NC3 is lower", _CURVES, "nc3", "lower"),
+    Claim("Imbalanced: NC2 is lower with centred class means too", CENTRED, "nc2_centered", "lower"),
+    Claim("Imbalanced: NC3 is lower with centred class means too", CENTRED, "nc3_centered", "lower"),
+    Claim("Balanced: the DEQ's accuracy is higher, if marginally", "Table 1", "overall", "higher", balanced=True),
+    Claim("Balanced: NC1 of both is alike at the end", "theorem 3.1, figure 3a", "nc1", "alike", balanced=True),
+    Claim("Balanced: NC2 of both is alike at the end", "theorem 3.1, figure 3a", "nc2", "alike", balanced=True),
+    Claim("Balanced: NC3 of both is alike at the end", "theorem 3.1, figure 3a", "nc3", "alike", balanced=True),
+)
+
+
+@dataclass(frozen=True)
+class TheoryClaim:
+    """A statement about the optima of the layer-peeled problems (7), (9) and (10), and where it stands."""
+
+    source: str
+    text: str
+
+
+_LOWER_BOUND = "lower bound of the loss, its constant {name}"
+_REPAIRED_BOUND = "that bound, its constant repaired, is the infimum"
+_LOWER_LOSS = "the DEQ reaches a lower loss"
+
+THEORY = {
+    "balanced nc1": TheoryClaim("Theorem 3.1, NC1", "features collapse to class means"),
+    "balanced nc2": TheoryClaim("Theorem 3.1, NC2", "class means form a simplex ETF"),
+    "balanced nc3": TheoryClaim("Theorem 3.1, NC3", "self-duality"),
+    "balanced gram": TheoryClaim("Theorem 3.1, NC2", "W W^T = sqrt(E_W/E_H) W H = K E_W/(K-1) (I - 11^T/K)"),
+    "balanced loss": TheoryClaim("Theorem B.3", _LOWER_LOSS),
+    "bound explicit": TheoryClaim("(22)", _LOWER_BOUND),
+    "bound deq": TheoryClaim("(33)", _LOWER_BOUND),
+    "repaired explicit": TheoryClaim("(22)", _REPAIRED_BOUND),
+    "repaired deq": TheoryClaim("(33)", _REPAIRED_BOUND),
+    "two classes": TheoryClaim("(33)", "lower bound (repaired), two classes, E_H > 1/2"),
+    "imbalanced nc1": TheoryClaim("Theorem 4.1, NC1", "features collapse to class means"),
+    "imbalanced nc2 condition": TheoryClaim(
+        "Theorem 4.1, NC2", "condition E_H < 2 S_ij - m_ij < 1/(1-E_H) for all i, j"
+    ),
+    "imbalanced nc2": TheoryClaim("Theorem 4.1, NC2", "Gram matrix of the DEQ nearer to the ETF, {scale}, {name}"),
+    "imbalanced nc3 condition": TheoryClaim("Theorem 4.1, NC3", "condition E_H/(E_W+E_H) + E_H(1-E_H) < 2"),
+    "imbalanced nc3": TheoryClaim("Theorem 4.1, NC3", "cos(h_k, w_k) larger for the DEQ in every class, {name}"),
+    "imbalanced loss": TheoryClaim("Section 4", _LOWER_LOSS),
+    "majority_nc1": TheoryClaim("Proposition 4.2", "majority features collapse to class means"),
+    "majority_nc2": TheoryClaim("Proposition 4.2", "majority class means form a K_A-simplex ETF"),
+    "majority_nc2_centered": TheoryClaim("Proposition 4.2", "they do so after centring"),
+    "minority_weight": TheoryClaim("Proposition 4.2", "minority classifiers are 0"),
+    "minority_feature": TheoryClaim("Proposition 4.2", "minority features are 0"),
+    "minority_spread": TheoryClaim("Fang et al., Theorem 5", "minority classifiers are equal (Fang et al.)"),
+    "limit alike": TheoryClaim("Proposition 4.2", "explicit network and DEQ nearly alike"),
+}
+"""Claims about the optima; `{name}` and `{scale}` stand for the variant that is judged. The keys of Proposition 4.2
+name the quantity in the record. Fang et al.: PNAS 2021."""

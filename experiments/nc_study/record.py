@@ -1,0 +1,351 @@
+"""What a run writes down, as types: a line per epoch, and the result. Every file is read back by the type it was
+written from, so that a file of an older format or a damaged one is an error that names the place."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from .config import Experiment, Setting, StudyError
+
+FORMAT = 3
+"""Version of what a run writes: it rises when its files change a name or a meaning."""
+
+AVERAGED = 10
+"""Epochs at the end over which accuracies are averaged, as in the paper."""
+
+GROUPS = ("overall", "majority", "minority")
+COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
+SOLVER_MEANS = ("iterations", "residual", "converged")
+
+Number = float | None
+"""A number that may be undefined: a mean of nothing, a metric of coinciding class means."""
+
+T = TypeVar("T")
+
+
+class OtherFormat(StudyError):
+    """A file that another version of this project has written."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation."""
+
+    mean: float
+    std: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value; the deviation of a single one is 0."""
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}±{self.std:.2f}"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Test accuracies in percent, mean over the classes of a group; a balanced study has no minority."""
+
+    overall: Spread
+    majority: Spread | None = None
+    minority: Spread | None = None
+
+
+@dataclass(frozen=True)
+class SolverColumns:
+    """Means over samples, a value for each class or each epoch; None where there was no sample."""
+
+    iterations: tuple[Number, ...]
+    residual: tuple[Number, ...]
+    """Relative, over the samples that stayed finite."""
+    converged: tuple[Number, ...]
+    """Share, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class SolverSummary:
+    """The solves of one pass over the data, or of several: means over the samples (of a run: means of its epochs), how
+    many samples did not converge and how they ended, and the means of each class (of a run: of its last epoch)."""
+
+    iterations: Number
+    residual: Number
+    converged: Number
+    max_iter: int
+    nonfinite: int
+    stalled: int
+    skipped: int
+    """Samples left out of the loss."""
+    per_class: SolverColumns
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """`deqfast.NCResult` of the training images, None where a metric is not defined."""
+
+    nc1: Number
+    rank: int
+    condition: Number
+    nc2: Number
+    nc2_paper: Number
+    nc2_centered: Number
+    nc3: Number
+    nc3_centered: Number
+    nc4: Number
+    num_classes: int
+    excluded: int
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall-clock time."""
+
+    train: float
+    test: float
+    metrics: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.train + self.test + self.metrics
+
+
+@dataclass(frozen=True)
+class TrainPass:
+    """Training for an epoch; loss and accuracy (percent, of the augmented images) are None if no sample was kept."""
+
+    lr: float
+    loss: Number
+    accuracy: Number
+    solver: SolverSummary | None
+
+
+@dataclass(frozen=True)
+class TestPass:
+    """Test accuracies in percent after an epoch, and, after the last one, the confusion matrix: row i counts the images
+    of class i by the class they were taken for."""
+
+    __test__ = False  # no test case, whatever pytest makes of the name
+
+    overall: float
+    majority: Number
+    minority: Number
+    per_class: tuple[float, ...]
+    solver: SolverSummary | None
+    confusion: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The line of a finished epoch; `nc` is None where neural collapse was not measured."""
+
+    epoch: int
+    train: TrainPass
+    test: TestPass
+    nc: Collapse | None
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class SolverCurves(SolverColumns):
+    """The course of the solver on all training images, and its means over the classes of a group."""
+
+    skipped: tuple[int, ...]
+    majority: SolverColumns
+    minority: SolverColumns
+
+
+@dataclass(frozen=True)
+class CollapseCurves:
+    """The metrics at the epochs at which they were measured."""
+
+    epoch: tuple[int, ...]
+    nc1: tuple[Number, ...]
+    nc2: tuple[Number, ...]
+    nc3: tuple[Number, ...]
+    nc4: tuple[Number, ...]
+
+    def __post_init__(self) -> None:
+        _same_length(self, "epoch", *COLLAPSE)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The course of a training as columns, a value per epoch."""
+
+    epoch: tuple[int, ...]
+    lr: tuple[float, ...]
+    loss: tuple[Number, ...]
+    train_accuracy: tuple[Number, ...]
+    overall: tuple[float, ...]
+    majority: tuple[Number, ...]
+    minority: tuple[Number, ...]
+    nc: CollapseCurves
+    solver: SolverCurves | None
+
+    def __post_init__(self) -> None:
+        if not self.epoch:
+            raise ValueError("curves of no epoch")
+        _same_length(self, "epoch", "lr", "loss", "train_accuracy", *GROUPS)
+        for part in (self.solver, self.solver.majority, self.solver.minority) if self.solver else ():
+            _same_length(part, *SOLVER_MEANS, length=len(self.epoch))
+
+
+@dataclass(frozen=True)
+class SpectralRadius:
+    """Radius of the Jacobian df/dz at the fixed points of some training images, and the classes of these."""
+
+    labels: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _same_length(self, "labels", "values")
+
+
+@dataclass(frozen=True)
+class NetworkResult:
+    """What came of one network: accuracy over the last `epochs_averaged` epochs, all else after the last one."""
+
+    parameters: int
+    accuracy: Accuracy
+    epochs_averaged: int
+    per_class: tuple[float, ...]
+    confusion: tuple[tuple[int, ...], ...]
+    train_loss: Number
+    nc: Collapse
+    solver: SolverSummary | None
+    seconds: Seconds
+    curves: Curves
+    spectral_radius: SpectralRadius | None
+
+    def quantity(self, name: str) -> Number:
+        """What a claim is about: an accuracy by the name of its group, or a metric of neural collapse."""
+        if name in GROUPS:
+            spread: Spread | None = getattr(self.accuracy, name)
+            return None if spread is None else spread.mean
+        value: Number = getattr(self.nc, name)
+        return value
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel asked for, the one used, and why it is another one (None if it is not)."""
+
+    requested: str
+    used: str
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run took place."""
+
+    cpu: str
+    cores: int | None
+    threads: int
+    gpu: str | None
+    processes: int = 1
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Everything there is to know about a finished run."""
+
+    format: int
+    settings: Experiment
+    train_images_per_class: tuple[int, ...]
+    kernel: KernelChoice
+    networks: dict[str, NetworkResult]
+    command: str
+    machine: Machine
+    versions: dict[str, str | None]
+    commit: str | None
+    finished: str
+    """Date and time in UTC, ISO 8601."""
+
+    def __post_init__(self) -> None:
+        classes = self.settings.classes
+        if not self.networks or not set(self.networks) <= set(self.settings.models):
+            raise ValueError(f"networks: {', '.join(self.networks) or 'none'} instead of {self.settings.model}")
+        if len(self.train_images_per_class) != classes:
+            raise ValueError(f"train_images_per_class: not {classes} numbers")
+        for model, network in self.networks.items():
+            lengths = {len(network.per_class), len(network.confusion), *map(len, network.confusion)}
+            if network.solver is not None:
+                lengths.add(len(network.solver.per_class.iterations))
+            if lengths != {classes}:
+                raise ValueError(f"networks.{model}: per_class and confusion are not those of {classes} classes")
+
+    @property
+    def setting(self) -> Setting:
+        """Its place in the paper's tables."""
+        return self.settings.setting
+
+    @property
+    def majority_classes(self) -> int:
+        """How many of the first classes form the majority."""
+        return self.settings.majority_classes
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of all networks."""
+        return sum(network.seconds.total for network in self.networks.values())
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a run that has been started writes first."""
+
+    format: int
+    settings: Experiment
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ended early, the command that began it, and when it ended (UTC, ISO 8601)."""
+
+    error: str
+    command: str
+    when: str
+
+
+@dataclass(frozen=True)
+class _Version:
+    format: int = 1
+
+
+def to_json(record: Any) -> bytes:
+    """A record as one line of JSON. ValueError if it could not be read back: JSON has no NaN."""
+    line = msgspec.json.encode(record)
+    msgspec.json.decode(line, type=type(record))
+    return line + b"\n"
+
+
+def from_json(kind: type[T], line: bytes) -> T:
+    """The record of a kind that `to_json` made a line of; ValueError that names the place if it is none."""
+    return msgspec.json.decode(line, type=kind)
+
+
+def read_record(kind: type[T], path: Path) -> T:
+    """The record in a file: OtherFormat if another version of this project wrote it, StudyError if it is damaged."""
+    try:
+        content = path.read_bytes()
+        version = from_json(_Version, content).format if kind in (RunResult, Begun) else FORMAT
+        if version != FORMAT:
+            age = "an older" if version < FORMAT else "a newer"
+            raise OtherFormat(f"{path} was written by {age} version of this project: format {version}, not {FORMAT}")
+        return from_json(kind, content)
+    except (OSError, ValueError) as error:
+        raise StudyError(f"{path} cannot be read ({error})") from error
+
+
+def _same_length(record: Any, *names: str, length: int | None = None) -> None:
+    lengths = {name: len(getattr(record, name)) for name in names}
+    if set(lengths.values()) != {lengths[names[0]] if length is None else length}:
+        raise ValueError(f"columns of different lengths: {lengths}")

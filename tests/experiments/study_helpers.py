@@ -1,0 +1,187 @@
+"""What the tests of the studies share: a tiny run, made-up epochs and results, CIFAR files with made-up pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nc_study import cli
+from nc_study.config import Settings, settings_from
+from nc_study.data import Source, StudyData, class_sizes, load
+from nc_study.record import (
+    Collapse,
+    Epoch,
+    KernelChoice,
+    RunResult,
+    Seconds,
+    SolverColumns,
+    SolverSummary,
+    SpectralRadius,
+    TestPass,
+    TrainPass,
+)
+from nc_study.results import network_result, run_result
+
+HERE = Path(__file__).parent
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+CPU = torch.device("cpu")
+TINY = [
+    *("--dataset", "shapes", "--width", "1", "--n-majority", "30", "--test-images", "20", "--ratio", "10"),
+    *("--epochs", "3", "--batch-size", "16", "--metrics-every", "2", "--threads", "1"),
+]
+RUN = "shapes-k3-r10-quick-both-broyden-jfb-seed0"
+
+
+def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python as a user does, on a machine without GPU and network, with the studies and these helpers importable;
+    `given`: cwd, environment."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(EXPERIMENTS), str(HERE), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | given.pop("environment", {}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **given,
+    )
+
+
+def shapes_data(settings: Settings) -> StudyData:
+    """The drawn images of these settings, normalised to the default dtype."""
+    return as_default_dtype(load(Source("shapes", ""), settings, CPU))
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Networks and data in float64, in which no difference can pass for rounding."""
+    real = cli.load
+    cli.load = lambda *arguments: as_default_dtype(real(*arguments))
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        cli.load = real
+
+
+def as_default_dtype(data: StudyData) -> StudyData:
+    """The data whose images will be normalised to the default dtype."""
+    dtype = torch.get_default_dtype()
+    return replace(data, mean=data.mean.to(dtype), std=data.std.to(dtype))
+
+
+def assert_same(one: Any, other: Any, where: str = "", **tolerance: float) -> None:
+    """Nested dicts, lists and tensors agree: in every bit, or within rtol and atol."""
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}/{key}", **tolerance)
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{where}/{i}", **tolerance)
+    elif isinstance(one, torch.Tensor):
+        limits = tolerance or {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(one, other, equal_nan=True, **limits, msg=lambda text: f"{where}: {text}")
+    elif isinstance(one, float) and tolerance:
+        assert one == pytest.approx(other, rel=tolerance["rtol"], abs=tolerance["atol"], nan_ok=True), where
+    else:
+        assert one == other, where
+
+
+def write_cifar(root: Path, dataset: Any, per_class: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    """Files in the format of torchvision's CIFAR class, whose checksums it then expects; {"train", "test"} labels."""
+    folder = root / dataset.base_folder
+    folder.mkdir(parents=True)
+    key = "labels" if dataset.__name__ == "CIFAR10" else "fine_labels"
+    classes = 10 if key == "labels" else 100
+    random = np.random.default_rng(0)
+
+    def write(name: str, content: dict[str, Any]) -> list[str]:
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    def batch(name: str) -> tuple[list[str], np.ndarray]:
+        labels = random.permutation(np.arange(per_class * classes) % classes)
+        pixels = random.integers(256, size=(len(labels), 3072), dtype=np.uint8)
+        return write(name, {"data": pixels, key: labels.tolist()}), labels
+
+    labels = {}
+    for split, attribute in (("train", "train_list"), ("test", "test_list")):
+        written = [batch(name) for name, _ in getattr(dataset, attribute)]
+        monkeypatch.setattr(dataset, attribute, [entry for entry, _ in written])
+        labels[split] = np.concatenate([part for _, part in written])
+    names = {dataset.meta["key"]: [str(label) for label in range(classes)]}
+    _, md5 = write(dataset.meta["filename"], names)
+    monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
+    return labels
+
+
+def collapse(**given: Any) -> Collapse:
+    """Made-up metrics."""
+    values = {"nc1": 3.0, "rank": 9, "condition": 0.1, "nc2": 1.0, "nc2_paper": 0.9, "nc2_centered": 1.0, "nc3": 0.9}
+    return Collapse(**{**values, "nc3_centered": 0.8, "nc4": 0.5, "num_classes": 10, "excluded": 0, **given})
+
+
+def solver_summary(classes: int = 10) -> SolverSummary:
+    """Made-up solves, in which class k takes k percent more of everything than class 0."""
+    means = {"iterations": 11.0, "residual": 5e-4, "converged": 0.9}
+    per_class = {name: tuple(value * (1 + k / 100) for k in range(classes)) for name, value in means.items()}
+    return SolverSummary(**means, max_iter=2, nonfinite=0, stalled=0, skipped=1, per_class=SolverColumns(**per_class))
+
+
+def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0) -> Epoch:
+    """A made-up epoch; the DEQ's accuracies are higher by `shift`, its NC2 and NC3 lower by `shift` / 10."""
+    classes, gain = settings.classes, shift if deq else 0.0
+    random = np.random.default_rng([number, deq, settings.seed])
+    split = settings.majority is not None
+    solver = solver_summary(classes) if deq else None
+    return Epoch(
+        epoch=number,
+        train=TrainPass(lr=0.1, loss=1.0, accuracy=50.0, solver=solver),
+        test=TestPass(
+            overall=40 + settings.seed + number / 10 + gain,
+            majority=80.0 + gain if split else None,
+            minority=20 + settings.seed / 10 + gain if split else None,
+            per_class=(40.0,) * classes,
+            solver=solver,
+            confusion=tuple(map(tuple, random.integers(0, 9, (classes, classes)).tolist())),
+        ),
+        nc=collapse(nc1=3 / number, nc2=1.0 - gain / 10, nc3=0.9 - gain / 10) if number % 2 == 0 else None,
+        seconds=Seconds(train=1.0, test=0.25, metrics=0.5),
+    )
+
+
+def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunResult:
+    """The result of made-up epochs; `given` replaces fields of it."""
+    labels = [k for k in range(settings.classes) for _ in range(2)]
+    radius = SpectralRadius(tuple(labels), tuple(np.linspace(0.5, 1.1, len(labels)).tolist()))
+    networks = {}
+    for model in settings.models:
+        deq = model == "deq"
+        epochs = [made_up_epoch(number, settings, deq, shift) for number in range(1, settings.epochs + 1)]
+        networks[model] = network_result(123, epochs, settings.majority_classes, radius if deq else None)
+    kernel = KernelChoice("triton", "cpp", "no GPU")
+    return replace(run_result(settings, kernel, tuple(class_sizes(settings)), networks), **given)
+
+
+def made_up_settings(study: str = "cifar_lt", **given: Any) -> Settings:
+    """Settings of a short run on a CPU; its number of epochs must be even."""
+    return settings_from(
+        study, **{"preset": "quick", "dataset": "cifar10", "device": "cpu", "epochs": 4, "threads": 1, **given}
+    )

@@ -1,0 +1,185 @@
+"""study.py: which runs stand behind a table or figure, and what becomes of them: finished, failed, stopped, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import study as script
+from nc_study import scheduler
+from nc_study.config import Setting, SettingsError, parse
+from nc_study.paper import settings_of
+from nc_study.rundir import RunDirectory
+from nc_study.scheduler import gpus_of, plan
+from study_helpers import EXPERIMENTS, TINY, python
+
+QUICK = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10")]]
+ONE_EPOCH = [*QUICK, "--model", "explicit", "--epochs", "1", "--no-report"]
+RUN = "shapes-k3-r10-quick-explicit-broyden-jfb-seed0"
+
+
+def test_a_task_has_the_settings_that_its_script_makes_of_the_arguments(tmp_path):
+    given = {"out": str(tmp_path), "epochs": 2, "kernel": "torch", "preset": "quick"}
+    tasks = plan(settings_of("1,2", None, "cifar10"), [0, 4], given, jobs=1)
+    assert len(tasks) == 8 and len({task.run.path for task in tasks}) == 8
+    for task in tasks:
+        assert parse(task.setting.study, None, task.arguments) == task.settings
+    assert [task.settings.seed for task in tasks] == [0] * 4 + [4] * 4
+
+
+@pytest.mark.parametrize(("jobs", "given", "threads"), [(2, {}, 4), (16, {}, 1), (2, {"threads": 3}, 3)])
+def test_runs_at_a_time_share_the_cores(jobs, given, threads, monkeypatch):
+    monkeypatch.setattr(scheduler.os, "cpu_count", lambda: 8)
+    assert plan([Setting("shapes")], [0], given, jobs)[0].settings.threads == threads
+
+
+def test_settings_that_no_run_can_have_end_the_study_before_it_begins():
+    with pytest.raises(SettingsError, match="--ratio 100 leaves minority classes empty at --n-majority 50"):
+        plan(settings_of("2", None, "shapes"), [0], {"n_majority": 50}, jobs=1)
+
+
+def test_the_next_run_gets_the_next_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,8")
+    assert [gpus_of(slot, 1)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == ["4", "7", "8", "4"]
+    assert [gpus_of(slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["4,7", "8,4"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(scheduler.torch.cuda, "device_count", lambda: 0)
+    assert gpus_of(0, 1) == {}
+
+
+def results(out):
+    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
+
+
+def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
+    bad = tmp_path / RUN
+    arguments = [*ONE_EPOCH, "--seeds", "0,1", "--jobs", "2", "--out", str(tmp_path)]
+    assert script.main([*arguments, "--dry-run"]) == 0
+    assert "2 runs" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    bad.mkdir()
+    RunDirectory(bad).start(script.parse(arguments)[1][0].settings)
+    (bad / "explicit.ckpt").write_bytes(b"half")
+    assert script.main(arguments) == 1
+    printed, errors = capsys.readouterr()
+    assert "(3,7) R=10 seed 0: FAILED" in printed and "seed 1: explicit" in printed and "2 of 2 runs" in printed
+    assert errors.count("\n") == 1 and "seed 0 failed" in errors and "explicit.ckpt is damaged" in errors
+    failure = RunDirectory(bad).failure
+    assert "is damaged" in failure.error and "--seed 0" in failure.command and failure.when
+    before = results(tmp_path)
+    assert list(before) == [RUN.replace("seed0", "seed1")]
+
+    (bad / "explicit.ckpt").unlink()
+    assert script.main([*arguments, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert "failed (" in planned and "to be tried again" in planned and "seed 1: finished" in planned
+    assert "left to do: about" in planned and "at the pace of those finished" in planned
+    assert script.main(arguments) == 0
+    after = results(tmp_path)
+    assert len(after) == 2 and before.items() <= after.items() and not RunDirectory(bad).failed
+
+    capsys.readouterr()
+    assert script.main([*arguments, "--lr", "0.5"]) == 1
+    assert "was begun with --lr 0.01, not 0.5" in capsys.readouterr().err and results(tmp_path) == after
+
+
+def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path):
+    command = [str(EXPERIMENTS / "study.py"), *QUICK, "--epochs", "400", "--model", "explicit", "--no-report"]
+    command += ["--out", str(tmp_path)]
+    long = subprocess.Popen([sys.executable, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*/explicit.jsonl")), long)
+    os.kill(long.pid, signal.SIGTERM)
+    _, errors = long.communicate(timeout=60)
+    assert long.returncode == 130 and "the same command goes on with them" in errors and "Traceback" not in errors
+    (folder,) = tmp_path.iterdir()
+    lines = (folder / "explicit.jsonl").read_text().splitlines()
+    assert 1 <= len(lines) < 400
+    time.sleep(1)
+    assert (folder / "explicit.jsonl").read_text().splitlines() == lines  # nobody goes on in the background
+    assert "interrupted" in (folder / "log.txt").read_text() and not (folder / "failed.json").exists()
+    dry = python(*command, "--dry-run")
+    assert f"to be resumed at explicit {len(lines)}/400" in dry.stdout, dry.stderr
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_file_in_the_place_of_a_folder_fails_that_run_alone(tmp_path, capsys):
+    (tmp_path / RUN).touch()
+    assert script.main([*ONE_EPOCH, "--seeds", "0,1", "--out", str(tmp_path)]) == 1
+    assert "seed 0 failed: cannot be started" in capsys.readouterr().err
+    assert len(results(tmp_path)) == 1
+
+
+def test_a_run_of_another_version_is_refused_before_any_work(tmp_path, capsys):
+    (tmp_path / RUN).mkdir()
+    (tmp_path / RUN / "result.json").write_text("{}")
+    assert script.main([*ONE_EPOCH, "--out", str(tmp_path)]) == 1
+    assert "was written by an older version" in capsys.readouterr().err
+
+
+def test_without_the_data_the_runs_that_need_them_fail_and_the_study_ends(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    arguments = [*ONE_EPOCH, "--dataset", "cifar10", "--out", str(tmp_path / "runs")]
+    assert script.main([*arguments, "--data-root", str(tmp_path / "none")]) == 1
+    assert "cifar10 (3,7) R=10 seed 0 failed: cifar_lt.py: error: --dataset cifar10" in capsys.readouterr().err
+
+
+def test_the_end_by_a_signal_is_named(tmp_path):
+    task = plan([Setting("shapes")], [0], {"out": str(tmp_path)}, jobs=1)[0]
+    assert scheduler.reason(task, -signal.SIGKILL, 0) == "ended by SIGKILL (out of memory?)"
+    task.run.path.mkdir()
+    (task.run.path / "log.txt").write_text("cifar_lt.py: error: of an attempt before\n")
+    assert scheduler.reason(task, 3, (task.run.path / "log.txt").stat().st_size) == "exit status 3"
+    assert scheduler.reason(task, 3, 0) == "cifar_lt.py: error: of an attempt before"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "which runs? --table all --figure all"),
+        (["--table", "9"], "--table 9: all, or some of 1, 2, 3, 4"),
+        (["--table", "1", "--jobs", "0"], "--jobs 0: at least 1"),
+        (["--table", "1", "--processes", "0"], "--processes 0: at least 1"),
+        (["--table", "1", "--seeds", "1,1"], "1,1: different whole numbers"),
+        (["--table", "1", "--seeds", "9" * 20], "from 0 to 2**63 - 1"),
+        (["--table", "1", "--out", ""], "--out '': must not be empty"),
+        (["--table", "1", "--seeds", "a"], "a: different whole numbers"),
+        (["--table", "1", "--dataset", "mnist"], "invalid choice: 'mnist'"),
+        (["--table", "1", "--epochs", "0"], "--epochs 0: at least 1"),
+        (["--table", "1", "--spread"], "only under torchrun with two or more processes"),
+    ],
+)
+def test_bad_arguments_end_with_status_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.main(arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_under_torchrun_every_process_takes_its_share_of_the_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = [*ONE_EPOCH, "--seeds", "0,1,2", "--dry-run", "--spread", "--out", str(tmp_path)]
+    shares = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert script.main(arguments) == 0
+        shares.append([line.split(":")[0][-1] for line in capsys.readouterr().out.splitlines() if "seed" in line])
+    assert shares == [["0", "2"], ["1"]]
+    with pytest.raises(SystemExit):
+        script.main(["--table", "1"])
+    assert "under torchrun study.py takes --spread" in capsys.readouterr().err
+
+
+def test_a_run_over_several_processes(tmp_path, capsys):
+    assert script.main([*ONE_EPOCH, "--processes", "2", "--out", str(tmp_path)]) == 0, capsys.readouterr()
+    result = json.loads((tmp_path / RUN / "result.json").read_text())
+    assert result["machine"]["processes"] == 2 and result["command"].startswith("torchrun --nproc-per-node 2 ")
