@@ -190,17 +190,12 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         return
     config = fc_config(features)
     tensors = (a.weight, a.c, a.z0, value, status, iterations, residual)
+    numbers = (batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor)
+    interpreted = not isinstance(_fc_fixed_point_kernel, triton.JITFunction)
+    fixed = {"ACTIVATION": a.activation, "INTERPRETED": interpreted, "ROWS": FC_ROWS, "DP": config.block}
+    options = {"num_warps": config.num_warps, "enable_fp_fusion": False}
     with device_guard(a.c):
-        _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
-            *tensors,
-            *(batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor),
-            ACTIVATION=a.activation,
-            INTERPRETED=not isinstance(_fc_fixed_point_kernel, triton.JITFunction),
-            ROWS=FC_ROWS,
-            DP=config.block,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+        _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](*tensors, *numbers, **fixed, **options)
 
 
 def fc_vjp(a: Any, result: Tensor) -> None:

@@ -494,20 +494,12 @@ def multisecant_transposed(a: Any, out: Tensor) -> None:
         return
     padded = padded_window(history)
     config = tile_config(size, padded, a.v.dtype)
+    tensors = (a.v, a.left, a.df, a.gram, a.newest, a.count, out)
+    numbers = (size, history, a.alpha, a.beta, a.ridge)
+    options = {"num_warps": config.num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": False}
     with device_guard(a.v):
         _multisecant_transposed_kernel[(batch,)](
-            *(a.v, a.left, a.df, a.gram, a.newest, a.count, out),
-            size,
-            history,
-            a.alpha,
-            a.beta,
-            a.ridge,
-            METHOD=a.method,
-            MP=padded,
-            BLK=config.block,
-            num_warps=config.num_warps,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
+            *tensors, *numbers, METHOD=a.method, MP=padded, BLK=config.block, **options
         )
 
 

@@ -165,14 +165,9 @@ def within_class_scatter(a: Any, within: Tensor) -> None:
     labels = torch.searchsorted(a.offsets, torch.arange(count, device=device), right=True) - 1
     blocks = triton.cdiv(count, config.rows)
     partials = torch.empty((blocks, padded.shape[1]), dtype=dtype, device=device)
+    tensors = (a.features, a.rows, labels, high, low, padded, partials)
+    tile = {"BM": config.rows, "BK": config.columns, "BR": config.directions}
+    options = {"num_warps": config.num_warps, "num_stages": SCATTER_STAGES, "enable_fp_fusion": False}
     with device_guard(a.features):
-        _scatter_kernel[(blocks, panels)](
-            *(a.features, a.rows, labels, high, low, padded, partials, count, stride, dim, padded.shape[1]),
-            BM=config.rows,
-            BK=config.columns,
-            BR=config.directions,
-            num_warps=config.num_warps,
-            num_stages=SCATTER_STAGES,
-            enable_fp_fusion=False,
-        )
+        _scatter_kernel[(blocks, panels)](*tensors, count, stride, dim, padded.shape[1], **tile, **options)
     torch.sum(partials[:, :size], 0, dtype=torch.float64, out=within)

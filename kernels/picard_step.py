@@ -89,22 +89,10 @@ def launch(a: Any, last: bool, damping: float) -> None:
         return
     config = picard_config(size, a.z.dtype)
     state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.gain, a.active)
+    numbers = (batch, size, a.k, int(last), a.tol, int(a.absolute), a.stall_floor, damping)
+    options = {"BLK": config.block, "num_warps": config.num_warps, "enable_fp_fusion": False}
     with device_guard(a.z):
-        _picard_step_kernel[(batch,)](
-            *state,
-            batch,
-            size,
-            a.k,
-            int(last),
-            a.tol,
-            int(a.absolute),
-            a.stall_floor,
-            damping,
-            WHOLE=size <= config.block,
-            BLK=config.block,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+        _picard_step_kernel[(batch,)](*state, *numbers, WHOLE=size <= config.block, **options)
 
 
 def picard_step(a: Any) -> None:
