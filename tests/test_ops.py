@@ -324,3 +324,15 @@ except RuntimeError as error:
         if deqfast.backends()["triton"]:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             assert choose_kernel("triton", device).max_history == 32
+
+
+def test_a_choice_asks_only_for_the_kernels_that_it_may_take(monkeypatch):
+    """A cell may choose at every evaluation: what would ask for a GPU, or import triton, stays out of it."""
+
+    def asked():
+        raise AssertionError("a CUDA device was asked for")
+
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    assert choose_kernel("torch", torch.device("cpu")).name == "torch"
+    if _extension.cpp_module is not None:
+        assert choose_kernel("auto", torch.device("cpu")).name == "cpp"
