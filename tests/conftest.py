@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from interpreter import INTERPRETED
+
+# isort: split
 import emulate
 import pytest
 import torch
@@ -15,15 +17,9 @@ import torch
 import deqfast
 from deqfast import _extension
 
-# Read when a kernel is decorated, that is when its module is imported: at the first launch.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.
 torch.set_num_threads(1)
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
