@@ -44,7 +44,7 @@ def anchors_of(page: Path) -> set[str]:
     """The names of a page's headings, as they stand in links."""
     prose = FENCED.sub("", page.read_text())
     headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
