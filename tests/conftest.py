@@ -8,16 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import _interpreter as _interpreter  # first, see there
 import emulate
 import pytest
 import torch
 
 import deqfast
 from deqfast import _extension
-
-# Read when a kernel is decorated, that is when its module is imported: at the first launch.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.
