@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deqfast import Broyden, DEQBlock, FCCell, LinearCell, ResidualCell, solve
+from deqfast import Broyden, CellHooks, DEQBlock, FCCell, LinearCell, ResidualCell, solve
 from deqfast.cells import FrozenStatisticsBatchNorm2d, residual
 from deqfast.ops import choice
 from deqfast.testing import assert_close, rounding, solved
@@ -248,6 +248,64 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
         lookups.clear()
         _, solution = block(torch.randn(2, 8, 4, 4), return_solution=True)
         assert solution.evaluations == 30 and 1 <= len(lookups) <= most
+
+
+class HookedCell(LinearCell):
+    """Tells which of its hooks are called; `solves`: it solves by itself."""
+
+    def __init__(self, solves: bool):
+        super().__init__(4)
+        self.solves, self.log = solves, []
+
+    def forward(self, z, x):
+        self.log.append("gradient" if torch.is_grad_enabled() else "forward")
+        return super().forward(z, x)
+
+    def initial_state(self, x):
+        self.log.append("initial_state")
+        return torch.ones_like(x)
+
+    def begin_solve(self):
+        self.log.append("begin_solve")
+
+    def end_solve(self):
+        self.log.append("end_solve")
+
+    def fixed_point(self, x, z0, solver, kernel):
+        assert isinstance(solver, Broyden) and kernel == "auto" and (z0 == 1).all() and not torch.is_grad_enabled()
+        self.log.append("fixed_point")
+        return solve(lambda z: LinearCell.forward(self, z, x), z0, solver) if self.solves else None
+
+    def has_settled(self):
+        raise AssertionError("asked only by blocks with cuda_graph")
+
+
+class TestHooks:
+    """The hooks of ``CellHooks`` are called when, and as often as, it says."""
+
+    def calls(self, cell, adjoint="jfb", z0=None, **options):
+        DEQBlock(cell, Broyden(max_iter=3), adjoint, **options)(torch.randn(2, 4), z0)
+        return cell.log
+
+    def test_a_loop(self):
+        around = ["initial_state", "begin_solve", "fixed_point"], ["gradient", "end_solve"]
+        assert self.calls(HookedCell(solves=False)) == [*around[0], *["forward"] * 3, *around[1]]
+
+    def test_a_solve_of_its_own(self):
+        expected = ["initial_state", "begin_solve", "fixed_point", "gradient", "end_solve"]
+        assert self.calls(HookedCell(solves=True)) == expected
+
+    def test_a_start_that_is_given(self):
+        assert "initial_state" not in self.calls(HookedCell(solves=True), z0=torch.ones(2, 4))
+        assert "initial_state" not in self.calls(HookedCell(solves=True), init=torch.ones_like)
+
+    @pytest.mark.parametrize("options", [{"adjoint": "shine"}, {"adjoint": "unrolled"}, {"trace": True}])
+    def test_where_a_solve_of_its_own_would_not_do(self, options):
+        assert "fixed_point" not in self.calls(HookedCell(solves=True), **options)
+
+    def test_the_protocol_names_them(self):
+        named = {name for name in vars(CellHooks) if not name.startswith("_")}
+        assert named == {name for name in vars(HookedCell) if not name.startswith("_")} - {"forward"}
 
 
 @pytest.mark.parametrize("change", ["groups", "eps", "identity", "affine"])
