@@ -43,8 +43,12 @@ def measure(
     times: Times = {}
     if contenders:
         calls: dict[Any, Callable[[], Any]] = {COPY: Graph([copy]) if device == "cuda" else copy}
-        for provider, contender in contenders.items():
-            calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
+        for provider, contender in list(contenders.items()):
+            try:
+                calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
+            except RuntimeError as error:  # a kernel that cannot be captured
+                outcomes[provider] = refused(outcomes[provider], error)
+                del contenders[provider]
         times = in_turns(calls, device, **turns)
     for provider, contender in contenders.items():
         outcomes[provider] = timed(outcomes[provider], contender, times, provider, copy)
@@ -62,9 +66,9 @@ def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
     return {part: Graph([call]) for part, call in parts.items()} | {"whole": whole, IN_PLACE: Graph([contender.call])}
 
 
-def refused(row: Row, error: Exception) -> Outcome:
+def refused(row: Outcome, error: Exception) -> Outcome:
     """What is kept of a provider that failed: a row that says so if it is others' code, else the error."""
-    if row["provider"] not in FOREIGN:
+    if isinstance(row, Exception) or row["provider"] not in FOREIGN:
         return error
     return row | {"problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
