@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ COLLAPSE_ERROR = {"torch": 1e-12, "cpp": 1e-12, "triton": 1e-5, "cuda": 1e-5}  #
 @dataclass(frozen=True, kw_only=True)
 class OpCase(Case):
     section = "ops"
-    providers = KERNELS
+    providers: ClassVar[tuple[str, ...]] = KERNELS
     peers = ("torch",)
     op: str
 

@@ -58,12 +58,16 @@ def measure(
 
 def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
     """What is timed of a contender; on a GPU what needs no host as a graph, over buffers in turns and over one."""
-    parts = {"whole": contender.call} | ({"f": contender.f} if contender.f is not None else {})
+    parts: dict[str, Callable[[], Any]] = {"whole": contender.call}
+    if contender.f is not None:
+        parts["f"] = contender.f
     if device != "cuda" or contender.another is None:
         return parts
     count = buffers(contender.facts["bytes"]) if "bytes" in contender.facts else 1
-    whole = Graph([contender.call, *(contender.another() for _ in range(count - 1))])
-    return {part: Graph([call]) for part, call in parts.items()} | {"whole": whole, IN_PLACE: Graph([contender.call])}
+    graphs: dict[str, Callable[[], Any]] = {part: Graph([call]) for part, call in parts.items()}
+    graphs[IN_PLACE] = graphs["whole"]
+    graphs["whole"] = Graph([contender.call, *(contender.another() for _ in range(count - 1))])
+    return graphs
 
 
 def refused(row: Outcome, error: Exception) -> Outcome:
@@ -101,7 +105,7 @@ def timed(row: Outcome, contender: Contender, times: Times, provider: str, copy:
 
 def columns_of(seconds: Sequence[float]) -> Row:
     """The columns that say how long the rounds of a call took."""
-    low, _, high = statistics.quantiles(seconds) if len(seconds) > 1 else seconds * 3
+    low, _, high = statistics.quantiles(seconds) if len(seconds) > 1 else [*seconds] * 3
     return {
         "ms": 1e3 * statistics.median(seconds),
         "ms_min": 1e3 * min(seconds),
