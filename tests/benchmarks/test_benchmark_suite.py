@@ -86,7 +86,7 @@ class TestRegistry:
         run = {case.op for case in cases.OPS}
         assert run >= {"picard_step", "multisecant_step", "multisecant_transposed", "norm_act", "norm_act_residual"}
         assert run >= {"broyden_step", "fc_fixed_point", "fc_vjp", "class_means", "within_class_scatter"}
-        for case in cases.CASES:
+        for case in default:
             assert set(case.peers) <= set(case.providers)
             assert case.section in ("rates", "options") or set(KERNELS) <= set(case.providers)
         improving = {(case.op, case.method) for case in cases.OPS if getattr(case, "improving", False)}
