@@ -31,7 +31,7 @@ SOLVERS: tuple[Any, ...] = (
     deqfast.Anderson(NEVER, ITERATIONS, history_dtype=BF16),
     deqfast.Broyden(NEVER, ITERATIONS),
 )
-FC, SMALL, LAST_STAGE, ONE, MDEQ = (128, 256), (256, 1024), (128, 8192), (1, 65536), (32, 65536)
+FC, MEDIUM, LAST_STAGE, ONE, MDEQ = (128, 256), (256, 1024), (128, 8192), (1, 65536), (32, 65536)
 
 
 def steps(batch: int, dim: int) -> list[OpCase]:
@@ -71,7 +71,7 @@ OPS: list[OpCase] = [
     *steps(*MDEQ),
     *improving(*LAST_STAGE),
     *(StepCase(method="good", history=18, batch=batch, dim=dim, **GPU) for batch, dim in (LAST_STAGE, MDEQ)),
-    *(StepCase(op="picard_step", batch=128, dim=1024, **kind, **GPU) for kind in ({}, {"improving": True})),
+    *(StepCase(op="picard_step", batch=128, dim=1024, improving=better, **GPU) for better in (False, True)),
     *(StepCase(method="and2", history=6, history_dtype=BF16, batch=batch, dim=dim, **GPU)
       for batch, dim in ((128, 1024), (8, 65536))),
     *(NormOpCase(op=op, shape=STAGE_IMAGE, dtypes=dtypes)
@@ -88,7 +88,7 @@ OPS: list[OpCase] = [
 
 SOLVES: list[SolveCase] = [
     *(SolveCase(solver=solver, batch=batch, dim=dim)
-      for batch, dim in (LAST_STAGE, SMALL, ONE, MDEQ) for solver in SOLVERS),
+      for batch, dim in (LAST_STAGE, MEDIUM, ONE, MDEQ) for solver in SOLVERS),
     *(SolveCase(solver=solver, batch=FC[0], dim=FC[1], map="fc") for solver in SOLVERS),
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,8 +45,8 @@ class CellCase(Case):
     """f(z, x) of ``ResidualCell`` on images (B, C, H, W), channels_last, beside its own plain torch."""
 
     section = "cells"
-    providers = KERNELS
-    peers = ("torch",)
+    providers: ClassVar[tuple[str, ...]] = KERNELS
+    peers: ClassVar[tuple[str, ...]] = ("torch",)
     shape: tuple[int, int, int, int]
     precision: str
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ COLLAPSE_ERROR = {"torch": 1e-12, "cpp": 1e-12, "triton": 1e-5, "cuda": 1e-5}  #
 @dataclass(frozen=True, kw_only=True)
 class OpCase(Case):
     section = "ops"
-    providers = KERNELS
+    providers: ClassVar[tuple[str, ...]] = KERNELS
     peers = ("torch",)
     op: str
 
@@ -55,11 +55,13 @@ class OpCase(Case):
             return partial(op, *[a.clone() if isinstance(a, Tensor) else a for a in arguments])
 
         call = partial(op, *arguments)
-        return Contender(call, facts | self.asked(call), another=another)
+        return self.contending(call, facts, another)
 
-    def asked(self, call: Any) -> Row:
+    def contending(self, call: Any, facts: Row, another: Any, **more: Any) -> Contender:
+        """A contender with what one call asks of torch; what waits for the host no graph can hold."""
         counters = count(lambda f: call(), lambda: None)
-        return {"launches": counters.operations, "peak_bytes": counters.peak_bytes}
+        facts |= {"launches": counters.operations, "peak_bytes": counters.peak_bytes}
+        return Contender(call, facts, another=None if counters.host_waits else another, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +141,11 @@ class StepCase(OpCase):
             if torch.equal(state["best"], before) != self.improving:
                 raise Wrong("the best iterate is copied in every improving step, and in no other")
 
-        return Contender(
-            step, facts | self.asked(step) | {"bytes": self.bytes()}, forget if self.improving else None, verify,
-            lambda: partial(step, states.clone(state)),
-        )  # fmt: skip
+        def another() -> Any:
+            return partial(step, states.clone(state))
+
+        reset = forget if self.improving else None
+        return self.contending(step, facts | {"bytes": self.bytes()}, another, f=reset, verify=verify)
 
     def _check(self, op: Any, case: Any, few: states.State, state: states.State) -> Row:
         """One step of all samples against the reference in float64."""

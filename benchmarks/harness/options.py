@@ -199,7 +199,7 @@ class KindCase(OptionCase):
         solution = solve()
         facts = counted(solution) | {"mean_evaluations": float(solution.iterations.float().mean())}
         facts |= {"residual": float(solution.residual_rel.max()), "samples_missed": int((~solution.converged).sum())}
-        check("values that are not finite", float((~solution.value.isfinite()).sum()), 0)
+        check("samples that broke down", float((solution.status == deqfast.Status.NONFINITE).sum()), 0)
         return Contender(solve, facts | {"dim": z0.shape[1]})
 
 
@@ -291,7 +291,8 @@ OPTIONS: list[OptionCase] = [
     EvalSolverCase(batch=128, dim=256),
     TraceCase(batch=128, dim=8192),
     *(AdjointCase(batch=layer.shape[0], dim=layer.size()["dim"], training=layer) for layer in _LAYERS),
-    *(KindCase(problem=problem, batch=32, dim=64) for problem in ("linear-0.9", "non-normal", "tanh", "sawtooth")),
+    *(KindCase(problem=problem, batch=32, dim=64) for problem in ("linear-0.9", "non-normal", "tanh")),
+    KindCase(problem="sawtooth", batch=32, dim=12),
     *(KindCase(problem=f"{problem}, b 1", batch=32, dim=0, devices=("cpu",))
       for problem in ("gaussian 0.7", "decaying 0.99", "outliers outside", "tanh decaying 0.99")),
     NormCase(batch=32, dim=2048, shape=(32, 128, 4, 4)),

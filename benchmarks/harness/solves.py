@@ -33,17 +33,19 @@ def solver_name(solver: Any) -> str:
 
 
 def asked(provider: str, call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
-    """The columns on what `call(f)` asks of the device: launches per evaluation without those of `f_alone`."""
-    if provider in GRAPHS:  # a replay passes by the dispatcher, and f cannot be told apart in it
-        peak, (launches, waits) = memory(lambda: call(f))[1], launched(lambda: call(f))
-        return {"peak_bytes": peak, "launches": launches / evaluations, "host_waits": waits}
-    counters = count(call, f)
-    facts = {"peak_bytes": counters.peak_bytes, "host_waits": counters.host_waits}
+    """The columns on what `call(f)` asks of the device: launches per evaluation without those of `f_alone`.
+
+    On a GPU they are what its profiler sees. In a replayed graph f cannot be told apart.
+    """
     if not f.c.is_cuda:
-        return facts | {"launches": counters.operations / evaluations}
-    launches, waits = launched(lambda: call(f))
-    launches -= launched(f_alone)[0] if f_alone is not None else 0
-    return facts | {"launches": launches / evaluations, "host_waits": waits}
+        counters = count(call, f)
+        asked_of_torch = {"launches": counters.operations / evaluations, "host_waits": counters.host_waits}
+        return asked_of_torch | {"peak_bytes": counters.peak_bytes}
+    facts: Row = {"peak_bytes": memory(lambda: call(f))[1]}
+    whole, own = launched(lambda: call(f)), 0
+    if f_alone is not None and provider not in GRAPHS and (of_f := launched(f_alone)):
+        own = of_f[0]
+    return facts | ({"launches": (whole[0] - own) / evaluations, "host_waits": whole[1]} if whole else {})
 
 
 def run_by(provider: str, solver: Any) -> Any:

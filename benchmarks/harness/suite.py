@@ -43,8 +43,12 @@ def measure(
     times: Times = {}
     if contenders:
         calls: dict[Any, Callable[[], Any]] = {COPY: Graph([copy]) if device == "cuda" else copy}
-        for provider, contender in contenders.items():
-            calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
+        for provider, contender in list(contenders.items()):
+            try:
+                calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
+            except RuntimeError as error:  # a kernel that cannot be captured
+                outcomes[provider] = refused(outcomes[provider], error)
+                del contenders[provider]
         times = in_turns(calls, device, **turns)
     for provider, contender in contenders.items():
         outcomes[provider] = timed(outcomes[provider], contender, times, provider, copy)
@@ -54,17 +58,21 @@ def measure(
 
 def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
     """What is timed of a contender; on a GPU what needs no host as a graph, over buffers in turns and over one."""
-    parts = {"whole": contender.call} | ({"f": contender.f} if contender.f is not None else {})
+    parts: dict[str, Callable[[], Any]] = {"whole": contender.call}
+    if contender.f is not None:
+        parts["f"] = contender.f
     if device != "cuda" or contender.another is None:
         return parts
     count = buffers(contender.facts["bytes"]) if "bytes" in contender.facts else 1
-    whole = Graph([contender.call, *(contender.another() for _ in range(count - 1))])
-    return {part: Graph([call]) for part, call in parts.items()} | {"whole": whole, IN_PLACE: Graph([contender.call])}
+    graphs: dict[str, Callable[[], Any]] = {part: Graph([call]) for part, call in parts.items()}
+    graphs[IN_PLACE] = graphs["whole"]
+    graphs["whole"] = Graph([contender.call, *(contender.another() for _ in range(count - 1))])
+    return graphs
 
 
-def refused(row: Row, error: Exception) -> Outcome:
+def refused(row: Outcome, error: Exception) -> Outcome:
     """What is kept of a provider that failed: a row that says so if it is others' code, else the error."""
-    if row["provider"] not in FOREIGN:
+    if isinstance(row, Exception) or row["provider"] not in FOREIGN:
         return error
     return row | {"problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
@@ -97,7 +105,7 @@ def timed(row: Outcome, contender: Contender, times: Times, provider: str, copy:
 
 def columns_of(seconds: Sequence[float]) -> Row:
     """The columns that say how long the rounds of a call took."""
-    low, _, high = statistics.quantiles(seconds) if len(seconds) > 1 else seconds * 3
+    low, _, high = statistics.quantiles(seconds) if len(seconds) > 1 else [*seconds] * 3
     return {
         "ms": 1e3 * statistics.median(seconds),
         "ms_min": 1e3 * min(seconds),

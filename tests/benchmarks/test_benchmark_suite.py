@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import cases, counters, maps, ops, solves, suite, tables, targets, timing, traffic, training
+from harness import cases, maps, ops, solves, suite, tables, targets, timing, traffic, training
 from harness.entry import KERNELS, Case, Contender, Skipped, Wrong, check
 
 import deqfast
@@ -45,25 +45,11 @@ class TestTraffic:
         kept = deqfast.Anderson(max_iter=20, history_dtype=history_dtype)
         assert case.contender(provider, "cpu").facts["bytes"] == 4 * 2 * 64 * traffic.solve_passes(kept, 20, provider)
 
-    @pytest.mark.parametrize("provider", ["torch", "cpp", "eager"])
-    def test_these_keep_the_steps_of_broyden_alone(self, provider):
-        assert traffic.solve_passes(deqfast.Broyden(), 3, provider) == 6 + 7 + 2
-
-    def test_broyden_on_a_gpu_keeps_pairs(self):
-        assert traffic.solve_passes(deqfast.Broyden(), 20, "cuda") == sum(8 + 2 * pairs for pairs in range(19)) + 2
-
     @pytest.mark.parametrize(
-        ("op", "y", "per_element"),
-        [
-            ("norm_act", 2, 4),
-            ("norm_act_residual", 2, 2 + 4 + 4 + 4),
-            ("norm_act_residual", 4, 16),
-            ("norm_act_backward", 4, 12),
-            ("norm_act_residual_backward", 4, 24),
-        ],
+        ("provider", "passes"), [("torch", 6 + 7), ("cpp", 6 + 7), ("eager", 6 + 7), ("cuda", 8 + 10)]
     )
-    def test_norms(self, op, y, per_element):
-        assert traffic.norm_bytes(op, 10, y, 4) == 10 * per_element
+    def test_broyden_on_a_gpu_keeps_pairs_and_elsewhere_its_steps_alone(self, provider, passes):
+        assert traffic.solve_passes(deqfast.Broyden(), 3, provider) == passes + 2
 
     def test_others(self):
         assert traffic.transposed_passes(20, 1) == 43
@@ -100,7 +86,7 @@ class TestRegistry:
         run = {case.op for case in cases.OPS}
         assert run >= {"picard_step", "multisecant_step", "multisecant_transposed", "norm_act", "norm_act_residual"}
         assert run >= {"broyden_step", "fc_fixed_point", "fc_vjp", "class_means", "within_class_scatter"}
-        for case in cases.CASES:
+        for case in default:
             assert set(case.peers) <= set(case.providers)
             assert case.section in ("rates", "options") or set(KERNELS) <= set(case.providers)
         improving = {(case.op, case.method) for case in cases.OPS if getattr(case, "improving", False)}
@@ -299,12 +285,47 @@ def test_in_turns_gives_up_rounds_but_not_the_fewest():
     assert min(times["quick"]) >= 0.003 and times["slow"][0] >= 0.02
 
 
-def test_waits_of_the_host_are_counted_outside_f():
-    def call(f):
-        f(torch.ones(2).sum().item())
-        return torch.ones(2).tolist()
+class FakeEvent:
+    """A CUDA event 60 ms from any other."""
 
-    assert counters.count(call, lambda value: torch.full((2,), value).tolist()).host_waits == 2
+    def __init__(self, **given):
+        self.record = self.synchronize = lambda: None
+
+    def elapsed_time(self, other):
+        return 60.0
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """What captures and times a graph, without a GPU: a capture makes the calls once, and a replay again."""
+
+    def capture(work, *where):
+        work()
+        return SimpleNamespace(replay=work)
+
+    names = {"aside": lambda work: work(), "capture": capture, "new_pool": lambda: None, "new_stream": lambda: None}
+    for name, function in names.items():
+        monkeypatch.setattr(timing.graphs, name, function)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(suite, "buffers", lambda nbytes: 3)
+
+
+def test_a_graph_makes_its_calls_in_turns_and_tells_the_time_of_one(fake_gpu):
+    made = []
+    graph = timing.Graph([lambda name=name: made.append(name) for name in "abc"], per=2)
+    assert "".join(made) == "abc" * 14  # aside and in the capture, 21 each
+    assert timing.seconds_of(graph, 3, "cuda") == pytest.approx(0.06 / 3 * 2 / 21) and len(made) == 5 * 21
+
+
+def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(fake_gpu):
+    made = []
+    contender = Contender(lambda: made.append("own"), {"bytes": 8}, another=lambda: lambda: made.append("other"))
+    parts = suite.parts_of(contender, "cuda")
+    assert set(parts) == {"whole", suite.IN_PLACE} and made[-21:] == ["own", "other", "other"] * 7
+    assert suite.parts_of(contender, "cpu") == {"whole": contender.call}
+    of_host = Contender(lambda: None, {"bytes": 8}, f=lambda: None)
+    assert suite.parts_of(of_host, "cuda") == {"whole": of_host.call, "f": of_host.f}
 
 
 COLLAPSE_ROW = {"section": "nc", "case": "nc-50000x512-K10-fp32", "provider": "cpp", "ms": 1001.0}
