@@ -500,7 +500,7 @@ def sources(results: Results) -> Table:
          "; ".join(filter(None, [f"`{one.command}`" if one.command else "command not recorded", one.remark]))]
         for one in results.records
     ]  # fmt: skip
-    return Table("Records", "What was measured, where and how.", header, body)
+    return Table("Records", "What was measured, where and how; a command is one of the commit beside it.", header, body)
 
 
 # The page, the blocks and the numbers to quote
