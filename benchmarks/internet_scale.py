@@ -127,7 +127,7 @@ class Network:
         """The cell on the state (B, D) in fp32, computed in the dtype of x: blocks, then sums over all resolutions."""
         levels = range(len(self.channels))
         y = [self.block(part.to(x.dtype), x if i == 0 else None) for i, part in enumerate(self.parts(z))]
-        sums = [functools.reduce(torch.add, (self.transfer(y[i], i, j) for i in levels)) for j in levels]
+        sums: list[Any] = [sum(self.transfer(y[i], i, j) for i in levels) for j in levels]  # from 0, as the authors'
         mixed = [self.norm(self.conv(F.relu(total), total.shape[1], 1), 4).flatten(1) for total in sums]
         return torch.cat(mixed, dim=1).to(z.dtype)
 

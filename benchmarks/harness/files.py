@@ -23,6 +23,19 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Replace `path` in one step."""
-    write_text(path, json.dumps(data, indent=1) + "\n")
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Replace `path` in one step; each of the `rows` is a line, of six digits."""
+    rows = [json.dumps(rounded(row)) for row in data.get("rows", [])]
+    head = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1)
+    lines = ",\n  ".join(rows)
+    body = f',\n "rows": [\n  {lines}\n ]\n}}' if rows else "\n}"
+    write_text(path, head.removesuffix("\n}") + body + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """With floating-point numbers of six significant digits, all that a measurement tells."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value

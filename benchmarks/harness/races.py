@@ -158,9 +158,9 @@ def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row
         residuals = residuals_on_the_way(problem, provider)
         rows.append({
             "section": "residual course", "case": problem.name, "provider": provider.name, "batch": len(problem.z0),
-            "dim": problem.dim, "dtype": "float32", "evaluations": list(range(1, len(residuals) + 1)),
-            "ms": [statistics.median(of_call) for of_call in zip(*moments, strict=True)],
-            "residual": [finite(residual) for residual in residuals],
+            "dim": problem.dim, "dtype": "float32", "evaluations": len(residuals),
+            "course": {"ms": [statistics.median(of_call) for of_call in zip(*moments, strict=True)],
+                       "residual": [finite(residual) for residual in residuals]},
         })  # fmt: skip
     return rows
 

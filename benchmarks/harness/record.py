@@ -28,6 +28,9 @@ sample_evaluations   samples that f was called with; backward_evaluations: produ
 cosine               of a gradient and the exact implicit one
 most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
 samples_missed       there: samples above the tolerance; residual_median: of the batch
+course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
+axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
+parts, nc_share ...  of section "training step": see harness/study_step.py
 skipped, problem     why there is no time
 ===================  ==================================================================================================
 """

@@ -173,12 +173,11 @@ def test_gain_is_to_the_peer_of_the_same_run(small):
 
 
 def test_courses_only_descend():
-    rows = races.courses(HALF, races.providers()[:1], rounds=2)
-    assert [row["section"] for row in rows] == ["residual course"]
-    (row,) = rows
-    assert row["evaluations"] == list(range(1, len(row["ms"]) + 1)) and len(row["residual"]) == len(row["ms"])
-    assert sorted(row["residual"], reverse=True) == row["residual"] and sorted(row["ms"]) == row["ms"]
-    assert row["residual"][1] == pytest.approx(1 / 3)  # from 0 to 1 to 1.5
+    (row,) = races.courses(HALF, races.providers()[:1], rounds=2)
+    ms, residual = row["course"]["ms"], row["course"]["residual"]
+    assert row["section"] == "residual course" and row["evaluations"] == len(ms) == len(residual)
+    assert sorted(residual, reverse=True) == residual and sorted(ms) == ms
+    assert residual[1] == pytest.approx(1 / 3)  # from 0 to 1 to 1.5
 
 
 def test_digits_are_trained_once(tmp_path, monkeypatch):
