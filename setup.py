@@ -1,10 +1,12 @@
 """The two extensions, and nothing else: metadata is in pyproject.toml.
 
-DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU object, and the CUDA object where torch was built for
-CUDA and an nvcc of the same major version is there, with or without a GPU; `cuda` fails where it cannot.
+DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU object, and the CUDA object where it will be used: a GPU
+is visible or TORCH_CUDA_ARCH_LIST is set, torch was built for CUDA, and an nvcc of the same major version is there.
+`cuda` builds it without a GPU too, and fails where it cannot. Which it was, `deqfast.backends()` tells.
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -15,8 +17,14 @@ from setuptools import setup
 
 MODE = os.environ.get("DEQFAST_BUILD", "auto")
 SOURCES = (
-    "picard_step", "multisecant_step", "norm_act", "norm_act_residual", "neural_collapse", "fc_fixed_point", "fc_vjp",
-)  # fmt: skip
+    "picard_step",
+    "multisecant_step",
+    "norm_act",
+    "norm_act_residual",
+    "neural_collapse",
+    "fc_fixed_point",
+    "fc_vjp",
+)
 CPU_ONLY = ("broyden_step",)
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
@@ -28,7 +36,7 @@ GENERATED = CSRC.parent / "build" / "csrc"
 
 
 def digest(device: str) -> str:
-    """Of the sources and flags of the extension for "cpu" or "cuda"; it tells that of those it was built from."""
+    """Hash of the sources and flags of the extension for "cpu" or "cuda"; an extension tells what it was built from."""
     folders = [*(CSRC / "common").iterdir(), *(CSRC / device).iterdir()]
     files = [file for file in folders if file.suffix in (".h", ".cpp", ".cuh", ".cu")]
     content = hashlib.sha256(repr((MACROS, CXX_FLAGS, NVCC_FLAGS)).encode())
@@ -37,11 +45,13 @@ def digest(device: str) -> str:
     return content.hexdigest()[:16]
 
 
-def write_digests() -> None:
+def write_build_facts(without_cuda: str | None) -> None:
     """Headers that only the bindings include; left alone where they are right, or ninja would compile again."""
     GENERATED.mkdir(parents=True, exist_ok=True)
     for device in ("cpu", "cuda"):
         header, text = GENERATED / f"sources_{device}.h", f'#define DEQFAST_SOURCES "{digest(device)}"\n'
+        if device == "cpu":
+            text += f"#define DEQFAST_WITHOUT_CUDA {json.dumps(without_cuda or '')}\n"
         if not header.is_file() or header.read_text() != text:
             header.write_text(text)
 
@@ -58,8 +68,11 @@ def find_cuda_home() -> Path | None:
 
 
 def why_not_cuda(cuda_home: Path | None) -> str | None:
+    """The reason to leave the CUDA kernels out; None: they are built."""
     import torch
 
+    if MODE == "cpu":
+        return "DEQFAST_BUILD=cpu"
     if torch.version.cuda is None:
         return "the installed torch was built without CUDA"
     if cuda_home is None:
@@ -68,6 +81,8 @@ def why_not_cuda(cuda_home: Path | None) -> str | None:
     match = re.search(r"release (\d+)", text)
     if match is None or match.group(1) != torch.version.cuda.split(".")[0]:
         return f"{cuda_home}/bin/nvcc is not of CUDA {torch.version.cuda.split('.')[0]}, for which torch was built"
+    if MODE == "auto" and not (torch.cuda.is_available() or os.environ.get("TORCH_CUDA_ARCH_LIST")):
+        return "no GPU is visible (DEQFAST_BUILD=cuda builds them all the same)"
     return None
 
 
@@ -82,9 +97,13 @@ def extensions() -> dict:
     import pybind11
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
+    reason = why_not_cuda(cuda_home)
+    if reason is not None and MODE == "cuda":
+        raise SystemExit(f"DEQFAST_BUILD=cuda cannot be met: {reason}")
+
     class Build(BuildExtension):
         def build_extensions(self) -> None:
-            write_digests()
+            write_build_facts(reason)
             super().build_extensions()
 
     include = [pybind11.get_include(), str(GENERATED)]
@@ -98,9 +117,6 @@ def extensions() -> dict:
             extra_compile_args={"cxx": CXX_FLAGS},
         )
     ]
-    reason = "DEQFAST_BUILD=cpu" if MODE == "cpu" else why_not_cuda(cuda_home)
-    if reason is not None and MODE == "cuda":
-        raise SystemExit(f"DEQFAST_BUILD=cuda cannot be met: {reason}")
     if reason is None:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)  # without a GPU torch cannot ask for one
         cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{name}_cuda.cu" for name in SOURCES)]

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from harness.cases import CASES, pairs
+from harness.cases import CASES, SMALL, pairs
 from harness.gate_plugin import Gate, add_options
 from harness.record import joined, machine, write_record
-from harness.suite import Board
-from harness.tables import table
-from harness.targets import verdicts
+from harness.suite import LARGE_SECONDS, Board
+from harness.tables import summary
 
 BOARD = pytest.StashKey[Board]()
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("deqfast", "Benchmarks: less than eight minutes on two quiet CPU cores")
+    group = parser.getgroup("deqfast", "Benchmarks: about ten minutes on two quiet CPU cores")
     group.addoption(
-        "--record", type=Path, metavar="FILE", help="JSON of all rows; replaces a file, unless the run is interrupted"
-    )
+        "--record", type=Path, metavar="FILE", help="JSON of all rows; replaces a file, unless the run is interrupted:"
+        " then the rows so far are in FILE.part"
+    )  # fmt: skip
     group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
     group.addoption("--full", action="store_true", help="half an hour: ResNet-18's last block, D=8192's pinv too")
+    group.addoption(
+        "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"
+    )
     group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
+    study = parser.getgroup("study", "Cells of the study (test_time_to_residual.py)")
+    study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
+    study.addoption("--data-root", type=Path, help="folder of the CIFAR files; without: cells see drawn shapes")
+    study.addoption("--cells", type=Path, default=Path("runs/residual"), help="where trained cells are kept")
     add_options(parser)
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "suite: a timing of `pytest benchmarks`")
-    config.addinivalue_line("markers", "full: a large case, run with --full alone")
+    config.addinivalue_line("markers", "full: measured with --full alone")
+    config.addinivalue_line("markers", "suite(section): timings of a section of `pytest benchmarks`")
     path, device = config.getoption("--record"), config.getoption("--device")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
@@ -37,8 +45,33 @@ def pytest_configure(config):
         raise pytest.UsageError("--record runs in one process, which has all the rows: no -n")
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
-    config.stash[BOARD] = Board(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config.stash[BOARD] = Board(device, path and journal_of(path), config.getoption("--small"))
     config.pluginmanager.register(Gate(config), "deqfast-gate")
+
+
+def journal_of(path):
+    return path.with_name(path.name + ".part")
+
+
+def cases_of(config, section=None):
+    """The cases that this run is asked for, of one section or of all."""
+    device, full = config.stash[BOARD].device, config.getoption("--full")
+    cases = SMALL if config.getoption("--small") else CASES
+    cases = [case for case in cases if device in case.devices and (full or not case.full)]
+    return [case for case in cases if section in (None, case.section)]
+
+
+def pytest_generate_tests(metafunc):
+    """Tests marked `suite(section)` take (case, provider) of the section."""
+    if mark := metafunc.definition.get_closest_marker("suite"):
+        given = pairs(cases_of(metafunc.config, mark.args[0]), metafunc.config.stash[BOARD].device)
+        large = pytest.mark.timeout(LARGE_SECONDS)
+        params = [
+            pytest.param(case, provider, id=f"{case.name}-{provider}", marks=[large] if case.full else [])
+            for case, provider in given
+        ]
+        metafunc.parametrize(("case", "provider"), params)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -54,6 +87,12 @@ def gate(request):
     return request.config.pluginmanager.get_plugin("deqfast-gate")
 
 
+@pytest.fixture(scope="session")
+def board(request):
+    """Keeps the rows of this run."""
+    return request.config.stash[BOARD]
+
+
 @pytest.fixture
 def measured(request, benchmark):
     """(case, provider) -> None: a timing of the suite; providers of a case that are selected are timed together."""
@@ -61,7 +100,7 @@ def measured(request, benchmark):
 
     def run(case, provider):
         selected = [item.callspec.params for item in request.session.items if item.get_closest_marker("suite")]
-        together = [params["provider"] for params in selected if params["case"] is case]
+        together = [params["provider"] for params in selected if params.get("case") is case]
         board.run(benchmark, case, provider, together)
 
     return run
@@ -76,7 +115,8 @@ def pytest_sessionfinish(session, exitstatus):
     path = config.getoption("--record")
     if path is not None and board.rows and ended(exitstatus):
         remark = joined(config.getoption("--remark"), partial(session, board.rows))
-        write_record(path, board.rows, board.device, remark)
+        write_record(journal_of(path), board.rows, board.device, remark)
+        os.replace(journal_of(path), path)
 
 
 def ended(exitstatus):
@@ -86,32 +126,23 @@ def ended(exitstatus):
 
 def partial(session, rows):
     """What a record of `rows` lacks, as a remark; None where it is whole."""
-    full, keyword = session.config.getoption("--full"), session.config.getoption("keyword")
-    every = {(case.section, case.name, provider) for case, provider in pairs(CASES) if full or not case.full}
+    config = session.config
+    every = {(case.section, case.name, provider)
+             for case, provider in pairs(cases_of(config), config.stash[BOARD].device)}  # fmt: skip
     absent = every - {(row["section"], row["case"], row["provider"]) for row in rows}
     if not absent and not session.testsfailed:
         return None
-    selected = f", selected by -k {keyword!r}" if keyword else ""
+    selected = f", selected by -k {config.getoption('keyword')!r}" if config.getoption("keyword") else ""
     return f"partial: {len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed{selected}"
 
 
 @pytest.hookimpl(trylast=True)  # after the tables of pytest-benchmark
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    rows = config.stash[BOARD].rows
+    rows, path = config.stash[BOARD].rows, config.getoption("--record")
     if not rows:
         return
-    write = terminalreporter.write_line
-    write("")
-    write("Least of the rounds, which the providers of a case take in turns with a copy that gives the floor.")
-    for section in dict.fromkeys(row["section"] for row in rows):
-        write(f"\n{section}")
-        for line in table([row for row in rows if row["section"] == section]):
-            write(line)
-    told = [verdict for verdict in verdicts(rows) if verdict[2] is not None]
-    if told:
-        write("\ntargets, which are those of a quiet machine with two cores")
-    for target, value, met in told:
-        write(f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}")
-    if config.getoption("--record"):
-        written = "" if ended(exitstatus) else "not written, the run was interrupted: "
-        write(f"\nrecord: {written}{config.getoption('--record')}")
+    for line in ["", *summary(rows, judged=not config.getoption("--small"))]:
+        terminalreporter.write_line(line)
+    if path:
+        interrupted = f"not written, the run was interrupted: {path}; what there is: {journal_of(path)}"
+        terminalreporter.write_line(f"\nrecord: {path if ended(exitstatus) else interrupted}")

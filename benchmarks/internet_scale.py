@@ -1,306 +1,322 @@
-"""MODEL of what 1, 8 and 64 GPUs would do with MDEQ on ImageNet and on a data set of the internet's size. Not measured.
+"""Model what 1, 8 and 64 GPUs would do with MDEQ on ImageNet and on a data set of the internet's size. Not measured.
 
-    python benchmarks/internet_scale.py --markdown benchmarks/results/internet_scale.md
+    python benchmarks/internet_scale.py --json FILE
 
-internet_model.py says what the model is and where its inputs come from. The same model, given the copy and product
-rates of this machine, is compared with small steps measured here: that takes about 20 seconds, and --no-check leaves it
-out; all else is the same in every run.
-
-Rows of the record: sections internet scale (model), (inputs) and (check); `gain` is the rate over torchdeq's, `shares`
-are of the step, `epoch_s` and `internet_s` seconds for ImageNet and for the larger data set once.
+A training step is taken apart into operations. Each takes the longer of its bytes at the copy rate and its
+floating-point operations at a share of a matrix product's rate; launches, host waits and reading images are left out,
+for deqfast and torchdeq 0.1.0 alike. The operations of f, of its product with a vector and of what is differentiated
+once are counted by running the network on tensors without data; those of the solvers are deqfast's own formula and what
+torchdeq moves. Every input is a row of the record with its source. The model is optimistic for both: no kernel quite
+reaches the rate of a copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import mdeq
 import torch
-from harness.files import write_text
-from harness.maps import NEVER, Contraction
-from harness.record import RESULTS, Row, joined, write_record
-from harness.timing import in_turns
-from internet_model import ADJOINTS, Counts, Inputs, Machine, Side, Work, count, flat, h200, sides, step, unflat
+from harness.record import RESULTS, Row, write_record
+from harness.traffic import JUDGED_PASSES, multisecant_passes
+from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-import deqfast
-
-SECTION, INPUTS, CHECK = (f"internet scale ({part})" for part in ("model", "inputs", "check"))
-GPUS = (1, 8, 64)
-EFFICIENCIES = (0.3, 0.45, 0.6)
-
-
-def input_rows(given: Machine | Inputs) -> list[Row]:
-    return [
-        {"section": INPUTS, "model": True, "case": field.name, "provider": "model", "value": getattr(given, field.name),
-         **field.metadata} for field in fields(given)
-    ]  # fmt: skip
+ADJOINTS, GPUS = ("implicit", "jfb"), (1, 8, 64)
+SYSTEM = "H200-SXM-141GBx8 in github.com/mlcommons/inference_results_v4.1"
+CONFIGURATION = "cls_mdeq_{SMALL,LARGE,XL}.yaml in github.com/locuslab/deq, MDEQ-Vision/experiments/imagenet"
+RATE = "recorded on an H200 outside this repository, not by gpu.sh"
 
 
-def rows_of(machine: Machine, inputs: Inputs, sizes: Iterable[mdeq.Size] = mdeq.SIZES) -> Iterator[Row]:
-    """MODEL rows: every size, gradient, solver and number of GPUs, torchdeq's before ours."""
-    for size in sizes:
-        counts = count(size, inputs.batch)
-        for adjoint in ADJOINTS:
-            for theirs, ours in sides(inputs):
-                for gpus in GPUS:
-                    peer = row_of(machine, inputs, size, counts, theirs, adjoint, gpus)
-                    own = row_of(machine, inputs, size, counts, ours, adjoint, gpus)
-                    own["gain"] = peer["ms"] / own["ms"]
-                    yield from (peer, own)
+def given(value: Any, unit: str, source: str) -> Any:
+    """A field with its default, and where that comes from."""
+    return field(default=value, metadata={"unit": unit, "source": source})
 
 
-def row_of(
-    machine: Machine, inputs: Inputs, size: mdeq.Size, counts: Counts, side: Side, adjoint: str, gpus: int
-) -> Row:
-    def rate(machine: Machine) -> float:
-        return gpus * counts.batch / step(machine, inputs, counts, side, adjoint, gpus).seconds
+@dataclass(frozen=True)
+class Inputs:
+    """The GPUs, their network, and what is trained."""
 
-    found = step(machine, inputs, counts, side, adjoint, gpus)
-    parts = ("f", "solver", "gradient", "optimizer", "all_reduce")
-    return {
-        "section": SECTION, "model": True, "case": f"{size.name}, {adjoint}, {side.solver}", "size": size.name,
-        "adjoint": adjoint, "solver": side.solver, "provider": side.provider, "gpus": gpus, "batch": counts.batch,
-        "dim": counts.dim, "parameters": counts.parameters, "f_gflop_per_image": counts.f.flops / counts.batch / 1e9,
-        "ms": 1e3 * found.seconds, "images_per_second": rate(machine),
-        "images_per_second_by_efficiency": {f"{e:g}": rate(replace(machine, efficiency=e)) for e in EFFICIENCIES},
-        "shares": {name: getattr(found, name) / found.seconds for name in parts}, "bound": found.bound,
-        "f_compute_share": found.compute_share, "peak_bytes": found.memory, "fits": found.memory <= machine.memory,
-        "epoch_s": inputs.imagenet / rate(machine), "internet_s": inputs.internet / rate(machine),
-    }  # fmt: skip
-
-
-CHECK_SIZE = mdeq.Size("small MDEQ", (16, 32, 64, 128), (8, 16, 32, 64), image=128, classes=10)
-CHECK_BATCH, CHECK_EVALUATIONS, CHECK_ROUNDS, CHECK_SECONDS, PRODUCT = 4, 8, 7, 15.0, 1024
-ALONE = "f of the solves"  # an element-wise one
+    copy_rate: float = given(4.3e12, "bytes/s read and written", f"a large copy, {RATE}")
+    product_rate: float = given(790e12, "FLOP/s", f"a large bf16 matrix product, {RATE}")
+    efficiency: float = given(0.45, "of product_rate", "ASSUMED for the convolutions of f")
+    per_node: int = given(8, "GPUs", f"accelerators_per_node of {SYSTEM}")
+    node_rate: float = given(450e9, "bytes/s each way", f"NVLink, 900 GB/s both ways: {SYSTEM}")
+    network_rate: float = given(50e9, "bytes/s each way", f"a 400 Gbit/s InfiniBand port for each GPU: {SYSTEM}")
+    batch: int = given(64, "images per GPU", f"ASSUMED: twice BATCH_SIZE_PER_GPU of {CONFIGURATION}")
+    forward_evaluations: int = given(26, "evaluations", f"F_THRES of {CONFIGURATION}")
+    backward_evaluations: int = given(27, "evaluations", f"B_THRES of {CONFIGURATION}")
+    anderson_history: int = given(6, "pairs", "the default of both libraries")
+    state_bytes: int = given(4, "bytes of an element", "the state stays in fp32 beside a bf16 f")
+    optimizer_bytes: int = given(
+        22, "bytes moved per parameter", "SGD: reads fp32 weight, gradient and momentum, writes two and a bf16 copy"
+    )
+    gradient_bytes: int = given(4, "bytes summed per parameter", "gradients in fp32")
+    imagenet: int = given(1_281_167, "images", "training set of ILSVRC 2012")
+    internet: int = given(5_850_000_000, "images", "LAION-5B, Schuhmann et al., NeurIPS 2022")
 
 
-def fitted(machine: Machine, work: Work, seconds: float) -> Machine:
-    """With the efficiency at which `work` takes `seconds`; between 1 % and 200 % of the product's rate."""
-    low, high = 0.01, 2.0
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        slower = work.seconds(replace(machine, efficiency=middle)) > seconds
-        low, high = (middle, high) if slower else (low, middle)
-    return replace(machine, efficiency=low)
+Operations = tuple[tuple[float, float], ...]  # (FLOPs, bytes) of each
 
 
-def check_calls(size: mdeq.Size, batch: int) -> dict[str, Callable[[], Any]]:
-    """What is measured on this CPU: f, its product with a vector, a solve without f's work, and training steps."""
-    torch.manual_seed(0)
-    network = mdeq.Network(size)
-    images, labels = torch.randn(batch, 3, size.image, size.image), torch.zeros(batch, dtype=torch.long)
-    solver = deqfast.Anderson(NEVER, CHECK_EVALUATIONS, history_dtype=torch.bfloat16)
-    broyden = deqfast.Broyden(NEVER, CHECK_EVALUATIONS, history=CHECK_EVALUATIONS - 2)  # keeps pairs, as on a GPU
-    start = torch.zeros(batch, size.dim)
+class Network:
+    """MDEQ (Bai, Koltun and Kolter, NeurIPS 2020) on tensors without data: every call of a layer makes its weights.
+
+    Sizes and layers follow https://arxiv.org/abs/2006.08656 and the authors' configurations. Left out: weight
+    normalisation (once per solve) and dropout (0 in these configurations). channels: of the four resolutions, each half
+    as large as the one before, the first a quarter of the image; head: of the classifier's bottlenecks.
+    """
+
+    def __init__(
+        self, name: str, channels: Sequence[int], head: Sequence[int], image: int = 224, classes: int = 1000
+    ) -> None:
+        self.name, self.channels, self.head, self.image, self.classes = name, channels, head, image, classes
+        self.shapes = [(c, image // 4 // 2**i, image // 4 // 2**i) for i, c in enumerate(channels)]
+        self.dim = sum(c * height * width for c, height, width in self.shapes)
+        self.weights: list[Tensor] = []
+
+    def weight(self, *shape: int) -> Tensor:
+        self.weights.append(torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True))
+        return self.weights[-1]
+
+    def conv(self, x: Tensor, outputs: int, kernel: int = 3, stride: int = 1) -> Tensor:
+        return F.conv2d(x, self.weight(outputs, x.shape[1], kernel, kernel), None, stride, kernel // 2)
+
+    def norm(self, x: Tensor, groups: int = 8) -> Tensor:
+        return F.group_norm(x, groups, self.weight(x.shape[1]), self.weight(x.shape[1]))
+
+    def normed(self, x: Tensor, outputs: int, kernel: int = 3, stride: int = 1, relu: bool = True) -> Tensor:
+        """A convolution and its batch normalisation."""
+        y = self.conv(x, outputs, kernel, stride)
+        y = F.batch_norm(y, None, None, self.weight(outputs), self.weight(outputs), training=True)
+        return F.relu(y, inplace=True) if relu else y
+
+    def stem(self, images: Tensor) -> Tensor:
+        first = self.channels[0]
+        return self.normed(self.normed(self.normed(images, first, 3, 2), first, 3, 2), first, 1)
+
+    def block(self, z: Tensor, injection: Tensor | None) -> Tensor:
+        """A residual block at one resolution, five times as wide within."""
+        channels = z.shape[1]
+        y = self.conv(F.relu(self.norm(self.conv(z, 5 * channels)), inplace=True), channels)
+        y = self.norm(y if injection is None else y + injection)
+        return self.norm(F.relu(y + z, inplace=True))
+
+    def transfer(self, y: Tensor, source: int, target: int) -> Tensor:
+        """From one resolution to another: 1x1 convolution and repetition up, 3x3 convolutions of stride 2 down."""
+        if source > target:
+            up = self.norm(self.conv(y, self.channels[target], 1))
+            return F.interpolate(up, scale_factor=2 ** (source - target), mode="nearest")
+        for _ in range(source + 1, target):
+            y = F.relu(self.norm(self.conv(y, y.shape[1], 3, 2)), inplace=True)
+        return self.norm(self.conv(y, self.channels[target], 3, 2)) if source < target else y
+
+    def parts(self, z: Tensor) -> list[Tensor]:
+        """The resolutions of a state (B, D)."""
+        parts = z.split([c * height * width for c, height, width in self.shapes], dim=1)
+        return [part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def f(self, z: Tensor, x: Tensor) -> Tensor:
+        """The cell on the state (B, D) in fp32, computed in the dtype of x: blocks, then sums over all resolutions."""
+        levels = range(len(self.channels))
+        y = [self.block(part.to(x.dtype), x if i == 0 else None) for i, part in enumerate(self.parts(z))]
+        sums = [functools.reduce(torch.add, (self.transfer(y[i], i, j) for i in levels)) for j in levels]
+        mixed = [self.norm(self.conv(F.relu(total), total.shape[1], 1), 4).flatten(1) for total in sums]
+        return torch.cat(mixed, dim=1).to(z.dtype)
+
+    def bottleneck(self, z: Tensor, planes: int) -> Tensor:
+        y = self.normed(self.normed(self.normed(z, planes, 1), planes), 4 * planes, 1, relu=False)
+        return F.relu(y + self.normed(z, 4 * planes, 1, relu=False), inplace=True)
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Logits (B, classes) of a state (B, D)."""
+        raised = [self.bottleneck(part, planes) for part, planes in zip(self.parts(z), self.head, strict=True)]
+        y = raised[0]
+        for part in raised[1:]:
+            y = part + self.normed(y, part.shape[1], 3, 2)
+        y = self.normed(y, 2048, 1).mean(dim=(2, 3))
+        return F.linear(y, self.weight(self.classes, 2048), self.weight(self.classes))
+
+
+NETWORKS = (
+    Network("MDEQ-small", (32, 64, 128, 256), (24, 48, 96, 192)),
+    Network("MDEQ-large", (80, 160, 320, 640), (32, 64, 128, 256)),
+    Network("MDEQ-XL", (88, 176, 352, 704), (32, 64, 128, 256)),
+)
+
+
+class Traffic(TorchDispatchMode):
+    """(FLOPs, bytes) of every operation that touches memory: each reads its inputs and writes its outputs once."""
+
+    OVERWRITES = {"copy_", "fill_", "zero_"}  # their first argument is written, not read
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[float, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if not (func.is_view or "empty" in name or name == "detach"):
+            flops = flop_registry.get(func.overloadpacket)
+            read = (args[1:] if name in self.OVERWRITES else args, kwargs)
+            touched = [leaf for leaf in pytree.tree_leaves((read, out)) if isinstance(leaf, Tensor)]
+            moved = sum(tensor.nbytes for tensor in touched)
+            self.operations.append((flops(*args, **kwargs, out_val=out) if flops else 0, moved))
+        return out
+
+
+def operations(call: Callable[[], Any]) -> Operations:
+    with Traffic() as traffic:
+        call()
+    return tuple(traffic.operations)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A training step's parts on `batch` images: f, its product with a vector, all that is differentiated once."""
+
+    batch: int
+    dim: int
+    parameters: int
+    f: Operations
+    vjp: Operations
+    gradient: Operations
+
+
+@functools.lru_cache
+def count(network: Network, batch: int) -> Counts:
+    """Count a step in bf16 by running it on tensors without data."""
+    images = torch.zeros(batch, 3, network.image, network.image, device="meta", dtype=torch.bfloat16)
+    z, labels = torch.zeros(batch, network.dim, device="meta"), torch.zeros(batch, device="meta", dtype=torch.long)
     with torch.no_grad():
-        f = flat(network.cell, size, network.stem(images), torch.float32)
-    variable = start.clone().requires_grad_()
-    value, contraction = f(variable), Contraction(batch, size.dim)
+        x = network.stem(images)
+        forward = operations(lambda: network.f(z, x))
+    start = z.clone().requires_grad_()
+    value = network.f(start, x)
+    product = operations(lambda: torch.autograd.grad(value, start, z))
+    network.weights.clear()
 
-    def train(block: deqfast.DEQBlock) -> None:
-        network.zero_grad()
-        state = block(network.stem(images), z0=unflat(start, size))
-        F.cross_entropy(network.classify(state), labels).backward()
+    def differentiate() -> None:
+        state = network.f(start, network.stem(images))
+        F.cross_entropy(network.classify(state.to(x.dtype)).float(), labels).backward()
 
-    def step_of(adjoint: Any) -> Callable[[], None]:
-        return functools.partial(train, deqfast.DEQBlock(network.cell, solver, adjoint))
+    gradient = operations(differentiate)
+    return Counts(batch, network.dim, sum(w.numel() for w in network.weights), forward, product, gradient)
 
+
+def seconds_of(inputs: Inputs, counted: Operations) -> float:
+    """Each operation takes the longer of its arithmetic and its bytes."""
+    rate = inputs.efficiency * inputs.product_rate
+    return sum(max(flops / rate, moved / inputs.copy_rate) for flops, moved in counted)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A library's solver; passes: over the state in step k (from 0)."""
+
+    provider: str
+    solver: str
+    passes: Callable[[int], float]
+
+    def solve_passes(self, evaluations: int) -> float:
+        """Those of a whole solve; after the last evaluation there is no step, deqfast reads it to judge it."""
+        return sum(self.passes(k) for k in range(evaluations - 1)) + JUDGED_PASSES * (self.provider == "deqfast")
+
+
+def sides(inputs: Inputs) -> list[tuple[Side, Side]]:
+    """(torchdeq, deqfast) for each solver; torchdeq has no other history than of the state's dtype."""
+    m = inputs.anderson_history
+    return [
+        (
+            Side("torchdeq", f"anderson m={m}", lambda k: 31 + 7 * min(k + 1, m) if k else 20),
+            Side("deqfast", f"anderson m={m} bf16", lambda k: multisecant_passes(min(k, m), 0.5)),
+        ),
+        (
+            Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
+            Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1)),
+        ),
+    ]
+
+
+def all_reduce_seconds(inputs: Inputs, gpus: int, moved: float) -> float:
+    """Sum of `moved` bytes over all GPUs: a ring within the nodes, and one between them on what each GPU then holds.
+
+    Raises ValueError for a number of GPUs that is neither within a node nor whole nodes.
+    """
+    inside = min(gpus, inputs.per_node)
+    if gpus < 1 or gpus % inside:
+        raise ValueError(f"gpus must be 1 to {inputs.per_node} or a multiple of {inputs.per_node}, got {gpus}")
+    nodes = gpus // inside
+    within = 2 * (inside - 1) / inside * moved / inputs.node_rate
+    return within + 2 * (nodes - 1) / nodes * moved / inside / inputs.network_rate
+
+
+def step(inputs: Inputs, counts: Counts, side: Side, adjoint: str, gpus: int) -> dict[str, float]:
+    """Seconds of the parts of a training step on `gpus` GPUs, `counts.batch` images each."""
+    if adjoint not in ADJOINTS:
+        raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}, got {adjoint!r}")
+    forward, backward = inputs.forward_evaluations, inputs.backward_evaluations if adjoint == "implicit" else 0
+    state = counts.batch * counts.dim * inputs.state_bytes
+    passes = side.solve_passes(forward) + (side.solve_passes(backward) if backward else 0)
     return {
-        "f": torch.no_grad()(lambda: f(start)),
-        "product with a vector": lambda: torch.autograd.grad(value, variable, start, retain_graph=True),
-        "solve, anderson m=6 bf16": lambda: deqfast.solve(contraction, start, solver),
-        "solve, broyden": lambda: deqfast.solve(contraction, start, broyden),
-        ALONE: lambda: [contraction(start) for _ in range(CHECK_EVALUATIONS)],
-        "step, implicit": step_of(deqfast.Implicit(solver)),
-        "step, jfb": step_of("jfb"),
+        "f": seconds_of(inputs, counts.f) * forward + seconds_of(inputs, counts.vjp) * backward,
+        "solver": passes * state / inputs.copy_rate,
+        "gradient": seconds_of(inputs, counts.gradient),
+        "optimizer": inputs.optimizer_bytes * counts.parameters / inputs.copy_rate,
+        "all_reduce": all_reduce_seconds(inputs, gpus, inputs.gradient_bytes * counts.parameters),
     }
 
 
-def check_rows(threads: int, size: mdeq.Size = CHECK_SIZE, batch: int = CHECK_BATCH) -> list[Row]:
-    """The model of small steps on this CPU beside their measured times, all taken in turns."""
-    torch.set_num_threads(threads)
-    source, a, b = torch.randn(16 << 20), torch.randn(PRODUCT, PRODUCT), torch.randn(PRODUCT, PRODUCT)
-    target = source.clone()
-    rates = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
-    times = in_turns(rates | check_calls(size, batch), rounds=CHECK_ROUNDS, seconds=CHECK_SECONDS)
-    measured = {name: statistics.median(seconds) for name, seconds in times.items()}
-    alone = measured.pop(ALONE)
-    measured = {name: seconds - alone * name.startswith("solve") for name, seconds in measured.items()}
-    copy_rate, product_rate = 2 * source.nbytes / measured.pop("copy"), 2 * PRODUCT**3 / measured.pop("product")
-    assumed = Machine("this CPU", copy_rate, product_rate, rates_from="measured in turns with the parts")
-    counts = count(size, batch, torch.float32)
-    best = fitted(assumed, counts.f, measured["f"])
-    models = {"assumed": check_model(assumed, counts), "fitted": check_model(best, counts)}
-    shared = {
-        "section": CHECK, "model": True, "provider": "deqfast", "batch": batch, "dim": size.dim,
-        "dtype": "float32", "threads": threads, "copy_rate": copy_rate, "product_rate": product_rate,
-        "fitted_efficiency": best.efficiency,
-    }  # fmt: skip
-    return [
-        shared | {"case": name, "ms": 1e3 * seconds}
-        | {f"{kind}_ms": 1e3 * model[name] for kind, model in models.items()}
-        | {f"{kind}_over_measured": model[name] / seconds for kind, model in models.items()}
-        for name, seconds in measured.items()
-    ]  # fmt: skip
+def rows_of(inputs: Inputs, networks: Sequence[Network] = NETWORKS) -> Iterator[Row]:
+    """Every size, gradient, solver and number of GPUs, torchdeq's before ours, whose `gain` is over it."""
+    for network, adjoint, pair, gpus in itertools.product(networks, ADJOINTS, sides(inputs), GPUS):
+        counts, theirs = count(network, inputs.batch), None
+        for side in pair:
+            parts = step(inputs, counts, side, adjoint, gpus)
+            seconds = sum(parts.values())
+            rate = gpus * counts.batch / seconds
+            row = {
+                "section": "internet scale (model)", "case": f"{network.name}, {adjoint}, {side.solver}", "model": True,
+                "provider": side.provider, "size": network.name, "adjoint": adjoint, "solver": side.solver,
+                "gpus": gpus,
+                "batch": counts.batch, "dim": counts.dim, "parameters": counts.parameters,
+                "f_gflop_per_image": sum(flops for flops, _ in counts.f) / counts.batch / 1e9, "ms": 1e3 * seconds,
+                "images_per_second": rate, "shares": {name: part / seconds for name, part in parts.items()},
+                "epoch_s": inputs.imagenet / rate,
+                "internet_s": inputs.internet / rate,
+            }  # fmt: skip
+            theirs = theirs or seconds
+            yield row | ({"gain": theirs / seconds} if side.provider == "deqfast" else {})
 
 
-def check_model(machine: Machine, counts: Counts) -> dict[str, float]:
-    """Seconds of what ``check_calls`` measures; the steps there end before the optimizer."""
-    inputs = replace(Inputs(), forward_evaluations=CHECK_EVALUATIONS, backward_evaluations=CHECK_EVALUATIONS)
-    state_bytes = counts.batch * counts.dim * inputs.state_bytes
-    ours = [own for _, own in sides(inputs)]
-    found = {"f": counts.f.seconds(machine), "product with a vector": counts.vjp.seconds(machine)}
-    for side in ours:
-        passes = side.solve_passes(CHECK_EVALUATIONS)
-        found[f"solve, {side.solver}"] = passes * state_bytes / machine.copy_rate
-    for adjoint in ADJOINTS:
-        parts = step(machine, inputs, counts, ours[0], adjoint, 1)
-        found[f"step, {adjoint}"] = parts.seconds - parts.optimizer
-    return found
-
-
-def table(head: list[str], lines: Iterable[list[str]]) -> list[str]:
-    """Markdown."""
-    return ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(x) + " |" for x in lines)]
-
-
-def span(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def percent(row: Row, *names: str) -> str:
-    return f"{sum(row['shares'][name] for name in names):.0%}"
-
-
-def gain(row: Row) -> str:
-    return f"{row['gain']:.2f}x" if "gain" in row else ""
-
-
-def markdown(machine: Machine, inputs: Inputs, rows: list[Row]) -> str:
-    """The rows as text; every table says that it is a model."""
-    modelled = [row for row in rows if row["section"] == SECTION]
-    one = [row for row in modelled if row["gpus"] == 1]
-    checks = [row for row in rows if row["section"] == CHECK]
-    text = [
-        "# Model: MDEQ at the size of the internet",
-        "",
-        f"**Nothing here was measured on a GPU.** A model of training on {machine.name} GPUs: every operation takes "
-        "the longer of its bytes at the copy rate and its FLOPs at a share of a matrix product's rate; launches, host "
-        "waits and reading images are left out on both sides. "
-        f"{inputs.forward_evaluations} evaluations forward, {inputs.backward_evaluations} backward (implicit), "
-        f"{inputs.batch} images per GPU, f in bf16, state in fp32. Copy {machine.copy_rate / 1e12:.3g} TB/s and "
-        f"product {machine.product_rate / 1e12:.3g} TFLOP/s are {machine.rates_from}.",
-        *table(["input", "value", "", "source"],
-               ([f"`{row['case']}`", row["value"] if isinstance(row["value"], str) else f"{row['value']:,.10g}",
-                 row["unit"], row["source"]] for row in rows if row["section"] == INPUTS)),
-        *networks(one),
-        "", "## Model: one GPU",
-        *table(["model of", "library", "ms per step", "images/s", "x torchdeq", "solver", "f", "rest", "memory",
-                "bound by"],
-               ([row["case"], row["provider"], f"{row['ms']:.0f}", f"{row['images_per_second']:.0f}", gain(row),
-                 percent(row, "solver"), percent(row, "f"), percent(row, "gradient", "optimizer", "all_reduce"),
-                 f"{row['peak_bytes'] / 1e9:.1f} GB" + ("" if row["fits"] else " (does not fit)"), row["bound"]]
-                for row in one)),
-        *many(modelled, inputs),
-        *(check_text(checks) if checks else []),
-    ]  # fmt: skip
-    return "\n".join(text) + "\n"
-
-
-def networks(rows: list[Row]) -> list[str]:
-    """What was counted of f."""
-    first = {row["size"]: row for row in rows}
-    return [
-        *table(["model of", "state of an image", "parameters", "GFLOP per image and evaluation"],
-               ([name, f"{row['dim']:,}", f"{row['parameters'] / 1e6:.1f} M", f"{row['f_gflop_per_image']:.1f}"]
-                for name, row in first.items())),
-        "", "Counted from the layers of benchmarks/mdeq.py. The paper's Table 2: 18, 63 and 81 million parameters.",
-    ]  # fmt: skip
-
-
-def many(rows: list[Row], inputs: Inputs) -> list[str]:
-    """1, 8 and 64 GPUs side by side, a line for each case and library."""
-    grouped: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        grouped.setdefault((row["case"], row["provider"]), []).append(row)
-    low, high = (f"{e:g}" for e in (min(EFFICIENCIES), max(EFFICIENCIES)))
-    names = [f"{gpus} GPU{'s' if gpus > 1 else ''}" for gpus in GPUS]
-    return [
-        "", "## Model: 1, 8 and 64 GPUs",
-        *table(["model of", "library", *(f"images/s, {name}" for name in names),
-                f"{names[-1]}, if f reaches {float(low):.0%} to {float(high):.0%}", "all-reduce",
-                *(f"epoch, {name}" for name in names)],
-               ([case, provider, *(f"{row['images_per_second']:,.0f}" for row in group),
-                 "{:,.0f} to {:,.0f}".format(*(group[-1]["images_per_second_by_efficiency"][e] for e in (low, high))),
-                 f"{group[-1]['shares']['all_reduce']:.1%}", *(span(row["epoch_s"]) for row in group)]
-                for (case, provider), group in grouped.items())),
-        "", "The all-reduce is the share of the step on the most GPUs; it is not overlapped: the gradient of a network "
-        "that is one cell is complete only at the end of the backward pass.",
-        "", f"## Model: {inputs.internet / 1e9:g} billion images, each once",
-        *table(["model of", "library", *names],
-               ([case, provider, *(span(row["internet_s"]) for row in group)]
-                for (case, provider), group in grouped.items())),
-    ]  # fmt: skip
-
-
-def check_text(rows: list[Row]) -> list[str]:
-    first = rows[0]
-    return [
-        "", "## The same model on this CPU, beside measured times",
-        "", f"A small MDEQ of {first['dim']:,} elements, {first['batch']} images, {CHECK_EVALUATIONS} evaluations each "
-        f"way, fp32, {first['threads']} threads. Measured in turns: copy {first['copy_rate'] / 1e9:.1f} GB/s, product "
-        f"{first['product_rate'] / 1e9:.0f} GFLOP/s. Fitted: with the efficiency at which the model of f takes the "
-        f"measured time, {first['fitted_efficiency']:.0%}. A solve is without f.",
-        *table(["model of", "measured ms", "model ms, assumed", "model ms, fitted", "assumed / measured",
-                "fitted / measured"],
-               ([row["case"], f"{row['ms']:.2f}", f"{row['assumed_ms']:.2f}", f"{row['fitted_ms']:.2f}",
-                 f"{row['assumed_over_measured']:.2f}", f"{row['fitted_over_measured']:.2f}"] for row in rows)),
-    ]  # fmt: skip
-
-
-def arguments(given: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file to write; an existing one is replaced (default: "
-                        "results/internet_scale.json beside this script, with --no-check none)")  # fmt: skip
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file instead of printing them")
-    parser.add_argument("--no-check", action="store_true", help="leave out what is measured on this CPU")
-    parser.add_argument("--threads", type=int, default=2, help="of the check (%(default)s)")
-    parser.add_argument("--remark", help="what else is to be known of the machine, kept in the file")
-    found = parser.parse_args(given)
-    if found.json is None and not found.no_check:
-        found.json = RESULTS / "internet_scale.json"
-    if found.threads < 1:
-        parser.error(f"--threads {found.threads}: from 1 on")
-    for path in (found.json, found.markdown):
-        if path is not None and not path.resolve().parent.is_dir():
-            parser.error(f"{path.resolve().parent} is not a folder")
-    return found
-
-
-def main(given: list[str] | None = None) -> None:
-    found = arguments(given)
-    machine, inputs = h200(RESULTS / "h200.json"), Inputs()
-    rows = [*input_rows(machine), *input_rows(inputs), *rows_of(machine, inputs)]
-    rows += [] if found.no_check else check_rows(found.threads)
-    if found.json is not None:
-        unchecked = "--no-check: nothing was measured" if found.no_check else None
-        write_record(found.json, rows, remark=joined(unchecked, found.remark))
-    text = markdown(machine, inputs, rows)
-    if found.markdown is None:
-        print(text)
-    else:
-        write_text(found.markdown, text)
-        print(found.markdown)
+    parser.add_argument("--json", type=Path, default=RESULTS / "internet_scale.json",
+                        help="record to write; an existing one is replaced (%(default)s)")  # fmt: skip
+    found = parser.parse_args(argv)
+    if not found.json.resolve().parent.is_dir():
+        parser.error(f"--json: {found.json.resolve().parent} is not a folder")
+    inputs = Inputs()
+    rows: list[Row] = [
+        {"section": "internet scale (inputs)", "case": one.name, "provider": "model", "model": True,
+         "value": getattr(inputs, one.name), **one.metadata} for one in fields(inputs)
+    ]  # fmt: skip
+    rows += rows_of(inputs)
+    write_record(found.json, rows, remark="a model: nothing was measured")
+    for row in rows:
+        if "gain" in row:
+            print(
+                f"{row['case']:<42}{row['gpus']:>3} GPUs {row['images_per_second']:>10,.0f} images/s {row['gain']:.2f}x"
+            )
 
 
 if __name__ == "__main__":

@@ -1,92 +1,677 @@
-"""Write benchmarks/RESULTS.md, its figures, and README's performance section from the JSON under benchmarks/results.
+"""Write what was measured: RESULTS.md, its figures and the blocks of numbers in README.md and the documentation.
 
-    python benchmarks/report.py
-    python benchmarks/report.py --check
+    python benchmarks/report.py            write tables and the figure from the records under benchmarks/results
+    python benchmarks/report.py --check    write nothing; status 1 where a table, the figure or a number is outdated
+    python benchmarks/report.py --facts    list the numbers that a sentence may quote
 
-Nothing is measured; takes some seconds. What has not been measured is named as such, with the command that measures it.
+Sentences are written by people. A number in one of them is followed by an invisible comment with its key, as in
+`18.6 to 22.4×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq -->`, and --check compares the two. Nothing is
+measured here.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
+import json
+import math
 import re
+import statistics
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from harness.files import write_text
-from reporting.files import ReportError, Results, read
-from reporting.page import page
-from reporting.pictures import draw_figures, stale_figures
-from reporting.readme import performance
+from harness.files import write_bytes
+from harness.targets import GPU_TARGETS, STUDY_TARGETS, TARGETS, Target
 
-BENCHMARKS = Path(__file__).resolve().parent
-BEGIN = "<!-- performance: written by benchmarks/report.py -->"
-END = "<!-- end of performance -->"
-LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+Row = dict[str, Any]
+Form = Callable[[float], str]
+ROOT = Path(__file__).resolve().parent.parent
+OURS, PEER = "cpp", "torchdeq"
+SOLVERS = {
+    "picard-128x8192": "Picard",
+    "anderson-m6-128x8192": "Anderson, m = 6",
+    "anderson-m6-bf16-128x8192": "Anderson, m = 6, bf16 history",
+    "broyden-n20-128x8192": "Broyden, n = 20",
+}
+PROVIDERS = {
+    OURS: "deqfast",
+    PEER: PEER,
+    "eager": "eager",
+    "torch": "`torch` kernel",
+    "explicit": "the cell once",
+    "pinv": "pseudo-inverse",
+}
+SYNTHETIC = re.compile(r", b [\d.e-]+$")  # how the problems of the suite are named: by the scale of their injection
+FACT = re.compile(r"<!-- ([\w-]+\.[\w.-]+) -->")
+BEGIN, END = "<!-- numbers -->", "<!-- end of numbers -->"
 
 
-def between_markers(text: str, section: str, path: Path) -> str:
-    """`text` with `section` between the two markers."""
+class ReportError(Exception):
+    """What keeps the report from being written, for a person to read."""
+
+
+# Numbers as text
+
+
+def digits(value: float) -> str:
+    """Three significant digits; an exponent below 1e-4 and from 1e6 on."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    if not -4 <= exponent < 6:
+        return scientific(value)
+    return f"{round(value, 2 - exponent):.{max(0, 2 - exponent)}f}"
+
+
+def scientific(value: float) -> str:
+    """Two significant digits: 1.8e-2. A relative error of 0 is one that float64 cannot tell."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if value else "below 2.2e-16"
+
+
+def in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the largest unit that leaves a number from 1 on; units: (size, name), ascending."""
+    rounded = float(f"{value:.2e}")  # 999.9 µs is 1.00 ms
+    size, name = next((unit for unit in reversed(units) if abs(rounded) >= unit[0]), units[0])
+    return f"{digits(value / size)} {name}".rstrip()
+
+
+def duration(ms: float) -> str:
+    return in_units(ms, [(1e-6, "ns"), (1e-3, "µs"), (1, "ms"), (1e3, "s")])
+
+
+def days(seconds: float) -> str:
+    return in_units(seconds, [(1, "s"), (60, "min"), (3600, "h"), (86400, "days")])
+
+
+def count(value: float) -> str:
+    return in_units(value, [(1, ""), (1e6, "million"), (1e9, "billion")])
+
+
+def times(value: float) -> str:
+    return f"{digits(value)}×"
+
+
+def percent(share: float) -> str:
+    return f"{digits(100 * share)} %"
+
+
+def span(values: Sequence[float], form: Form = times) -> str:
+    """The least and the largest: "18.6 to 22.4×"; one of them where they are the same as text; "" of none."""
+    if not values:
+        return ""
+    low, high = form(min(values)), form(max(values))
+    return low if low == high else f"{low.removesuffix('×')} to {high}"
+
+
+def median(values: Sequence[float], form: Form) -> str:
+    return form(statistics.median(values)) if values else ""
+
+
+def slug(text: str) -> str:
+    """ "gain-over-torchdeq": how a row or a column is called in the key of a number."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its heading and the words before it; columns that are empty throughout are left out."""
+
+    title: str
+    words: str
+    header: Sequence[str]
+    body: Sequence[Sequence[str]]
+
+    def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
+        """Markdown; `columns`: only these; `names`: only the rows of these names, and what to call them."""
+        kept = [self.header[0], *columns] if columns else self.header
+        used = [i for i, title in enumerate(self.header) if title in kept and any(row[i] for row in self.body)]
+        rows = [[names[row[0]], *row[1:]] if names else row for row in self.body if not names or row[0] in names]
+        rule = ["---" if i == 0 else "---:" for i in range(len(self.header))]
+        cells = [self.header, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+        return ["| " + " | ".join(row[i] for i in used) + " |" for row in cells]
+
+    def facts(self) -> dict[str, str]:
+        """Each number by the names of table, row and column."""
+        return {
+            ".".join(map(slug, (self.title, row[0], column))): cell
+            for row in self.body
+            for column, cell in zip(self.header[1:], row[1:], strict=True)
+            if cell
+        }
+
+
+# The records
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file of rows, with what was recorded of the machine and of how it was measured."""
+
+    path: Path
+    machine: dict[str, Any]
+    command: str | None
+    date: str | None
+    remark: str | None
+    rows: list[Row]
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise ReportError(f"{path}: no JSON: {error}") from None
+        if not isinstance(data, dict) or not isinstance(data.get("machine"), dict) or "rows" not in data:
+            raise ReportError(f"{path}: a record is an object with the keys machine and rows")
+        if data.get("dry_run"):
+            raise ReportError(f"{path}: a dry run is no result")
+        for index, row in enumerate(data["rows"]):
+            if missing := {"section", "case", "provider"} - row.keys():
+                raise ReportError(f"{path}: row {index} has no {', '.join(sorted(missing))}")
+        texts = {key: data.get(key) for key in ("command", "date", "remark")}
+        return cls(path, data["machine"], rows=data["rows"], **texts)
+
+    @property
+    def threads(self) -> int:
+        return self.machine.get("threads") or 0
+
+    @property
+    def where(self) -> str:
+        """ "AMD EPYC, 2 cores, 2 threads"."""
+        names = [self.machine.get("gpu"), self.machine.get("processor")]
+        counts = [f"{self.machine[key]} {key}" for key in ("cores", "threads") if self.machine.get(key)]
+        return ", ".join([name for name in names if name] + counts).replace("1 threads", "1 thread")
+
+    @property
+    def versions(self) -> str:
+        names = {"deqfast": "deqfast", "torch": "torch", "triton": "triton", "python": "Python"}
+        return ", ".join(f"{text} {self.machine[name]}" for name, text in names.items() if self.machine.get(name))
+
+    @property
+    def when(self) -> str:
+        """ "e6f2888, 2026-11-21"; whether the checkout differed from the commit."""
+        sha, plus, _ = str(self.machine.get("commit", "commit not recorded")).partition("+")
+        return f"{sha[:7] if len(sha) == 40 else sha}{' with changes' if plus else ''}, {(self.date or 'no date')[:10]}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the runs with one number of threads have measured of a case: provider -> a row of each record."""
+
+    name: str
+    threads: int
+    runs: dict[str, list[Row]]
+
+    def values(self, provider: str, column: str) -> list[float]:
+        return [row[column] for row in self.runs.get(provider, []) if row.get(column) is not None]
+
+    def median(self, provider: str, column: str) -> str:
+        return median(self.values(provider, column), duration)
+
+    def gains(self, peer: str, provider: str = OURS) -> list[float]:
+        return [row["gains"][peer] for row in self.runs.get(provider, []) if peer in row.get("gains", {})]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that the report is made from."""
+
+    records: list[Record]
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        return cls([Record.read(path) for path in sorted(folder.glob("*.json"))])
+
+    @property
+    def gpus(self) -> list[Record]:
+        return [record for record in self.records if record.machine.get("gpu")]
+
+    def of(self, section: str) -> list[Record]:
+        """The records of CPUs that hold rows of a section; a record that is missing is an error."""
+        found = [one for one in self.records if one not in self.gpus and any(r["section"] == section for r in one.rows)]
+        if not found:
+            raise ReportError(f"no record under benchmarks/results has rows of section {section!r}: measure it first")
+        return found
+
+    def rows(self, section: str) -> list[Row]:
+        return [row for record in self.of(section) for row in record.rows if row["section"] == section]
+
+    def cases(self, section: str) -> list[Case]:
+        """Each by the largest number of threads that it was measured with."""
+        found: dict[str, Case] = {}
+        for record in self.of(section):
+            for row in record.rows:
+                threads = row.get("threads") or record.threads
+                if row["section"] != section or threads < found.get(row["case"], Case("", 0, {})).threads:
+                    continue
+                if row["case"] not in found or threads > found[row["case"]].threads:
+                    found[row["case"]] = Case(row["case"], threads, {})
+                found[row["case"]].runs.setdefault(row["provider"], []).append(row)
+        return list(found.values())
+
+
+# Targets
+
+MET, MISSED, NO_GPU = "met", "missed", "not measured: no GPU"
+FORMS: dict[str, Form] = {
+    "ms": duration, "error": scientific, "nc_share": percent, "host_waits": digits, "paper_hours": digits
+}  # fmt: skip
+
+
+def judged(results: Results, target: Target) -> list[str]:
+    """What is promised, what was measured, and whether all runs with the most threads meet it."""
+    records = [one for one in results.records if bool(one.machine.get("gpu")) == target.on_gpu]
+    told = [(one.threads, target.value(one.rows)) for one in records]
+    most = max((threads for threads, value in told if value is not None), default=0)
+    values = [value for threads, value in told if threads == most and value is not None]
+    missed = sum(not target.met(value) for value in values)
+    form = FORMS.get(target.column, times)
+    measured = span(values, form)
+    if missed and any(form(value) == form(target.bound) for value in values):
+        measured = f"{min(values):.6g} to {max(values):.6g}"  # misses by less than three digits tell
+    state = f"{MISSED} in {missed} of {len(values)} runs" if missed else MET if values else "not measured"
+    if not values and target.on_gpu and not results.gpus:
+        state = NO_GPU
+    return [target.what, measured, state]
+
+
+def targets(results: Results) -> Table:
+    body = [judged(results, target) for target in (*TARGETS, *STUDY_TARGETS, *GPU_TARGETS)]
+    counts = ", ".join(f"{number} {state}" for state, number in states_of(body).items())
+    words = f"Of {len(body)} targets: {counts}. All runs with the most threads have to meet a target."
+    return Table("Targets", words, ["target", "measured", "state"], body)
+
+
+def states_of(body: Iterable[Sequence[str]]) -> Counter[str]:
+    return Counter(MISSED if row[-1].startswith(MISSED) else row[-1] for row in body)
+
+
+# The suite
+
+
+def case_table(title: str, words: str, cases: Sequence[Case], time: str) -> Table:
+    """A line for each case; `time`: the column of its rows that is shown, of several runs the median."""
+
+    def spread(case: Case, peer: str) -> str:
+        values = case.gains(peer)
+        ends = span(values)
+        return f"{median(values, times)} ({ends})" if " to " in ends else ends
+
+    def memory(case: Case) -> str:
+        own, theirs = (case.values(name, "peak_bytes") for name in (OURS, PEER))
+        return times(statistics.median(own) / statistics.median(theirs)) if own and theirs else ""
+
+    def residuals(case: Case) -> str:
+        found = [median(case.values(name, "residual"), scientific) for name in (OURS, PEER)]
+        return " / ".join(found) if all(found) else ""
+
+    columns: dict[str, Callable[[Case], str]] = {
+        **{text: partial(Case.median, provider=name, column=time) for name, text in PROVIDERS.items()},
+        "gain over torchdeq": partial(spread, peer=PEER),
+        "gain over the pseudo-inverse": partial(spread, peer="pinv"),
+        "of its byte floor": lambda case: median(case.values(OURS, "floor_x"), times),
+        "memory of torchdeq's": memory,
+        "residual, deqfast / torchdeq": residuals,
+        "relative error": lambda case: median(case.values(OURS, "error"), scientific),
+    }
+    return Table(
+        title, words, ["case", *columns], [[case.name, *(f(case) for f in columns.values())] for case in cases]
+    )
+
+
+def suite(results: Results) -> list[Table]:
+    return [
+        case_table(
+            "Solves",
+            "Solver time per iteration of 20, f subtracted; torchdeq's history is fp32 throughout. deqfast keeps the "
+            "memory of a history for the next solve, torchdeq allocates and zeroes its own.",
+            results.cases("solves"),
+            "solver_ms",
+        ),
+        case_table("Ops", "One call.", results.cases("ops"), "ms_min"),
+        case_table(
+            "Layers",
+            "Forward and backward of one layer. deqfast fuses the cell's normalisations; torchdeq, eager and the cell "
+            "once call plain torch modules, so a ratio is that of whole layers.",
+            results.cases("training"),
+            "ms_min",
+        ),
+        case_table(
+            "FC",
+            "The whole solve of z = tanh(W z + c) in one call of `deqfast.fc_fixed_point`, f included, beside loops.",
+            results.cases("fc"),
+            "ms_min",
+        ),
+        case_table(
+            "NC",
+            "Neural collapse: NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D), beside the "
+            "D × D pseudo-inverse.",
+            results.cases("nc"),
+            "ms_min",
+        ),
+    ]
+
+
+# Time to a residual
+
+
+def race(results: Results, tol: float, provider: str) -> list[str]:
+    """Of a solver over the suite of problems to a tolerance: how many it missed, evaluations, gain over torchdeq.
+
+    The evaluations are the median, the most there may be where the tolerance was missed; the gain is the geometric mean
+    over the problems that torchdeq's same method solves too, whose number stands behind it.
+    """
+    rows = [row for row in results.rows("residual") if (row["tol"], row["provider"]) == (tol, provider)]
+    rows = [row for row in rows if SYNTHETIC.search(row["case"])]
+    if not rows:
+        return ["", "", ""]
+    gains = [row["gain"] for row in rows if row["reached"] and "gain" in row]
+    evaluations = [row["evaluations" if row["reached"] else "most_evaluations"] for row in rows]
+    missed = sum(not row["reached"] for row in rows)
+    gain = f"{times(statistics.geometric_mean(gains))} ({len(gains)})" if gains else ""
+    return [f"{missed} of {len(rows)}", f"{statistics.median(evaluations):g}", gain]
+
+
+def races(results: Results) -> Table:
+    """A line for each solver: the suite of problems, and its time on each trained cell to the tightest tolerance."""
+    rows = results.rows("residual")
+    tolerances = sorted({row["tol"] for row in rows}, reverse=True)
+    trained = [row for row in rows if row["tol"] == tolerances[-1] and not SYNTHETIC.search(row["case"])]
+    cells = list(dict.fromkeys(row["case"] for row in trained))
+    reached = {(row["case"], row["provider"]): duration(row["ms"]) if row["reached"] else "missed" for row in trained}
+    header = [
+        "solver",
+        *(f"{what}, {tol:g}" for tol in tolerances for what in ("missed", "evaluations", "gain")),
+        *cells,
+    ]
+    body = [
+        [name, *(text for tol in tolerances for text in race(results, tol, name)),
+         *(reached.get((cell, name), "") for cell in cells)]
+        for name in dict.fromkeys(row["provider"] for row in rows)
+    ]  # fmt: skip
+    words = (
+        "Each solver until the worst sample's relative residual in float64 is within the tolerance, f included, at "
+        "most 60 evaluations: of 24 synthetic problems how many were missed, the median of evaluations, the geometric "
+        "mean of the gain over torchdeq's same method (over how many problems); and the time on cells that were "
+        f"trained, to {tolerances[-1]:g}. `torch …` is deqfast with that kernel; torchdeq's Anderson ships with an "
+        "absolute ridge, `lam=1e-4`.\n\n![Residual against time on two trained cells](results/time_to_residual.png)"
+    )
+    return Table("Residual", words, header, body)
+
+
+# The study's step, scaling, the model, GPUs
+
+
+def steps(results: Results) -> Table:
+    body = []
+    for case in results.cases("training step"):
+        (explicit,), (deq,) = case.runs["explicit"], case.runs["deq"]
+        hours = [f"{digits(row['paper_hours'])} h" for row in (explicit, deq)]
+        body.append(
+            [case.name, str(case.threads), duration(explicit["ms"]), duration(deq["ms"]), f"{deq['evaluations']:.1f}",
+             times(deq["times_explicit"]), times(deq["flop_ratio"]), times(deq["over_flop"]),
+             percent(explicit["nc_share"]), *hours]
+        )  # fmt: skip
+    header = ["networks", "threads", "explicit step", "DEQ step", "evaluations", "DEQ over explicit", "operations",
+              "time over operations", "NC1-NC4 of an epoch", "paper, explicit", "paper, DEQ"]  # fmt: skip
+    words = "A training step of the study's two networks in turns, medians; the paper's 40 trainings are extrapolated."
+    return Table("Step", words, header, body)
+
+
+def scaling(results: Results) -> Table:
+    """A line for each curve: time per iteration at its ends, how it and the memory grow, and the gain."""
+    curves: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in results.rows("scaling"):
+        if "peak_bytes" in row and "problem" not in row and row["axis"] != "threads":
+            curve = curves.setdefault((row["series"], row["solver"]), {OURS: [], PEER: []})
+            curve.setdefault(row["provider"], []).append(row)
+    body = []
+    for (series, name), of in curves.items():
+        axis, first, last = of[OURS][0]["axis"], of[OURS][0], of[OURS][-1]
+        growth = [slope(of[one], axis, column) for column in ("solver_ms", "peak_bytes") for one in (OURS, PEER)]
+        gains = span([row["gain"] for row in of[OURS] if "gain" in row])
+        ends = " to ".join(duration(row["solver_ms"]) for row in (first, last) if "solver_ms" in row)
+        body.append([f"{name}, {series} {first[axis]} to {last[axis]}", ends, *growth, gains])
+    header = ["solver, what changes", "time per iteration", "time ~ x^", "torchdeq's", "memory ~ x^", "its memory",
+              "gain over torchdeq"]  # fmt: skip
+    words = "One variable at a time around (32, 8192) and 20 iterations, f subtracted; exponents of the larger half."
+    return Table("Scaling", words, header, body)
+
+
+def slope(rows: Sequence[Row], axis: str, column: str) -> str:
+    """The exponent a of column ~ axis^a over the larger half of the points, where fixed costs have faded."""
+    points = [(math.log(row[axis]), math.log(row[column])) for row in rows if row.get(column, 0) > 0]
+    points = points[max(0, min(len(points) // 2, len(points) - 2)) :]
+    return f"{statistics.linear_regression(*zip(*points, strict=True)).slope:.2f}" if len(points) > 1 else ""
+
+
+def model(results: Results) -> Table:
+    """A line for each size, gradient and solver of the model; torchdeq's and deqfast's images per second."""
+    rows = results.rows("internet scale (model)")
+    grouped: dict[str, dict[tuple[str, int], Row]] = {}
+    for row in rows:
+        name = ", ".join([row["size"], row["adjoint"], row["solver"].split()[0]])
+        grouped.setdefault(name, {})[row["provider"], row["gpus"]] = row
+    gpus = list(dict.fromkeys(row["gpus"] for row in rows))
+    body = []
+    for name, of in grouped.items():
+        rates = [" / ".join(f"{of[who, one]['images_per_second']:,.0f}" for who in (PEER, "deqfast")) for one in gpus]
+        gain, most = of["deqfast", gpus[0]]["gain"], of["deqfast", gpus[-1]]
+        body.append([name, *rates, times(gain), days(most["internet_s"])])
+    header = ["model of", *(f"images/s on {one}" for one in gpus), "gain", f"all images on {gpus[-1]}"]
+    words = (
+        "**A model, not a measurement**: training of MDEQ on H200 GPUs by torchdeq / deqfast, every operation at the "
+        "longer of its bytes at the copy rate and its arithmetic at a share of a product's rate "
+        "(`benchmarks/internet_scale.py`; every input and its source is in the record); last, 5.85 billion images once."
+    )
+    return Table("Model", words, header, body)
+
+
+def row_table(title: str, words: str, rows: Iterable[Row]) -> Table:
+    """A line for each row that was timed; of solves the time per iteration without f."""
+    body = []
+    for row in rows:
+        if "ms_min" in row:
+            time = duration(row["solver_ms"] if "solver_ms" in row else row["ms_min"])
+            ratios = [times(value) if value else "" for value in (row.get("floor_x"), row.get("gain"))]
+            counts = [f"{row['evaluations']:g}" if "evaluations" in row else "", row.get("peer", "")]
+            body.append([f"{row['section']} {row['case']} {row['provider']}", time, *ratios, *counts])
+    return Table(title, words, ["row", "time", "of its byte floor", "gain", "evaluations", "gain is over"], body)
+
+
+def optional(results: Results) -> list[Table]:
+    """Tables of what not every checkout has measured: options of a solve beside their absence, and GPUs."""
+    found = [row for one in results.records if one not in results.gpus for row in one.rows]
+    options = [row for row in found if row["section"] == "options"]
+    tables = [row_table("Options", "What an option costs or gains beside its absence.", options)] if options else []
+    return tables + [row_table(one.machine["gpu"], f"{one.path.name}, {one.when}.", one.rows) for one in results.gpus]
+
+
+def sources(results: Results) -> Table:
+    header = ["record", "machine", "versions", "commit, date", "command, remark"]
+    body = [
+        [f"[{one.path.name}](results/{one.path.name})", one.where, one.versions, one.when,
+         "; ".join(filter(None, [f"`{one.command}`" if one.command else "command not recorded", one.remark]))]
+        for one in results.records
+    ]  # fmt: skip
+    return Table("Records", "What was measured, where and how.", header, body)
+
+
+# The page, the blocks and the numbers to quote
+
+
+def tables(results: Results) -> list[Table]:
+    found = [targets(results), *suite(results), races(results), steps(results), scaling(results), model(results)]
+    return [*found, *optional(results), sources(results)]
+
+
+def page(results: Results) -> str:
+    """The text of RESULTS.md."""
+    lines = [
+        "# Benchmark results",
+        "",
+        "Written by `python benchmarks/report.py` from the records in [results](results), which hold more: medians, "
+        "quartiles, numbers of rounds, bytes, launches, host waits (to six digits). Here: the least of the rounds, "
+        "with the most threads that a case was measured with; of several runs the median, behind a gain the least and "
+        "the largest. deqfast is its kernel `cpp`. A byte floor is what the algorithm must move at the copy rate of "
+        "the same run; a time below it is one of data that stayed in a cache.",
+    ]
+    if not results.gpus:
+        lines += ["", "Not yet run on a GPU: no GPU time is reported. `bash benchmarks/gpu.sh` measures those targets."]
+    for table in tables(results):
+        lines += ["", f"## {table.title}", "", table.words, "", *table.lines()]
+    return "\n".join(lines) + "\n"
+
+
+def blocks(results: Results) -> dict[str, list[str]]:
+    """What stands between the markers of each text."""
+    solves, residual = suite(results)[0], races(results)
+    few = ["deqfast", "torchdeq", "gain over torchdeq", "memory of torchdeq's"]
+    words = "Solver time per iteration at (128, 8192) fp32, f subtracted; gains: median (least to largest) of the runs."
+    made, raced = origin(results.of("solves")), origin(results.of("residual"))
+    note = residual.words.partition("\n")[0]
+    return {
+        "README.md": [*solves.lines(few, SOLVERS), "", f"{words} {made}"],
+        "docs/pages/performance.md": [
+            *solves.lines(names=SOLVERS), "", f"{words} {made}", "", *residual.lines(), "", f"{note} {raced}",
+        ],
+    }  # fmt: skip
+
+
+def origin(records: Sequence[Record]) -> str:
+    """Where the numbers of a table come from: of the records with the most threads."""
+    most = [one for one in records if one.threads == max(record.threads for record in records)]
+    made = "; ".join(dict.fromkeys(f"{one.where}, {one.versions}" for one in most))
+    return f"{made}, kernel `{OURS}`; torchdeq 0.1.0; commit {'; '.join(dict.fromkeys(one.when for one in most))}."
+
+
+def facts(results: Results) -> dict[str, str]:
+    """The numbers that sentences may quote: every cell of every table, and how many targets and cases there are."""
+    found = {key: text for table in tables(results) for key, text in table.facts().items()}
+    states = states_of(targets(results).body)
+    found |= {f"targets.{slug(state)}": str(number) for state, number in states.items()}
+    compared = [
+        statistics.median(own) < statistics.median(plain)
+        for section in ("solves", "ops", "training", "fc", "nc")
+        for case in results.cases(section)
+        if (own := case.values(OURS, "ms_min")) and (plain := case.values("torch", "ms_min"))
+    ]
+    return found | {"targets.all": str(states.total()), "cpp.faster": str(sum(compared)), "cpp.all": str(len(compared))}
+
+
+# The figure
+
+METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's palette
+    "picard": ("Picard", "#009E73"),
+    "fixed_point_iter": ("Picard", "#009E73"),
+    "anderson": ("Anderson", "#0072B2"),
+    "broyden": ("Broyden", "#D55E00"),
+}
+SHOWN = ("fully connected tanh, digits", "residual block, cifar10")
+
+
+def digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def draw(courses: list[Row]) -> bytes:
+    """A PNG of the best residual so far of the worst sample against time, a panel for each problem.
+
+    It holds a digest of what it shows.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    cases = list(dict.fromkeys(row["case"] for row in courses))
+    figure, axes = pyplot.subplots(1, len(cases), figsize=(9.6, 4), sharey=True, squeeze=False, layout="constrained")
+    for axis, case in zip(axes[0], cases, strict=True):
+        own = [row for row in courses if row["case"] == case]
+        axis.set_title(f"{case}: {own[0]['batch']} samples of {own[0]['dim']:,}", fontsize=10)
+        axis.set(xlabel="time, f included (ms)", xscale="log", yscale="log", ylim=(3e-8, 3))
+        axis.grid(alpha=0.25)
+        for row in own:
+            library, method = row["provider"].split()[:2]
+            name, colour = METHODS[method]
+            style = "-" if library == "deqfast" else "--"
+            values = [value or math.nan for value in row["residual"]]
+            axis.plot(row["ms"], values, style, color=colour, lw=2, label=f"{name}, {library}")
+    axes[0][0].set_ylabel("relative residual, worst sample")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    large, small, information = io.BytesIO(), io.BytesIO(), PngInfo()
+    figure.savefig(large, dpi=150)
+    pyplot.close(figure)
+    information.add_text("deqfast data", digest(courses))
+    Image.open(large).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", pnginfo=information)
+    return small.getvalue()
+
+
+# Writing and checking
+
+
+def with_block(text: str, block: Sequence[str], path: Path) -> str:
+    """`text` with `block` between its markers."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ReportError(f"{path}: needs once, in this order, the lines {BEGIN} and {END}")
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{section}{END}{rest.split(END)[1]}"
+    return "\n".join([f"{before}{BEGIN}", "", *block, "", f"{END}{rest.split(END)[1]}"])
 
 
-def broken_links(text: str, folder: Path) -> list[str]:
-    """Links and images of `text`, which is kept in `folder`, whose file is not there."""
-    targets = [target for target in LINK.findall(text) if "://" not in target]
-    return [target for target in targets if not (folder / target).exists()]
+def wrong_numbers(text: str, known: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for every marked number that is neither the measured one nor a part of it ("18.6 to 22.4×")."""
+    for marked in FACT.finditer(text):
+        key, line, before = marked[1], text.count("\n", 0, marked.start()) + 1, text[: marked.start()]
+        if key not in known:
+            yield f"line {line}: no number is called {key}; report.py --facts lists them"
+            continue
+        allowed = [known[key], *filter(None, re.split(r" \(|\)| / | of ", known[key]))]
+        if not any(re.search(rf"(?<![\w.]){re.escape(one)}$", before) for one in allowed):
+            yield f"line {line}: {key} is {known[key]}, the text says …{before[-20:]!r}"
 
 
-def texts(results: Results, root: Path) -> dict[Path, str]:
-    """What the two files should hold."""
-    readme = root / "README.md"
-    return {
-        root / "benchmarks" / "RESULTS.md": page(results),
-        readme: between_markers(readme.read_text(), performance(results), readme),
-    }
+def run(root: Path, check: bool) -> list[str]:
+    """Write or compare everything; what is wrong, if anything."""
+    results = Results.read(root / "benchmarks" / "results")
+    wanted = {root / "benchmarks" / "RESULTS.md": page(results)}
+    for name, block in blocks(results).items():
+        if (root / name).is_file():
+            wanted[root / name] = with_block((root / name).read_text(), block, root / name)
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    figure = root / "benchmarks" / "results" / "time_to_residual.png"
+    courses = [row for row in results.rows("residual course") if row["case"] in SHOWN]
+    if not figure.is_file() or digest(courses).encode() not in figure.read_bytes():
+        stale.append(figure)
+    for path in [] if check else stale:
+        write_bytes(path, draw(courses) if path == figure else wanted[path].encode())
+        print(f"written: {path}")
+    known = facts(results)
+    prose = [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.is_file()]
+    wrong = [f"{path}, {problem}" for path in prose for problem in wrong_numbers(path.read_text(), known)]
+    return [f"{path} is not what the records give: run python benchmarks/report.py" for path in stale if check] + wrong
 
 
-def differing(wanted: dict[Path, str]) -> list[Path]:
-    return [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
-
-
-def arguments() -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a text or figure is outdated")
-    parser.add_argument("--no-figures", action="store_true", help="write the texts only")
-    parser.add_argument("--root", type=Path, default=BENCHMARKS.parent, help="the checkout (default: this one)")
-    given = parser.parse_args()
-    if not (given.root / "README.md").is_file():
-        parser.error(f"--root {given.root}: holds no README.md")
-    return given
-
-
-def run(given: argparse.Namespace) -> list[str]:
-    """What is wrong, if anything."""
-    folder = given.root / "benchmarks"
-    results = read(folder / "results", folder / "baselines")
-    wanted = texts(results, given.root)
-    if given.check:
-        outdated = differing(wanted) + stale_figures(results)
-        stale = [f"{path} is not what the JSON gives: run python benchmarks/report.py" for path in outdated]
-    else:
-        stale = []
-        if not given.no_figures:
-            for path in draw_figures(results):
-                print(f"drawn: {path}", flush=True)
-        for path in differing(wanted):
-            write_text(path, wanted[path])
-            print(f"written: {path}")
-    broken = [f"{path}: no file {name}" for path, text in wanted.items() for name in broken_links(text, path.parent)]
-    return stale + broken
-
-
-def main() -> None:
-    given = arguments()
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if anything is outdated")
+    parser.add_argument("--facts", action="store_true", help="print the keys and numbers that sentences may quote")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
+    given = parser.parse_args(argv)
     try:
-        problems = run(given)
+        if given.facts:
+            known = facts(Results.read(given.root / "benchmarks" / "results"))
+            print("\n".join(f"{key:<40} {text}" for key, text in known.items()))
+            return
+        problems = run(given.root, given.check)
     except ReportError as error:
         problems = [str(error)]
     if problems:

@@ -12,18 +12,15 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import torch
 from harness.maps import NEVER
 
 import deqfast
 from deqfast.ops import ACTIVATIONS
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "kernels"))
-from cases import METHODS, WINDOW, Case, start_state  # noqa: E402  (found through the path above)
-from fc_cases import FCCase  # noqa: E402  (found through the path above)
-from norm_cases import NORM_DTYPES, NORM_OPS, NormCase  # noqa: E402  (found through the path above)
+from deqfast.testing.fc_states import FCCase
+from deqfast.testing.norm_states import NORM_DTYPES, NORM_OPS, NormCase
+from deqfast.testing.states import METHODS, WINDOW, Case, start_state
 
 # Odd, with vectors, with several blocks per sample (odd and with vectors).
 SIZES = (63, 256, 2 * 4096 + 1, 3 * 4096)

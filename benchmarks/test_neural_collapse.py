@@ -1,9 +1,8 @@
 """The neural-collapse metrics beside the D x D pseudo-inverse."""
 
-from harness.cases import COLLAPSE
-from harness.suite import parametrize
+import pytest
 
 
-@parametrize(COLLAPSE)
+@pytest.mark.suite("nc")
 def test_neural_collapse(measured, case, provider):
     measured(case, provider)

@@ -1,9 +1,13 @@
-"""Single ops, windows full, beside plain torch and the bytes that they must move."""
+"""The machine's rates, and single ops, windows full, beside plain torch and the bytes that they must move."""
 
-from harness.cases import OPS
-from harness.suite import parametrize
+import pytest
 
 
-@parametrize(OPS)
+@pytest.mark.suite("rates")
+def test_rate(measured, case, provider):
+    measured(case, provider)
+
+
+@pytest.mark.suite("ops")
 def test_op(measured, case, provider):
     measured(case, provider)

@@ -12,14 +12,12 @@ NAMES = {ratios.name_of(case, reference): (case, reference) for case, reference 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(" ", ""))
 def test_ratio(gate, name):
-    gate.require("ratios", ratios.depends_on())
     case, reference = NAMES[name]
     if why := ratios.unavailable(reference):
         pytest.skip(why)
-    gate.ratio("ratios", name, ratios.PROVIDER, ratios.pairs(case, reference), ratios.margin(reference))
+    gate.ratio(name, lambda count: ratios.pairs(case, reference)(count), ratios.depends_on(), ratios.margin(reference))
 
 
 def test_every_baseline_is_measured(gate):
-    gate.require("ratios", ratios.depends_on())
     available = [name for name, (_, reference) in NAMES.items() if not ratios.unavailable(reference)]
     gate.close("ratios", available, ratios.depends_on())

@@ -1,14 +1,18 @@
 """Whole solves beside torchdeq and eager tensor operations: the same f and number of iterations, f subtracted."""
 
-from harness.cases import FC_SOLVES, SOLVES
-from harness.suite import parametrize
+import pytest
 
 
-@parametrize(SOLVES)
+@pytest.mark.suite("solves")
 def test_solve(measured, case, provider):
     measured(case, provider)
 
 
-@parametrize(FC_SOLVES)
+@pytest.mark.suite("fc")
 def test_fc_fixed_point(measured, case, provider):
+    measured(case, provider)
+
+
+@pytest.mark.suite("cells")
+def test_cell(measured, case, provider):
     measured(case, provider)

@@ -1,9 +1,8 @@
-"""Training steps of one DEQ layer beside torchdeq, eager tensor operations and the cell applied once."""
+"""Training steps beside torchdeq, eager tensor operations, the cell applied once and the explicit network."""
 
-from harness.cases import TRAINING
-from harness.suite import parametrize
+import pytest
 
 
-@parametrize(TRAINING)
+@pytest.mark.suite("training")
 def test_training_step(measured, case, provider):
     measured(case, provider)

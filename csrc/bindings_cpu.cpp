@@ -33,6 +33,7 @@ PYBIND11_MODULE(_C_cpu, m) {
     pybind11::dict info;
     info["compiler"] = std::string(__VERSION__);
     info["sources"] = std::string(DEQFAST_SOURCES);
+    info["without_cuda"] = std::string(DEQFAST_WITHOUT_CUDA);  // the reason; empty: the CUDA kernels were built too
     info["torch_target_version"] = static_cast<unsigned long long>(TORCH_TARGET_VERSION);
     return info;
   });

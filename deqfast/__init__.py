@@ -1,22 +1,15 @@
 """deqfast: fast deep equilibrium models for PyTorch."""
 
-from pathlib import Path
-
-# The Triton kernels live in ../kernels and are installed as deqfast.kernels. A run from the checkout, without an
-# install, finds them through this path.
-_root = Path(__file__).resolve().parent.parent
-if (_root / "csrc").is_dir() and (_root / "kernels").is_dir():
-    __path__.append(str(_root))
-
-from .adjoint import JFB, SHINE, Implicit, Phantom, Unrolled  # noqa: E402  (after __path__)
-from .block import DEQBlock  # noqa: E402  (after __path__)
-from .cells import FCCell, LinearCell, ResidualCell  # noqa: E402  (after __path__)
-from .fc import fc_fixed_point  # noqa: E402  (after __path__)
-from .neural_collapse import NCResult, NeuralCollapse, neural_collapse  # noqa: E402  (after __path__)
-from .ops import Availability, backends, release_memory  # noqa: E402  (after __path__)
-from .solution import Solution, Status  # noqa: E402  (after __path__)
-from .solve import solve  # noqa: E402  (after __path__)
-from .solvers import Anderson, Broyden, Picard  # noqa: E402  (after __path__)
+from . import _checkout as _checkout  # first: it lets a run from the checkout find deqfast.kernels
+from .adjoints import JFB, SHINE, Implicit, Phantom, Unrolled
+from .block import DEQBlock
+from .cells import Cell, CellHooks, FCCell, LinearCell, ResidualCell
+from .fc import fc_fixed_point
+from .metrics import NCResult, NeuralCollapse, neural_collapse
+from .ops import Availability, backends, release_memory
+from .solution import Solution, Status
+from .solve import solve
+from .solvers import Anderson, Broyden, Picard
 
 __version__ = "0.1.0"
 
@@ -24,6 +17,8 @@ __all__ = [
     "Anderson",
     "Availability",
     "Broyden",
+    "Cell",
+    "CellHooks",
     "DEQBlock",
     "FCCell",
     "Implicit",

@@ -33,3 +33,5 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
 # Importing a module registers its kernels, which needs the schemas: `deqfast.ops` imports this module after them.
 cpp_module, cpp_reason = _load("_C_cpu")
 cuda_module, cuda_reason = _load("_C_cuda")
+if cuda_module is None and cpp_module is not None and cpp_module.build_info()["without_cuda"]:
+    cuda_reason = f"deqfast was built without CUDA kernels: {cpp_module.build_info()['without_cuda']}"

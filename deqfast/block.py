@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .adjoint import SHINE, Adjoint, Problem, Unrolled, as_adjoint
+from .adjoints import SHINE, Adjoint, Problem, Unrolled, as_adjoint
 from .graphs import Graphs
 from .ops import check_kernel_name
 from .solution import Solution
@@ -19,23 +19,43 @@ from .solvers.base import check_count
 
 
 class DEQBlock(nn.Module):
-    """z* = cell(z*, x), solved forward and differentiated through the answer.
+    """Deep equilibrium layer: z* = cell(z*, x), solved forward and differentiated through the answer.
 
-    cell: any callable (z, x) -> z; an ``nn.Module`` is registered. Methods ``begin_solve()`` and
-        ``end_solve()`` of a submodule are called once per forward, before the solve and after it and the evaluations
-        that its gradient needs: for masks and statistics that must not change in between. A method
-        ``fixed_point(x, z0, solver, kernel)`` of the cell is asked first for the Solution of a solve; None: loop.
-    solver: "broyden", "anderson", "picard" or a solver object; eval_solver: that of evaluation mode (None: solver).
-    adjoint: "jfb", "implicit", "phantom", "shine", "unrolled" or an adjoint object.
-    kernel: "auto", "triton", "cuda", "cpp" or "torch"; check_every, compact, trace: see ``deqfast.solve``. With
-        `compact` the cell gets the rows of z and x of running samples only; it must treat every sample by itself, and
-        every tensor in x with B rows is taken for one row per sample.
-    cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True, or
-        "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
-    init: x -> z0. Without it the first of these that exists is taken: ``cell.initial_state(x)``, zeros like x.
+    The start z0 is the argument of the call, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. A cell
+    may have further hooks, see ``CellHooks``.
 
-    After a backward pass with ``Implicit``, `backward_solution` is the Solution of its solve.
-    Raises ValueError or TypeError at construction for an unknown name or a value out of range, naming the argument.
+    Args:
+        cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
+        solver: "broyden", "anderson", "picard" or a solver object.
+        adjoint: "jfb", "implicit", "phantom", "shine", "unrolled" or an adjoint object.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
+        init: x -> z0; None: see above.
+        eval_solver: solver of evaluation mode; None: `solver`.
+        check_every: iterations between looks at whether all samples are done, see ``solve``.
+        compact: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every sample by
+            itself, and every tensor in x with B rows is taken for one row per sample.
+        cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
+            or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
+        trace: record the residual after every evaluation in ``Solution.trace``.
+
+    Attributes:
+        backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
+
+    Raises:
+        TypeError, ValueError: at construction, for an unknown name, a value out of range or a combination that cannot
+            be served, naming the argument; at a call, for a start that is not finite or another shape from the cell.
+        RuntimeError: at a call, where a kernel asked for by name cannot serve.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(in_features=3, features=8), solver="anderson", adjoint="implicit")
+        >>> model = torch.nn.Sequential(torch.nn.Linear(5, 3), block, torch.nn.Linear(8, 1))
+        >>> model(torch.randn(16, 5)).square().mean().backward()
+
+        What happened in a solve:
+
+        >>> z, solution = block(torch.randn(4, 3), return_solution=True)
+        >>> z.shape, solution.converged.tolist()
+        (torch.Size([4, 8]), [True, True, True, True])
     """
 
     backward_solution: Solution | None
@@ -54,9 +74,10 @@ class DEQBlock(nn.Module):
         trace: bool = False,
     ):
         super().__init__()
-        for name, value in (("cell", cell), ("init", init)):
-            if not callable(value) and not (name == "init" and value is None):
-                raise TypeError(f"{name} must be callable, got {value!r}")
+        if not callable(cell):
+            raise TypeError(f"cell must be callable, got {cell!r}")
+        if init is not None and not callable(init):
+            raise TypeError(f"init must be callable, got {init!r}")
         if check_every is not None:
             check_count("check_every", check_every)
         self.cell = cell
@@ -68,20 +89,29 @@ class DEQBlock(nn.Module):
         self.check_every = check_every
         self.compact, self.trace = compact, trace
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
-        if self.graphs is not None and (compact or trace):
-            raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
-        if self.graphs is not None and isinstance(self.adjoint, SHINE):
-            raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
-        if isinstance(self.adjoint, Unrolled) and (compact or trace or cuda_graph):
-            raise ValueError("Unrolled runs no solver: compact, trace and cuda_graph have no meaning for it")
+        self._check_combination()
         self.backward_solution = None
         self._checked_training = False
 
-    def forward(self, x: Any, z0: Any = None, return_solution: bool = False) -> Any:
-        """z* for x, a tensor or a pytree with the batch as dimension 0; with `return_solution` (z*, Solution).
+    def _check_combination(self) -> None:
+        records = self.compact or self.trace
+        if self.graphs is not None and records:
+            raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
+        if self.graphs is not None and isinstance(self.adjoint, SHINE):
+            raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
+        if isinstance(self.adjoint, Unrolled) and (records or self.graphs is not None):
+            raise ValueError("Unrolled runs no solver: compact, trace and cuda_graph have no meaning for it")
 
-        z0: start of the iteration; None: see the class. Gradients pass to x and to the cell's parameters (with
-        ``Unrolled`` also to z0).
+    def forward(self, x: Any, z0: Any = None, return_solution: bool = False) -> Any:
+        """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
+
+        Args:
+            x: what the cell takes: a tensor, or a pytree of them with the batch as dimension 0.
+            z0: start of the iteration; None: see the class.
+            return_solution: return the Solution beside the value.
+
+        Returns:
+            z*, a tree like z0; with `return_solution` (z*, Solution).
         """
         if self.training and not self._checked_training:
             self._warn_of_changing_cells()
@@ -123,7 +153,7 @@ class DEQBlock(nn.Module):
         )
 
     def _warn_of_changing_cells(self) -> None:
-        """A cell that is another function at every call has no fixed point."""
+        """Warn, once, of a cell that is another function at every call, and so has no fixed point."""
         self._checked_training = True
         for name, module in self.named_modules():
             drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0

@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _extension, reference
-from .adjoint import _NoDoubleBackward
+from . import _extension
 from .ops import ACTIVATIONS, Kernel, choose_kernel
-from .solution import Solution, Status
+from .ops.fc import STATE, reference
+from .ops.fc.autograd import JacobianFree
+from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
 from .solvers.base import STALL_UNITS, check_choice
 
-_STATE_DTYPES = (torch.float32, torch.float64)
+_STATE_DTYPES = tuple(STATE.beside)
 # Products per evaluation up to which "auto" takes the one launch on a GPU: above, the matrix units of the ordinary loop
 # should outweigh its launches. From the cost model; not yet measured.
 MAX_AUTO_PRODUCTS = 1 << 28
@@ -98,31 +99,6 @@ def solve_cell(
     return _solve(weight, c, z0, activation, solver, chosen, stall_floor)
 
 
-class _JacobianFree(torch.autograd.Function):
-    """Forward: the solver's value. Backward: that of act(W z + c) with z fixed; broken samples get no gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, c: Tensor, value: Tensor, status: Tensor, activation: int, kernel: Kernel
-    ) -> Tensor:
-        ctx.save_for_backward(weight, c, value, status)
-        ctx.activation, ctx.kernel = activation, kernel
-        return value.clone()  # users may work in place on it
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight, c, z, status = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(c.device.type, enabled=False):
-            broken = (status == Status.NONFINITE)[:, None]
-            pre = torch.where(broken, 0, torch.addmm(c, z, weight.to(c.dtype).T))
-            grad_c = ctx.kernel.op("fc_vjp")(pre, torch.where(broken, 0, grads[0]).contiguous(), ctx.activation)
-            grad_weight = (grad_c.T @ z).to(weight.dtype) if ctx.needs_input_grad[0] else None
-        pulled = [grad_weight, grad_c]
-        if torch.is_grad_enabled():  # create_graph=True
-            pulled = [g if g is None else _NoDoubleBackward.apply(g.requires_grad_(), "fc_fixed_point") for g in pulled]
-        return (*pulled, None, None, None, None)
-
-
 def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("c", c), ("z0", z0)):
         if not isinstance(tensor, Tensor) and not (name == "z0" and tensor is None):
@@ -151,21 +127,34 @@ def fc_fixed_point(
     solver: str | Solver | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Solution]:
-    """Solve z = act(W z + c) for every sample; z with the Jacobian-free gradient in weight and c, and the Solution.
+    """Solve z = act(W z + c) for every sample in one launch; return z and the Solution.
 
-    weight: (D, D) in the dtype of c, or bfloat16 beside float32; its values are multiplied in the dtype of c.
-    c: (B, D) float32 or float64; z0: the start like c, None: zeros.
-    activation: "identity", "relu", "tanh" or "gelu".
-    solver: ``Picard`` with damping 1 (None: ``Picard()``).
-    kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
-        kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
-        bfloat16 weights with D <= 256 (128 where a block has less than 128 KiB of shared memory), "cuda" what the GPU
-        holds in shared memory, at most D = 2048.
-        "torch" is the specification: it makes all of max_iter iterations.
+    z carries the Jacobian-free gradient (Fung et al., AAAI 2022, as ``JFB``) in `weight` and `c`, that of act(W z + c)
+    with z fixed; z0 gets none, nor do samples whose f was not finite. Computes in the dtypes given, under autocast too.
 
-    The gradient is that of act(W z + c) with z fixed (Fung et al., AAAI 2022, as ``JFB``); z0 gets none, nor do samples
-    whose f was not finite. Computes in the dtypes given, under autocast too. Raises TypeError or ValueError naming the
-    argument, and RuntimeError (triton: ValueError) for a kernel asked for by name that does not serve.
+    Args:
+        weight: W, (D, D) in the dtype of c, or bfloat16 beside float32; its values are multiplied in the dtype of c.
+        c: (B, D), float32 or float64.
+        z0: the start, shaped like c; None: zeros.
+        activation: "identity", "relu", "tanh" or "gelu" (with erf).
+        solver: ``Picard`` with damping 1; None: ``Picard()``.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
+            kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
+            bfloat16 weights with D <= 256 (128 where a block has less than 144 KiB of shared memory), "cuda" what the
+            GPU holds in shared memory, at most D = 2048. "torch" makes all of max_iter iterations.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
+        RuntimeError: `kernel` was asked for by name and does not serve (triton: ValueError).
+
+    Examples:
+        >>> weight = (0.1 * torch.randn(16, 16)).requires_grad_()
+        >>> z, solution = deqfast.fc_fixed_point(weight, torch.randn(4, 16))
+        >>> bool(solution.converged.all())
+        True
+        >>> z.square().mean().backward()
+        >>> weight.grad.shape
+        torch.Size([16, 16])
     """
     _check(weight, c, z0)
     check_choice("activation", activation, ACTIVATIONS)
@@ -178,7 +167,7 @@ def fc_fixed_point(
         solution = _solve_in_a_loop(weight, c, z0, activation, solver, chosen)
     else:
         solution = _solve(weight, c, z0, activation, solver, chosen, 0.0)
-    value = _JacobianFree.apply(weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen)
+    value = JacobianFree.apply(weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen)
     return value, solution
 
 

@@ -1,4 +1,4 @@
-"""Forward solves as CUDA graphs: f and the steps of the solver are captured once and replayed without Python.
+"""CUDA graphs of forward solves: f and the steps of the solver are captured once and replayed without Python.
 
 A graph holds `check_every` iterations; the host replays one after the other and looks at the count of running samples
 one graph late. With "whole" all of them stand in one graph, each behind a condition that the device evaluates, and the
@@ -37,11 +37,16 @@ DEVICE = "cuda"  # what has graphs
 
 
 class Graphs:
-    """The captured solves of a block.
+    """Captured solves of a block.
 
-    mode: True (a graph per `check_every` iterations) or "whole". Raises ValueError for another mode, and for a cell
-    with ``begin_solve`` methods, whose effect a replay would not repeat; TypeError for a cell that is no module, whose
-    parameters would not be known; RuntimeError for "whole" where torch cannot.
+    Args:
+        cell: the block's cell.
+        mode: True (a graph per `check_every` iterations) or "whole".
+
+    Raises:
+        ValueError: another mode, or a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
+        TypeError: a cell that is no module, whose parameters would not be known.
+        RuntimeError: "whole" where torch cannot.
     """
 
     def __init__(self, cell: Callable[[Any, Any], Any], mode: bool | str):
@@ -54,7 +59,7 @@ class Graphs:
         _check_cell(cell)
 
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
-        """As ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
+        """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
         _check_cell(cell)
         packing = Packing(z0)
         if packing.device.type != DEVICE:
@@ -84,13 +89,13 @@ class Graphs:
         return cell, str(spec), inputs, packing.signature(), solver, kernel, check_every, autocast, training, tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graphs, which live on one device in one process."""
+        """State without the graphs, which live on one device in one process."""
         return {**self.__dict__, "_captured": OrderedDict()}
 
 
 @dataclass
 class Captured:
-    """A captured solve and the memory it works in."""
+    """Captured solve and the memory it works in."""
 
     packing: Packing
     solver: Solver
@@ -113,6 +118,7 @@ class Captured:
         check_every: int,
         whole: bool,
     ) -> Captured:
+        """Capture the solve of cell(., x) from `start` (B, D), after one run of it aside."""
         leaves, spec = pytree.tree_flatten(x)
         inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         fixed_x = pytree.tree_unflatten(inputs, spec)
@@ -151,7 +157,7 @@ class Captured:
         self.graphs = [capture(part, pool, stream) for part in parts]
 
     def replay(self, x: Any, start: Tensor) -> Solution:
-        """The solve from `start` with the values of x."""
+        """Solve from `start` with the values of x."""
         for fixed, leaf in zip(self.inputs, pytree.tree_leaves(x), strict=True):
             if isinstance(fixed, Tensor):
                 fixed.copy_(leaf)
@@ -186,12 +192,13 @@ def _check_cell(cell: Any) -> None:
 
 
 def _is_ready(cell: nn.Module) -> bool:
-    """Whether every submodule is the same function in all solves to come; one that is not says so by `has_settled`."""
+    """Answer whether every submodule is the same function in all solves to come; `has_settled` says where not."""
     checks = [getattr(module, "has_settled", None) for module in cell.modules()]
     return all(check() for check in checks if check is not None)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which `device` is torch's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -200,7 +207,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _warm_up(run: Run, start: Tensor) -> None:
-    """All iterations, aside: what compiles, loads or allocates at its first use does so now."""
+    """Run all iterations, aside: what compiles, loads or allocates at its first use does so now."""
     aside(functools.partial(run.advance, 0, run.solver.max_iter))
     run.state.restart(start)
 
@@ -215,16 +222,17 @@ def aside(work: Callable[[], None]) -> None:
 
 
 def new_pool() -> Any:
+    """Handle of a memory pool that graphs share."""
     return torch.cuda.graph_pool_handle()
 
 
 def new_stream() -> Any:
-    """A stream of the current device to capture on; torch's own for this belongs to the first device used."""
+    """Stream of the current device to capture on; torch's own for this belongs to the first device used."""
     return torch.cuda.Stream()
 
 
 def capture(work: Callable[[], None], pool: Any, stream: Any) -> Any:
-    """What `work` queues, as a graph whose temporary memory lies in `pool`."""
+    """Graph of what `work` queues, whose temporary memory lies in `pool`."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         work()

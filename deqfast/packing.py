@@ -1,4 +1,4 @@
-"""The state as the solvers see it, one row per sample, and as f sees it: a tensor or a pytree of tensors."""
+"""Packing of the state: one row per sample for the solvers, a tensor or a pytree of tensors for f."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class _Leaf:
         return leaf
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """(B, width): a view where the memory order allows it."""
+        """Rows (B, width) of `tensor`: a view where the memory order allows it."""
         if not self.in_order:
             tensor = tensor.permute(0, *self.order)
         return tensor.reshape(self.shape[0], self.width)
 
     def restore(self, rows: Tensor) -> Tensor:
-        """The tensor of the leaf's shape and memory order from its rows; a view of them if they are contiguous."""
+        """Tensor of the leaf's shape and memory order from its rows; a view of them if they are contiguous."""
         if self.in_order:
             return rows.reshape(self.shape)
         sizes = [self.shape[d] for d in self.order]
@@ -44,7 +44,7 @@ class _Leaf:
 
 
 class Packing:
-    """Maps between the pytree that f takes and the rows (B, D) that the solvers work on."""
+    """Map between the pytree that f takes and the rows (B, D) that the solvers work on."""
 
     def __init__(self, z0: Any):
         leaves, self.spec = pytree.tree_flatten(z0)
@@ -67,12 +67,12 @@ class Packing:
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 
     def signature(self) -> tuple[Any, ...]:
-        """What two packings must share to serve each other's tensors."""
+        """Key of what two packings must share to serve each other's tensors."""
         leaves = tuple((leaf.shape, leaf.dtype, tuple(leaf.order)) for leaf in self.leaves)
         return str(self.spec), leaves, self.device
 
     def resized(self, batch: int) -> Packing:
-        """The same for another number of samples."""
+        """Packing of the same structure for another number of samples."""
         packing = copy.copy(self)
         packing.leaves, packing.batch = [leaf.resized(batch) for leaf in self.leaves], batch
         return packing
@@ -84,7 +84,7 @@ class Packing:
         return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def check_value(self, value: Any) -> list[Tensor]:
-        """The tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
+        """Tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
         if self.is_tensor and isinstance(value, Tensor) and value.shape == self.leaves[0].shape:
             return [value]
         leaves, spec = pytree.tree_flatten(value)
@@ -106,7 +106,7 @@ class Packing:
         return rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
 
     def unpack(self, rows: Tensor) -> Any:
-        """What f takes: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
+        """Argument of f: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
         if self.is_tensor:
             return self.leaves[0].restore(rows).to(self.leaves[0].dtype)
         parts: Sequence[Tensor] = [rows]
@@ -116,7 +116,7 @@ class Packing:
         return pytree.tree_unflatten(tensors, self.spec)
 
     def runs_low_precision(self, value: Any) -> bool:
-        """Whether f computed in bfloat16 or float16, judged by its output and the autocast state."""
+        """Answer whether f computed in bfloat16 or float16, judged by its output and the autocast state."""
         low = (torch.bfloat16, torch.float16)
         return torch.is_autocast_enabled(self.device.type) or any(x.dtype in low for x in pytree.tree_leaves(value))
 

@@ -1,4 +1,4 @@
-"""What a solve returns."""
+"""Results of a solve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from torch import Tensor
 
 
 class Status(IntEnum):
-    """How a sample's solve ended; `message` says it in a sentence."""
+    """Ending of a sample's solve; `message` says it in a sentence.
+
+    Attributes:
+        MAX_ITER: f was called max_iter times, and the tolerance was not met.
+        CONVERGED: the residual met the tolerance.
+        NONFINITE: f returned NaN or infinity.
+        STALLED: a bfloat16 or float16 f came to its rounding floor above the tolerance.
+
+    Examples:
+        >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
+        >>> deqfast.Status(int(solution.status[0])).message
+        'The residual met the tolerance.'
+        >>> bool((solution.status == deqfast.Status.CONVERGED).all())
+        True
+    """
 
     MAX_ITER = 0
     CONVERGED = 1
@@ -20,6 +34,7 @@ class Status(IntEnum):
 
     @property
     def message(self) -> str:
+        """Sentence that says what the status means."""
         return _MESSAGES[self]
 
 
@@ -33,19 +48,31 @@ _MESSAGES = {
 
 @dataclass(frozen=True)
 class Solution:
-    """The outcome of a solve for a batch of B samples, all without gradient.
+    """Outcome of a solve for a batch of B samples, all without gradient.
 
-    value: like z0; per sample the iterate whose residual is reported: the converged one, else the best finite one,
-        else z0.
-    status: (B,) int8 of ``Status``.
-    iterations: (B,) int32, the values of f the sample used until its status was set.
-    residual_rel, residual_abs: (B,) |f(z) - z| / |f(z)| and |f(z) - z| at `value`; infinite if f was never finite.
-    residual: (B,) that of the two by which the solver stopped.
-    evaluations: calls of f in the solve, without the gradient's.
-    sample_evaluations: samples that these calls held, evaluations * B unless finished ones were left out.
-    transposed_inverse: maps v like z0 to an estimate of (I - J^T)^-1 v, J the Jacobian of f at `value`, from the
-        history of the solve; None where it was not kept.
-    trace: (evaluations, B) residual of the best iterate after every evaluation, or None where it was not asked for.
+    Attributes:
+        value: a tree like z0; per sample the iterate whose residual is reported: the converged one, else the best
+            finite one, else z0.
+        status: (B,) int8 of ``Status``.
+        iterations: (B,) int32, the values of f the sample used until its status was set.
+        residual: (B,) that of the two below by which the solver stopped.
+        residual_rel: (B,) |f(z) - z| / |f(z)| at `value`; infinite if f was never finite.
+        residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite.
+        evaluations: calls of f in the solve, without the gradient's.
+        sample_evaluations: samples that these calls held, evaluations * B unless finished ones were left out.
+        trace: (evaluations, B) residual of the best iterate after every evaluation, or None where it was not asked for.
+        transposed_inverse: maps v like z0 to an estimate of (I - J^T)^-1 v, J the Jacobian of f at `value`, from the
+            history of the solve; None where it was not kept.
+
+    Examples:
+        >>> slope = torch.tensor([[0.5], [1.0]])
+        >>> solution = deqfast.solve(lambda z: slope * z + 1, torch.zeros(2, 3), deqfast.Picard(max_iter=15))
+        >>> solution
+        Solution(1 MAX_ITER, 1 CONVERGED, evaluations=15)
+        >>> solution.converged.tolist(), solution.iterations.tolist()
+        ([True, False], [10, 15])
+        >>> (solution.residual < 1e-3).tolist()
+        [True, False]
     """
 
     value: Any
@@ -61,7 +88,7 @@ class Solution:
 
     @property
     def converged(self) -> Tensor:
-        """(B,) bool: the samples whose residual met the tolerance."""
+        """Samples whose residual met the tolerance, (B,) bool."""
         return self.status == Status.CONVERGED
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The only iteration loop."""
+"""Solve fixed-point problems: the only iteration loop."""
 
 from __future__ import annotations
 
@@ -34,21 +34,36 @@ def solve(
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
-    f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's own
-        memory: it may neither be modified nor kept beyond the call.
-    z0: a floating-point tensor (B, ...) or a pytree of them; dimension 0 is the batch.
-    solver: a solver or the name of one; kernel: "auto", "triton", "cuda", "cpp" or "torch" (see ``deqfast.backends``).
-    check_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
-        the count comes one look late, so that the host never waits for the step it has just queued.
-    compact: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is then called
-        as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
-    trace: record the residual of the best iterate after every evaluation.
-    keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
-
     The state is float32 (float64 if any of z0 is); squared norms must be representable, so that in float32 those of
     f(z) - z and f(z) have to lie between about 1e-18 and 1e18. A sample that is done is frozen; the answer for a sample
-    does not depend on the others. Raises ValueError for a z0 that is not finite, naming its rows, and for an f that
-    returns another shape; RuntimeError where a kernel asked for by name cannot serve.
+    does not depend on the others.
+
+    Args:
+        f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's
+            own memory: it may neither be modified nor kept beyond the call.
+        z0: a floating-point tensor (B, ...) or a pytree of them; dimension 0 is the batch.
+        solver: a solver or the name of one, "broyden", "anderson" or "picard".
+        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
+        check_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
+            the count comes one look late, so that the host never waits for the step it has just queued.
+        compact: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is then
+            called as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
+        trace: record the residual of the best iterate after every evaluation.
+        keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
+
+    Returns:
+        Solution, whose `value` has the structure, dtypes and memory order of z0.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape.
+        RuntimeError: a kernel asked for by name cannot serve.
+
+    Examples:
+        >>> solution = deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Anderson(tol=1e-5))
+        >>> solution
+        Solution(2 CONVERGED, evaluations=6)
+        >>> round(float(solution.value[0, 0]), 3)
+        0.739
     """
     if not callable(f):
         raise TypeError(f"f must be callable, got {f!r}")
@@ -73,7 +88,7 @@ def solve(
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:
-    """The rows of z0; ValueError naming those that are not finite."""
+    """Rows (B, D) of z0; ValueError naming those that are not finite."""
     z = packing.pack(z0)
     finite = torch.isfinite(z).all(dim=1)
     if not bool(finite.all()):
@@ -82,7 +97,7 @@ def finite_rows(packing: Packing, z0: Any) -> Tensor:
 
 
 def not_finite(finite: Tensor) -> ValueError:
-    """The error for a z0 whose rows are finite as the mask (B,) says."""
+    """Error for a z0 whose rows are finite as the mask (B,) says."""
     rows = (~finite).nonzero().flatten().tolist()
     shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
     return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
@@ -94,7 +109,7 @@ def _inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any
 
 
 def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:
-    """Call `advance(first, until)` for runs of iterations until all samples are done; the number of iterations."""
+    """Call `advance(first, until)` for runs of iterations until all samples are done; return their number."""
     check_every = check_every or (CHECK_EVERY_ON_GPU if watch.active.is_cuda else 1)
     for first in range(0, max_iter, check_every):
         until = min(first + check_every, max_iter)
@@ -105,18 +120,19 @@ def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, ch
 
 
 class Watch:
-    """The number of running samples, as the host knows it; -1 before the first look."""
+    """Number of running samples, as the host knows it; -1 before the first look."""
 
     def __init__(self, active: Tensor):
         self.active, self.known = active, -1
 
     def count(self) -> int:
+        """Look, which waits for the device, and return the number."""
         self.known = int(self.active)
         return self.known
 
 
 class LateWatch(Watch):
-    """The number at the look before, which the device has reached while the host was queueing what followed."""
+    """Number at the look before, which the device has reached while the host was queueing what followed."""
 
     def __init__(self, active: Tensor):
         super().__init__(active)
@@ -135,24 +151,25 @@ class LateWatch(Watch):
 
 
 def watch_of(active: Tensor) -> Watch:
+    """Watch of the device's counter `active`: late on a GPU, where a look would wait."""
     return LateWatch(active) if active.is_cuda else Watch(active)
 
 
 class Whole:
-    """f is called with all samples."""
+    """Batches of all samples, which f is called with."""
 
     def __init__(self) -> None:
         self.sample_evaluations = 0
 
     def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
-        """f's value, and its rows (B, D)."""
+        """Call f; its value, and its rows (B, D)."""
         self.sample_evaluations += packing.batch
         value = f(packing.unpack(state.z))
         return value, packing.pack_value(value, state.z)
 
 
 class Compaction(Whole):
-    """f is called with the running samples, or some more. Rows of others hold nothing; no solver reads them."""
+    """Batches of the running samples, or some more. Rows of others hold nothing; no solver reads them."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -183,7 +200,7 @@ class Compaction(Whole):
 
 @dataclass
 class Run:
-    """A solve under way: its iterations advance the state in place."""
+    """Solve under way, whose iterations advance the state in place."""
 
     f: Callable[..., Any]
     packing: Packing
@@ -192,7 +209,7 @@ class Run:
     batches: Whole
 
     def advance(self, first: int, until: int) -> None:
-        """The iterations first ... until - 1."""
+        """Run the iterations first ... until - 1."""
         for k in range(first, until):
             value, rows = self.batches.evaluate(self.f, self.packing, self.state)
             if k == 0 and self.packing.runs_low_precision(value):
@@ -203,6 +220,7 @@ class Run:
 
 
 def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:
+    """Solution of a solve that has come to `state` in so many calls of f."""
     measure = int(solver.stop == "abs")
     return Solution(
         value=packing.unpack(state.best),

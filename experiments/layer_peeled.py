@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nc_study.config import SettingsError, StudyError, add_options
-from nc_study.peeled.report import markdown, write
-from nc_study.peeled.run import PeeledSettings, run
 from nc_study.rundir import prepare_out
+from peeled.report import markdown, place, write
+from peeled.settings import PeeledSettings
+from peeled.study import run
 
 
 def parse(argv: Sequence[str] | None = None) -> PeeledSettings:
-    """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
+    """Read the command line; a bad value ends the program with status 2 and a line that names it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, PeeledSettings)
     try:
@@ -28,12 +29,13 @@ def parse(argv: Sequence[str] | None = None) -> PeeledSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
+    """Run the study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
     settings = parse(argv)
+    out = Path(settings.out)
     try:
-        prepare_out(Path(settings.out))
+        prepare_out(out)
         result = run(settings)
-        paths = write(result, Path(settings.out))
+        paths = write(result, out)
     except StudyError as error:
         print(f"layer_peeled.py: error: {error}", file=sys.stderr)
         return 1
@@ -41,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted; nothing was written", file=sys.stderr)
         return 130
     print(markdown(result))
-    print("\n".join(f"{row['source']}: {row['claim']}, {row['features']}, E_W {row['e_w']:g}: {row['text']}"
-                    for row in result["claims"]))  # fmt: skip
+    print("\n".join(f"{row['source']}: {row['claim']}, {place(row)}: {row['text']}" for row in result["claims"]))
     print("\nwritten: " + ", ".join(map(str, paths)))
     return 0
 

@@ -1,16 +1,18 @@
-"""Jit helpers shared by the kernels of the solver steps, and the constants that they share with the other backends."""
+"""Jit helpers shared by the kernels of the solver steps."""
 
 import triton
 import triton.language as tl
 
-STALL_ITERATIONS = tl.constexpr(5)
-STALL_GAIN = tl.constexpr(0.95)
-PIVOT_FLOOR = tl.constexpr(1e-7)
+from . import constants
 
-BROYDEN_GOOD = tl.constexpr(0)
-BROYDEN_BAD = tl.constexpr(1)
-ANDERSON_I = tl.constexpr(2)
-ANDERSON_II = tl.constexpr(3)
+# Kernels read no other globals than these.
+STALL_ITERATIONS = tl.constexpr(constants.STALL_ITERATIONS)
+STALL_GAIN = tl.constexpr(constants.STALL_GAIN)
+PIVOT_FLOOR = tl.constexpr(constants.PIVOT_FLOOR)
+BROYDEN_GOOD = tl.constexpr(constants.BROYDEN_GOOD)
+BROYDEN_BAD = tl.constexpr(constants.BROYDEN_BAD)
+ANDERSON_I = tl.constexpr(constants.ANDERSON_I)
+ANDERSON_II = tl.constexpr(constants.ANDERSON_II)
 
 
 @triton.jit

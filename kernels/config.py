@@ -2,12 +2,12 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .common import ANDERSON_I
+from .constants import ANDERSON_I
 
-MAX_HISTORY = 32
 # Up to this padded window the second sweep solves the window system itself; above, barriers between warps would cost
 # more than one more launch of a single warp.
 MAX_INLINE_WINDOW = 8
@@ -62,7 +62,7 @@ def tile_config(size: int, padded: int, dtype: torch.dtype) -> LaunchConfig:
 
 def rows_at_once(padded: int, method: int, dtype: torch.dtype, history_dtype: torch.dtype) -> int:
     """Pairs whose dots a sweep holds in registers: two per pair, and three for Anderson I."""
-    wide = method == ANDERSON_I.value and history_dtype != dtype
+    wide = method == ANDERSON_I and history_dtype != dtype
     return min(padded, 4 if wide else 8)
 
 
@@ -75,27 +75,24 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take on `device`; the interpreter sets no limit."""
     if device.type != "cuda":
         return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks the attribute in some versions
+    return properties.shared_memory_per_block_optin
 
 
 def fc_features(dtype: torch.dtype, shared: int) -> int:
     """The most features for which fc_fixed_point holds W of `dtype` in `shared` bytes; 0 for other dtypes.
 
     Tiles are powers of two: 64 KiB for 128 features in float32, which with the samples fits every supported GPU, and
-    128 KiB for 256 in bfloat16.
+    128 KiB for 256 in bfloat16, beside which 16 KiB of samples lie.
     """
     if dtype == torch.float32:
         return 128
-    return (256 if shared >= 256 * 256 * 2 else 128) if dtype == torch.bfloat16 else 0
+    return (256 if shared >= 256 * 256 * 2 + (1 << 14) else 128) if dtype == torch.bfloat16 else 0
 
 
 def fc_config(features: int) -> LaunchConfig:
     """One tile holds all of W."""
     return LaunchConfig(max(16, next_power_of_2(features)), 8 if features > 64 else 4)
-
-
-# Grouped rows whose class sums are formed by one program.
-CHUNK_ROWS = 256
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,21 @@ c, z0, value (B, D) float32; W (D, D) float32 or bfloat16; status (B,) int8; ite
 fc_vjp: grad * act'(pre) element by element, float32 or float64.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import constants
 from .common import STALL_GAIN, STALL_ITERATIONS, is_finite, scalar, square_root, tiny_and_max
 from .config import FC_ROWS, device_guard, fc_config, picard_config
 
-RELU = tl.constexpr(1)
-TANH = tl.constexpr(2)
-GELU = tl.constexpr(3)
+RELU = tl.constexpr(constants.RELU)
+TANH = tl.constexpr(constants.TANH)
+GELU = tl.constexpr(constants.GELU)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 ROOT_OF_TWO_PI_INVERSE = tl.constexpr(0.3989422804014327)
 
@@ -53,19 +57,28 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _multiply(b_z, b_w, OPERAND: tl.constexpr):
-    """z W^T in float32; b_w (D, D) holds W by rows. OPERAND is bfloat16 where that is what the hardware multiplies."""
+def _dot(b_z, b_wt, b_sum, INTERPRETED: tl.constexpr):
+    """b_sum + z W^T. The interpreter's own dot is a BLAS's, whose bits can hang on where in the tile a row lies."""
+    if INTERPRETED:
+        return b_sum + tl.sum(b_z.to(tl.float32)[:, :, None] * b_wt.to(tl.float32)[None, :, :], axis=1)
+    else:
+        return tl.dot(b_z, b_wt, b_sum, input_precision="ieee")
+
+
+@triton.jit
+def _multiply(b_z, b_w, INTERPRETED: tl.constexpr):
+    """z W^T in float32; b_w (D, D) holds W by rows in float32, by columns in bfloat16."""
+    b_sum = tl.zeros(b_z.shape, tl.float32)
     if b_w.dtype == tl.float32:
-        return tl.dot(b_z, tl.trans(b_w), input_precision="ieee")
+        return _dot(b_z, tl.trans(b_w), b_sum, INTERPRETED)
     else:
         b_high = b_z.to(tl.bfloat16)
         b_rest = b_z - b_high.to(tl.float32)
         b_middle = b_rest.to(tl.bfloat16)
         b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
-        b_wt = tl.trans(b_w.to(OPERAND))
-        b_sum = tl.dot(b_low.to(OPERAND), b_wt)
-        b_sum = tl.dot(b_middle.to(OPERAND), b_wt, b_sum)
-        return tl.dot(b_high.to(OPERAND), b_wt, b_sum)
+        b_sum = _dot(b_low, b_w, b_sum, INTERPRETED)
+        b_sum = _dot(b_middle, b_w, b_sum, INTERPRETED)
+        return _dot(b_high, b_w, b_sum, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["B", "absolute", "max_iter"])
@@ -84,7 +97,7 @@ def _fc_fixed_point_kernel(
     max_iter,
     stall_floor: tl.float64,
     ACTIVATION: tl.constexpr,
-    OPERAND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
     DP: tl.constexpr,
 ):
@@ -94,7 +107,10 @@ def _fc_fixed_point_kernel(
     m_d = o_d < D
     m = m_b[:, None] & m_d[None, :]
     o = o_b[:, None] * D + o_d[None, :]
-    b_w = tl.load(p_w + o_d[:, None] * D + o_d[None, :], mask=m_d[:, None] & m_d[None, :], other=0.0)  # [DP, DP]
+    # In bfloat16 transposed as it is read: some versions of triton keep two copies of what they transpose later.
+    BY_ROWS: tl.constexpr = p_w.dtype.element_ty == tl.float32
+    o_w = o_d[:, None] * D + o_d[None, :] if BY_ROWS else o_d[None, :] * D + o_d[:, None]
+    b_w = tl.load(p_w + o_w, mask=m_d[:, None] & m_d[None, :], other=0.0)  # [DP, DP]
     b_c = tl.load(p_c + o, mask=m, other=0.0)  # [ROWS, DP]
     b_z = tl.load(p_z0 + o, mask=m, other=0.0)
     tl.store(p_value + o, b_z, mask=m)
@@ -111,7 +127,7 @@ def _fc_fixed_point_kernel(
     b_status = tl.where(m_b, 0, 1)
     k = max_iter * 0
     while (k < max_iter) & (tl.min(b_status, axis=0) == 0):
-        b_f = _activate(_multiply(b_z, b_w, OPERAND) + b_c, ACTIVATION)
+        b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
         b_g = b_f - b_z
         res_abs = square_root(tl.sum(b_g * b_g, axis=1))
         f_norm = square_root(tl.sum(b_f * b_f, axis=1))
@@ -159,52 +175,41 @@ def _fc_vjp_kernel(p_pre, p_grad, p_result, N, ACTIVATION: tl.constexpr, BLK: tl
     tl.store(p_result + o, b_grad, mask=m)
 
 
-def fc_fixed_point(
-    weight: Tensor,
-    c: Tensor,
-    z0: Tensor,
-    value: Tensor,
-    status: Tensor,
-    iterations: Tensor,
-    residual: Tensor,
-    activation: int,
-    tol: float,
-    absolute: bool,
-    max_iter: int,
-    stall_floor: float,
-) -> None:
-    """Solve z = act(W z + c) from z0 by z <- act(W z + c) into the four tensors before `activation`."""
-    batch, features = c.shape
+def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, residual: Tensor) -> None:
+    """Solve z = act(W z + c) from z0 by z <- act(W z + c)."""
+    batch, features = a.c.shape
     if batch == 0:
         return
     missing = -features % 16
     if missing and features > 128:  # reading single elements of so large a W spills registers
         wide = value.new_empty(batch, features + missing)
-        fc_fixed_point(
-            F.pad(weight, (0, missing, 0, missing)), F.pad(c, (0, missing)), F.pad(z0, (0, missing)), wide, status,
-            iterations, residual, activation, tol, absolute, max_iter, stall_floor,
-        )  # fmt: skip
+        weight = F.pad(a.weight, (0, missing, 0, missing))
+        padded = replace(a, weight=weight, c=F.pad(a.c, (0, missing)), z0=F.pad(a.z0, (0, missing)))
+        fc_fixed_point(padded, wide, status, iterations, residual)
         value.copy_(wide[:, :features])
         return
     config = fc_config(features)
-    # The interpreter multiplies the bits of bfloat16; float32 holds the same numbers.
-    operand = tl.bfloat16 if isinstance(_fc_fixed_point_kernel, triton.JITFunction) else tl.float32
-    with device_guard(c):
+    tensors = (a.weight, a.c, a.z0, value, status, iterations, residual)
+    with device_guard(a.c):
         _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
-            weight, c, z0, value, status, iterations, residual, batch, features, tol, int(absolute),
-            max_iter, stall_floor, ACTIVATION=activation, OPERAND=operand, ROWS=FC_ROWS, DP=config.block,
-            num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            *tensors,
+            *(batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor),
+            ACTIVATION=a.activation,
+            INTERPRETED=not isinstance(_fc_fixed_point_kernel, triton.JITFunction),
+            ROWS=FC_ROWS,
+            DP=config.block,
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )
 
 
-def fc_vjp(pre: Tensor, grad: Tensor, result: Tensor, activation: int) -> None:
+def fc_vjp(a: Any, result: Tensor) -> None:
     """result = grad * act'(pre)."""
-    size = pre.numel()
+    size = a.pre.numel()
     if size == 0:
         return
-    config = picard_config(size, pre.dtype)
-    with device_guard(pre):
-        _fc_vjp_kernel[(triton.cdiv(size, config.block),)](
-            pre, grad, result, size, ACTIVATION=activation, BLK=config.block, num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    config = picard_config(size, a.pre.dtype)
+    options = {"BLK": config.block, "num_warps": config.num_warps, "enable_fp_fusion": False}
+    with device_guard(a.pre):
+        grid = (triton.cdiv(size, config.block),)
+        _fc_vjp_kernel[grid](a.pre, a.grad, result, size, ACTIVATION=a.activation, **options)

@@ -13,14 +13,16 @@ float32 or float64, H is T or bfloat16. Everything is computed in T. Windows are
 
 # The language of jit functions grows tuples in loops.
 # mypy: disable-error-code="assignment, var-annotated"
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import picard_step
 from .common import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FLOOR, carry_out, is_finite, judge, scalar
 from .config import (
-    MAX_HISTORY,
     MAX_INLINE_WINDOW,
     MAX_REGISTERS,
     MAX_VECTOR_WINDOW,
@@ -31,7 +33,6 @@ from .config import (
     sweep_config,
     tile_config,
 )
-from .picard_step import picard_step
 
 
 @triton.jit
@@ -486,88 +487,69 @@ def _multisecant_transposed_kernel(
         tl.store(p_out + o_d, b_x * scalar(alpha, dtype), mask=m_d)
 
 
-def multisecant_transposed(
-    v: Tensor,
-    left: Tensor,
-    df: Tensor,
-    gram: Tensor,
-    newest: Tensor,
-    count: Tensor,
-    method: int,
-    alpha: float,
-    beta: float,
-    ridge: float,
-) -> Tensor:
-    """alpha (beta v - L gamma) with N^T gamma = DF^T v."""
-    (batch, size), history = v.shape, left.shape[1]
-    out = torch.empty_like(v)
-    if batch == 0:
-        return out
-    padded = padded_window(history)
-    config = tile_config(size, padded, v.dtype)
-    with device_guard(v):
-        _multisecant_transposed_kernel[(batch,)](
-            v, left, df, gram, newest, count, out, size, history, alpha, beta, ridge, METHOD=method, MP=padded,
-            BLK=config.block, num_warps=config.num_warps, maxnreg=MAX_REGISTERS, enable_fp_fusion=False,
-        )  # fmt: skip
-    return out
-
-
-def multisecant_step(
-    z: Tensor,
-    fz: Tensor,
-    best: Tensor,
-    status: Tensor,
-    iterations: Tensor,
-    residual: Tensor,
-    gain: Tensor,
-    active: Tensor,
-    f_prev: Tensor,
-    left: Tensor,
-    df: Tensor,
-    gram: Tensor,
-    k: int,
-    last: bool,
-    tol: float,
-    absolute: bool,
-    stall_floor: float,
-    method: int,
-    alpha: float,
-    beta: float,
-    ridge: float,
-) -> None:
-    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
-    (batch, size), history = z.shape, left.shape[1]
-    if history > MAX_HISTORY:
-        raise ValueError(f"left holds {history} pairs per sample; the Triton kernels take at most {MAX_HISTORY}")
+def multisecant_transposed(a: Any, out: Tensor) -> None:
+    """out = alpha (beta v - L gamma) with N^T gamma = DF^T v."""
+    (batch, size), history = a.v.shape, a.left.shape[1]
     if batch == 0:
         return
-    n, newest = min(k, history), (k - 1) % history
-    if last or n == 0:
-        picard_step(z, fz, best, status, iterations, residual, gain, active, k, True, tol, absolute, stall_floor, 1.0)
-        if last:
-            return
+    padded = padded_window(history)
+    config = tile_config(size, padded, a.v.dtype)
+    with device_guard(a.v):
+        _multisecant_transposed_kernel[(batch,)](
+            *(a.v, a.left, a.df, a.gram, a.newest, a.count, out),
+            size,
+            history,
+            a.alpha,
+            a.beta,
+            a.ridge,
+            METHOD=a.method,
+            MP=padded,
+            BLK=config.block,
+            num_warps=config.num_warps,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=False,
+        )
+
+
+def multisecant_step(a: Any) -> None:
+    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
+    (batch, size), history = a.z.shape, a.left.shape[1]
+    n, newest = min(a.k, history), (a.k - 1) % history
+    if a.last or n == 0:
+        picard_step.launch(a, last=True, damping=1.0)
+    if a.last or batch == 0:
+        return
     padded = padded_window(n)
-    left_config = sweep_config(size, padded, z.dtype, left.dtype)
-    right_config = left_config if padded <= MAX_VECTOR_WINDOW else tile_config(size, padded, z.dtype)
+    left_config = sweep_config(size, padded, a.z.dtype, a.left.dtype)
+    right_config = left_config if padded <= MAX_VECTOR_WINDOW else tile_config(size, padded, a.z.dtype)
     inline = padded <= MAX_INLINE_WINDOW
-    t = torch.empty(batch, history, dtype=z.dtype, device=z.device)
-    rows = rows_at_once(padded, method, z.dtype, left.dtype)
-    options = {"METHOD": method, "MP": padded, "ROWS": rows, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": False}
-    with device_guard(z):
+    t = torch.empty(batch, history, dtype=a.z.dtype, device=a.z.device)
+    rows = rows_at_once(padded, a.method, a.z.dtype, a.left.dtype)
+    fixed = {"METHOD": a.method, "MP": padded, "enable_fp_fusion": False}
+    sweep = fixed | {"ROWS": rows, "maxnreg": MAX_REGISTERS}
+    monitor = (a.status, a.iterations, a.residual, a.gain, a.active)
+    rule = (a.tol, int(a.absolute), a.stall_floor)
+    with device_guard(a.z):
         if n:
             _multisecant_left_kernel[(batch,)](
-                z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, t, batch, size,
-                history, k, n, newest, tol, int(absolute), stall_floor, beta, BLK=left_config.block,
-                num_warps=left_config.num_warps, **options,
-            )  # fmt: skip
+                *(a.z, a.fz, a.best, *monitor, a.f_prev, a.left, a.df, a.gram, t),
+                *(batch, size, history, a.k, n, newest, *rule, a.beta),
+                BLK=left_config.block,
+                num_warps=left_config.num_warps,
+                **sweep,
+            )
             if not inline:
                 _multisecant_solve_kernel[(batch,)](
-                    status, gram, t, history, n, newest, ridge, METHOD=method, MP=padded,
-                    num_warps=solve_config(padded).num_warps, enable_fp_fusion=False,
-                )  # fmt: skip
+                    *(a.status, a.gram, t, history, n, newest, a.ridge),
+                    num_warps=solve_config(padded).num_warps,
+                    **fixed,
+                )
         _multisecant_right_kernel[(batch,)](
-            z, fz, status, left, df, gram, t, size, history, n, newest, k % history, alpha, beta, ridge,
-            SOLVE=inline, TILE=padded > MAX_VECTOR_WINDOW, BLK=right_config.block,
-            num_warps=right_config.num_warps, **options,
-        )  # fmt: skip
+            *(a.z, a.fz, a.status, a.left, a.df, a.gram, t),
+            *(size, history, n, newest, a.k % history, a.alpha, a.beta, a.ridge),
+            SOLVE=inline,
+            TILE=padded > MAX_VECTOR_WINDOW,
+            BLK=right_config.block,
+            num_warps=right_config.num_warps,
+            **sweep,
+        )

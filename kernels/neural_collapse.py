@@ -5,12 +5,15 @@ each class begins. Accumulation in T: float64 for float64 features, else float32
 leave is added in float64, in the order of the programs.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import CHUNK_ROWS, class_sums_config, device_guard, scatter_config
+from .config import class_sums_config, device_guard, scatter_config
+from .constants import CHUNK_ROWS
 
 SCATTER_STAGES = 2  # tiles in shared memory; with a third fewer programs fit a multiprocessor
 
@@ -125,51 +128,51 @@ def _accumulation(features: Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
-def class_means(features: Tensor, rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Class means as local (K, D) + shift (D,), float64; the shift is the first of `rows`."""
-    count, dim, classes = len(rows), features.shape[1], len(offsets) - 1
+def class_means(a: Any, local: Tensor, shift: Tensor) -> None:
+    """Class means as local + shift; the shift is the first of `rows`."""
+    count, dim, classes = len(a.rows), a.features.shape[1], len(a.offsets) - 1
     if count == 0:
-        zeros = torch.zeros((classes + 1, dim), dtype=torch.float64, device=features.device)
-        return zeros[:-1].clone(), zeros[-1].clone()
+        local.zero_()
+        shift.zero_()
+        return
+    device, stride = a.features.device, a.features.stride(0)
     chunks = triton.cdiv(count, CHUNK_ROWS)
-    begin = torch.arange(0, count, CHUNK_ROWS, device=features.device)
+    begin = torch.arange(0, count, CHUNK_ROWS, device=device)
     ends = torch.stack([begin, (begin + (CHUNK_ROWS - 1)).clamp_max(count - 1)], dim=1)
-    of_ends = torch.searchsorted(offsets, ends, right=True) - 1
-    partials = torch.empty((chunks + classes, dim), dtype=_accumulation(features), device=features.device)
-    local = torch.empty((classes, dim), dtype=torch.float64, device=features.device)
-    shift = torch.empty(dim, dtype=torch.float64, device=features.device)
-    config = class_sums_config(dim, features.dtype)
+    of_ends = torch.searchsorted(a.offsets, ends, right=True) - 1
+    partials = torch.empty((chunks + classes, dim), dtype=_accumulation(a.features), device=device)
+    config = class_sums_config(dim, a.features.dtype)
     tiles = triton.cdiv(dim, config.columns)
-    with device_guard(features):
-        _class_sums_kernel[(chunks, tiles)](
-            features, rows, offsets, of_ends, partials, count, features.stride(0), dim, CHUNK=CHUNK_ROWS,
-            BR=config.rows, BD=config.columns, num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
-        _class_means_kernel[(classes, tiles)](
-            features, rows, offsets, partials, local, shift, features.stride(0), dim, CHUNK=CHUNK_ROWS,
-            BD=config.columns, num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    return local, shift
+    options = {"CHUNK": CHUNK_ROWS, "BD": config.columns, "num_warps": config.num_warps, "enable_fp_fusion": False}
+    grouped = (a.features, a.rows, a.offsets)
+    with device_guard(a.features):
+        _class_sums_kernel[(chunks, tiles)](*grouped, of_ends, partials, count, stride, dim, BR=config.rows, **options)
+        _class_means_kernel[(classes, tiles)](*grouped, partials, local, shift, stride, dim, **options)
 
 
-def within_class_scatter(features: Tensor, rows: Tensor, offsets: Tensor, means: Tensor, directions: Tensor) -> Tensor:
-    """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j, (R,) float64."""
-    count, (dim, size) = len(rows), directions.shape
+def within_class_scatter(a: Any, within: Tensor) -> None:
+    """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j."""
+    count, (dim, size) = len(a.rows), a.directions.shape
     if count == 0 or size == 0:
-        return torch.zeros(size, dtype=torch.float64, device=features.device)
-    dtype = _accumulation(features)
-    config = scatter_config(size, features.dtype, aligned=(dim | features.stride(0)) % 16 == 0)
+        within.zero_()
+        return
+    dtype, stride, device = _accumulation(a.features), a.features.stride(0), a.features.device
+    config = scatter_config(size, a.features.dtype, aligned=(dim | stride) % 16 == 0)
     panels = triton.cdiv(size, config.directions)
-    padded = torch.nn.functional.pad(directions.to(dtype), (0, panels * config.directions - size))
-    high = means.to(dtype)
-    low = (means - high).to(dtype)
-    labels = torch.searchsorted(offsets, torch.arange(count, device=features.device), right=True) - 1
+    padded = torch.nn.functional.pad(a.directions.to(dtype), (0, panels * config.directions - size))
+    high = a.means.to(dtype)
+    low = (a.means - high).to(dtype)
+    labels = torch.searchsorted(a.offsets, torch.arange(count, device=device), right=True) - 1
     blocks = triton.cdiv(count, config.rows)
-    partials = torch.empty((blocks, padded.shape[1]), dtype=dtype, device=features.device)
-    with device_guard(features):
+    partials = torch.empty((blocks, padded.shape[1]), dtype=dtype, device=device)
+    with device_guard(a.features):
         _scatter_kernel[(blocks, panels)](
-            features, rows, labels, high, low, padded, partials, count, features.stride(0), dim, padded.shape[1],
-            BM=config.rows, BK=config.columns, BR=config.directions, num_warps=config.num_warps,
-            num_stages=SCATTER_STAGES, enable_fp_fusion=False,
-        )  # fmt: skip
-    return partials.sum(0, dtype=torch.float64)[:size]
+            *(a.features, a.rows, labels, high, low, padded, partials, count, stride, dim, padded.shape[1]),
+            BM=config.rows,
+            BK=config.columns,
+            BR=config.directions,
+            num_warps=config.num_warps,
+            num_stages=SCATTER_STAGES,
+            enable_fp_fusion=False,
+        )
+    torch.sum(partials[:, :size], 0, dtype=torch.float64, out=within)

@@ -6,6 +6,8 @@ group is `CG` neighbouring channels of every pixel: tiles are (BR pixels, BC cha
 where a group has more, every pass reads the others again. Sizes are constants of the compiled code.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -197,27 +199,18 @@ def launch_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[
     return (y.shape[0] * groups,), {"pixels": pixels, **sizes, **options}
 
 
-def norm_act(y: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(GroupNorm(y)), mean, rstd."""
-    out = torch.empty_like(y)
-    mean, rstd = (weight.new_empty(y.shape[0], groups) for _ in range(2))
-    if len(y):
-        grid, sizes = launch_of(y, groups, weight.dtype)
-        with device_guard(y):
-            _norm_act_kernel[grid](y, weight, bias, out, mean, rstd, eps, **sizes)
-    return out, mean, rstd
+def norm_act(a: Any, out: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    """out = relu(GroupNorm(y)), and the statistics."""
+    if len(a.y):
+        grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
+        with device_guard(a.y):
+            _norm_act_kernel[grid](a.y, a.weight, a.bias, out, mean, rstd, a.eps, **sizes)
 
 
-def norm_act_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, groups: int
-) -> tuple[Tensor, Tensor]:
+def norm_act_backward(a: Any, grad_y: Tensor, affine: Tensor) -> None:
     """The gradient of y, and those of weight and bias per sample."""
-    grad_y = torch.empty_like(y)
-    affine = weight.new_empty(2, y.shape[0], y.shape[1])
-    if len(y):
-        grid, sizes = launch_of(y, groups, weight.dtype)
-        with device_guard(y):
-            _norm_act_backward_kernel[grid](
-                grad, y, weight, bias, mean, rstd, grad_y, affine, affine[0].numel(), **sizes
-            )
-    return grad_y, affine
+    if len(a.y):
+        grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
+        tensors = (a.grad, a.y, a.weight, a.bias, a.mean, a.rstd, grad_y, affine)
+        with device_guard(a.y):
+            _norm_act_backward_kernel[grid](*tensors, affine[0].numel(), **sizes)

@@ -5,7 +5,8 @@ y (B, P, C) of dtype Y; x, z (B, P, C) of dtype Z; f, grad (B, P, C), parameters
 program serves one group of a sample, as in ``norm_act``.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -226,52 +227,20 @@ def _norm_act_residual_backward_kernel(
         tl.store(p_grad_sum + o_t, b_gy.to(short), mask=m_t)
 
 
-def norm_act_residual(
-    y: Tensor,
-    x: Tensor,
-    z: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    weight3: Tensor,
-    bias3: Tensor,
-    groups: int,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """f, norms, mean2, rstd2, mean3, rstd3."""
-    f = torch.empty_like(z, dtype=weight2.dtype)
-    norms = weight2.new_empty(2, len(z), groups)
-    statistics = [weight2.new_empty(len(z), groups) for _ in range(4)]
-    if len(z):
-        grid, sizes = launch_of(z, groups, weight2.dtype)
-        with device_guard(z):
-            _norm_act_residual_kernel[grid](
-                y, x, z, weight2, bias2, weight3, bias3, f, norms, *statistics, norms[0].numel(), eps, **sizes
-            )
-    return f, norms, *statistics
+def norm_act_residual(a: Any, f: Tensor, norms: Tensor, *statistics: Tensor) -> None:
+    """f, its norms, and mean2, rstd2, mean3, rstd3."""
+    if len(a.z):
+        grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
+        tensors = (a.y, a.x, a.z, a.weight2, a.bias2, a.weight3, a.bias3, f, norms, *statistics)
+        with device_guard(a.z):
+            _norm_act_residual_kernel[grid](*tensors, norms[0].numel(), a.eps, **sizes)
 
 
-def norm_act_residual_backward(
-    grad: Tensor,
-    y: Tensor,
-    x: Tensor,
-    z: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    weight3: Tensor,
-    mean2: Tensor,
-    rstd2: Tensor,
-    mean3: Tensor,
-    rstd3: Tensor,
-    groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_act_residual_backward(a: Any, grad_sum: Tensor, grad_z: Tensor, affine: Tensor) -> None:
     """The gradients of y + x and of z, and those of weights and biases per sample."""
-    grad_sum, grad_z = torch.empty_like(z), torch.empty_like(z)
-    affine = weight2.new_empty(4, z.shape[0], z.shape[1])
-    if len(z):
-        grid, sizes = launch_of(z, groups, weight2.dtype)
-        with device_guard(z):
-            _norm_act_residual_backward_kernel[grid](
-                grad, y, x, z, weight2, bias2, weight3, mean2, rstd2, mean3, rstd3, grad_sum, grad_z, affine,
-                affine[0].numel(), **sizes,
-            )  # fmt: skip
-    return grad_sum, grad_z, affine
+    if len(a.z):
+        grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
+        statistics = (a.mean2, a.rstd2, a.mean3, a.rstd3)
+        tensors = (a.grad, a.y, a.x, a.z, a.weight2, a.bias2, a.weight3, *statistics, grad_sum, grad_z, affine)
+        with device_guard(a.z):
+            _norm_act_residual_backward_kernel[grid](*tensors, affine[0].numel(), **sizes)

@@ -4,9 +4,10 @@ z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations
 active (1,) int32. Accumulation in T. One program per sample; samples with status != 0 move no bytes.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .common import carry_out, copy_row, judge, scalar
 from .config import device_guard, picard_config
@@ -81,30 +82,31 @@ def _picard_step_kernel(
             tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
 
 
-def picard_step(
-    z: Tensor,
-    fz: Tensor,
-    best: Tensor,
-    status: Tensor,
-    iterations: Tensor,
-    residual: Tensor,
-    gain: Tensor,
-    active: Tensor,
-    k: int,
-    last: bool,
-    tol: float,
-    absolute: bool,
-    stall_floor: float,
-    damping: float,
-) -> None:
-    """z <- z + damping (f(z) - z) for every running sample, in place; only the records when `last`."""
-    batch, size = z.shape
+def launch(a: Any, last: bool, damping: float) -> None:
+    """The step of `a`, with `last` and `damping` in the place of its own."""
+    batch, size = a.z.shape
     if batch == 0:
         return
-    config = picard_config(size, z.dtype)
-    with device_guard(z):
+    config = picard_config(size, a.z.dtype)
+    state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.gain, a.active)
+    with device_guard(a.z):
         _picard_step_kernel[(batch,)](
-            z, fz, best, status, iterations, residual, gain, active, batch, size, k, int(last), tol, int(absolute),
-            stall_floor, damping, WHOLE=size <= config.block, BLK=config.block, num_warps=config.num_warps,
+            *state,
+            batch,
+            size,
+            a.k,
+            int(last),
+            a.tol,
+            int(a.absolute),
+            a.stall_floor,
+            damping,
+            WHOLE=size <= config.block,
+            BLK=config.block,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
+
+
+def picard_step(a: Any) -> None:
+    """z <- z + damping (f(z) - z) for every running sample, in place; only the records when `last`."""
+    launch(a, a.last, a.damping)

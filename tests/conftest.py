@@ -15,10 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The random op states in kernels/cases.py, and the emulation in csrc/emulate.py, serve the tests of every op.
-sys.path += [str(Path(__file__).parent / folder) for folder in ("kernels", "csrc")]
-
-import emulate  # noqa: E402  (found through the path above)
+import emulate  # noqa: E402  (kernels read TRITON_INTERPRET)
 
 import deqfast  # noqa: E402  (kernels read TRITON_INTERPRET)
 from deqfast import _extension  # noqa: E402  (kernels read TRITON_INTERPRET)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deqfast import JFB, Anderson, Broyden, DEQBlock, FCCell, Implicit, Phantom, Picard, ResidualCell, Status, Unrolled
-from deqfast.adjoint import as_adjoint
+from deqfast.adjoints import as_adjoint
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close, rounding
 
 TIGHT = 1e-13

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deqfast
+from deqfast import Broyden, Status, solve
+from deqfast.ops import Kernel, choose_kernel
+from deqfast.solvers.broyden import StepsState
+from deqfast.solvers.multisecant import MultisecantState
+from deqfast.testing import ITERATES, PROBLEMS, assert_close, assert_solves, linear
+from deqfast.testing.states import (
     MONITOR,
     Case,
     State,
@@ -25,16 +34,8 @@ from cases import (
     strike,
     value_of_f,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import deqfast
-from deqfast import Broyden, Status, reference, solve
-from deqfast.ops import choose_kernel
-from deqfast.solvers.broyden import StepsState
-from deqfast.solvers.multisecant import MultisecantState
-from deqfast.testing import ITERATES, PROBLEMS, assert_close, assert_solves, linear
-
+TORCH = Kernel("torch")
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 EVENTS = (
@@ -155,7 +156,7 @@ class TestReference:
         state, found = start_state(case) | {"z": z.clone(), "best": z.clone()}, []
         for k in range(count):
             state["fz"] = f(state["z"])
-            replace(case, k=k).call(reference.multisecant_step, state)
+            replace(case, k=k).call(TORCH.op("multisecant_step"), state)
             state["f_prev"] = state["fz"]
             found.append(state["z"].clone())
         return found
@@ -164,18 +165,18 @@ class TestReference:
     def test_the_iterates_of_the_pair_form(self, rho, tolerance):
         problem = linear(batch=3, dim=40, dtype=torch.float64, rho=rho)
         expected = self.pairs(problem.f, problem.z0, 15)
-        assert_close(iterates(reference.broyden_step, problem.f, problem.z0, 15), expected, tolerance)
+        assert_close(iterates(TORCH.op("broyden_step"), problem.f, problem.z0, 15), expected, tolerance)
 
     @pytest.mark.parametrize(("rho", "tolerance"), [(0.6, 1e-12), (1.5, ITERATES)])
     def test_the_iterates_of_a_dense_jacobian(self, rho, tolerance):
         problem = linear(batch=1, dim=12, dtype=torch.float64, rho=rho)
         expected = self.dense(lambda z: problem.f(z[None])[0], problem.z0[0], 15)
-        actual = iterates(reference.broyden_step, problem.f, problem.z0, 15)
+        actual = iterates(TORCH.op("broyden_step"), problem.f, problem.z0, 15)
         assert_close([z[0] for z in actual], expected, tolerance)
 
     def test_a_map_that_is_not_linear(self):
         z = start_steps(StepsCase(batch=2, size=30, dtype=torch.float64))["z"]
-        assert_close(iterates(reference.broyden_step, value_of_f, z, 12), self.pairs(value_of_f, z, 12), 1e-12)
+        assert_close(iterates(TORCH.op("broyden_step"), value_of_f, z, 12), self.pairs(value_of_f, z, 12), 1e-12)
 
     def test_the_first_steps_by_hand(self):
         """f(z) = 3 - z / 2 in one dimension: s_0 = 3, g = -1.5, c_0 = -0.5, s_1 = -1.5 / 1.5; z = 2 is the solution."""
@@ -183,7 +184,7 @@ class TestReference:
         state = start_steps(case) | {"z": torch.zeros(1, 1), "best": torch.zeros(1, 1)}
         for k in range(2):
             state["fz"] = 3 - state["z"] / 2
-            replace(case, k=k).call(reference.broyden_step, state)
+            replace(case, k=k).call(TORCH.op("broyden_step"), state)
         assert state["z"].item() == 2.0 and state["steps"][0, :2, 0].tolist() == [3.0, -1.0]
         assert state["gram"][0, 0, 0].item() == 9.0 and state["gram"].isnan().sum() == 8 and state["first"].item() == 0
 
@@ -266,7 +267,7 @@ class TestAccuracy:
 class TestForgetting:
     """Where the update is singular, the sample takes a Picard step and its history begins anew."""
 
-    STEPS = {"torch": reference.broyden_step, "cpp": cpp}
+    STEPS = {"torch": TORCH.op("broyden_step"), "cpp": cpp}
 
     @on_cpu
     @every_dtype

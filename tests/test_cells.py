@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from deqfast import Broyden, DEQBlock, FCCell, LinearCell, ResidualCell, solve
-from deqfast.cells import FrozenStatisticsBatchNorm2d
+from deqfast.cells import FrozenStatisticsBatchNorm2d, residual
+from deqfast.ops import choice
 from deqfast.testing import assert_close, rounding, solved
 
 EPS = rounding(torch.float32)
@@ -73,8 +74,8 @@ def test_residual_cell():
         flat = (groups - groups.mean(-1, keepdim=True)) / (groups.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
         return flat.reshape(t.shape) * norm.weight[:, None, None] + norm.bias[:, None, None]
 
-    hidden = F.conv2d(torch.relu(group_norm(F.conv2d(z, cell.conv1.weight, padding=1), cell.norm1)),
-                      cell.conv2.weight, padding=1)  # fmt: skip
+    hidden = torch.relu(group_norm(F.conv2d(z, cell.conv1.weight, padding=1), cell.norm1))
+    hidden = F.conv2d(hidden, cell.conv2.weight, padding=1)
     expected = group_norm(torch.relu(z + group_norm(hidden + x, cell.norm2)), cell.norm3)
     assert_close(cell(z, x), expected, EPS)
     assert cell.conv1.bias is None and cell.conv2.bias is None
@@ -235,6 +236,18 @@ def test_cells_work_without_a_block():
         solution = solve(lambda z: cell(z, x), cell.initial_state(x))
         assert_close(cell(solution.value, x), solution.value, solved(1e-3))
     assert solution.converged.all()
+
+
+def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
+    """The look-up asks what is available: it may import triton and ask for CUDA."""
+    lookups, look_up = [], choice._availability
+    monkeypatch.setattr(choice, "_availability", lambda kernel: lookups.append(kernel) or look_up(kernel))
+    monkeypatch.setattr(residual, "_KERNELS", {})
+    block = DEQBlock(ResidualCell(8), Broyden(tol=1e-30, max_iter=30))
+    for most in (2, 1):  # of the solve, and, the first time only, of the cell
+        lookups.clear()
+        _, solution = block(torch.randn(2, 8, 4, 4), return_solution=True)
+        assert solution.evaluations == 30 and 1 <= len(lookups) <= most
 
 
 @pytest.mark.parametrize("change", ["groups", "eps", "identity", "affine"])

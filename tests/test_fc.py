@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fc_cases import DTYPES, EVENTS, FCCase, check_solve, same_alone
 from torch import nn
 
 import deqfast
@@ -21,12 +20,14 @@ from deqfast import (
     Picard,
     Status,
     fc_fixed_point,
-    reference,
     solve,
 )
-from deqfast.ops import ACTIVATIONS, choose_kernel
+from deqfast.ops import ACTIVATIONS, Kernel, choose_kernel
+from deqfast.ops.fc import reference
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_accurate, assert_close, rounding
+from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, same_alone
 
+TORCH = Kernel("torch")
 EPS = rounding(torch.float32)
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +90,7 @@ class TestOp:
         settings = (0, 1e-5, False, 40, 0.1)
         outcome = [t.tolist() for t in op(weight.to(device), c.to(device), z0.to(device), *settings)]
         assert outcome[1] == [Status.STALLED, Status.CONVERGED]
-        assert outcome[2] == reference.fc_fixed_point(weight, c, z0, *settings)[2].tolist() == [6, 17]
+        assert outcome[2] == TORCH.op("fc_fixed_point")(weight, c, z0, *settings)[2].tolist() == [6, 17]
 
     @pytest.mark.parametrize("stop", ["rel", "abs"])
     @every_activation
@@ -143,8 +144,8 @@ class TestVjp:
         pre = 4 * torch.randn(7, 77, generator=torch.Generator().manual_seed(0), dtype=dtype)
         pre[0, :4] = torch.tensor([0.0, -0.0, 1e30, -1e30])
         grad = torch.randn(7, 77, generator=torch.Generator().manual_seed(1), dtype=dtype)
-        exact = reference.fc_vjp(pre.double(), grad.double(), code)
-        plain = reference.fc_vjp(pre, grad, code)
+        exact = TORCH.op("fc_vjp")(pre.double(), grad.double(), code)
+        plain = TORCH.op("fc_vjp")(pre, grad, code)
         assert_accurate(op(pre.to(device), grad.to(device), code), plain, exact)
         leaf = pre.double().requires_grad_()
         reference.ACTIVATIONS[code](leaf).backward(grad.double())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import METHODS, Case, make_state, same_bits
+
+from deqfast.testing.states import METHODS, Case, make_state, same_bits
 
 BATCH, HISTORY, SIZE = 16385, 32, 4096
 assert (BATCH - 1) * HISTORY * SIZE >= 2**31

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import deqfast
-from deqfast import NeuralCollapse, neural_collapse, reference
+from deqfast import NeuralCollapse, neural_collapse
+from deqfast.ops import Kernel
 from deqfast.testing import relative_error, rounding
 
+TORCH = Kernel("torch")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NC1_OF_FLOATS = 1e-5  # relative error of NC1 where the kernel computes in float32
 NC1_OF_DOUBLES = 1e-12
@@ -60,7 +62,7 @@ class Data:
         return self.features, self.rows, self.offsets
 
     def means(self) -> Tensor:
-        local, shift = reference.class_means(*self.grouped)
+        local, shift = TORCH.op("class_means")(*self.grouped)
         return local + shift
 
     def arguments(self, op: str, device: str = "cpu") -> list[Tensor]:
@@ -76,12 +78,12 @@ def check(kernel: str, device: str, data: Data) -> None:
     """Both ops against the reference. Class means: to the accuracy of what they are sums of."""
     allowed = tolerance(kernel, data.features.dtype)
     local, shift = (x.cpu() for x in op_of("class_means", kernel)(*data.arguments("class_means", device)))
-    expected, first = reference.class_means(*data.grouped)
+    expected, first = TORCH.op("class_means")(*data.grouped)
     assert torch.equal(shift, first) and local.dtype == torch.float64
     assert relative_error(local, expected) <= allowed
     within = op_of("within_class_scatter", kernel)(*data.arguments("within_class_scatter", device))
     assert within.dtype == torch.float64
-    assert relative_error(within, reference.within_class_scatter(*data.arguments("within_class_scatter"))) <= allowed
+    assert relative_error(within, TORCH.op("within_class_scatter")(*data.arguments("within_class_scatter"))) <= allowed
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -96,7 +98,7 @@ class TestReference:
         assert relative_error(data.means(), means) <= rounding(torch.float64)
         deviations = data.features.double() - means[data.labels]
         expected = ((deviations @ data.directions) ** 2).sum(0)
-        within = reference.within_class_scatter(*data.arguments("within_class_scatter"))
+        within = TORCH.op("within_class_scatter")(*data.arguments("within_class_scatter"))
         assert relative_error(within, expected) <= rounding(torch.float64)
 
 
@@ -186,7 +188,7 @@ class TestAccuracy:
             whitening = (directions[:, :3] / singular[:3]).contiguous()
             return float(within_class_scatter(*grouped, local + shift, whitening).sum() / 200)
 
-        exact = nc1(reference.class_means, reference.within_class_scatter, "cpu")
+        exact = nc1(TORCH.op("class_means"), TORCH.op("within_class_scatter"), "cpu")
         reached = nc1(op_of("class_means", kernel), op_of("within_class_scatter", kernel), device)
         doubles = kernel == "cpp" or dtype == torch.float64
         assert reached == pytest.approx(exact, rel=NC1_OF_DOUBLES if doubles else NC1_OF_FLOATS)

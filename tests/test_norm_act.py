@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
 from torch import nn
 
 import deqfast
-from deqfast import Anderson, DEQBlock, Implicit, ResidualCell, Unrolled, reference
+from deqfast import Anderson, DEQBlock, Implicit, ResidualCell, Unrolled
+from deqfast.ops import Kernel
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
+from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 every_op = pytest.mark.parametrize("op", NORM_OPS)
@@ -83,7 +84,8 @@ class TestReference:
         assert_close([*maps, *affine.sum(dim=1)], list(exact), rounding(torch.float64))
 
     def test_one_element_in_a_group(self):
-        out, mean, rstd = reference.norm_act(torch.randn(2, 4, 1, 1), torch.ones(4), torch.arange(4.0), 4, 1e-5)
+        norm_act = Kernel("torch").op("norm_act")
+        out, mean, rstd = norm_act(torch.randn(2, 4, 1, 1), torch.ones(4), torch.arange(4.0), 4, 1e-5)
         assert torch.equal(out.flatten(1), torch.arange(4.0).expand(2, 4))
         assert_close(rstd, torch.full((2, 4), 1e-5).rsqrt(), rounding(torch.float32))
 
@@ -210,7 +212,7 @@ class TestArguments:
         self.refuses(kernel, device, op, "groups", lambda _: groups, "divide the 16 channels", f"got {groups}")
 
     def test_the_dtype_of_the_state(self, kernel, device):
-        self.refuses(kernel, device, "norm_act_residual", "z", lambda t: t.bfloat16(), "or float32 beside bfloat16")
+        self.refuses(kernel, device, "norm_act_residual", "z", lambda t: t.bfloat16(), "dtype")
 
     def test_one_memory_format(self, kernel, device):
         def contiguous(t):

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import METHODS, Case, check_run, check_step, clone, make_state, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_cases import NORM_OPS
 
 import deqfast
 from deqfast import _extension
 from deqfast._extension import Availability
 from deqfast.ops import KERNELS, choose_kernel
+from deqfast.testing.norm_states import NORM_OPS
+from deqfast.testing.states import METHODS, Case, check_run, check_step, clone, make_state, same_bits
 
 OPS = ["picard_step", "multisecant_step"]
 # In test_broyden_step.py, test_shine.py, test_neural_collapse_ops.py and test_fc.py.
@@ -157,7 +157,7 @@ class TestArguments:
         left = torch.zeros(self.BATCH, history, self.DIM, device=device)
         gram = torch.zeros(self.BATCH, history + 2, history, device=device)
         window = {"left": left, "df": left.clone(), "gram": gram}
-        self.refuses(kernel, device, self.case("left"), "left", "hold 1 to ", **window)
+        self.refuses(kernel, device, self.case("left"), "left", "1 to ", **window)
 
     def test_method_and_k(self):
         case = self.case("left")

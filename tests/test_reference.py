@@ -6,20 +6,14 @@ import math
 
 import pytest
 import torch
+from deqfast.kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FLOOR
 
 from deqfast import Status
-from deqfast.reference import (
-    ANDERSON_I,
-    ANDERSON_II,
-    BROYDEN_BAD,
-    BROYDEN_GOOD,
-    PIVOT_FLOOR,
-    multisecant_step,
-    picard_step,
-    solve_window,
-)
+from deqfast.ops import Kernel
+from deqfast.ops.steps.reference import solve_window
 from deqfast.testing import ITERATES, assert_accurate, assert_close, assert_solves, linear, relative_error, rounding
 
+picard_step, multisecant_step = map(Kernel("torch").op, ("picard_step", "multisecant_step"))
 NAN, INF = math.nan, math.inf
 METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2": ANDERSON_II}
 

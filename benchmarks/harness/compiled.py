@@ -1,6 +1,6 @@
 """What the compiled code of the GPU kernels needs, without a GPU: registers, stack, shared memory, barriers.
 
-The Triton kernels are compiled ahead of time by tests/kernels/aot.py, in a process of its own; the CUDA kernels are
+The Triton kernels are compiled ahead of time by ``deqfast.testing.aot``, in a process of its own; the CUDA kernels are
 read from the extension as it was built.
 """
 
@@ -9,115 +9,76 @@ from __future__ import annotations
 import collections
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from deqfast import _extension
+from deqfast.testing import cuobjdump
+from deqfast.testing.cuobjdump import Unavailable
 
-from .record import Row
+from .gate import Counters
 
-TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path.append(str(TESTS / "csrc"))
-from cuobjdump import CUOBJDUMP, demangle  # noqa: E402  (found through the path above)
-
-Usage = dict[tuple[str, str], dict[str, int]]  # (mangled name, "sm_90") -> counters
-
-
-def depends_on(group: str) -> str:
-    """The compiler, and what else the rows of "triton" or "cuda" depend on."""
-    if CUOBJDUMP is None:
-        return "no compiler of triton's, nor its cuobjdump"
-    if group == "triton":
-        import triton
-
-        return f"triton {triton.__version__}"
-    if _extension.cuda_module is None:
-        return f"no CUDA kernels ({_extension.cuda_reason})"
-    if shutil.which("c++filt") is None:
-        return "CUDA kernels whose names cannot be read (no c++filt)"
-    version = _extension.cuda_module.build_info()["cuda"]
-    architectures = ", ".join(sorted({architecture for _, architecture in cuda_resources()}))
-    return f"nvcc {version // 1000}.{version % 1000 // 10} for {architectures}"
+MEASURED = ("registers", "stack", "shared", "barriers")
+Rows = dict[str, Counters]  # kernel -> {"registers sm_90": 94, ...}
 
 
-def triton_rows() -> list[Row]:
-    """A row per kernel and specialisation; about 100 s of one core, 20 s with those that triton's cache has."""
+def triton_kernels() -> tuple[str, Rows, str]:
+    """The baseline's name, a row per kernel and specialisation, and the compiler; 100 s, or 20 s from cache."""
+    if cuobjdump.CUOBJDUMP is None:
+        raise Unavailable("no triton, or one without cuobjdump")
+    import triton
+
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "rows.json")
-        command = [sys.executable, str(TESTS / "kernels" / "aot.py"), "--json", str(target)]
+        command = [sys.executable, "-m", "deqfast.testing.aot", "--json", str(target)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not target.exists():  # it fails also where limits are broken, which its own test reports
-            raise RuntimeError(f"aot.py compiled nothing: {result.stderr[-2000:]}")
+        if not target.exists():  # it fails also where limits are broken, which the gate judges by itself
+            raise RuntimeError(f"aot compiled nothing: {result.stderr[-2000:]}")
         compiled = json.loads(target.read_text())
-    rows: dict[str, Row] = {}
+    rows: Rows = {}
     for entry in compiled:
         case = entry["case"]
         dtypes = "/".join(filter(None, (case["state"], case["history"])))
         parts = [case["kernel"], dtypes, case["method"], f"window={case['window']}", f"size={case['size']}"]
-        name = " ".join(filter(None, parts))
-        row = rows.setdefault(name, {"section": "triton", "case": name, "provider": "triton"})
-        row |= on_architecture(f"sm_{entry['arch']}", entry)
-    return list(rows.values())
+        row = rows.setdefault(" ".join(filter(None, parts)), {})
+        row |= {f"{name} sm_{entry['arch']}": entry[name] for name in MEASURED}
+    return f"triton-{minor(triton.__version__)}", rows, f"triton {triton.__version__}"
 
 
-def on_architecture(architecture: str, entry: dict[str, Any]) -> dict[str, int]:
-    return {f"{name} {architecture}": entry[name] for name in ("registers", "stack", "shared", "barriers")}
+def cuda_kernels() -> tuple[str, Rows, str]:
+    """The same of the built extension, for the architectures that it was built for; about 30 s."""
+    rows: Rows = {}
+    for kernel in cuobjdump.cuda_kernels():
+        row = rows.setdefault(kernel.name, {})
+        row |= {f"{name} {kernel.architecture}": getattr(kernel, name) for name in MEASURED}
+    assert _extension.cuda_module is not None
+    version = _extension.cuda_module.build_info()["cuda"]
+    compiler = f"{version // 1000}.{version % 1000 // 10}"
+    return f"cuda-{compiler}", rows, f"nvcc {compiler}"
 
 
-def cuda_rows() -> list[Row]:
-    """A row per kernel of the built extension; about 30 s."""
-    usage, barriers = cuda_resources(), cuda_barriers()
-    readable = demangle(sorted({name for name, _ in usage}))
-    if len(set(readable.values())) < len(readable):
-        raise RuntimeError("two kernels of the CUDA extension have one name")
-    rows: dict[str, Row] = {}
-    for name, architecture in sorted(usage):
-        row = rows.setdefault(name, {"section": "cuda", "case": readable[name], "provider": "cuda"})
-        entry = {**usage[name, architecture], "barriers": barriers[name, architecture]}
-        row |= on_architecture(architecture, entry)
-    return list(rows.values())
+COMPILERS: dict[str, Callable[[], tuple[str, Rows, str]]] = {"triton": triton_kernels, "cuda": cuda_kernels}
 
 
-def cuda_resources() -> Usage:
-    usage, architecture, name = {}, "", ""
-    for line in dump("--dump-resource-usage"):
-        if line.startswith("arch = "):
-            architecture = line.split()[-1]
-        elif match := re.match(r" Function (\w+):", line):
-            name = match.group(1)
-        elif match := re.match(r"  REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
-            counters = zip(("registers", "stack", "shared"), map(int, match.groups()), strict=True)
-            usage[name, architecture] = dict(counters)
-    return usage
+def minor(version: str) -> str:
+    """ "3.9" of "3.9.0": patch releases share a baseline."""
+    return ".".join(version.split(".")[:2])
 
 
-def cuda_barriers() -> collections.Counter[tuple[str, str]]:
-    """Barriers in the code."""
-    barriers: collections.Counter[tuple[str, str]] = collections.Counter()
-    architecture, name = "", ""
-    for line in dump("-sass"):
-        if "BAR.SYNC" in line:
-            barriers[name, architecture] += 1
-        elif line.startswith("arch = "):
-            architecture = line.split()[-1]
-        elif "Function : " in line:
-            name = line.split()[-1]
-    return barriers
+def broken_limits(rows: Rows) -> dict[str, str]:
+    """Kernels that spill or ask for more shared memory than a block can have, with what they break."""
+    from deqfast.testing.aot import SHARED_LIMIT
 
-
-def dump(option: str) -> Any:
-    """The lines that cuobjdump prints of the extension, one by one: its assembly is 350 MB."""
-    assert CUOBJDUMP is not None and _extension.cuda_module is not None
-    command = [str(CUOBJDUMP), option, str(_extension.cuda_module.__file__)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield from process.stdout
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+    broken: dict[str, list[str]] = collections.defaultdict(list)
+    for case, row in rows.items():
+        for counter, value in row.items():
+            name, architecture = counter.split()
+            limit = {"stack": 0, "shared": SHARED_LIMIT[int(architecture.removeprefix("sm_"))]}.get(name)
+            if limit is not None and value > limit:
+                broken[case].append(f"{counter} {value} bytes, the limit is {limit}")
+    return {case: "; ".join(texts) for case, texts in broken.items()}

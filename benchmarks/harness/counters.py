@@ -108,6 +108,23 @@ def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], devi
     return Counters(mode.operations, mode.host_waits, *memory(lambda: call(f), device))
 
 
+def launched(call: Callable[[], Any]) -> tuple[int, int]:
+    """Kernels and copies that a call launches on the GPU, a graph counting as one, and how often the host waits.
+
+    RuntimeError where the profiler sees no launch.
+    """
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    names = [name for name in names if name.startswith("cu")]
+    launches = sum(any(word in name for word in ("Launch", "Memcpy", "Memset")) for name in names)
+    if not launches:
+        raise RuntimeError("the profiler sees no launches")
+    return launches, sum(name in ("cudaStreamSynchronize", "cudaEventSynchronize") for name in names)
+
+
 def memory(call: Callable[[], Any], device: str | None = None) -> tuple[int, int]:
     """Allocations of a call, and how many bytes beyond those held before it needed at once; `device` as for `count`."""
     if device == "cuda" or (device is None and torch.cuda.is_available()):

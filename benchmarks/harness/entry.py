@@ -18,6 +18,8 @@ from deqfast.testing import accuracy
 from .record import Row
 
 KERNELS = ("torch", "cpp", "triton", "cuda")
+GRAPHS = ("triton-graph", "cuda-graph")  # whole solves, captured in CUDA graphs
+ABSENT = {"cpu": ("triton", "cuda", *GRAPHS), "cuda": ("cpp",)}  # not asked for on that device
 # Code of others: where it misses what is asked, that is a finding about it, and none about deqfast.
 FOREIGN = ("torchdeq", "pinv")
 
@@ -36,20 +38,23 @@ class Contender:
 
     call: what is timed. f: as many calls of f as `call` makes, whose time is to be subtracted; None: nothing is.
     facts: columns of its row that are known before any time is taken. verify: raises ``Wrong`` where timing has left
-    the state in which `call` does its full work.
+    the state in which `call` does its full work. another: makes the same call on tensors of its own, where the call
+    needs no host, so that a GPU is timed without one.
     """
 
     call: Callable[[], Any]
     facts: Row = field(default_factory=dict)
     f: Callable[[], Any] | None = None
     verify: Callable[[], None] = lambda: None
+    another: Callable[[], Callable[[], Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):
-    """One problem. `full`: measured with ``--full`` only."""
+    """What is measured by every provider. full: with ``--full`` only; devices: where it is measured."""
 
     full: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
     section: ClassVar[str]
     providers: ClassVar[tuple[str, ...]]
     peers: ClassVar[tuple[str, ...]]  # the providers that gains are told against, the most telling first
@@ -62,6 +67,9 @@ class Case(ABC):
     @abstractmethod
     def size(self) -> Row:
         """The columns of a row that say what the problem is."""
+
+    def providers_on(self, device: str) -> list[str]:
+        return [provider for provider in self.providers if provider not in ABSENT[device]]
 
     @abstractmethod
     def contender(self, provider: str, device: str) -> Contender:

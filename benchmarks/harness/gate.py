@@ -5,30 +5,37 @@ test, which asks nothing of the noise but that it hits one pair of measurements 
 tails of 8 %, bursts in every tenth time and another 4 % from run to run, none of 200 runs without a slowdown is called
 worse, of slowdowns by 1.3 and 1.5 times at least 90 and 98 % are (tests/benchmarks/test_gate.py).
 
-A file of baselines is a record (see ``record``); its `remark` names what the rows depend on. Where that is another
-than the baseline's, nothing is judged, and it is said.
+A baseline is a JSON file with a line for each case. What our own code does depends on no version of torch, so
+``counters.json`` judges on all of them. What a compiler makes of a kernel has a baseline per compiler
+(``triton-3.9.json``); without one, kernels are judged by the limits of the hardware alone, and that is said.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from .record import Row, read_record
+from .files import write_text
+from .record import command, commit
 
 BASELINES = Path(__file__).resolve().parent.parent / "baselines"
-GROUPS = {"counters": "counters", "triton": "counters", "cuda": "counters", "ratios": "all"}  # judged by --gate=...
+MODES = {"counters": "counters", "triton": "counters", "cuda": "counters", "ratios": "all"}  # judged by --gate=...
 # A ratio may exceed the baseline's by this much: medians of one and the same code were up to 9 % from their mean on a
 # busy machine, where others' work leaves less of the cache and the memory to the side that needs more of them.
 MARGIN = 1.15
 PAIRS, MORE_PAIRS, BASELINE_PAIRS = 11, 61, 21
 # Chance, at most, that a ratio at the very margin is called worse; of one below it that is far smaller.
 ERROR = 0.05
+
+Counters = dict[str, Any]  # counter -> value
 
 
 class Verdict(Enum):
@@ -47,9 +54,9 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Of the case `case` of a group of baselines; `text` says what differs, by how much, and from which commit."""
+    """Verdict on the case `case` of a baseline; `text` says what differs, by how much, and from which commit."""
 
-    group: str
+    baseline: str
     case: str
     verdict: Verdict
     text: str
@@ -57,44 +64,109 @@ class Finding:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The rows of a group by case, the commit and day of their measurement, and what they depend on."""
+    """The counters of every case, the commit and day of their measurement, and what they depend on.
 
-    group: str
-    rows: dict[str, Row]
-    commit: str
-    depends_on: str
+    name: "counters", "ratios", or a compiler with its version, as "triton-3.9".
+    """
+
+    name: str
+    rows: dict[str, Counters]
+    since: str = ""
+    depends_on: str = ""
 
     @classmethod
-    def read(cls, folder: Path, group: str) -> Baseline:
+    def read(cls, folder: Path, name: str) -> Baseline:
         """Without rows where there is no file."""
-        path = folder / f"{group}.json"
+        path = folder / f"{name}.json"
         if not path.exists():
-            return cls(group, {}, "", "")
-        data = read_record(path)
-        commit, _, changed = data["machine"]["commit"].partition("+")
-        since = f"{commit[:8]}{'+' if changed else ''}{changed} of {data['date'][:10]}"
-        return cls(group, {row["case"]: row for row in data["rows"]}, since, data["remark"])
+            return cls(name, {})
+        data = json.loads(path.read_text())
+        pairs = ((case, zip(data["columns"], values, strict=True)) for case, values in data["rows"].items())
+        rows = {case: {column: value for column, value in row if value is not None} for case, row in pairs}
+        head, _, changed = data["commit"].partition("+")
+        return cls(name, rows, f"{head[:8]}{'+' * bool(changed)}{changed} of {data['date'][:10]}", data["depends_on"])
+
+    def write(self, folder: Path) -> Path:
+        """A line per case, null where a case has not that counter."""
+        columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+        head = {"commit": commit(), "date": date, "command": command(sys.orig_argv), "depends_on": self.depends_on}
+        lines = [f'"{key}": {json.dumps(value)},' for key, value in (head | {"columns": columns}).items()]
+        cases = [f" {json.dumps(case)}: {json.dumps([row.get(column) for column in columns])}"
+                 for case, row in self.rows.items()]  # fmt: skip
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{self.name}.json"
+        write_text(path, "\n".join(["{", *lines, '"rows": {', ",\n".join(cases), "}", "}"]) + "\n")
+        return path
 
     def unfit(self, depends_on: str) -> str | None:
-        """Why rows that depend on `depends_on` cannot be compared with these, if they cannot."""
+        """Why what depends on `depends_on` cannot be compared with these rows, if it cannot."""
         if not self.rows or depends_on == self.depends_on:
             return None
         return f"the baseline is of {self.depends_on}, this is {depends_on}"
 
+    def finding(self, case: str, verdict: Verdict, text: str) -> Finding:
+        return Finding(self.name, case, verdict, text)
+
     def missing(self, case: str) -> Finding:
-        text = f"has no baseline; accept it with {update_of(self.group)}"
-        return Finding(self.group, case, Verdict.MISSING, text)
+        return self.finding(case, Verdict.MISSING, f"has no baseline; accept it with {self.update}")
 
     def left_over(self, cases: Iterable[str]) -> list[Finding]:
         """A finding for each row of a case that is measured no more."""
-        text = f"has a baseline ({self.commit}) and is measured no more; accept it with {update_of(self.group)}"
-        gone = sorted(set(self.rows) - set(cases))
-        return [Finding(self.group, case, Verdict.MISSING, text) for case in gone]
+        text = f"has a baseline ({self.since}) and is measured no more; accept it with {self.update}"
+        return [self.finding(case, Verdict.MISSING, text) for case in sorted(set(self.rows) - set(cases))]
+
+    @property
+    def update(self) -> str:
+        """The command that writes this baseline anew."""
+        return f"`pytest benchmarks --gate={MODES[self.name.partition('-')[0]]} --update-baseline`"
+
+    def judge(self, case: str, now: Counters, alike: bool = True) -> Finding:
+        """Worse where one counter is higher, whatever the others gain.
+
+        alike: a counter on one side only is missing; False: only what both sides have is compared, as where kernels
+        were compiled for other architectures.
+        """
+        if case not in self.rows:
+            return self.missing(case)
+        before = self.rows[case]
+        if alike and now.keys() != before.keys():
+            names = ", ".join(sorted(now.keys() ^ before.keys()))
+            text = f"{names}: in the baseline or now, not both; accept it with {self.update}"
+            return self.finding(case, Verdict.MISSING, text)
+        both = [name for name in now if name in before]
+        rises = [f"{name} {change(now[name], before[name])}" for name in both if now[name] > before[name]]
+        falls = [f"{name} {change(now[name], before[name])}" for name in both if now[name] < before[name]]
+        verdict = Verdict.WORSE if rises else Verdict.BETTER if falls else Verdict.SAME
+        return self.finding(case, verdict, f"{'; '.join(rises + falls) or 'as'} since {self.since}")
+
+    def judge_ratio(self, case: str, measure: Callable[[int], list[float]], margin: float = MARGIN) -> Finding:
+        """A ratio of times, smaller is better, beside the baseline's. `measure(n)` gives n freshly measured pairs.
+
+        The median of ``PAIRS`` within the margin is the same. Else ``MORE_PAIRS`` new ones decide alone: worse where
+        their median is shown to lie above the baseline times `margin`, better where below the baseline divided by it.
+        """
+        if case not in self.rows:
+            return self.missing(case)
+        before: float = self.rows[case]["ratio"]
+        ratios, verdict = measure(PAIRS), Verdict.SAME
+        if not before / margin <= statistics.median(ratios) <= before * margin:
+            ratios = measure(MORE_PAIRS)
+            if shown(ratio > before * margin for ratio in ratios):
+                verdict = Verdict.WORSE
+            elif shown(ratio < before / margin for ratio in ratios):
+                verdict = Verdict.BETTER
+        low, median, high = statistics.quantiles(ratios)
+        spread = f"quartiles {low:.3g} to {high:.3g} of {len(ratios)} pairs"
+        allowed = f"{margin - 1:.0%}".replace("%", " %")
+        text = f"time / reference {change(median, before)}, {spread}, margin {allowed}, since {self.since}"
+        return self.finding(case, verdict, text)
 
 
-def update_of(group: str) -> str:
-    """The command that writes the baseline of this group anew."""
-    return f"`pytest benchmarks --gate={GROUPS[group]} --update-baseline`"
+def ratio_row(ratios: list[float]) -> Counters:
+    """The row of a baseline of ratios."""
+    low, median, high = (float(f"{value:.4g}") for value in statistics.quantiles(ratios))
+    return {"ratio": median, "low": low, "high": high, "pairs": len(ratios)}
 
 
 def change(now: float, before: float) -> str:
@@ -103,28 +175,8 @@ def change(now: float, before: float) -> str:
     return f"{before:.4g} -> {now:.4g}{share}" if isinstance(now, float) else f"{before} -> {now}{share}"
 
 
-def counters_of(row: Row) -> dict[str, int]:
-    return {name: value for name, value in row.items() if name not in ("section", "case", "provider")}
-
-
-def judge_counters(row: Row, baseline: Baseline) -> Finding:
-    """Worse where one counter is higher, whatever the others gain; a counter on one side only is missing."""
-    case = row["case"]
-    if case not in baseline.rows:
-        return baseline.missing(case)
-    now, before = counters_of(row), counters_of(baseline.rows[case])
-    if now.keys() != before.keys():
-        names = ", ".join(sorted(now.keys() ^ before.keys()))
-        text = f"{names}: in the baseline or now, not both; accept it with {update_of(baseline.group)}"
-        return Finding(baseline.group, case, Verdict.MISSING, text)
-    rises = [f"{name} {change(now[name], before[name])}" for name in now if now[name] > before[name]]
-    falls = [f"{name} {change(now[name], before[name])}" for name in now if now[name] < before[name]]
-    verdict = Verdict.WORSE if rises else Verdict.BETTER if falls else Verdict.SAME
-    return Finding(baseline.group, case, verdict, f"{'; '.join(rises + falls) or 'as'} since {baseline.commit}")
-
-
 def chance_of(above: int, pairs: int) -> float:
-    """That at least `above` of `pairs` fair coins show heads."""
+    """Probability that at least `above` of `pairs` fair coins show heads."""
     return sum(math.comb(pairs, k) for k in range(above, pairs + 1)) / 2**pairs
 
 
@@ -132,31 +184,6 @@ def shown(hits: Iterable[bool]) -> bool:
     """Whether more than half of all pairs would hit, by a sign test at the level ``ERROR``."""
     hits = list(hits)
     return chance_of(sum(hits), len(hits)) <= ERROR
-
-
-def judge_ratio(
-    group: str, case: str, before: float, commit: str, measure: Callable[[int], list[float]], margin: float = MARGIN
-) -> Finding:
-    """A ratio of times, smaller is better, beside that of the baseline. `measure(n)` gives n pairs, freshly measured.
-
-    The median of ``PAIRS`` within the margin is the same. Else ``MORE_PAIRS`` new ones decide alone: worse where their
-    median is shown to lie above the baseline times `margin`, better where below the baseline divided by it.
-    """
-    ratios, verdict = measure(PAIRS), Verdict.SAME
-    if not before / margin <= statistics.median(ratios) <= before * margin:
-        ratios = measure(MORE_PAIRS)
-        if shown(ratio > before * margin for ratio in ratios):
-            verdict = Verdict.WORSE
-        elif shown(ratio < before / margin for ratio in ratios):
-            verdict = Verdict.BETTER
-    return Finding(group, case, verdict, ratio_text(ratios, before, commit, margin))
-
-
-def ratio_text(ratios: list[float], before: float, commit: str, margin: float) -> str:
-    low, median, high = statistics.quantiles(ratios)
-    spread = f"quartiles {low:.3g} to {high:.3g} of {len(ratios)} pairs"
-    text = f"time / reference {change(median, before)}, {spread}, margin {margin - 1:.0%}, since {commit}"
-    return text.replace("%,", " %,")
 
 
 def report(findings: list[Finding], update: bool) -> list[str]:
@@ -167,14 +194,7 @@ def report(findings: list[Finding], update: bool) -> list[str]:
         name = "new or gone" if update and verdict is Verdict.MISSING else verdict.value
         lines += [f"{name}: {len(of_it)}"] if of_it else []
         if verdict is not Verdict.SAME and name != "new or gone":
-            lines += dict.fromkeys(f"  {finding.group}: {finding.case}: {finding.text}" for finding in of_it)
+            lines += dict.fromkeys(f"  {finding.baseline}: {finding.case}: {finding.text}" for finding in of_it)
     if not update and any(finding.verdict is Verdict.BETTER for finding in findings):
         lines.append("What is better is kept only by a new baseline: run again with --update-baseline, and commit it.")
     return lines
-
-
-def row_of_ratios(case: str, provider: str, ratios: list[float]) -> Row:
-    """The row of a baseline of ratios."""
-    low, median, high = statistics.quantiles(ratios)
-    facts: dict[str, Any] = {"ratio": median, "quartiles": [low, high], "pairs": len(ratios)}
-    return {"section": "ratios", "case": case, "provider": provider, **facts}

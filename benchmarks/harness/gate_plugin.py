@@ -5,55 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from .gate import (
-    BASELINE_PAIRS,
-    BASELINES,
-    GROUPS,
-    MARGIN,
-    Baseline,
-    Finding,
-    Verdict,
-    judge_counters,
-    judge_ratio,
-    report,
-    row_of_ratios,
-    update_of,
-)
-from .record import Row, write_record
+from .gate import BASELINE_PAIRS, BASELINES, MARGIN, Baseline, Counters, Finding, Verdict, ratio_row, report
 from .sources import stale_extensions
 
 GATE_HELP = """judge by the committed baselines, on the CPU, instead of measuring the suite: `counters` (exact: calls of
-f, torch operations, host waits, allocations, registers of compiled kernels; none may rise; two minutes) or `all`, the
-default, with ratios of times taken in turns (two minutes more, on a quiet machine). Without it the gate's tests are not
-run. Nothing is judged, and that is said, where versions (for ratios: the processor) are not those of the baseline.
-Fails where something is worse or has no baseline"""
-REQUIRED_HELP = f"""with --gate: fail, instead of saying so, where the baseline of one of these groups is of other
-versions, so that nothing would be judged; of {", ".join(GROUPS)}, separated by commas"""
+f, operations, host waits, allocations of our own code, on any supported torch; registers, stack, shared memory of
+compiled kernels; none may rise; two minutes) or `all`, the default, with ratios of times taken in turns (two minutes
+more, on a quiet machine). Without it the gate's tests are not run. Kernels of a compiler without a baseline are judged
+by the limits of the hardware alone, and ratios not at all on another machine than the baseline's; both is said. Fails
+where something is worse or has no baseline"""
 UPDATE_HELP = "with --gate[=counters]: write what is measured to benchmarks/baselines/, to be committed; judge nothing"
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gate", "deqfast's regression gate")
     group.addoption("--gate", nargs="?", const="all", choices=("all", "counters"), help=" ".join(GATE_HELP.split()))
-    group.addoption("--gate-required", metavar="GROUP[,GROUP]", help=" ".join(REQUIRED_HELP.split()))
     group.addoption("--update-baseline", action="store_true", help=UPDATE_HELP)
-
-
-def required_groups(given: str | None, mode: str | None) -> list[str]:
-    """The groups of --gate-required; UsageError for one that --gate=`mode` does not judge."""
-    groups = given.split(",") if given is not None else []
-    judged = [group for group in GROUPS if mode in ("all", GROUPS[group])]
-    for group in groups:
-        if group not in judged:
-            allowed = f"judges {', '.join(judged)}" if mode else "is not given"
-            raise pytest.UsageError(
-                f"--gate-required: {group!r} is not judged: --gate{f'={mode}' * bool(mode)} {allowed}"
-            )
-    return groups
 
 
 class Gate:
@@ -62,10 +33,9 @@ class Gate:
     def __init__(self, config: pytest.Config, folder: Path = BASELINES) -> None:
         config.addinivalue_line("markers", "gate(mode): judged by --gate=mode and --gate=all")
         self.mode, self.update = config.getoption("gate"), config.getoption("update_baseline")
-        self.required = required_groups(config.getoption("gate_required"), self.mode)
         self.folder = folder
         self.baselines: dict[str, Baseline] = {}
-        self.rows: dict[str, dict[str, Row]] = {}
+        self.rows: dict[str, dict[str, Counters]] = {}
         self.findings: list[Finding] = []
         self.written: list[Path] = []
         if self.update and self.mode is None:
@@ -90,71 +60,69 @@ class Gate:
         for line in [*report(self.findings, self.update), *(f"written: {path}" for path in self.written)]:
             terminalreporter.write_line(line)
 
-    def baseline(self, group: str) -> Baseline:
-        if group not in self.baselines:
-            self.baselines[group] = Baseline.read(self.folder, group)
-        return self.baselines[group]
+    def baseline(self, name: str) -> Baseline:
+        if name not in self.baselines:
+            self.baselines[name] = Baseline.read(self.folder, name)
+        return self.baselines[name]
 
-    def require(self, group: str, depends_on: str) -> None:
-        """Skip the test, or fail it if so required, where the baseline depends on something else than `depends_on`."""
-        unfit = self.baseline(group).unfit(depends_on)
-        if not unfit or self.update:
-            return
-        self.findings.append(Finding(group, "all cases", Verdict.NOT_JUDGED, unfit))
-        if group in self.required:
-            text = f"{group}: not judged, which --gate-required asks for: {unfit}; with these versions, renew it by "
-            pytest.fail(text + update_of(group), pytrace=False)
-        pytest.skip(f"not judged: {unfit}")
+    def not_judged(self, name: str, why: str) -> NoReturn:
+        """Skip the test, and say so at the end too."""
+        self.findings.append(Finding(name, "all cases", Verdict.NOT_JUDGED, why))
+        pytest.skip(f"not judged: {why}")
 
-    def counters(self, group: str, rows: list[Row]) -> None:
-        """Judge each row; fails the test with what is worse."""
-        self._keep(group, rows, [judge_counters(row, self.baseline(group)) for row in rows])
+    def counters(self, case: str, counters: Counters) -> None:
+        """Judge what our own code did in a case; fails the test where a counter rose."""
+        self._keep("counters", {case: counters}, [self.baseline("counters").judge(case, counters)])
 
-    def ratio(
-        self, group: str, case: str, provider: str, measure: Callable[[int], list[float]], margin: float = MARGIN
-    ) -> None:
-        """Judge the ratio that `measure(pairs)` gives; fails the test where it is worse."""
-        baseline = self.baseline(group)
-        if self.update:
-            row = row_of_ratios(case, provider, measure(BASELINE_PAIRS))
-            self._keep(group, [row], [])
-        elif case not in baseline.rows:
-            self._keep(group, [], [baseline.missing(case)])
+    def compiled(self, name: str, rows: dict[str, Counters], broken: dict[str, str], depends_on: str) -> None:
+        """Judge all the kernels that a compiler made: by its baseline `name`, and always by what limits are `broken`.
+
+        A compiler without a baseline is judged by the limits alone.
+        """
+        baseline = self.baseline(name)
+        findings = [baseline.finding(case, Verdict.WORSE, text) for case, text in broken.items()]
+        if baseline.rows or self.update:
+            findings += [baseline.judge(case, row, alike=False) for case, row in rows.items()]
+            findings += baseline.left_over(rows)
         else:
-            finding = judge_ratio(group, case, baseline.rows[case]["ratio"], baseline.commit, measure, margin)
-            self._keep(group, [], [finding])
+            told = f"no baseline for {depends_on}: {len(rows)} kernels judged by the limits of the hardware alone"
+            findings.append(baseline.finding("all cases", Verdict.NOT_JUDGED, told))
+        self._keep(name, rows, findings)
+        if self.update:
+            self._write(name, rows, depends_on)
 
-    def _keep(self, group: str, rows: list[Row], findings: list[Finding]) -> None:
-        self.rows.setdefault(group, {}).update({row["case"]: row for row in rows})
+    def ratio(self, case: str, measure: Callable[[int], list[float]], depends_on: str, margin: float = MARGIN) -> None:
+        """Judge the ratio that `measure(pairs)` gives; fails the test where it is worse."""
+        baseline = self.baseline("ratios")
+        if self.update:
+            self._keep("ratios", {case: ratio_row(measure(BASELINE_PAIRS))}, [])
+        elif unfit := baseline.unfit(depends_on):
+            self.not_judged("ratios", unfit)
+        else:
+            self._keep("ratios", {}, [baseline.judge_ratio(case, measure, margin)])
+
+    def _keep(self, name: str, rows: dict[str, Counters], findings: list[Finding]) -> None:
+        self.rows.setdefault(name, {}).update(rows)
         self.findings += findings
         failing = Counter(finding.verdict.value for finding in findings if finding.verdict.fails)
         if failing and not self.update:
             counts = ", ".join(f"{count} {verdict}" for verdict, count in failing.items())
-            pytest.fail(f"{group}: {counts}, see the table at the end", pytrace=False)
+            pytest.fail(f"{name}: {counts}, see the table at the end", pytrace=False)
 
-    def close(self, group: str, cases: Iterable[str], depends_on: str) -> None:
-        """After the last case of a group: fail for baselines of cases there are no more, or write the new baseline.
+    def close(self, name: str, cases: Iterable[str], depends_on: str = "") -> None:
+        """After the last case: fail for baselines of cases there are no more, or write the new baseline.
 
         It is written only whole: where some of `cases` were not measured, the test fails.
         """
-        self._keep(group, [], self.baseline(group).left_over(cases))
+        cases = list(cases)
         if self.update:
-            self._write(group, cases, depends_on)
+            self._write(name, cases, depends_on)
+        elif unfit := self.baseline(name).unfit(depends_on):
+            self.not_judged(name, unfit)
+        self._keep(name, {}, self.baseline(name).left_over(cases))
 
-    def whole(self, group: str, rows: list[Row], depends_on: str) -> None:
-        """``counters`` and ``close`` of a group whose rows are all there at once, as one judgement."""
-        baseline, cases = self.baseline(group), [row["case"] for row in rows]
-        findings = [judge_counters(row, baseline) for row in rows]
-        self._keep(group, rows, [*findings, *baseline.left_over(cases)])
-        if self.update:
-            self._write(group, cases, depends_on)
-
-    def _write(self, group: str, cases: Iterable[str], depends_on: str) -> None:
-        rows = self.rows.get(group, {})
-        absent = sorted(set(cases) - set(rows))
-        if absent:
-            pytest.fail(f"{group}.json is not written, not measured were: {', '.join(absent)}", pytrace=False)
-        self.folder.mkdir(exist_ok=True)
-        path = self.folder / f"{group}.json"
-        write_record(path, list(rows.values()), remark=depends_on)
-        self.written.append(path)
+    def _write(self, name: str, cases: Iterable[str], depends_on: str) -> None:
+        rows = self.rows.get(name, {})
+        if absent := sorted(set(cases) - set(rows)):
+            pytest.fail(f"{name}.json is not written, not measured were: {', '.join(absent)}", pytrace=False)
+        self.written.append(Baseline(name, rows, depends_on=depends_on).write(self.folder))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deqfast import reference
-from deqfast.ops import ACTIVATIONS
-from deqfast.testing import relative_error
+from deqfast.ops import ACTIVATIONS, Kernel
+from deqfast.testing import norm_states, relative_error, states
 
 from . import traffic
 from .counters import count
@@ -32,13 +31,12 @@ from .entry import (
 )
 from .maps import FC_RADIUS, NEVER
 from .record import Row
+from .timing import Copy
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "kernels"))
-import cases as states  # noqa: E402  (the states that the tests of the ops use; found through the path above)
-import norm_cases  # noqa: E402  (found through the path above)
-
-# Of a step that leaves z where it is.
+TORCH = Kernel("torch")
+# Damping of a step that leaves z where it is.
 STILL = 2.0**-20
+BF16 = torch.bfloat16
 ROWS = 8  # samples whose state is made by the reference, and compared with it; the others are copies of them
 COLLAPSE_ERROR = {"torch": 1e-12, "cpp": 1e-12, "triton": 1e-5, "cuda": 1e-5}  # those of a GPU compute in float32
 
@@ -50,16 +48,26 @@ class OpCase(Case):
     peers = ("torch",)
     op: str
 
-    def finish(self, call: Any, facts: Row, verify: Any = lambda: None) -> Contender:
-        """A contender with what one call asks of torch."""
+    def finish(self, op: Any, arguments: Sequence[Any], facts: Row) -> Contender:
+        """A contender that calls ``op(*arguments)``, with what one call asks of torch."""
+
+        def another() -> Any:
+            return partial(op, *[a.clone() if isinstance(a, Tensor) else a for a in arguments])
+
+        call = partial(op, *arguments)
+        return Contender(call, facts | self.asked(call), another=another)
+
+    def asked(self, call: Any) -> Row:
         counters = count(lambda f: call(), lambda: None)
-        facts |= {"launches": counters.operations, "peak_bytes": counters.peak_bytes}
-        return Contender(call, facts, verify=verify)
+        return {"launches": counters.operations, "peak_bytes": counters.peak_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase(OpCase):
-    """A step of Picard (method None) or of a multisecant method whose window of `history` pairs is full."""
+    """A step of Picard (method None) or of a multisecant method whose window of `history` pairs is full.
+
+    improving: every sample finds its best iterate yet, which is copied, as in most steps of a solve; else none does.
+    """
 
     op: str = "multisecant_step"
     batch: int
@@ -67,12 +75,14 @@ class StepCase(OpCase):
     method: str | None = None
     history: int = 1
     history_dtype: torch.dtype | None = None
+    improving: bool = False
 
     @property
     def name(self) -> str:
         kind = "picard-step" if self.method is None else f"{LABELS[self.method]}{self.history}"
         kind += "-bf16" if self.history_dtype else ""
         kind += "-transposed" if self.op == "multisecant_transposed" else "-step" if self.method else ""
+        kind += "-improving" if self.improving else ""
         return f"{kind}-{self.batch}x{self.dim}"
 
     def size(self) -> Row:
@@ -88,7 +98,7 @@ class StepCase(OpCase):
             passes = traffic.transposed_passes(self.history, wide)
         else:
             passes = traffic.multisecant_passes(self.history, wide)
-        return round(passes * self.batch * self.dim * 4)
+        return round((passes + self.improving) * self.batch * self.dim * 4)
 
     def state(self) -> tuple[Any, states.State]:
         """The step of a few samples, and their state before it."""
@@ -113,11 +123,26 @@ class StepCase(OpCase):
         for record in ("residual", "gain"):
             state[record].zero_()  # no iterate is better, so that none is copied to `best`
 
+        def forget(of: states.State = state) -> None:
+            of["residual"].fill_(math.inf)
+
+        def step(of: states.State = state) -> None:
+            if self.improving:
+                forget(of)
+            still.call(op, of)
+
         def verify() -> None:
             if state["status"].any() or not state["z"].isfinite().all():
                 raise Wrong("samples ended while the step was timed: the time is no time of a full step")
+            before = state["z"].clone()
+            step()
+            if torch.equal(state["best"], before) != self.improving:
+                raise Wrong("the best iterate is copied in every improving step, and in no other")
 
-        return self.finish(partial(still.call, op, state), facts | {"bytes": self.bytes()}, verify)
+        return Contender(
+            step, facts | self.asked(step) | {"bytes": self.bytes()}, forget if self.improving else None, verify,
+            lambda: partial(step, states.clone(state)),
+        )  # fmt: skip
 
     def _check(self, op: Any, case: Any, few: states.State, state: states.State) -> Row:
         """One step of all samples against the reference in float64."""
@@ -138,11 +163,11 @@ class StepCase(OpCase):
             return [of["z"], *window, newest, count_of_pairs, method, alpha, beta, ridge]
 
         plain, exact = (
-            repeated("z", reference.multisecant_transposed(*arguments(s)), self.batch)
+            repeated("z", TORCH.op("multisecant_transposed")(*arguments(s)), self.batch)
             for s in (few, states.clone(few, torch.float64))
         )
-        call = partial(op, *arguments(state))
-        return self.finish(call, check_results([call().cpu()], [plain], [exact]) | {"bytes": self.bytes()})
+        facts = check_results([op(*arguments(state)).cpu()], [plain], [exact])
+        return self.finish(op, arguments(state), facts | {"bytes": self.bytes()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +215,32 @@ def repeated(name: str, tensor: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RateCase(OpCase):
+    """What the machine itself can do: a large copy ("copy", by its bytes) or a bfloat16 product of matrices ("mm")."""
+
+    section = "rates"
+    providers = ("torch",)
+    size_of: int  # elements of the copy in float32; rows and columns of the matrices
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}-{self.size_of}"
+
+    def size(self) -> Row:
+        return {"dim": self.size_of, "dtype": "fp32" if self.op == "copy" else "bf16"}
+
+    def contender(self, provider: str, device: str) -> Contender:
+        if self.op == "copy":
+            copy = Copy(device, self.size_of)
+            return Contender(copy, {"bytes": 2 * copy.source.nbytes}, another=lambda: copy)
+        a, b, out = (torch.ones(self.size_of, self.size_of, dtype=BF16, device=device) for _ in range(3))
+        call = partial(torch.mm, a, b, out=out)
+        return Contender(call, {"flop": 2 * self.size_of**3}, another=lambda: call)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormOpCase(OpCase):
-    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_cases.NORM_DTYPES``."""
+    """What surrounds the convolutions of the residual cell, channels_last. dtypes: of ``norm_states.NORM_DTYPES``."""
 
     shape: tuple[int, int, int, int]
     dtypes: str = "fp32"
@@ -206,14 +255,14 @@ class NormOpCase(OpCase):
 
     def contender(self, provider: str, device: str) -> Contender:
         op = kernel_of(provider, device).op(self.op)
-        case = norm_cases.NormCase(self.op, self.shape, 8, self.dtypes)
+        case = norm_states.NormCase(self.op, self.shape, 8, self.dtypes)
         arguments = case.arguments()
-        call = partial(op, *on(device, arguments.values()))
-        exact = case.reference(*norm_cases.exactly(arguments))
-        facts = check_results([a.cpu() for a in call()], case.reference(*arguments.values()), exact)
-        y, z = norm_cases.NORM_DTYPES[self.dtypes]
+        given = on(device, arguments.values())
+        exact = case.reference(*norm_states.exactly(arguments))
+        facts = check_results([a.cpu() for a in op(*given)], case.reference(*arguments.values()), exact)
+        y, z = norm_states.NORM_DTYPES[self.dtypes]
         facts["bytes"] = traffic.norm_bytes(self.op, arguments["y"].numel(), y.itemsize, z.itemsize)
-        return self.finish(call, facts)
+        return self.finish(op, given, facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,15 +295,15 @@ class FCOpCase(OpCase):
             arguments = [weight.to(self.weight_dtype), first, torch.zeros_like(first)]
             more += [NEVER, False, self.iterations, 0.0]
             require_fc_kernel(kernel, arguments[0].to(device), first.dtype)
-        call = partial(kernel.op(self.op), *on(device, arguments), *more)
+        op, given = kernel.op(self.op), [*on(device, arguments), *more]
         plain, exact = (
-            first_of(getattr(reference, self.op)(*given, *more))
+            first_of(TORCH.op(self.op)(*given, *more))
             for given in (arguments, [tensor.double() for tensor in arguments])
         )
-        facts = check_results([first_of(call()).cpu()], [plain], [exact])
+        facts = check_results([first_of(op(*given)).cpu()], [plain], [exact])
         if self.op == "fc_vjp":
             facts["bytes"] = traffic.fc_vjp_bytes(self.batch, self.dim)
-        return self.finish(call, facts)
+        return self.finish(op, given, facts)
 
 
 def first_of(results: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -285,18 +334,18 @@ class CollapseOpCase(OpCase):
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         arguments = [features, rows, offsets]
         if self.op == "within_class_scatter":
-            local, shift = reference.class_means(*arguments)
+            local, shift = TORCH.op("class_means")(*arguments)
             directions = torch.randn(self.dim, self.classes - 1, generator=generator, dtype=torch.float64)
             arguments += [local + shift, directions]
             moved = traffic.scatter_bytes(self.samples, self.dim, self.classes, self.classes - 1, 4)
         else:
             moved = traffic.class_means_bytes(self.samples, self.dim, self.classes, 4)
-        call = partial(kernel.op(self.op), *on(device, arguments))
+        op, given = kernel.op(self.op), on(device, arguments)
         exact = [tensor.double() for tensor in arguments[:1]] + arguments[1:]
-        error = worst_error(call(), getattr(reference, self.op)(*exact))
+        error = worst_error(op(*given), TORCH.op(self.op)(*exact))
         allowed = COLLAPSE_ERROR[provider]
         check("relative error", error, allowed)
-        return self.finish(call, {"error": error, "allowed": allowed, "bytes": moved})
+        return self.finish(op, given, {"error": error, "allowed": allowed, "bytes": moved})
 
 
 def worst_error(actual: Any, exact: Any) -> float:

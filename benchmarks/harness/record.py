@@ -4,24 +4,28 @@
 `section`, `case` and `provider`, and of these what applies (ms: milliseconds):
 
 ===================  ==================================================================================================
-batch, dim, dtype    the problem; `threads` where it is not the machine's
+batch, dim, dtype    the case; `threads` where it is not the machine's
 history_dtype        of a solver's history where it is not the state's; iterations: calls of f that were asked for
 classes              of neural collapse, whose features are (batch, dim)
-ms, ms_min           of the whole call: median and least of the rounds, which `rounds` has one by one
+ms, ms_min           of the whole call: median and least of so many `rounds`; ms_quartiles: [first, third]
+in_place_ms          of a kernel on a GPU that finds its tensors in the cache; ms is over buffers that it has forgotten
 copy_gb_per_s        the copy rate: of rounds taken in turns with these
 f_ms                 of that, f alone: as many calls of f as the solve made
-solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration
+solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration; share_of_f: all of it / f_ms
 bytes                what the algorithm must move per call (without f)
 floor_ms, floor_x    the time of these bytes at the copy rate of the same run, and how many times as long it took
 evaluations          calls of f
 residual             largest relative residual of the batch, in float64
 error, allowed       relative error against float64, and the bound under which a time is recorded at all
 peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
-launches             torch operations outside f per iteration: what a GPU would launch, at least
+flop, tflop_per_s    of a call; over_flop: its time over the peer's, over the same ratio of their flop
+launches             kernels and copies that a GPU launched outside f, per iteration; on the CPU torch operations
 host_waits           times per call that the host has to know a value of the device
 gain                 the time of `peer` / this one, in the same rounds: solver_ms where there is one, else ms_min
 gains                the same for every peer of the case: {provider: gain}
 tol, reached         of section "residual": the tolerance, and whether `residual` is within it; its `gain` is of `ms`
+sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
+cosine               of a gradient and the exact implicit one
 most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
 samples_missed       there: samples above the tolerance; residual_median: of the batch
 skipped, problem     why there is no time
@@ -31,6 +35,7 @@ skipped, problem     why there is no time
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import platform
@@ -139,6 +144,7 @@ def _cpu_fields() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+@functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
     """What the numbers were measured on."""
     try:

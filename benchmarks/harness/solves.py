@@ -7,16 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import deqfast
 
 from . import traffic
-from .counters import count
-from .entry import KERNELS, Case, Contender, Skipped, Wrong, check, kernel_of, require_fc_kernel, short
+from .counters import count, launched, memory
+from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, Wrong, check, kernel_of, require_fc_kernel, short
 from .maps import MAPS, NEVER, FullyConnected
 from .peers import Solve, eager_solve, torchdeq_solve
 from .record import Row
+from .timing import Graph
 
 # Relative residual that a solve must have reached for its time to count; twice and more what 20 iterations reach.
 APPROACHED = {deqfast.Picard: 0.05, deqfast.Anderson: 5e-3, deqfast.Broyden: 5e-3}
@@ -29,6 +30,20 @@ def solver_name(solver: Any) -> str:
     kind = "anderson-m" if isinstance(solver, deqfast.Anderson) else "broyden-n"
     history = f"-{short(solver.history_dtype)}" if solver.history_dtype else ""
     return f"{kind}{solver.history or solver.max_iter}{history}"
+
+
+def asked(provider: str, call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
+    """The columns on what `call(f)` asks of the device: launches per evaluation without those of `f_alone`."""
+    if provider in GRAPHS:  # a replay passes by the dispatcher, and f cannot be told apart in it
+        peak, (launches, waits) = memory(lambda: call(f))[1], launched(lambda: call(f))
+        return {"peak_bytes": peak, "launches": launches / evaluations, "host_waits": waits}
+    counters = count(call, f)
+    facts = {"peak_bytes": counters.peak_bytes, "host_waits": counters.host_waits}
+    if not f.c.is_cuda:
+        return facts | {"launches": counters.operations / evaluations}
+    launches, waits = launched(lambda: call(f))
+    launches -= launched(f_alone)[0] if f_alone is not None else 0
+    return facts | {"launches": launches / evaluations, "host_waits": waits}
 
 
 def run_by(provider: str, solver: Any) -> Any:
@@ -51,8 +66,35 @@ def _solve_by(provider: str, solver: Any, device: str) -> Solve:
             raise Skipped(f"torchdeq cannot be imported: {error}") from None
     if provider == "eager":
         return eager_solve(solver)
+    if provider in GRAPHS:
+        return graph_solve(solver, kernel_of(provider.removesuffix("-graph"), device).name)
     kernel = kernel_of(provider, device).name
     return lambda f, z0: deqfast.solve(f, z0, solver, kernel).value
+
+
+def graph_solve(solver: Any, kernel: str) -> Solve:
+    """By replays of captured CUDA graphs; f is a module, whose calls are counted as the Solution tells them."""
+    blocks: dict[int, deqfast.DEQBlock] = {}  # of an f: capturing is not part of a solve
+
+    def solve(f: Any, z0: Tensor) -> Tensor:
+        block = blocks.setdefault(id(f), deqfast.DEQBlock(MapCell(f), solver, kernel=kernel, cuda_graph=True))
+        calls = f.calls
+        value, solution = block(f.c, z0=z0, return_solution=True)
+        f.calls = calls + solution.evaluations
+        return value
+
+    return solve
+
+
+class MapCell(nn.Module):
+    """A map of ``MAPS`` as a cell."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, z: Tensor, c: Tensor) -> Tensor:
+        return self.f(z)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +102,7 @@ class SolveCase(Case):
     """All the iterations of `solver` on a map of ``MAPS``; its time is told without f's."""
 
     section = "solves"
-    providers = (*KERNELS, "torchdeq", "eager")
+    providers = (*KERNELS, *GRAPHS, "torchdeq", "eager")
     peers = ("torchdeq", "eager")
     solver: Any
     batch: int
@@ -78,21 +120,16 @@ class SolveCase(Case):
             {"history_dtype": short(history)} if history else {}
         )
 
+    def allowed(self) -> float:
+        """Relative residual up to which a time counts."""
+        return APPROACHED[type(self.solver)]
+
     def contender(self, provider: str, device: str) -> Contender:
         solve = solve_by(provider, self.solver, device)
         f, z0 = MAPS[self.map](self.batch, self.dim, device), torch.zeros(self.batch, self.dim, device=device)
         value = solve(f, z0)
         evaluations, residual = f.calls, f.residual(value)
-        check("relative residual", residual, APPROACHED[type(self.solver)])
-        counters = count(lambda g: solve(g, z0), f)
-        facts = {
-            "evaluations": evaluations,
-            "residual": residual,
-            "bytes": round(traffic.solve_passes(run_by(provider, self.solver), evaluations, provider) * z0.nbytes),
-            "peak_bytes": counters.peak_bytes,
-            "launches": counters.operations / evaluations,
-            "host_waits": counters.host_waits,
-        }
+        check("relative residual", residual, self.allowed())
 
         @torch.no_grad()
         def f_alone() -> None:
@@ -100,7 +137,15 @@ class SolveCase(Case):
             for _ in range(evaluations):
                 z = f(z)
 
-        return Contender(lambda: solve(f, z0), facts, f_alone)
+        algorithm = run_by(provider, self.solver), evaluations, provider.removesuffix("-graph")
+        facts = {
+            "evaluations": evaluations,
+            "residual": residual,
+            "bytes": round(traffic.solve_passes(*algorithm) * z0.nbytes),
+            **asked(provider, lambda g: solve(g, z0), f, evaluations, f_alone),
+        }
+        graph = provider in GRAPHS
+        return Contender(lambda: solve(f, z0), facts, Graph([lambda: f(z0)], evaluations) if graph else f_alone)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +187,5 @@ class FCSolveCase(Case):
         evaluations = f.calls if provider in self.peers else self.iterations
         if evaluations != self.iterations:
             raise Wrong(f"{evaluations} evaluations, not {self.iterations}; not timed")
-        counters = count(lambda g: solve(), f)  # f too: fc_fixed_point holds it
-        facts = {
-            "evaluations": evaluations,
-            "residual": residual,
-            "peak_bytes": counters.peak_bytes,
-            "launches": counters.operations / evaluations,
-            "host_waits": counters.host_waits,
-        }
-        return Contender(solve, facts)
+        facts = {"evaluations": evaluations, "residual": residual}  # f too: fc_fixed_point holds it
+        return Contender(solve, facts | asked(provider, lambda g: solve(), f, evaluations))

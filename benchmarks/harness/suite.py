@@ -4,56 +4,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .entry import FOREIGN, Case, Contender, Skipped
-from .record import Row
-from .timing import Copy, in_turns
+from .record import Row, write_record
+from .timing import Copy, Graph, buffers, in_turns, repeats_of, wait
 
-COPY = ("copy", "")
+COPY, IN_PLACE = ("copy", ""), "in place"
+BENCHMARK_ROUNDS = 3  # that pytest-benchmark times by itself, beside those in turns
 LARGE_SECONDS = 1800  # after which a case of ``--full`` is given up, measured together with all its providers
+LONG = 1.0  # seconds; of a longer call it times one
+SMALL_COPY = 1 << 12  # elements
 Outcome = Row | Exception  # the error where a provider of our own is wrong: it gets no row
+Times = dict[Any, list[float]]
 
 
-def parametrize(cases: Sequence[Case]) -> Callable[[Any], Any]:
-    """Mark a test of (case, provider) to be run for all of `cases`, as part of the suite."""
-    ids = [(case, provider, f"{case.name}-{provider}") for case in cases for provider in case.providers]
-    large = (pytest.mark.full, pytest.mark.timeout(LARGE_SECONDS))
-    given = [pytest.param(case, provider, id=name, marks=large if case.full else ()) for case, provider, name in ids]
-    timed = pytest.mark.benchmark(timer=REPLAY.time)
+def measure(
+    case: Case, providers: Sequence[str], device: str, copy: Copy, **turns: Any
+) -> tuple[dict[str, Outcome], dict[str, Contender]]:
+    """Rows of the providers, of one of our own that is wrong the error; and those that can be called again.
 
-    def mark(test: Any) -> Any:
-        return pytest.mark.suite(timed(pytest.mark.parametrize(("case", "provider"), given)(test)))
-
-    return mark
-
-
-class Replay:
-    """A clock on which rounds pass as they were timed before: pytest-benchmark itself does not time calls in turns."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def play(self, benchmark: Any, seconds: Sequence[float]) -> None:
-        """Have `benchmark` see rounds of these lengths."""
-        rounds = iter(seconds)
-
-        def wait() -> None:
-            self.now += next(rounds)
-
-        benchmark.pedantic(wait, rounds=len(seconds))
-
-
-REPLAY = Replay()
-
-
-def measure(case: Case, providers: Sequence[str], device: str, copy: Copy, **turns: Any) -> dict[str, Outcome]:
-    """Rows of the providers; of one of our own that is wrong the error. `turns`: of ``in_turns``."""
+    turns: arguments of ``in_turns``.
+    """
     outcomes: dict[str, Outcome] = {}
     contenders: dict[str, Contender] = {}
     for provider in providers:
@@ -65,16 +40,26 @@ def measure(case: Case, providers: Sequence[str], device: str, copy: Copy, **tur
             outcomes[provider] = row | {"skipped": str(reason)}
         except Exception as error:  # one provider must not cost the others their rows
             outcomes[provider] = refused(row, error)
-    calls: dict[Any, Callable[[], Any]] = {COPY: copy}
-    for provider, contender in contenders.items():
-        calls[provider, "whole"] = contender.call
-        if contender.f is not None:
-            calls[provider, "f"] = contender.f
-    times = in_turns(calls, device, **turns) if contenders else {}
+    times: Times = {}
+    if contenders:
+        calls: dict[Any, Callable[[], Any]] = {COPY: Graph([copy]) if device == "cuda" else copy}
+        for provider, contender in contenders.items():
+            calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
+        times = in_turns(calls, device, **turns)
     for provider, contender in contenders.items():
         outcomes[provider] = timed(outcomes[provider], contender, times, provider, copy)
     compare(case, [row for row in outcomes.values() if isinstance(row, dict)])
-    return outcomes
+    return outcomes, contenders
+
+
+def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
+    """What is timed of a contender; on a GPU what needs no host as a graph, over buffers in turns and over one."""
+    parts = {"whole": contender.call} | ({"f": contender.f} if contender.f is not None else {})
+    if device != "cuda" or contender.another is None:
+        return parts
+    count = buffers(contender.facts["bytes"]) if "bytes" in contender.facts else 1
+    whole = Graph([contender.call, *(contender.another() for _ in range(count - 1))])
+    return {part: Graph([call]) for part, call in parts.items()} | {"whole": whole, IN_PLACE: Graph([contender.call])}
 
 
 def refused(row: Row, error: Exception) -> Outcome:
@@ -84,29 +69,48 @@ def refused(row: Row, error: Exception) -> Outcome:
     return row | {"problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
 
-def timed(row: Outcome, contender: Contender, times: dict[Any, list[float]], provider: str, copy: Copy) -> Outcome:
+def timed(row: Outcome, contender: Contender, times: Times, provider: str, copy: Copy) -> Outcome:
     """The row with its times; least times are compared with the copy's least, of the same rounds."""
     assert isinstance(row, dict)
     try:
         contender.verify()
     except AssertionError as error:
         return refused(row, error)
-    whole, f = times[provider, "whole"], times.get((provider, "f"))
-    row |= {"ms": 1e3 * statistics.median(whole), "ms_min": 1e3 * min(whole), "rounds": [1e3 * s for s in whole]}
+    row |= columns_of(times[provider, "whole"])
     row["copy_gb_per_s"] = copy.rate(min(times[COPY])) / 1e9
     own = row["ms_min"]
-    if f is not None:
-        row["f_ms"] = 1e3 * min(f)
+    if (provider, IN_PLACE) in times:
+        row["in_place_ms"] = 1e3 * min(times[provider, IN_PLACE])
+    if (provider, "f") in times:
+        row["f_ms"] = 1e3 * min(times[provider, "f"])
         own -= row["f_ms"]
-        row["solver_ms"] = own / row["evaluations"]
+        row["solver_ms"] = own / row.get("evaluations", 1)
+    if "f_ms" in row and "evaluations" in row:
+        row["share_of_f"] = own / row["f_ms"]
     if "bytes" in row:
         row["floor_ms"] = 1e-6 * row["bytes"] / row["copy_gb_per_s"]
         row["floor_x"] = own / row["floor_ms"]
+    if "flop" in row:
+        row["tflop_per_s"] = 1e-9 * row["flop"] / row["ms_min"]
     return row
 
 
+def columns_of(seconds: Sequence[float]) -> Row:
+    """The columns that say how long the rounds of a call took."""
+    low, _, high = statistics.quantiles(seconds) if len(seconds) > 1 else seconds * 3
+    return {
+        "ms": 1e3 * statistics.median(seconds),
+        "ms_min": 1e3 * min(seconds),
+        "ms_quartiles": [1e3 * low, 1e3 * high],
+        "rounds": len(seconds),
+    }
+
+
 def compare(case: Case, rows: Sequence[Row]) -> None:
-    """How many times as fast as each peer of the case a row is: per iteration and without f where that is told."""
+    """How many times as fast as each peer of the case a row is: per iteration and without f where that is told.
+
+    Where both count floating-point operations, too how the ratio of the times compares with that of the operations.
+    """
     by_provider = {row["provider"]: row for row in rows if "ms" in row}
     for provider, row in by_provider.items():
         column = "solver_ms" if "solver_ms" in row else "ms_min"
@@ -114,36 +118,59 @@ def compare(case: Case, rows: Sequence[Row]) -> None:
         gains = {peer: by_provider[peer][column] / row[column] for peer in peers}
         if gains and min(row[column], *gains.values()) > 0:  # else the time of f hides the solver's
             row |= {"gains": gains, "peer": peers[0], "gain": gains[peers[0]]}
+            if flop := row.get("flop"):
+                row["over_flop"] = by_provider[peers[0]]["flop"] / flop / row["gain"]
 
 
 class Board:
-    """What was measured in a session. A case is measured when the first of its providers is asked for."""
+    """What was measured in a session. A case is measured when the first of its providers is asked for.
 
-    def __init__(self, device: str) -> None:
-        self.device, self.rows = device, []
-        self._copy: Copy | None = None
-        self._outcomes: dict[tuple[str, str], dict[str, Outcome]] = {}
+    journal: a file that has all rows at any time, so that nothing is lost with the process; small: times are of no use.
+    """
 
     rows: list[Row]
 
+    def __init__(self, device: str, journal: Path | None = None, small: bool = False) -> None:
+        self.device, self.journal, self.small, self.rows = device, journal, small, []
+        self._copy: Copy | None = None
+        self._outcomes: dict[tuple[str, str], dict[str, Outcome]] = {}
+        self._contenders: dict[str, Contender] = {}  # of the case that was measured last
+
     def outcome(self, case: Case, provider: str, together: Sequence[str]) -> Outcome:
-        """Of one provider; `together`: all the providers of the case that are asked for in this session."""
+        """The outcome of one provider; `together`: all providers of the case that are asked for in this session."""
         key = (case.section, case.name)
         if key not in self._outcomes:
-            self._copy = self._copy or Copy(self.device)
-            self._outcomes[key] = measure(case, together, self.device, self._copy)
+            self._contenders = {}
+            self._copy = self._copy or Copy(self.device, *[SMALL_COPY] * self.small)
+            turns = {"rounds": 1, "seconds": 0.1} if self.small else {}
+            self._outcomes[key], self._contenders = measure(case, together, self.device, self._copy, **turns)
         return self._outcomes[key][provider]
 
     def run(self, benchmark: Any, case: Case, provider: str, together: Sequence[str]) -> None:
-        """The test of one provider: fails where it is wrong, keeps its row and tells pytest-benchmark its rounds."""
+        """The test of one provider: fails where it is wrong, keeps its row, and has pytest-benchmark time a few calls.
+
+        Those are for pytest-benchmark's own tables and files; what is compared is taken in turns, in `extra_info`.
+        """
         outcome = self.outcome(case, provider, together)
         if isinstance(outcome, Exception):
             raise outcome
-        self.rows.append(outcome)
+        self.add(outcome)
         if "skipped" in outcome:
             pytest.skip(outcome["skipped"])
         if "problem" in outcome:
             pytest.xfail(outcome["problem"])
         benchmark.group = f"{case.section} {case.name}"
         benchmark.extra_info.update(outcome)
-        REPLAY.play(benchmark, [1e-3 * ms for ms in outcome["rounds"]])
+        contender, seconds = self._contenders.pop(provider), 1e-3 * outcome["ms_min"]
+
+        def call() -> None:
+            contender.call()
+            wait(self.device)
+
+        rounds = 1 if seconds > LONG else BENCHMARK_ROUNDS
+        benchmark.pedantic(call, rounds=rounds, iterations=repeats_of(seconds))
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.journal is not None:
+            write_record(self.journal, self.rows, self.device, "the run did not come to its end")

@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .targets import verdicts
+
 # Heading -> (column, format, factor).
 COLUMNS = {
-    "ms": ("ms_min", ".3f", 1),
+    "ms": ("ms_min", ".4f", 1),
     "f ms": ("f_ms", ".3f", 1),
-    "solver ms/eval": ("solver_ms", ".3f", 1),
-    "floor ms": ("floor_ms", ".3f", 1),
+    "solver ms/eval": ("solver_ms", ".4f", 1),
+    "/ f": ("share_of_f", ".2f", 1),
+    "TFLOP/s": ("tflop_per_s", ".3g", 1),
+    "in place": ("in_place_ms", ".4f", 1),
+    "floor ms": ("floor_ms", ".4f", 1),
     "x floor": ("floor_x", ".2f", 1),
     "evals": ("evaluations", ".3g", 1),
+    "mean evals": ("mean_evaluations", ".1f", 1),
+    "sample evals": ("sample_evaluations", "d", 1),
+    "backward evals": ("backward_evaluations", "d", 1),
     "residual": ("residual", ".0e", 1),
-    "error": ("error", ".0e", 1),
+    "missed": ("samples_missed", "d", 1),
+    "error": ("error", ".1e", 1),
+    "cosine": ("cosine", ".3f", 1),
     "MB": ("peak_bytes", ".1f", 1e-6),
     "launches": ("launches", ".1f", 1),
     "waits": ("host_waits", "d", 1),
@@ -60,3 +70,14 @@ def remark(row: dict[str, Any]) -> str:
     if "problem" in row:
         return f"PROBLEM {row['problem'][:120]}"
     return ", ".join(f"{peer} {gain:.2f}x" for peer, gain in row.get("gains", {}).items())
+
+
+def summary(rows: Sequence[dict[str, Any]], judged: bool = True) -> list[str]:
+    """A table for every section, and, where `judged`, the targets that the rows tell of."""
+    lines = ["Least of the rounds, which the providers of a case take in turns with a copy that gives the floor."]
+    for section in dict.fromkeys(row["section"] for row in rows):
+        lines += ["", section, *table([row for row in rows if row["section"] == section])]
+    told = [verdict for verdict in verdicts(rows) if verdict[2] is not None] if judged else []
+    lines += ["", "targets, which are those of a quiet machine"] * bool(told)
+    lines += [f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}" for target, value, met in told]
+    return lines

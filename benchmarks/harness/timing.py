@@ -1,34 +1,76 @@
-"""Times of several calls in turns, so that all of them see the same quiet or noisy moments of the machine."""
+"""Times of several calls in turns, so that all of them see the same quiet or noisy moments of the machine.
+
+On the CPU, and for what the host takes part in, by the clock of the host; kernels on a GPU without the host, as a CUDA
+graph between two events, over buffers that take turns so that none is still in the cache when it is used again.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+
+from deqfast import graphs
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
 SECONDS = 12.0  # after these, rounds beyond the fewest are given up
 SHORTEST = 2e-3  # seconds that a round of a call should take: shorter calls are repeated within it
 MOST_REPEATS = 200
+CALLS_PER_GRAPH = 20  # a shorter graph would show the cost of launching it
+MOST_BUFFERS = 512
 COPY_ELEMENTS = 64 << 20  # fp32, read and written: many times what a cache holds
 
 Key = TypeVar("Key", bound=Hashable)
+Call = Callable[[], Any]
+
+
+class Graph:
+    """`calls` on a GPU one after the other without the host; the time told is that of `per` of them."""
+
+    def __init__(self, calls: Sequence[Call], per: float = 1) -> None:
+        calls = [*calls] * -(-CALLS_PER_GRAPH // len(calls))
+
+        def work() -> None:
+            for call in calls:
+                call()
+
+        graphs.aside(work)
+        self.replay = graphs.capture(work, graphs.new_pool(), graphs.new_stream()).replay
+        self.share = per / len(calls)
+
+    def __call__(self) -> None:
+        self.replay()
+
+    def seconds(self, repeats: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            self.replay()
+        end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end) * self.share / repeats
+
+
+def buffers(nbytes: int) -> int:
+    """How many buffers of `nbytes` have to take turns on the GPU so that its cache has forgotten each by its turn."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(MOST_BUFFERS, 2 * cache // max(nbytes, 1) + 2))
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Return when the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def seconds_of(
-    call: Callable[[], Any], repeats: int, device: str, clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """Of one of `repeats` calls, until the device is done."""
+def seconds_of(call: Call, repeats: int, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Time of one of `repeats` calls, until the device is done."""
     wait(device)
+    if isinstance(call, Graph):
+        return call.seconds(repeats)
     start = clock()
     for _ in range(repeats):
         call()
@@ -36,8 +78,13 @@ def seconds_of(
     return (clock() - start) / repeats
 
 
+def repeats_of(seconds: float) -> int:
+    """How often a call of this length is made within a round."""
+    return max(1, min(MOST_REPEATS, round(SHORTEST / max(seconds, 1e-9))))
+
+
 def in_turns(
-    calls: Mapping[Key, Callable[[], Any]],
+    calls: Mapping[Key, Call],
     device: str = "cpu",
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
@@ -53,7 +100,7 @@ def in_turns(
     for key, call in calls.items():
         if times[key][0] <= seconds:
             times[key].clear()
-            repeats[key] = max(1, min(MOST_REPEATS, round(SHORTEST / seconds_of(call, 1, device, clock))))
+            repeats[key] = repeats_of(seconds_of(call, 1, device, clock))
     deadline = time.monotonic() + seconds
     for done in range(rounds):
         if done >= FEWEST_ROUNDS and time.monotonic() > deadline:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
 import deqfast
 
-from .counters import count
-from .entry import KERNELS, Case, Contender, Skipped, check, kernel_of
+from .counters import count, memory
+from .entry import KERNELS, Case, Contender, Skipped, Wrong, check, kernel_of
 from .maps import relative_residual
 from .peers import eager_layer, explicit_layer, torchdeq_layer
 from .record import Row
@@ -165,3 +167,54 @@ def exact_gradient(case: TrainingCase, explicit: bool) -> tuple[list[Tensor], nn
     layer = explicit_layer(problem.cell) if explicit else (lambda x, z0: block(x, z0=z0))
     gradient, _ = problem.step(layer)
     return gradient, problem.cell, problem.x.detach()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkCase(Case):
+    """A step of SGD of the study's ResNet-18 on random images, explicit and with its last block a DEQ (JFB)."""
+
+    section = "training"
+    providers = ("explicit", *KERNELS)
+    peers = ("explicit",)
+    width: int
+    batch: int
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"resnet18-w{self.width}-{self.batch}-{self.precision}"
+
+    def size(self) -> Row:
+        return {"batch": self.batch, "dim": 3 * 32 * 32, "dtype": self.precision}
+
+    def contender(self, provider: str, device: str) -> Contender:
+        from nc_study.config import settings_from
+        from nc_study.models import build
+
+        explicit = provider == "explicit"
+        kernel = "torch" if explicit else kernel_of(provider, device).name
+        wanted = {"device": device, "dataset": "shapes", "width": self.width, "kernel": kernel, "solver": "broyden"}
+        settings = settings_from("cifar_lt", preset="quick", **wanted)
+        torch.manual_seed(0)
+        network = build("explicit" if explicit else "deq", settings).train()
+        optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
+        images = torch.randn(self.batch, 3, 32, 32).to(device, memory_format=torch.channels_last)
+        labels = torch.randint(settings.classes, (self.batch,)).to(device)
+
+        def step() -> tuple[Tensor, Any]:
+            with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bf16"):
+                logits, _, solution = network(images)
+            loss = cross_entropy(logits.float(), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss, solution
+
+        with FlopCounterMode(display=False) as counter:
+            loss, solution = step()
+        if not loss.isfinite():
+            raise Wrong(f"the loss is {loss.item()}; not timed")
+        facts: Row = {"flop": counter.get_total_flops(), "peak_bytes": memory(step)[1]}
+        if not explicit:
+            facts |= {"evaluations": solution.evaluations, "residual": float(solution.residual_rel.max())}
+        return Contender(step, facts)

@@ -73,24 +73,28 @@ struct MultisecantStep {
   bool needs_dots() const { return n > 0 && !left_is_y(a.method); }  // of the new step with DF
   int64_t history(int64_t row) const { return static_cast<int64_t>(a.window.history) * dim * row; }
 
-  // Form g, complete the newest pair, take every dot with the left history.
-  template <bool Pairs, bool StoreY>
-  DEQFAST_INLINE void sweep_left(int64_t row, Chunk chunk, Sums sums) const {
+  // Form g, complete the newest pair, take every dot with the left history. One loop for all methods, so that the dots
+  // are compiled once.
+  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
     H *left = a.left + history(row), *df = a.df + history(row);
-    const int64_t newest = Pairs ? a.window.newest() * dim : 0;
+    const bool pairs = a.pairs() > 0;
+    const int64_t newest = pairs ? a.window.newest() * dim : 0;
     alignas(64) T g[kTile], s[kTile], y[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
-      const int64_t count = std::min<int64_t>(kTile, end - tile);
-      form_tile<Pairs, StoreY>(a, row * dim + tile, left + newest + tile, df + newest + tile, count, g, s, y, sums);
-      if (!Pairs) continue;
+      const int64_t at = row * dim + tile, count = std::min<int64_t>(kTile, end - tile);
+      H *left_new = left + newest + tile, *df_new = df + newest + tile;
+      if (!pairs) {
+        form_tile<false, false>(a, at, left_new, df_new, count, g, s, y, sums);
+        continue;
+      }
+      if (left_is_y(a.method)) {
+        form_tile<true, true>(a, at, left_new, df_new, count, g, s, y, sums);
+      } else {
+        form_tile<true, false>(a, at, left_new, df_new, count, g, s, y, sums);
+      }
       dot_rows<true>(left + tile, dim, n, g, y, count, sums.at(lg), sums.at(ly));
       if (a.method == kAndersonI) dot_rows<false>(left + tile, dim, n, s, s, count, sums.at(ls), sums.at(ls));
     }
-  }
-
-  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
-    if (a.pairs() == 0) return sweep_left<false, false>(row, chunk, sums);
-    left_is_y(a.method) ? sweep_left<true, true>(row, chunk, sums) : sweep_left<true, false>(row, chunk, sums);
   }
 
   // Judge; enter the newest pair in the window matrix and solve for gamma.
@@ -212,32 +216,25 @@ DEQFAST_STEP(TransposedStep<float, float>)
 DEQFAST_STEP(TransposedStep<float, BFloat16>)
 DEQFAST_STEP(TransposedStep<double, double>)
 
-constexpr int64_t kMaxHistory = 1 << 15;
+struct Kernels {
+  using BFloat16 = deqfast::BFloat16;
+  static constexpr int64_t max_history = 1 << 15;
 
-void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
-                      Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
-                      double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
-                      double ridge) {
-  with_multisecant_params<BFloat16>(
-      z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, k, last, tol, absolute,
-      stall_floor, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
-        share_out(MultisecantStep{params});
-      });
-}
-
-Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
-                              int64_t method, double alpha, double beta, double ridge) {
-  return with_transposed_params<BFloat16>(
-      v, left, df, gram, newest, count, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
-        share_out(TransposedStep{params});
-      });
-}
+  template <class T, class H>
+  static void run(const MultisecantParams<T, H>& params, const Tensor&) {
+    share_out(MultisecantStep{params});
+  }
+  template <class T, class H>
+  static void run(const TransposedParams<T, H>& params, const Tensor&) {
+    share_out(TransposedStep{params});
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("multisecant_step", TORCH_BOX(&multisecant_step));
-  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed));
+  m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
+  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 
 }  // namespace deqfast

@@ -1,13 +1,13 @@
-"""The ops: one module per family, holding schema, meaning and argument checks; and the choice of kernel."""
+"""The ops: a package per family, with its table of arguments, reference and gradients; and the choice of kernel."""
 
-from . import fc, neural_collapse, norm_act, steps  # noqa: F401  (schemas come before `_extension` loads kernels)
+from . import collapse, fc, norm_act, steps  # noqa: F401  (schemas come before `_extension` loads kernels)
 
 # isort: split
 from .._extension import Availability
+from ..kernels.constants import MAX_GPU_HISTORY
 from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel
 from .fc import ACTIVATIONS
 from .memory import empty_history, release_memory
-from .steps import MAX_GPU_HISTORY
 
 __all__ = [
     "ACTIVATIONS",

@@ -12,34 +12,47 @@ from typing import Any
 
 import torch
 
-from .. import _extension, reference
+from .. import _extension
 from .._extension import Availability
-from .steps import MAX_GPU_HISTORY
+from ..kernels.constants import MAX_GPU_HISTORY
+from .registry import OPS
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
 
-def _triton() -> Availability:
+@functools.cache
+def _why_no_triton() -> str:
+    """Why triton cannot be imported; empty if it can."""
     try:
         import_module("triton")
     except ImportError as error:
-        return Availability(False, f"triton cannot be imported: {error}")
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return f"triton cannot be imported: {error}"
+    return ""
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _availability(kernel: str) -> Availability:
+    if kernel == "torch":
+        return Availability(True)
+    if kernel == "cpp":
+        return Availability(_extension.cpp_module is not None, _extension.cpp_reason)
+    if kernel == "cuda":
+        if _extension.cuda_module is None or torch.cuda.is_available():
+            return Availability(_extension.cuda_module is not None, _extension.cuda_reason)
+        return Availability(False, "no CUDA device was found")
+    if _why_no_triton():
+        return Availability(False, _why_no_triton())
+    if _interprets() or torch.cuda.is_available():
         return Availability(True)
     return Availability(False, "no CUDA device was found (TRITON_INTERPRET=1, set before the start, interprets)")
 
 
 def backends() -> dict[str, Availability]:
     """What can run here: kernel name -> ``Availability(available, reason)``, which is falsy when not available."""
-    cuda = Availability(_extension.cuda_module is not None, _extension.cuda_reason)
-    if cuda and not torch.cuda.is_available():
-        cuda = Availability(False, "no CUDA device was found")
-    return {
-        "torch": Availability(True),
-        "cpp": Availability(_extension.cpp_module is not None, _extension.cpp_reason),
-        "triton": _triton(),
-        "cuda": cuda,
-    }
+    return {kernel: _availability(kernel) for kernel in ("torch", "cpp", "triton", "cuda")}
 
 
 @dataclass(frozen=True)
@@ -49,9 +62,9 @@ class Kernel:
     name: str
 
     def op(self, name: str) -> Callable[..., Any]:
-        """The op `name` as this kernel runs it."""
+        """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
         if self.name == "torch":
-            return getattr(reference, name)
+            return OPS[name].reference
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
     @property
@@ -87,17 +100,16 @@ def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     for by name that cannot serve raises RuntimeError with the reason.
     """
     check_kernel_name(kernel)
-    available = backends()
     if kernel == "auto":
         preferred = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}.get(device.type, ())
-        name = next((name for name in preferred if available[name]), "torch")
+        name = next((name for name in preferred if _availability(name)), "torch")
         if preferred and name == "torch":
-            _warn_of_fallback("; ".join(f"{missing}: {available[missing].reason}" for missing in preferred))
+            _warn_of_fallback("; ".join(f"{missing}: {_availability(missing).reason}" for missing in preferred))
         return Kernel(name)
-    if not available[kernel]:
-        raise RuntimeError(f"kernel={kernel!r} is not available: {available[kernel].reason}")
-    interpreted = kernel == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    serves = {"cpp": ("cpu",), "cuda": ("cuda",), "triton": ("cpu", "cuda") if interpreted else ("cuda",)}
+    available = _availability(kernel)
+    if not available:
+        raise RuntimeError(f"kernel={kernel!r} is not available: {available.reason}")
+    serves = {"cpp": ("cpu",), "cuda": ("cuda",), "triton": ("cpu", "cuda") if _interprets() else ("cuda",)}
     if device.type not in serves.get(kernel, (device.type,)):
         raise RuntimeError(f"kernel={kernel!r} does not run on {device.type} tensors, only on {serves[kernel][0]}")
     return Kernel(kernel)

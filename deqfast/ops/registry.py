@@ -1,23 +1,287 @@
-"""How an op is registered: one schema and one fake for the op and for its Triton form."""
+"""One table of arguments per op, from which its schema, its fake and the checks of its Triton kernel follow.
+
+The table is a frozen dataclass whose fields are the arguments in their order: a tensor is annotated with ``Shaped``, a
+number, where not all of its values are allowed, with ``Range`` or ``Divisor``. The reference, in the module `reference`
+beside the table, and the launcher of the Triton kernel take one such object; the op takes the arguments by position.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from typing import Any, get_args, get_type_hints
 
 import torch
+from torch import Tensor
 
 library = torch.library.Library("deqfast", "DEF")
+OPS: dict[str, Op] = {}
 
 
-def register(op: str, schema: str, fake: Callable[..., Any], triton: Callable[..., Any] | None = None) -> None:
-    """Define `op` and `op`_triton with `schema`, "(arguments) -> (results)".
+@dataclass(frozen=True, eq=False)
+class Dtype:
+    """The dtype of several arguments of an op; what it may be hangs on the dtype of the op's `anchor`."""
 
-    The kernels of `op` come with the extensions. Triton shares the CUDA dispatch key with the CUDA kernels, hence an op
-    of its own, run by `triton` on CUDA tensors and, interpreted, on CPU tensors; without `triton` there is none.
+    beside: Mapping[torch.dtype, tuple[torch.dtype, ...]]
+
+
+def anchored(*dtypes: torch.dtype) -> Dtype:
+    """The dtype of the anchor itself, which is one of `dtypes`."""
+    return Dtype({dtype: (dtype,) for dtype in dtypes})
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A tensor: its dimensions, as "B, M + 2, M", its dtype, whether the op writes to it, and how it lies in memory.
+
+    layout: "contiguous", "channels_last", or "rows", whose elements lie side by side, the rows anywhere.
     """
-    for name in (op, f"{op}_triton") if triton else (op,):
-        library.define(f"{name}{schema}")
-        torch.library.register_fake(f"deqfast::{name}", fake, lib=library)
-    for key in ("CPU", "CUDA") if triton else ():
-        library.impl(f"{op}_triton", triton, key)
+
+    shape: str
+    dtype: Dtype | torch.dtype
+    mutated: bool = False
+    layout: str = "contiguous"
+
+    @cached_property
+    def dims(self) -> list[tuple[str, int]]:
+        """Name and summand of every dimension, ("M", 2) for "M + 2"; those that are a number have no name."""
+        parts = [re.fullmatch(r"([A-Za-z]*)(?: \+ )?(\d*)", part) for part in self.shape.split(", ")]
+        return [(part[1], int(part[2] or 0)) for part in parts if part]
+
+    def sizes(self, known: Mapping[str, int]) -> list[int]:
+        return [known[name] + plus for name, plus in self.dims]
+
+    def text(self, known: Mapping[str, int]) -> str:
+        """The shape, with numbers in the place of the names that are known."""
+        named = zip(self.shape.split(", "), self.dims, strict=True)
+        return f"({', '.join(str(known[name] + plus) if name in known else part for part, (name, plus) in named)})"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Integers from `least` to `most` (None: without bound)."""
+
+    least: int
+    most: int | None = None
+
+    def __contains__(self, value: int) -> bool:
+        return self.least <= value and (self.most is None or value <= self.most)
+
+    def wrong(self, value: int, sizes: Mapping[str, int]) -> str | None:
+        """What `value` must, in words, if it does not."""
+        return None if value in self else f"be {self}"
+
+    def __str__(self) -> str:
+        return f"at least {self.least}" if self.most is None else f"{self.least} to {self.most}"
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """Integers that divide the size of the dimension `dim`, which holds `content`."""
+
+    dim: str
+    content: str
+
+    def wrong(self, value: int, sizes: Mapping[str, int]) -> str | None:
+        """What `value` must, in words, if it does not."""
+        return None if value > 0 and sizes[self.dim] % value == 0 else f"divide the {sizes[self.dim]} {self.content}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that an op returns: shaped as the argument `like`, in its memory format, or by dimensions."""
+
+    name: str
+    dtype: Dtype | torch.dtype
+    like: str = ""
+    shape: str = ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _either(dtypes: tuple[torch.dtype, ...]) -> str:
+    *most, last = map(_name, dtypes)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An op: `arguments` is its table, `anchor` the tensor on which dtypes and device of the others hang.
+
+    limits: sizes that its dimensions may have; check: what else the Triton kernel asks of the arguments, raising
+    ValueError; triton: the module of ``deqfast.kernels`` that launches it, None: it has no Triton kernel.
+    """
+
+    name: str
+    arguments: type
+    anchor: str
+    results: tuple[Result, ...] = ()
+    limits: Mapping[str, Range] = field(default_factory=dict)
+    check: Callable[[str, Any], None] | None = None
+    triton: str | None = None
+
+    @cached_property
+    def _fields(self) -> dict[str, tuple[type, Any]]:
+        """Type and annotation of every argument."""
+        hints = get_type_hints(self.arguments, include_extras=True)
+        return {name: (*get_args(hint), hint, None)[:2] for name, hint in hints.items()}
+
+    @cached_property
+    def _tensors(self) -> dict[str, Shaped]:
+        """The tensors, the anchor first."""
+        shaped = {name: note for name, (kind, note) in self._fields.items() if kind is Tensor}
+        return {self.anchor: shaped.pop(self.anchor), **shaped}
+
+    @cached_property
+    def _limited(self) -> dict[str, Range | Divisor]:
+        """The numbers that may not have every value."""
+        return {name: note for name, (kind, note) in self._fields.items() if kind is not Tensor and note is not None}
+
+    def _counts(self, a: Any) -> dict[str, int]:
+        """The integers among the arguments, which shapes may name."""
+        return {"": 0} | {name: getattr(a, name) for name, (kind, _) in self._fields.items() if kind is int}
+
+    @property
+    def schema(self) -> str:
+        """The arguments and results in the language of torch.library."""
+        parts, writes = [], iter("abcdefghijklmnopqrstuvwxyz")
+        for name, (kind, note) in self._fields.items():
+            written = kind is Tensor and note.mutated
+            parts.append(f"{kind.__name__}{f'({next(writes)}!)' if written else ''} {name}")
+        return f"({', '.join(parts)}) -> ({', '.join(f'Tensor {result.name}' for result in self.results)})"
+
+    @cached_property
+    def reference(self) -> Callable[..., Any]:
+        """The op in plain torch."""
+        function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
+        return lambda *values: function(self.arguments(*values))
+
+    @cached_property
+    def _launch(self) -> Callable[..., None]:
+        return getattr(import_module(f"deqfast.kernels.{self.triton}"), self.name)
+
+    def run_triton(self, *values: Any) -> Any:
+        """The op by its Triton kernel; ValueError for arguments that it does not take."""
+        a = self.arguments(*values)
+        results = self._allocate(a, self._check(f"{self.name}_triton", a))
+        self._launch(a, *results)
+        return self._returned(results)
+
+    def fake(self, *values: Any) -> Any:
+        """Results without values, for tracing."""
+        a = self.arguments(*values)
+        sizes = self._counts(a)
+        for name, shaped in self._tensors.items():
+            for (dim, plus), size in zip(shaped.dims, getattr(a, name).shape, strict=True):
+                sizes.setdefault(dim, size - plus)
+        return self._returned(self._allocate(a, sizes))
+
+    @staticmethod
+    def _returned(results: list[Tensor]) -> Any:
+        if len(results) > 1:
+            return tuple(results)
+        return results[0] if results else None
+
+    def _allocate(self, a: Any, sizes: Mapping[str, int]) -> list[Tensor]:
+        anchor, allocated = getattr(a, self.anchor), []
+        for result in self.results:
+            dtype = result.dtype
+            if isinstance(dtype, Dtype):
+                given = (name for name, shaped in self._tensors.items() if shaped.dtype is dtype)
+                name = next(given, None)
+                dtype = getattr(a, name).dtype if name else dtype.beside[anchor.dtype][0]
+            if result.like:
+                allocated.append(torch.empty_like(getattr(a, result.like), dtype=dtype))
+            else:
+                shape = Shaped(result.shape, dtype).sizes(sizes)
+                allocated.append(anchor.new_empty(shape, dtype=dtype))
+        return allocated
+
+    def _check(self, op: str, a: Any) -> dict[str, int]:
+        """Check the arguments for the Triton kernel, as C++ does for the others; return the sizes of the dimensions."""
+        sizes = self._counts(a)
+        dtypes: dict[Dtype, torch.dtype] = {}
+        first, *others = self._tensors
+        self._check_tensor(op, a, first, sizes, dtypes)
+        for name, limit in self._limited.items():
+            wrong = limit.wrong(getattr(a, name), sizes)
+            if wrong:
+                raise ValueError(f"{op}: `{name}` must {wrong}, got {getattr(a, name)}")
+        for name in others:
+            self._check_tensor(op, a, name, sizes, dtypes)
+        if self.check is not None:
+            self.check(op, a)
+        return sizes
+
+    def _check_tensor(
+        self, op: str, a: Any, name: str, sizes: dict[str, int], dtypes: dict[Dtype, torch.dtype]
+    ) -> None:
+        tensor, anchor, shaped = getattr(a, name), getattr(a, self.anchor), self._tensors[name]
+        wrong = self._wrong_shape(tensor, shaped, sizes)
+        wrong = wrong or self._wrong_dtype(tensor, shaped.dtype, anchor, dtypes)
+        wrong = wrong or self._wrong_memory(tensor, shaped.layout, anchor)
+        if wrong:
+            raise ValueError(f"{op}: `{name}` must {wrong}")
+
+    def _wrong_shape(self, tensor: Tensor, shaped: Shaped, sizes: dict[str, int]) -> str | None:
+        known, right = sizes.copy(), tensor.dim() == len(shaped.dims)
+        for (dim, plus), size in zip(shaped.dims, tensor.shape, strict=False):
+            right = right and known.setdefault(dim, size - plus) + plus == size
+            right = right and (dim not in self.limits or known[dim] in self.limits[dim])
+        if right:
+            sizes.update(known)
+            return None
+        limits = [f", {dim} {self.limits[dim]}" for dim, _ in shaped.dims if dim not in sizes and dim in self.limits]
+        return f"have shape {shaped.text(sizes)}{''.join(limits)}, got {tuple(tensor.shape)}"
+
+    def _wrong_dtype(
+        self, tensor: Tensor, dtype: Dtype | torch.dtype, anchor: Tensor, known: dict[Dtype, torch.dtype]
+    ) -> str | None:
+        beside = ""
+        if isinstance(dtype, torch.dtype):
+            allowed: tuple[torch.dtype, ...] = (dtype,)
+        elif tensor is anchor:
+            allowed = tuple(dtype.beside)
+        elif dtype in known:
+            allowed = (known[dtype],)
+        else:
+            allowed, beside = dtype.beside[anchor.dtype], f" beside {_name(anchor.dtype)} `{self.anchor}`"
+        if tensor.dtype not in allowed:
+            return f"have dtype {_either(allowed)}{beside}, got {_name(tensor.dtype)}"
+        if isinstance(dtype, Dtype):
+            known[dtype] = tensor.dtype
+        return None
+
+    def _wrong_memory(self, tensor: Tensor, layout: str, anchor: Tensor) -> str | None:
+        if tensor.device != anchor.device:
+            return f"be on the device of `{self.anchor}` ({anchor.device}), got {tensor.device}"
+        if layout == "channels_last":
+            right, wanted = (
+                tensor.is_contiguous(memory_format=torch.channels_last),
+                " in the memory format channels_last",
+            )
+        elif layout == "rows":
+            right = tensor.shape[1] == 1 or tensor.stride(1) == 1
+            return None if right else f"have rows without gaps, got strides {tensor.stride()}"
+        else:
+            right, wanted = tensor.is_contiguous(), ""
+        return None if right else f"be contiguous{wanted}, got strides {tensor.stride()}"
+
+
+def register(op: Op) -> None:
+    """Define the op and, where it has a Triton kernel, `name`_triton with the same schema and fake.
+
+    The kernels of the first come with the extensions. Triton shares the CUDA dispatch key with the CUDA kernels, hence
+    an op of its own, which runs on CUDA tensors and, interpreted, on CPU tensors.
+    """
+    OPS[op.name] = op
+    for name in (op.name, f"{op.name}_triton") if op.triton else (op.name,):
+        library.define(name + op.schema)
+        torch.library.register_fake(f"deqfast::{name}", op.fake, lib=library)
+    for key in ("CPU", "CUDA") if op.triton else ():
+        library.impl(f"{op.name}_triton", op.run_triton, key)

@@ -1,4 +1,4 @@
-"""The solvers."""
+"""Solvers: Picard, Anderson, Broyden."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _BY_NAME: dict[str, type[Solver]] = {"picard": Picard, "anderson": Anderson, "br
 
 
 def as_solver(solver: str | Solver) -> Solver:
-    """The solver itself, or the default-constructed one a string names ("picard", "anderson", "broyden")."""
+    """Return the solver itself, or the default-constructed one that a name stands for.
+
+    Names are "picard", "anderson" and "broyden"; ValueError for anything else.
+    """
     if isinstance(solver, Solver):
         return solver
     if isinstance(solver, str) and solver in _BY_NAME:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import reference
+from ..kernels.constants import ANDERSON_I, ANDERSON_II
 from .base import check_choice, check_number
 from .multisecant import Multisecant
 
@@ -15,10 +15,26 @@ from .multisecant import Multisecant
 class Anderson(Multisecant):
     """Anderson acceleration of type II (least squares on the residuals) or I (on the steps).
 
-    history: pairs kept (None: as for ``Broyden``); kind: "II" or "I"; mixing in ]0, 2]: weight of the residual in the
-    step; ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
-    the scale of z; history_dtype: None for the state's, or torch.bfloat16, which halves the memory. The rest as in
-    ``Solver``.
+    Source: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
+
+    Args:
+        tol: bound on the residual, positive.
+        max_iter: calls of f, at least 1.
+        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+        history: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
+        kind: "II" or "I".
+        mixing: weight of the residual in the step, in ]0, 2].
+        ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
+            the scale of z; in [0, 1].
+        history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+
+    Examples:
+        >>> f = lambda z: 0.9 * torch.cos(z) + 1
+        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Anderson(tol=1e-5, history=4))
+        Solution(2 CONVERGED, evaluations=7)
     """
 
     history: int | None = 6
@@ -34,4 +50,4 @@ class Anderson(Multisecant):
         check_number("ridge", self.ridge, 0.0, 1.0)
 
     def method(self) -> tuple[int, float, float, float]:
-        return reference.ANDERSON_I if self.kind == "I" else reference.ANDERSON_II, 1.0, self.mixing, self.ridge
+        return ANDERSON_I if self.kind == "I" else ANDERSON_II, 1.0, self.mixing, self.ridge

@@ -34,6 +34,7 @@ def check_count(name: str, value: Any, low: int = 1) -> None:
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
@@ -55,6 +56,7 @@ class State:
 
     @classmethod
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
+        """State before the first value of f; `more` are the fields that a subclass adds."""
         batch, device = z.shape[0], z.device
         infinity = torch.full((2, batch), math.inf, dtype=z.dtype, device=device)
         return cls(
@@ -71,7 +73,7 @@ class State:
         )
 
     def restart(self, z: Tensor) -> None:
-        """As if started from `z` (B, D), in the same memory."""
+        """Start again from `z` (B, D), in the same memory."""
         self.z.copy_(z)
         self.best.copy_(z)
         self.status.zero_()
@@ -81,20 +83,26 @@ class State:
         self.active.fill_(z.shape[0])
 
     def copy_of_results(self) -> State:
-        """The state with its results in memory of their own, for a caller who will keep them."""
+        """State with its results in memory of their own, for a caller who will keep them."""
         results = ("best", "status", "iterations", "residual")
         return replace(self, **{name: getattr(self, name).clone() for name in results})
 
     def monitor(self) -> tuple[Tensor, ...]:
+        """Tensors that every step op judges its samples by, in the order of its arguments."""
         return self.best, self.status, self.iterations, self.residual, self.gain, self.active
 
 
 @dataclass(frozen=True)
 class Solver:
-    """What every solver has.
+    """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
 
-    tol: bound on the residual; max_iter: calls of f; stop: "rel" for |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
-    Raises TypeError or ValueError, naming the argument, for values out of range.
+    Args:
+        tol: bound on the residual, positive.
+        max_iter: calls of f, at least 1.
+        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, naming it.
     """
 
     tol: float = 1e-3
@@ -107,7 +115,7 @@ class Solver:
         check_choice("stop", self.stop, ("rel", "abs"))
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        """The state of a solve from `z` (B, D), which it owns from now on; keep_inverse: see ``deqfast.solve``."""
+        """State of a solve from `z` (B, D), which it owns from now on; keep_inverse: see ``deqfast.solve``."""
         raise NotImplementedError
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:

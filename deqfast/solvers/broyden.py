@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .. import reference
+from ..kernels.constants import BROYDEN_BAD, BROYDEN_GOOD
 from ..ops import Kernel, empty_history
 from .base import State, check_choice, check_number
 from .multisecant import DEFAULT_HISTORY, Multisecant
@@ -15,7 +15,7 @@ from .multisecant import DEFAULT_HISTORY, Multisecant
 
 @dataclass
 class StepsState(State):
-    """Of a solve that keeps all its steps, and nothing else of its past."""
+    """State of a solve that keeps all its steps, and nothing else of its past."""
 
     steps: Tensor = field(kw_only=True)
     gram: Tensor = field(kw_only=True)
@@ -30,13 +30,28 @@ class StepsState(State):
 class Broyden(Multisecant):
     """Broyden's method on f(z) - z, from the inverse Jacobian -I.
 
-    history: pairs kept (None: max_iter, at most 20); a full window slides, which is Broyden restarted from -I on its
-    newest pairs. kind: "good" or "bad" (Broyden's first and second update); step in ]0, 2]: length of the step;
-    history_dtype: None for the state's, or torch.bfloat16. The rest as in ``Solver``.
-
     Where no pair ever leaves the window (history >= max_iter - 1), kernels "cpp" and "torch" keep the steps alone, half
     the memory, for kind "good" with step 1 and a history in the state's dtype, unless the inverse is to be kept
-    (``broyden_step`` in ``deqfast.ops.steps``).
+    (``broyden_step`` in ``deqfast.ops.steps``). Source: Byrd, Nocedal and Schnabel, Math. Programming 63 (1994), for
+    the compact form.
+
+    Args:
+        tol: bound on the residual, positive.
+        max_iter: calls of f, at least 1.
+        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+        history: pairs kept, at least 1, at most 32 on triton and cuda; None: max_iter, at most 20. A full window
+            slides, which is Broyden restarted from -I on its newest pairs.
+        kind: "good" or "bad", Broyden's first and second update.
+        step: length of the step, in ]0, 2].
+        history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+
+    Examples:
+        >>> f = lambda z: 0.9 * torch.cos(z) + 1
+        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Broyden(tol=1e-5))
+        Solution(2 CONVERGED, evaluations=6)
     """
 
     history: int | None = None
@@ -50,10 +65,10 @@ class Broyden(Multisecant):
         check_number("step", self.step, 0.0, 2.0, low_open=True)
 
     def method(self) -> tuple[int, float, float, float]:
-        return reference.BROYDEN_GOOD if self.kind == "good" else reference.BROYDEN_BAD, self.step, 1.0, 0.0
+        return BROYDEN_GOOD if self.kind == "good" else BROYDEN_BAD, self.step, 1.0, 0.0
 
     def keeps_steps_alone(self, dtype: torch.dtype, kernel: Kernel) -> bool:
-        """Whether a solve of a state of this dtype on this kernel has no need of pairs."""
+        """Answer whether a solve of a state of this dtype on this kernel has no need of pairs."""
         whole = (self.history or DEFAULT_HISTORY) >= self.max_iter - 1 and self.history_dtype in (None, dtype)
         return kernel.has_broyden_step and whole and self.kind == "good" and self.step == 1.0
 

@@ -1,4 +1,4 @@
-"""What Broyden and Anderson share: a window of secant pairs in the pair form of the multisecant family.
+"""Common part of Broyden and Anderson: a window of secant pairs in the pair form of the multisecant family.
 
 z <- z + alpha (beta g - DF gamma), N gamma = L^T g with g = f(z) - z, DF the differences of f and L the steps or the
 differences of g. Broyden's product of rank-one updates in this form: Byrd, Nocedal and Schnabel, Math. Programming 63
@@ -21,6 +21,8 @@ HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 @dataclass
 class MultisecantState(State):
+    """State of a solve with a window of pairs; see ``multisecant_step`` in ``deqfast.ops`` for its tensors."""
+
     f_prev: Tensor = field(kw_only=True)  # f at the previous iterate
     left: Tensor = field(kw_only=True)
     df: Tensor = field(kw_only=True)
@@ -61,7 +63,7 @@ class Multisecant(Solver):
             raise ValueError(f"history_dtype must be None or one of {allowed}, got {self.history_dtype!r}")
 
     def method(self) -> tuple[int, float, float, float]:
-        """(method, alpha, beta, ridge) of the op."""
+        """Arguments (method, alpha, beta, ridge) of the op."""
         raise NotImplementedError
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
@@ -93,7 +95,7 @@ class Multisecant(Solver):
         state.keep(fz, k)
 
     def transposed_inverse(self, state: State, v: Tensor) -> Tensor:
-        """An estimate of (I - J^T)^-1 v for v (B, D), J the Jacobian of f at the solution, from a solve that is over.
+        """Estimate of (I - J^T)^-1 v for v (B, D), J the Jacobian of f at the solution, from a solve that is over.
 
         That is -H^T v, where the secant equations make H the inverse of the Jacobian of f(z) - z, whatever the length
         of the step. A sample's last value of f was judged without a step, so that its last step belongs to no pair, but

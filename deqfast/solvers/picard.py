@@ -12,7 +12,21 @@ from .base import Solver, State, check_number
 
 @dataclass(frozen=True)
 class Picard(Solver):
-    """z <- z + damping (f(z) - z), for contractive f. damping lies in ]0, 2]; the rest as in ``Solver``."""
+    """Damped fixed-point iteration z <- z + damping (f(z) - z), for contractive f; keeps no history.
+
+    Args:
+        tol: bound on the residual, positive.
+        max_iter: calls of f, at least 1.
+        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+        damping: length of the step, in ]0, 2].
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+
+    Examples:
+        >>> deqfast.solve(lambda z: 0.5 * z + 1, torch.zeros(2, 3), deqfast.Picard(tol=1e-4, max_iter=50))
+        Solution(2 CONVERGED, evaluations=14)
+    """
 
     damping: float = 1.0
 

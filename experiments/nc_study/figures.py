@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
-from .record import Curves, SolverSummary
+from .record import Curves, NetworkResult, SolverSummary
 from .results import title
 from .rundir import RunDirectory, write_atomically
 
@@ -26,7 +26,7 @@ MARKERS = {"explicit": "o", "deq": "s"}
 DASHES = {"overall": "-", "majority": "--", "minority": ":"}
 GROUP_COLOURS = {"overall": "#000000", "majority": "#332288", "minority": "#CC6677"}
 GROUP_MARKERS = {"overall": "o", "majority": "^", "minority": "v"}
-DPI = 120
+DPI = 96
 plt.rcParams.update({"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08})
 
 Column = tuple[Sequence[int], Sequence[float | None]]
@@ -41,43 +41,36 @@ def draw(run: RunDirectory) -> None:
     result = run.result
     curves = {model: [network.curves] for model, network in result.networks.items()}
     heading = f"{title(result)}, width {result.settings.width}, seed {result.settings.seed}"
-    write_atomically(run.figure, images(study_figure({heading: curves}), "png")["png"])
+    write_atomically(run.figure, png(study_figure({heading: curves})))
 
 
-def images(figure: Figure, *kinds: str) -> dict[str, bytes]:
-    """A figure as "png" or "svg", by kind: the same bytes for the same figure. It is closed afterwards."""
-    undated: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-    found = {}
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # once is enough
-    for kind in kinds:
-        content = io.BytesIO()
-        with matplotlib.rc_context({"svg.hashsalt": "nc_study"}):
-            figure.savefig(content, format=kind, dpi=DPI, metadata=undated[kind])
-        found[kind] = content.getvalue() if kind == "svg" else _few_colours(content)
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG of at most 128 colours, a third of the bytes and no difference that one sees: the same bytes
+    for the same figure. It is closed afterwards."""
+    content, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     plt.close(figure)
-    return found
-
-
-def _few_colours(png: io.BytesIO) -> bytes:
-    """A PNG of at most 256 colours: a third of the bytes, and no difference that one sees."""
-    content = io.BytesIO()
-    picture = Image.open(png).convert("RGB")
-    few = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(content, "PNG", optimize=True)
-    return content.getvalue()
+    picture = Image.open(content).convert("RGB")
+    picture.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def study_figure(rows: Mapping[str, NetworkCurves]) -> Figure:
     """A row by its heading, of four panels each: test accuracy, NC1 (log scale), NC2, NC3; a colour for each network.
 
     With more than one seed a line is the mean of the seeds, and the band reaches from the least to the most."""
-    figure = plt.figure(figsize=(12.5, 3.6 * len(rows)), layout="constrained")
-    parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)
-    for part, (heading, curves) in zip(parts[:, 0], rows.items(), strict=True):
-        part.suptitle(heading)
+    figure, parts = _rows_of_panels(list(rows))
+    for part, curves in zip(parts, rows.values(), strict=True):
         _course_panels(part, curves)
     return figure
+
+
+def _rows_of_panels(headings: Sequence[str]) -> tuple[Figure, list[SubFigure]]:
+    figure = plt.figure(figsize=(12.5, 3.2 * len(headings)), layout="constrained")
+    parts = list(figure.subfigures(len(headings), 1, hspace=0.04, squeeze=False)[:, 0])
+    for part, heading in zip(parts, headings, strict=True):
+        part.suptitle(heading)
+    return figure, parts
 
 
 def _course_panels(part: SubFigure, curves: NetworkCurves) -> None:
@@ -150,14 +143,19 @@ def over_seeds(columns: Sequence[Column]) -> tuple[list[int], np.ndarray]:
     return shared, np.array([[seed[epoch] for seed in known] for epoch in shared])
 
 
-def solver_figure(curves: Sequence[Curves], final: Sequence[SolverSummary], majority: int, heading: str) -> Figure:
-    """Evaluations, residual and converged share against epoch for all, majority and minority classes, and the
-    evaluations of each class in the last epoch; `final`: the solver's summary of each seed."""
-    figure, axes = plt.subplots(1, 4, figsize=(12.5, 3.6), layout="constrained")
-    figure.suptitle(heading)
+def solver_figure(rows: Mapping[str, tuple[Sequence[NetworkResult], int]]) -> Figure:
+    """A row by its heading, of the DEQ's results of each seed and the number of majority classes: evaluations, residual
+    and converged share against epoch for all, majority and minority classes, and each class's last evaluations."""
+    figure, parts = _rows_of_panels(list(rows))
+    for part, (networks, majority) in zip(parts, rows.values(), strict=True):
+        _solver_panels(part.subplots(1, 4), networks, majority)
+    return figure
+
+
+def _solver_panels(axes: Sequence[Axes], networks: Sequence[NetworkResult], majority: int) -> None:
     panels = {"iterations": "evaluations a sample", "residual": "relative residual", "converged": "converged (%)"}
     for axis, (name, label) in zip(axes, panels.items(), strict=False):
-        _solver_course(axis, curves, name)
+        _solver_course(axis, [network.curves for network in networks], name)
         axis.set_ylabel(label)
         _finish_epochs(axis)
     low, high = axes[1].get_ylim()
@@ -168,8 +166,7 @@ def solver_figure(curves: Sequence[Curves], final: Sequence[SolverSummary], majo
     low = min(99, axes[2].get_ylim()[0])
     axes[2].set_ylim(low, 100 + 0.05 * (100 - low))
     axes[0].legend(fontsize="small")
-    _evaluations_per_class(axes[3], final, majority)
-    return figure
+    _evaluations_per_class(axes[3], [network.solver for network in networks if network.solver], majority)
 
 
 def _solver_course(axis: Axes, curves: Sequence[Curves], name: str) -> None:

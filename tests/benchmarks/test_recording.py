@@ -103,5 +103,7 @@ def test_a_record_of_a_part_says_so_and_an_interrupted_run_leaves_it(tmp_path):
     target.write_text("whole")
     result = recorded(tmp_path, target, "-p", "interruption")
     assert result.returncode == pytest.ExitCode.INTERRUPTED, result.stdout
-    assert f"record: not written, the run was interrupted: {target}" in result.stdout
+    assert f"record: not written, the run was interrupted: {target}; what there is: {target}.part" in result.stdout
     assert target.read_text() == "whole"
+    part = record.read_record(tmp_path / "suite.json.part")
+    assert len(part["rows"]) == 1 and part["remark"] == "the run did not come to its end"

@@ -7,7 +7,8 @@ from dataclasses import replace
 import emulate
 import pytest
 import torch
-from cases import METHODS, Case, check_run, check_step, clone, make_state, same_bits
+
+from deqfast.testing.states import METHODS, Case, check_run, check_step, clone, make_state, same_bits
 
 SHORT = {"history_dtype": torch.bfloat16}
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import emulate
 import pytest
 import torch
-from fc_cases import DTYPES, EVENTS, FCCase, check_solve, same_alone
 
-from deqfast import reference
-from deqfast.ops import ACTIVATIONS
+from deqfast.ops import ACTIVATIONS, Kernel
 from deqfast.testing import assert_accurate
+from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, same_alone
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 
@@ -100,6 +99,7 @@ class TestFixedPoint:
 def test_vjp(shape, activation, dtype):
     emulate.load("fc_vjp")
     pre, grad = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
-    exact = reference.fc_vjp(pre.double(), grad.double(), activation)
-    plain = reference.fc_vjp(pre, grad, activation)
+    reference = Kernel("torch").op("fc_vjp")
+    exact = reference(pre.double(), grad.double(), activation)
+    plain = reference(pre, grad, activation)
     assert_accurate(torch.ops.deqfast_emulated.fc_vjp(pre, grad, activation), plain, exact)

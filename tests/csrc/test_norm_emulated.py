@@ -5,7 +5,8 @@ from __future__ import annotations
 import emulate
 import pytest
 import torch
-from norm_cases import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
+
+from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 every_op = pytest.mark.parametrize("op", NORM_OPS)

@@ -1,1 +1,1 @@
-"""The report on a set of runs: reading them, judging the paper's claims, tables, pictures, HTML and Markdown."""
+"""The report on finished runs: tables, verdicts and figures, as Markdown and as one page of HTML."""

@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 
 from ..config import StudyError
 from ..figures import COLOURS, GROUP_COLOURS, GROUP_MARKERS, LABELS, class_groups, finish_classes
+from ..record import SpectralRadius
 from ..rundir import read_arrays
 
 PERPLEXITY = 30
@@ -28,64 +29,59 @@ CLASS_COLOURS = (
 )
 GROUP_NAMES = {"overall": "all classes", "majority": "majority", "minority": "minority"}
 
-Arrays = Mapping[str, np.ndarray]
+
+class NoFeatures(StudyError):
+    """Features that are missing or cannot be drawn."""
 
 
-def perplexity_of(images: int) -> float:
-    """Of the t-SNE: 30, or a third of the images where there are few."""
-    return min(PERPLEXITY, (images - 1) / 3)
-
-
-def features_figure(arrays: Mapping[str, Arrays], majority: int, classes: int, heading: str) -> Figure:
-    """A column for each network: t-SNE of its features, and the Gram matrix of the features at unit length."""
-    figure, axes = plt.subplots(2, len(arrays), figsize=(5.6 * len(arrays), 10), layout="constrained", squeeze=False)
+def features_figure(paths: Mapping[str, Path], majority: int, classes: int, heading: str) -> Figure:
+    """Draw a column for each network: t-SNE of its features, and the Gram matrix of the features at unit length."""
+    features = {model: read_features(path, model) for model, path in paths.items()}
+    figure, axes = plt.subplots(2, len(paths), figsize=(4.6 * len(paths), 8.2), layout="constrained", squeeze=False)
     figure.suptitle(heading)
-    for column, (model, group) in zip(axes.T, arrays.items(), strict=True):
-        features, labels = finite_features(group)
+    for column, (model, (points, labels)) in zip(axes.T, features.items(), strict=True):
         for axis in column:
             axis.set_title(LABELS[model], color=COLOURS[model])
-        _embedding(column[0], features, labels, majority, classes)
-        picture = _gram(column[1], features, labels, majority, classes)
+        _embedding(column[0], points, labels, majority, classes)
+        picture = _gram(column[1], points, labels, majority, classes)
     figure.colorbar(picture, ax=axes[1], label="cosine of two features", shrink=0.8)
     return figure
 
 
-def read_features(path: Path, model: str) -> Arrays:
-    """The features and labels of a network; an error where they are missing, do not fit or are too few."""
-    group = read_arrays(path).get(model, {})
+def read_features(path: Path, model: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the features (N, D) and labels (N,) of a network, sorted by class, without the rows that are not finite.
+    NoFeatures where they are missing, do not fit or are too few."""
+    try:
+        group = read_arrays(path).get(model, {})
+    except StudyError as error:
+        raise NoFeatures(str(error)) from error
     features, labels = group.get("features"), group.get("labels")
     if features is None or labels is None or features.ndim != 2 or labels.shape != features.shape[:1]:
-        raise StudyError(f"{path} does not hold the features of the {LABELS[model]} network")
-    finite = int(np.isfinite(features).all(1).sum())
-    if finite < FEWEST_IMAGES:
-        raise StudyError(f"{path}: {finite} images with finite features, and a t-SNE takes {FEWEST_IMAGES}")
-    return group
-
-
-def finite_features(group: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Features (N, D) in single precision and labels (N,), sorted by class, without the rows that are not finite."""
-    features, labels = group["features"].astype(np.float32), group["labels"]
+        raise NoFeatures(f"{path} does not hold the features of the {LABELS[model]} network")
     kept = np.isfinite(features).all(1)
+    if kept.sum() < FEWEST_IMAGES:
+        raise NoFeatures(f"{path}: {kept.sum()} images with finite features, and a t-SNE takes {FEWEST_IMAGES}")
     order = np.argsort(labels[kept], kind="stable")
-    return features[kept][order], labels[kept][order]
+    return features[kept][order].astype(np.float32), labels[kept][order]
 
 
 def gram(features: np.ndarray) -> np.ndarray:
-    """(N, N) cosines between the rows; 0 for a row of zeros."""
+    """Return the (N, N) cosines between the rows; 0 for a row of zeros."""
     length = np.linalg.norm(features, axis=1, keepdims=True)
     unit = np.divide(features, length, out=np.zeros_like(features), where=length > 0)
     return unit @ unit.T
 
 
 def embed(features: np.ndarray) -> np.ndarray:
-    """(N, 2) t-SNE of the rows, the same every time."""
+    """Return an (N, 2) t-SNE of the rows, the same every time; perplexity 30, or a third of the images if few."""
     from sklearn.manifold import TSNE  # late: it takes seconds, and a report without features does without
 
-    return TSNE(perplexity=perplexity_of(len(features)), init="pca", random_state=0).fit_transform(features)
+    perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
+    return TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(features)
 
 
 def spread_apart(places: Mapping[int, np.ndarray], points: np.ndarray) -> dict[int, np.ndarray]:
-    """Places of labels among points, those that would cover one another pushed apart to a twentieth of the extent."""
+    """Push places of labels among points that would cover one another apart to a twentieth of the extent."""
     if not places:
         return {}
     extent = np.ptp(points, axis=0).clip(min=np.finfo(np.float32).tiny)
@@ -103,7 +99,7 @@ def spread_apart(places: Mapping[int, np.ndarray], points: np.ndarray) -> dict[i
 
 
 def _embedding(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: int, classes: int) -> None:
-    """Ten classes have a colour each and their number at the median; of a hundred only the group is told."""
+    """Draw ten classes in a colour each, their number at the median; of a hundred only the group is told."""
     points = embed(features)
     each = classes <= len(CLASS_COLOURS)
     middles = {label: np.median(points[labels == label], 0) for label in np.unique(labels)} if each else {}
@@ -150,18 +146,25 @@ def _gram(axis: Axes, features: np.ndarray, labels: np.ndarray, majority: int, c
     return picture
 
 
-def confusion_figure(confusions: Mapping[str, Sequence[np.ndarray]], majority: int, heading: str) -> Figure:
-    """For each network, how many percent of a class's test images were taken for each class, over all seeds."""
-    size = (6 * len(confusions), 5.8)
-    figure, axes = plt.subplots(1, len(confusions), figsize=size, squeeze=False, layout="constrained")
-    figure.suptitle(heading)
-    for axis, (model, counts) in zip(axes[0], confusions.items(), strict=True):
+def confusion_figure(rows: Mapping[tuple[str, str], tuple[Sequence[Any], int]], heading: str) -> Figure:
+    """Draw for each setting and network how many percent of a class's test images were taken for each class: counts
+    (classes, classes) of each seed, and the number of majority classes."""
+    figure, axes = _grid(len(rows), columns=4, size=(3.4, 3.5), heading=heading)
+    for axis, ((setting, model), (counts, majority)) in zip(axes, rows.items(), strict=True):
         total = np.sum(counts, 0)
-        shares = 100 * total / np.maximum(total.sum(1, keepdims=True), 1)
-        picture = _confusion(axis, shares, majority)
-        axis.set_title(LABELS[model], color=COLOURS[model])
-    figure.colorbar(picture, ax=axes[0], label="share of the true class (%)", shrink=0.9)
+        picture = _confusion(axis, 100 * total / np.maximum(total.sum(1, keepdims=True), 1), majority)
+        axis.set_title(f"{setting}, {LABELS[model]}", color=COLOURS[model], size=10)
+    figure.colorbar(picture, ax=axes, label="share of the true class (%)", shrink=0.5)
     return figure
+
+
+def _grid(count: int, columns: int, size: tuple[float, float], heading: str) -> tuple[Figure, list[Axes]]:
+    """Make so many panels of a size in inches, row by row."""
+    columns = min(columns, count)
+    lines = -(-count // columns)
+    figure = plt.figure(figsize=(size[0] * columns + 0.8, size[1] * lines + 0.4), layout="constrained")
+    figure.suptitle(heading)
+    return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
 
 
 def _confusion(axis: Axes, shares: np.ndarray, majority: int) -> AxesImage:
@@ -170,7 +173,7 @@ def _confusion(axis: Axes, shares: np.ndarray, majority: int) -> AxesImage:
     if classes <= 10:
         for (row, column), share in np.ndenumerate(shares):
             colour = "black" if share > 55 else "white"
-            axis.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=9, color=colour)
+            axis.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=7, color=colour)
     if majority < classes:
         for line in (axis.axhline, axis.axvline):
             line(majority - 0.5, color="white", lw=1.6)
@@ -179,33 +182,33 @@ def _confusion(axis: Axes, shares: np.ndarray, majority: int) -> AxesImage:
     return picture
 
 
-def radius_figure(radii: Sequence[tuple[np.ndarray, np.ndarray]], majority: int, classes: int, heading: str) -> Figure:
-    """The spectral radius at each image's fixed point, by class, over all seeds; (labels, values) of each seed."""
-    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    figure.suptitle(heading)
-    labels = np.concatenate([one[0] for one in radii])
-    values = np.concatenate([one[1] for one in radii])
+def radius_figure(rows: Mapping[str, tuple[Sequence[SpectralRadius], int]], classes: int, heading: str) -> Figure:
+    """Draw for each setting the spectral radius at each image's fixed point, by class, over all seeds; with the number
+    of majority classes."""
+    figure, axes = _grid(len(rows), columns=2, size=(6, 3), heading=heading)
+    for axis, (setting, (radii, majority)) in zip(axes, rows.items(), strict=True):
+        labels = np.concatenate([one.labels for one in radii])
+        values = np.concatenate([one.values for one in radii])
+        _radius(axis, labels, values, class_groups(classes, majority), classes)
+        axis.set_title(setting, size=10)
+    axes[0].legend(fontsize="small", ncols=3, loc="upper left")
+    return figure
+
+
+def _radius(axis: Axes, labels: np.ndarray, values: np.ndarray, groups: Mapping[str, slice], classes: int) -> None:
     jitter = np.random.default_rng(0).uniform(-0.18, 0.18, len(values)) if classes <= 10 else np.zeros(len(values))
-    for group, part in class_groups(classes, majority).items():
+    for group, part in groups.items():
         members = np.isin(labels, np.arange(classes)[part])
-        style: dict[str, Any] = {
-            "s": 18,
-            "color": GROUP_COLOURS[group],
-            "marker": GROUP_MARKERS[group],
-            "alpha": 0.7,
-            "lw": 0,
-        }
-        axis.scatter(labels[members] + jitter[members], values[members], label=GROUP_NAMES[group], **style)
-    if classes <= 10:
-        drawn: dict[str, Any] = {"medianprops": {"color": "black", "lw": 1.8}, "manage_ticks": False}
-        boxes = {label: values[labels == label] for label in range(classes) if (labels == label).sum() >= 5}
-        if boxes:
-            axis.boxplot(list(boxes.values()), positions=list(boxes), widths=0.6, showfliers=False, **drawn)
-    axis.axhline(1, color="black", lw=1, ls="--", label="above 1 the plain iteration z ← f(z) diverges")
+        style: dict[str, Any] = {"color": GROUP_COLOURS[group], "marker": GROUP_MARKERS[group], "label": group}
+        axis.scatter(labels[members] + jitter[members], values[members], s=12, alpha=0.7, lw=0, **style)
+    boxes = {label: values[labels == label] for label in range(classes) if (labels == label).sum() >= 5}
+    if boxes and classes <= 10:
+        median = {"color": "black", "lw": 1.8}
+        places, drawn = list(boxes), list(boxes.values())
+        axis.boxplot(drawn, positions=places, widths=0.6, showfliers=False, medianprops=median, manage_ticks=False)
+    axis.axhline(1, color="black", lw=1, ls="--", label="above 1: z ← f(z) diverges")
     axis.set_ylabel("spectral radius of ∂f/∂z at z*")
     axis.grid(alpha=0.3, axis="y")
     finish_classes(axis, classes)
     low, high = axis.get_ylim()
     axis.set_ylim(low, high + 0.18 * (high - low))
-    axis.legend(fontsize="small", ncols=3, loc="upper left")
-    return figure

@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..cells import Cell
-from ..config import MODELS, PRESETS, Settings, StudyError, completed, flag_of
-from ..results import COLLAPSE, FORMAT, GROUPS, SOLVER_MEANS
-from ..rundir import Row, RunDirectory, read_json
+from ..config import CLASSES, MODELS, PRESETS, Experiment, Setting, StudyError, flag_of
+from ..paper import differences
+from ..record import NetworkResult, OtherFormat, RunResult, read_record
+from ..rundir import RunDirectory
 
-# What may differ between runs that are averaged or compared: the cell, the seed, and how and where it was computed. An
-# earlier setting, amp, is told by the precision.
+# What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
-    ("study", "model", "majority", "ratio", "seed", "metrics_every")
-    + ("kernel", "compile", "device", "threads", "out", "data_root", "resume", "amp")
+    ("study", "model", "majority", "ratio", "seed", "metrics_every", "kernel", "compile", "device")
 )
 NAMES = {"broyden": "Broyden", "anderson": "Anderson", "picard": "Picard", "jfb": "JFB"}
 PLAIN = "fp32"  # the precision that goes without saying, whatever `auto` came to on a machine
-DEFAULTS = {spec.name: spec.default for spec in fields(Settings) if spec.default is not MISSING} | {"precision": PLAIN}
+DEFAULTS = {spec.name: spec.default for spec in fields(Experiment) if spec.default is not MISSING}
 
-_NUMBER = (int, float)
-_MAYBE = (int, float, type(None))
-_SOLVER = {**{name: _NUMBER for name in SOLVER_MEANS}, "skipped": _NUMBER, "per_class": dict}
-_SCHEMA: dict[str, Any] = {
-    "data": str,
-    "preset": str,
-    "train_images_per_class": list,
-    "majority_classes": int,
-    "kernel": {"used": str},
-    "models": dict,
-    "differences_from_paper": list,
-    "settings": {"dataset": str, "preset": str, "solver": str, "adjoint": str, "seed": int, "epochs": int},
-    "machine": {"cpu": str, "threads": int},
-    "versions": dict,
-    "finished": str,
-}
-_MODEL_SCHEMA: dict[str, Any] = {
-    "accuracy": {"overall": {"mean": _NUMBER, "std": _NUMBER}},
-    "epochs_averaged": int,
-    "confusion": list,
-    "nc": {name: _MAYBE for name in COLLAPSE},
-    "seconds": {"train": _NUMBER, "test": _NUMBER, "metrics": _NUMBER},
-    "curves": {"epoch": list, "nc": {"epoch": list}},
-}
+Identity = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -56,28 +30,18 @@ class Run:
     """A finished run: its folder and its result."""
 
     path: Path
-    result: Row
-
-    @property
-    def settings(self) -> Row:
-        """What decided its outcome."""
-        return self.result["settings"]
+    result: RunResult
 
     @property
     def seed(self) -> int:
-        """Of weights, batches and augmentation."""
-        return self.settings["seed"]
+        """Seed of weights, batches and augmentation."""
+        return self.result.settings.seed
 
     @property
-    def cell(self) -> Cell:
-        """Data set and imbalance."""
-        return Cell(self.result["data"], self.settings["majority"], self.settings["ratio"])
-
-    @property
-    def identity(self) -> tuple[tuple[str, Any], ...]:
-        """All that two runs must share to be averaged; a setting that an older result does not name has its default."""
-        known = {**DEFAULTS, **completed(self.settings), "dataset": self.result["data"]}
-        return tuple(sorted((name, known[name]) for name in known if name not in NOT_OF_THE_EXPERIMENT))
+    def identity(self) -> Identity:
+        """All that two runs must share to be averaged."""
+        known = asdict(self.result.settings)
+        return tuple(sorted((name, value) for name, value in known.items() if name not in NOT_OF_THE_EXPERIMENT))
 
 
 @dataclass(frozen=True)
@@ -91,19 +55,19 @@ class Rejected:
 
 @dataclass
 class Group:
-    """Runs of one experiment, which differ in cell, network and seed alone."""
+    """Runs of one experiment, which differ in setting, network and seed alone."""
 
-    identity: tuple[tuple[str, Any], ...]
-    runs: dict[tuple[Cell, str, int], Run] = field(default_factory=dict)
+    identity: Identity
+    runs: dict[tuple[Setting, str, int], Run] = field(default_factory=dict)
 
     @cached_property
     def name(self) -> str:
-        """The preset, the data, the solver, the gradient, and every setting in which it departs from the preset."""
-        settings = dict(self.identity)
-        usual = {**DEFAULTS, **PRESETS.get(settings["preset"], {}), "precision": PLAIN}
-        parts = [f"{settings['preset']} preset on {settings['dataset']}"]
-        parts += [NAMES.get(settings[name], settings[name]) for name in ("solver", "adjoint")]
-        for name, value in settings.items():
+        """The preset, the data, the solver, the gradient, and every option in which it departs from the preset."""
+        known = dict(self.identity)
+        usual = {**DEFAULTS, **PRESETS.get(known["preset"], {}), "precision": PLAIN}
+        parts = [f"{known['preset']} preset on {self.dataset}"]
+        parts += [NAMES.get(known[name], known[name]) for name in ("solver", "adjoint")]
+        for name, value in known.items():
             wanted = usual.get(name)
             wanted = wanted.get(self.classes) if isinstance(wanted, dict) else wanted
             if name not in ("preset", "dataset", "solver", "adjoint") and value != wanted:
@@ -111,66 +75,101 @@ class Group:
         return ", ".join(parts)
 
     @property
+    def preset(self) -> str:
+        """Preset that filled in what was not given."""
+        return str(dict(self.identity)["preset"])
+
+    @property
     def dataset(self) -> str:
         """Name of the data."""
-        return dict(self.identity)["dataset"]
+        return str(dict(self.identity)["dataset"])
 
     @property
     def classes(self) -> int:
         """Number of classes."""
-        return len(next(iter(self.runs.values())).result["train_images_per_class"])
+        return CLASSES[self.dataset]
 
     @property
-    def cells(self) -> list[Cell]:
-        """What was run: balanced first, then by K_A and R."""
-        return sorted({cell for cell, _, _ in self.runs}, key=lambda cell: (cell.majority or 0, cell.ratio or 0))
+    def drawn(self) -> bool:
+        """Whether the images are drawn, so that nothing can be compared with the paper."""
+        return self.dataset.startswith("shapes")
 
     @property
-    def finished_runs(self) -> list[Run]:
-        """Each run once."""
-        return list({run.path: run for run in self.runs.values()}.values())
+    def settings(self) -> list[Setting]:
+        """Settings that were run: balanced first, then by K_A and R."""
+        return sorted({setting for setting, _, _ in self.runs}, key=lambda one: (one.majority or 0, one.ratio or 0))
+
+    @property
+    def finished(self) -> list[Run]:
+        """Each run once, by folder."""
+        return [run for _, run in sorted({str(run.path): run for run in self.runs.values()}.items())]
 
     @property
     def differences(self) -> list[str]:
-        """In what these runs are not the paper's experiment."""
-        return list(dict.fromkeys(text for run in self.finished_runs for text in run.result["differences_from_paper"]))
+        """Ways in which these runs are not the paper's experiment."""
+        return list(dict.fromkeys(text for run in self.finished for text in differences(run.result.settings)))
 
-    def seeds(self, cell: Cell, model: str) -> dict[int, Run]:
-        """The runs of a network in a cell, by seed."""
-        found = {seed: run for (where, which, seed), run in self.runs.items() if (where, which) == (cell, model)}
+    def majority(self, setting: Setting) -> int:
+        """Count the classes of the majority, all of them where they are balanced."""
+        return self.classes if setting.majority is None else setting.majority * self.classes // 10
+
+    def seeds(self, setting: Setting, model: str) -> dict[int, Run]:
+        """Return the runs of a network in a setting, by seed."""
+        found = {seed: run for (where, which, seed), run in self.runs.items() if (where, which) == (setting, model)}
         return dict(sorted(found.items()))
 
-    def pairs(self, cell: Cell) -> dict[int, tuple[Row, Row]]:
-        """What the explicit network and the DEQ came to under the same seed, by seed."""
-        explicit, deq = (self.seeds(cell, model) for model in MODELS)
+    def networks(self, setting: Setting, model: str) -> list[NetworkResult]:
+        """Return what a network came to in a setting under each seed."""
+        return [run.result.networks[model] for run in self.seeds(setting, model).values()]
+
+    def pairs(self, setting: Setting) -> dict[int, tuple[NetworkResult, NetworkResult]]:
+        """Return what the explicit network and the DEQ came to under the same seed, by seed."""
+        explicit, deq = (self.seeds(setting, model) for model in MODELS)
         return {
-            seed: (explicit[seed].result["models"][MODELS[0]], deq[seed].result["models"][MODELS[1]])
-            for seed in explicit
+            seed: (run.result.networks[MODELS[0]], deq[seed].result.networks[MODELS[1]])
+            for seed, run in explicit.items()
             if seed in deq
         }
 
 
 @dataclass(frozen=True)
+class TheoryVerdict:
+    """What the numerical optima of one layer-peeled problem say to a claim."""
+
+    claim: str
+    source: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Theory:
+    """What the report reads of a layer_peeled.json."""
+
+    claims: tuple[TheoryVerdict, ...]
+
+
+@dataclass(frozen=True)
 class Collection:
-    """All that was found: groups in the paper's order, what could not be used, and results of the theory."""
+    """All that was found: groups in the paper's order, what could not be used, and results of the theory by file."""
 
     groups: list[Group]
     rejected: list[Rejected]
-    theory: list[tuple[Path, Row]]
+    theory: dict[Path, Theory]
 
 
 def collect(folders: Iterable[Path]) -> Collection:
-    """Search folders and those below for runs; no such folder, or none that holds a run, is an error."""
+    """Search folders and those below for runs and theory; StudyError for a folder that cannot be listed."""
     finished: list[Run] = []
     rejected: list[Rejected] = []
-    theory: list[tuple[Path, Row]] = []
-    for path in _folders(list(folders)):
-        if (path / "layer_peeled.json").exists():
-            _add_theory(path / "layer_peeled.json", theory, rejected)
+    theory: dict[Path, Theory] = {}
+    for path in _folders(folders):
         try:
-            found = _read_run(path)
+            if (path / "layer_peeled.json").exists():
+                theory[path / "layer_peeled.json"] = read_record(Theory, path / "layer_peeled.json")
+            found = _read_run(RunDirectory(path))
         except StudyError as error:
-            found = Rejected(path, "unreadable", str(error))
+            state = "written by another version" if isinstance(error, OtherFormat) else "unreadable"
+            found = Rejected(path, state, str(error))
         if isinstance(found, Run):
             finished.append(found)
         elif found:
@@ -179,8 +178,8 @@ def collect(folders: Iterable[Path]) -> Collection:
     return Collection(groups, sorted(rejected + duplicates, key=lambda entry: str(entry.path)), theory)
 
 
-def _folders(roots: list[Path]) -> Iterator[Path]:
-    """Every folder under the roots, once, in the order of their names."""
+def _folders(roots: Iterable[Path]) -> Iterator[Path]:
+    """Yield every folder under the roots, once, in the order of their names."""
     seen = set()
     for root in roots:
         if not root.is_dir():
@@ -197,122 +196,32 @@ def _cannot_list(error: OSError) -> None:
     raise StudyError(f"{error.filename}: cannot be listed ({error.strerror})") from error
 
 
-def _read_run(path: Path) -> Run | Rejected | None:
-    """What a folder holds; None if it is not the folder of a run."""
-    if (path / "result.json").exists():
-        return _finished(path, read_json(path / "result.json"))
-    if (path / "failed.json").exists():
-        failure = read_json(path / "failed.json")
-        return Rejected(path, "failed", str(failure.get("error") if isinstance(failure, dict) else failure))
-    if (path / "settings.json").exists():
-        return Rejected(path, "unfinished", _progress(path))
+def _read_run(folder: RunDirectory) -> Run | Rejected | None:
+    """Read what a folder holds; None if it is not the folder of a run."""
+    if folder.finished:
+        return Run(folder.path, folder.result)
+    if failure := folder.failure:
+        return Rejected(folder.path, "failed", failure.error)
+    if begun := folder.begun:
+        done = (f"{model}: {len(folder.epochs(model))} of {begun.epochs} epochs" for model in begun.models)
+        return Rejected(folder.path, "unfinished", ", ".join(done))
     return None
 
 
-def _finished(path: Path, result: Any) -> Run | Rejected:
-    """A result of this format, whose every part that the report takes is there."""
-    version = result.get("format", 0) if isinstance(result, dict) else None
-    if not isinstance(version, int):
-        return Rejected(path, "unreadable", f"{path / 'result.json'} is not the result of a run")
-    if version != FORMAT:
-        age = "an older" if version < FORMAT else "a newer"
-        return Rejected(path, f"written by {age} version", f"format {version or 1} of result.json, not {FORMAT}")
-    try:
-        _conforms(result, _SCHEMA, "")
-        _conforms(result["settings"], {"majority": (int, type(None)), "ratio": (int, type(None))}, "settings")
-        if not result["models"] or not set(result["models"]) <= set(MODELS):
-            raise ValueError(f"models: {', '.join(result['models']) or 'none'}")
-        for model, summary in result["models"].items():
-            _check_model(summary, f"models.{model}", len(result["train_images_per_class"]))
-    except ValueError as error:
-        return Rejected(path, "unreadable", f"{path / 'result.json'}: {error}")
-    return Run(path, result)
-
-
-def _check_model(summary: Any, where: str, classes: int) -> None:
-    _conforms(summary, _MODEL_SCHEMA, where)
-    curves = summary["curves"]
-    epochs, measured = len(curves["epoch"]), len(curves["nc"]["epoch"])
-    _columns(curves, ("epoch", *GROUPS), epochs, f"{where}.curves")
-    _columns(curves["nc"], ("epoch", *COLLAPSE), measured, f"{where}.curves.nc")
-    if len(summary["confusion"]) != classes:
-        raise ValueError(f"{where}.confusion: not {classes} rows")
-    _columns(dict(enumerate(summary["confusion"])), range(classes), classes, f"{where}.confusion")
-    for group in GROUPS[1:]:
-        if summary["accuracy"].get(group) is not None:
-            _conforms(summary["accuracy"][group], {"mean": _NUMBER, "std": _NUMBER}, f"{where}.accuracy.{group}")
-    if summary.get("solver") is not None:
-        _conforms(summary["solver"], _SOLVER, f"{where}.solver")
-        _columns(summary["solver"]["per_class"], ("iterations",), classes, f"{where}.solver.per_class")
-        course = curves.get("solver")
-        _columns(course, SOLVER_MEANS, epochs, f"{where}.curves.solver")
-        for group in GROUPS[1:]:
-            _columns(course.get(group), SOLVER_MEANS, epochs, f"{where}.curves.solver.{group}")
-    if summary.get("spectral_radius") is not None:
-        labels = summary["spectral_radius"].get("labels") if isinstance(summary["spectral_radius"], dict) else None
-        _columns(summary["spectral_radius"], ("labels", "values"), len(labels or ()), f"{where}.spectral_radius")
-
-
-def _columns(value: Any, names: Iterable[Any], length: int, where: str) -> None:
-    """ValueError unless `value` holds, under each name, that many numbers (None where there is none)."""
-    for name in names:
-        column = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(column, list) or not length or len(column) != length or not all(map(_is_number, column)):
-            raise ValueError(f"{where}.{name}: not {length or 'any'} numbers")
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, _NUMBER) and math.isfinite(value))
-
-
-def _conforms(value: Any, schema: Any, where: str) -> None:
-    """ValueError that names the first part that is missing or of another type."""
-    if not isinstance(schema, dict):
-        if not isinstance(value, schema) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{where} is {'missing' if value is None else repr(value)[:40]}")
-        return
-    if not isinstance(value, dict):
-        raise ValueError(f"{where or 'the whole'} is {'missing' if value is None else repr(value)[:40]}")
-    for name, part in schema.items():
-        _conforms(value.get(name), part, f"{where}.{name}".lstrip("."))
-
-
-def _progress(path: Path) -> str:
-    """How many epochs of how many a run without result has behind it."""
-    settings = read_json(path / "settings.json")
-    if not isinstance(settings, dict) or not isinstance(settings.get("epochs"), int):
-        raise StudyError(f"{path / 'settings.json'} does not hold the settings of a run")
-    models = MODELS if settings.get("model") == "both" else (settings.get("model"),)
-    run = RunDirectory(path)
-    return ", ".join(f"{model}: {len(run.rows(str(model)))} of {settings['epochs']} epochs" for model in models)
-
-
-def _add_theory(path: Path, theory: list[tuple[Path, Row]], rejected: list[Rejected]) -> None:
-    wanted = {name: str for name in ("claim", "source", "verdict", "text")}
-    try:
-        content = read_json(path)
-        _conforms(content, {"claims": list}, "")
-        for number, claim in enumerate(content["claims"]):
-            _conforms(claim, wanted, f"claims[{number}]")
-        theory.append((path, content))
-    except (StudyError, ValueError) as error:
-        rejected.append(Rejected(path, "unreadable", f"{path}: {error}"))
-
-
 def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
-    """Runs by experiment. Of two of one cell, network and seed the one finished last counts, the other is named."""
-    groups: dict[tuple[tuple[str, Any], ...], Group] = {}
+    """Sort runs by experiment; of two of a setting, network and seed the one finished last counts, the other is told."""
+    groups: dict[Identity, Group] = {}
     duplicates = []
-    for run in sorted(runs, key=lambda run: run.result["finished"], reverse=True):
+    for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
         group = groups.setdefault(run.identity, Group(run.identity))
-        for model in run.result["models"]:
-            counted = group.runs.setdefault((run.cell, model, run.seed), run)
+        for model in run.result.networks:
+            counted = group.runs.setdefault((run.result.setting, model, run.seed), run)
             if counted is not run:
-                where = f"{model} network of {run.cell}, seed {run.seed}"
+                where = f"{model} network of {run.result.setting}, seed {run.seed}"
                 duplicates.append(Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place"))
     return sorted(groups.values(), key=_nearness), duplicates
 
 
 def _nearness(group: Group) -> tuple[Any, ...]:
-    """Real data first, then what is nearest to the paper's setting, then what has most runs."""
-    return (group.dataset.startswith("shapes"), len(group.differences), -len(group.runs), group.name)
+    """Order real data first, then what is nearest to the paper's experiment, then what has most runs."""
+    return (group.drawn, len(group.differences), -len(group.runs), group.name)

@@ -1,0 +1,54 @@
+"""Time to a residual: Picard, Anderson and Broyden beside torchdeq's, each until the worst sample is good enough.
+
+    pytest benchmarks/test_time_to_residual.py --full --record FILE
+
+The problems are a synthetic suite of 24 and cells of trained models, which are trained first, once, under runs/residual
+(--cells), if no run of the study is given (--run, --data-root). Every solver gets the same f, start, tolerance and at
+most 60 evaluations. A time counts only where the returned value, put into f in float64, has a relative residual within
+the tolerance in every sample; torchdeq's own word is not taken. On trained cells deqfast's default solvers run with
+kernel="torch" too. deqfast returns a sample's first iterate within the tolerance; torchdeq goes on with all until one
+iterate of the whole batch is within it, so its finished samples end nearer to the solution, and may leave it again.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness import problems, races, trained
+from harness.races import TOLERANCES, courses, measure, providers
+
+ROUNDS = 5
+SHOWN = ("fully connected tanh", "residual block")  # whose courses report.py draws
+SHOWN_PROVIDERS = ("deqfast picard", "deqfast anderson m=6", f"deqfast broyden n={races.EVALUATIONS}")
+
+
+def race(board, problem, on_torch):
+    """Keep the rows of a problem: a solver's answer is judged, not required."""
+    pytest.importorskip("torchdeq")
+    compared = providers(on_torch)
+    rows = [row for tol in TOLERANCES for row in measure(problem, compared, tol, ROUNDS)]
+    if problem.name.startswith(SHOWN):
+        drawn = [one for one in compared if one.name in SHOWN_PROVIDERS or one.name == one.peer]
+        rows += courses(problem, [one for one in drawn if one.name != races.SMALL_RIDGE], ROUNDS)
+    for row in rows:
+        board.add(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", problems.MAPS)
+def test_suite(board, name):
+    for problem in problems.suite([name]):
+        race(board, problem, on_torch=False)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("activation", trained.DIGITS_STEPS)
+def test_digits(board, pytestconfig, activation):
+    race(board, trained.digits_cell(pytestconfig.getoption("--cells"), activation), on_torch=True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_study(board, pytestconfig):
+    cells, run, data_root = (pytestconfig.getoption(name) for name in ("--cells", "--run", "--data-root"))
+    race(board, trained.study_cell(run or trained.study_run(cells, data_root), data_root), on_torch=True)

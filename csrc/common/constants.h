@@ -1,0 +1,26 @@
+// Numbers that the kernels of every backend share; kernels/constants.py holds the same for Python.
+#pragma once
+
+#include <cstdint>
+
+namespace deqfast {
+
+enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 3 };
+
+// In low precision a sample stalls after so many iterations in which no relative residual fell below this factor.
+constexpr int kStallIterations = 5;
+constexpr double kStallGain = 0.95;
+
+enum Method : int64_t { kBroydenGood = 0, kBroydenBad = 1, kAndersonI = 2, kAndersonII = 3 };
+
+// Pivots of the equilibrated window matrix below this carry no information.
+constexpr double kPivotFloor = 1e-7;
+// Pairs that a GPU kernel takes at most: their window lives in registers and shared memory.
+constexpr int kMaxGpuHistory = 32;
+
+enum Activation : int64_t { kIdentity = 0, kRelu = 1, kTanh = 2, kGelu = 3 };
+
+// Grouped rows whose class sums are formed by one program.
+constexpr int64_t kChunkRows = 256;
+
+}  // namespace deqfast

@@ -1,0 +1,12 @@
+"""The way to the Triton kernels from a checkout.
+
+They live in ../kernels and are installed as deqfast.kernels. A run from the checkout, without an install, finds them
+through the package's path, which is to be extended before anything imports them.
+"""
+
+import sys
+from pathlib import Path
+
+_root = Path(__file__).resolve().parent.parent
+if (_root / "csrc").is_dir() and (_root / "kernels").is_dir():
+    sys.modules["deqfast"].__path__.append(str(_root))

@@ -1,0 +1,46 @@
+"""Phantom gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from ..solution import Solution
+from ..solvers.base import check_count, check_number
+from .base import Adjoint, Problem, attach, detached, without_broken
+
+
+@dataclass(frozen=True)
+class Phantom(Adjoint):
+    """Phantom gradient: backpropagation through a few damped calls z <- (1 - damping) z + damping f(z) from z*.
+
+    Between ``JFB`` (steps=1, damping=1) and ``Implicit`` (steps without end) in cost and in accuracy; the memory of
+    `steps` evaluations of the cell. Source: Geng et al., NeurIPS 2021.
+
+    Args:
+        steps: number of calls, at least 1.
+        damping: weight of f(z) in a step, in ]0, 1].
+
+    Raises:
+        TypeError, ValueError: an argument is not a number of this range.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, damping=0.8))
+        >>> block(torch.randn(4, 3)).sum().backward()
+    """
+
+    steps: int = 5
+    damping: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_number("damping", self.damping, 0.0, 1.0, low_open=True)
+
+    def differentiate(self, problem: Problem, solution: Solution) -> Any:
+        z, x, broken = without_broken(problem, solution)
+        z = detached(z)
+        for _ in range(self.steps):
+            z = pytree.tree_map(lambda a, b: a + self.damping * (b - a), z, problem.cell(z, x))
+        return attach(solution.value, z, broken, "Phantom")

@@ -1,0 +1,11 @@
+"""Cells: the maps z -> f(z, x) whose fixed point a DEQBlock finds, and the protocol that a cell follows."""
+
+from __future__ import annotations
+
+from .fc import FCCell
+from .frozen_statistics import FrozenStatisticsBatchNorm2d
+from .linear import LinearCell
+from .protocol import Cell, CellHooks
+from .residual import ResidualCell
+
+__all__ = ["Cell", "CellHooks", "FCCell", "FrozenStatisticsBatchNorm2d", "LinearCell", "ResidualCell"]

@@ -1,0 +1,66 @@
+"""The fully connected cell."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..fc import solve_cell
+from ..ops import ACTIVATIONS
+from ..ops.fc import reference
+from ..solution import Solution
+from ..solvers import Solver
+from ..solvers.base import check_choice, check_count
+from .linear import check_features, is_plain, recurrent_weight
+
+_ACTIVATIONS = dict(zip(ACTIVATIONS, reference.ACTIVATIONS, strict=True))
+
+
+class FCCell(nn.Module):
+    """Fully connected cell f(z, x) = act(W z + U x + b).
+
+    Args:
+        in_features: width of x, (B, in_features).
+        features: width of z, (B, features).
+        activation: "identity", "relu", "tanh" or "gelu".
+        bias: whether there is a b.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; at a call, x has another shape.
+
+    Examples:
+        With ``Picard`` the whole solve is one launch, see ``deqfast.fc_fixed_point``:
+
+        >>> cell = deqfast.FCCell(in_features=3, features=8, activation="tanh")
+        >>> block = deqfast.DEQBlock(cell, deqfast.Picard(tol=1e-4, max_iter=50))
+        >>> block(torch.randn(4, 3)).shape
+        torch.Size([4, 8])
+    """
+
+    def __init__(self, in_features: int, features: int, activation: str = "tanh", bias: bool = True):
+        super().__init__()
+        check_count("in_features", in_features)
+        check_count("features", features)
+        check_choice("activation", activation, tuple(_ACTIVATIONS))
+        self.weight = recurrent_weight(features)
+        self.injection = nn.Linear(in_features, features, bias=bias)
+        self.activation = activation
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        """Zeros (B, features) in the dtype of x."""
+        return x.new_zeros(x.shape[0], self.weight.shape[0])
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        """f(z, x), (B, features) for z (B, features) and x (B, in_features)."""
+        check_features("x", x, self.injection.in_features)
+        return _ACTIVATIONS[self.activation](F.linear(z, self.weight) + self.injection(x))
+
+    def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
+        """Solve in one launch, see ``deqfast.fc_fixed_point``; None where only the ordinary loop serves."""
+        check_features("x", x, self.injection.in_features)
+        if not is_plain(self, FCCell):
+            return None
+        return solve_cell(self.weight, lambda: self.injection(x), self.activation, z0, solver, kernel)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"

@@ -1,0 +1,69 @@
+"""The linear cell, and what it shares with the fully connected one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..fc import solve_cell
+from ..solution import Solution
+from ..solvers import Solver
+from ..solvers.base import check_count
+
+# Spectral radius at initialisation: clearly contractive, far from trivial.
+_INITIAL_RADIUS = 0.5
+
+
+def check_features(name: str, tensor: Tensor, width: int) -> None:
+    """Raise ValueError unless `tensor` has shape (B, width)."""
+    if tensor.dim() != 2 or tensor.shape[1] != width:
+        raise ValueError(f"{name} must have shape (B, {width}), got {tuple(tensor.shape)}")
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Answer whether a call of `module` is the forward of `kind` and nothing else."""
+    return type(module).forward is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def recurrent_weight(features: int) -> nn.Parameter:
+    """Random weight (features, features) of spectral radius about 0.5."""
+    # The eigenvalues of a Gaussian matrix of variance 1/n fill the unit disc (circular law).
+    return nn.Parameter(torch.randn(features, features) * _INITIAL_RADIUS / math.sqrt(features))
+
+
+class LinearCell(nn.Module):
+    """Linear cell f(z, x) = W z + x. Source: Sun and Shi (NeurIPS 2024), section 3.
+
+    Args:
+        features: D, the width of z and x, both (B, D).
+
+    Raises:
+        TypeError, ValueError: `features` is not an integer of at least 1; at a call, x has another shape.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.LinearCell(5), deqfast.Broyden(tol=1e-6))
+        >>> x = torch.randn(2, 5)
+        >>> exact = torch.linalg.solve(torch.eye(5) - block.cell.weight, x.T).T
+        >>> torch.allclose(block(x), exact, atol=1e-4)
+        True
+    """
+
+    def __init__(self, features: int):
+        super().__init__()
+        check_count("features", features)
+        self.weight = recurrent_weight(features)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        """f(z, x), (B, features) as z and x."""
+        check_features("x", x, self.weight.shape[0])
+        return F.linear(z, self.weight) + x
+
+    def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
+        """Solve in one launch, see ``deqfast.fc_fixed_point``; None where only the ordinary loop serves."""
+        check_features("x", x, self.weight.shape[0])
+        if not is_plain(self, LinearCell):
+            return None
+        return solve_cell(self.weight, lambda: x, "identity", z0, solver, kernel)

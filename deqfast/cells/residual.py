@@ -1,0 +1,101 @@
+"""The residual cell: ResNet's basic block, with kernels for what surrounds its convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import Kernel, check_kernel_name, choose_kernel
+from ..ops.norm_act import DTYPES
+from ..ops.norm_act import autograd as fused
+from ..solvers.base import check_choice, check_count
+from .frozen_statistics import FrozenStatisticsBatchNorm2d
+
+# (name, device type) -> what it stands for. The look-up may import triton and ask for CUDA, which an f called in every
+# iteration does once in a process. (A dict, because torch.compile looks through functools.cache, and warns of it.)
+_KERNELS: dict[tuple[str, str], Kernel] = {}
+
+
+def _kernel_on(device: torch.device, name: str) -> Kernel:
+    key = name, device.type
+    if key not in _KERNELS:
+        _KERNELS[key] = choose_kernel(name, device)
+    return _KERNELS[key]
+
+
+class ResidualCell(nn.Module):
+    """ResNet's basic block as a cell: f(z, x) = N3(relu(z + N2(conv2(relu(N1(conv1 z))) + x))).
+
+    z, x: (B, channels, H, W); x is the injection. The convolutions are 3x3 without bias. Without the last
+    normalisation N3 there is no fixed point: the norm of z would grow for ever.
+
+    The kernels convert to channels_last, on a GPU, what is not, so give them z and x in it. Hooks of the normalisations
+    are called by kernel "torch" alone.
+
+    Args:
+        channels: C of z and x.
+        groups: groups of the GroupNorm, a divisor of `channels`.
+        norm: "group" (GroupNorm) or "batch" (``FrozenStatisticsBatchNorm2d``).
+        kernel: serves what surrounds the convolutions, under the names of ``DEQBlock``; "torch" calls the plain
+            modules, the others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They exist for
+            norm="group" and float32, bfloat16 and float64; for anything else "auto" is "torch".
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; at a call, x has another shape, or `kernel` was asked for by
+            name and does not serve these normalisations.
+        RuntimeError: at a call, `kernel` is not available.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.ResidualCell(channels=8, groups=4))
+        >>> x = torch.randn(2, 8, 6, 6)  # the injection, such as a convolution's output
+        >>> block(x).shape
+        torch.Size([2, 8, 6, 6])
+    """
+
+    def __init__(self, channels: int, groups: int = 8, norm: str = "group", kernel: str = "auto"):
+        super().__init__()
+        check_count("channels", channels)
+        check_choice("norm", norm, ("group", "batch"))
+        check_count("groups", groups)
+        if norm == "group" and channels % groups:
+            raise ValueError(f"groups must divide channels ({channels}), got {groups}")
+        if norm == "batch" and check_kernel_name(kernel) not in ("auto", "torch"):
+            raise ValueError(f"kernel must be 'auto' or 'torch' with norm='batch', got {kernel!r}")
+        self.kernel = check_kernel_name(kernel)
+
+        def normalisation() -> Any:
+            return nn.GroupNorm(groups, channels) if norm == "group" else FrozenStatisticsBatchNorm2d(channels)
+
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = normalisation()
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = normalisation()
+        self.norm3 = normalisation()
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        """f(z, x), (B, channels, H, W) as z and x."""
+        if x.dim() != 4 or x.shape[1] != self.conv1.in_channels:
+            raise ValueError(f"x must have shape (B, {self.conv1.in_channels}, H, W), got {tuple(x.shape)}")
+        y = self.conv1(z)
+        kernel = self._choose_kernel(y)
+        if kernel.name == "torch":
+            return self.norm3(torch.relu(z + self.norm2(self.conv2(torch.relu(self.norm1(y))) + x)))
+        y = self.conv2(fused.norm_act(kernel, y, self.norm1))
+        return fused.norm_act_residual(kernel, y, x, z, self.norm2, self.norm3)
+
+    def _choose_kernel(self, y: Tensor) -> Kernel:
+        norms = (self.norm1, self.norm2, self.norm3)
+        fit = all(type(norm) is nn.GroupNorm and norm.affine for norm in norms)
+        fit = fit and self.norm2.num_groups == self.norm3.num_groups and self.norm2.eps == self.norm3.eps
+        if not fit and self.kernel not in ("auto", "torch"):
+            raise ValueError(
+                f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights, the last two "
+                f"with equal groups and eps, got {norms}"
+            )
+        served = fit and (y.dtype in DTYPES or self.kernel != "auto")
+        return _kernel_on(y.device, self.kernel if served else "torch")
+
+    def extra_repr(self) -> str:
+        return f"kernel={self.kernel!r}"

@@ -1,0 +1,94 @@
+"""Checks of the arguments of the neural-collapse metrics: each names the argument, what it is and what it must be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_CENTERS = ("class-means", "samples")
+
+
+def type_name(value: object) -> str:
+    """Name of the type of `value`, for messages."""
+    return type(value).__name__
+
+
+def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise TypeError unless `value` is a tensor of one of `dtypes`."""
+    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type_name(value)}; it must be a tensor of dtype {allowed}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {value.dtype}; it must be one of {allowed}")
+
+
+def check_features(features: Tensor) -> None:
+    """Raise unless `features` is a floating-point tensor (N, D) with D at least 1."""
+    check_tensor("features", features, _FEATURE_DTYPES)
+    if features.ndim != 2 or features.shape[1] == 0:
+        raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, D): flatten or pool the rest")
+
+
+def check_labels(labels: Tensor, features: Tensor) -> None:
+    """Raise unless `labels` is an integer tensor (N,) on the device of `features` (N, D)."""
+    check_tensor("labels", labels, _LABEL_DTYPES)
+    if labels.ndim != 1 or len(labels) != len(features):
+        raise ValueError(f"labels has shape {tuple(labels.shape)}; it must be ({len(features)},) as features has rows")
+    if labels.device != features.device:
+        raise ValueError(f"labels is on {labels.device}; it must be on {features.device} as features is")
+
+
+def check_label_range(labels: Tensor, num_classes: int | None) -> int:
+    """Number of classes: as given, or the largest label plus one. ValueError for a label outside."""
+    low, high = torch.stack(labels.aminmax()).tolist()
+    if num_classes is None:
+        num_classes = high + 1
+    for value in (low, high):
+        if not 0 <= value < num_classes:
+            raise ValueError(f"labels holds {value}; every label must be in [0, {max(num_classes, 1)})")
+    return num_classes
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise unless `value` is an int of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, a {type_name(value)}; it must be an int")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def check_rtol(rtol: float | None) -> None:
+    """Raise unless `rtol` is None or a number in [0, 1)."""
+    if rtol is None:
+        return
+    if not isinstance(rtol, (int, float)) or isinstance(rtol, bool):
+        raise TypeError(f"rtol is {rtol!r}, a {type_name(rtol)}; it must be a float in [0, 1) or None")
+    if not 0 <= rtol < 1:
+        raise ValueError(f"rtol is {rtol}; it must be in [0, 1), or None for 16 eps of the features' dtype")
+
+
+def check_center(center: str) -> None:
+    """Raise ValueError unless `center` is "class-means" or "samples"."""
+    if center not in _CENTERS:
+        raise ValueError(f"center is {center!r}; it must be one of {_CENTERS}")
+
+
+def check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> None:
+    """Raise unless `weight` is a floating-point tensor (num_classes, width); None for what is not known yet."""
+    check_tensor("classifier_weight", weight, _FEATURE_DTYPES)
+    expected = f"({'num_classes' if num_classes is None else num_classes}, {'D' if width is None else width})"
+    fits = weight.ndim == 2 and num_classes in (None, weight.shape[0]) and width in (None, weight.shape[1])
+    if not fits or weight.shape[0] == 0:
+        raise ValueError(f"classifier_weight has shape {tuple(weight.shape)}; it must be {expected}")
+
+
+def checked_weight(weight: Tensor | None, features: Tensor, num_classes: int | None) -> Tensor | None:
+    """Classifier in float64, when it fits the features."""
+    if weight is None:
+        return None
+    check_weight(weight, num_classes, features.shape[1])
+    if weight.device != features.device:
+        raise ValueError(f"classifier_weight is on {weight.device}; it must be on {features.device} as features is")
+    return weight.to(torch.float64)

@@ -1,0 +1,295 @@
+"""Neural-collapse metrics accumulated over batches and processes, as a torchmetrics metric."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from ..ops import check_kernel_name, choose_kernel
+from .checks import (
+    check_center,
+    check_count,
+    check_features,
+    check_label_range,
+    check_labels,
+    check_rtol,
+    check_weight,
+    type_name,
+)
+from .neural_collapse import NC1_RESOLUTION, NCResult, make_result, neural_collapse, undefined
+from .statistics import ClassMeans, Samples, between_classes, class_means, default_rtol
+
+MAX_STREAMING_FEATURES = 1024
+
+_NO_SAMPLES = "the metric has no samples; call update(features, labels) before compute()"
+
+
+class NeuralCollapse(Metric):
+    """Metric NC1-NC4 for ``torchmetrics`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
+
+    ``update(features, labels)`` per batch, ``compute()`` for the ``NCResult`` over all batches (and all processes),
+    ``reset()``. The result is that of ``neural_collapse`` on the batches put together.
+
+    By default the state is the list of feature and label batches, copied (a buffer may be reused) and kept in their
+    dtype: N x D memory, twice that during ``compute``, and all of it on every process after a distributed sync. With
+    ``streaming=True`` it is a count and a mean per class and one D x D within-class scatter in float64, each batch
+    centred on its own class means before any product: memory does not grow with N, and NC4, which needs the samples, is
+    None.
+
+    Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier.
+
+    Args:
+        num_classes: number of classes; labels are in [0, num_classes).
+        classifier_weight: (num_classes, D) tensor, or a module whose ``weight`` is one and is read at every
+            ``compute``, or None. Can be set later as an attribute. It is no parameter and no state of the metric, and
+            may be on another device.
+        rtol: as in ``neural_collapse``.
+        center: as in ``neural_collapse``.
+        streaming: keep moments instead of features.
+        num_features: D, at most 1024; needed with ``streaming=True`` unless ``classifier_weight`` tells it.
+        kernel: as in ``neural_collapse``; with ``streaming=True`` for the class means, the scatter is left to torch.
+        **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` is False by default, as the classifier may change.
+
+    Raises:
+        TypeError: an argument, or a batch given to ``update``, is not of the type or dtype ``neural_collapse`` takes.
+        ValueError: an argument or a batch is out of range; ``compute`` without samples. Labels out of range raise in
+            ``update`` when streaming (it waits for the device), else in ``compute``.
+        RuntimeError: ``kernel`` cannot serve, at the same places.
+
+    Examples:
+        >>> classifier = torch.nn.Linear(64, 10)
+        >>> metric = deqfast.NeuralCollapse(num_classes=10, classifier_weight=classifier)
+        >>> for _ in range(5):
+        ...     metric.update(torch.randn(100, 64), torch.arange(100) % 10)
+        >>> metric.compute().rank
+        9
+    """
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    features: list[Tensor]
+    labels: list[Tensor]
+    moments: Tensor
+    precision: Tensor
+    excluded: Tensor
+    classifier_weight: Tensor | nn.Module | None
+
+    def __init__(
+        self,
+        num_classes: int,
+        classifier_weight: Tensor | nn.Module | None = None,
+        rtol: float | None = None,
+        center: str = "class-means",
+        streaming: bool = False,
+        num_features: int | None = None,
+        kernel: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**{"compute_with_cache": False, **kwargs})
+        check_count("num_classes", num_classes)
+        check_rtol(rtol)
+        check_center(center)
+        if num_features is not None:
+            check_count("num_features", num_features)
+        self.num_classes = num_classes
+        self.num_features = num_features
+        self.rtol = rtol
+        self.center = center
+        self.streaming = streaming
+        self.kernel = check_kernel_name(kernel)
+        self.classifier_weight = classifier_weight
+        if streaming:
+            self._add_moment_states()
+        else:
+            self.add_state("features", default=[], dist_reduce_fx="cat")
+            self.add_state("labels", default=[], dist_reduce_fx="cat")
+
+    def _add_moment_states(self) -> None:
+        if self.num_features is None and (weight := self._read_weight()) is not None:
+            self.num_features = weight.shape[1]
+        if self.num_features is None:
+            raise ValueError("num_features is None; streaming=True needs it, or a classifier_weight (num_classes, D)")
+        if self.num_features > MAX_STREAMING_FEATURES:
+            raise ValueError(
+                f"num_features is {self.num_features}; streaming=True keeps a D x D matrix and allows at most "
+                f"{MAX_STREAMING_FEATURES}: use streaming=False"
+            )
+        shape = (self.num_classes + self.num_features, 1 + self.num_features)
+        self.add_state("moments", default=torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=_merge_moments)
+        # (default rtol, NC1 resolution) of the coarsest dtype seen
+        self.add_state("precision", default=torch.zeros(2, dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("excluded", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; ``classifier_weight`` is checked and stays outside of the module tree."""
+        if name == "classifier_weight":
+            # Registered, the classifier's parameters would show up again in the metric's parameters() and state_dict().
+            object.__setattr__(self, name, self._checked_classifier(value))
+        else:
+            super().__setattr__(name, value)
+
+    def _checked_classifier(self, value: Any) -> Tensor | nn.Module | None:
+        if value is None:
+            return None
+        weight = value.weight if isinstance(value, nn.Module) and hasattr(value, "weight") else value
+        if not isinstance(weight, Tensor):
+            raise TypeError(
+                f"classifier_weight is a {type_name(value)}; give a tensor, a module with a weight, or None"
+            )
+        check_weight(weight, self.num_classes, self.num_features)
+        return value if isinstance(value, nn.Module) else value.detach()
+
+    def _read_weight(self) -> Tensor | None:
+        classifier = self.classifier_weight
+        return classifier.weight.detach() if isinstance(classifier, nn.Module) else classifier  # type: ignore[operator]
+
+    @torch.no_grad()
+    def update(self, features: Tensor, labels: Tensor) -> None:
+        """Add a batch: features (N, D), labels (N,), dtypes as in ``neural_collapse``; N may be 0."""
+        check_features(features)
+        check_labels(labels, features)
+        width = self.features[0].shape[1] if self.num_features is None and len(self.features) else self.num_features
+        if width is not None and features.shape[1] != width:
+            raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, {width})")
+        if self.streaming:
+            self._update_moments(features, labels)
+        else:
+            self.features.append(features.detach().clone())
+            self.labels.append(labels.to(torch.int64, copy=True))
+
+    def _update_moments(self, features: Tensor, labels: Tensor) -> None:
+        if features.device != self.moments.device:
+            raise ValueError(f"features is on {features.device}; it must be on {self.moments.device} as the metric is")
+        if features.shape[0] == 0:
+            return
+        check_label_range(labels, self.num_classes)
+        samples = Samples.grouped(features, labels, self.num_classes)
+        samples, stats = class_means(samples, choose_kernel(self.kernel, features.device))
+        self.moments = _merge_moments([self.moments, _batch_moments(samples, stats)])
+        self.excluded = self.excluded + (features.shape[0] - samples.count)
+        facts = (default_rtol(features.dtype), NC1_RESOLUTION.get(features.dtype, 0.0))
+        self.precision = torch.maximum(self.precision, self.precision.new_tensor(facts))
+
+    @torch.no_grad()
+    def compute(self) -> NCResult:
+        """Return the ``NCResult`` of all samples since the last ``reset``."""
+        if self.streaming:
+            return self._compute_moments()
+        if len(self.features) == 0:
+            raise ValueError(_NO_SAMPLES)
+        features, labels = dim_zero_cat(self.features), dim_zero_cat(self.labels)
+        weight = self._read_weight()
+        weight = None if weight is None else weight.to(features.device)
+        return neural_collapse(features, labels, weight, self.num_classes, self.rtol, self.center, self.kernel)
+
+    def _compute_moments(self) -> NCResult:
+        counts, means, scatter = _unpack(self.moments, self.num_classes)
+        default_rtol, resolution = self.precision.tolist()
+        excluded = int(self.excluded)
+        seen = counts.nonzero()[:, 0]
+        weight = self._read_weight()
+        if len(seen) == 0 and excluded == 0:
+            raise ValueError(_NO_SAMPLES)
+        if len(seen) == 0:
+            return undefined(excluded, with_nc3=weight is not None, with_nc4=False)
+        if weight is not None:
+            weight = weight.to(means.device, torch.float64)[seen]
+        stats = ClassMeans(counts[seen], means[seen], torch.zeros_like(means[0]))
+        between = between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
+        whitening = between.whitening
+        within = ((scatter @ whitening) * whitening).sum(0).clamp_min(0)
+        return make_result(stats, between, within, weight, None, excluded, resolution)
+
+    def _wrap_compute(self, compute: Callable) -> Callable:
+        # torchmetrics maps a function over the fields of what compute returns, which a frozen dataclass refuses.
+        @functools.wraps(compute)
+        def opaque() -> _Opaque:
+            return _Opaque(compute())
+
+        wrapped = super()._wrap_compute(opaque)
+
+        @functools.wraps(compute)
+        def transparent() -> NCResult:
+            return wrapped().value
+
+        return transparent
+
+    def _sync_dist(self, dist_sync_fn: Callable = gather_all_tensors, process_group: Any | None = None) -> None:
+        if not self.streaming and torch.distributed.is_initialized():
+            self._agree_on_layout(process_group or self.process_group)
+        super()._sync_dist(dist_sync_fn, process_group)
+
+    def _agree_on_layout(self, group: Any | None) -> None:
+        """Give a process without samples zero rows of the others' width and dtype: gathering needs like tensors."""
+        mine = (self.features[0].shape[1], self.features[0].dtype) if len(self.features) else None
+        layouts: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(layouts, mine, group=group)
+        found = {layout for layout in layouts if layout is not None}
+        if len(found) > 1:
+            raise ValueError(f"features have (columns, dtype) {layouts} on the processes; they must be alike on all")
+        if mine is None and found:
+            width, dtype = found.pop()
+            self.features = [torch.empty((0, width), dtype=dtype, device=self.device)]
+            self.labels = [torch.empty(0, dtype=torch.int64, device=self.device)]
+
+
+class _Opaque:
+    """Box around a value that torchmetrics does not look into."""
+
+    def __init__(self, value: NCResult) -> None:
+        self.value = value
+
+
+# Moments are packed in one (K + D, 1 + D) tensor, [count, mean] per class above [0, scatter], because torchmetrics
+# reduces each state on its own while counts, means and the scatter can only be merged together.
+
+
+def _pack(counts: Tensor, means: Tensor, scatter: Tensor) -> Tensor:
+    top = torch.cat([counts[:, None], means], dim=1)
+    return torch.cat([top, nn.functional.pad(scatter, (1, 0))])
+
+
+def _unpack(moments: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts (K,), means (K, D) and the within-class scatter (D, D)."""
+    top, bottom = moments[:num_classes], moments[num_classes:]
+    return top[:, 0], top[:, 1:], bottom[:, 1:]
+
+
+def _batch_moments(samples: Samples, stats: ClassMeans) -> Tensor:
+    """Moments of one batch, its within-class scatter about its own class means."""
+    means = stats.means
+    scatter = means.new_zeros(means.shape[1], means.shape[1])
+    for features, labels in samples.blocks():
+        deviations = features.sub_(means.index_select(0, labels))
+        scatter.addmm_(deviations.T, deviations)
+    return _pack(stats.counts, means, scatter)
+
+
+def _merge_moments(parts: Iterable[Tensor]) -> Tensor:
+    """Moments of the union of sets of samples: their scatters plus that of their class means about the joint ones.
+
+    Pairwise update of Chan, Golub & LeVeque (1983) for any number of parts; ``parts`` is a list or a stacked tensor.
+    """
+    parts = list(parts)
+    num_classes = parts[0].shape[0] - parts[0].shape[1] + 1
+    counts, means, scatters = zip(*(_unpack(part, num_classes) for part in parts), strict=True)
+    total = torch.stack(counts).sum(0)
+    share = [(count / total.clamp_min(1))[:, None] for count in counts]
+    joint, scatter = means[0].clone(), scatters[0].clone()
+    for mean, fraction in zip(means[1:], share[1:], strict=True):
+        joint += fraction * (mean - means[0])
+    for other in scatters[1:]:
+        scatter += other
+    for count, mean in zip(counts, means, strict=True):
+        gap = mean - joint
+        scatter.addmm_((count[:, None] * gap).T, gap)
+    return _pack(total, joint, scatter)

@@ -1,0 +1,160 @@
+"""Statistics of grouped features from which the neural-collapse metrics are formed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import Kernel
+from ..ops.collapse.reference import row_blocks
+
+_EPS64 = torch.finfo(torch.float64).eps
+_RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Features (N, D), and the rows that count with their labels (M,), class after class."""
+
+    features: Tensor
+    rows: Tensor
+    labels: Tensor
+    num_classes: int
+
+    @classmethod
+    def grouped(cls, features: Tensor, labels: Tensor, num_classes: int) -> Samples:
+        """Sort labels (N,) and rows by class, in the order of the rows within one."""
+        if features.shape[1] > 1 and features.stride(1) != 1:
+            features = features.contiguous()
+        labels, rows = torch.sort(labels.long(), stable=True)
+        return cls(features, rows, labels, num_classes)
+
+    @property
+    def count(self) -> int:
+        """M, the number of rows that count."""
+        return len(self.rows)
+
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """Bounds of the classes, (K + 1,) int64: class k has rows[offsets[k]:offsets[k + 1]]."""
+        return torch.searchsorted(self.labels, torch.arange(self.num_classes + 1, device=self.labels.device))
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (features, labels) of a few rows at a time, in float64 and free to be overwritten."""
+        return row_blocks(self.features, self.rows, self.labels, self.num_classes)
+
+    def finite(self) -> Samples:
+        """Samples left when the rows that hold a feature that is not finite are dropped."""
+        kept = torch.cat([features.isfinite().all(1) for features, _ in self.blocks()]).nonzero()[:, 0]
+        return Samples(self.features, self.rows[kept], self.labels[kept], self.num_classes)
+
+
+class ClassMeans(NamedTuple):
+    """Counts (K,) and class means, as ``local`` (K, D) relative to ``shift`` (D,).
+
+    The shift is one of the samples, so that an offset common to all of them costs no digits.
+    """
+
+    counts: Tensor
+    local: Tensor
+    shift: Tensor
+
+    @property
+    def means(self) -> Tensor:
+        """Class means (K, D)."""
+        return self.local + self.shift
+
+
+class Between(NamedTuple):
+    """Thin SVD of the centred class means (K, D): directions (D, min(K, D)), singular values, which of these count."""
+
+    centred: Tensor
+    directions: Tensor
+    singular: Tensor
+    kept: Tensor
+
+    @property
+    def whitening(self) -> Tensor:
+        """Directions over their singular values (D, K - 1), zero where these do not count.
+
+        Projections on them have no unit: their squares overflow no dtype.
+        """
+        scaled = self.directions * torch.where(self.kept, self.singular.reciprocal(), 0.0)
+        return scaled[:, : len(self.centred) - 1].contiguous()
+
+
+def class_means(samples: Samples, kernel: Kernel) -> tuple[Samples, ClassMeans]:
+    """Means of all classes (those of empty classes are zero) and the samples without non-finite rows."""
+    local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
+    # A non-finite feature makes the mean of its class non-finite: only then are the rows to leave out searched for.
+    if not bool(local.isfinite().all()):
+        samples = samples.finite()
+        local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
+        if not bool(local.isfinite().all()):
+            wide = kernel.name in ("torch", "cpp") or samples.features.dtype == torch.float64
+            raise ValueError(
+                f"features holds values whose sums overflow {'float64' if wide else 'float32'}; scale them (no metric "
+                "depends on it)"
+            )
+    return samples, ClassMeans(samples.offsets.diff().to(torch.float64), local, shift)
+
+
+def drop_empty_classes(
+    samples: Samples, stats: ClassMeans, weight: Tensor | None
+) -> tuple[Samples, ClassMeans, Tensor | None]:
+    """Renumber the classes that have samples as 0 .. K-1."""
+    present = stats.counts > 0
+    seen = present.nonzero()[:, 0]
+    if len(seen) == samples.num_classes:
+        return samples, stats, weight
+    labels = (present.cumsum(0) - 1)[samples.labels]
+    samples = replace(samples, labels=labels, num_classes=len(seen))
+    stats = stats._replace(counts=stats.counts[seen], local=stats.local[seen])
+    return samples, stats, None if weight is None else weight[seen]
+
+
+def between_classes(stats: ClassMeans, center: str, rtol: float) -> Between:
+    """SVD of the centred class means, and the singular values that are neither below rtol nor rounding."""
+    local, counts = stats.local, stats.counts
+    middle = local.mean(0) if center == "class-means" else counts @ local / counts.sum()
+    centred = local - middle
+    directions, singular, _ = torch.linalg.svd(centred.T, full_matrices=False)
+    rounding = _RANK_FACTOR * _EPS64 * torch.linalg.vector_norm(local)
+    kept = singular > torch.maximum(rtol * singular[0], rounding)
+    kept[len(counts) - 1 :] = False  # either centre leaves one linear dependence between the K rows
+    return Between(centred, directions, singular, kept)
+
+
+def nearest_mean_agreement(samples: Samples, means: Tensor, weight: Tensor) -> Tensor:
+    """Share of the samples on which the classifier chooses the nearest class mean.
+
+    With d = h - mu_y, |h - mu_k|^2 is |mu_y - mu_k|^2 - 2 d . mu_k up to a term without k: an offset of the features
+    cancels no digits, as it would in |mu_k|^2 - 2 h . mu_k.
+    """
+    agreed = torch.zeros((), dtype=torch.int64, device=means.device)
+    gaps = _squared_distances(means)
+    for features, labels in samples.blocks():
+        chosen = (features @ weight.T).argmax(1)
+        deviations = features.sub_(means.index_select(0, labels))
+        nearest = gaps.index_select(0, labels).addmm_(deviations, means.T, alpha=-2).argmin(1)
+        agreed += (nearest == chosen).sum()
+    return torch.where(weight.isfinite().all(), agreed.to(torch.float64) / samples.count, math.nan)
+
+
+def _squared_distances(points: Tensor) -> Tensor:
+    """|p_i - p_j|^2 for the rows of ``points``, (K, K)."""
+    first, second = torch.triu_indices(len(points), len(points), offset=1, device=points.device)
+    distances = points.new_zeros(len(points), len(points))
+    distances[first, second] = nn.functional.pdist(points).square_()
+    return distances + distances.T
+
+
+def default_rtol(dtype: torch.dtype) -> float:
+    """Share of the largest singular value up to which others are noise, for features of `dtype`."""
+    return _RANK_FACTOR * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps

@@ -1,0 +1,66 @@
+"""The two passes of neural collapse over the features: ``class_means`` and ``within_class_scatter``.
+
+Both read rows of `features` class after class, and leave out the rows that are not listed. torch and cpp compute in
+float64. triton and cuda compute in float64 for float64 features and else in float32: sums of 256 rows at most,
+differences h - mu with mu as a pair of float32, and projections; the rest is float64. `rows` and `offsets` that are out
+of range raise RuntimeError with cpp and are undefined behaviour on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from ..registry import Op, Range, Result, Shaped, anchored, register
+
+FEATURES = anchored(torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class ClassMeans:
+    """Return `local` (K, D) and `shift` (D,): shift is the first row listed, and local + shift are the class means.
+
+    The mean of a class without rows is zero. Sums are of differences to the first row of the class, so that an offset
+    common to its rows costs no digits. Where a feature is not finite, the mean of its class is not, and those of other
+    classes need not be.
+    """
+
+    features: Annotated[Tensor, Shaped("N, D", FEATURES, layout="rows")]
+    rows: Annotated[Tensor, Shaped("M", torch.int64)]  # row numbers, grouped by class, in the order of summation
+    # Class k has rows[offsets[k]:offsets[k + 1]]; offsets[0] = 0 and offsets[K] = M.
+    offsets: Annotated[Tensor, Shaped("K + 1", torch.int64)]
+
+
+@dataclass(frozen=True)
+class WithinClassScatter(ClassMeans):
+    """Return `within` (R,), within_j = sum_i (directions_j . (h_i - mu_{y_i}))^2."""
+
+    means: Annotated[Tensor, Shaped("K, D", torch.float64)]  # the class means
+    directions: Annotated[Tensor, Shaped("D, R", torch.float64)]
+
+
+SIZES = {"D": Range(1), "K": Range(1)}
+
+register(
+    Op(
+        "class_means",
+        ClassMeans,
+        "features",
+        results=(Result("local", torch.float64, shape="K, D"), Result("shift", torch.float64, shape="D")),
+        limits=SIZES,
+        triton="neural_collapse",
+    )
+)
+register(
+    Op(
+        "within_class_scatter",
+        WithinClassScatter,
+        "features",
+        results=(Result("within", torch.float64, shape="R"),),
+        limits=SIZES,
+        triton="neural_collapse",
+    )
+)

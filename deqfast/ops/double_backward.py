@@ -1,0 +1,24 @@
+"""A clear error in the place of second derivatives that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class NoDoubleBackward(torch.autograd.Function):
+    """Identity whose derivative is an error, put on gradients that are not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, name: str) -> Tensor:
+        ctx.adjoint = name
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"deqfast: double backward through {ctx.adjoint} is not supported: its gradient is not differentiable. "
+            "Use Unrolled() where second derivatives are needed"
+        )

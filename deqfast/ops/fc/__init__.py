@@ -1,0 +1,73 @@
+"""The fully connected cell: ``fc_fixed_point``, a whole solve in one launch, and ``fc_vjp``, its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
+
+ACTIVATIONS = ("identity", "relu", "tanh", "gelu")  # gelu with erf
+STATE = anchored(torch.float32, torch.float64)
+WEIGHT = Dtype({torch.float32: (torch.float32, torch.bfloat16), torch.float64: (torch.float64,)})
+ACTIVATION = Range(0, len(ACTIVATIONS) - 1)
+
+
+@dataclass(frozen=True)
+class FcFixedPoint:
+    """Solve z = act(W z + c) by z <- act(W z + c), with the judgement that ``picard_step`` passes.
+
+    Return `value`, the iterate of least residual, else z0; its `status`; `iterations`, the values of f used; and the
+    relative and absolute `residual` of the value, infinite if f was never finite.
+    """
+
+    weight: Annotated[Tensor, Shaped("D, D", WEIGHT)]  # W; multiplied in the dtype of the state
+    c: Annotated[Tensor, Shaped("B, D", STATE)]  # triton: float32
+    z0: Annotated[Tensor, Shaped("B, D", STATE)]  # the start
+    activation: Annotated[int, ACTIVATION]
+    tol: float  # bound on the relative residual |f(z) - z| / |f(z)| or, if `absolute`, on |f(z) - z|
+    absolute: bool
+    max_iter: Annotated[int, Range(1)]  # values of f that a sample may use
+    stall_floor: float  # relative residual below which a sample without a gain may stall; 0: never
+
+
+@dataclass(frozen=True)
+class FcVjp:
+    """Return grad * act'(pre)."""
+
+    pre: Annotated[Tensor, Shaped("B, D", STATE)]  # the argument of the activation
+    grad: Annotated[Tensor, Shaped("B, D", STATE)]  # the gradient of its value
+    activation: Annotated[int, ACTIVATION]
+
+
+def _check(op: str, a: FcFixedPoint) -> None:
+    """What the Triton kernel does not hold."""
+    from ...kernels.config import fc_features, shared_memory
+
+    limit = fc_features(a.weight.dtype, shared_memory(a.c.device))
+    if a.c.dtype != torch.float32:
+        raise ValueError(f"{op}: `c` must be float32, got {a.c.dtype}")
+    if len(a.weight) > limit:
+        raise ValueError(f"{op}: `weight` must have at most {limit} rows in {a.weight.dtype}, got {len(a.weight)}")
+
+
+register(
+    Op(
+        "fc_fixed_point",
+        FcFixedPoint,
+        "c",
+        results=(
+            Result("value", STATE, like="c"),
+            Result("status", torch.int8, shape="B"),
+            Result("iterations", torch.int32, shape="B"),
+            Result("residual", STATE, shape="2, B"),
+        ),
+        limits={"D": Range(1)},
+        check=_check,
+        triton="fc_fixed_point",
+    )
+)
+register(Op("fc_vjp", FcVjp, "pre", results=(Result("result", STATE, like="pre"),), triton="fc_fixed_point"))

@@ -1,0 +1,140 @@
+"""The fused parts of ResidualCell: ``norm_act``, ``norm_act_residual`` and their backwards.
+
+    out = relu(GN(y))                        norm_act, after the first convolution
+    f = GN3(relu(z + GN2(y + x)))            norm_act_residual, after the second
+
+GN is GroupNorm with `groups` groups, variance divided by the number of elements. Sums and everything saved are in
+float64 for float64 data, else in float32, and the variance is taken of centred values.
+
+Everything of shape (B, C, H, W) lies in one memory format, channels_last or, for the C++ kernels, also contiguous;
+results come in it. Groups are independent but for the sums over samples, which are left to the caller: one program
+serves one (sample, group), and nothing depends on batch mates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from ..registry import Divisor, Dtype, Op, Range, Result, Shaped, anchored, register
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DATA = anchored(*DTYPES)
+STATE = Dtype({d: (d, torch.float32) if d == torch.bfloat16 else (d,) for d in DTYPES})
+ACCUMULATION = Dtype({d: (torch.float64 if d == torch.float64 else torch.float32,) for d in DTYPES})
+
+Image = partial(Shaped, "B, C, H, W", layout="channels_last")
+CHANNELS = Shaped("C", ACCUMULATION)
+STATISTICS = Shaped("B, groups", ACCUMULATION)
+GROUPS = Divisor("C", "channels")
+
+
+@dataclass(frozen=True)
+class NormAct:
+    """Return relu(GN(y)) and the statistics of the groups."""
+
+    y: Annotated[Tensor, Image(DATA)]  # output of a convolution
+    weight: Annotated[Tensor, CHANNELS]
+    bias: Annotated[Tensor, CHANNELS]
+    groups: Annotated[int, GROUPS]
+    eps: float
+
+
+@dataclass(frozen=True)
+class NormActBackward:
+    """Return the gradient of y, and those of weight and bias per sample, to be summed over the batch."""
+
+    grad: Annotated[Tensor, Image(DATA)]  # gradient of `out`
+    y: Annotated[Tensor, Image(DATA)]
+    weight: Annotated[Tensor, CHANNELS]
+    bias: Annotated[Tensor, CHANNELS]
+    mean: Annotated[Tensor, STATISTICS]
+    rstd: Annotated[Tensor, STATISTICS]
+    groups: Annotated[int, GROUPS]
+
+
+@dataclass(frozen=True)
+class _Residual:
+    y: Annotated[Tensor, Image(DATA)]  # output of a convolution
+    x: Annotated[Tensor, Image(STATE)]  # the injection
+    z: Annotated[Tensor, Image(STATE)]  # the state
+    weight2: Annotated[Tensor, CHANNELS]
+    bias2: Annotated[Tensor, CHANNELS]
+    weight3: Annotated[Tensor, CHANNELS]
+
+
+@dataclass(frozen=True)
+class NormActResidual(_Residual):
+    """Return f, |f - z|^2 and |f|^2 of every group, and the statistics; a sample's norms are sums over its groups."""
+
+    bias3: Annotated[Tensor, CHANNELS]
+    groups: Annotated[int, GROUPS]
+    eps: float
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    grad: Annotated[Tensor, Image(ACCUMULATION)]  # gradient of f
+
+
+@dataclass(frozen=True)
+class NormActResidualBackward(_Residual, _Gradient):
+    """Return the gradients of y + x and of z, and per sample those of weight2, bias2, weight3 and bias3."""
+
+    mean2: Annotated[Tensor, STATISTICS]
+    rstd2: Annotated[Tensor, STATISTICS]
+    mean3: Annotated[Tensor, STATISTICS]
+    rstd3: Annotated[Tensor, STATISTICS]
+    groups: Annotated[int, GROUPS]
+
+
+def _statistics(*names: str) -> tuple[Result, ...]:
+    return tuple(Result(name, ACCUMULATION, shape="B, groups") for name in names)
+
+
+_op: Any = partial(Op, anchor="y", limits={dim: Range(1) for dim in "CHW"})
+
+register(
+    _op(
+        "norm_act",
+        NormAct,
+        results=(Result("out", DATA, like="y"), *_statistics("mean", "rstd")),
+        triton="norm_act",
+    )
+)
+register(
+    _op(
+        "norm_act_backward",
+        NormActBackward,
+        results=(Result("grad_y", DATA, like="y"), Result("grad_affine", ACCUMULATION, shape="2, B, C")),
+        triton="norm_act",
+    )
+)
+register(
+    _op(
+        "norm_act_residual",
+        NormActResidual,
+        results=(
+            Result("f", ACCUMULATION, like="z"),
+            Result("norms", ACCUMULATION, shape="2, B, groups"),
+            *_statistics("mean2", "rstd2", "mean3", "rstd3"),
+        ),
+        triton="norm_act_residual",
+    )
+)
+register(
+    _op(
+        "norm_act_residual_backward",
+        NormActResidualBackward,
+        results=(
+            Result("grad_sum", STATE, like="z"),
+            Result("grad_z", STATE, like="z"),
+            Result("grad_affine", ACCUMULATION, shape="4, B, C"),
+        ),
+        triton="norm_act_residual",
+    )
+)

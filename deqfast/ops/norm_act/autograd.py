@@ -1,0 +1,98 @@
+"""The fused parts of ResidualCell as functions of modules, with their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..choice import Kernel
+
+_TORCH = Kernel("torch")
+
+
+class _NormAct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, groups: int, eps: float, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out, mean, rstd = kernel.op("norm_act")(y, weight, bias, groups, eps)
+        ctx.save_for_backward(y, weight, bias, mean, rstd)
+        ctx.kernel, ctx.groups, ctx.eps = kernel, groups, eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        y, weight, bias, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: in plain torch, which can be differentiated in turn
+            _, mean, rstd = _TORCH.op("norm_act")(y, weight, bias, ctx.groups, ctx.eps)
+            backward, grad = _TORCH.op("norm_act_backward"), grads[0]
+        else:
+            backward, grad = ctx.kernel.op("norm_act_backward"), grads[0].contiguous(memory_format=_format_of(y))
+        grad_y, grad_affine = backward(grad, y, weight, bias, mean, rstd, ctx.groups)
+        return None, None, None, grad_y, *grad_affine.sum(dim=1)
+
+
+class _NormActResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, groups: int, eps: float, *tensors: Tensor) -> Tensor:
+        f, _, *statistics = kernel.op("norm_act_residual")(*tensors, groups, eps)
+        ctx.save_for_backward(*tensors, *statistics)
+        ctx.kernel, ctx.groups, ctx.eps = kernel, groups, eps
+        return f
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        tensors, statistics = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        if torch.is_grad_enabled():
+            _, _, *statistics = _TORCH.op("norm_act_residual")(*tensors, ctx.groups, ctx.eps)
+            backward, grad = _TORCH.op("norm_act_residual_backward"), grads[0]
+        else:
+            backward = ctx.kernel.op("norm_act_residual_backward")
+            grad = grads[0].contiguous(memory_format=_format_of(tensors[0]))
+        grad_sum, grad_z, grad_affine = backward(*[grad, *tensors[:6], *statistics, ctx.groups])
+        return None, None, None, grad_sum, grad_sum, grad_z, *grad_affine.sum(dim=1)
+
+
+def _format_of(tensor: Tensor) -> torch.memory_format:
+    return torch.contiguous_format if tensor.is_contiguous() else torch.channels_last
+
+
+def _call(function: Any, op: str, kernel: Kernel, norm: nn.GroupNorm, tensors: list[Tensor]) -> Tensor:
+    """The first result of `op`, through the autograd function only where a gradient is asked for."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return function.apply(kernel, norm.num_groups, norm.eps, *tensors)
+    return kernel.op(op)(*tensors, norm.num_groups, norm.eps)[0]
+
+
+def _parameters(dtype: torch.dtype, *norms: nn.GroupNorm) -> list[Tensor]:
+    """Weights and biases in the accumulation dtype beside data of `dtype`."""
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return [parameter.to(dtype) for norm in norms for parameter in (norm.weight, norm.bias)]
+
+
+def norm_act(kernel: Kernel, y: Tensor, norm: nn.GroupNorm) -> Tensor:
+    """relu(norm(y)) in the dtype of y, one of ``DTYPES``: what goes into a convolution. y: (B, C, H, W).
+
+    The result has the memory format of y, channels_last or contiguous; always channels_last if the kernel needs it.
+    """
+    y = y.contiguous(memory_format=torch.channels_last if kernel.channels_last_only else _format_of(y))
+    return _call(_NormAct, "norm_act", kernel, norm, [y, *_parameters(y.dtype, norm)])
+
+
+def norm_act_residual(
+    kernel: Kernel, y: Tensor, x: Tensor, z: Tensor, norm2: nn.GroupNorm, norm3: nn.GroupNorm
+) -> Tensor:
+    """norm3(relu(z + norm2(y + x))) in the dtype in which plain torch gives it; y, x, z: (B, C, H, W).
+
+    The result has the memory format of z (the solvers read it in z's order), channels_last or contiguous; always
+    channels_last if the kernel needs it. Tensors in another format are converted.
+    """
+    plain_dtype = torch.promote_types(torch.promote_types(x.dtype, z.dtype), y.dtype)
+    in_autocast = z.is_cuda and torch.is_autocast_enabled("cuda")  # runs group_norm in float32; on the CPU it does not
+    state_dtype = torch.promote_types(x.dtype, z.dtype)
+    if y.dtype != torch.bfloat16 or state_dtype not in (torch.bfloat16, torch.float32):
+        y, state_dtype = y.to(plain_dtype), plain_dtype
+    memory_format = torch.channels_last if kernel.channels_last_only else _format_of(z)
+    maps = [t.contiguous(memory_format=memory_format) for t in (y, x.to(state_dtype), z.to(state_dtype))]
+    f = _call(_NormActResidual, "norm_act_residual", kernel, norm2, [*maps, *_parameters(y.dtype, norm2, norm3)])
+    return f if in_autocast else f.to(plain_dtype)

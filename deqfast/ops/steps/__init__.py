@@ -1,0 +1,125 @@
+"""The steps of the solvers, ``picard_step``, ``multisecant_step`` and ``broyden_step``, and the transposed product of a
+window of pairs, ``multisecant_transposed``.
+
+They work in place on B samples of D elements, in the dtype of the state. Samples whose status is not 0 are neither read
+nor written. g stands for f(z) - z.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from ...kernels.constants import MAX_GPU_HISTORY
+from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
+
+InOut = partial(Shaped, mutated=True)
+STATE = anchored(torch.float32, torch.float64)
+HISTORY = Dtype({torch.float32: (torch.float32, torch.bfloat16), torch.float64: (torch.float64,)})
+METHOD = Range(0, 3)
+
+
+@dataclass(frozen=True)
+class _State:
+    z: Annotated[Tensor, InOut("B, D", STATE)]  # the iterate; replaced by the next one
+    fz: Annotated[Tensor, Shaped("B, D", STATE)]  # f(z)
+    best: Annotated[Tensor, InOut("B, D", STATE)]  # the iterate of least residual; starts as a copy of the first z
+    status: Annotated[Tensor, InOut("B", torch.int8)]  # ``deqfast.Status``
+    iterations: Annotated[Tensor, InOut("B", torch.int32)]  # values of f used so far
+    residual: Annotated[Tensor, InOut("2, B", STATE)]  # relative and absolute, of `best`; starts at infinity
+    gain: Annotated[Tensor, InOut("2, B", STATE)]  # relative residual and iteration of the last gain; infinity
+    active: Annotated[Tensor, InOut("1", torch.int32)]  # number of running samples; starts at B
+
+
+@dataclass(frozen=True)
+class _Rule:
+    k: Annotated[int, Range(0)]  # evaluations of f before this one
+    last: bool  # no evaluation follows: judge, take no step
+    tol: float  # bound on the relative residual |g| / |f(z)| or, if `absolute`, on |g|
+    absolute: bool
+    stall_floor: float  # relative residual below which a sample without a gain of 5 % may stall; 0: never
+
+
+@dataclass(frozen=True)
+class PicardStep(_Rule, _State):
+    """z <- z + damping g."""
+
+    damping: float
+
+
+@dataclass(frozen=True)
+class _Window:
+    f_prev: Annotated[Tensor, Shaped("B, D", STATE)]  # f at the previous iterate; read from k = 1 on
+    left: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # L; pair i lies in slot i mod M
+    df: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # DF, likewise
+    gram: Annotated[Tensor, InOut("B, M + 2, M", STATE)]  # N and, in its last two rows, the squared lengths of pairs
+
+
+@dataclass(frozen=True)
+class MultisecantStep(_Rule, _Window, _State):
+    """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
+
+    method: Annotated[int, METHOD]  # Broyden good, Broyden bad, Anderson I, Anderson II
+    alpha: float  # length of the step
+    beta: float  # mixing
+    ridge: float  # Anderson: added to the diagonal of the equilibrated N
+
+
+@dataclass(frozen=True)
+class MultisecantTransposed:
+    """Return alpha (beta v - L gamma) with N^T gamma = DF^T v.
+
+    Where z <- z - H g is the step, that is -H^T v, for alpha = 1 an estimate of (I - J^T)^-1 v, J the Jacobian of f. On
+    a GPU one block works on a sample, however long.
+    """
+
+    v: Annotated[Tensor, Shaped("B, D", STATE)]
+    left: Annotated[Tensor, Shaped("B, M, D", HISTORY)]
+    df: Annotated[Tensor, Shaped("B, M, D", HISTORY)]
+    gram: Annotated[Tensor, Shaped("B, M + 2, M", STATE)]
+    newest: Annotated[Tensor, Shaped("B", torch.int32)]  # number of the newest pair in the window of a sample
+    count: Annotated[Tensor, Shaped("B", torch.int32)]  # pairs in that window
+    method: Annotated[int, METHOD]
+    alpha: float
+    beta: float
+    ridge: float
+
+
+@dataclass(frozen=True)
+class _Steps:
+    steps: Annotated[Tensor, InOut("B, M, D", STATE)]  # all steps so far; k < M, or k <= M and `last`
+    gram: Annotated[Tensor, InOut("B, M, M", STATE)]  # dots of the steps; row j is written when step j is the newest
+    first: Annotated[Tensor, InOut("B", torch.int32)]  # the step with which a sample's history begins; starts at 0
+
+
+@dataclass(frozen=True)
+class BroydenStep(_Rule, _Steps, _State):
+    """Broyden's good method with full steps from its steps alone; there are no GPU kernels.
+
+    c_j = (s_j . g + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2 and s_k = (g + sum_{i<k-1} c_i s_{i+1}) / (1 - c_{k-1})
+    (Kelley, Iterative Methods for Linear and Nonlinear Equations, SIAM 1995, section 7.3). In exact arithmetic it is
+    multisecant_step's method 0 with every pair in the window, from half the memory. A step of length zero counts with
+    c_j = 0. Where 1 - c_{k-1} vanishes or a c_j is not finite, the sample takes a Picard step and its history begins
+    anew.
+    """
+
+
+PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
+
+register(Op("picard_step", PicardStep, "z", triton="picard_step"))
+register(Op("multisecant_step", MultisecantStep, "z", limits=PAIRS, triton="multisecant_step"))
+register(Op("broyden_step", BroydenStep, "z"))
+register(
+    Op(
+        "multisecant_transposed",
+        MultisecantTransposed,
+        "v",
+        results=(Result("out", STATE, like="v"),),
+        limits=PAIRS,
+        triton="multisecant_step",
+    )
+)

@@ -1,0 +1,203 @@
+"""The steps in plain torch: the specification of their kernels. They do not wait for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.constants import (
+    ANDERSON_I,
+    ANDERSON_II,
+    BROYDEN_BAD,
+    BROYDEN_GOOD,
+    CONVERGED,
+    NONFINITE,
+    PIVOT_FLOOR,
+    RUNNING,
+    STALL_GAIN,
+    STALL_ITERATIONS,
+    STALLED,
+)
+from . import BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep
+
+Step = PicardStep | MultisecantStep | BroydenStep
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(dim=-1)
+
+
+def _judge(a: Step, g: Tensor) -> Tensor:
+    """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
+    limits = torch.finfo(a.z.dtype)
+    running = a.status == RUNNING
+    res_abs = _dot(g, g).sqrt()
+    f_norm = _dot(a.fz, a.fz).sqrt()
+    finite = torch.isfinite(res_abs) & torch.isfinite(f_norm)
+    res_rel = (res_abs / f_norm.clamp_min(limits.tiny)).clamp_max(limits.max)
+    measure, best_measure = (res_abs, a.residual[1]) if a.absolute else (res_rel, a.residual[0])
+
+    improved = running & finite & (measure < best_measure)
+    a.best.copy_(torch.where(improved[:, None], a.z, a.best))
+    gained = running & finite & (res_rel < STALL_GAIN * a.gain[0])
+    a.gain.copy_(torch.where(gained, torch.stack([res_rel, torch.full_like(res_rel, a.k)]), a.gain))
+    a.residual.copy_(torch.where(improved, torch.stack([res_rel, res_abs]), a.residual))
+    converged = running & finite & (measure <= a.tol)
+    stalled = (a.residual[0] < a.stall_floor) & (a.k - a.gain[1] >= STALL_ITERATIONS)
+    stalled &= running & finite & ~converged
+    broken = running & ~finite
+
+    a.iterations.masked_fill_(running, a.k + 1)
+    a.status.masked_fill_(converged, CONVERGED).masked_fill_(broken, NONFINITE).masked_fill_(stalled, STALLED)
+    a.z.copy_(torch.where(broken[:, None], a.best, a.z))
+    a.active.sub_((running & (a.status != RUNNING)).sum())
+    return running & (a.status == RUNNING)
+
+
+def picard_step(a: PicardStep) -> None:
+    """z <- z + damping (f(z) - z) for every running sample."""
+    g = a.fz - a.z
+    advance = _judge(a, g)
+    if not a.last:
+        a.z.copy_(torch.where(advance[:, None], a.fz if a.damping == 1.0 else a.z + a.damping * g, a.z))
+
+
+def multisecant_step(a: MultisecantStep) -> None:
+    """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
+    g = a.fz - a.z
+    advance = _judge(a, g)
+    if a.last:
+        return
+    n, slot = min(a.k, a.left.shape[1]), a.k % a.left.shape[1]
+    with torch.autocast(a.z.device.type, enabled=False):
+        step = a.beta * g
+        if n:
+            _append_pair(a, advance)
+            t = torch.einsum("bmd,bd->bm", a.left[:, :n].to(a.z.dtype), g)
+            gamma = solve_window(a.gram, t, a.k, a.method, a.ridge)
+            step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
+        # The history holds the step as it is taken, so that secant equations stay exact in a short history dtype.
+        z_next = a.z + (a.alpha * step).to(a.left.dtype).to(a.z.dtype)
+        _put(a.left, (slice(None), slot), z_next - a.z, advance)
+        if n and a.method in (BROYDEN_GOOD, ANDERSON_I):
+            dots = torch.einsum("bmd,bd->bm", a.df[:, :n].to(a.z.dtype), a.left[:, slot].to(a.z.dtype))
+            _put(a.gram, (slice(None), slot, slice(n)), dots, advance)
+        a.z.copy_(torch.where(advance[:, None], z_next, a.z))
+
+
+def broyden_step(a: BroydenStep) -> None:
+    """z <- z + s_k with s_k = (g + sum_i c_i s_{i+1}) / (1 - c_{k-1})."""
+    g = a.fz - a.z
+    advance = _judge(a, g)
+    if a.last:
+        return
+    step = g
+    with torch.autocast(a.z.device.type, enabled=False):
+        if a.k:
+            known = a.steps[:, : a.k]
+            newest = torch.einsum("bmd,bd->bm", known, a.steps[:, a.k - 1])
+            _put(a.gram, (slice(None), a.k - 1, slice(a.k)), newest, advance)
+            c = _step_coefficients(a.gram, torch.einsum("bmd,bd->bm", known, g), a.first, a.k)
+            scale = 1 - c[:, -1]
+            regular = torch.isfinite(c).all(dim=1) & (scale.abs() >= PIVOT_FLOOR)
+            broyden = (g + torch.einsum("bmd,bm->bd", known[:, 1:], c[:, :-1])) / scale[:, None]
+            step = torch.where(regular[:, None], broyden, g)
+            a.first.masked_fill_(advance & ~regular, a.k)
+    _put(a.steps, (slice(None), a.k), step, advance)
+    a.z.copy_(torch.where(advance[:, None], a.z + step, a.z))
+
+
+def _step_coefficients(gram: Tensor, t: Tensor, first: Tensor, k: int) -> Tensor:
+    """c (B, k) with c_j = (t_j + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2; zero before `first` and where s_j = 0."""
+    c = torch.zeros_like(t)
+    for j in range(k):
+        square = gram[:, j, j]
+        value = (t[:, j] + _dot(torch.where(c[:, :j] == 0, 0, gram[:, j, 1 : j + 1]), c[:, :j])) / square
+        c[:, j] = torch.where((first <= j) & (square != 0), value, 0)
+    return c
+
+
+def multisecant_transposed(a: MultisecantTransposed) -> Tensor:
+    """alpha (beta v - L gamma) with N^T gamma = DF^T v."""
+    with torch.autocast(a.v.device.type, enabled=False):
+        history = a.left.shape[1]
+        ages = torch.arange(history - 1, -1, -1, device=a.v.device)
+        slots = (a.newest[:, None].long() - ages) % history  # (B, M), oldest first
+        inside = ages < a.count[:, None]
+
+        def in_order(pairs: Tensor) -> Tensor:
+            rows = pairs.gather(1, slots[:, :, None].expand(-1, -1, pairs.shape[2])).to(a.v.dtype)
+            return torch.where(inside[:, :, None], rows, 0)
+
+        squares = in_order(a.gram[:, history:].mT).mT.flip(1)
+        matrix = in_order(in_order(a.gram[:, :history]).mT)
+        t = torch.einsum("bmd,bd->bm", in_order(a.df), a.v)
+        gamma = solve_window(torch.cat([matrix, squares], dim=1), t, history, a.method, a.ridge, transposed=True)
+        return a.alpha * (a.beta * a.v - torch.einsum("bmd,bm->bd", in_order(a.left), gamma))
+
+
+def _put(target: Tensor, where: tuple[slice | int, ...], values: Tensor, advance: Tensor) -> None:
+    """target[where] = values in the rows of the samples that advance; the others keep what they have."""
+    rows = advance.view(-1, *([1] * (values.dim() - 1)))
+    target[where] = torch.where(rows, values.to(target.dtype), target[where])
+
+
+def _append_pair(a: MultisecantStep, advance: Tensor) -> None:
+    """Complete the newest pair, whose step lies in `left`, and its row and column of the window matrix."""
+    history = a.left.shape[1]
+    n, newest, everything = min(a.k, history), (a.k - 1) % history, slice(None)
+    delta = a.fz - a.f_prev
+    s = a.left[:, newest].to(a.z.dtype)
+    y = delta - s
+    _put(a.df, (everything, newest), a.beta * delta + (1 - a.beta) * s, advance)
+    if a.method in (ANDERSON_II, BROYDEN_BAD):
+        _put(a.left, (everything, newest), y, advance)
+        y = a.left[:, newest].to(a.z.dtype)
+    window = a.left[:, :n].to(a.z.dtype)
+    column = torch.einsum("bmd,bd->bm", window, y)
+    row, lengths = column, (column[:, newest], column[:, newest])
+    if a.method == ANDERSON_I:
+        row = (a.gram[:, newest, :n] - torch.einsum("bmd,bd->bm", window, s)) / a.beta
+    if a.method in (ANDERSON_I, BROYDEN_GOOD):
+        lengths = _dot(s, s), _dot(y, y)
+    if a.method != BROYDEN_GOOD:
+        _put(a.gram, (everything, newest, slice(n)), row, advance)
+    _put(a.gram, (everything, slice(n), newest), column, advance)
+    _put(a.gram, (everything, slice(history, None), newest), torch.stack(lengths, dim=1), advance)
+
+
+def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, transposed: bool = False) -> Tensor:
+    """Solve N gamma = t in the window of iteration k; t and gamma (B, n) are in the order of the slots.
+
+    N is equilibrated by the lengths of its pairs and eliminated without pivoting from the newest pair to the oldest:
+    the first pivot under ``PIVOT_FLOOR`` drops its pair and all older ones, which is dropping the oldest pair until
+    the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows. `transposed`:
+    `gram` holds N^T and its lengths are swapped.
+    """
+    history, n = gram.shape[2], min(k, gram.shape[2])
+    order = [(k - 1 - age) % history for age in range(n)]  # newest first
+    scale = gram[:, history:, :].rsqrt()
+    scale = torch.where(torch.isfinite(scale), scale, 0)[:, :, order]
+    a = gram[:, order][:, :, order] * scale[:, 0, :, None] * scale[:, 1, None, :]
+    if method == BROYDEN_BAD:
+        a = a.triu() if transposed else a.tril()
+    elif method in (ANDERSON_I, ANDERSON_II):
+        diagonal = a.diagonal(dim1=1, dim2=2)
+        shift = torch.full_like(diagonal, ridge)
+        diagonal += torch.where(diagonal < 0, -shift, shift)
+    b = t[:, order] * scale[:, 0]
+    kept = torch.ones_like(b, dtype=torch.bool)
+    for c in range(n):
+        pivot = a[:, c, c]
+        kept[:, c] = (pivot.abs() >= PIVOT_FLOOR) & (kept[:, c - 1] if c else True)
+        factor = a[:, c + 1 :, c] / torch.where(kept[:, c], pivot, 1)[:, None]
+        a[:, c + 1 :] -= factor[:, :, None] * a[:, c, None]
+        b[:, c + 1 :] -= factor * b[:, c, None]
+    gamma = torch.zeros_like(b)
+    for c in reversed(range(n)):
+        known = torch.where(kept[:, c + 1 :], a[:, c, c + 1 :], 0)  # a dropped pair may hold an overflow
+        value = (b[:, c] - _dot(known, gamma[:, c + 1 :])) / a[:, c, c]
+        gamma[:, c] = torch.where(kept[:, c], value, 0)
+    gamma = gamma * scale[:, 1]
+    gamma = torch.where(torch.isfinite(gamma).all(dim=1, keepdim=True), gamma, 0)
+    return torch.empty_like(gamma).index_copy_(1, torch.tensor(order, device=t.device), gamma)

@@ -1,0 +1,301 @@
+"""Compile the Triton kernels ahead of time for GPUs that need not be there, and tabulate what their code needs.
+
+    python -m deqfast.testing.aot [--json FILE]
+
+One row per kernel, dtypes, window and architecture: registers, stack (a spill shows there), shared memory, barriers,
+and 16-byte global loads. Exits with 1 when a row breaks a limit. Must run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..kernels import (
+    config,
+    fc_fixed_point,
+    multisecant_step,
+    neural_collapse,
+    norm_act,
+    norm_act_residual,
+    picard_step,
+)
+from ..ops import ACTIVATIONS
+from .states import METHODS
+
+MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
+INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
+SCALAR_LOADS = ("solve", "means")  # kernels whose loads need not be wide
+NORM_KERNELS = {
+    "act": norm_act._norm_act_kernel,
+    "act'": norm_act._norm_act_backward_kernel,
+    "resid": norm_act_residual._norm_act_residual_kernel,
+    "resid'": norm_act_residual._norm_act_residual_backward_kernel,
+}
+INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "last", "absolute", "count"}
+INTEGERS |= {"stride", "max_iter"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel specialised as a launcher would: `size` columns of dtype `state`, `window` pairs of dtype `history`.
+
+    The fully connected kernels: `method` is the activation and `history` the dtype of the weight.
+    The kernels of neural collapse: `size` columns of features of dtype `state`, `window` directions.
+    The norm kernels: `size` pixels of `window` channels in 8 groups, accumulated in `state`; y has the dtype
+    `history`, x and z that named by `method`.
+    """
+
+    kernel: str
+    state: str
+    history: str = ""
+    window: int = 0
+    method: str = ""
+    size: int = 8192
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    arch: int
+    block: int
+    warps: int
+    registers: int
+    stack: int
+    shared: int
+    barriers: int
+    wide_loads: int
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.stack:
+            found.append(f"spills: {self.stack} bytes of stack")
+        if self.shared > SHARED_LIMIT[self.arch]:
+            found.append(f"shared memory {self.shared} exceeds {SHARED_LIMIT[self.arch]}")
+        if self.barriers > MAX_BARRIERS:
+            found.append(f"more than {MAX_BARRIERS} barriers")
+        if self.case.size % 16 == 0 and self.case.kernel not in SCALAR_LOADS and not self.wide_loads:
+            found.append("no 16-byte global loads")
+        return found
+
+
+def table() -> list[Case]:
+    """The windows that solvers use by default and the hardest of each padded window (4, 8, 16, 32)."""
+    sizes = (("fp32", 8192), ("fp64", 8192), ("fp32", 65536), ("fp32", 1024), ("fp32", 8191), ("fp32", 63))
+    cases = [Case("picard", state, size=size) for state, size in sizes]
+    for window in (4, 8, 16, 32):
+        dtypes = [("fp32", "fp32"), ("fp32", "bf16"), ("fp64", "fp64")]
+        for state, history in dtypes if window > 8 else dtypes[:-1]:
+            cases.append(Case("left", state, history, window, "and1"))
+            cases.append(Case("right", state, history, window, "good"))
+    for window, history in ((6, "bf16"), (20, "fp32")):
+        cases += [Case(kernel, "fp32", history, window, "and2") for kernel in ("left", "right")]
+    cases += [Case("left", "fp32", "fp32", 10, "bad"), Case("left", "fp32", "fp32", 20, "good")]
+    cases += [Case("left", "fp32", "bf16", 6, "and2", size) for size in (777, 1)]
+    cases += [Case("left", "fp32", "fp32", 16, "and1", 777), Case("right", "fp32", "fp32", 8, "good", 1)]
+    cases += [
+        Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
+    ]
+    cases += [
+        Case("fc", "fp32", weight, 0, activation, size)
+        for weight, size in (("fp32", 128), ("bf16", 256), ("fp32", 63), ("bf16", 208), ("bf16", 127), ("bf16", 1))
+        for activation in (("tanh", "gelu") if size in (128, 256) else ("tanh",))
+    ]
+    cases += [Case("fc_vjp", state, "", 0, "gelu", 32768) for state in ("fp32", "fp64")]
+    cases += [Case("transp", "fp32", history, window, "and1")
+              for window, history in ((6, "bf16"), (8, "fp32"), (20, "fp32"), (32, "bf16"))]  # fmt: skip
+    cases += [Case("transp", "fp64", "fp64", 32, "good"), Case("transp", "fp32", "fp32", 6, "bad", 777)]
+    for channels, pixels in ((512, 16), (256, 64), (64, 1024)):
+        cases += [Case(kernel, "fp32", dtype, channels, dtype, pixels) for dtype in ("fp32", "bf16")
+                  for kernel in NORM_KERNELS]  # fmt: skip
+    for kernel in NORM_KERNELS:  # more than fits on chip
+        cases += [Case(kernel, dtype, dtype, 64, dtype, 4096) for dtype in ("fp32", "fp64")]
+    for kernel in ("resid", "resid'"):  # the dtypes of autocast; rows that are not aligned
+        cases += [Case(kernel, "fp32", "bf16", 64, "fp32", 1024), Case(kernel, "fp32", "fp32", 24, "fp32", 49)]
+    for state in DTYPES:
+        cases += [Case("sums", state), Case("means", state), Case("scatter", state, window=9, size=512)]
+        cases += [Case("scatter", state, window=99)]
+    cases += [Case("scatter", "fp32", window=window) for window in (20, 40)]
+    cases += [
+        Case("sums", "fp32", size=777),
+        *(Case("scatter", state, window=99, size=777) for state in ("fp32", "bf16")),
+    ]
+    return cases
+
+
+def fits(case: Case, arch: int) -> bool:
+    """Whether `deqfast` would launch this on the architecture."""
+    if case.kernel != "fc":
+        return True
+    return case.size <= config.fc_features(DTYPES[case.history], SHARED_LIMIT[arch])
+
+
+def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
+    """The same for the kernels of neural collapse."""
+    dtype = DTYPES[case.state]
+    if case.kernel == "scatter":
+        tile = config.scatter_config(case.window, dtype, aligned=case.size % 16 == 0)
+        launch = config.LaunchConfig(tile.columns, tile.num_warps)
+        constants = {"BM": tile.rows, "BK": tile.columns, "BR": tile.directions}
+        return neural_collapse._scatter_kernel, constants, launch
+    tile = config.class_sums_config(case.size, dtype)
+    launch = config.LaunchConfig(tile.columns, tile.num_warps)
+    chunk = {"CHUNK": neural_collapse.CHUNK_ROWS, "BD": tile.columns}
+    if case.kernel == "means":
+        return neural_collapse._class_means_kernel, chunk, launch
+    return neural_collapse._class_sums_kernel, {**chunk, "BR": tile.rows}, launch
+
+
+def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig | config.NormConfig]:
+    """The jit function of a case, the values of its constexpr arguments, and its launch configuration."""
+    dtype = DTYPES[case.state]
+    if case.kernel in ("sums", "means", "scatter"):
+        return specialise_collapse(case)
+    one: dict[str, object] = {"D": 1} if case.size == 1 else {}  # triton specialises on arguments that are 1
+    if case.kernel == "picard":
+        launch = config.picard_config(case.size, dtype)
+        return picard_step._picard_step_kernel, {"WHOLE": case.size <= launch.block, "BLK": launch.block, **one}, launch
+    if case.kernel == "fc_vjp":
+        launch = config.picard_config(case.size, dtype)
+        return (
+            fc_fixed_point._fc_vjp_kernel,
+            {"ACTIVATION": ACTIVATIONS.index(case.method), "BLK": launch.block},
+            launch,
+        )
+    if case.kernel == "fc":
+        launch = config.fc_config(case.size)
+        tile = {"ACTIVATION": ACTIVATIONS.index(case.method), "INTERPRETED": False}
+        tile |= {"ROWS": config.FC_ROWS, "DP": launch.block}
+        return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
+    if case.kernel in NORM_KERNELS:
+        launch = config.norm_config(case.size, case.window // 8, dtype)
+        constants = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.cols}
+        return NORM_KERNELS[case.kernel], constants, launch
+    padded = config.padded_window(case.window)
+    constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
+    if case.kernel == "solve":
+        return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
+    if case.kernel == "transp":
+        launch = config.tile_config(case.size, padded, dtype)
+        return multisecant_step._multisecant_transposed_kernel, {**constants, **one, "BLK": launch.block}, launch
+    tile = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
+    if tile:
+        launch = config.tile_config(case.size, padded, dtype)
+    else:
+        launch = config.sweep_config(case.size, padded, dtype, DTYPES[case.history])
+    rows = config.rows_at_once(padded, METHODS[case.method], dtype, DTYPES[case.history])
+    constants.update(one, BLK=launch.block, ROWS=rows)
+    if case.kernel == "left":
+        return multisecant_step._multisecant_left_kernel, constants, launch
+    constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tile)
+    return multisecant_step._multisecant_right_kernel, constants, launch
+
+
+def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> dict[str, str]:
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if not name.startswith("p_"):
+            return "i32" if name in INTEGERS else "fp64"
+        if name in INT8 | INT32:
+            return "*i8" if name in INT8 else "*i32"
+        if case.kernel in NORM_KERNELS:
+            return "*" + norm_dtype(case, name)
+        if name in INT64 or name in ("p_local", "p_shift"):
+            return "*i64" if name in INT64 else "*fp64"
+        if case.kernel in ("sums", "means", "scatter") and name != "p_features":
+            return "*fp64" if case.state == "fp64" else "*fp32"
+        return "*" + (case.history if name in ("p_left", "p_df", "p_w") else case.state)
+
+    return {name: type_of(name) for name in names}
+
+
+def norm_dtype(case: Case, name: str) -> str:
+    if name in ("p_x", "p_z", "p_grad_sum", "p_grad_z"):
+        return case.method
+    in_y = name in ("p_y", "p_out", "p_grad_y") or (name == "p_grad" and case.kernel == "act'")
+    return case.history if in_y else case.state
+
+
+def compile_case(case: Case, arch: int) -> Row:
+    kernel, constants, launch = specialise(case)
+    signature = signature_of(case, kernel.arg_names, constants)
+    multiples = {"R", "D", "N", "stride"} if case.size % 16 == 0 else {"R"}
+    divisible = [i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name in multiples]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
+                       attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
+    options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    if case.kernel in ("left", "right", "transp"):
+        options["maxnreg"] = config.MAX_REGISTERS
+    elif case.kernel in NORM_KERNELS:
+        options["maxnreg"] = launch.max_registers
+    if case.kernel == "scatter":
+        options["num_stages"] = neural_collapse.SCATTER_STAGES
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = run_tool("cuobjdump", "--dump-resource-usage", cubin)
+        sass = run_tool("nvdisasm", "-ndf", "-c", cubin)  # without data flow: a third faster
+    return Row(
+        case, arch, launch.block if isinstance(launch, config.LaunchConfig) else launch.rows, launch.num_warps,
+        registers=int(re.findall(r"REG:(\d+)", usage)[-1]), stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        shared=compiled.metadata.shared, barriers=sass.count("BAR.SYNC"),
+        wide_loads=len(re.findall(r"LDG(?:STS)?\.E[.\w]*\.128", sass)),
+    )  # fmt: skip
+
+
+def run_tool(name: str, *arguments: str | Path) -> str:
+    return subprocess.run([TOOLS / name, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def compile_job(job: tuple[Case, int]) -> Row:
+    return compile_case(*job)
+
+
+def format_table(rows: list[Row]) -> str:
+    lines = ["kernel  state history window method    size   arch block warps  regs stack shared  bars  LDG.128"]
+    for row in rows:
+        c = row.case
+        lines.append(
+            f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:8} {c.size:>5}   sm_{row.arch}"
+            f" {row.block:>5} {row.warps:>5} {row.registers:>5} {row.stack:>5} {row.shared:>6} {row.barriers:>5}"
+            f" {row.wide_loads:>8}  {'; '.join(row.problems())}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing")
+    jobs = [(case, arch) for case in table() for arch in sorted(SHARED_LIMIT) if fits(case, arch)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        rows = list(pool.map(compile_job, jobs))
+    print(f"triton {triton.__version__}\n{format_table(rows)}")
+    if options.json:
+        options.json.write_text(json.dumps([{**asdict(row), "problems": row.problems()} for row in rows], indent=1))
+    return any(row.problems() for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""Random states of the solver-step ops, and the comparison of one step of an implementation with the reference.
+
+An implementation takes what the op ``picard_step`` or ``multisecant_step`` takes. One step from a state is compared
+with the reference run in float64 on the same numbers. Where rounding decides, the bound is twice the error of the
+reference run in the state's own dtype, the worst of three orders of summation, and a few eps; everything that is
+copied, counted or must stay untouched is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, STALL_ITERATIONS
+from ..ops import Kernel
+
+TORCH = Kernel("torch")
+State = dict[str, Tensor]
+METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2": ANDERSON_II}
+MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "gain", "active")
+WINDOW = ("f_prev", "left", "df", "gram")
+COLUMNS = ("z", "fz", "best", "f_prev", "left", "df", "steps")  # tensors whose last dimension is that of the state
+SLACK = 16  # eps of the state's dtype, relative to the length of what is compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to compare: method None is Picard; `rows` says what befalls the first samples, see ``strike``."""
+
+    method: str | None = None
+    batch: int = 2
+    size: int = 63
+    history: int = 4
+    k: int = 0
+    dtype: torch.dtype = torch.float32
+    history_dtype: torch.dtype | None = None
+    damping: float = 1.0
+    alpha: float = 1.0
+    beta: float = 1.0
+    ridge: float = 2.0**-20  # a power of two is the same number in every dtype
+    tol: float = 1e-12
+    absolute: bool = False
+    stall_floor: float = 0.0
+    last: bool = False
+    rows: tuple[str, ...] = ()
+    wobble: float = 0.0  # how much f changes from iteration to iteration, to keep the pairs of a long window apart
+    # Error allowed beyond the reference's, relative to steps and dots: for an implementation that does not round a
+    # bfloat16 history to nearest, as triton's interpreter does not.
+    history_slack: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return MONITOR if self.method is None else MONITOR + WINDOW
+
+    @property
+    def reference(self) -> Callable[..., None]:
+        return TORCH.op("picard_step" if self.method is None else "multisecant_step")
+
+    def scalars(self) -> tuple[float, ...]:
+        shared = (self.k, self.last, self.tol, self.absolute, self.stall_floor)
+        if self.method is None:
+            return (*shared, self.damping)
+        return (*shared, METHODS[self.method], self.alpha, self.beta, self.ridge)
+
+    def call(self, step: Callable[..., None], state: State) -> None:
+        step(*(state[name] for name in self.names), *self.scalars())
+
+
+def value_of_f(z: Tensor, k: int = 0, wobble: float = 0.0) -> Tensor:
+    """A map of every sample by itself, neither normal nor symmetric, with a fixed point."""
+    wave = torch.linspace(0.3, 2.3, z.shape[1], dtype=z.dtype, device=z.device)
+    return torch.tanh(0.6 * z.roll(1, dims=1) - 0.5 * wave.cos() * z + wave) + 0.1 * z + wobble * (9 * k * wave).cos()
+
+
+def start_state(case: Case, device: str = "cpu") -> State:
+    """Before the first iteration. What no iteration has written holds NaN."""
+    batch, size, history, dtype = case.batch, case.size, case.history, case.dtype
+    z = torch.randn(batch, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64).to(dtype)
+    records = torch.full((2, batch), float("inf"), dtype=dtype)
+    pairs = torch.full((batch, history, size), float("nan"), dtype=case.history_dtype or dtype)
+    state = {
+        "z": z, "fz": value_of_f(z), "best": z.clone(), "status": torch.zeros(batch, dtype=torch.int8),
+        "iterations": torch.zeros(batch, dtype=torch.int32), "residual": records, "gain": records.clone(),
+        "active": torch.tensor([batch], dtype=torch.int32), "f_prev": torch.full_like(z, float("nan")), "left": pairs,
+        "df": pairs.clone(), "gram": torch.full((batch, history + 2, history), float("nan"), dtype=dtype),
+    }  # fmt: skip
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+@dataclass(frozen=True)
+class StepsCase(Case):
+    """A broyden_step to compare; `history` is the number of steps there is room for."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*MONITOR, "steps", "gram", "first")
+
+    @property
+    def reference(self) -> Callable[..., None]:
+        return TORCH.op("broyden_step")
+
+    def scalars(self) -> tuple[float, ...]:
+        return self.k, self.last, self.tol, self.absolute, self.stall_floor
+
+
+def start_steps(case: StepsCase) -> State:
+    """``start_state`` of ``broyden_step``."""
+    state = start_state(case)
+    del state["df"]
+    state["steps"] = state.pop("left")
+    state["gram"] = torch.full((case.batch, case.history, case.history), float("nan"), dtype=case.dtype)
+    state["first"] = torch.zeros(case.batch, dtype=torch.int32)
+    return state
+
+
+def advance(case: Case, step: Callable[..., None], state: State) -> None:
+    """Iteration case.k with `step`, then f at the new iterates."""
+    case.call(step, state)
+    state["f_prev"] = state["fz"]
+    state["fz"] = value_of_f(state["z"], case.k + 1, case.wobble)
+
+
+def make_state(case: Case, device: str = "cpu") -> State:
+    """At iteration case.k: the reference has run the iterations before it, and `case.rows` have been struck."""
+    state = start_state(case, device)
+    run_to(case, state)
+    for row, event in enumerate(case.rows):
+        strike(state, row, event, case)
+    return state
+
+
+def run_to(case: Case, state: State) -> None:
+    """From the start to iteration case.k with the reference."""
+    for k in range(case.k):
+        advance(replace(case, k=k, last=False, tol=0.0, stall_floor=0.0), case.reference, state)
+
+
+def strike(state: State, row: int, event: str, case: Case) -> None:
+    z, fz = state["z"][row], state["fz"][row]
+    if event == "done":
+        for name in case.names:
+            if state[name].is_floating_point() and name not in ("residual", "gain"):
+                state[name][row] = float("nan")
+        state["status"][row] = 1 + row % 3
+    elif event == "nan":
+        fz[case.size // 2] = float("nan")
+    elif event == "inf":
+        fz[-1] = float("inf")
+    elif event == "overflow":  # finite, but not its square
+        fz[0] = torch.finfo(case.dtype).max / 4
+    elif event == "converged":
+        fz.copy_(z)
+    elif event == "zero":
+        z.zero_()
+        fz.zero_()
+    elif event == "stalled":
+        state["residual"][:, row] = state["gain"][0, row] = 1e-6
+        state["gain"][1, row] = case.k - STALL_ITERATIONS
+    elif event == "degenerate":  # the newest pair is s = y = 0
+        fz.copy_(state["f_prev"][row])
+        state["left"][row, (case.k - 1) % case.history] = 0
+    else:
+        assert event == "run", event
+
+
+def clone(state: State, dtype: torch.dtype | None = None, flip: int = 0) -> State:
+    """A copy; floating tensors in `dtype` if given; columns in another order (1: reversed, 2: rotated by a third)."""
+    copy = {}
+    for name, tensor in state.items():
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        copy[name] = reorder(tensor, flip) if name in COLUMNS else tensor.clone()
+    return copy
+
+
+def reorder(tensor: Tensor, flip: int) -> Tensor:
+    if flip == 1:
+        return tensor.flip(-1)
+    return tensor.roll(tensor.shape[-1] // 3, dims=-1) if flip else tensor.clone()
+
+
+def restore(state: State, flip: int) -> State:
+    undo = {0: lambda t: t, 1: lambda t: t.flip(-1), 2: lambda t: t.roll(-(t.shape[-1] // 3), dims=-1)}[flip]
+    return {name: undo(tensor) if name in COLUMNS else tensor for name, tensor in state.items()}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
+        return a.dtype == b.dtype and a.shape == b.shape
+    return torch.equal(a.flatten().contiguous().view(torch.uint8), b.flatten().contiguous().view(torch.uint8))
+
+
+def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
+    assert same_bits(a, b), f"{name}: {a} is not {b}"
+
+
+def check_step(impl: Callable[..., None], case: Case, device: str = "cpu") -> State:
+    """Compare one step of `impl` with the reference; return the state after the step."""
+    return compare_step(impl, case, make_state(case, device))
+
+
+def check_run(impl: Callable[..., None], case: Case, device: str = "cpu") -> State:
+    """Compare the steps 0 .. case.k of one run of `impl`, through the filling of the window and evictions."""
+    state = start_state(case, device)
+    for k in range(case.k + 1):
+        here = replace(case, k=k)
+        state = compare_step(impl, here, state)
+        state["f_prev"], state["fz"] = state["fz"], value_of_f(state["z"], k + 1, case.wobble)
+    return state
+
+
+def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
+    after, exact, rounded = outcomes(impl, case, before)
+    stepped = check_iterates(case, before, after, exact, rounded)
+    if case.method is not None and stepped.any():
+        check_untouched_history(case, before, after, stepped)
+        for name in ("left", "df"):
+            for slot in written_slots(case, name):
+                written = [state[name][stepped, slot] for state in (after, exact, *rounded)]
+                # Differences of z and of f: their rounding errors are relative to z and f.
+                size = length(before["z"][stepped]).maximum(length(before["fz"][stepped]))
+                check_close(f"{name}[:, {slot}]", case, written[0], written[1], written[2:], size)
+        if case.k:
+            check_gram(case, stepped, after, exact, rounded)
+    return after
+
+
+def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[State, State, list[State]]:
+    """The states after a step of `impl`, of the reference in float64, and of it in three orders of columns."""
+    after = clone(before)
+    case.call(impl, after)
+    exact = clone(before, torch.float64)
+    case.call(case.reference, exact)
+    rounded = [clone(before, flip=flip) for flip in range(3)]
+    for state in rounded:
+        case.call(case.reference, state)
+    return after, exact, [restore(state, flip) for flip, state in enumerate(rounded)]
+
+
+def check_iterates(case: Case, before: State, after: State, exact: State, rounded: list[State]) -> Tensor:
+    """Check the iterates and what is recorded of them; return the mask (B,) of the samples that took a step."""
+    check_copies(case, before, after, rounded[0])
+    ran = before["status"] == 0
+    for name in ("residual", "gain"):
+        written = [state[name][:, ran].mT for state in (after, exact, *rounded)]
+        check_close(name, case, written[0], written[1], written[2:], length(written[1]))
+    stepped = (after["status"] == 0) & (not case.last)
+    if stepped.any():
+        written = [state["z"][stepped] for state in (after, exact, *rounded)]
+        check_close("z", case, written[0], written[1], written[2:], length(written[1]))
+    return stepped
+
+
+def check_copies(case: Case, before: State, after: State, same: State) -> None:
+    """What is counted or copied equals the reference; finished samples and what is only read do not change."""
+    for name in ("status", "iterations", "active", "best"):
+        assert_same_bits(name, after[name], same[name])
+    for name in ("fz", "f_prev"):
+        assert_same_bits(name, after[name], before[name])
+    held = (after["status"] != 0) | torch.tensor(case.last, device=after["status"].device)
+    assert_same_bits("z of samples that stop", after["z"][held], same["z"][held])
+    done = before["status"] != 0
+    for name in case.names:
+        if name not in ("residual", "gain", "active"):
+            assert_same_bits(f"{name} of finished samples", after[name][done], before[name][done])
+    for name in ("residual", "gain"):
+        assert_same_bits(f"{name} of finished samples", after[name][:, done], before[name][:, done])
+    if case.last and case.method is not None:
+        for name in ("left", "df", "gram"):
+            assert_same_bits(f"{name} in the last step", after[name], before[name])
+
+
+def written_slots(case: Case, name: str) -> list[int]:
+    newest = [(case.k - 1) % case.history] if case.k else []
+    if name == "df":
+        return newest
+    y_stored = newest if case.method in ("bad", "and2") else []
+    return sorted({*y_stored, case.k % case.history})
+
+
+def written_gram(case: Case) -> Tensor:
+    """Mask (M + 2, M) of the entries of the window matrix that the step writes."""
+    history, n, newest, slot = case.history, min(case.k, case.history), (case.k - 1) % case.history, case.k
+    mask = torch.zeros(history + 2, history, dtype=torch.bool)
+    if n == 0:
+        return mask
+    mask[:n, newest] = mask[history:, newest] = True
+    if case.method != "good":
+        mask[newest, :n] = True
+    if case.method in ("good", "and1"):
+        mask[slot % history, :n] = True
+    return mask
+
+
+def check_untouched_history(case: Case, before: State, after: State, stepped: Tensor) -> None:
+    for name in ("left", "df"):
+        rest = [slot for slot in range(case.history) if slot not in written_slots(case, name)]
+        assert_same_bits(f"{name} elsewhere", after[name][stepped][:, rest], before[name][stepped][:, rest])
+    unwritten = ~written_gram(case)
+    assert_same_bits("gram elsewhere", after["gram"][stepped][:, unwritten], before["gram"][stepped][:, unwritten])
+
+
+def check_gram(case: Case, stepped: Tensor, after: State, exact: State, rounded: list[State]) -> None:
+    """Every written dot product, relative to the product of the lengths of its two vectors."""
+    mask = written_gram(case)
+    scale = gram_scale(case, {name: exact[name][stepped] for name in ("z", "left", "df", "gram")})
+    actual, true, *others = ((s["gram"][stepped].double() / scale)[:, mask] for s in (after, exact, *rounded))
+    check_close("gram", case, actual, true, others, 1.0)
+
+
+def gram_scale(case: Case, exact: State) -> Tensor:
+    history, n, slot = case.history, min(case.k, case.history), case.k % case.history
+    z, left, df = (torch.linalg.vector_norm(exact[name], dim=-1) for name in ("z", "left", "df"))
+    left_norm, y_norm = exact["gram"][:, history:].sqrt().unbind(dim=1)
+    # ANDERSON_I takes S^T Y as a difference of dots with DF and S, which can be longer than Y. A step is a difference
+    # of two z, whose rounding it carries.
+    right = torch.stack([y_norm, df, left]).amax(dim=0) / case.beta if case.method == "and1" else y_norm
+    scale = left_norm[:, :, None] * right[:, None, :]
+    scale = torch.cat([scale, (left_norm**2)[:, None], (y_norm**2)[:, None]], dim=1)
+    if case.method in ("good", "and1"):
+        scale[:, slot, :n] = z[:, None] * df[:, :n]
+    return torch.where(scale > 0, scale, 1)
+
+
+def check_close(
+    name: str, case: Case, actual: Tensor, exact: Tensor, rounded: list[Tensor], size: Tensor | float
+) -> None:
+    """Per sample (dimension 0), in the largest norm: |actual - exact| <= 2 max |rounded - exact| + slack size."""
+    error = distance(actual, exact)
+    allowed = torch.stack([distance(tensor, exact) for tensor in rounded]).amax(dim=0)
+    bound = 2 * allowed + (SLACK * torch.finfo(case.dtype).eps + case.history_slack) * size
+    assert (error <= bound).all(), f"{name}: error {error.tolist()} exceeds {bound.tolist()} in {case}"
+
+
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    """Largest difference per sample; equal infinities do not differ, NaN differs from everything."""
+    a, b = a.double(), b.double()
+    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=float("inf")).flatten(1).amax(dim=1)
+
+
+def length(a: Tensor) -> Tensor:
+    return a.double().abs().nan_to_num(posinf=0.0).flatten(1).amax(dim=1)

@@ -1,0 +1,85 @@
+"""Accuracy that tests and benchmarks ask of a result. The only place with tolerances.
+
+Errors are relative: the largest deviation over the largest exact entry.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# A kernel may err twice as much as plain torch in its dtype, and by a few roundings where torch happens to be exact.
+ACCURACY_FACTOR = 2.0
+ACCURACY_UNITS = 8
+# Two computations of one thing in different order: roundings that may add up.
+ROUNDING_UNITS = 64
+# Iterates of two algebraically equal methods in float64, where rounding is amplified from step to step.
+ITERATES = 1e-10
+# Gradients in float64: of solves converged to 1e-12, and against central differences.
+GRADIENT = 1e-9
+FINITE_DIFFERENCES = {"eps": 1e-5, "atol": 1e-7, "rtol": 1e-6}
+# Anderson beside torchdeq's, whose absolute ridge of 1e-4 is the difference.
+NEGLIGIBLE_RIDGE = 1e-6
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Relative difference allowed between two orders of the same computation in `dtype`."""
+    return ROUNDING_UNITS * torch.finfo(dtype).eps
+
+
+def solved(tol: float) -> float:
+    """Relative difference allowed between two solves of one well-conditioned problem to the tolerance `tol`."""
+    return 10 * tol
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Error max |actual - exact| / max |exact|, in float64; zero if both are zero or empty."""
+    a, e = actual.detach().cpu().double(), exact.detach().cpu().double()
+    if not e.numel():
+        return 0.0
+    worst, scale = float((a - e).abs().max()), float(e.abs().max())
+    return worst / scale if scale else (math.inf if worst else 0.0)
+
+
+def _split_nonfinite(actual: Tensor, expected: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Finite entries, after asserting that shapes and all entries that are not finite agree."""
+    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    a, e = actual.detach().cpu().double(), expected.detach().cpu().double()
+    finite = torch.isfinite(e)
+    assert torch.equal(torch.isfinite(a), finite), f"{name}: other entries are not finite than expected"
+    torch.testing.assert_close(a[~finite], e[~finite], rtol=0, atol=0, equal_nan=True)
+    return a[finite], e[finite]
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float, name: str = "value") -> None:
+    """Assert a relative error of at most `tolerance` for tensors, or leaf by leaf for pytrees of them."""
+    leaves, spec = pytree.tree_flatten(expected)
+    actual_leaves, actual_spec = pytree.tree_flatten(actual)
+    assert spec == actual_spec, f"{name}: structure {actual_spec}, expected {spec}"
+    for i, (a, e) in enumerate(zip(actual_leaves, leaves, strict=True)):
+        label = name if len(leaves) == 1 else f"{name}[{i}]"
+        error = relative_error(*_split_nonfinite(a, e, label))
+        assert error <= tolerance, f"{label}: relative error {error:.3g}, allowed {tolerance:.3g}"
+
+
+def accuracy(
+    actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value", units: float = ACCURACY_UNITS
+) -> tuple[float, float]:
+    """Relative error of `actual`, and what the accuracy policy allows: see ``ACCURACY_FACTOR``.
+
+    plain: the same from plain torch in the dtype of `actual`; exact: from float64. AssertionError where entries that
+    are not finite differ.
+    """
+    reached = relative_error(*_split_nonfinite(actual, exact, name))
+    ordinary = relative_error(*_split_nonfinite(plain, exact, name))
+    return reached, ACCURACY_FACTOR * ordinary + units * torch.finfo(actual.dtype).eps
+
+
+def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value") -> None:
+    """Assert that `actual` errs at most as ``accuracy`` allows."""
+    reached, allowed = accuracy(actual, plain, exact, name)
+    assert reached <= allowed, f"{name}: relative error {reached:.3g}, allowed {allowed:.3g}"

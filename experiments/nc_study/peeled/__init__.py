@@ -1,1 +1,0 @@
-"""The paper's layer-peeled problems: their numerical optima beside what its theorems say of them."""

@@ -1,0 +1,70 @@
+"""Documents: Markdown from a template and tables, and one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markdown import Markdown
+from tabulate import tabulate
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+class Source(str):
+    """Text that is Markdown already; every other value is escaped where a template shows it."""
+
+
+def escape(text: object) -> str:
+    """Return text with nothing left that Markdown, or HTML in it, would take for a mark; underscores inside words are
+    none."""
+    if isinstance(text, Source):
+        return text
+    flat = html.escape(re.sub(r"\s+", " ", str(text)), quote=False)
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", re.sub(r"([\\`*\[\]|#~$])", r"\\\1", flat))
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Source:
+    """Make a Markdown table with columns of equal width; those of numbers (marks such as "not run" aside) are aligned
+    to the right. Text is escaped unless it is `Source`."""
+    sides = ["right" if _is_numeric([str(row[column]) for row in rows]) else "left" for column in range(len(columns))]
+    cells = [[escape(value) for value in row] for row in rows]
+    headers = [escape(name) for name in columns]
+    return Source(tabulate(cells, headers, tablefmt="pipe", disable_numparse=True, colalign=sides if rows else None))
+
+
+def _is_numeric(texts: Sequence[str]) -> bool:
+    starts = [re.match(r"[+\-×]?\d", text) is not None for text in texts]
+    return any(starts) and all(start or len(text) < 10 for start, text in zip(starts, texts, strict=True))
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill in a template of Markdown; values are escaped, an unknown one is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        finalize=escape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals["table"] = markdown_table
+    return re.sub(r"\n{3,}", "\n\n", environment.get_template(template).render(values))
+
+
+def to_html(title: str, text: str, folder: Path) -> str:
+    """Make one page of Markdown, with a list of its sections and its pictures, which are given relative to `folder`."""
+    converter = Markdown(extensions=["tables", "toc"], extension_configs={"toc": {"toc_depth": "2-2"}})
+    body = re.sub(r'(<img [^>]*src=")([^"]+)"', lambda found: _inline(found, folder), converter.convert(text))
+    page = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True).get_template("page.html")
+    return page.render(title=title, contents=converter.toc, body=body)  # type: ignore[attr-defined]
+
+
+def _inline(found: re.Match[str], folder: Path) -> str:
+    content = (folder / html.unescape(found[2])).read_bytes()
+    return f'{found[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'

@@ -1,0 +1,19 @@
+"""Numbers that the kernels of every backend share; csrc/common/constants.h holds the same for C++."""
+
+# Status of a sample, see ``deqfast.Status``.
+RUNNING, CONVERGED, NONFINITE, STALLED = range(4)
+
+# In low precision a sample stalls after so many iterations in which no relative residual fell below this factor.
+STALL_ITERATIONS = 5
+STALL_GAIN = 0.95
+
+BROYDEN_GOOD, BROYDEN_BAD, ANDERSON_I, ANDERSON_II = range(4)
+# Pivots of the equilibrated window matrix below this carry no information.
+PIVOT_FLOOR = 1e-7
+# Pairs that a GPU kernel takes at most: their window lives in registers and shared memory.
+MAX_GPU_HISTORY = 32
+
+IDENTITY, RELU, TANH, GELU = range(4)
+
+# Grouped rows whose class sums are formed by one program.
+CHUNK_ROWS = 256

@@ -1,0 +1,72 @@
+"""Samples around class means, and the definitions of the metrics with D x D matrices in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+EXACT_RTOL = 1e-12  # float64 against float64, well conditioned
+COLLAPSED_RTOL = 1e-6  # against a pseudo-inverse that itself loses digits, or features that are mostly offset
+ROUNDING = 1e-7  # distances that are zero but for rounding (square roots of float64 differences)
+PINV_RTOL = 1e-12  # eigenvalues of Sigma_B below this share of the largest are zero in the reference
+
+KEPT_FIELDS = ("nc1", "rank", "condition", "nc2", "nc2_paper", "nc2_centered", "nc3", "nc3_centered", "num_classes")
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+
+
+def make_samples(rows, columns, classes, noise=0.3, offset=0.0, dtype=torch.float32, seed=0):
+    """Features around random class means and labels in random order; every class is there when rows allow."""
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.randn(classes, columns, generator=generator, dtype=torch.float64) + offset
+    labels = (torch.arange(rows) % classes)[torch.randperm(rows, generator=generator)]
+    features = means[labels] + noise * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    weight = torch.randn(classes, columns, generator=generator, dtype=torch.float64)
+    return features.to(dtype), labels, weight.to(dtype)
+
+
+def imbalanced(features, labels):
+    """Class k keeps about every (k + 1)-th of its samples."""
+    occurrence = torch.zeros_like(labels)
+    for k in labels.unique():
+        occurrence[labels == k] = torch.arange(int((labels == k).sum()))
+    keep = occurrence % (labels + 1) == 0
+    return features[keep], labels[keep]
+
+
+def class_means(features, labels):
+    return torch.stack([features[labels == k].mean(0) for k in labels.unique()])
+
+
+def naive(features, labels, center="class-means", pinv_rtol=PINV_RTOL):
+    """NC1 and the rank of Sigma_B as the paper defines them, D x D pseudo-inverse in float64."""
+    features, labels = features.double().cpu(), labels.cpu()
+    means = class_means(features, labels)
+    deviations = features - means[torch.unique(labels, return_inverse=True)[1]]
+    between = means - (means.mean(0) if center == "class-means" else features.mean(0))
+    sigma_w = deviations.T @ deviations / len(features)
+    sigma_b = between.T @ between / len(means)
+    nc1 = torch.trace(sigma_w @ torch.linalg.pinv(sigma_b, hermitian=True, rtol=pinv_rtol)) / len(means)
+    return nc1.item(), int(torch.linalg.matrix_rank(sigma_b, hermitian=True, rtol=pinv_rtol))
+
+
+def naive_simplex(means, scale):
+    gram = means @ means.T
+    classes = len(means)
+    target = scale * (torch.eye(classes, dtype=means.dtype) - torch.ones(classes, classes, dtype=means.dtype) / classes)
+    return (gram / gram.norm() - target).norm().item()
+
+
+def simplex_vertices(classes, columns):
+    """Rows of a simplex equiangular tight frame in R^columns, float64."""
+    identity = torch.eye(classes, columns, dtype=torch.float64)
+    return math.sqrt(classes / (classes - 1)) * (identity - identity.mean(0))
+
+
+def assert_metrics_close(result, expected, rtol=EXACT_RTOL, fields=KEPT_FIELDS):
+    for field in fields:
+        got, want = getattr(result, field), getattr(expected, field)
+        assert got == pytest.approx(want, rel=rtol, abs=rtol, nan_ok=True), field

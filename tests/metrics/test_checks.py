@@ -1,0 +1,122 @@
+"""Bad arguments of the metrics are named, with what they are and what they must be."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from deqfast import NeuralCollapse, neural_collapse
+from deqfast.metrics.metric import MAX_STREAMING_FEATURES
+
+list_and_streaming = pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
+
+GOOD = {"features": torch.ones(6, 4), "labels": torch.arange(6) % 3}
+
+
+BAD = [
+    ({"features": [[1.0]]}, TypeError, r"features is a list; .*float16, bfloat16, float32, float64"),
+    ({"features": torch.ones(6, 4, dtype=torch.int64)}, TypeError, r"features has dtype torch\.int64"),
+    ({"features": torch.ones(6, 4, 2, 2)}, ValueError, r"features has shape \(6, 4, 2, 2\).*flatten or pool"),
+    ({"features": torch.ones(6)}, ValueError, r"features has shape \(6,\)"),
+    ({"features": torch.ones(6, 0)}, ValueError, r"features has shape \(6, 0\)"),
+    ({"features": torch.ones(0, 4), "labels": torch.arange(0)}, ValueError, r"features has no rows .*\(0, 4\)"),
+    ({"labels": [0, 1, 2, 0, 1, 2]}, TypeError, r"labels is a list; .*int64"),
+    ({"labels": torch.ones(6)}, TypeError, r"labels has dtype torch\.float32"),
+    ({"labels": torch.ones(6, dtype=torch.bool)}, TypeError, r"labels has dtype torch\.bool"),
+    ({"labels": torch.arange(5)}, ValueError, r"labels has shape \(5,\); it must be \(6,\)"),
+    ({"labels": torch.zeros(6, 1, dtype=torch.int64)}, ValueError, r"labels has shape \(6, 1\)"),
+    ({"labels": torch.tensor([0, 1, 2, 0, 1, -1])}, ValueError, r"labels holds -1; .*\[0, 3\)"),
+    ({"num_classes": 2}, ValueError, r"labels holds 2; .*\[0, 2\)"),
+    ({"classifier_weight": torch.ones(2, 4)}, ValueError, r"labels holds 2; .*\[0, 2\)"),
+    ({"num_classes": 0}, ValueError, r"num_classes is 0; it must be at least 1"),
+    ({"num_classes": 3.0}, TypeError, r"num_classes is 3\.0, a float; it must be an int"),
+    ({"num_classes": True}, TypeError, r"num_classes is True, a bool"),
+    ({"classifier_weight": nn.Linear(4, 3)}, TypeError, r"classifier_weight is a Linear"),
+    ({"classifier_weight": torch.ones(3, 4).int()}, TypeError, r"classifier_weight has dtype torch\.int32"),
+    ({"classifier_weight": torch.ones(3, 5)}, ValueError, r"classifier_weight has shape \(3, 5\).*\(num_classes, 4\)"),
+    ({"classifier_weight": torch.ones(4)}, ValueError, r"classifier_weight has shape \(4,\)"),
+    ({"classifier_weight": torch.ones(0, 4)}, ValueError, r"classifier_weight has shape \(0, 4\)"),
+    ({"classifier_weight": torch.ones(3, 4), "num_classes": 5}, ValueError, r"shape \(3, 4\); it must be \(5, 4\)"),
+    ({"rtol": -1e-3}, ValueError, r"rtol is -0\.001; it must be in \[0, 1\)"),
+    ({"rtol": 1.0}, ValueError, r"rtol is 1\.0"),
+    ({"rtol": math.nan}, ValueError, r"rtol is nan"),
+    ({"rtol": "auto"}, TypeError, r"rtol is 'auto', a str"),
+    ({"center": "mean"}, ValueError, r"center is 'mean'; .*'class-means', 'samples'"),
+    ({"labels": torch.zeros(6, dtype=torch.int64, device="meta")}, ValueError, r"labels is on meta; it must be on cpu"),
+    ({"classifier_weight": torch.ones(3, 4, device="meta")}, ValueError, r"classifier_weight is on meta; .*cpu"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
+def test_bad_arguments(arguments, error, message):
+    neural_collapse(**GOOD)
+    with pytest.raises(error, match=message):
+        neural_collapse(**{**GOOD, **arguments})
+
+
+def test_overflowing_sums_are_an_error():
+    features = torch.full((6, 4), 1.7e308, dtype=torch.float64)
+    features[0] *= -1
+    with pytest.raises(ValueError, match="features holds values whose sums overflow float64"):
+        neural_collapse(features, GOOD["labels"])
+
+
+def test_streaming_limit():
+    NeuralCollapse(2, streaming=True, num_features=MAX_STREAMING_FEATURES)
+    with pytest.raises(ValueError, match=r"num_features is 1025; .*at most 1024: use streaming=False"):
+        NeuralCollapse(2, streaming=True, num_features=MAX_STREAMING_FEATURES + 1)
+    with pytest.raises(ValueError, match="num_features is None; streaming=True needs it"):
+        NeuralCollapse(2, streaming=True)
+
+
+BAD_METRICS = [
+    ({"num_classes": 0}, ValueError, r"num_classes is 0"),
+    ({"num_classes": "ten"}, TypeError, r"num_classes is 'ten', a str"),
+    ({"num_features": -1}, ValueError, r"num_features is -1"),
+    ({"num_features": 2.0}, TypeError, r"num_features is 2\.0, a float"),
+    ({"rtol": 2.0}, ValueError, r"rtol is 2\.0"),
+    ({"center": None}, ValueError, r"center is None"),
+    ({"classifier_weight": nn.ReLU()}, TypeError, r"classifier_weight is a ReLU; give a tensor, a module"),
+    ({"classifier_weight": torch.ones(2, 7)}, ValueError, r"shape \(2, 7\); it must be \(3, D\)"),
+    ({"classifier_weight": nn.Linear(7, 3), "num_features": 8}, ValueError, r"shape \(3, 7\); it must be \(3, 8\)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_METRICS)
+def test_bad_metric_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        NeuralCollapse(**{"num_classes": 3, **arguments})
+
+
+@list_and_streaming
+def test_bad_updates(streaming):
+    metric = NeuralCollapse(3, streaming=streaming, num_features=7)
+    with pytest.raises(ValueError, match="the metric has no samples; call update"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics warns of compute before update as well
+        metric.compute()
+    with pytest.raises(ValueError, match=r"features has shape \(4, 8\); it must be \(N, 7\)"):
+        metric.update(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"labels has shape \(3,\); it must be \(4,\)"):
+        metric.update(torch.ones(4, 7), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"features has dtype torch\.int64"):
+        metric.update(torch.ones(4, 7).long(), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"labels holds 3; every label must be in \[0, 3\)"):
+        metric.update(torch.ones(4, 7), torch.arange(4))
+        metric.compute()
+
+
+def test_batches_of_different_width():
+    metric = NeuralCollapse(3)
+    metric.update(torch.ones(3, 7), torch.arange(3))
+    with pytest.raises(ValueError, match=r"features has shape \(3, 8\); it must be \(N, 7\)"):
+        metric.update(torch.ones(3, 8), torch.arange(3))
+
+
+def test_streaming_names_a_device_mismatch():
+    metric = NeuralCollapse(3, streaming=True, num_features=7).to("meta")
+    with pytest.raises(ValueError, match="features is on cpu; it must be on meta"):
+        metric.update(torch.ones(3, 7), torch.arange(3))

@@ -1,0 +1,281 @@
+"""The metric: batches, processes, copies and streams of samples give what the function gives."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from collapse_samples import (
+    COLLAPSED_RTOL,
+    EXACT_RTOL,
+    KEPT_FIELDS,
+    assert_metrics_close,
+    every_device,
+    make_samples,
+    naive,
+)
+from torch import nn
+from torchmetrics import MetricCollection
+
+from deqfast import NCResult, NeuralCollapse, neural_collapse
+
+list_and_streaming = pytest.mark.parametrize("streaming", [False, True], ids=["list", "streaming"])
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-5])
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+@list_and_streaming
+def test_collapsed_features_with_offset(noise, offset, streaming):
+    features, labels, _ = make_samples(777, 63, 10, noise=noise, offset=offset)
+    expected, _ = naive(features, labels)
+    metric = NeuralCollapse(10, streaming=streaming, num_features=63)
+    metric.update(features, labels)
+    assert metric.compute().nc1 == pytest.approx(expected, rel=COLLAPSED_RTOL)
+
+
+@list_and_streaming
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_coinciding_means_have_no_nc1(dtype, streaming):
+    labels = torch.arange(3000) % 3
+    constant = torch.full((3000, 7), 0.1, dtype=dtype)
+    mirrored = torch.randn(1000, 7, generator=torch.Generator().manual_seed(0)).to(dtype) + 0.1
+    for features in (constant, mirrored.repeat_interleave(3, 0)):
+        metric = NeuralCollapse(3, torch.eye(3, 7), streaming=streaming, num_features=7)
+        metric.update(features, labels)
+        result = metric.compute()
+        assert result.rank == 0
+        assert all(math.isnan(x) for x in (result.nc1, result.condition, result.nc2_centered, result.nc3_centered))
+        assert math.isfinite(result.nc2)
+
+
+@list_and_streaming
+def test_a_class_or_everything_not_finite(streaming):
+    features, labels, weight = make_samples(100, 7, 4)
+    features[labels == 2] = math.nan
+    for count, expected_classes in ((int((labels == 2).sum()), 3), (100, 0)):
+        metric = NeuralCollapse(4, weight, streaming=streaming)
+        metric.update(features, labels)
+        result = metric.compute()
+        assert (result.excluded, result.num_classes) == (count, expected_classes)
+        assert math.isnan(result.nc1) == math.isnan(result.nc3) == (expected_classes == 0)
+        features[:] = math.nan
+    assert result.rank == 0
+    assert result.nc4 is None if streaming else math.isnan(result.nc4)
+
+
+@list_and_streaming
+@pytest.mark.parametrize(("dtype", "noise"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
+def test_half_precision_below_its_resolution_warns(dtype, noise, streaming):
+    features, labels, _ = make_samples(500, 63, 10, noise=noise)
+    metric = NeuralCollapse(10, streaming=streaming, num_features=63)
+    metric.update(features.to(dtype), labels)
+    with pytest.warns(UserWarning, match="half-precision features resolve"):
+        metric.compute()
+    metric.reset()
+    metric.update(features, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metric.compute()
+
+
+def in_pieces(metric, features, labels, sizes=(1, 63, 200)):
+    for size in sizes:
+        metric.update(features[:size], labels[:size])
+        features, labels = features[size:], labels[size:]
+    metric.update(features, labels)
+    return metric
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_metric_in_pieces_equals_the_function(dtype, device):
+    features, labels, weight = (x.to(device) for x in make_samples(777, 63, 10, dtype=dtype))
+    expected = neural_collapse(features, labels, weight)
+    assert in_pieces(NeuralCollapse(10, weight).to(device), features, labels).compute() == expected
+
+
+@every_device
+@pytest.mark.parametrize("center", ["class-means", "samples"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(), (1, 63, 200), (0, 5, 0), (1,) * 50])
+def test_streaming_equals_the_function(sizes, dtype, center, device):
+    features, labels, weight = (x.to(device) for x in make_samples(777, 63, 10, offset=1.0, dtype=dtype))
+    features[3, 4] = math.nan
+    expected = neural_collapse(features, labels, weight, center=center)
+    metric = NeuralCollapse(10, weight, center=center, streaming=True).to(device)
+    result = in_pieces(metric, features, labels, sizes).compute()
+    assert_metrics_close(result, expected)
+    assert (result.excluded, result.nc4) == (1, None)
+
+
+def test_streaming_drops_empty_classes_and_keeps_rtol():
+    features, labels, weight = make_samples(400, 63, 5, noise=0.0)
+    features[labels == 4] = features[labels == 3] + 1e-4
+    metric = NeuralCollapse(9, torch.cat([torch.ones(2, 63), weight, torch.ones(2, 63)]), streaming=True)
+    metric.update(features, labels + 2)
+    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
+    assert (metric.compute().rank, metric.compute().num_classes) == (4, 5)
+    metric.rtol = 1e-3
+    assert metric.compute().rank == 3
+
+
+@list_and_streaming
+def test_reset_forgets(streaming):
+    features, labels, weight = make_samples(777, 63, 10)
+    metric = NeuralCollapse(10, weight, streaming=streaming)
+    metric.update(torch.full((5, 63), math.nan), torch.arange(5))
+    metric.update(100 * features, labels)
+    metric.reset()
+    metric.update(features, labels)
+    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight), fields=(*KEPT_FIELDS, "excluded"))
+
+
+@list_and_streaming
+def test_forward_gives_the_batch_and_accumulates(streaming):
+    features, labels, weight = make_samples(777, 63, 10)
+    metric = NeuralCollapse(10, weight, streaming=streaming)
+    for part in (slice(0, 300), slice(300, 500), slice(500, 777)):
+        assert_metrics_close(
+            metric(features[part], labels[part]), neural_collapse(features[part], labels[part], weight)
+        )
+    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
+
+
+@list_and_streaming
+def test_merge_state(streaming):
+    features, labels, weight = make_samples(777, 63, 10, offset=1.0)
+    first, second = (NeuralCollapse(10, weight, streaming=streaming) for _ in range(2))
+    first.update(features[:100], labels[:100])
+    second.update(features[100:], labels[100:])
+    first.merge_state(second)
+    assert_metrics_close(first.compute(), neural_collapse(features, labels, weight))
+
+
+@list_and_streaming
+def test_classifier_is_read_when_computing(streaming):
+    features, labels, weight = make_samples(777, 63, 10)
+    classifier = nn.Linear(63, 10)
+    metric = NeuralCollapse(10, classifier, streaming=streaming)
+    metric.update(features, labels)
+    before = metric.compute().nc3
+    with torch.no_grad():
+        classifier.weight.copy_(weight)
+    expected = neural_collapse(features, labels, weight).nc3
+    assert before != metric.compute().nc3 == pytest.approx(expected, rel=EXACT_RTOL)
+    metric.classifier_weight = None
+    assert metric.compute().nc3 is None
+    metric.classifier_weight = nn.Parameter(weight)
+    assert metric.compute().nc3 == pytest.approx(expected, rel=EXACT_RTOL)
+    assert not list(metric.parameters()) and not list(metric.children()) and not metric.state_dict()
+
+
+@list_and_streaming
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.clone()])
+def test_copies_and_pickles(duplicate, streaming):
+    features, labels, weight = make_samples(777, 63, 10)
+    classifier = nn.Linear(63, 10, bias=False)
+    with torch.no_grad():
+        classifier.weight.copy_(weight)
+    metric = NeuralCollapse(10, classifier, streaming=streaming)
+    metric.update(features[:500], labels[:500])
+    twin = duplicate(metric)
+    twin.update(features[500:], labels[500:])
+    assert_metrics_close(twin.compute(), neural_collapse(features, labels, weight))
+    assert_metrics_close(metric.compute(), neural_collapse(features[:500], labels[:500], weight))
+
+
+def test_batches_are_copied():
+    features, labels, _ = make_samples(200, 7, 4)
+    metric, buffer, label_buffer = NeuralCollapse(4), torch.empty(100, 7), torch.empty(100, dtype=torch.int64)
+    for part in (slice(0, 100), slice(100, 200)):
+        buffer.copy_(features[part])
+        label_buffer.copy_(labels[part])
+        metric.update(buffer, label_buffer)
+    assert metric.compute() == neural_collapse(features, labels, num_classes=4)
+
+
+@list_and_streaming
+def test_inference_mode_and_gradients(streaming):
+    features, labels, weight = make_samples(777, 63, 10)
+    metric = NeuralCollapse(10, weight, streaming=streaming)
+    with torch.inference_mode():
+        metric.update(features[:300].clone(), labels[:300])
+    metric.update(features[300:].requires_grad_(), labels[300:])
+    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
+
+
+def test_metric_collection():
+    features, labels, weight = make_samples(777, 63, 10)
+    both = MetricCollection({"list": NeuralCollapse(10, weight), "stream": NeuralCollapse(10, weight, streaming=True)})
+    both.update(features, labels)
+    expected = neural_collapse(features, labels, weight)
+    for result in both.compute().values():
+        assert_metrics_close(result, expected)
+
+
+WORLD_SIZE = 2
+SHARES = {"uneven": (slice(0, 600), slice(600, 777)), "second without samples": (slice(0, 777), slice(0, 0))}
+
+
+def distributed_samples():
+    features, labels, weight = make_samples(777, 63, 10, offset=1.0)
+    features[[5, 700]] = math.nan
+    return features, labels, weight
+
+
+def distributed_results(rank):
+    """Every scenario on one of the processes: the result, and the result after more samples and a second sync."""
+    features, labels, weight = distributed_samples()
+    results = {}
+    for name, shares in SHARES.items():
+        for streaming in (False, True):
+            metric = NeuralCollapse(10, weight, streaming=streaming)
+            mine = features[shares[rank]], labels[shares[rank]]
+            if len(mine[0]):
+                in_pieces(metric, *mine, sizes=(40, 41))
+            first = metric.compute()
+            metric.update(features[:50] + rank, labels[:50])
+            results[f"{name}, streaming={streaming}"] = [
+                dataclasses.asdict(first),
+                dataclasses.asdict(metric.compute()),
+            ]
+    return results
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
+    )
+    results = distributed_results(rank)
+    torch.distributed.destroy_process_group()
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def from_two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    torch.multiprocessing.spawn(worker, args=(str(folder),), nprocs=WORLD_SIZE)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+@list_and_streaming
+@pytest.mark.parametrize("name", SHARES)
+def test_two_processes_equal_one(from_two_processes, name, streaming):
+    features, labels, weight = distributed_samples()
+    more = torch.cat([features, features[:50], features[:50] + 1])
+    more_labels = torch.cat([labels, labels[:50], labels[:50]])
+    first, second = (results[f"{name}, streaming={streaming}"] for results in from_two_processes)
+    assert first == second
+    expected = [neural_collapse(features, labels, weight), neural_collapse(more, more_labels, weight)]
+    for result, one in zip(first, expected, strict=True):
+        result = NCResult(**result)
+        assert_metrics_close(result, one, fields=(*KEPT_FIELDS, "excluded"))
+        assert result.nc4 is None if streaming else result.nc4 == pytest.approx(one.nc4, rel=EXACT_RTOL)

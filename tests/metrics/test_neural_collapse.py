@@ -1,0 +1,383 @@
+"""NC1-NC4 against their definitions, D x D matrices in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from collapse_samples import (
+    COLLAPSED_RTOL,
+    EXACT_RTOL,
+    KEPT_FIELDS,
+    ROUNDING,
+    assert_metrics_close,
+    class_means,
+    every_device,
+    imbalanced,
+    make_samples,
+    naive,
+    naive_simplex,
+    simplex_vertices,
+)
+
+from deqfast import NCResult, neural_collapse
+from deqfast.metrics import statistics
+from deqfast.ops.collapse import reference
+
+REPEATS = 10
+
+
+@every_device
+@pytest.mark.parametrize("center", ["class-means", "samples"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "classes"), [(256, 64, 4), (777, 63, 10), (600, 256, 100), (500, 7, 20)])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_nc1_agrees_with_pseudo_inverse(rows, columns, classes, balanced, dtype, center, device):
+    features, labels, _ = make_samples(rows, columns, classes, dtype=dtype)
+    if not balanced:
+        features, labels = imbalanced(features, labels)
+    expected, rank = naive(features, labels, center)
+    result = neural_collapse(features.to(device), labels.to(device), center=center)
+    assert result.nc1 == pytest.approx(expected, rel=EXACT_RTOL)
+    assert result.rank == rank == min(classes - 1, columns)
+
+
+def test_one_feature():
+    features, labels, weight = make_samples(63, 1, 3, dtype=torch.float64)
+    result = neural_collapse(features, labels, weight)
+    assert result.nc1 == pytest.approx(naive(features, labels)[0], rel=EXACT_RTOL)
+    assert (result.rank, result.condition) == (1, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_strided_views(dtype):
+    features, labels, weight = make_samples(777, 63, 5, dtype=dtype)
+    wide = torch.full((777, 2 * 63 + 1), math.nan, dtype=dtype)
+    wide[:, 1::2] = features
+    spaced = torch.full((2 * 777,), -1)
+    spaced[::2] = labels
+    repeated = features[:1].expand(777, 63)
+    for view, dense in ((wide[:, 1::2], features), (features.T.contiguous().T, features), (repeated, repeated.clone())):
+        result, expected = neural_collapse(view, spaced[::2], weight), neural_collapse(dense, labels, weight)
+        assert_metrics_close(result, expected, fields=(*KEPT_FIELDS, "nc4"))
+
+
+def test_center_of_samples_differs_under_imbalance():
+    features, labels = imbalanced(*make_samples(777, 63, 10)[:2])
+    by_class, by_sample = (neural_collapse(features, labels, center=c).nc1 for c in ("class-means", "samples"))
+    assert abs(by_class / by_sample - 1) > math.sqrt(COLLAPSED_RTOL)
+
+
+@pytest.mark.parametrize("first_row", [1.0, math.nan])
+def test_offset_costs_no_digits(first_row):
+    features, labels, _ = make_samples(777, 63, 10, offset=1e8, dtype=torch.float64)
+    expected, _ = naive(features[1:] - 1e8, labels[1:])  # the subtraction is exact
+    features[0] *= first_row
+    if first_row == 1.0:
+        features, labels = features[1:], labels[1:]
+    assert neural_collapse(features, labels).nc1 == pytest.approx(expected, rel=EXACT_RTOL)
+
+
+def test_minority_collapse_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(10, 64, generator=generator)
+    means[3:] = means[3] + 1e-3 * torch.randn(7, 64, generator=generator) / 8
+    labels = torch.arange(1000) % 10
+    features = means[labels] + 1e-4 * torch.randn(1000, 64, generator=generator)
+    expected, rank = naive(features, labels)
+    result = neural_collapse(features, labels)
+    assert result.nc1 == pytest.approx(expected, rel=COLLAPSED_RTOL)
+    assert result.rank == rank == 9
+    assert result.condition < 1e-3
+
+
+def test_nc1_ignores_rotation_scale_and_offset():
+    features, labels, _ = make_samples(500, 63, 10, dtype=torch.float64)
+    rotation, _ = torch.linalg.qr(torch.randn(63, 63, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    expected = neural_collapse(features, labels).nc1
+    for same in (features @ rotation, features * 1e30, features * 1e-30, features + 3.0):
+        assert neural_collapse(same, labels).nc1 == pytest.approx(expected, rel=EXACT_RTOL)
+
+
+def test_no_matrix_of_the_size_of_the_features_squared():
+    features, labels, weight = make_samples(6, 200_000, 3)  # D x D would take 320 GB
+    assert neural_collapse(features, labels, weight).rank == 2
+
+
+def test_blocks_do_not_change_the_result(monkeypatch):
+    features, labels, weight = make_samples(777, 63, 10)
+    expected = neural_collapse(features, labels, weight, kernel="torch")
+    for rows in (1, 10, 776, 777, 10_000):
+        monkeypatch.setattr(reference, "_MIN_BLOCK_ROWS", rows)
+        monkeypatch.setattr(reference, "_BLOCK_ELEMENTS", {"cpu": 1})
+        assert_metrics_close(
+            neural_collapse(features, labels, weight, kernel="torch"), expected, fields=(*KEPT_FIELDS, "nc4")
+        )
+
+
+@every_device
+def test_same_bits_every_time(device):
+    features, labels, weight = (x.to(device) for x in make_samples(5000, 63, 10))
+    expected = neural_collapse(features, labels, weight)
+    for _ in range(REPEATS):
+        assert neural_collapse(features.clone(), labels, weight) == expected
+
+
+@pytest.mark.parametrize("classes", [2, 10, 100])
+def test_simplex_is_fully_collapsed(classes):
+    vertices = simplex_vertices(classes, 120)
+    labels = torch.arange(3 * classes) % classes
+    result = neural_collapse(vertices[labels], labels, 7.0 * vertices)
+    assert result.nc1 == pytest.approx(0, abs=EXACT_RTOL)
+    assert result.rank == classes - 1
+    assert result.condition == pytest.approx(1, rel=EXACT_RTOL)
+    for distance in (result.nc2, result.nc2_centered, result.nc3, result.nc3_centered):
+        assert distance == pytest.approx(0, abs=ROUNDING)
+    assert result.nc2_paper == pytest.approx(1 - 1 / math.sqrt(classes - 1), abs=ROUNDING)
+    assert result.nc4 == 1.0
+
+
+def test_values_stated_for_ten_classes():
+    labels = torch.arange(30) % 10
+    orthogonal = neural_collapse(torch.eye(10, 16)[labels], labels)
+    assert round(orthogonal.nc2, 3) == 0.320
+    assert orthogonal.nc2_centered == pytest.approx(0, abs=ROUNDING)
+    simplex = neural_collapse(simplex_vertices(10, 16)[labels], labels)
+    assert round(simplex.nc2_paper, 3) == 0.667
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("center", ["class-means", "samples"])
+def test_nc2_and_nc3_agree_with_the_definitions(dtype, center):
+    features, labels, weight = make_samples(777, 63, 10, offset=0.5, dtype=dtype)
+    features, labels = imbalanced(features, labels)
+    result = neural_collapse(features, labels, weight, center=center)
+    means, weight = class_means(features.double(), labels), weight.double()
+    centred = means - (means.mean(0) if center == "class-means" else features.double().mean(0))
+    expected = {
+        "nc2": naive_simplex(means, 1 / 3),
+        "nc2_paper": naive_simplex(means, 1 / 9),
+        "nc2_centered": naive_simplex(centred, 1 / 3),
+        "nc3": (weight / weight.norm() - means / means.norm()).norm().item(),
+        "nc3_centered": (weight / weight.norm() - centred / centred.norm()).norm().item(),
+    }
+    for name, value in expected.items():
+        assert getattr(result, name) == pytest.approx(value, rel=EXACT_RTOL), name
+
+
+def test_nc3_ends_at_two():
+    features, labels, _ = make_samples(100, 63, 4, dtype=torch.float64)
+    means = class_means(features, labels)
+    assert neural_collapse(features, labels, -3 * means).nc3 == pytest.approx(2, rel=EXACT_RTOL)
+    assert neural_collapse(features, labels, means - means.mean(0)).nc3_centered == pytest.approx(0, abs=ROUNDING)
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("offset", "dtype"), [(0.0, torch.float64), (1e8, torch.float64), (0.0, torch.float32), (100.0, torch.float32)]
+)
+def test_nc4_agrees_with_the_two_rules(offset, dtype, device):
+    features, labels, _ = make_samples(777, 5, 10, noise=1.0, offset=offset, dtype=dtype)
+    without_offset = features.double() - offset
+    means = class_means(without_offset, labels)
+    weight = means - means.mean(0) + 0.2
+    nearest = torch.cdist(without_offset, means, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+    expected = (nearest == (features.double() @ weight.T).argmax(1)).double().mean().item()
+    result = neural_collapse(features.to(device), labels.to(device), weight.to(device))
+    assert 0 < expected < 1
+    assert result.nc4 == pytest.approx(expected, rel=EXACT_RTOL)
+
+
+def test_nc4_ties_go_to_the_lowest_index():
+    features = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [0.0, 0.0]])
+    labels = torch.tensor([0, 1, 0, 1, 2])
+    # All zero weights tie everywhere, so the classifier says 0; only the samples nearest to the mean of class 0 agree.
+    nearest = torch.cdist(features, class_means(features, labels)).argmin(1)
+    result = neural_collapse(features, labels, torch.zeros(3, 2))
+    assert result.nc4 == pytest.approx((nearest == 0).double().mean().item(), rel=EXACT_RTOL)
+    # All zero features tie in both rules.
+    assert neural_collapse(torch.zeros(6, 4), torch.arange(6) % 3, torch.randn(3, 4)).nc4 == 1.0
+
+
+def test_a_classifier_that_is_not_finite_gives_nan():
+    features, labels, weight = make_samples(100, 7, 4)
+    weight[1, 2] = math.nan
+    result = neural_collapse(features, labels, weight)
+    assert math.isnan(result.nc3) and math.isnan(result.nc4)
+    assert result.nc1 == neural_collapse(features, labels).nc1
+
+
+def test_without_classifier_nc3_and_nc4_are_none():
+    features, labels, _ = make_samples(100, 7, 4)
+    result = neural_collapse(features, labels)
+    assert (result.nc3, result.nc3_centered, result.nc4) == (None, None, None)
+
+
+def test_empty_classes_are_dropped():
+    features, labels, weight = make_samples(500, 63, 4, dtype=torch.float64)
+    expected = neural_collapse(features, labels, weight)
+    spread = torch.tensor([1, 3, 4, 8])
+    larger = torch.full((10, 63), 100.0, dtype=torch.float64)  # rows that would win every argmax
+    larger[spread] = weight
+    result = neural_collapse(features, spread[labels], larger)
+    assert_metrics_close(result, expected, fields=(*KEPT_FIELDS, "nc4"))
+    assert result.num_classes == 4
+    assert neural_collapse(features, spread[labels], num_classes=20).num_classes == 4
+
+
+def test_classes_of_one_sample():
+    features, labels, _ = make_samples(100, 63, 4, dtype=torch.float64)
+    features = torch.cat([features, torch.randn(3, 63, dtype=torch.float64)])
+    labels = torch.cat([labels, torch.tensor([4, 5, 6])])
+    assert neural_collapse(features, labels).nc1 == pytest.approx(naive(features, labels)[0], rel=EXACT_RTOL)
+    only = neural_collapse(features[:4], torch.arange(4))
+    assert only.nc1 == pytest.approx(0, abs=EXACT_RTOL)
+    assert only.rank == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+def test_duplicate_means_lower_the_rank(dtype, offset):
+    features, labels, _ = make_samples(400, 63, 5, offset=offset, dtype=dtype)
+    order = torch.randperm(int((labels == 4).sum()), generator=torch.Generator().manual_seed(0))
+    features = torch.cat([features, features[labels == 4][order]])
+    labels = torch.cat([labels, torch.full_like(order, 5)])
+    expected, rank = naive(features, labels)
+    result = neural_collapse(features, labels)
+    assert result.rank == rank == 4
+    assert result.nc1 == pytest.approx(expected, rel=EXACT_RTOL)
+
+
+def test_dependent_means_lower_the_rank():
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(8, 3, generator=generator, dtype=torch.float64) @ torch.randn(
+        3, 63, generator=generator, dtype=torch.float64
+    )
+    labels = torch.arange(80) % 8
+    noise = torch.randn(80, 63, generator=generator, dtype=torch.float64)
+    noise -= class_means(noise, labels)[labels]
+    features = means[labels] + noise
+    expected, rank = naive(features, labels)
+    result = neural_collapse(features, labels)
+    assert result.rank == rank == 3
+    assert result.nc1 == pytest.approx(expected, rel=EXACT_RTOL)
+
+
+def test_rank_stays_below_the_number_of_classes(monkeypatch):
+    monkeypatch.setattr(statistics, "_RANK_FACTOR", 0.0)  # nothing counts as rounding
+    for center in ("class-means", "samples"):
+        features, labels = imbalanced(*make_samples(777, 63, 10, offset=10.0)[:2])
+        assert neural_collapse(features, labels, rtol=0.0, center=center).rank == 9
+
+
+def test_one_class_has_no_nc1():
+    features, _, weight = make_samples(50, 7, 2)
+    result = neural_collapse(features, torch.zeros(50, dtype=torch.int64), weight)
+    assert (result.rank, result.num_classes, result.nc4) == (0, 1, 1.0)
+    for value in (result.nc1, result.condition, result.nc2, result.nc2_paper, result.nc2_centered, result.nc3_centered):
+        assert math.isnan(value)
+    assert 0 <= result.nc3 <= 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[0], [5, 17, 200], [776]])
+def test_rows_that_are_not_finite_are_left_out(rows, dtype, bad):
+    features, labels, weight = make_samples(777, 63, 10, dtype=dtype)
+    keep = torch.ones(777, dtype=torch.bool)
+    keep[rows] = False
+    expected = neural_collapse(features[keep], labels[keep], weight)
+    features[rows, 3] = bad
+    result = neural_collapse(features, labels, weight)
+    assert result.excluded == len(rows)
+    assert_metrics_close(result, expected, fields=(*KEPT_FIELDS, "nc4"))
+
+
+def test_opposite_infinities_are_left_out():
+    features, labels, _ = make_samples(100, 7, 4)
+    features[4], features[8] = math.inf, -math.inf
+    result = neural_collapse(features, labels)
+    assert result.excluded == 2
+    assert math.isfinite(result.nc1)
+
+
+@pytest.mark.filterwarnings("ignore:NC1 = 0")
+def test_default_rtol_follows_the_dtype():
+    def three_means(ratio, dtype):
+        means = torch.zeros(3, 4, dtype=torch.float64)
+        means[0, 0], means[1, 0], means[2, 1] = 1.0, -1.0, ratio
+        labels = torch.arange(300) % 3
+        return means[labels].to(dtype), labels
+
+    for ratio, dtype, rank in [
+        (1e-4, torch.float32, 2),
+        (2e-5, torch.bfloat16, 2),
+        (1e-6, torch.float32, 1),
+        (1e-6, torch.float16, 1),
+        (1e-6, torch.float64, 2),
+        (1e-13, torch.float64, 2),
+        (1e-16, torch.float64, 1),
+    ]:
+        assert neural_collapse(*three_means(ratio, dtype), rtol=None).rank == rank, (ratio, dtype)
+
+
+def test_rtol_decides_for_near_degenerate_means():
+    features, labels, _ = make_samples(400, 63, 5, noise=0.0, dtype=torch.float64)
+    features[labels == 4] = features[labels == 3] + 1e-5
+    noise = 1e-3 * torch.randn(400, 63, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    features += noise - class_means(noise, labels)[labels]
+    loose, tight = neural_collapse(features, labels, rtol=1e-4), neural_collapse(features, labels, rtol=1e-7)
+    assert (loose.rank, tight.rank) == (3, 4)
+    assert loose.condition > 1e-4 > tight.condition > 1e-7
+    assert tight.nc1 > 100 * loose.nc1
+    assert loose.nc1 == pytest.approx(naive(features, labels, pinv_rtol=1e-8)[0], rel=EXACT_RTOL)
+    assert tight.nc1 == pytest.approx(naive(features, labels, pinv_rtol=1e-14)[0], rel=COLLAPSED_RTOL)
+
+
+def test_warning_points_at_the_caller():
+    features, labels, _ = make_samples(500, 63, 10, noise=1e-3, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="NC1") as record:
+        neural_collapse(features, labels)
+    assert [Path(warning.filename).name for warning in record] == [Path(__file__).name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_are_not_written_and_no_gradient_is_recorded(dtype):
+    features, labels, weight = (x.clone() for x in make_samples(100, 7, 4, dtype=dtype))
+    before = features.clone()
+    result = neural_collapse(features.requires_grad_(), labels, weight.requires_grad_())
+    assert torch.equal(features.detach(), before)
+    assert features.grad_fn is None and isinstance(result.nc1, float)
+
+
+def test_autocast_and_matmul_precision_have_no_say():
+    features, labels, weight = make_samples(500, 63, 10, noise=1e-4)
+    expected = neural_collapse(features, labels, weight)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert neural_collapse(features, labels, weight) == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_result_is_plain_and_frozen():
+    features, labels, weight = make_samples(100, 7, 4)
+    result = neural_collapse(features, labels, weight)
+    fields = dataclasses.asdict(result)
+    assert NCResult(**json.loads(json.dumps(fields))) == result
+    assert {name for name, value in fields.items() if type(value) is int} == {"rank", "num_classes", "excluded"}
+    assert all(type(value) in (int, float) for value in fields.values())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.nc1 = 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_label_dtypes(dtype):
+    features, labels, weight = make_samples(100, 7, 4)
+    assert neural_collapse(features, labels.to(dtype), weight) == neural_collapse(features, labels, weight)
