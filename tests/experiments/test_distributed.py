@@ -94,7 +94,9 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found.pop("gathered").tolist() == [[0, 0]] * 2 + [[1, 1]] * 3
         assert found.pop("from first") == {"rank": 0} and found.pop("statistics") == 3
-        assert_same(found, expected, rtol=1e-9, atol=1e-11)
+        # The implicit gradient is as exact as its own solve, to 1e-6, and rounding may cost it an iteration.
+        assert_same(found.pop("implicit"), expected["implicit"], rtol=1e-4, atol=1e-6)
+        assert_same(found, {name: expected[name] for name in ("explicit", "jfb")}, rtol=1e-9, atol=1e-11)
 
 
 def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
