@@ -127,7 +127,10 @@ class Experiment:
         "network", "gradient of the fixed point", "jfb", choices=("jfb", "implicit", "phantom", "unrolled")
     )
     kernel: str = option(
-        "network", "implementation of the solver's steps", "auto", choices=("auto", "triton", "cuda", "cpp", "torch")
+        "network",
+        "implementation of the solver's steps; auto: the fastest here; one that is not available here becomes another",
+        "auto",
+        choices=("auto", "triton", "cuda", "cpp", "torch"),
     )
 
     epochs: int = option("training", "passes over the training images", kind=int, minimum=1)

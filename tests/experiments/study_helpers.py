@@ -33,6 +33,8 @@ from nc_study.record import (
 )
 from nc_study.results import network_result, run_result
 
+import deqfast
+
 HERE = Path(__file__).parent
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 CPU = torch.device("cpu")
@@ -48,7 +50,7 @@ def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
     `given`: cwd, environment."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(EXPERIMENTS), str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (EXPERIMENTS, HERE, Path(deqfast.__file__).parents[1])))
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment | given.pop("environment", {}),
