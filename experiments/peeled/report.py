@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -185,7 +186,7 @@ def _panels(part: Row) -> tuple[Figure, list[Axes]]:
     return figure, list(axes[0])
 
 
-def _style(model: str) -> dict[str, str]:
+def _style(model: str) -> dict[str, Any]:
     """Choose open markers for the DEQ: the curves often lie on one another."""
     return {"marker": MARKERS[model], "mfc": "none" if model == "deq" else COLOURS[model], "color": COLOURS[model]}
 

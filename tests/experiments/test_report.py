@@ -130,7 +130,7 @@ def test_verdicts_and_the_paired_differences(made_up, tmp_path, no_pictures):
     verdicts = {row[0]: row for row in table(text, "Verdict on each claim")}
     assert len(verdicts) == 12
     overall = verdicts["Imbalanced: the DEQ's overall accuracy is higher"]
-    assert overall[1] == "holds" and overall[3] == "higher in 9 of 9, +1.64 points on average"
+    assert overall[1] == "holds" and overall[3] == "higher in 9 of 9, +1.72 points on average"
     assert verdicts["Balanced: the DEQ's accuracy is higher, if marginally"][1] == "not enough runs (0)"
     paired = table(text, "Paired differences by setting")[0]
     assert paired[:4] == ["accuracy, overall", "(3,7) R = 10", "3", "+1.20"]
@@ -147,7 +147,7 @@ def test_provenance_names_every_run(made_up, tmp_path, no_pictures):
     for row in rows:
         result = read_record(RunResult, root / os.path.basename(row[-1]) / "result.json")
         assert row[7] == "cpp" and row[10] == result.finished and row[9] == (result.commit or "unknown")[:12]
-        assert row[5] == "1000 and 100" and row[8] == "14", "two networks, four epochs of 1.75 s"
+        assert row[5] == "500 and 50" and row[8] == "14", "two networks, four epochs of 1.75 s"
         assert f"torch {result.versions['torch']}" in dict(table(text, "What was run"))["versions"]
 
 

@@ -61,8 +61,9 @@ def to_html(title: str, text: str, folder: Path) -> str:
     """Make one page of Markdown, with a list of its sections and its pictures, which are given relative to `folder`."""
     converter = Markdown(extensions=["tables", "toc"], extension_configs={"toc": {"toc_depth": "2-2"}})
     body = re.sub(r'(<img [^>]*src=")([^"]+)"', lambda found: _inline(found, folder), converter.convert(text))
+    body = body.replace("</h1>", f"</h1>\n{converter.toc}", 1)  # type: ignore[attr-defined]
     page = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True).get_template("page.html")
-    return page.render(title=title, contents=converter.toc, body=body)  # type: ignore[attr-defined]
+    return page.render(title=title, body=body)
 
 
 def _inline(found: re.Match[str], folder: Path) -> str:

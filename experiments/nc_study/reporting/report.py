@@ -99,7 +99,7 @@ def write(runs: Iterable[Path], out: Path) -> Report:
 
 def _theory(found: Collection, out: Path) -> list[dict[str, object]]:
     """Point to the account and the figures of each result of the layer-peeled study, where they lie."""
-    parts = []
+    parts: list[dict[str, object]] = []
     for path, theory in found.theory.items():
         account = path.with_suffix(".md")
         parts.append(

@@ -209,7 +209,7 @@ def _read_run(folder: RunDirectory) -> Run | Rejected | None:
 
 
 def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
-    """Sort runs by experiment; of two of a setting, network and seed the one finished last counts, the other is told."""
+    """Sort runs by experiment; of two of a setting, network and seed the one finished last counts."""
     groups: dict[Identity, Group] = {}
     duplicates = []
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
