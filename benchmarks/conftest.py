@@ -36,6 +36,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "full: measured with --full alone")
     config.addinivalue_line("markers", "suite(section): timings of a section of `pytest benchmarks`")
     path, device = config.getoption("--record"), config.getoption("--device")
     if path is not None and not path.resolve().parent.is_dir():
@@ -71,6 +72,13 @@ def pytest_generate_tests(metafunc):
             for case, provider in given
         ]
         metafunc.parametrize(("case", "provider"), params)
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        large = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if item not in large]
 
 
 @pytest.fixture(scope="session")

@@ -242,27 +242,18 @@ class Results:
     def rows(self, section: str) -> list[Row]:
         return [row for record in self.of(section) for row in record.rows if row["section"] == section]
 
-    def all_cases(self, section: str) -> list[Case]:
-        found: dict[tuple[str, int], Case] = {}
+    def cases(self, section: str) -> list[Case]:
+        """Each by the largest number of threads that it was measured with."""
+        found: dict[str, Case] = {}
         for record in self.of(section):
             for row in record.rows:
-                if row["section"] == section:
-                    key = (row["case"], row.get("threads") or record.threads)
-                    found.setdefault(key, Case(*key, {})).runs.setdefault(row["provider"], []).append(row)
+                threads = row.get("threads") or record.threads
+                if row["section"] != section or threads < found.get(row["case"], Case("", 0, {})).threads:
+                    continue
+                if row["case"] not in found or threads > found[row["case"]].threads:
+                    found[row["case"]] = Case(row["case"], threads, {})
+                found[row["case"]].runs.setdefault(row["provider"], []).append(row)
         return list(found.values())
-
-    def cases(self, section: str) -> list[Case]:
-        """By the largest number of threads that a case was measured with."""
-        best: dict[str, Case] = {}
-        for case in self.all_cases(section):
-            best[case.name] = max(best.get(case.name, case), case, key=lambda one: one.threads)
-        return list(best.values())
-
-    def case(self, section: str, name: str) -> Case:
-        for case in self.cases(section):
-            if case.name == name:
-                return case
-        raise ReportError(f"no record under benchmarks/results has the case {name!r} of section {section!r}")
 
 
 # Targets
@@ -274,7 +265,7 @@ FORMS: dict[str, Form] = {
 
 
 def judged(results: Results, target: Target) -> list[str]:
-    """What is promised, what was measured and the state of a target, which all runs with the most threads have to meet."""
+    """What is promised, what was measured, and whether all runs with the most threads meet it."""
     records = [one for one in results.records if bool(one.machine.get("gpu")) == target.on_gpu]
     told = [(one.threads, target.value(one.rows)) for one in records]
     most = max((threads for threads, value in told if value is not None), default=0)
@@ -482,15 +473,24 @@ def model(results: Results) -> Table:
     return Table("Model", words, header, body)
 
 
-def gpu(record: Record) -> Table:
-    """Medians of what was timed on a GPU, of solves per iteration without f."""
+def row_table(title: str, words: str, rows: Iterable[Row]) -> Table:
+    """A line for each row that was timed; of solves the time per iteration without f."""
     body = []
-    for row in (row for row in record.rows if "ms" in row):
-        time = duration(row["solver_ms"] if "solver_ms" in row else row["ms"])
-        ratios = [times(value) if value else "" for value in (row.get("floor_x"), row.get("gains", {}).get(PEER))]
-        body.append([f"{row['section']} {row['case']} {row['provider']}", time, *ratios])
-    header = ["case and kernel", "time", "of its byte floor", "gain over torchdeq"]
-    return Table(record.machine["gpu"], f"{record.path.name}, {record.when}.", header, body)
+    for row in rows:
+        if "ms_min" in row:
+            time = duration(row["solver_ms"] if "solver_ms" in row else row["ms_min"])
+            ratios = [times(value) if value else "" for value in (row.get("floor_x"), row.get("gain"))]
+            counts = [f"{row['evaluations']:g}" if "evaluations" in row else "", row.get("peer", "")]
+            body.append([f"{row['section']} {row['case']} {row['provider']}", time, *ratios, *counts])
+    return Table(title, words, ["row", "time", "of its byte floor", "gain", "evaluations", "gain is over"], body)
+
+
+def optional(results: Results) -> list[Table]:
+    """Tables of what not every checkout has measured: options of a solve beside their absence, and GPUs."""
+    found = [row for one in results.records if one not in results.gpus for row in one.rows]
+    options = [row for row in found if row["section"] == "options"]
+    tables = [row_table("Options", "What an option costs or gains beside its absence.", options)] if options else []
+    return tables + [row_table(one.machine["gpu"], f"{one.path.name}, {one.when}.", one.rows) for one in results.gpus]
 
 
 def sources(results: Results) -> Table:
@@ -508,7 +508,7 @@ def sources(results: Results) -> Table:
 
 def tables(results: Results) -> list[Table]:
     found = [targets(results), *suite(results), races(results), steps(results), scaling(results), model(results)]
-    return [*found, *map(gpu, results.gpus), sources(results)]
+    return [*found, *optional(results), sources(results)]
 
 
 def page(results: Results) -> str:

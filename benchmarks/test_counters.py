@@ -21,6 +21,7 @@ def test_every_baseline_is_measured(gate):
     gate.close("counters", counted.CASES)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("compiler", compiled.COMPILERS)
 def test_compiled_kernels(gate, compiler):
     try:

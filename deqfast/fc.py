@@ -127,21 +127,34 @@ def fc_fixed_point(
     solver: str | Solver | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Solution]:
-    """Solve z = act(W z + c) for every sample; z with the Jacobian-free gradient in weight and c, and the Solution.
+    """Solve z = act(W z + c) for every sample in one launch; return z and the Solution.
 
-    weight: (D, D) in the dtype of c, or bfloat16 beside float32; its values are multiplied in the dtype of c.
-    c: (B, D) float32 or float64; z0: the start like c, None: zeros.
-    activation: "identity", "relu", "tanh" or "gelu".
-    solver: ``Picard`` with damping 1 (None: ``Picard()``).
-    kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
-        kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
-        bfloat16 weights with D <= 256 (128 where a block has less than 128 KiB of shared memory), "cuda" what the GPU
-        holds in shared memory, at most D = 2048.
-        "torch" is the specification: it makes all of max_iter iterations.
+    z carries the Jacobian-free gradient (Fung et al., AAAI 2022, as ``JFB``) in `weight` and `c`, that of act(W z + c)
+    with z fixed; z0 gets none, nor do samples whose f was not finite. Computes in the dtypes given, under autocast too.
 
-    The gradient is that of act(W z + c) with z fixed (Fung et al., AAAI 2022, as ``JFB``); z0 gets none, nor do samples
-    whose f was not finite. Computes in the dtypes given, under autocast too. Raises TypeError or ValueError naming the
-    argument, and RuntimeError (triton: ValueError) for a kernel asked for by name that does not serve.
+    Args:
+        weight: W, (D, D) in the dtype of c, or bfloat16 beside float32; its values are multiplied in the dtype of c.
+        c: (B, D), float32 or float64.
+        z0: the start, shaped like c; None: zeros.
+        activation: "identity", "relu", "tanh" or "gelu" (with erf).
+        solver: ``Picard`` with damping 1; None: ``Picard()``.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
+            kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
+            bfloat16 weights with D <= 256 (128 where a block has less than 144 KiB of shared memory), "cuda" what the
+            GPU holds in shared memory, at most D = 2048. "torch" makes all of max_iter iterations.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
+        RuntimeError: `kernel` was asked for by name and does not serve (triton: ValueError).
+
+    Examples:
+        >>> weight = (0.1 * torch.randn(16, 16)).requires_grad_()
+        >>> z, solution = deqfast.fc_fixed_point(weight, torch.randn(4, 16))
+        >>> bool(solution.converged.all())
+        True
+        >>> z.square().mean().backward()
+        >>> weight.grad.shape
+        torch.Size([16, 16])
     """
     _check(weight, c, z0)
     check_choice("activation", activation, ACTIVATIONS)

@@ -118,6 +118,7 @@ class Captured:
         check_every: int,
         whole: bool,
     ) -> Captured:
+        """Capture the solve of cell(., x) from `start` (B, D), after one run of it aside."""
         leaves, spec = pytree.tree_flatten(x)
         inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         fixed_x = pytree.tree_unflatten(inputs, spec)

@@ -26,24 +26,23 @@ from PIL import Image
 from torchvision import datasets
 from tqdm import tqdm
 
-SIZE, CHANNELS = 32, 3
-PIXELS = SIZE * SIZE * CHANNELS
+SHAPE = (3, 32, 32)
+PIXELS = math.prod(SHAPE)
 COLUMNS = 100
-IMAGES_PER_PIECE = 10_000
 KINDS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def pack(root: Path, out: Path, dataset: str, limit: int) -> list[Path]:
     """Write the pieces of a data set under `root`, none above `limit` bytes; their paths."""
-    names = _files(KINDS[dataset])
-    missing = [name for name in names if not (root / name).is_file()]
-    if missing:
-        raise StudyError(f"{root / missing[0]} is missing: {root} does not hold {dataset}")
-    out.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    for name in tqdm(names, desc="packing", unit="file", disable=None):
+    out.mkdir(parents=True, exist_ok=True)
+    for name in tqdm(_files(dataset), desc="packing", unit="file", disable=None):
+        if not (root / name).is_file():
+            raise StudyError(f"{root / name} is missing: {root} does not hold {dataset}")
         for piece in _pieces(name, (root / name).read_bytes(), limit):
+            if len(piece) > limit:
+                raise StudyError(f"--limit {limit / 1e6:g}: what surrounds the pixels of {name} alone takes more")
             path = out / f"{dataset}-{len(written):02}.zip"
             write_atomically(path, piece)
             written.append(path)
@@ -55,29 +54,28 @@ def unpack(pieces: Path, root: Path) -> list[Path]:
     found: dict[str, dict[int, Path]] = defaultdict(dict)
     facts: dict[str, dict[str, Any]] = {}
     for path in sorted(pieces.glob("*.zip")):
-        fact = _fact(path)
+        fact = json.loads(_member(path, "fact.json"))
+        if not any(fact["file"] in _files(dataset) for dataset in KINDS):
+            raise StudyError(f"{path} holds {fact['file']!r}, which is no file of CIFAR")
         found[fact["file"]][fact["first"]] = path
         facts[fact["file"]] = fact
+    for dataset in KINDS:
+        lost = [name for name in _files(dataset) if name not in found]
+        if 0 < len(lost) < len(_files(dataset)):
+            raise StudyError(f"{pieces} has no piece of {lost[0]}: not all of the data set is there")
     if not found:
         raise StudyError(f"{pieces} holds no pieces (*.zip)")
-    for kind in KINDS.values():
-        names = _files(kind)
-        lost = [name for name in names if name not in found]
-        if 0 < len(lost) < len(names):
-            raise StudyError(f"{pieces} has no piece of {lost[0]}: not all of the data set is there")
-    written = []
     for name, parts in tqdm(found.items(), desc="unpacking", unit="file", disable=None):
-        content = _join([parts[first] for first in sorted(parts)], facts[name])
+        content = _join([parts[first] for first in sorted(parts)], facts[name]["offset"])
         if hashlib.md5(content).hexdigest() != facts[name]["md5"]:
             raise StudyError(f"{name} is not what was packed: a piece is missing or damaged in {pieces}")
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)
-        written.append(path)
-    return written
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(root / name, content)
+    return [root / name for name in found]
 
 
-def _files(kind: Any) -> list[str]:
+def _files(dataset: str) -> list[str]:
+    kind: Any = KINDS[dataset]
     names = [name for name, _ in (*kind.train_list, *kind.test_list)] + [kind.meta["filename"]]
     return [f"{kind.base_folder}/{name}" for name in names]
 
@@ -85,16 +83,13 @@ def _files(kind: Any) -> list[str]:
 def _pieces(name: str, content: bytes, limit: int) -> list[bytes]:
     pixels, offset = _pixels(content)
     around = lzma.compress(content[:offset] + content[offset + pixels.size :])
-    fact = {"file": name, "md5": hashlib.md5(content).hexdigest(), "offset": offset, "images": len(pixels)}
-    step = IMAGES_PER_PIECE
-    while True:
-        starts = range(0, max(1, len(pixels)), step)
-        pieces = [_piece(fact | {"first": a}, pixels[a : a + step], around if a == 0 else b"") for a in starts]
-        if max(map(len, pieces)) <= limit:
-            return pieces
-        if step == 1 or len(pixels) == 0:
-            raise StudyError(f"--limit {limit / 1e6:g}: what surrounds the pixels of {name} alone takes more")
-        step = -(-step // 2)
+    fact = {"file": name, "md5": hashlib.md5(content).hexdigest(), "offset": offset}
+    # Lossless WebP even of noise takes hardly more than the pixels themselves.
+    step = max(1, int((limit - len(around)) / (1.1 * PIXELS)))
+    return [
+        _piece(fact | {"first": first}, pixels[first : first + step], b"" if first else around)
+        for first in range(0, max(1, len(pixels)), step)
+    ]
 
 
 def _pixels(content: bytes) -> tuple[Array, int]:
@@ -126,42 +121,35 @@ def _piece(fact: dict[str, Any], pixels: Array, around: bytes) -> bytes:
 def _mosaic(pixels: Array) -> Array:
     """Images (N, 3072), channel by channel, as one RGB picture with COLUMNS images a row, black where there is none."""
     rows = -(-len(pixels) // COLUMNS)
-    padded = np.zeros((rows * COLUMNS, PIXELS), np.uint8)
-    padded[: len(pixels)] = pixels
-    tiles = padded.reshape(rows, COLUMNS, CHANNELS, SIZE, SIZE)
-    return tiles.transpose(0, 3, 1, 4, 2).reshape(rows * SIZE, COLUMNS * SIZE, CHANNELS)
+    tiles = np.zeros((rows * COLUMNS, PIXELS), np.uint8)
+    tiles[: len(pixels)] = pixels
+    return tiles.reshape(rows, COLUMNS, *SHAPE).transpose(0, 3, 1, 4, 2).reshape(rows * 32, COLUMNS * 32, 3)
 
 
 def _images(mosaic: Array, count: int) -> Array:
     """The inverse of `_mosaic`."""
-    tiles = mosaic.reshape(-1, SIZE, COLUMNS, SIZE, CHANNELS).transpose(0, 2, 4, 1, 3)
+    tiles = mosaic.reshape(-1, 32, COLUMNS, 32, 3).transpose(0, 2, 4, 1, 3)
     return tiles.reshape(-1, PIXELS)[:count]
 
 
-def _fact(path: Path) -> dict[str, Any]:
+def _member(path: Path, name: str) -> bytes:
+    """A part of a piece, b"" if it has none of that name and may do without."""
     try:
         with zipfile.ZipFile(path) as members:
-            fact = json.loads(members.read("fact.json"))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            return members.read(name) if name == "fact.json" or name in members.namelist() else b""
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise StudyError(f"{path} is no piece, or damaged ({error})") from error
-    if fact.get("file") not in {name for kind in KINDS.values() for name in _files(kind)}:
-        raise StudyError(f"{path} holds {fact.get('file')!r}, which is no file of CIFAR")
-    return fact
 
 
-def _join(paths: list[Path], fact: dict[str, Any]) -> bytes:
+def _join(paths: list[Path], offset: int) -> bytes:
     around, parts = b"", []
     for path in paths:
-        try:
-            with zipfile.ZipFile(path) as members:
-                around += members.read("around.xz")
-                if "images.webp" in members.namelist():
-                    picture = np.asarray(Image.open(io.BytesIO(members.read("images.webp"))).convert("RGB"))
-                    parts.append(_images(picture, _fact(path)["count"]).tobytes())
-        except (OSError, zipfile.BadZipFile) as error:
-            raise StudyError(f"{path} is damaged ({error})") from error
+        around += _member(path, "around.xz")
+        if webp := _member(path, "images.webp"):
+            mosaic = np.asarray(Image.open(io.BytesIO(webp)).convert("RGB"))
+            parts.append(_images(mosaic, json.loads(_member(path, "fact.json"))["count"]).tobytes())
     rest = lzma.decompress(around) if around else b""
-    return rest[: fact["offset"]] + b"".join(parts) + rest[fact["offset"] :]
+    return rest[:offset] + b"".join(parts) + rest[offset:]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -177,10 +165,10 @@ def main(argv: list[str] | None = None) -> int:
     unpacking.add_argument("pieces", type=Path, help="folder with the pieces")
     unpacking.add_argument("root", type=Path, help="the --data-root that receives the files")
     asked = parser.parse_args(argv)
+    if asked.action == "pack" and not 0 < asked.limit < math.inf:
+        parser.error(f"--limit {asked.limit:g}: a number of MB above 0")
     try:
         if asked.action == "pack":
-            if not 0 < asked.limit < math.inf:
-                parser.error(f"--limit {asked.limit:g}: a number of MB above 0")
             written = pack(asked.root, asked.out, asked.dataset, int(asked.limit * 1e6))
         else:
             written = unpack(asked.pieces, asked.root)

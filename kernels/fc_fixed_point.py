@@ -57,19 +57,28 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _multiply(b_z, b_w, OPERAND: tl.constexpr):
-    """z W^T in float32; b_w (D, D) holds W by rows. OPERAND is bfloat16 where that is what the hardware multiplies."""
+def _dot(b_z, b_wt, b_sum, INTERPRETED: tl.constexpr):
+    """b_sum + z W^T. The interpreter's own dot is a BLAS's, whose bits can hang on where in the tile a row lies."""
+    if INTERPRETED:
+        return b_sum + tl.sum(b_z.to(tl.float32)[:, :, None] * b_wt.to(tl.float32)[None, :, :], axis=1)
+    else:
+        return tl.dot(b_z, b_wt, b_sum, input_precision="ieee")
+
+
+@triton.jit
+def _multiply(b_z, b_w, INTERPRETED: tl.constexpr):
+    """z W^T in float32; b_w (D, D) holds W by rows in float32, by columns in bfloat16."""
+    b_sum = tl.zeros(b_z.shape, tl.float32)
     if b_w.dtype == tl.float32:
-        return tl.dot(b_z, tl.trans(b_w), input_precision="ieee")
+        return _dot(b_z, tl.trans(b_w), b_sum, INTERPRETED)
     else:
         b_high = b_z.to(tl.bfloat16)
         b_rest = b_z - b_high.to(tl.float32)
         b_middle = b_rest.to(tl.bfloat16)
         b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
-        b_wt = tl.trans(b_w.to(OPERAND))
-        b_sum = tl.dot(b_low.to(OPERAND), b_wt)
-        b_sum = tl.dot(b_middle.to(OPERAND), b_wt, b_sum)
-        return tl.dot(b_high.to(OPERAND), b_wt, b_sum)
+        b_sum = _dot(b_low, b_w, b_sum, INTERPRETED)
+        b_sum = _dot(b_middle, b_w, b_sum, INTERPRETED)
+        return _dot(b_high, b_w, b_sum, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["B", "absolute", "max_iter"])
@@ -88,7 +97,7 @@ def _fc_fixed_point_kernel(
     max_iter,
     stall_floor: tl.float64,
     ACTIVATION: tl.constexpr,
-    OPERAND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
     DP: tl.constexpr,
 ):
@@ -98,7 +107,10 @@ def _fc_fixed_point_kernel(
     m_d = o_d < D
     m = m_b[:, None] & m_d[None, :]
     o = o_b[:, None] * D + o_d[None, :]
-    b_w = tl.load(p_w + o_d[:, None] * D + o_d[None, :], mask=m_d[:, None] & m_d[None, :], other=0.0)  # [DP, DP]
+    # In bfloat16 transposed as it is read: some versions of triton keep two copies of what they transpose later.
+    BY_ROWS: tl.constexpr = p_w.dtype.element_ty == tl.float32
+    o_w = o_d[:, None] * D + o_d[None, :] if BY_ROWS else o_d[None, :] * D + o_d[:, None]
+    b_w = tl.load(p_w + o_w, mask=m_d[:, None] & m_d[None, :], other=0.0)  # [DP, DP]
     b_c = tl.load(p_c + o, mask=m, other=0.0)  # [ROWS, DP]
     b_z = tl.load(p_z0 + o, mask=m, other=0.0)
     tl.store(p_value + o, b_z, mask=m)
@@ -115,7 +127,7 @@ def _fc_fixed_point_kernel(
     b_status = tl.where(m_b, 0, 1)
     k = max_iter * 0
     while (k < max_iter) & (tl.min(b_status, axis=0) == 0):
-        b_f = _activate(_multiply(b_z, b_w, OPERAND) + b_c, ACTIVATION)
+        b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
         b_g = b_f - b_z
         res_abs = square_root(tl.sum(b_g * b_g, axis=1))
         f_norm = square_root(tl.sum(b_f * b_f, axis=1))
@@ -177,15 +189,13 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         value.copy_(wide[:, :features])
         return
     config = fc_config(features)
-    # The interpreter multiplies the bits of bfloat16; float32 holds the same numbers.
-    operand = tl.bfloat16 if isinstance(_fc_fixed_point_kernel, triton.JITFunction) else tl.float32
     tensors = (a.weight, a.c, a.z0, value, status, iterations, residual)
     with device_guard(a.c):
         _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
             *tensors,
             *(batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor),
             ACTIVATION=a.activation,
-            OPERAND=operand,
+            INTERPRETED=not isinstance(_fc_fixed_point_kernel, triton.JITFunction),
             ROWS=FC_ROWS,
             DP=config.block,
             num_warps=config.num_warps,

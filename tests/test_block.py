@@ -63,7 +63,10 @@ class TestStart:
 
     def test_priority(self):
         x = torch.ones(2, 3)
-        init = lambda x: torch.full_like(x, 3.0)  # noqa: E731
+
+        def init(x):
+            return torch.full_like(x, 3.0)
+
         z0 = torch.full_like(x, 4.0)
         assert torch.equal(self.block(self.Cell(), init=init)(x, z0=z0), z0)
         assert (self.block(self.Cell(), init=init)(x) == 3).all()
@@ -350,7 +353,7 @@ def test_a_compiled_cell(adjoint):
     cell, x = FCCell(3, 5), torch.randn(4, 3)
     gradients = []
     for f in (cell, torch.compile(cell, backend="aot_eager")):
-        z = DEQBlock(lambda z, x: f(z, x), adjoint=adjoint)(x, z0=torch.zeros(4, 5))  # noqa: B023
+        z = DEQBlock(lambda z, x, f=f: f(z, x), adjoint=adjoint)(x, z0=torch.zeros(4, 5))
         gradients.append(torch.autograd.grad(z.square().sum(), cell.parameters()))
     assert_close(*gradients, EPS)
 

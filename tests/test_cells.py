@@ -74,8 +74,8 @@ def test_residual_cell():
         flat = (groups - groups.mean(-1, keepdim=True)) / (groups.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
         return flat.reshape(t.shape) * norm.weight[:, None, None] + norm.bias[:, None, None]
 
-    hidden = F.conv2d(torch.relu(group_norm(F.conv2d(z, cell.conv1.weight, padding=1), cell.norm1)),
-                      cell.conv2.weight, padding=1)  # fmt: skip
+    hidden = torch.relu(group_norm(F.conv2d(z, cell.conv1.weight, padding=1), cell.norm1))
+    hidden = F.conv2d(hidden, cell.conv2.weight, padding=1)
     expected = group_norm(torch.relu(z + group_norm(hidden + x, cell.norm2)), cell.norm3)
     assert_close(cell(z, x), expected, EPS)
     assert cell.conv1.bias is None and cell.conv2.bias is None

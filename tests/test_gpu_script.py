@@ -60,7 +60,7 @@ def test_stages_that_fail_are_named_and_do_not_stop_the_others(tmp_path):
         (["--json"], {}, "--json needs a file"),
         (["--json", "/no/such/folder/a.json"], {}, "'/no/such/folder' is not a folder"),
         (["--from"], {}, "--from needs a phase"),
-        (["--from", "lunch"], {}, "'lunch' is no phase, only: build smoke measure memcheck tests"),
+        (["--from", "lunch"], {}, "'lunch' is no phase, only: build smoke measure memcheck tests sanitizers"),
         (["lunch"], {}, "'lunch' is no phase"),
         ([], {"PYTHON": "no-such-python"}, "'no-such-python' is no command"),
         ([], {"DEQFAST_WHEELS": "/no/such/folder"}, "DEQFAST_WHEELS: '/no/such/folder' is not a folder"),

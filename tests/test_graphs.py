@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
 from deqfast import graphs
-from deqfast.testing import SOLVERS
+from deqfast.testing import SOLVERS, assert_same_solution
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -109,9 +109,8 @@ def inputs(batch=4, seed=0):
 
 
 def assert_same(actual, expected):
-    for name in ("value", "status", "iterations", "residual", "residual_rel", "residual_abs"):
-        a, e = getattr(actual, name), getattr(expected, name)
-        assert torch.equal(a, e), name
+    """But for the calls of f, which depend on how often the host looks."""
+    assert_same_solution(actual, expected, but=("evaluations", "sample_evaluations"))
 
 
 @some_solvers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -13,7 +12,18 @@ import deqfast
 from deqfast import Anderson, Broyden, Picard, Solution, Status, _extension
 from deqfast.ops import choose_kernel
 from deqfast.ops.choice import _warn_of_fallback
-from deqfast.testing import PROBLEMS, SOLVERS, Recorder, assert_close, assert_solves, linear, rounding, solved, tanh
+from deqfast.testing import (
+    PROBLEMS,
+    SOLVERS,
+    Recorder,
+    assert_close,
+    assert_same_solution,
+    assert_solves,
+    linear,
+    rounding,
+    solved,
+    tanh,
+)
 
 # The default on a GPU is to look less often.
 solve = partial(deqfast.solve, check_every=1)
@@ -38,14 +48,6 @@ def ring(bias: torch.Tensor, weight: float | torch.Tensor = 0.8):
 
 def ring_bias(batch: int, dim: int = 12, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(batch, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device, dtype)
-
-
-def assert_same(actual: Solution, expected: Solution, but: tuple[str, ...] = ()) -> None:
-    for field in fields(Solution):
-        if field.name in but:
-            continue
-        a, b = getattr(actual, field.name), getattr(expected, field.name)
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, field.name
 
 
 def row(solution: Solution, i: int) -> dict:
@@ -154,7 +156,7 @@ def test_check_every_only_adds_evaluations(name, every, kernel, device):
     solver = SOLVERS[name](tol=1e-2)
     often = solve(f, z0, solver, kernel, check_every=1)
     seldom = solve(f, z0, solver, kernel, check_every=every)
-    assert_same(seldom, often, but=("evaluations", "sample_evaluations"))
+    assert_same_solution(seldom, often, but=("evaluations", "sample_evaluations"))
     default = deqfast.solve(f, z0, solver, kernel)
     needed, late = max(often.iterations.tolist()), int(device == "cuda")  # a GPU's count comes one look late
     for solution, looks in ((often, 1), (seldom, every), (default, 1 + late)):
@@ -253,7 +255,10 @@ class TestStall:
 
     def test_not_above_eight_roundings(self, kernel, device):
         sign = iter(range(99))
-        coarse = lambda z: torch.full_like(z, 1 + 0.05 * (-1) ** next(sign)).bfloat16()  # noqa: E731
+
+        def coarse(z):
+            return torch.full_like(z, 1 + 0.05 * (-1) ** next(sign)).bfloat16()
+
         solution = self.solve(coarse, torch.full((1, 4), 0.95, device=device), kernel)
         assert solution.status.tolist() == [Status.MAX_ITER]
 
@@ -261,12 +266,14 @@ class TestStall:
     def test_never_in_full_precision(self, dtype, kernel, device):
         """Neither at the rounding floor of f's own dtype, nor at that of a bfloat16 that f does not own up to."""
         problem = tanh(device=device, dtype=dtype)
-        rounded = lambda z: problem.f(z).bfloat16().to(dtype)  # noqa: E731
-        solution = self.solve(rounded, problem.z0, kernel)
+        solution = self.solve(lambda z: problem.f(z).bfloat16().to(dtype), problem.z0, kernel)
         assert Status.MAX_ITER in solution.status.tolist() and Status.STALLED not in solution.status.tolist()
         unit, calls = torch.finfo(dtype).eps, iter(range(10))
         z0 = torch.ones(1, 2, dtype=dtype, device=device)
-        flutter = lambda z: torch.full_like(z0, 1 + (2 + 2 * (next(calls) % 2)) * unit)  # noqa: E731
+
+        def flutter(z):
+            return torch.full_like(z0, 1 + (2 + 2 * (next(calls) % 2)) * unit)
+
         solution = solve(flutter, z0, Picard(unit / 4, 10), kernel)
         assert solution.status.tolist() == [Status.MAX_ITER] and (solution.residual < 8 * unit).all()
 
@@ -323,7 +330,7 @@ def test_autocast_does_not_reach_into_the_solver(name, kernel, device):
     solver = SOLVERS[name](tol=1e-3)
     with torch.autocast(device, dtype=torch.bfloat16):
         inside = solve(full, problem.z0, solver, kernel)
-    assert_same(inside, solve(problem.f, problem.z0, solver, kernel))
+    assert_same_solution(inside, solve(problem.f, problem.z0, solver, kernel))
 
 
 def test_autocast_reaches_f_and_leaves_the_state_in_float32():
@@ -402,7 +409,9 @@ class TestLayout:
         self.check(torch.zeros(2, 4, 3, 5), lambda z: ring(self.bias())(z).to(memory_format=torch.channels_last))
 
     def test_expanded_start_and_value(self):
-        f = lambda z: 0.5 * z.mean(dim=1, keepdim=True).expand(2, 6) + 1  # noqa: E731
+        def f(z):
+            return 0.5 * z.mean(dim=1, keepdim=True).expand(2, 6) + 1
+
         solution = solve(f, torch.zeros(2, 1).expand(2, 6), Broyden(tol=1e-6))
         assert_close(solution.value, torch.full((2, 6), 2.0), solved(1e-6))
 
@@ -435,7 +444,7 @@ class TestStructures:
         assert isinstance(split.value, tuple) and split.value[0].shape == (3, 2, 2)
         assert torch.equal(split.value[0].reshape(3, 4), whole.value[:, :4])
         assert torch.equal(split.value[1]["rest"], whole.value[:, 4:])
-        assert_same(split, whole, but=("value",))
+        assert_same_solution(split, whole, but=("value",))
 
     def test_dtypes_of_leaves_are_kept(self):
         z0 = (torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 2))
@@ -468,14 +477,19 @@ class TestBuffers:
     @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
     def test_one_static_buffer(self, name, kernel):
         buffer = torch.empty_like(self.BIAS)
-        f = lambda z: buffer.copy_(ring(self.BIAS)(z))  # noqa: E731
-        assert_same(solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel), self.fresh(name, kernel))
+
+        def f(z):
+            return buffer.copy_(ring(self.BIAS)(z))
+
+        assert_same_solution(
+            solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel), self.fresh(name, kernel)
+        )
 
     @every_solver
     def test_two_buffers_in_turn(self, name):
         buffers = [torch.empty_like(self.BIAS) for _ in range(2)]
         f = Recorder(lambda z: buffers[len(f) % 2].copy_(ring(self.BIAS)(z)))
-        assert_same(solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12)), self.fresh(name, "auto"))
+        assert_same_solution(solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12)), self.fresh(name, "auto"))
 
     @pytest.mark.parametrize("name", [name for name in SOLVERS if name != "picard"])
     def test_a_buffer_that_is_reused_later_is_an_error_where_pairs_are_kept(self, name):
@@ -493,7 +507,7 @@ class TestBuffers:
     def test_picard_keeps_no_value(self):
         buffer = torch.empty_like(self.BIAS)
         f = Recorder(lambda z: (lambda v: v if len(f) < 3 else buffer.copy_(v))(ring(self.BIAS)(z)))
-        assert_same(solve(f, torch.zeros_like(self.BIAS), Picard(1e-5, 12)), self.fresh("picard", "auto"))
+        assert_same_solution(solve(f, torch.zeros_like(self.BIAS), Picard(1e-5, 12)), self.fresh("picard", "auto"))
 
     @every_solver
     def test_the_argument_itself(self, name, kernel, device):
@@ -596,7 +610,7 @@ class TestKernels:
         _warn_of_fallback.cache_clear()
         with pytest.warns(UserWarning, match="'auto' takes the slower torch, for cpp: it fell off"):
             automatic = solve(problem.f, problem.z0, kernel="auto")
-        assert_same(automatic, solve(problem.f, problem.z0, kernel="torch"))
+        assert_same_solution(automatic, solve(problem.f, problem.z0, kernel="torch"))
 
     def test_triton_without_a_device_raises_with_its_reason(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -633,28 +647,24 @@ def test_ten_runs_give_the_same_bits(name, kernel, device):
     solver = SOLVERS[name](tol=1e-6, max_iter=4)
     first = solve(problem.f, problem.z0, solver, kernel)
     for _ in range(9):
-        assert_same(solve(problem.f, problem.z0, solver, kernel), first)
+        assert_same_solution(solve(problem.f, problem.z0, solver, kernel), first)
 
 
 @every_solver
-def test_the_number_of_threads_does_not_change_the_bits(name):
+def test_the_number_of_threads_does_not_change_the_bits(name, set_threads):
     bias = ring_bias(8, 6000)  # two rows a thread
-    threads = torch.get_num_threads()
-    try:
-        solutions = []
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            solutions.append(solve(ring(bias), torch.zeros_like(bias), SOLVERS[name](1e-6, 8), "cpp"))
-    finally:
-        torch.set_num_threads(threads)
-    assert_same(*solutions)
+    solutions = []
+    for count in (1, 2):
+        set_threads(count)
+        solutions.append(solve(ring(bias), torch.zeros_like(bias), SOLVERS[name](1e-6, 8), "cpp"))
+    assert_same_solution(*solutions)
 
 
 def test_inference_mode():
     problem = linear()
     with torch.inference_mode():
         inside = solve(problem.f, problem.z0)
-    assert_same(inside, solve(problem.f, problem.z0))
+    assert_same_solution(inside, solve(problem.f, problem.z0))
 
 
 def test_solution_speaks_plainly():

@@ -93,7 +93,10 @@ class TestSawtooth:
         x = torch.arange(0, 257, dtype=torch.float64) / 256
         powers = 2.0 ** torch.arange(1, m + 1, dtype=torch.float64)
         weight = -(powers[:, None] / powers * 2).tril(-1)
-        f = lambda z: torch.relu(x[:, None] * powers - 1 + z @ weight.T)  # noqa: E731
+
+        def f(z):
+            return torch.relu(x[:, None] * powers - 1 + z @ weight.T)
+
         z = solve(f, torch.zeros(257, m, dtype=torch.float64), Picard(tol=1e-15)).value
         tent = x
         for _ in range(m):

@@ -121,6 +121,7 @@ NETWORKS: list[Case] = [NetworkCase(width=64, batch=128, precision=precision, **
 COLLAPSE: list[CollapseCase] = [
     CollapseCase(samples=5000, dim=512, classes=10),
     CollapseCase(samples=50_000, dim=512, classes=10),
+    CollapseCase(samples=50_000, dim=512, classes=10, classifier=False, **GPU),
     CollapseCase(samples=2000, dim=1024, classes=100, dtype=torch.float64),
     CollapseCase(samples=2000, dim=1024, classes=100, dtype=torch.float64, classifier=False),
     CollapseCase(samples=2000, dim=8192, classes=100, dtype=torch.float64, full=True),

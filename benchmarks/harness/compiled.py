@@ -9,16 +9,15 @@ from __future__ import annotations
 import collections
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from deqfast import _extension
-from deqfast.testing.cuobjdump import CUOBJDUMP, demangle
+from deqfast.testing import cuobjdump
+from deqfast.testing.cuobjdump import Unavailable
 
 from .gate import Counters
 
@@ -26,13 +25,9 @@ MEASURED = ("registers", "stack", "shared", "barriers")
 Rows = dict[str, Counters]  # kernel -> {"registers sm_90": 94, ...}
 
 
-class Unavailable(Exception):
-    """No such kernels can be looked at here, for the reason given."""
-
-
 def triton_kernels() -> tuple[str, Rows, str]:
     """The baseline's name, a row per kernel and specialisation, and the compiler; 100 s, or 20 s from cache."""
-    if CUOBJDUMP is None:
+    if cuobjdump.CUOBJDUMP is None:
         raise Unavailable("no triton, or one without cuobjdump")
     import triton
 
@@ -57,19 +52,11 @@ def triton_kernels() -> tuple[str, Rows, str]:
 
 def cuda_kernels() -> tuple[str, Rows, str]:
     """The same of the built extension, for the architectures that it was built for; about 30 s."""
-    if _extension.cuda_module is None:
-        raise Unavailable(f"no CUDA kernels: {_extension.cuda_reason}")
-    if CUOBJDUMP is None or shutil.which("c++filt") is None:
-        raise Unavailable("no cuobjdump of triton's, or no c++filt")
-    usage, barriers = cuda_resources(), cuda_barriers()
-    readable = demangle(sorted({name for name, _ in usage}))
-    if len(set(readable.values())) < len(readable):
-        raise RuntimeError("two kernels of the CUDA extension have one name")
     rows: Rows = {}
-    for name, architecture in sorted(usage):
-        values = (*usage[name, architecture], barriers[name, architecture])
-        row = rows.setdefault(readable[name], {})
-        row |= {f"{measured} {architecture}": value for measured, value in zip(MEASURED, values, strict=True)}
+    for kernel in cuobjdump.cuda_kernels():
+        row = rows.setdefault(kernel.name, {})
+        row |= {f"{name} {kernel.architecture}": getattr(kernel, name) for name in MEASURED}
+    assert _extension.cuda_module is not None
     version = _extension.cuda_module.build_info()["cuda"]
     compiler = f"{version // 1000}.{version % 1000 // 10}"
     return f"cuda-{compiler}", rows, f"nvcc {compiler}"
@@ -95,41 +82,3 @@ def broken_limits(rows: Rows) -> dict[str, str]:
             if limit is not None and value > limit:
                 broken[case].append(f"{counter} {value} bytes, the limit is {limit}")
     return {case: "; ".join(texts) for case, texts in broken.items()}
-
-
-def cuda_resources() -> dict[tuple[str, str], tuple[int, ...]]:
-    """(mangled name, "sm_90") -> registers, stack, shared memory."""
-    usage, architecture, name = {}, "", ""
-    for line in dump("--dump-resource-usage"):
-        if line.startswith("arch = "):
-            architecture = line.split()[-1]
-        elif match := re.match(r" Function (\w+):", line):
-            name = match.group(1)
-        elif match := re.match(r"  REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
-            usage[name, architecture] = tuple(map(int, match.groups()))
-    return usage
-
-
-def cuda_barriers() -> collections.Counter[tuple[str, str]]:
-    """Barriers in the code."""
-    barriers: collections.Counter[tuple[str, str]] = collections.Counter()
-    architecture, name = "", ""
-    for line in dump("-sass"):
-        if "BAR.SYNC" in line:
-            barriers[name, architecture] += 1
-        elif line.startswith("arch = "):
-            architecture = line.split()[-1]
-        elif "Function : " in line:
-            name = line.split()[-1]
-    return barriers
-
-
-def dump(option: str) -> Iterator[str]:
-    """The lines that cuobjdump prints of the extension, one by one: its assembly is 350 MB."""
-    assert CUOBJDUMP is not None and _extension.cuda_module is not None
-    command = [str(CUOBJDUMP), option, str(_extension.cuda_module.__file__)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield from process.stdout
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)

@@ -34,7 +34,7 @@ from .record import Row
 from .timing import Copy
 
 TORCH = Kernel("torch")
-# Of a step that leaves z where it is.
+# Damping of a step that leaves z where it is.
 STILL = 2.0**-20
 BF16 = torch.bfloat16
 ROWS = 8  # samples whose state is made by the reference, and compared with it; the others are copies of them

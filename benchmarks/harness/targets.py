@@ -52,7 +52,7 @@ class Target:
     @property
     def what(self) -> str:
         """In words."""
-        who = " or ".join(named(self.provider))
+        who = " or ".join(named(self.provider)) + (" on a GPU" if self.device == "cuda" else "")
         words = " ".join(filter(None, [COLUMNS[self.column], self.against]))
         return f"{', '.join(named(self.case))} {who}: {'>=' if self.at_least else '<='} {self.bound:g}{words}"
 

@@ -9,8 +9,13 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from nc_study.config import StudyError, as_arguments, settings_from
+from nc_study.data import StudyData, find_source, load
+from nc_study.models import ResNet18, build
+from nc_study.rundir import RunDirectory, write_atomically
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,12 +24,6 @@ import deqfast
 from .problems import Problem, of_cell
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
-sys.path.append(str(EXPERIMENTS))
-from nc_study.config import StudyError, as_arguments, settings_from  # noqa: E402  (found through the path above)
-from nc_study.data import StudyData, find_source, load  # noqa: E402  (found through the path above)
-from nc_study.models import ResNet18, build  # noqa: E402  (found through the path above)
-from nc_study.rundir import RunDirectory, read_json, write_atomically  # noqa: E402  (found through the path above)
-
 BATCH = 128
 DIGITS_TRAINED_ON = 1500  # of 1797 images; the problem is of the others
 DIGITS_STEPS = {"tanh": 1000, "relu": 300}  # of training, by activation
@@ -57,8 +56,8 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     """
     folder = RunDirectory(run)
     if not folder.finished:
-        raise StudyError(f"{run} is not the folder of a finished run: it has no {folder.result.name}")
-    recorded = {name: value for name, value in read_json(folder.result)["settings"].items() if value is not None}
+        raise StudyError(f"{run} is not the folder of a finished run: it has no result.json")
+    recorded = {name: value for name, value in vars(folder.result.settings).items() if value is not None}
     settings = settings_from(**(recorded | {"device": "cpu", "compile": False, "data_root": str(data_root or "data")}))
     network = build("deq", settings)
     if not folder.restore("deq", lambda state: network.load_state_dict(state["network"])):
@@ -66,7 +65,8 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     data = load(find_source(settings.dataset, Path(settings.data_root)), settings, torch.device("cpu"))
     x = _injections(network, data, batch)
     origin = f"{settings.epochs} epochs of {settings.run_name}"
-    return of_cell(f"residual block, {settings.dataset}", network.last.cell, x, torch.zeros_like(x), origin)
+    cell: Any = network.last.cell
+    return of_cell(f"residual block, {settings.dataset}", cell, x, torch.zeros_like(x), origin)
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@
 
 #include <initializer_list>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "window.h"
 
@@ -21,6 +23,14 @@ std::string shape_text(const Sizes& sizes) {
   for (auto size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + ")";
 }
+
+// The dtype whose elements are a T; that of two bytes is bfloat16, for which every device has a type of its own.
+template <class T>
+inline constexpr ScalarType kScalarType = std::is_same_v<T, double>    ? ScalarType::Double
+                                          : std::is_same_v<T, float>   ? ScalarType::Float
+                                          : std::is_same_v<T, int32_t> ? ScalarType::Int
+                                          : std::is_same_v<T, int8_t>  ? ScalarType::Char
+                                                                       : ScalarType::BFloat16;
 
 // Checks run against the first tensor of an op, whose device all others share.
 struct Checker {
@@ -50,32 +60,35 @@ struct Checker {
     check(like_name, like, {like.size(0), like.size(1)}, dtype);
   }
 
-  // The tensors every solver step takes: the state, f's value and the monitor.
-  void check_state(const Tensor& fz, const Tensor& best, const Tensor& status, const Tensor& iterations,
-                   const Tensor& residual, const Tensor& gain, const Tensor& active) const {
-    check_rows();
-    const auto dtype = like.scalar_type();
-    const int64_t batch = like.size(0), dim = like.size(1);
-    check("fz", fz, {batch, dim}, dtype);
-    check("best", best, {batch, dim}, dtype);
-    check("status", status, {batch}, ScalarType::Char);
-    check("iterations", iterations, {batch}, ScalarType::Int);
-    check("residual", residual, {2, batch}, dtype);
-    check("gain", gain, {2, batch}, dtype);
-    check("active", active, {1}, ScalarType::Int);
+  // Check an argument that is read, and where it lies.
+  template <class T>
+  const T* in(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
+    check(name, tensor, shape, kScalarType<T>);
+    return static_cast<const T*>(tensor.const_data_ptr());
   }
 
-  // The window of secant pairs; returns the dtype of the history.
-  ScalarType check_window(const Tensor& f_prev, const Tensor& left, const Tensor& df, const Tensor& gram, int64_t k,
-                          int64_t method, int64_t max_history) const {
-    STD_TORCH_CHECK(k >= 0, op, ": `k` must not be negative, got ", k);
-    check("f_prev", f_prev, {like.size(0), like.size(1)}, like.scalar_type());
-    return check_history(left, df, gram, method, max_history);
+  // The same for one that is written.
+  template <class T>
+  T* out(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
+    check(name, tensor, shape, kScalarType<T>);
+    return static_cast<T*>(tensor.mutable_data_ptr());
   }
 
-  ScalarType check_history(const Tensor& left, const Tensor& df, const Tensor& gram, int64_t method,
-                           int64_t max_history) const {
-    const int64_t batch = like.size(0), dim = like.size(1), history = left.dim() == 3 ? left.size(1) : 0;
+  template <class T>
+  Monitor<T> monitor(const Tensor& status, const Tensor& iterations, const Tensor& residual, const Tensor& gain,
+                     const Tensor& active) const {
+    const int64_t batch = like.size(0);
+    return {out<int8_t>("status", status, {batch}),
+            out<int32_t>("iterations", iterations, {batch}),
+            out<T>("residual", residual, {2, batch}),
+            out<T>("gain", gain, {2, batch}),
+            out<int32_t>("active", active, {1}),
+            batch};
+  }
+
+  // The dtype of the history and the pairs that it has room for.
+  std::pair<ScalarType, int> check_history(const Tensor& left, int64_t method, int64_t max_history) const {
+    const int64_t history = left.dim() == 3 ? left.size(1) : 0;
     const auto dtype = like.scalar_type(), history_dtype = left.scalar_type();
     STD_TORCH_CHECK(history_dtype == dtype || (history_dtype == ScalarType::BFloat16 && dtype == ScalarType::Float), op,
                     ": `left` must have the dtype of `", like_name, "`, or bfloat16 beside float32, got ",
@@ -83,32 +96,9 @@ struct Checker {
     STD_TORCH_CHECK(history >= 1 && history <= max_history, op, ": `left` must hold 1 to ", max_history,
                     " pairs in shape (B, history, D), got ", shape_text(left.sizes()));
     STD_TORCH_CHECK(method >= 0 && method <= 3, op, ": `method` must be 0 to 3, got ", method);
-    check("left", left, {batch, history, dim}, history_dtype);
-    check("df", df, {batch, history, dim}, history_dtype);
-    check("gram", gram, {batch, history + 2, history}, dtype);
-    return history_dtype;
-  }
-
-  // All steps of a solve; returns how many there is room for.
-  int64_t check_steps(const Tensor& steps, const Tensor& gram, const Tensor& first, int64_t k, bool last) const {
-    const int64_t batch = like.size(0), dim = like.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
-    STD_TORCH_CHECK(rows >= 1, op, ": `steps` must have shape (B, steps, D) with room for one step or more, got ",
-                    shape_text(steps.sizes()));
-    check("steps", steps, {batch, rows, dim}, like.scalar_type());
-    check("gram", gram, {batch, rows, rows}, like.scalar_type());
-    check("first", first, {batch}, ScalarType::Int);
-    STD_TORCH_CHECK(k >= 0 && k <= rows && (last || k < rows), op, ": `k` must be at least 0 and below the ", rows,
-                    " steps there is room for (at most that if `last`), got ", k);
-    return rows;
+    return {history_dtype, static_cast<int>(history)};
   }
 };
-
-template <class T>
-Monitor<T> monitor_of(const Tensor& status, const Tensor& iterations, const Tensor& residual, const Tensor& gain,
-                      const Tensor& active) {
-  return {status.mutable_data_ptr<int8_t>(), iterations.mutable_data_ptr<int32_t>(), residual.mutable_data_ptr<T>(),
-          gain.mutable_data_ptr<T>(),        active.mutable_data_ptr<int32_t>(),     status.size(0)};
-}
 
 // Call `body` with a zero of the state's type.
 template <class F>

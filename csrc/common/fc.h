@@ -1,12 +1,10 @@
 // The fully connected cell z -> act(W z + c): its activations, and the checks and results of its ops.
-// Shared by the CPU and CUDA kernels; `deqfast/ops/fc.py` explains the arguments.
+// Shared by the CPU and CUDA kernels; `deqfast/ops/fc/__init__.py` explains the arguments.
 #pragma once
 
 #include "monitor.h"
 
 namespace deqfast {
-
-enum Activation : int64_t { kIdentity = 0, kRelu = 1, kTanh = 2, kGelu = 3 };
 
 constexpr double kRootHalf = 0.70710678118654752440;         // sqrt(1 / 2)
 constexpr double kRootOfTwoPiInverse = 0.39894228040143267794;  // 1 / sqrt(2 pi)

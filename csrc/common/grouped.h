@@ -1,5 +1,5 @@
-// What the neural-collapse ops work on: rows of features, class after class. deqfast/ops/neural_collapse.py tells the
-// arguments.
+// What the neural-collapse ops work on: rows of features, class after class. deqfast/ops/collapse/__init__.py
+// tells the arguments.
 #pragma once
 
 #include "checks.h"
@@ -30,10 +30,8 @@ struct Grouped {
   }
 };
 
-// Sums over classes are formed by chunks of so many grouped rows, whatever their classes. The part of class k in chunk c
+// Sums over classes are formed by chunks of kChunkRows grouped rows, whatever their classes. The part of class k in chunk c
 // goes to slot c + k: with every part at least one of the two moves on.
-constexpr int64_t kChunkRows = 256;
-
 inline int64_t chunks_of(int64_t count) { return (count + kChunkRows - 1) / kChunkRows; }
 
 inline Checker grouped_checker(const char* op, const Tensor& features, const Tensor& rows, const Tensor& offsets) {

@@ -1,10 +1,12 @@
 // The judgement passed on every sample after every evaluation of f: residuals, best iterate, status.
-// Shared by the CPU and CUDA kernels; `deqfast/reference.py` (_judge) is the specification.
+// Shared by the CPU and CUDA kernels; `deqfast/ops/steps/reference.py` (_judge) is the specification.
 #pragma once
 
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+
+#include "constants.h"
 
 #ifdef __CUDACC__
 #define DEQFAST_HD __host__ __device__
@@ -13,11 +15,6 @@
 #endif
 
 namespace deqfast {
-
-enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 3 };
-
-constexpr int kStallIterations = 5;
-constexpr double kStallGain = 0.95;
 
 template <class T>
 struct Limits;

@@ -1,4 +1,4 @@
-// What the norm_act ops work on, and the checks of their arguments, which deqfast/ops/norm_act.py tells.
+// What the norm_act ops work on, and the checks of their arguments, which deqfast/ops/norm_act/__init__.py tells.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

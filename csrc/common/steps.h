@@ -1,4 +1,7 @@
-// What the solver steps work on; the ops' arguments are told in deqfast/ops/steps.py.
+// What the solver steps work on; the ops' arguments are told in deqfast/ops/steps/__init__.py.
+//
+// Every op is a template on `Device`, which tells the kernels of a file: `run(params, z)` does the step on the device of
+// the tensor z, `BFloat16` is the device's type for it, and `max_history` the most pairs that a window may have.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -6,6 +9,11 @@
 #include "checks.h"
 
 namespace deqfast {
+
+template <class T>
+StopRule<T> rule_of(int64_t k, bool last, double tol, bool absolute, double stall_floor) {
+  return {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last};
+}
 
 template <class T>
 struct PicardParams {
@@ -17,6 +25,25 @@ struct PicardParams {
   StopRule<T> rule;
   T damping;
 };
+
+template <class Device>
+void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
+                 Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {
+  const Checker check{"picard_step", z};
+  check.check_rows();
+  const int64_t batch = z.size(0), dim = z.size(1);
+  dispatch_state(z.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    Device::run(PicardParams<T>{check.out<T>("z", z, {batch, dim}),
+                                check.in<T>("fz", fz, {batch, dim}),
+                                check.out<T>("best", best, {batch, dim}),
+                                dim,
+                                check.monitor<T>(status, iterations, residual, gain, active),
+                                rule_of<T>(k, last, tol, absolute, stall_floor),
+                                static_cast<T>(damping)},
+                z);
+  });
+}
 
 template <class T, class H>
 struct MultisecantParams {
@@ -38,42 +65,36 @@ struct MultisecantParams {
   DEQFAST_HD int pairs() const { return rule.last ? 0 : window.size(); }
 };
 
-// Check the arguments of picard_step and call `launch` with its parameters.
-template <class F>
-void with_picard_params(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual,
-                        Tensor gain, Tensor active, int64_t k, bool last, double tol, bool absolute,
-                        double stall_floor, double damping, const F& launch) {
-  const Checker checker{"picard_step", z};
-  checker.check_state(fz, best, status, iterations, residual, gain, active);
-  dispatch_state(z.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    launch(PicardParams<T>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(), z.size(1),
-                           monitor_of<T>(status, iterations, residual, gain, active),
-                           {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last},
-                           static_cast<T>(damping)});
-  });
-}
-
-// The same for multisecant_step; `BFloat16` is the type of the device for it.
-template <class BFloat16, class F>
-void with_multisecant_params(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual,
-                             Tensor gain, Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k,
-                             bool last, double tol, bool absolute, double stall_floor, int64_t method, double alpha,
-                             double beta, double ridge, int64_t max_history, const F& launch) {
-  const Checker checker{"multisecant_step", z};
-  checker.check_state(fz, best, status, iterations, residual, gain, active);
-  const auto history_dtype = checker.check_window(f_prev, left, df, gram, k, method, max_history);
-  const int history = static_cast<int>(left.size(1));
+template <class Device>
+void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
+                      Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
+                      double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
+                      double ridge) {
+  const Checker check{"multisecant_step", z};
+  check.check_rows();
+  STD_TORCH_CHECK(k >= 0, check.op, ": `k` must not be negative, got ", k);
+  const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
+  const int64_t batch = z.size(0), dim = z.size(1), pairs = history;
   const Window window{k, history, history};
-  dispatch_history<BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
+  dispatch_history<typename Device::BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    launch(MultisecantParams<T, H>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(),
-                                   f_prev.const_data_ptr<T>(), static_cast<H*>(left.mutable_data_ptr()),
-                                   static_cast<H*>(df.mutable_data_ptr()), gram.mutable_data_ptr<T>(), z.size(1),
-                                   window, monitor_of<T>(status, iterations, residual, gain, active),
-                                   {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last}, method,
-                                   static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)});
+    Device::run(MultisecantParams<T, H>{check.out<T>("z", z, {batch, dim}),
+                                        check.in<T>("fz", fz, {batch, dim}),
+                                        check.out<T>("best", best, {batch, dim}),
+                                        check.in<T>("f_prev", f_prev, {batch, dim}),
+                                        check.out<H>("left", left, {batch, pairs, dim}),
+                                        check.out<H>("df", df, {batch, pairs, dim}),
+                                        check.out<T>("gram", gram, {batch, pairs + 2, pairs}),
+                                        dim,
+                                        window,
+                                        check.monitor<T>(status, iterations, residual, gain, active),
+                                        rule_of<T>(k, last, tol, absolute, stall_floor),
+                                        method,
+                                        static_cast<T>(alpha),
+                                        static_cast<T>(beta),
+                                        static_cast<T>(ridge)},
+                z);
   });
 }
 
@@ -90,21 +111,30 @@ struct BroydenParams {
   StopRule<T> rule;
 };
 
-// Check the arguments of broyden_step and call `launch` with its parameters.
-template <class F>
-void with_broyden_params(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual,
-                         Tensor gain, Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last,
-                         double tol, bool absolute, double stall_floor, const F& launch) {
-  const Checker checker{"broyden_step", z};
-  checker.check_state(fz, best, status, iterations, residual, gain, active);
-  const int64_t rows = checker.check_steps(steps, gram, first, k, last);
+template <class Device>
+void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
+                  Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last, double tol,
+                  bool absolute, double stall_floor) {
+  const Checker check{"broyden_step", z};
+  check.check_rows();
+  const int64_t batch = z.size(0), dim = z.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
+  STD_TORCH_CHECK(rows >= 1, check.op, ": `steps` must have shape (B, steps, D) with room for one step or more, got ",
+                  shape_text(steps.sizes()));
+  STD_TORCH_CHECK(k >= 0 && k <= rows && (last || k < rows), check.op, ": `k` must be at least 0 and below the ", rows,
+                  " steps there is room for (at most that if `last`), got ", k);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    launch(BroydenParams<T>{z.mutable_data_ptr<T>(), fz.const_data_ptr<T>(), best.mutable_data_ptr<T>(),
-                            steps.mutable_data_ptr<T>(), gram.mutable_data_ptr<T>(),
-                            first.mutable_data_ptr<int32_t>(), z.size(1), rows,
-                            monitor_of<T>(status, iterations, residual, gain, active),
-                            {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last}});
+    Device::run(BroydenParams<T>{check.out<T>("z", z, {batch, dim}),
+                                 check.in<T>("fz", fz, {batch, dim}),
+                                 check.out<T>("best", best, {batch, dim}),
+                                 check.out<T>("steps", steps, {batch, rows, dim}),
+                                 check.out<T>("gram", gram, {batch, rows, rows}),
+                                 check.out<int32_t>("first", first, {batch}),
+                                 dim,
+                                 rows,
+                                 check.monitor<T>(status, iterations, residual, gain, active),
+                                 rule_of<T>(k, last, tol, absolute, stall_floor)},
+                z);
   });
 }
 
@@ -128,25 +158,32 @@ struct TransposedParams {
   }
 };
 
-// Check the arguments of multisecant_transposed and call `launch` with its parameters; the result is theirs to fill.
-template <class BFloat16, class F>
-Tensor with_transposed_params(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
-                              int64_t method, double alpha, double beta, double ridge, int64_t max_history,
-                              const F& launch) {
-  const Checker checker{"multisecant_transposed", v, "v"};
-  checker.check_rows();
-  const auto history_dtype = checker.check_history(left, df, gram, method, max_history);
-  checker.check("newest", newest, {v.size(0)}, ScalarType::Int);
-  checker.check("count", count, {v.size(0)}, ScalarType::Int);
+template <class Device>
+Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
+                              int64_t method, double alpha, double beta, double ridge) {
+  const Checker check{"multisecant_transposed", v, "v"};
+  check.check_rows();
+  const auto [history_dtype, history] = check.check_history(left, method, Device::max_history);
+  const int64_t batch = v.size(0), dim = v.size(1), pairs = history;
   Tensor out = torch::stable::empty_like(v);
-  dispatch_history<BFloat16>(v.scalar_type(), history_dtype, [&](auto state, auto element) {
+  dispatch_history<typename Device::BFloat16>(v.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    launch(TransposedParams<T, H>{
-        v.const_data_ptr<T>(), static_cast<const H*>(left.const_data_ptr()), static_cast<const H*>(df.const_data_ptr()),
-        gram.const_data_ptr<T>(), newest.const_data_ptr<int32_t>(), count.const_data_ptr<int32_t>(),
-        out.mutable_data_ptr<T>(), v.size(0), v.size(1), static_cast<int>(left.size(1)), method, static_cast<T>(alpha),
-        static_cast<T>(beta), static_cast<T>(ridge)});
+    Device::run(TransposedParams<T, H>{check.in<T>("v", v, {batch, dim}),
+                                       check.in<H>("left", left, {batch, pairs, dim}),
+                                       check.in<H>("df", df, {batch, pairs, dim}),
+                                       check.in<T>("gram", gram, {batch, pairs + 2, pairs}),
+                                       check.in<int32_t>("newest", newest, {batch}),
+                                       check.in<int32_t>("count", count, {batch}),
+                                       out.mutable_data_ptr<T>(),
+                                       batch,
+                                       dim,
+                                       static_cast<int>(pairs),
+                                       method,
+                                       static_cast<T>(alpha),
+                                       static_cast<T>(beta),
+                                       static_cast<T>(ridge)},
+                v);
   });
   return out;
 }

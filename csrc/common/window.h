@@ -1,14 +1,10 @@
 // The window of secant pairs: ring-buffer slots, the window matrix N and its small solve.
-// Shared by the CPU and CUDA kernels; `deqfast/reference.py` (solve_window) is the specification.
+// Shared by the CPU and CUDA kernels; `deqfast/ops/steps/reference.py` (solve_window) is the specification.
 #pragma once
 
 #include "monitor.h"
 
 namespace deqfast {
-
-enum Method : int64_t { kBroydenGood = 0, kBroydenBad = 1, kAndersonI = 2, kAndersonII = 3 };
-
-constexpr double kPivotFloor = 1e-7;
 
 // `left` holds differences of the residual (Y) for these methods, steps (S) for the others.
 DEQFAST_HD inline bool left_is_y(int64_t method) { return method == kBroydenBad || method == kAndersonII; }

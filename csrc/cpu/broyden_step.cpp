@@ -120,15 +120,15 @@ struct BroydenStep {
 DEQFAST_STEP(BroydenStep<float>)
 DEQFAST_STEP(BroydenStep<double>)
 
-void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
-                  Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last, double tol,
-                  bool absolute, double stall_floor) {
-  with_broyden_params(z, fz, best, status, iterations, residual, gain, active, steps, gram, first, k, last, tol,
-                      absolute, stall_floor, [](const auto& params) { share_out(BroydenStep{params}); });
-}
+struct Kernels {
+  template <class T>
+  static void run(const BroydenParams<T>& params, const Tensor&) {
+    share_out(BroydenStep{params});
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("broyden_step", TORCH_BOX(&broyden_step)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("broyden_step", TORCH_BOX(&broyden_step<Kernels>)); }
 
 }  // namespace deqfast

@@ -216,32 +216,25 @@ DEQFAST_STEP(TransposedStep<float, float>)
 DEQFAST_STEP(TransposedStep<float, BFloat16>)
 DEQFAST_STEP(TransposedStep<double, double>)
 
-constexpr int64_t kMaxHistory = 1 << 15;
+struct Kernels {
+  using BFloat16 = deqfast::BFloat16;
+  static constexpr int64_t max_history = 1 << 15;
 
-void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
-                      Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
-                      double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
-                      double ridge) {
-  with_multisecant_params<BFloat16>(
-      z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, k, last, tol, absolute,
-      stall_floor, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
-        share_out(MultisecantStep{params});
-      });
-}
-
-Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
-                              int64_t method, double alpha, double beta, double ridge) {
-  return with_transposed_params<BFloat16>(
-      v, left, df, gram, newest, count, method, alpha, beta, ridge, kMaxHistory, [](const auto& params) {
-        share_out(TransposedStep{params});
-      });
-}
+  template <class T, class H>
+  static void run(const MultisecantParams<T, H>& params, const Tensor&) {
+    share_out(MultisecantStep{params});
+  }
+  template <class T, class H>
+  static void run(const TransposedParams<T, H>& params, const Tensor&) {
+    share_out(TransposedStep{params});
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("multisecant_step", TORCH_BOX(&multisecant_step));
-  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed));
+  m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
+  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 
 }  // namespace deqfast

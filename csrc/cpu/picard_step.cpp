@@ -60,14 +60,15 @@ struct PicardStep {
 DEQFAST_STEP(PicardStep<float>)
 DEQFAST_STEP(PicardStep<double>)
 
-void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
-                 Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {
-  with_picard_params(z, fz, best, status, iterations, residual, gain, active, k, last, tol, absolute, stall_floor,
-                     damping, [](const auto& params) { share_out(PicardStep{params}); });
-}
+struct Kernels {
+  template <class T>
+  static void run(const PicardParams<T>& params, const Tensor&) {
+    share_out(PicardStep{params});
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("picard_step", TORCH_BOX(&picard_step)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>)); }
 
 }  // namespace deqfast

@@ -12,8 +12,6 @@
 namespace deqfast {
 namespace {
 
-constexpr int kMaxHistory = 32;
-
 struct WarpLanes {
   int index;
   static constexpr int count = 32;
@@ -22,7 +20,7 @@ struct WarpLanes {
 
 // The sums of sweep 1: four squares, then L^T g, L^T y and, for Anderson I, L^T s, of n pairs each.
 enum Sum { kResSq, kFSq, kSSq, kYSq, kDots };
-constexpr int kMaxSums = kDots + 3 * kMaxHistory;
+constexpr int kMaxSums = kDots + 3 * kMaxGpuHistory;
 
 template <class T, class H>
 __device__ int sums_of(const MultisecantParams<T, H>& p) {
@@ -208,9 +206,9 @@ __device__ void sum_dots(const T (&dots)[M + 1], int n, BlockSums<T, kMaxSums>& 
 template <class T, class H, int M, bool WithLs, int N>
 __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
   __shared__ BlockSums<T, kMaxSums> sums;
-  __shared__ T t[kMaxHistory];
-  __shared__ T gamma[kMaxHistory];
-  __shared__ T work[kMaxHistory * (kMaxHistory + 2)];
+  __shared__ T t[kMaxGpuHistory];
+  __shared__ T gamma[kMaxGpuHistory];
+  __shared__ T work[kMaxGpuHistory * (kMaxGpuHistory + 2)];
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
   const Columns columns(p.dim);
@@ -249,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int n = p.pairs(), m = p.window.history;
   if (WithLs && blockIdx.y == 0 && threadIdx.x < n) {
     const T* gram_row = p.gram + (row * (m + 2) + p.window.newest()) * m;
-    exchange.old_rows[row * kMaxHistory + threadIdx.x] = gram_row[threadIdx.x];
+    exchange.old_rows[row * kMaxGpuHistory + threadIdx.x] = gram_row[threadIdx.x];
   }
   sweep_left<T, H, WithLs, N>(p, row, Columns(p.dim), sums);
   T* to = exchange.sums + (row * gridDim.y + blockIdx.y) * kMaxSums;
@@ -281,10 +279,10 @@ template <class T, class H, int M, int N>
 __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
     multisecant_right_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kMaxSums> sums;
-  __shared__ T t[kMaxHistory];
-  __shared__ T gamma[kMaxHistory];
-  __shared__ T work[kMaxHistory * (kMaxHistory + 2)];
-  __shared__ T gram[kMaxHistory * (kMaxHistory + 2)];
+  __shared__ T t[kMaxGpuHistory];
+  __shared__ T gamma[kMaxGpuHistory];
+  __shared__ T work[kMaxGpuHistory * (kMaxGpuHistory + 2)];
+  __shared__ T gram[kMaxGpuHistory * (kMaxGpuHistory + 2)];
   __shared__ bool last_to_end;
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
@@ -302,13 +300,13 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
   carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
   if (!verdict.advance || p.rule.last) return;
   const int n = p.window.size(), m = p.window.history;
-  if (n) solve_shared_sample(p, row, exchange.old_rows + row * kMaxHistory, sums.totals, gram, t, gamma, work);
+  if (n) solve_shared_sample(p, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, gram, t, gamma, work);
   T dots[M + 1] = {};
   sweep_right<T, H, M, N>(p, row, columns, gamma, dots);
   if (M == 0 || n == 0) return;
   sum_dots<T, M>(dots, n, sums);
-  T* all = exchange.dots + row * gridDim.y * kMaxHistory;
-  if (threadIdx.x < n) all[blockIdx.y * kMaxHistory + threadIdx.x] = sums.totals[threadIdx.x];
+  T* all = exchange.dots + row * gridDim.y * kMaxGpuHistory;
+  if (threadIdx.x < n) all[blockIdx.y * kMaxGpuHistory + threadIdx.x] = sums.totals[threadIdx.x];
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last_to_end = atomicAdd(&exchange.snapshots[row].arrived, 1u) == gridDim.y - 1;
@@ -316,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
   if (!last_to_end || threadIdx.x >= n) return;
   __threadfence();
   T total = 0;
-  for (unsigned part = 0; part < gridDim.y; ++part) total += all[part * kMaxHistory + threadIdx.x];
+  for (unsigned part = 0; part < gridDim.y; ++part) total += all[part * kMaxGpuHistory + threadIdx.x];
   p.gram[(row * (m + 2) + p.window.next()) * m + threadIdx.x] = total;
 }
 
@@ -330,10 +328,10 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   } else {
     const int64_t snapshots = batch * sizeof(Snapshot<T>), parts = int64_t(batch) * blocks;
     const Tensor memory =
-        workspace(z, snapshots + (int64_t(batch) * kMaxHistory + parts * (kMaxSums + kMaxHistory)) * sizeof(T));
+        workspace(z, snapshots + (int64_t(batch) * kMaxGpuHistory + parts * (kMaxSums + kMaxGpuHistory)) * sizeof(T));
     char* at = static_cast<char*>(memory.mutable_data_ptr());
     T* rows = reinterpret_cast<T*>(at + snapshots);
-    T* sums = rows + int64_t(batch) * kMaxHistory;
+    T* sums = rows + int64_t(batch) * kMaxGpuHistory;
     const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), rows, sums, sums + parts * kMaxSums};
     const dim3 grid(batch, blocks);
     multisecant_left_kernel<T, H, WithLs, N><<<grid, kThreads, 0, stream>>>(params, exchange);
@@ -347,11 +345,11 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
 template <class T, class H, bool WithLs, int N>
 void launch_with_dots(const MultisecantParams<T, H>& params, const Tensor& z) {
   if (N == 1 || params.window.size() > 16) {
-    launch_kernels<T, H, kMaxHistory, WithLs, N>(params, z);
+    launch_kernels<T, H, kMaxGpuHistory, WithLs, N>(params, z);
   } else if (params.window.size() > 8) {
-    launch_kernels<T, H, N == 1 ? kMaxHistory : 16, WithLs, N>(params, z);
+    launch_kernels<T, H, N == 1 ? kMaxGpuHistory : 16, WithLs, N>(params, z);
   } else {
-    launch_kernels<T, H, N == 1 ? kMaxHistory : 8, WithLs, N>(params, z);
+    launch_kernels<T, H, N == 1 ? kMaxGpuHistory : 8, WithLs, N>(params, z);
   }
 }
 
@@ -370,9 +368,9 @@ void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
 template <class T, class H, int N>
 __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(const TransposedParams<T, H> p) {
   constexpr int R = 4;  // rows of the history whose loads are in flight together
-  __shared__ BlockSums<T, kMaxHistory> sums;
-  __shared__ T gamma[kMaxHistory];
-  __shared__ T work[kMaxHistory * (kMaxHistory + 2)];
+  __shared__ BlockSums<T, kMaxGpuHistory> sums;
+  __shared__ T gamma[kMaxGpuHistory];
+  __shared__ T work[kMaxGpuHistory * (kMaxGpuHistory + 2)];
   const int64_t row = blockIdx.x, history = row * p.history * p.dim;
   const Window window = p.window(row);
   const int n = window.size();
@@ -428,51 +426,42 @@ __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(con
   }
 }
 
-void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
-                      Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
-                      double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
-                      double ridge) {
-  with_multisecant_params<__nv_bfloat16>(
-      z, fz, best, status, iterations, residual, gain, active, f_prev, left, df, gram, k, last, tol, absolute,
-      stall_floor, method, alpha, beta, ridge, kMaxHistory, [&](const auto& params) {
-        using T = std::remove_pointer_t<decltype(params.z)>;
-        using H = std::remove_pointer_t<decltype(params.left)>;
-        if (params.monitor.batch == 0) return;
-        const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
-        constexpr int N = 16 / sizeof(H);
-        if (aligned<N>(params.dim, params.z, params.fz, params.best, params.f_prev, params.left, params.df)) {
-          launch<T, H, N>(params, z);
-        } else {
-          launch<T, H, 1>(params, z);
-        }
-      });
-}
+struct Kernels {
+  using BFloat16 = __nv_bfloat16;
+  static constexpr int64_t max_history = kMaxGpuHistory;
 
-Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Tensor newest, Tensor count,
-                              int64_t method, double alpha, double beta, double ridge) {
-  return with_transposed_params<__nv_bfloat16>(
-      v, left, df, gram, newest, count, method, alpha, beta, ridge, kMaxHistory, [&](const auto& params) {
-        using T = std::remove_pointer_t<decltype(params.out)>;
-        using H = std::remove_const_t<std::remove_pointer_t<decltype(params.left)>>;
-        if (params.batch == 0) return;
-        const torch::stable::accelerator::DeviceGuard guard(v.get_device_index());
-        constexpr int N = 16 / sizeof(H);
-        const unsigned batch = grid_of(params.batch, "multisecant_transposed");
-        const cudaStream_t stream = current_stream(v);
-        if (aligned<N>(params.dim, params.v, params.out, params.left, params.df)) {
-          multisecant_transposed_kernel<T, H, N><<<batch, kThreads, 0, stream>>>(params);
-        } else {
-          multisecant_transposed_kernel<T, H, 1><<<batch, kThreads, 0, stream>>>(params);
-        }
-        check_launch("multisecant_transposed");
-      });
-}
+  template <class T, class H>
+  static void run(const MultisecantParams<T, H>& params, const Tensor& z) {
+    if (params.monitor.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+    constexpr int N = 16 / sizeof(H);
+    if (aligned<N>(params.dim, params.z, params.fz, params.best, params.f_prev, params.left, params.df)) {
+      launch<T, H, N>(params, z);
+    } else {
+      launch<T, H, 1>(params, z);
+    }
+  }
+  template <class T, class H>
+  static void run(const TransposedParams<T, H>& params, const Tensor& v) {
+    if (params.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(v.get_device_index());
+    constexpr int N = 16 / sizeof(H);
+    const unsigned batch = grid_of(params.batch, "multisecant_transposed");
+    const cudaStream_t stream = current_stream(v);
+    if (aligned<N>(params.dim, params.v, params.out, params.left, params.df)) {
+      multisecant_transposed_kernel<T, H, N><<<batch, kThreads, 0, stream>>>(params);
+    } else {
+      multisecant_transposed_kernel<T, H, 1><<<batch, kThreads, 0, stream>>>(params);
+    }
+    check_launch("multisecant_transposed");
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
-  m.impl("multisecant_step", TORCH_BOX(&multisecant_step));
-  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed));
+  m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
+  m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 
 }  // namespace deqfast

@@ -158,25 +158,23 @@ void launch(const PicardParams<T>& params, const Tensor& z, cudaStream_t stream)
   check_launch("picard_step");
 }
 
-void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
-                 Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {
-  with_picard_params(z, fz, best, status, iterations, residual, gain, active, k, last, tol, absolute, stall_floor,
-                     damping, [&](const auto& params) {
-                       using T = std::remove_pointer_t<decltype(params.z)>;
-                       if (params.monitor.batch == 0) return;
-                       const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
-                       constexpr int N = 16 / sizeof(T);
-                       const cudaStream_t stream = current_stream(z);
-                       if (aligned<N>(params.dim, params.z, params.fz, params.best)) {
-                         launch<T, N>(params, z, stream);
-                       } else {
-                         launch<T, 1>(params, z, stream);
-                       }
-                     });
-}
+struct Kernels {
+  template <class T>
+  static void run(const PicardParams<T>& params, const Tensor& z) {
+    if (params.monitor.batch == 0) return;
+    const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
+    constexpr int N = 16 / sizeof(T);
+    const cudaStream_t stream = current_stream(z);
+    if (aligned<N>(params.dim, params.z, params.fz, params.best)) {
+      launch<T, N>(params, z, stream);
+    } else {
+      launch<T, 1>(params, z, stream);
+    }
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("picard_step", TORCH_BOX(&picard_step)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>)); }
 
 }  // namespace deqfast

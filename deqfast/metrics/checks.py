@@ -16,6 +16,7 @@ def type_name(value: object) -> str:
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise TypeError unless `value` is a tensor of one of `dtypes`."""
     allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type_name(value)}; it must be a tensor of dtype {allowed}")
@@ -24,12 +25,14 @@ def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> N
 
 
 def check_features(features: Tensor) -> None:
+    """Raise unless `features` is a floating-point tensor (N, D) with D at least 1."""
     check_tensor("features", features, _FEATURE_DTYPES)
     if features.ndim != 2 or features.shape[1] == 0:
         raise ValueError(f"features has shape {tuple(features.shape)}; it must be (N, D): flatten or pool the rest")
 
 
 def check_labels(labels: Tensor, features: Tensor) -> None:
+    """Raise unless `labels` is an integer tensor (N,) on the device of `features` (N, D)."""
     check_tensor("labels", labels, _LABEL_DTYPES)
     if labels.ndim != 1 or len(labels) != len(features):
         raise ValueError(f"labels has shape {tuple(labels.shape)}; it must be ({len(features)},) as features has rows")
@@ -49,6 +52,7 @@ def check_label_range(labels: Tensor, num_classes: int | None) -> int:
 
 
 def check_count(name: str, value: int) -> None:
+    """Raise unless `value` is an int of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, a {type_name(value)}; it must be an int")
     if value < 1:
@@ -56,6 +60,7 @@ def check_count(name: str, value: int) -> None:
 
 
 def check_rtol(rtol: float | None) -> None:
+    """Raise unless `rtol` is None or a number in [0, 1)."""
     if rtol is None:
         return
     if not isinstance(rtol, (int, float)) or isinstance(rtol, bool):
@@ -65,11 +70,13 @@ def check_rtol(rtol: float | None) -> None:
 
 
 def check_center(center: str) -> None:
+    """Raise ValueError unless `center` is "class-means" or "samples"."""
     if center not in _CENTERS:
         raise ValueError(f"center is {center!r}; it must be one of {_CENTERS}")
 
 
 def check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> None:
+    """Raise unless `weight` is a floating-point tensor (num_classes, width); None for what is not known yet."""
     check_tensor("classifier_weight", weight, _FEATURE_DTYPES)
     expected = f"({'num_classes' if num_classes is None else num_classes}, {'D' if width is None else width})"
     fits = weight.ndim == 2 and num_classes in (None, weight.shape[0]) and width in (None, weight.shape[1])

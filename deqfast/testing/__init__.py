@@ -1,6 +1,17 @@
 """Helpers that tests and benchmarks share: tolerances, problems, random states of the ops, compiled code."""
 
-from .problems import PROBLEMS, SOLVERS, FixedPoint, Recorder, assert_solves, linear, non_normal, sawtooth, tanh
+from .problems import (
+    PROBLEMS,
+    SOLVERS,
+    FixedPoint,
+    Recorder,
+    assert_same_solution,
+    assert_solves,
+    linear,
+    non_normal,
+    sawtooth,
+    tanh,
+)
 from .tolerances import (
     ACCURACY_FACTOR,
     ACCURACY_UNITS,
@@ -32,6 +43,7 @@ __all__ = [
     "accuracy",
     "assert_accurate",
     "assert_close",
+    "assert_same_solution",
     "assert_solves",
     "linear",
     "non_normal",

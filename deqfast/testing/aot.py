@@ -33,16 +33,16 @@ from ..kernels import (
     norm_act_residual,
     picard_step,
 )
+from ..ops import ACTIVATIONS
+from .states import METHODS
 
 MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-METHODS = {"good": 0, "bad": 1, "and1": 2, "and2": 3}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
 SCALAR_LOADS = ("solve", "means")  # kernels whose loads need not be wide
-ACTIVATIONS = {"identity": 0, "relu": 1, "tanh": 2, "gelu": 3}
 NORM_KERNELS = {
     "act": norm_act._norm_act_kernel,
     "act'": norm_act._norm_act_backward_kernel,
@@ -157,7 +157,7 @@ def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, objec
         return neural_collapse._scatter_kernel, constants, launch
     tile = config.class_sums_config(case.size, dtype)
     launch = config.LaunchConfig(tile.columns, tile.num_warps)
-    chunk = {"CHUNK": config.CHUNK_ROWS, "BD": tile.columns}
+    chunk = {"CHUNK": neural_collapse.CHUNK_ROWS, "BD": tile.columns}
     if case.kernel == "means":
         return neural_collapse._class_means_kernel, chunk, launch
     return neural_collapse._class_sums_kernel, {**chunk, "BR": tile.rows}, launch
@@ -174,10 +174,14 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
         return picard_step._picard_step_kernel, {"WHOLE": case.size <= launch.block, "BLK": launch.block, **one}, launch
     if case.kernel == "fc_vjp":
         launch = config.picard_config(case.size, dtype)
-        return fc_fixed_point._fc_vjp_kernel, {"ACTIVATION": ACTIVATIONS[case.method], "BLK": launch.block}, launch
+        return (
+            fc_fixed_point._fc_vjp_kernel,
+            {"ACTIVATION": ACTIVATIONS.index(case.method), "BLK": launch.block},
+            launch,
+        )
     if case.kernel == "fc":
         launch = config.fc_config(case.size)
-        tile = {"ACTIVATION": ACTIVATIONS[case.method], "OPERAND": triton.language.bfloat16}
+        tile = {"ACTIVATION": ACTIVATIONS.index(case.method), "INTERPRETED": False}
         tile |= {"ROWS": config.FC_ROWS, "DP": launch.block}
         return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
     if case.kernel in NORM_KERNELS:

@@ -1,23 +1,55 @@
-"""Names of compiled CUDA kernels, and the disassembler that comes with triton."""
+"""The code of the compiled CUDA kernels: what each asks of a GPU, read with the disassembler that comes with triton.
+
+python -m deqfast.testing.cuobjdump    prints a table of the built extension
+"""
+
+from __future__ import annotations
 
 import importlib.util
 import re
 import shutil
 import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from .. import _extension
 
-def find_cuobjdump():
+
+def find_cuobjdump() -> Path | None:
     """Path of the tool; None where this triton does not bring it."""
     spec = importlib.util.find_spec("triton")
-    tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec else None
+    tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
     return tool if tool and tool.is_file() else None
 
 
 CUOBJDUMP = find_cuobjdump()
 
 
-def demangle(names):
+class Unavailable(Exception):
+    """No compiled kernels can be looked at here, for the reason given."""
+
+
+@dataclass(frozen=True, order=True)
+class CompiledKernel:
+    """A kernel of the extension on one architecture.
+
+    registers: per thread; stack: bytes per thread, in which spilled registers lie; shared: bytes per block; barriers
+    and wide_loads: instructions in its code, of the latter those that load 16 bytes from global memory.
+    """
+
+    name: str
+    architecture: str
+    registers: int
+    stack: int
+    shared: int
+    barriers: int
+    wide_loads: int
+
+
+def demangle(names: list[str]) -> dict[str, str]:
     """{name: as it is written in the source, without namespaces and parameters}; as it is without c++filt."""
     tool = shutil.which("c++filt")
     if tool is None:
@@ -25,3 +57,79 @@ def demangle(names):
     text = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     noise = r"^void |deqfast::|\(anonymous namespace\)::|\(bool\)|\([^()]*Params.*"
     return dict(zip(names, (re.sub(noise, "", line) for line in text.splitlines()), strict=True))
+
+
+def cuda_kernels() -> list[CompiledKernel]:
+    """The kernels of the built extension, for every architecture it was built for; about 30 s. Raises Unavailable."""
+    if _extension.cuda_module is None:
+        raise Unavailable(f"no CUDA kernels: {_extension.cuda_reason}")
+    if CUOBJDUMP is None or shutil.which("c++filt") is None:
+        raise Unavailable("no cuobjdump of triton's, or no c++filt")
+    path = str(_extension.cuda_module.__file__)
+    usage, (barriers, loads) = _resources(path), _instructions(path)
+    names = demangle(sorted({name for name, _ in usage}))
+    if len(set(names.values())) < len(names):
+        raise RuntimeError("two kernels of the CUDA extension have one name")
+    return sorted(
+        CompiledKernel(names[name], architecture, *values, barriers[name, architecture], loads[name, architecture])
+        for (name, architecture), values in usage.items()
+    )
+
+
+def _resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """(mangled name, "sm_90") -> registers, stack, shared memory."""
+    usage, architecture, name = {}, "", ""
+    for line in _dump("--dump-resource-usage", path):
+        if line.startswith("arch = "):
+            architecture = line.split()[-1]
+        elif match := re.match(r" Function (\w+):", line):
+            name = match.group(1)
+        elif match := re.match(r"  REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
+            registers, stack, shared = map(int, match.groups())
+            usage[name, architecture] = registers, stack, shared
+    return usage
+
+
+def _instructions(path: str) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """Barriers and 16-byte loads in the code, by mangled name and architecture."""
+    barriers: Counter[tuple[str, str]] = Counter()
+    loads: Counter[tuple[str, str]] = Counter()
+    architecture, name = "", ""
+    wide = re.compile(r"LDG\.E[.\w]*\.128|LDGSTS[.\w]*\.128")
+    for line in _dump("-sass", path):
+        if "BAR.SYNC" in line:
+            barriers[name, architecture] += 1
+        elif ".128" in line:
+            loads[name, architecture] += bool(wide.search(line))
+        elif line.startswith("arch = "):
+            architecture = line.split()[-1]
+        elif "Function : " in line:
+            name = line.split()[-1]
+    return barriers, loads
+
+
+def _dump(option: str, path: str) -> Iterator[str]:
+    """The lines that cuobjdump prints, one by one: the assembly is 350 MB."""
+    command = [str(CUOBJDUMP), option, path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield from process.stdout
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def main() -> None:
+    try:
+        kernels = cuda_kernels()
+    except Unavailable as reason:
+        sys.exit(str(reason))
+    print(f"{'kernel':<64}{'on':>6}{'registers':>11}{'stack':>7}{'shared':>8}{'BAR':>5}{'LDG.128':>9}")
+    for kernel in kernels:
+        print(
+            f"{kernel.name:<64}{kernel.architecture:>6}{kernel.registers:>11}{kernel.stack:>7}{kernel.shared:>8}"
+            f"{kernel.barriers:>5}{kernel.wide_loads:>9}"
+        )
+
+
+if __name__ == "__main__":
+    main()

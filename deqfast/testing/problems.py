@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,14 @@ def assert_solves(solution: Solution, problem: FixedPoint) -> None:
     slack = rounding(solution.value.dtype) * problem.solution.norm(dim=1)
     allowed = problem.amplification * (solution.residual_abs.cpu().double() + slack)
     assert bool((errors <= allowed).all()), f"errors {errors.tolist()}, allowed {allowed.tolist()}"
+
+
+def assert_same_solution(actual: Solution, expected: Solution, but: tuple[str, ...] = ()) -> None:
+    """Assert that two solutions agree to the bit in all fields that are not named in `but`."""
+    for name in (field.name for field in fields(Solution) if field.name not in but):
+        a, e = getattr(actual, name), getattr(expected, name)
+        same = torch.equal(a, e) if isinstance(a, Tensor) and isinstance(e, Tensor) else a == e
+        assert same, f"{name}: {a}, expected {e}"
 
 
 def _random(batch: int, dim: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -140,10 +139,7 @@ def find_source(dataset: str, root: Path) -> Source:
         return Source(dataset, "")
     name = "cifar10" if dataset == "auto" else dataset
     try:
-        torchvision_datasets = _import_datasets()
-        if not _on_disk(torchvision_datasets, name, root):
-            _download(torchvision_datasets, name, root)
-        return Source(name, "", *_read(torchvision_datasets, name, root))
+        return Source(name, "", *_read(name, root))
     except _CannotHave as reason:
         if dataset == "auto":
             return Source("shapes", str(reason))
@@ -194,55 +190,30 @@ class _CannotHave(Exception):
     """Why a data set is neither on disk nor to be had from the network."""
 
 
-def _import_datasets() -> ModuleType:
+def _read(name: str, root: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Training and test split of the CIFAR files under root, which are unpacked or downloaded if they are not there."""
     try:
         from torchvision import datasets
     except (ImportError, RuntimeError) as error:
         raise _CannotHave(f"torchvision, which reads the CIFAR files, cannot be imported ({error})") from error
-    return datasets
-
-
-def _dataset_class(datasets: ModuleType, name: str) -> Any:
-    return getattr(datasets, name.upper())
-
-
-def _read(datasets: ModuleType, name: str, root: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for train in (True, False):
-        split = _dataset_class(datasets, name)(str(root), train=train)
-        yield split.data, np.asarray(split.targets, dtype=np.int64)
-
-
-def _on_disk(datasets: ModuleType, name: str, root: Path) -> bool:
-    """Whether the files are under root, if need be unpacked from their archive. Damaged ones are an error."""
-    from torchvision.datasets.utils import check_integrity
-
-    kind = _dataset_class(datasets, name)
+    kind: Any = getattr(datasets, name.upper())
     folder, archive = root / kind.base_folder, root / kind.filename
-    files = [*kind.train_list, *kind.test_list, [kind.meta["filename"], kind.meta["md5"]]]
-    damaged = [file for file, md5 in files if not check_integrity(str(folder / file), md5)]
-    if not damaged:
-        return True
-    if archive.exists():
-        if not check_integrity(str(archive), kind.tgz_md5):
+    if not folder.exists() and archive.exists():
+        if not datasets.utils.check_integrity(str(archive), kind.tgz_md5):
             raise StudyError(f"{archive} is damaged or not wholly downloaded: delete it to have it fetched again")
-        _unpack(kind, root)
-        return True
-    if folder.exists():
-        state = "damaged or not wholly copied" if (folder / damaged[0]).exists() else "missing"
-        raise StudyError(f"{folder / damaged[0]} is {state}: restore it, or delete {folder} to have it fetched again")
-    return False
-
-
-def _unpack(kind: Any, root: Path) -> None:
+        kind(str(root), download=True)  # unpacks it
+    elif not folder.exists():
+        _download(kind, root)
     try:
-        kind(str(root), download=True)
-    except OSError as error:
-        raise StudyError(f"cannot unpack the archive in {root}: {error.strerror or error}") from error
+        splits = [kind(str(root), train=train) for train in (True, False)]
+    except RuntimeError as error:  # of a checksum
+        advice = f"restore it, or delete {folder} to have it fetched again"
+        raise StudyError(f"a file in {folder} is missing, damaged or not wholly copied: {advice}") from error
+    return [(split.data, np.asarray(split.targets, dtype=np.int64)) for split in splits]
 
 
-def _download(datasets: ModuleType, name: str, root: Path) -> None:
+def _download(kind: Any, root: Path) -> None:
     """Fetch into a temporary folder first, so that a broken download leaves nothing behind that looks like data."""
-    kind = _dataset_class(datasets, name)
     obstacle = _unreachable(kind.url)
     if obstacle:
         raise _CannotHave(f"not under {root}, and the download failed ({obstacle})")

@@ -59,12 +59,14 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class PerClass:
-    """Means of a solver over the samples of each class, None for a class without any."""
+class SolverColumns:
+    """Means over samples, a value for each class or each epoch; None where there was no sample."""
 
     iterations: tuple[Number, ...]
     residual: tuple[Number, ...]
+    """Relative, over the samples that stayed finite."""
     converged: tuple[Number, ...]
+    """Share, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,13 @@ class SolverSummary:
 
     iterations: Number
     residual: Number
-    """Relative, over the samples that stayed finite."""
     converged: Number
-    """Share, 0 to 1."""
     max_iter: int
     nonfinite: int
     stalled: int
     skipped: int
     """Samples left out of the loss."""
-    per_class: PerClass
+    per_class: SolverColumns
 
 
 @dataclass(frozen=True)
@@ -153,24 +153,12 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class SolverMeans:
-    """A value per epoch of what a solver did on the training images of a group of classes."""
-
-    iterations: tuple[Number, ...]
-    residual: tuple[Number, ...]
-    converged: tuple[Number, ...]
-
-
-@dataclass(frozen=True)
-class SolverCurves:
+class SolverCurves(SolverColumns):
     """The course of the solver on all training images, and its means over the classes of a group."""
 
-    iterations: tuple[Number, ...]
-    residual: tuple[Number, ...]
-    converged: tuple[Number, ...]
     skipped: tuple[int, ...]
-    majority: SolverMeans
-    minority: SolverMeans
+    majority: SolverColumns
+    minority: SolverColumns
 
 
 @dataclass(frozen=True)

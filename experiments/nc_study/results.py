@@ -24,8 +24,8 @@ from .record import (
     Number,
     RunResult,
     Seconds,
+    SolverColumns,
     SolverCurves,
-    SolverMeans,
     SolverSummary,
     SpectralRadius,
     Spread,
@@ -107,8 +107,8 @@ def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
 
 
 def _solver_curves(solves: list[SolverSummary], majority: int) -> SolverCurves:
-    def means(part: slice) -> SolverMeans:
-        return SolverMeans(
+    def means(part: slice) -> SolverColumns:
+        return SolverColumns(
             *(tuple(_mean(getattr(solve.per_class, name)[part]) for solve in solves) for name in SOLVER_MEANS)
         )
 

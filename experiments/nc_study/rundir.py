@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import json
 import os
 import shutil
 import zipfile
@@ -55,11 +54,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
 
 
-def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON, atomically; a record is written by `record.to_json` instead."""
-    write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
-
-
 def write_arrays(path: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """Arrays by network and name as one compressed .npz with the names `network/name`, atomically."""
     content = io.BytesIO()
@@ -79,14 +73,6 @@ def read_arrays(path: Path) -> dict[str, dict[str, np.ndarray]]:
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
     return arrays
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds; a damaged one is an error that names it."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error})") from error
 
 
 def prepare_out(out: Path) -> None:

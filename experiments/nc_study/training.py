@@ -21,7 +21,7 @@ from . import distributed
 from .config import Settings, StudyError
 from .data import StudyData
 from .models import build, project, widened
-from .record import Collapse, Epoch, PerClass, Seconds, SolverSummary, TestPass, TrainPass
+from .record import Collapse, Epoch, Seconds, SolverColumns, SolverSummary, TestPass, TrainPass
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 256
@@ -78,7 +78,7 @@ class SolverTally:
         }
         overall: dict[str, Any] = {name: values[0] for name, values in means.items()}
         overall |= {name: int(rows[0][name]) for name in ("max_iter", "nonfinite", "stalled", "skipped")}
-        return SolverSummary(**overall, per_class=PerClass(**{name: values[1:] for name, values in means.items()}))
+        return SolverSummary(**overall, per_class=SolverColumns(**{name: values[1:] for name, values in means.items()}))
 
 
 @dataclass(frozen=True)

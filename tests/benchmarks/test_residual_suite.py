@@ -1,43 +1,27 @@
-"""The suite of fixed-point problems, trained cells, and what time_to_residual.py counts and judges."""
+"""The suite of fixed-point problems, trained cells, and how solvers are raced and judged."""
 
 from __future__ import annotations
 
 import json
 import math
 import subprocess
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from harness import problems, races, trained
+from harness.problems import Problem
 from torch import Tensor
 
 import deqfast
 import deqfast.testing
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "experiments")]
-
-import time_to_residual as benchmark  # noqa: E402  (found through the path above)
-from harness import drawn, problems, residual_report, trained  # noqa: E402  (found through the path above)
-from harness.problems import Problem  # noqa: E402  (found through the path above)
-
 pytest.importorskip("torchdeq")
-GENERATOR_SEED = 5
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """What --threads sets for the whole process is put back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(GENERATOR_SEED)
+    return torch.Generator().manual_seed(5)
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:
@@ -126,7 +110,7 @@ def test_residuals_are_of_every_sample():
 HALF = problems.fully_connected("half", 0.5 * torch.eye(2), torch.ones(2, 2))
 
 
-def stub(values: Callable[[Tensor], Tensor], calls: int) -> benchmark.Provider:
+def stub(values: Callable[[Tensor], Tensor], calls: int) -> races.Provider:
     """A solver that calls f so often, and returns what it likes."""
 
     def solve(f: Callable[[Tensor], Tensor], z0: Tensor, tol: float) -> tuple[Tensor, Tensor | None]:
@@ -134,74 +118,52 @@ def stub(values: Callable[[Tensor], Tensor], calls: int) -> benchmark.Provider:
             f(z0)
         return values(z0), None
 
-    return benchmark.Provider("stub", "stub", solve)
+    return races.Provider("stub", "stub", solve)
 
 
 def test_evaluations_are_counted_and_the_value_is_judged():
-    (right,) = benchmark.measure(HALF, [stub(lambda z: torch.full_like(z, 2), 7)], 1e-3, rounds=2)
+    (right,) = races.measure(HALF, [stub(lambda z: torch.full_like(z, 2), 7)], 1e-3, rounds=2)
     assert (right["evaluations"], right["reached"], right["residual"]) == (7, True, 0.0)
     assert 0 < right["f_ms"] < right["ms_min"] <= right["ms"]
-    (wrong,) = benchmark.measure(HALF, [stub(lambda z: z + torch.tensor([[2.0], [1.99]]), 7)], 1e-3, rounds=2)
+    (wrong,) = races.measure(HALF, [stub(lambda z: z + torch.tensor([[2.0], [1.99]]), 7)], 1e-3, rounds=2)
     assert not wrong["reached"] and "ms" not in wrong and "2.5e-03 after 7" in wrong["skipped"]
     assert wrong["samples_missed"] == 1 and wrong["residual_median"] == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_value_that_is_not_finite_reaches_nothing(bad):
-    (row,) = benchmark.measure(HALF, [stub(lambda z: torch.full_like(z, bad), 1)], 1e-3, rounds=1)
+    (row,) = races.measure(HALF, [stub(lambda z: torch.full_like(z, bad), 1)], 1e-3, rounds=1)
     assert not row["reached"] and row["residual"] is None and row["samples_missed"] == 2
     json.dumps(row, allow_nan=False)
 
 
-def test_the_solvers_quoted_by_default_are_those_without_settings():
-    made = {provider.name: provider.solve.args[0] for provider in benchmark.providers()}
-    quoted = [made[name] for name in residual_report.DEFAULTS]
-    assert quoted == [deqfast.Picard, deqfast.Anderson, deqfast.Broyden]
-
-
-def test_the_default_solvers_run_on_torch_too(monkeypatch):
-    asked = []
-
-    def solve(f, z0, solver, kernel):
-        asked.append((type(solver), kernel))
-        return types.SimpleNamespace(value=None, iterations=None)
-
-    monkeypatch.setattr(deqfast, "solve", solve)
-    extra = [provider for provider in benchmark.providers(on_torch=True) if provider.name.startswith("torch ")]
-    for provider in extra:
-        provider.solve(None, None, 1e-3)
-    assert [provider.name for provider in extra] == list(residual_report.ON_TORCH.values())
-    assert asked == [(solver, "torch") for solver in (deqfast.Picard, deqfast.Anderson, deqfast.Broyden)]
-
-
 def test_torchdeq_with_a_small_ridge_is_another_solver():
     problem = problems.suite(["decaying 0.99"], batch=2)[1]
-    made = {provider.name: provider for provider in benchmark.providers()}
+    made = {provider.name: provider for provider in races.providers()}
     shipped, small = (
-        benchmark.judged(problem, made[name], 1e-30)["residual"]
-        for name in ("torchdeq anderson m=6", residual_report.SMALL_RIDGE)
+        races.judged(problem, made[name], 1e-30)["residual"] for name in ("torchdeq anderson m=6", races.SMALL_RIDGE)
     )
     assert small < 0.1 * shipped
 
 
-@pytest.mark.parametrize("provider", benchmark.providers(), ids=lambda provider: provider.name)
+@pytest.mark.parametrize("provider", races.providers(), ids=lambda provider: provider.name)
 def test_every_solver_may_evaluate_equally_often(provider):
     expanding = problems.fully_connected("expanding", torch.diag(torch.linspace(-1.3, 1.3, 80)), torch.ones(1, 80))
-    row = benchmark.judged(expanding, provider, 1e-30)
-    assert row["evaluations"] == benchmark.EVALUATIONS and not row["reached"]
+    row = races.judged(expanding, provider, 1e-30)
+    assert row["evaluations"] == races.EVALUATIONS and not row["reached"]
 
 
-@pytest.mark.parametrize("provider", benchmark.providers(), ids=lambda provider: provider.name)
+@pytest.mark.parametrize("provider", races.providers(), ids=lambda provider: provider.name)
 def test_every_solver_reaches_the_tolerance(provider, small):
     problem = next(problem for problem in small if problem.name == "triangular, b 1")
-    row = benchmark.judged(problem, provider, 1e-3)
-    assert row["reached"] and row["evaluations"] < benchmark.EVALUATIONS
+    row = races.judged(problem, provider, 1e-3)
+    assert row["reached"] and row["evaluations"] < races.EVALUATIONS
     assert ("mean_evaluations" in row) == provider.name.startswith("deqfast")
 
 
 def test_gain_is_to_the_peer_of_the_same_run(small):
     problem = next(problem for problem in small if problem.name == "triangular, b 1")
-    rows = benchmark.measure(problem, benchmark.providers(), 1e-3, rounds=1)
+    rows = races.measure(problem, races.providers(), 1e-3, rounds=1)
     times = {row["provider"]: row["ms"] for row in rows}
     for row in rows:
         if row["provider"].startswith("torchdeq"):
@@ -211,69 +173,12 @@ def test_gain_is_to_the_peer_of_the_same_run(small):
 
 
 def test_courses_only_descend():
-    rows = benchmark.courses(HALF, benchmark.providers()[:1], rounds=2)
+    rows = races.courses(HALF, races.providers()[:1], rounds=2)
     assert [row["section"] for row in rows] == ["residual course"]
     (row,) = rows
     assert row["evaluations"] == list(range(1, len(row["ms"]) + 1)) and len(row["residual"]) == len(row["ms"])
     assert sorted(row["residual"], reverse=True) == row["residual"] and sorted(row["ms"]) == row["ms"]
     assert row["residual"][1] == pytest.approx(1 / 3)  # from 0 to 1 to 1.5
-
-
-def solve_row(case: str, provider: str, reached: bool, **more: object) -> dict:
-    common = {"section": "residual", "tol": 1e-3, "most_evaluations": 60, "samples_missed": 0, "batch": 2, "dim": 3}
-    return {**common, "case": case, "provider": provider, "reached": reached, **more}
-
-
-def test_summary_compares_what_both_solved():
-    times = {"ms_min": 1.0, "f_ms": 0.5}
-    rows = [
-        solve_row("p", "a", True, evaluations=10, ms=1.0, gain=2.0, **times),
-        solve_row("q", "a", True, evaluations=20, ms=2.0, gain=8.0, **times),
-        solve_row("r", "a", True, evaluations=30, ms=4.0, **times),
-        solve_row("p", "b", True, evaluations=10, ms=2.0, **times),
-        solve_row("q", "b", True, evaluations=20, ms=16.0, **times),
-        solve_row("r", "b", False, evaluations=40, residual=0.1),
-    ]
-    a, b = residual_report.summary(rows, 1e-3)
-    assert (a["failures"], a["evaluations"], a["ms"], a["shared"], a["gain"], a["gains"]) == (0, 20, 3.0, 2, 4.0, 2)
-    assert (b["failures"], b["evaluations"], b["ms"], b["shared"], b["gain"], b["gains"]) == (1, 20, 18.0, 2, None, 0)
-    assert a["f_share"] == 0.5
-    assert residual_report.summary(rows[2:3] + rows[5:], 1e-3)[0]["ms"] is None
-    assert "4.0" in residual_report.summary_table(rows)
-    assert "-" in residual_report.case_table(rows, "r")
-
-
-def test_command_writes_rows_and_figure(tmp_path, capsys):
-    files = ["--json", str(tmp_path / "rows.json"), "--figure", str(tmp_path / "figure.png")]
-    benchmark.main(["--quick", "--threads", "1", "--only", "triangular", "--cells", str(tmp_path), *files])
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert {row["case"] for row in rows} == {"triangular, b 1", "triangular, b 0.01"}
-    assert {row["tol"] for row in rows if row["section"] == "residual"} == set(benchmark.TOLERANCES)
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-    assert drawn.drawn_from(tmp_path / "figure.png", rows) and not drawn.drawn_from(tmp_path / "figure.png", rows[1:])
-    assert "median evals" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--only", "nonsense"], "--only nonsense: in none of suite"),
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--json", "/nowhere/rows.json"], "--json: /nowhere is not a folder"),
-        (["--figure", "/nowhere/figure.png"], "--figure: /nowhere is not a folder"),
-    ],
-)
-def test_wrong_arguments_are_named(words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        benchmark.main(words)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_what_cannot_be_had_is_told(tmp_path):
-    with pytest.raises(SystemExit, match="not the folder of a finished run"):
-        benchmark.main(["--only", "study", "--cells", str(tmp_path), "--run", str(tmp_path)])
-    with pytest.raises(SystemExit, match="--quick leaves out"):
-        benchmark.main(["--quick", "--only", "gaussian 0.5", "--cells", str(tmp_path)])
 
 
 def test_digits_are_trained_once(tmp_path, monkeypatch):
@@ -308,8 +213,10 @@ def test_study_is_trained_where_its_run_is_looked_for(tmp_path, monkeypatch, dat
 
 def test_a_failed_training_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(trained.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 3))
-    with pytest.raises(SystemExit, match="status 3"):
-        benchmark.main(["--only", "study", "--cells", str(tmp_path)])
+    with pytest.raises(trained.StudyError, match="status 3"):
+        trained.study_run(tmp_path, None)
+    with pytest.raises(trained.StudyError, match="not the folder of a finished run"):
+        trained.study_cell(tmp_path, None)
 
 
 def test_study_cell_is_the_trained_one(tmp_path):

@@ -23,9 +23,9 @@ from nc_study.record import (
     Collapse,
     Epoch,
     KernelChoice,
-    PerClass,
     RunResult,
     Seconds,
+    SolverColumns,
     SolverSummary,
     SpectralRadius,
     TestPass,
@@ -142,7 +142,7 @@ def solver_summary(classes: int = 10) -> SolverSummary:
     """Made-up solves, in which class k takes k percent more of everything than class 0."""
     means = {"iterations": 11.0, "residual": 5e-4, "converged": 0.9}
     per_class = {name: tuple(value * (1 + k / 100) for k in range(classes)) for name, value in means.items()}
-    return SolverSummary(**means, max_iter=2, nonfinite=0, stalled=0, skipped=1, per_class=PerClass(**per_class))
+    return SolverSummary(**means, max_iter=2, nonfinite=0, stalled=0, skipped=1, per_class=SolverColumns(**per_class))
 
 
 def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0) -> Epoch:

@@ -56,7 +56,7 @@ def test_a_damaged_piece_is_named(packed, tmp_path, capsys):
     content = bytearray(piece.read_bytes())
     content[len(content) // 2] ^= 0xFF
     piece.write_bytes(content)
-    assert f"{piece} is damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
+    assert f"{piece} is no piece, or damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
     piece.write_bytes(b"half")
     assert f"{piece} is no piece, or damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
 

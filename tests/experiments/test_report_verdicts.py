@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import replace
 
 import pytest
-from nc_study.cells import RATIOS
+from nc_study.paper import CLAIMS, RATIOS
+from nc_study.record import RunResult, read_record, to_json
 from nc_study.reporting.runs import collect
 from nc_study.reporting.verdicts import (
-    CLAIMS,
     FAILS,
     HOLDS,
     UNDECIDED,
@@ -23,19 +23,18 @@ from nc_study.reporting.verdicts import (
 
 OVERALL, MAJORITY, MINORITY, NC1, NC2, NC3 = CLAIMS[:6]
 BALANCED, BALANCED_NC2 = CLAIMS[8], CLAIMS[10]
+SIX = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
 
 
-def test_the_interval_of_three_values():
+def test_intervals():
     found = t_interval([1.0, 2.0, 3.0])
     # t(0.975; 2) = 4.302653, deviation 1, divided by the root of 3.
     assert found.mean == 2 and found.high == pytest.approx(2 + 4.302653 / math.sqrt(3), abs=1e-6)
     assert found.low + found.high == pytest.approx(4)
-
-
-def test_the_interval_of_five_values():
     found = t_interval([0.0, 0.0, 0.0, 0.0, 5.0])
     # t(0.975; 4) = 2.776445, deviation the root of 5.
     assert found.high - found.mean == pytest.approx(2.776445, abs=1e-6)
+    assert t_interval([1.0, 1.0, 1.0]) == Interval(1.0, 1.0, 1.0)
 
 
 def test_signs():
@@ -65,10 +64,10 @@ def test_what_an_interval_says(low, high, higher, lower, alike):
 
 @pytest.fixture
 def group(made_up):
-    """The group of runs whose DEQ is ahead by the shifts given, of each seed, in each cell (K_A, R)."""
+    """The group of runs whose DEQ is ahead by the shifts given, of each seed, in each imbalance (K_A, R)."""
 
-    def build(cells):
-        for (majority, ratio), shifts in cells.items():
+    def build(imbalances):
+        for (majority, ratio), shifts in imbalances.items():
             for seed, shift in enumerate(shifts):
                 path = made_up(majority=majority, ratio=ratio, seed=seed, shift=shift)
         (found,) = collect([path.parent]).groups
@@ -84,8 +83,8 @@ def test_three_seeds_that_agree(group):
     assert list(one.evidence[0].differences.values()) == pytest.approx([1.0, 1.2, 1.4])
     # t(0.975; 2) · 0.2 / root 3.
     assert one.evidence[0].interval.low == pytest.approx(1.2 - 4.302653 * 0.2 / math.sqrt(3), abs=1e-6)
-    assert "+1.20 points on average over 1 cell (3 pairs); higher in 1, lower in 0" in one.numbers
-    assert "of 1 cell with 3 or more seeds: holds in 1" in one.numbers
+    assert "+1.20 points on average over 1 setting (3 pairs); higher in 1, lower in 0" in one.numbers
+    assert "of 1 setting with 3 or more seeds: holds in 1" in one.numbers
     assert judge(found, NC2).verdict == HOLDS and judge(found, NC2).evidence[0].mean == pytest.approx(-0.12)
     assert judge(found, NC1).verdict == HOLDS and judge(found, NC1).evidence[0].mean == 0
 
@@ -102,12 +101,12 @@ def test_the_opposite(group):
     assert [entry.verdict for entry in one.evidence] == [FAILS, HOLDS]
 
 
-def test_a_claim_must_hold_in_every_cell_with_enough_seeds(group):
+def test_a_claim_must_hold_in_every_setting_with_enough_seeds(group):
     found = group({(3, 10): [1.0, 1.1, 1.2], (5, 10): [-1.0, 0.0, 1.2], (7, 10): [-9.0]})
     assert judge(found, OVERALL).verdict == UNDECIDED
 
 
-def test_two_seeds_in_one_cell_are_not_enough(group):
+def test_two_seeds_in_one_setting_are_not_enough(group):
     found = group({(3, 10): [1.0, 1.2]})
     assert judge(found, OVERALL).verdict == "not enough runs (2)"
     assert judge(found, OVERALL).evidence[0].interval is None
@@ -119,24 +118,21 @@ def test_two_seeds_in_one_cell_are_not_enough(group):
     ("shifts", "overall", "nc2"),
     [([1.0] * 6, HOLDS, HOLDS), ([-1.0] * 6, FAILS, FAILS), ([1.0] * 5 + [-1.0], UNDECIDED, UNDECIDED)],
 )
-def test_one_seed_in_six_cells_is_judged_by_signs(group, shifts, overall, nc2):
-    cells = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
-    found = group({cell: [shift] for cell, shift in zip(cells, shifts, strict=True)})
+def test_one_seed_in_six_settings_is_judged_by_signs(group, shifts, overall, nc2):
+    found = group({one: [shift] for one, shift in zip(SIX, shifts, strict=True)})
     assert judge(found, OVERALL).verdict == overall and judge(found, NC2).verdict == nc2
     assert judge(found, NC1).verdict == "not enough runs (6)", "no signs can show likeness"
 
 
-def test_where_the_seeds_leave_it_open_the_signs_of_six_cells_decide(group):
-    cells = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
-    shifts = [[-1.0, 0.4, -0.2], *([-1.0] for _ in cells[1:])]
-    found = group(dict(zip(cells, shifts, strict=True)))
+def test_where_the_seeds_leave_it_open_the_signs_of_six_settings_decide(group):
+    shifts = [[-1.0, 0.4, -0.2], *([-1.0] for _ in SIX[1:])]
+    found = group(dict(zip(SIX, shifts, strict=True)))
     assert judge(found, OVERALL).evidence[0].verdict == UNDECIDED
     assert judge(found, OVERALL).verdict == FAILS
 
 
-def test_one_seed_in_five_cells_is_not_enough(group):
-    cells = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS][:5]
-    assert judge(group({cell: [1.0] for cell in cells}), OVERALL).verdict == "not enough runs (5)"
+def test_one_seed_in_five_settings_is_not_enough(group):
+    assert judge(group({one: [1.0] for one in SIX[:5]}), OVERALL).verdict == "not enough runs (5)"
 
 
 def test_the_balanced_claims_take_the_balanced_runs(made_up):
@@ -151,9 +147,10 @@ def test_the_balanced_claims_take_the_balanced_runs(made_up):
 
 def test_an_undefined_metric_is_counted_apart(made_up):
     path = made_up() / "result.json"
-    result = json.loads(path.read_text())
-    result["models"]["deq"]["nc"]["nc3"] = None
-    path.write_text(json.dumps(result))
+    result = read_record(RunResult, path)
+    deq = result.networks["deq"]
+    networks = {**result.networks, "deq": replace(deq, nc=replace(deq.nc, nc3=None))}
+    path.write_bytes(to_json(replace(result, networks=networks)))
     (found,) = collect([path.parent]).groups
     assert judge(found, NC3).verdict == "not enough runs (0)"
     assert judge(found, NC3).numbers == "the metric is not defined in 1 pair"

@@ -177,7 +177,9 @@ def test_the_report_shows_the_row_beside_the_papers():
 
 
 def test_the_report_marks_inconsistent_entries_and_says_where_there_are_none():
-    assert "paper, explicit†" in (text := report(made_up_result(paper_settings(majority=5)))) and "not the class" in text
+    assert (
+        "paper, explicit†" in (text := report(made_up_result(paper_settings(majority=5)))) and "not the class" in text
+    )
     assert "the paper has no entry" in report(made_up_result(paper_settings(ratio=20)))
 
 

@@ -6,64 +6,32 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import EXPERIMENTS, TINY, write_cifar
+from nc_study.record import RunResult, read_record
 from nc_study.training import Trainer
+from study_helpers import EXPERIMENTS, RUN, TINY, assert_same, python, write_cifar
 from torchvision.datasets import CIFAR100
 
-RUN = "shapes-k3-r10-quick-both-broyden-jfb-seed0"
 
-
-def script(name, *arguments, cwd, **environment):
+def script(name, *arguments, cwd):
     """Run a script as a user does, on a machine without GPU, interpreter and network."""
-    without = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    blocked = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    return subprocess.run(
-        [sys.executable, str(EXPERIMENTS / f"{name}.py"), *arguments],
-        cwd=cwd,
-        env=without | blocked | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python(str(EXPERIMENTS / f"{name}.py"), *arguments, cwd=cwd)
 
 
 def outcome(folder):
     """All of a finished run that must not depend on how it came about: weights, and lines without their times."""
     states = {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.ckpt")}
+    assert "deq.ckpt" in states
     lines = {}
     for path in folder.glob("*.jsonl"):
-        lines[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines[path.name]:
-            del line["seconds"]
+        lines[path.name] = [json.loads(line) | {"seconds": None} for line in path.read_text().splitlines()]
     return states, lines
 
 
 def assert_same_bits(one, other):
-    (states, lines), (other_states, other_lines) = outcome(one), outcome(other)
-    assert lines == other_lines and set(states) == set(other_states) and "deq.ckpt" in states
-    for name, state in states.items():
-        assert_equal(state, other_states[name])
-
-
-def assert_equal(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_equal(a, b)
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    else:
-        assert one == other
+    assert_same(outcome(one), outcome(other))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +46,10 @@ def whole(tmp_path_factory):
 def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     folder, done = whole
     lines = done.stdout.splitlines()
-    kernel = json.loads((folder / "result.json").read_text())["kernel"]
+    kernel = read_record(RunResult, folder / "result.json").kernel
     if not torch.cuda.is_available():
-        assert f"kernel: {kernel['used']}, for kernel='triton' is not available: no CUDA device" in done.stdout
-        assert kernel["requested"] == "triton" and "no CUDA device" in kernel["reason"]
+        assert f"kernel: {kernel.used}, for kernel='triton' is not available: no CUDA device" in done.stdout
+        assert kernel.requested == "triton" and "no CUDA device" in kernel.reason
     assert any(line.startswith("data: shapes") for line in lines)
     assert sum(line.startswith(("explicit   ", "deq   ")) for line in lines) == 6
     assert any(line.split() == ["overall", "majority", "minority"] for line in lines)
@@ -93,14 +61,13 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
 
 
 def test_the_result_is_complete(whole):
-    folder, _ = whole
-    result = json.loads((folder / "result.json").read_text())
-    assert result["train_images_per_class"] == [30] * 3 + [3] * 7
-    for model in ("explicit", "deq"):
-        assert set(result["models"][model]["accuracy"]) == {"overall", "majority", "minority"}
-        assert result["models"][model]["nc"]["nc4"] is not None
-    assert result["models"]["deq"]["solver"]["iterations"] > 1
-    assert result["command"].startswith("python ") and "--kernel triton" in result["command"]
+    result = read_record(RunResult, whole[0] / "result.json")
+    assert result.train_images_per_class == (30,) * 3 + (3,) * 7
+    assert list(result.networks) == ["explicit", "deq"]
+    for network in result.networks.values():
+        assert network.nc.nc4 is not None and network.accuracy.minority is not None
+    assert result.networks["deq"].solver.iterations > 1
+    assert result.command.startswith("python ") and "--kernel triton" in result.command
 
 
 def test_without_data_and_network_auto_says_why_it_takes_shapes(tmp_path):
@@ -124,11 +91,9 @@ def test_the_balanced_script(tmp_path):
 
 KILLED = """
 import os, signal, sys
-sys.path.insert(0, {experiments!r})
 from nc_study.cli import main
 from nc_study.training import Trainer
-from torchvision.datasets import CIFAR100
-step, left = Trainer.train_step, [{steps}]
+step, left = Trainer.train_step, [int(sys.argv[1])]
 
 def train_step(self, *arguments):
     left[0] -= 1
@@ -137,16 +102,14 @@ def train_step(self, *arguments):
     return step(self, *arguments)
 
 Trainer.train_step = train_step
-main("cifar_lt", None, sys.argv[1:])
+main("cifar_lt", None, sys.argv[2:])
 """
 
 
 @pytest.mark.parametrize("steps", [3, 10, 31])
 def test_kill_9_and_resume_end_in_the_same_bits(steps, whole, study, tmp_path):
     """111 images are 7 steps an epoch: killed in the explicit network's first and second epoch and the DEQ's second."""
-    program = KILLED.format(experiments=str(EXPERIMENTS), steps=steps)
-    arguments = [sys.executable, "-c", program, *TINY, "--out", str(tmp_path)]
-    killed = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    killed = python("-c", KILLED, str(steps), *TINY, "--out", str(tmp_path))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / RUN / "result.json").exists()
     status, printed, errors = study("--resume")
@@ -169,9 +132,10 @@ def at_step(monkeypatch, number, action):
     monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
-def test_ctrl_c_says_how_to_go_on_and_resume_does(study, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_say_how_to_go_on_and_resume_does(number, study, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        at_step(patch, 12, lambda: signal.raise_signal(signal.SIGINT))
+        at_step(patch, 12, lambda: signal.raise_signal(number))
         status, _, errors = study()
     assert status == 130 and "interrupted" in errors and errors.rstrip().endswith("--resume")
     assert study("--resume")[0] == 0
@@ -252,14 +216,12 @@ def test_cifar100_from_its_files(majority, sizes, study, tmp_path, monkeypatch):
     assert status == 0, errors
     assert "data: cifar100" in printed
     (folder,) = (tmp_path / "runs").iterdir()
-    result = json.loads((folder / "result.json").read_text())
-    assert result["train_images_per_class"] == sizes and result["majority_classes"] == sizes.count(4)
-    for model in ("explicit", "deq"):
-        summary = result["models"][model]
-        assert len(summary["per_class"]) == 100 and [sum(row) for row in summary["confusion"]] == [2] * 100
-        assert summary["nc"]["num_classes"] == 100 and summary["nc"]["rank"] <= 8
-    assert set(result["models"]["deq"]["spectral_radius"]["labels"]) == set(range(100))
-    assert len(result["models"]["deq"]["solver"]["per_class"]["iterations"]) == 100
+    result = read_record(RunResult, folder / "result.json")
+    assert list(result.train_images_per_class) == sizes and result.majority_classes == sizes.count(4)
+    for network in result.networks.values():
+        assert len(network.per_class) == 100 and [sum(counts) for counts in network.confusion] == [2] * 100
+        assert network.nc.num_classes == 100 and network.nc.rank <= 8
+    assert set(result.networks["deq"].spectral_radius.labels) == set(range(100))
 
 
 @pytest.mark.parametrize("name", ["file", "file/runs"])
