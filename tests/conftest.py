@@ -8,17 +8,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import emulate
 import pytest
 import torch
 
-# Read when a kernel is decorated: to be set before the first import of a kernel module.
+import deqfast
+from deqfast import _extension
+
+# Read when a kernel is decorated, that is when its module is imported: at the first launch.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import emulate  # noqa: E402  (kernels read TRITON_INTERPRET)
-
-import deqfast  # noqa: E402  (kernels read TRITON_INTERPRET)
-from deqfast import _extension  # noqa: E402  (kernels read TRITON_INTERPRET)
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.

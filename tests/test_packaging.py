@@ -9,16 +9,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from harness import sources
 from setuptools.config.pyprojecttoml import read_configuration
 
 from deqfast import _extension
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-from harness import sources  # noqa: E402  (found through the path above)
-
-TOP_LEVEL = {"pyproject.toml", "setup.py", "README.md", "csrc", "deqfast", "kernels", "benchmarks", "experiments",
-             "tests", "LICENSE", "MANIFEST.in"}  # fmt: skip
+FOLDERS = {"csrc", "deqfast", "kernels", "benchmarks", "experiments", "tests", "docs"}
+TOP_LEVEL = FOLDERS | {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"}
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +105,8 @@ def test_works_without_the_extension(wheel, tmp_path):
 
 
 def test_unknown_build_mode_is_an_error(source):
-    result = subprocess.run([sys.executable, "setup.py", "--version"], cwd=source, capture_output=True, text=True,
-                            env=os.environ | {"DEQFAST_BUILD": "gpu"}, check=False)  # fmt: skip
+    command, environment = [sys.executable, "setup.py", "--version"], os.environ | {"DEQFAST_BUILD": "gpu"}
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode != 0
     assert "DEQFAST_BUILD must be auto, cpu, cuda or none, got 'gpu'" in result.stderr
 
