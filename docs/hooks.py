@@ -1,4 +1,4 @@
-"""Figures of the repository in the site: a page links to them where they lie, which also works when it is read there."""
+"""Figures of the repository in the site: pages link to them where they lie, as is right for reading them there."""
 
 import re
 from pathlib import Path

@@ -17,7 +17,8 @@ PAGES = [README, ROOT / "docs" / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "pa
 NEEDS_A_GPU = "# needs a GPU"
 FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-SCRIPT = re.compile(r"(?:^|[ /`])(?:python3?|bash|torchrun) (?:-\S+ (?:\d+ )?)*((?:benchmarks|experiments)/[\w./]+)")
+COMMAND = r"(?:^|[ /`])(?:python3?|bash|torchrun|pytest)"
+SCRIPT = re.compile(COMMAND + r" (?:-\S+ (?:\d+ )?)*((?:benchmarks|experiments)/[\w./]+)")
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
