@@ -1,9 +1,6 @@
-"""The cells: their formulas, starts and errors; batch norm with frozen statistics."""
+"""The cells: their formulas, starts, errors and hooks."""
 
 from __future__ import annotations
-
-import copy
-import pickle
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from deqfast import Broyden, CellHooks, DEQBlock, FCCell, LinearCell, ResidualCell, solve
-from deqfast.cells import FrozenStatisticsBatchNorm2d, residual
+from deqfast.cells import residual
 from deqfast.ops import choice
 from deqfast.testing import assert_close, rounding, solved
 
@@ -24,13 +21,9 @@ def seed():
 
 
 def contractive(cell: ResidualCell) -> ResidualCell:
-    """Untrained convolutions need not contract, nor does batch norm before it has measured anything."""
+    """Untrained convolutions need not contract."""
     for convolution in (cell.conv1, cell.conv2):
         convolution.weight.data.mul_(0.3)
-    if isinstance(cell.norm3, FrozenStatisticsBatchNorm2d):
-        cell.norm3.running_var.fill_(9.0)
-        for norm in (cell.norm1, cell.norm2, cell.norm3):
-            norm.num_batches_tracked.add_(1)
     return cell
 
 
@@ -81,9 +74,8 @@ def test_residual_cell():
     assert cell.conv1.bias is None and cell.conv2.bias is None
 
 
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_residual_cell_has_a_fixed_point_and_keeps_the_memory_format(norm):
-    cell = contractive(ResidualCell(8, groups=4, norm=norm)).to(memory_format=torch.channels_last)
+def test_residual_cell_has_a_fixed_point_and_keeps_the_memory_format():
+    cell = contractive(ResidualCell(8, groups=4)).to(memory_format=torch.channels_last)
     x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last)
     z, solution = DEQBlock(cell, Broyden(tol=1e-4, max_iter=60))(x, return_solution=True)
     assert solution.converged.all()
@@ -102,7 +94,6 @@ BAD_ARGUMENTS = [
     (ResidualCell, {"channels": 0}, ValueError, "channels must be at least 1, got 0"),
     (ResidualCell, {"channels": 8, "groups": 0}, ValueError, "groups must be at least 1, got 0"),
     (ResidualCell, {"channels": 8, "groups": 3}, ValueError, r"groups must divide channels \(8\), got 3"),
-    (ResidualCell, {"channels": 8, "norm": "layer"}, ValueError, "norm must be one of 'group', 'batch', got 'layer'"),
 ]
 
 
@@ -125,108 +116,6 @@ def test_bad_arguments_are_named(cell, arguments, error, message):
 def test_an_injection_of_another_shape_is_named(cell, z, x, message):
     with pytest.raises(ValueError, match=message):
         cell(torch.zeros(z), torch.zeros(x))
-
-
-class TestFrozenStatistics:
-    """Normalises with its running statistics always; differentiated evaluations are measured."""
-
-    def norm(self):
-        norm = FrozenStatisticsBatchNorm2d(3, momentum=0.25)
-        nn.init.normal_(norm.weight)
-        nn.init.normal_(norm.bias)
-        norm.running_mean.normal_()
-        norm.running_var.uniform_(0.5, 2)
-        norm.num_batches_tracked.add_(1)
-        return norm
-
-    def same_as(self, norm):
-        peer = nn.BatchNorm2d(3, momentum=0.25)
-        peer.load_state_dict(norm.state_dict(), strict=False)
-        return peer
-
-    @pytest.mark.parametrize("training", [True, False])
-    def test_it_is_batch_norm_in_evaluation(self, training):
-        norm, x = self.norm().train(training), torch.randn(4, 3, 5, 5)
-        assert_close(norm(x), self.same_as(norm).eval()(x), EPS)
-
-    def test_its_state_is_that_of_batch_norm(self):
-        assert set(nn.BatchNorm2d(3).state_dict()) == set(self.norm().state_dict())
-
-    def test_the_end_of_a_solve_takes_up_what_the_gradient_calls_measured(self):
-        norm, x = self.norm(), 2 * torch.randn(4, 3, 5, 5) + 1
-        peer = self.same_as(norm)
-        mean, var = norm.running_mean.clone(), norm.running_var.clone()
-        norm(x)
-        norm(x)  # Phantom's several calls count as one measurement
-        assert torch.equal(norm.running_mean, mean) and torch.equal(norm.running_var, var)
-        norm.end_solve()
-        peer(x)
-        assert_close(norm.running_mean, peer.running_mean, EPS)
-        assert_close(norm.running_var, peer.running_var, EPS)
-        norm.end_solve()
-        assert_close(norm.running_mean, peer.running_mean, EPS)
-
-    def test_the_first_solve_of_all_sets_the_statistics(self):
-        norm, x = FrozenStatisticsBatchNorm2d(3), 50 * torch.randn(4, 3, 5, 5) + 7
-        with torch.no_grad():
-            norm(torch.zeros_like(x))
-            assert_close(norm(x), nn.BatchNorm2d(3)(x), 1e-2)  # biased and unbiased variance differ by 1 %
-        norm.end_solve()
-        assert_close(norm.running_mean, x.mean((0, 2, 3)), EPS)
-        norm = pickle.loads(pickle.dumps(norm))
-        with torch.no_grad():
-            norm(x + 1)
-        assert_close(norm.running_mean, x.mean((0, 2, 3)), EPS)
-
-    def test_an_untrained_cell_has_a_fixed_point_after_one_batch(self):
-        block, x = DEQBlock(ResidualCell(8, norm="batch"), Broyden(max_iter=40)), torch.randn(16, 8, 6, 6)
-        for _ in range(3):
-            _, solution = block(x, return_solution=True)
-        assert solution.converged.all(), solution
-
-    def test_nothing_else_is_measured(self):
-        norm, x = self.norm(), torch.randn(4, 3, 5, 5)
-        before = copy.deepcopy(norm.state_dict())
-        with torch.no_grad():
-            norm(x)
-        norm.eval()(x)
-        norm.end_solve()
-        for name, tensor in norm.state_dict().items():
-            assert torch.equal(tensor, before[name])
-
-    def test_one_value_per_channel_cannot_be_measured(self):
-        with pytest.raises(ValueError, match=r"more than one value per channel, got \(1, 3, 1, 1\)"):
-            self.norm()(torch.zeros(1, 3, 1, 1))
-        self.norm().eval()(torch.zeros(1, 3, 1, 1))
-
-    @pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
-    def test_a_training_step_measures_the_solution_once(self, adjoint):
-        """f is one function during a solve; the statistics move once per training step, towards the batch at z*."""
-        cell = contractive(ResidualCell(4, norm="batch"))
-        block, x = DEQBlock(cell, Broyden(tol=1e-5, max_iter=60), adjoint), torch.randn(8, 4, 5, 5)
-        mean, var = cell.norm1.running_mean.clone(), cell.norm1.running_var.clone()
-        z, solution = block(x, return_solution=True)
-        assert solution.converged.all()
-        z.sum().backward()
-        with torch.no_grad():
-            first = cell.conv1(z)
-        assert_close(cell.norm1.running_mean, mean.lerp(first.mean((0, 2, 3)), 0.1), EPS)
-        assert_close(cell.norm1.running_var, var.lerp(first.var((0, 2, 3)), 0.1), EPS)
-
-    def test_evaluation_is_one_function_of_the_sample(self):
-        block = DEQBlock(contractive(ResidualCell(4, norm="batch"))).eval()
-        x = torch.randn(3, 4, 5, 5)
-        with torch.no_grad():
-            together = block(x)
-            assert_close(block(x[1:2]), together[1:2], solved(1e-3))
-            assert torch.equal(block(x), together)
-
-    def test_it_can_be_copied_and_pickled(self):
-        norm, x = self.norm(), torch.randn(4, 3, 5, 5)
-        norm(x)
-        for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-            copied.end_solve()
-            assert not torch.equal(copied.running_mean, norm.running_mean)
 
 
 def test_cells_work_without_a_block():

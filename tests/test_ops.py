@@ -17,13 +17,11 @@ from deqfast import _extension
 from deqfast._extension import Availability
 from deqfast.ops import KERNELS, choose_kernel
 from deqfast.testing.norm_states import NORM_OPS
-from deqfast.testing.states import METHODS, Case, check_run, check_step, clone, make_state, same_bits
+from deqfast.testing.states import METHODS, Case, StepsCase, check_run, check_step, clone, make_state, same_bits
 
-OPS = ["picard_step", "multisecant_step"]
-# In test_broyden_step.py, test_shine.py, test_neural_collapse_ops.py and test_fc.py.
-CHECKED_ELSEWHERE = [
-    "broyden_step", "multisecant_transposed", "class_means", "within_class_scatter", "fc_fixed_point", "fc_vjp",
-]  # fmt: skip
+OPS = ["picard_step", "multisecant_step", "broyden_step"]
+# In test_shine.py, test_neural_collapse_ops.py and test_fc.py.
+CHECKED_ELSEWHERE = ["multisecant_transposed", "class_means", "within_class_scatter", "fc_fixed_point", "fc_vjp"]
 NOT_ON_A_GPU = {"broyden_step"}
 SHORT = {"history_dtype": torch.bfloat16}
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}
@@ -33,6 +31,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 def op_of(op: str, kernel: str):
     """The op as registered: Triton's have names of their own."""
+    if op in NOT_ON_A_GPU and kernel != "cpp":
+        pytest.skip(f"{op} is of the CPU alone")
     return getattr(torch.ops.deqfast, f"{op}_triton" if kernel == "triton" else op).default
 
 
@@ -51,7 +51,11 @@ def kernel(request):
 
 
 class TestRegistration:
-    CASES = {"picard_step": Case(None, size=17, k=1, damping=0.7), "multisecant_step": Case("good", size=17, k=2)}
+    CASES = {
+        "picard_step": Case(None, size=17, k=1, damping=0.7),
+        "multisecant_step": Case("good", size=17, k=2),
+        "broyden_step": StepsCase(size=17, k=2),
+    }
 
     def test_every_op_is_checked_here(self):
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
@@ -62,22 +66,22 @@ class TestRegistration:
     @pytest.mark.parametrize("op", OPS)
     @every_dtype
     def test_opcheck(self, op, dtype, kernel, device):
-        if op == "picard_step" and "history" in dtype:
-            pytest.skip("picard_step has no history")
+        if op != "multisecant_step" and "history" in dtype:
+            pytest.skip(f"{op} has no history in another dtype")
         case = replace(self.CASES[op], **DTYPES[dtype])
         results = torch.library.opcheck(op_of(op, kernel), arguments(case, device))
         assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
 
     @pytest.mark.parametrize("op", OPS)
     def test_it_compiles_without_a_graph_break(self, op, kernel, device):
-        eager, compiled = (arguments(self.CASES[op], device) for _ in range(2))
+        run, (eager, compiled) = op_of(op, kernel), (arguments(self.CASES[op], device) for _ in range(2))
 
         def step(*args):
-            op_of(op, kernel)(*args)
+            run(*args)
             return args[0] + 1
 
         moved = torch.compile(step, fullgraph=True, backend="aot_eager")(*compiled)
-        op_of(op, kernel)(*eager)
+        run(*eager)
         assert same_bits(moved, eager[0] + 1)
         for a, b in zip(eager, compiled, strict=True):
             assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -85,82 +89,101 @@ class TestRegistration:
     @pytest.mark.parametrize("op", OPS)
     def test_only_the_declared_arguments_are_written(self, op, kernel):
         written = {a.name for a in op_of(op, kernel)._schema.arguments if a.alias_info and a.alias_info.is_write}
-        monitor = {"z", "best", "status", "iterations", "residual", "gain", "active"}
-        assert written == monitor | ({"left", "df", "gram"} if op == "multisecant_step" else set())
+        assert written == {*self.CASES[op].names} - {"fz", "f_prev"}
 
 
 class TestArguments:
     """A wrong tensor is named, with what it must be and what it is."""
 
-    BATCH, DIM, HISTORY = 2, 7, 4
-    SHAPES = {
+    SIZES = {"batch": 2, "size": 7, "history": 4}
+    CASES = {
+        "picard_step": Case(**SIZES),
+        "multisecant_step": Case("good", **SIZES),
+        "broyden_step": StepsCase(k=1, **SIZES),
+    }
+    OF_MONITOR = {
         "fz": "(2, 7)", "best": "(2, 7)", "status": "(2)", "iterations": "(2)", "residual": "(2, 2)", "gain": "(2, 2)",
-        "active": "(1)", "f_prev": "(2, 7)", "df": "(2, 4, 7)", "gram": "(2, 6, 4)",
+        "active": "(1)",
     }  # fmt: skip
+    SHAPES = {
+        "picard_step": OF_MONITOR,
+        "multisecant_step": {"f_prev": "(2, 7)", "df": "(2, 4, 7)", "gram": "(2, 6, 4)"},
+        "broyden_step": {**OF_MONITOR, "steps": "(2, 4, 7)", "gram": "(2, 4, 4)", "first": "(2)"},
+    }
+    every_tensor = pytest.mark.parametrize(
+        ("op", "name"), [(op, name) for op, names in SHAPES.items() for name in names]
+    )
 
-    def case(self, name: str) -> Case:
-        window = name in ("f_prev", "left", "df", "gram")
-        return Case("good" if window else None, batch=self.BATCH, size=self.DIM, history=self.HISTORY)
+    @pytest.fixture
+    def refuses(self, kernel, device):
+        def refuse(op, name, *fragments, scalars=(), **tensors):
+            case = self.CASES[op]
+            state = make_state(case, device) | {name: tensor.to(device) for name, tensor in tensors.items()}
+            # The checks of the kernels launched from Python raise ValueError, those in C++ RuntimeError.
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                op_of(op, kernel)(*(state[name] for name in case.names), *scalars, *case.scalars()[len(scalars) :])
+            message = str(error.value).replace(",)", ")")
+            for fragment in (f"`{name}` must", *fragments):
+                assert fragment in message, message
 
-    def call(self, kernel, device, case, **tensors):
-        state = make_state(case, device) | tensors
-        op = "picard_step" if case.method is None else "multisecant_step"
-        op_of(op, kernel)(*(state[name] for name in case.names), *case.scalars())
+        return refuse
 
-    def refuses(self, kernel, device, case, name, *fragments, **tensors):
-        # The checks of the kernels launched from Python raise ValueError, those in C++ RuntimeError.
-        with pytest.raises((ValueError, RuntimeError)) as error:
-            self.call(kernel, device, case, **tensors)
-        message = str(error.value).replace(",)", ")")
-        for fragment in (f"`{name}` must", *fragments):
-            assert fragment in message, message
+    def good(self, op, name):
+        return make_state(self.CASES[op])[name]
 
-    def good(self, name, device):
-        return make_state(self.case(name), device)[name]
+    @every_tensor
+    def test_shape(self, op, name, refuses):
+        wrong = torch.cat([self.good(op, name)] * 2, dim=-1)
+        refuses(op, name, self.SHAPES[op][name], f"got ({', '.join(map(str, wrong.shape))})", **{name: wrong})
 
-    @pytest.mark.parametrize("name", SHAPES)
-    def test_shape(self, name, kernel, device):
-        wrong = torch.cat([self.good(name, device)] * 2, dim=-1)
-        actual = f"({', '.join(map(str, wrong.shape))})"
-        self.refuses(kernel, device, self.case(name), name, self.SHAPES[name], f"got {actual}", **{name: wrong})
+    @every_tensor
+    def test_number_of_dimensions(self, op, name, refuses):
+        refuses(op, name, "got (1, ", **{name: self.good(op, name)[None]})
 
-    @pytest.mark.parametrize("name", SHAPES)
-    def test_number_of_dimensions(self, name, kernel, device):
-        wrong = self.good(name, device)[None]
-        self.refuses(kernel, device, self.case(name), name, self.SHAPES[name], "got (1, ", **{name: wrong})
+    @every_tensor
+    def test_dtype(self, op, name, refuses):
+        refuses(op, name, **{name: self.good(op, name).double()})
 
-    @pytest.mark.parametrize("name", SHAPES)
-    def test_dtype(self, name, kernel, device):
-        right = self.good(name, device)
-        wrong = right.to(torch.float64 if right.dtype != torch.float64 else torch.float32)
-        self.refuses(kernel, device, self.case(name), name, **{name: wrong})
+    CONTIGUOUS = [
+        *(("picard_step", name) for name in ("fz", "best", "residual")),
+        *(("multisecant_step", name) for name in ("f_prev", "left", "df", "gram")),
+        *(("broyden_step", name) for name in ("fz", "best", "residual", "steps", "gram", "first")),
+    ]
 
-    @pytest.mark.parametrize("name", ["fz", "best", "residual", "f_prev", "left", "df", "gram"])
-    def test_contiguity(self, name, kernel, device):
-        right = self.good(name, device)
-        wrong = torch.stack([right, right], dim=-1)[..., 0]
-        self.refuses(kernel, device, self.case(name), name, "contiguous", **{name: wrong})
+    @pytest.mark.parametrize(("op", "name"), CONTIGUOUS)
+    def test_contiguity(self, op, name, refuses):
+        refuses(op, name, "contiguous", **{name: torch.stack([self.good(op, name)] * 2, dim=-1)[..., 0]})
 
+    @pytest.mark.parametrize("op", ["picard_step", "broyden_step"])
     @pytest.mark.parametrize("wrong", [torch.zeros(2), torch.zeros(2, 3, 4), torch.zeros(2, 7, dtype=torch.bfloat16)])
-    def test_state(self, wrong, kernel, device):
-        self.refuses(kernel, device, self.case("z"), "z", z=wrong.to(device))
+    def test_state(self, wrong, op, refuses):
+        refuses(op, "z", z=wrong)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-    def test_history_dtype(self, dtype, kernel, device):
-        left = self.good("left", device).to(dtype)
-        self.refuses(kernel, device, self.case("left"), "left", "bfloat16 beside float32", left=left)
+    def test_history_dtype(self, dtype, refuses):
+        left = self.good("multisecant_step", "left").to(dtype)
+        refuses("multisecant_step", "left", "bfloat16 beside float32", left=left)
+
+    def test_a_short_history_of_steps(self, refuses):
+        refuses("broyden_step", "steps", "Float", steps=self.good("broyden_step", "steps").bfloat16())
 
     @pytest.mark.parametrize("history", [0, 33])
-    def test_history_length(self, history, kernel, device):
+    def test_history_length(self, history, kernel, refuses):
         if kernel == "cpp" and history:
             pytest.skip("the CPU kernels take windows of any length")
-        left = torch.zeros(self.BATCH, history, self.DIM, device=device)
-        gram = torch.zeros(self.BATCH, history + 2, history, device=device)
-        window = {"left": left, "df": left.clone(), "gram": gram}
-        self.refuses(kernel, device, self.case("left"), "left", "1 to ", **window)
+        left, gram = torch.zeros(2, history, 7), torch.zeros(2, history + 2, history)
+        refuses("multisecant_step", "left", "1 to ", left=left, df=left.clone(), gram=gram)
+
+    def test_room_for_no_step(self, refuses):
+        steps, gram = torch.zeros(2, 0, 7), torch.zeros(2, 0, 0)
+        refuses("broyden_step", "steps", "one step or more", steps=steps, gram=gram)
+
+    @pytest.mark.parametrize(("k", "last"), [(-1, False), (-1, True), (4, False), (5, True)])
+    def test_k_of_steps(self, k, last, refuses):
+        refuses("broyden_step", "k", "the 4 steps there is room for", f"got {k}", scalars=(k, last))
 
     def test_method_and_k(self):
-        case = self.case("left")
+        case = self.CASES["multisecant_step"]
         state = make_state(case)
         tensors = [state[name] for name in case.names]
         scalars = list(case.scalars())

@@ -213,38 +213,6 @@ def problem_of(name: str, batch: int, dim: int, device: str) -> tuple[Any, Tenso
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormCase(OptionCase):
-    """``norm="batch"`` beside "group" with and without kernels: an evaluation of ``ResidualCell`` in a solve."""
-
-    providers = ("batch", "group-torch", "group")
-    peers = ("group-torch", "group")
-    shape: tuple[int, int, int, int]
-
-    @property
-    def name(self) -> str:
-        return f"norm-{'x'.join(map(str, self.shape))}"
-
-    def contender(self, provider: str, device: str) -> Contender:
-        torch.manual_seed(0)
-        norm, _, kernel = provider.partition("-")
-        cell: Any = deqfast.ResidualCell(self.shape[1], norm=norm, kernel=kernel or "auto")
-        cell = cell.to(device, memory_format=torch.channels_last)
-        x = torch.randn(self.shape).to(device, memory_format=torch.channels_last)
-        block = deqfast.DEQBlock(cell, deqfast.Anderson(1e-3, 60))
-        solution = block(x, return_solution=True)[1]  # in training mode, so that there are statistics
-        z = solution.value
-
-        @torch.no_grad()
-        def call() -> Tensor:
-            return cell(z, x)
-
-        check("samples that did not converge", float((~solution.converged).sum()), 0)
-        counters = count(lambda f: call(), lambda: None)
-        facts = {"launches": counters.operations, "peak_bytes": counters.peak_bytes}
-        return Contender(call, counted(solution) | facts, another=lambda: call)
-
-
-@dataclass(frozen=True, kw_only=True)
 class StreamingCase(OptionCase):
     """``NeuralCollapse(streaming=True)`` over N = `batch` features in pieces: memory without N."""
 
@@ -295,7 +263,6 @@ OPTIONS: list[OptionCase] = [
     KindCase(problem="sawtooth", batch=32, dim=12),
     *(KindCase(problem=f"{problem}, b 1", batch=32, dim=0, devices=("cpu",))
       for problem in ("gaussian 0.7", "decaying 0.99", "outliers outside", "tanh decaying 0.99")),
-    NormCase(batch=32, dim=2048, shape=(32, 128, 4, 4)),
     StreamingCase(batch=50_000, dim=512),
 ]  # fmt: skip
 _SMALL_LAYER = TrainingCase(cell="fc", shape=(3, 16), adjoint="implicit", solver=deqfast.Broyden(1e-4, 60))
@@ -305,6 +272,5 @@ SMALL_OPTIONS: list[OptionCase] = [
     TraceCase(batch=2, dim=64),
     AdjointCase(batch=3, dim=16, training=_SMALL_LAYER),
     KindCase(problem="linear-0.9", batch=2, dim=16),
-    NormCase(batch=2, dim=128, shape=(2, 8, 4, 4)),
     StreamingCase(batch=100, dim=9, classes=3),
 ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .fc import FCCell
-from .frozen_statistics import FrozenStatisticsBatchNorm2d
 from .linear import LinearCell
 from .protocol import Cell, CellHooks
 from .residual import ResidualCell
 
-__all__ = ["Cell", "CellHooks", "FCCell", "FrozenStatisticsBatchNorm2d", "LinearCell", "ResidualCell"]
+__all__ = ["Cell", "CellHooks", "FCCell", "LinearCell", "ResidualCell"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ..ops import Kernel, check_kernel_name, choose_kernel
 from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
-from ..solvers.base import check_choice, check_count
-from .frozen_statistics import FrozenStatisticsBatchNorm2d
+from ..solvers.base import check_count
 
 # (name, device type) -> what it stands for. The look-up may import triton and ask for CUDA, which an f called in every
 # iteration does once in a process. (A dict, because torch.compile looks through functools.cache, and warns of it.)
@@ -37,10 +34,10 @@ class ResidualCell(nn.Module):
     Args:
         channels: C of z and x.
         groups: groups of the GroupNorm, a divisor of `channels`.
-        norm: "group" (GroupNorm) or "batch" (``FrozenStatisticsBatchNorm2d``).
         kernel: serves what surrounds the convolutions, under the names of ``DEQBlock``; "torch" calls the plain
             modules, the others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They exist for
-            norm="group" and float32, bfloat16 and float64; for anything else "auto" is "torch".
+            float32, bfloat16 and float64, and for normalisations that are GroupNorm still; for anything else "auto" is
+            "torch".
 
     Raises:
         TypeError, ValueError: an argument is not as above; at a call, x has another shape, or `kernel` was asked for by
@@ -54,25 +51,18 @@ class ResidualCell(nn.Module):
         torch.Size([2, 8, 6, 6])
     """
 
-    def __init__(self, channels: int, groups: int = 8, norm: str = "group", kernel: str = "auto"):
+    def __init__(self, channels: int, groups: int = 8, kernel: str = "auto"):
         super().__init__()
         check_count("channels", channels)
-        check_choice("norm", norm, ("group", "batch"))
         check_count("groups", groups)
-        if norm == "group" and channels % groups:
+        if channels % groups:
             raise ValueError(f"groups must divide channels ({channels}), got {groups}")
-        if norm == "batch" and check_kernel_name(kernel) not in ("auto", "torch"):
-            raise ValueError(f"kernel must be 'auto' or 'torch' with norm='batch', got {kernel!r}")
         self.kernel = check_kernel_name(kernel)
-
-        def normalisation() -> Any:
-            return nn.GroupNorm(groups, channels) if norm == "group" else FrozenStatisticsBatchNorm2d(channels)
-
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1 = normalisation()
+        self.norm1 = nn.GroupNorm(groups, channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = normalisation()
-        self.norm3 = normalisation()
+        self.norm2 = nn.GroupNorm(groups, channels)
+        self.norm3 = nn.GroupNorm(groups, channels)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         """f(z, x), (B, channels, H, W) as z and x."""

@@ -106,13 +106,13 @@ class StepsCase(Case):
         return self.k, self.last, self.tol, self.absolute, self.stall_floor
 
 
-def start_steps(case: StepsCase) -> State:
+def start_steps(case: StepsCase, device: str = "cpu") -> State:
     """``start_state`` of ``broyden_step``."""
-    state = start_state(case)
+    state = start_state(case, device)
     del state["df"]
     state["steps"] = state.pop("left")
-    state["gram"] = torch.full((case.batch, case.history, case.history), float("nan"), dtype=case.dtype)
-    state["first"] = torch.zeros(case.batch, dtype=torch.int32)
+    state["gram"] = torch.full_like(state["gram"][:, : case.history], float("nan"))
+    state["first"] = torch.zeros_like(state["iterations"])
     return state
 
 
@@ -125,7 +125,7 @@ def advance(case: Case, step: Callable[..., None], state: State) -> None:
 
 def make_state(case: Case, device: str = "cpu") -> State:
     """At iteration case.k: the reference has run the iterations before it, and `case.rows` have been struck."""
-    state = start_state(case, device)
+    state = start_steps(case, device) if isinstance(case, StepsCase) else start_state(case, device)
     run_to(case, state)
     for row, event in enumerate(case.rows):
         strike(state, row, event, case)

@@ -94,7 +94,7 @@ class TestRegistry:
 
     def test_every_option_has_a_case(self):
         providers = {provider for case in cases.OPTIONS for provider in case.providers}
-        options = {"compact", "eval-solver", "trace", "shine", "anderson-I", "broyden-bad", "batch", "streaming"}
+        options = {"compact", "eval-solver", "trace", "shine", "anderson-I", "broyden-bad", "streaming"}
         assert options <= providers
         for case in cases.OPTIONS:
             assert not set(case.providers) <= options and case.peers[0] not in options
