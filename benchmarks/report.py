@@ -22,7 +22,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +74,14 @@ def scientific(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "below 2.2e-16"
 
 
-def in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """In the largest unit that leaves a number from 1 on; units: (size, name), ascending."""
-    rounded = float(f"{value:.2e}")  # 999.9 µs is 1.00 ms
-    size, name = next((unit for unit in reversed(units) if abs(rounded) >= unit[0]), units[0])
-    return f"{digits(value / size)} {name}".rstrip()
+UNITS = {"ns": 1e-6, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 def duration(ms: float) -> str:
-    return in_units(ms, [(1e-6, "ns"), (1e-3, "µs"), (1, "ms"), (1e3, "s")])
-
-
-def days(seconds: float) -> str:
-    return in_units(seconds, [(1, "s"), (60, "min"), (3600, "h"), (86400, "days")])
-
-
-def count(value: float) -> str:
-    return in_units(value, [(1, ""), (1e6, "million"), (1e9, "billion")])
+    """In the largest unit that leaves a number from 1 on."""
+    rounded = float(f"{ms:.2e}")  # 999.9 µs is 1.00 ms
+    unit = next((unit for unit in reversed(UNITS) if abs(rounded) >= UNITS[unit]), "ns")
+    return f"{digits(ms / UNITS[unit])} {unit}"
 
 
 def times(value: float) -> str:
@@ -174,8 +164,7 @@ class Record:
         for index, row in enumerate(data["rows"]):
             if missing := {"section", "case", "provider"} - row.keys():
                 raise ReportError(f"{path}: row {index} has no {', '.join(sorted(missing))}")
-        texts = {key: data.get(key) for key in ("command", "date", "remark")}
-        return cls(path, data["machine"], rows=data["rows"], **texts)
+        return cls(path, data["machine"], data.get("command"), data.get("date"), data.get("remark"), data["rows"])
 
     @property
     def threads(self) -> int:
@@ -184,14 +173,17 @@ class Record:
     @property
     def where(self) -> str:
         """ "AMD EPYC, 2 cores, 2 threads"."""
-        names = [self.machine.get("gpu"), self.machine.get("processor")]
-        counts = [f"{self.machine[key]} {key}" for key in ("cores", "threads") if self.machine.get(key)]
-        return ", ".join([name for name in names if name] + counts).replace("1 threads", "1 thread")
+        return self.told(gpu="{}", processor="{}", cores="{} cores", threads="{} threads").replace(
+            "1 threads", "1 thread"
+        )
 
     @property
     def versions(self) -> str:
-        names = {"deqfast": "deqfast", "torch": "torch", "triton": "triton", "python": "Python"}
-        return ", ".join(f"{text} {self.machine[name]}" for name, text in names.items() if self.machine.get(name))
+        return self.told(deqfast="deqfast {}", torch="torch {}", triton="triton {}", python="Python {}")
+
+    def told(self, **forms: str) -> str:
+        """What is recorded of the machine under these keys."""
+        return ", ".join(form.format(self.machine[key]) for key, form in forms.items() if self.machine.get(key))
 
     @property
     def when(self) -> str:
@@ -210,9 +202,6 @@ class Case:
 
     def values(self, provider: str, column: str) -> list[float]:
         return [row[column] for row in self.runs.get(provider, []) if row.get(column) is not None]
-
-    def median(self, provider: str, column: str) -> str:
-        return median(self.values(provider, column), duration)
 
     def gains(self, peer: str, provider: str = OURS) -> list[float]:
         return [row["gains"][peer] for row in self.runs.get(provider, []) if peer in row.get("gains", {})]
@@ -258,7 +247,6 @@ class Results:
 
 # Targets
 
-MET, MISSED, NO_GPU = "met", "missed", "not measured: no GPU"
 FORMS: dict[str, Form] = {
     "ms": duration, "error": scientific, "nc_share": percent, "host_waits": digits, "paper_hours": digits
 }  # fmt: skip
@@ -275,10 +263,9 @@ def judged(results: Results, target: Target) -> list[str]:
     measured = span(values, form)
     if missed and any(form(value) == form(target.bound) for value in values):
         measured = f"{min(values):.6g} to {max(values):.6g}"  # misses by less than three digits tell
-    state = f"{MISSED} in {missed} of {len(values)} runs" if missed else MET if values else "not measured"
-    if not values and target.on_gpu and not results.gpus:
-        state = NO_GPU
-    return [target.what, measured, state]
+    if not values:
+        return [target.what, "", "not measured" + ": no GPU" * (target.on_gpu and not results.gpus)]
+    return [target.what, measured, f"missed in {missed} of {len(values)} runs" if missed else "met"]
 
 
 def targets(results: Results) -> Table:
@@ -289,7 +276,7 @@ def targets(results: Results) -> Table:
 
 
 def states_of(body: Iterable[Sequence[str]]) -> Counter[str]:
-    return Counter(MISSED if row[-1].startswith(MISSED) else row[-1] for row in body)
+    return Counter(row[-1].partition(" in ")[0] for row in body)
 
 
 # The suite
@@ -299,63 +286,44 @@ def case_table(title: str, words: str, cases: Sequence[Case], time: str) -> Tabl
     """A line for each case; `time`: the column of its rows that is shown, of several runs the median."""
 
     def spread(case: Case, peer: str) -> str:
-        values = case.gains(peer)
-        ends = span(values)
+        ends = span(values := case.gains(peer))
         return f"{median(values, times)} ({ends})" if " to " in ends else ends
 
-    def memory(case: Case) -> str:
+    def columns(case: Case) -> dict[str, str]:
         own, theirs = (case.values(name, "peak_bytes") for name in (OURS, PEER))
-        return times(statistics.median(own) / statistics.median(theirs)) if own and theirs else ""
+        residuals = [median(case.values(name, "residual"), scientific) for name in (OURS, PEER)]
+        return {text: median(case.values(name, time), duration) for name, text in PROVIDERS.items()} | {
+            "gain over torchdeq": spread(case, PEER),
+            "gain over the pseudo-inverse": spread(case, "pinv"),
+            "of its byte floor": median(case.values(OURS, "floor_x"), times),
+            "memory of torchdeq's": times(statistics.median(own) / statistics.median(theirs)) if own and theirs else "",
+            "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
+            "relative error": median(case.values(OURS, "error"), scientific),
+        }
 
-    def residuals(case: Case) -> str:
-        found = [median(case.values(name, "residual"), scientific) for name in (OURS, PEER)]
-        return " / ".join(found) if all(found) else ""
+    rows = [{"case": case.name} | columns(case) for case in cases]
+    return Table(title, words, list(rows[0]), [list(row.values()) for row in rows])
 
-    columns: dict[str, Callable[[Case], str]] = {
-        **{text: partial(Case.median, provider=name, column=time) for name, text in PROVIDERS.items()},
-        "gain over torchdeq": partial(spread, peer=PEER),
-        "gain over the pseudo-inverse": partial(spread, peer="pinv"),
-        "of its byte floor": lambda case: median(case.values(OURS, "floor_x"), times),
-        "memory of torchdeq's": memory,
-        "residual, deqfast / torchdeq": residuals,
-        "relative error": lambda case: median(case.values(OURS, "error"), scientific),
-    }
-    return Table(
-        title, words, ["case", *columns], [[case.name, *(f(case) for f in columns.values())] for case in cases]
-    )
+
+# Title, section of the records, column of a row's time, words.
+SUITE = (
+    ("Solves", "solves", "solver_ms",
+     "Solver time per iteration of 20, f subtracted; torchdeq's history is fp32 throughout. deqfast keeps the memory "
+     "of a history for the next solve, torchdeq allocates and zeroes its own."),
+    ("Ops", "ops", "ms_min", "One call."),
+    ("Layers", "training", "ms_min",
+     "Forward and backward of one layer. deqfast fuses the cell's normalisations; torchdeq, eager and the cell once "
+     "call plain torch modules, so a ratio is that of whole layers."),
+    ("FC", "fc", "ms_min",
+     "The whole solve of z = tanh(W z + c) in one call of `deqfast.fc_fixed_point`, f included, beside loops."),
+    ("NC", "nc", "ms_min",
+     "Neural collapse: NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D), beside the D × D "
+     "pseudo-inverse."),
+)  # fmt: skip
 
 
 def suite(results: Results) -> list[Table]:
-    return [
-        case_table(
-            "Solves",
-            "Solver time per iteration of 20, f subtracted; torchdeq's history is fp32 throughout. deqfast keeps the "
-            "memory of a history for the next solve, torchdeq allocates and zeroes its own.",
-            results.cases("solves"),
-            "solver_ms",
-        ),
-        case_table("Ops", "One call.", results.cases("ops"), "ms_min"),
-        case_table(
-            "Layers",
-            "Forward and backward of one layer. deqfast fuses the cell's normalisations; torchdeq, eager and the cell "
-            "once call plain torch modules, so a ratio is that of whole layers.",
-            results.cases("training"),
-            "ms_min",
-        ),
-        case_table(
-            "FC",
-            "The whole solve of z = tanh(W z + c) in one call of `deqfast.fc_fixed_point`, f included, beside loops.",
-            results.cases("fc"),
-            "ms_min",
-        ),
-        case_table(
-            "NC",
-            "Neural collapse: NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D), beside the "
-            "D × D pseudo-inverse.",
-            results.cases("nc"),
-            "ms_min",
-        ),
-    ]
+    return [case_table(title, words, results.cases(section), time) for title, section, time, words in SUITE]
 
 
 # Time to a residual
@@ -367,8 +335,8 @@ def race(results: Results, tol: float, provider: str) -> list[str]:
     The evaluations are the median, the most there may be where the tolerance was missed; the gain is the geometric mean
     over the problems that torchdeq's same method solves too, whose number stands behind it.
     """
-    rows = [row for row in results.rows("residual") if (row["tol"], row["provider"]) == (tol, provider)]
-    rows = [row for row in rows if SYNTHETIC.search(row["case"])]
+    rows = [row for row in results.rows("residual")
+            if (row["tol"], row["provider"]) == (tol, provider) and SYNTHETIC.search(row["case"])]  # fmt: skip
     if not rows:
         return ["", "", ""]
     gains = [row["gain"] for row in rows if row["reached"] and "gain" in row]
@@ -385,11 +353,7 @@ def races(results: Results) -> Table:
     trained = [row for row in rows if row["tol"] == tolerances[-1] and not SYNTHETIC.search(row["case"])]
     cells = list(dict.fromkeys(row["case"] for row in trained))
     reached = {(row["case"], row["provider"]): duration(row["ms"]) if row["reached"] else "missed" for row in trained}
-    header = [
-        "solver",
-        *(f"{what}, {tol:g}" for tol in tolerances for what in ("missed", "evaluations", "gain")),
-        *cells,
-    ]
+    of_suite = [f"{what}, {tol:g}" for tol in tolerances for what in ("missed", "evaluations", "gain")]
     body = [
         [name, *(text for tol in tolerances for text in race(results, tol, name)),
          *(reached.get((cell, name), "") for cell in cells)]
@@ -402,7 +366,7 @@ def races(results: Results) -> Table:
         f"trained, to {tolerances[-1]:g}. `torch …` is deqfast with that kernel; torchdeq's Anderson ships with an "
         "absolute ridge, `lam=1e-4`.\n\n![Residual against time on two trained cells](results/time_to_residual.png)"
     )
-    return Table("Residual", words, header, body)
+    return Table("Residual", words, ["solver", *of_suite, *cells], body)
 
 
 # The study's step, scaling, the model, GPUs
@@ -463,7 +427,7 @@ def model(results: Results) -> Table:
     for name, of in grouped.items():
         rates = [" / ".join(f"{of[who, one]['images_per_second']:,.0f}" for who in (PEER, "deqfast")) for one in gpus]
         gain, most = of["deqfast", gpus[0]]["gain"], of["deqfast", gpus[-1]]
-        body.append([name, *rates, times(gain), days(most["internet_s"])])
+        body.append([name, *rates, times(gain), f"{digits(most['internet_s'] / 3600)} h"])
     header = ["model of", *(f"images/s on {one}" for one in gpus), "gain", f"all images on {gpus[-1]}"]
     words = (
         "**A model, not a measurement**: training of MDEQ on H200 GPUs by torchdeq / deqfast, every operation at the "
@@ -489,8 +453,9 @@ def optional(results: Results) -> list[Table]:
     """Tables of what not every checkout has measured: options of a solve beside their absence, and GPUs."""
     found = [row for one in results.records if one not in results.gpus for row in one.rows]
     options = [row for row in found if row["section"] == "options"]
-    tables = [row_table("Options", "What an option costs or gains beside its absence.", options)] if options else []
-    return tables + [row_table(one.machine["gpu"], f"{one.path.name}, {one.when}.", one.rows) for one in results.gpus]
+    given = [("Options", "What an option costs or gains beside its absence.", options)] if options else []
+    given += [(one.machine["gpu"], f"{one.path.name}, {one.when}.", one.rows) for one in results.gpus]
+    return [row_table(*table) for table in given]
 
 
 def sources(results: Results) -> Table:
@@ -558,7 +523,7 @@ def facts(results: Results) -> dict[str, str]:
     found |= {f"targets.{slug(state)}": str(number) for state, number in states.items()}
     compared = [
         statistics.median(own) < statistics.median(plain)
-        for section in ("solves", "ops", "training", "fc", "nc")
+        for _, section, *_ in SUITE
         for case in results.cases(section)
         if (own := case.values(OURS, "ms_min")) and (plain := case.values("torch", "ms_min"))
     ]
@@ -608,11 +573,15 @@ def draw(courses: list[Row], made: str) -> bytes:
             axis.plot(course["ms"], values, style, color=colour, lw=2, label=f"{name}, {library}")
     axes[0][0].set_ylabel("relative residual, worst sample")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda index: labels[index])  # a column for each method
-    figure.legend(
-        [handles[index] for index in order], [labels[index] for index in order], title=made, title_fontsize=7,
-        loc="outside lower center", ncols=3, frameon=False, fontsize=9,
-    )  # fmt: skip
+    order = sorted(range(len(labels)), key=labels.__getitem__)  # a column for each method
+    box: dict[str, Any] = {
+        "loc": "outside lower center",
+        "ncols": 3,
+        "frameon": False,
+        "fontsize": 9,
+        "title_fontsize": 7,
+    }
+    figure.legend([handles[i] for i in order], [labels[i] for i in order], title=made, **box)
     large, small, information = io.BytesIO(), io.BytesIO(), PngInfo()
     figure.savefig(large, dpi=150)
     pyplot.close(figure)
