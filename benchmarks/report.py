@@ -55,9 +55,6 @@ class ReportError(Exception):
     """What keeps the report from being written, for a person to read."""
 
 
-# Numbers as text
-
-
 def digits(value: float) -> str:
     """Three significant digits; an exponent below 1e-4 and from 1e6 on."""
     if value == 0 or not math.isfinite(value):
@@ -115,29 +112,26 @@ class Table:
 
     title: str
     words: str
-    header: Sequence[str]
-    body: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, str]]  # column -> text, the name of the row first
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
         """Markdown; `columns`: only these; `names`: only the rows of these names, and what to call them."""
-        kept = [self.header[0], *columns] if columns else self.header
-        used = [i for i, title in enumerate(self.header) if title in kept and any(row[i] for row in self.body)]
-        rows = [[names[row[0]], *row[1:]] if names else row for row in self.body if not names or row[0] in names]
-        rule = ["---" if i == 0 else "---:" for i in range(len(self.header))]
-        cells = [self.header, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-        return ["| " + " | ".join(row[i] for i in used) + " |" for row in cells]
+        first, *others = self.rows[0]
+        used = [first, *(name for name in columns or others if any(row[name] for row in self.rows))]
+        rows = [{**row, first: names[row[first]]} if names else row
+                for row in self.rows if not names or row[first] in names]  # fmt: skip
+        cells = [used, ["---", *["---:"] * (len(used) - 1)]]
+        cells += [[row[name].replace("|", "\\|") for name in used] for row in rows]
+        return ["| " + " | ".join(row) + " |" for row in cells]
 
     def facts(self) -> dict[str, str]:
         """Each number by the names of table, row and column."""
         return {
-            ".".join(map(slug, (self.title, row[0], column))): cell
-            for row in self.body
-            for column, cell in zip(self.header[1:], row[1:], strict=True)
+            ".".join(map(slug, (self.title, name, column))): cell
+            for (_, name), *cells in (row.items() for row in self.rows)
+            for column, cell in cells
             if cell
         }
-
-
-# The records
 
 
 @dataclass(frozen=True)
@@ -245,14 +239,12 @@ class Results:
         return list(found.values())
 
 
-# Targets
-
 FORMS: dict[str, Form] = {
     "ms": duration, "error": scientific, "nc_share": percent, "host_waits": digits, "paper_hours": digits
 }  # fmt: skip
 
 
-def judged(results: Results, target: Target) -> list[str]:
+def judged(results: Results, target: Target) -> dict[str, str]:
     """What is promised, what was measured, and whether all runs with the most threads meet it."""
     records = [one for one in results.records if bool(one.machine.get("gpu")) == target.on_gpu]
     told = [(one.threads, target.value(one.rows)) for one in records]
@@ -263,23 +255,21 @@ def judged(results: Results, target: Target) -> list[str]:
     measured = span(values, form)
     if missed and any(form(value) == form(target.bound) for value in values):
         measured = f"{min(values):.6g} to {max(values):.6g}"  # misses by less than three digits tell
+    state = f"missed in {missed} of {len(values)} runs" if missed else "met"
     if not values:
-        return [target.what, "", "not measured" + ": no GPU" * (target.on_gpu and not results.gpus)]
-    return [target.what, measured, f"missed in {missed} of {len(values)} runs" if missed else "met"]
+        state = "not measured" + ": no GPU" * (target.on_gpu and not results.gpus)
+    return {"target": target.what, "measured": measured, "state": state}
 
 
 def targets(results: Results) -> Table:
     body = [judged(results, target) for target in (*TARGETS, *STUDY_TARGETS, *GPU_TARGETS)]
     counts = ", ".join(f"{number} {state}" for state, number in states_of(body).items())
     words = f"Of {len(body)} targets: {counts}. All runs with the most threads have to meet a target."
-    return Table("Targets", words, ["target", "measured", "state"], body)
+    return Table("Targets", words, body)
 
 
-def states_of(body: Iterable[Sequence[str]]) -> Counter[str]:
-    return Counter(row[-1].partition(" in ")[0] for row in body)
-
-
-# The suite
+def states_of(rows: Iterable[Mapping[str, str]]) -> Counter[str]:
+    return Counter(row["state"].partition(" in ")[0] for row in rows)
 
 
 def case_table(title: str, words: str, cases: Sequence[Case], time: str) -> Table:
@@ -289,20 +279,26 @@ def case_table(title: str, words: str, cases: Sequence[Case], time: str) -> Tabl
         ends = span(values := case.gains(peer))
         return f"{median(values, times)} ({ends})" if " to " in ends else ends
 
-    def columns(case: Case) -> dict[str, str]:
+    def line(case: Case) -> dict[str, str]:
         own, theirs = (case.values(name, "peak_bytes") for name in (OURS, PEER))
         residuals = [median(case.values(name, "residual"), scientific) for name in (OURS, PEER)]
-        return {text: median(case.values(name, time), duration) for name, text in PROVIDERS.items()} | {
-            "gain over torchdeq": spread(case, PEER),
-            "gain over the pseudo-inverse": spread(case, "pinv"),
-            "of its byte floor": median(case.values(OURS, "floor_x"), times),
-            "memory of torchdeq's": times(statistics.median(own) / statistics.median(theirs)) if own and theirs else "",
-            "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
-            "relative error": median(case.values(OURS, "error"), scientific),
-        }
+        providers = {text: median(case.values(name, time), duration) for name, text in PROVIDERS.items()}
+        return (
+            {"case": case.name}
+            | providers
+            | {
+                "gain over torchdeq": spread(case, PEER),
+                "gain over the pseudo-inverse": spread(case, "pinv"),
+                "of its byte floor": median(case.values(OURS, "floor_x"), times),
+                "memory of torchdeq's": times(statistics.median(own) / statistics.median(theirs))
+                if own and theirs
+                else "",
+                "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
+                "relative error": median(case.values(OURS, "error"), scientific),
+            }
+        )
 
-    rows = [{"case": case.name} | columns(case) for case in cases]
-    return Table(title, words, list(rows[0]), [list(row.values()) for row in rows])
+    return Table(title, words, [line(case) for case in cases])
 
 
 # Title, section of the records, column of a row's time, words.
@@ -326,10 +322,7 @@ def suite(results: Results) -> list[Table]:
     return [case_table(title, words, results.cases(section), time) for title, section, time, words in SUITE]
 
 
-# Time to a residual
-
-
-def race(results: Results, tol: float, provider: str) -> list[str]:
+def race(results: Results, tol: float, provider: str) -> dict[str, str]:
     """Of a solver over the suite of problems to a tolerance: how many it missed, evaluations, gain over torchdeq.
 
     The evaluations are the median, the most there may be where the tolerance was missed; the gain is the geometric mean
@@ -337,13 +330,14 @@ def race(results: Results, tol: float, provider: str) -> list[str]:
     """
     rows = [row for row in results.rows("residual")
             if (row["tol"], row["provider"]) == (tol, provider) and SYNTHETIC.search(row["case"])]  # fmt: skip
-    if not rows:
-        return ["", "", ""]
     gains = [row["gain"] for row in rows if row["reached"] and "gain" in row]
     evaluations = [row["evaluations" if row["reached"] else "most_evaluations"] for row in rows]
     missed = sum(not row["reached"] for row in rows)
-    gain = f"{times(statistics.geometric_mean(gains))} ({len(gains)})" if gains else ""
-    return [f"{missed} of {len(rows)}", f"{statistics.median(evaluations):g}", gain]
+    return {
+        f"missed, {tol:g}": f"{missed} of {len(rows)}" if rows else "",
+        f"evaluations, {tol:g}": f"{statistics.median(evaluations):g}" if rows else "",
+        f"gain, {tol:g}": f"{times(statistics.geometric_mean(gains))} ({len(gains)})" if gains else "",
+    }
 
 
 def races(results: Results) -> Table:
@@ -353,12 +347,12 @@ def races(results: Results) -> Table:
     trained = [row for row in rows if row["tol"] == tolerances[-1] and not SYNTHETIC.search(row["case"])]
     cells = list(dict.fromkeys(row["case"] for row in trained))
     reached = {(row["case"], row["provider"]): duration(row["ms"]) if row["reached"] else "missed" for row in trained}
-    of_suite = [f"{what}, {tol:g}" for tol in tolerances for what in ("missed", "evaluations", "gain")]
-    body = [
-        [name, *(text for tol in tolerances for text in race(results, tol, name)),
-         *(reached.get((cell, name), "") for cell in cells)]
-        for name in dict.fromkeys(row["provider"] for row in rows)
-    ]  # fmt: skip
+    lines = []
+    for name in dict.fromkeys(row["provider"] for row in rows):
+        line = {"solver": name}
+        for tol in tolerances:
+            line |= race(results, tol, name)
+        lines.append(line | {cell: reached.get((cell, name), "") for cell in cells})
     words = (
         "Each solver until the worst sample's relative residual in float64 is within the tolerance, f included, at "
         "most 60 evaluations: of 24 synthetic problems how many were missed, the median of evaluations, the geometric "
@@ -366,26 +360,28 @@ def races(results: Results) -> Table:
         f"trained, to {tolerances[-1]:g}. `torch …` is deqfast with that kernel; torchdeq's Anderson ships with an "
         "absolute ridge, `lam=1e-4`.\n\n![Residual against time on two trained cells](results/time_to_residual.png)"
     )
-    return Table("Residual", words, ["solver", *of_suite, *cells], body)
-
-
-# The study's step, scaling, the model, GPUs
+    return Table("Residual", words, lines)
 
 
 def steps(results: Results) -> Table:
-    body = []
+    rows = []
     for case in results.cases("training step"):
         (explicit,), (deq,) = case.runs["explicit"], case.runs["deq"]
-        hours = [f"{digits(row['paper_hours'])} h" for row in (explicit, deq)]
-        body.append(
-            [case.name, str(case.threads), duration(explicit["ms"]), duration(deq["ms"]), f"{deq['evaluations']:.1f}",
-             times(deq["times_explicit"]), times(deq["flop_ratio"]), times(deq["over_flop"]),
-             percent(explicit["nc_share"]), *hours]
-        )  # fmt: skip
-    header = ["networks", "threads", "explicit step", "DEQ step", "evaluations", "DEQ over explicit", "operations",
-              "time over operations", "NC1-NC4 of an epoch", "paper, explicit", "paper, DEQ"]  # fmt: skip
+        rows.append({
+            "networks": case.name,
+            "threads": str(case.threads),
+            "explicit step": duration(explicit["ms"]),
+            "DEQ step": duration(deq["ms"]),
+            "evaluations": f"{deq['evaluations']:.1f}",
+            "DEQ over explicit": times(deq["times_explicit"]),
+            "operations": times(deq["flop_ratio"]),
+            "time over operations": times(deq["over_flop"]),
+            "NC1-NC4 of an epoch": percent(explicit["nc_share"]),
+            "paper, explicit": f"{digits(explicit['paper_hours'])} h",
+            "paper, DEQ": f"{digits(deq['paper_hours'])} h",
+        })  # fmt: skip
     words = "A training step of the study's two networks in turns, medians; the paper's 40 trainings are extrapolated."
-    return Table("Step", words, header, body)
+    return Table("Step", words, rows)
 
 
 def scaling(results: Results) -> Table:
@@ -395,17 +391,20 @@ def scaling(results: Results) -> Table:
         if "peak_bytes" in row and "problem" not in row and row["axis"] != "threads":
             curve = curves.setdefault((row["series"], row["solver"]), {OURS: [], PEER: []})
             curve.setdefault(row["provider"], []).append(row)
-    body = []
+    rows = []
     for (series, name), of in curves.items():
         axis, first, last = of[OURS][0]["axis"], of[OURS][0], of[OURS][-1]
-        growth = [slope(of[one], axis, column) for column in ("solver_ms", "peak_bytes") for one in (OURS, PEER)]
-        gains = span([row["gain"] for row in of[OURS] if "gain" in row])
-        ends = " to ".join(duration(row["solver_ms"]) for row in (first, last) if "solver_ms" in row)
-        body.append([f"{name}, {series} {first[axis]} to {last[axis]}", ends, *growth, gains])
-    header = ["solver, what changes", "time per iteration", "time ~ x^", "torchdeq's", "memory ~ x^", "its memory",
-              "gain over torchdeq"]  # fmt: skip
+        rows.append({
+            "solver, what changes": f"{name}, {series} {first[axis]} to {last[axis]}",
+            "time per iteration": " to ".join(duration(r["solver_ms"]) for r in (first, last) if "solver_ms" in r),
+            "time ~ x^": slope(of[OURS], axis, "solver_ms"),
+            "torchdeq's": slope(of[PEER], axis, "solver_ms"),
+            "memory ~ x^": slope(of[OURS], axis, "peak_bytes"),
+            "its memory": slope(of[PEER], axis, "peak_bytes"),
+            "gain over torchdeq": span([row["gain"] for row in of[OURS] if "gain" in row]),
+        })  # fmt: skip
     words = "One variable at a time around (32, 8192) and 20 iterations, f subtracted; exponents of the larger half."
-    return Table("Scaling", words, header, body)
+    return Table("Scaling", words, rows)
 
 
 def slope(rows: Sequence[Row], axis: str, column: str) -> str:
@@ -423,30 +422,36 @@ def model(results: Results) -> Table:
         name = ", ".join([row["size"], row["adjoint"], row["solver"].split()[0]])
         grouped.setdefault(name, {})[row["provider"], row["gpus"]] = row
     gpus = list(dict.fromkeys(row["gpus"] for row in rows))
-    body = []
+    lines = []
     for name, of in grouped.items():
-        rates = [" / ".join(f"{of[who, one]['images_per_second']:,.0f}" for who in (PEER, "deqfast")) for one in gpus]
+        rates = {f"images/s on {one}": " / ".join(f"{of[who, one]['images_per_second']:,.0f}"
+                                                  for who in (PEER, "deqfast")) for one in gpus}  # fmt: skip
         gain, most = of["deqfast", gpus[0]]["gain"], of["deqfast", gpus[-1]]
-        body.append([name, *rates, times(gain), f"{digits(most['internet_s'] / 3600)} h"])
-    header = ["model of", *(f"images/s on {one}" for one in gpus), "gain", f"all images on {gpus[-1]}"]
+        end = {"gain": times(gain), f"all images on {gpus[-1]}": f"{digits(most['internet_s'] / 3600)} h"}
+        lines.append({"model of": name} | rates | end)
     words = (
         "**A model, not a measurement**: training of MDEQ on H200 GPUs by torchdeq / deqfast, every operation at the "
         "longer of its bytes at the copy rate and its arithmetic at a share of a product's rate "
         "(`benchmarks/internet_scale.py`; every input and its source is in the record); last, 5.85 billion images once."
     )
-    return Table("Model", words, header, body)
+    return Table("Model", words, lines)
 
 
 def row_table(title: str, words: str, rows: Iterable[Row]) -> Table:
     """A line for each row that was timed; of solves the time per iteration without f."""
-    body = []
-    for row in rows:
-        if "ms_min" in row:
-            time = duration(row["solver_ms"] if "solver_ms" in row else row["ms_min"])
-            ratios = [times(value) if value else "" for value in (row.get("floor_x"), row.get("gain"))]
-            counts = [f"{row['evaluations']:g}" if "evaluations" in row else "", row.get("peer", "")]
-            body.append([f"{row['section']} {row['case']} {row['provider']}", time, *ratios, *counts])
-    return Table(title, words, ["row", "time", "of its byte floor", "gain", "evaluations", "gain is over"], body)
+    lines = [
+        {
+            "row": f"{row['section']} {row['case']} {row['provider']}",
+            "time": duration(row["solver_ms"] if "solver_ms" in row else row["ms_min"]),
+            "of its byte floor": times(row["floor_x"]) if row.get("floor_x") else "",
+            "gain": times(row["gain"]) if row.get("gain") else "",
+            "evaluations": f"{row['evaluations']:g}" if "evaluations" in row else "",
+            "gain is over": row.get("peer", ""),
+        }
+        for row in rows
+        if "ms_min" in row
+    ]
+    return Table(title, words, lines)
 
 
 def optional(results: Results) -> list[Table]:
@@ -459,16 +464,14 @@ def optional(results: Results) -> list[Table]:
 
 
 def sources(results: Results) -> Table:
-    header = ["record", "machine", "versions", "commit, date", "command, remark"]
-    body = [
-        [f"[{one.path.name}](results/{one.path.name})", one.where, one.versions, one.when,
-         "; ".join(filter(None, [f"`{one.command}`" if one.command else "command not recorded", one.remark]))]
+    rows = [
+        {"record": f"[{one.path.name}](results/{one.path.name})", "machine": one.where, "versions": one.versions,
+         "commit, date": one.when,
+         "command, remark": "; ".join(filter(None, [f"`{one.command}`" if one.command else "command not recorded",
+                                                    one.remark]))}
         for one in results.records
     ]  # fmt: skip
-    return Table("Records", "What was measured, where and how; a command is one of the commit beside it.", header, body)
-
-
-# The page, the blocks and the numbers to quote
+    return Table("Records", "What was measured, where and how; a command is one of the commit beside it.", rows)
 
 
 def tables(results: Results) -> list[Table]:
@@ -519,7 +522,7 @@ def origin(records: Sequence[Record]) -> str:
 def facts(results: Results) -> dict[str, str]:
     """The numbers that sentences may quote: every cell of every table, and how many targets and cases there are."""
     found = {key: text for table in tables(results) for key, text in table.facts().items()}
-    states = states_of(targets(results).body)
+    states = states_of(targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in states.items()}
     compared = [
         statistics.median(own) < statistics.median(plain)
@@ -529,8 +532,6 @@ def facts(results: Results) -> dict[str, str]:
     ]
     return found | {"targets.all": str(states.total()), "cpp.faster": str(sum(compared)), "cpp.all": str(len(compared))}
 
-
-# The figure
 
 METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's palette
     "picard": ("Picard", "#009E73"),
@@ -588,9 +589,6 @@ def draw(courses: list[Row], made: str) -> bytes:
     information.add_text("deqfast data", digest([courses, made]))
     Image.open(large).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", pnginfo=information)
     return small.getvalue()
-
-
-# Writing and checking
 
 
 def with_block(text: str, block: Sequence[str], path: Path) -> str:

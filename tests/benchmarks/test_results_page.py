@@ -101,7 +101,7 @@ def test_numbers_have_three_digits_and_a_unit_and_ranges_ends_that_differ(form, 
 
 
 def test_tables_leave_out_empty_columns_and_escape_bars():
-    table = report.Table("T", "", ["case", "empty", "ms"], [["a|b", "", "1"], ["c", "", "2"]])
+    table = report.Table("T", "", [{"case": "a|b", "empty": "", "ms": "1"}, {"case": "c", "empty": "", "ms": "2"}])
     assert table.lines() == ["| case | ms |", "| --- | ---: |", "| a\\|b | 1 |", "| c | 2 |"]
     assert table.lines(names={"c": "C"})[2:] == ["| C | 2 |"]
     assert table.facts() == {"t.a-b.ms": "1", "t.c.ms": "2"}
@@ -119,7 +119,7 @@ def test_the_command_recorded_is_one_to_type_again(words, typed):
 
 def states(root):
     """State of each target by what it says."""
-    return {what: state for what, _, state in report.targets(results_of(root)).body}
+    return {row["target"]: row["state"] for row in report.targets(results_of(root)).rows}
 
 
 def test_a_target_is_met_or_missed_by_the_data_alone(root):
@@ -136,12 +136,12 @@ def test_of_several_runs_all_with_the_most_threads_must_meet_a_target(root):
     write(root, "suite_one", solve_rows(gain=2.0), threads=1)
     for name, gain in (("suite", 10.0), ("suite_second", 24.0), ("suite_third", 20.0)):
         write(root, name, solve_rows(gain=gain))
-    broyden = next(row for row in report.targets(results_of(root)).body if row[0].startswith("broyden"))
-    assert broyden[1:] == ["10.0 to 24.0×", "missed in 1 of 3 runs"]
+    broyden = next(row for row in report.targets(results_of(root)).rows if row["target"].startswith("broyden"))
+    assert [*broyden.values()][1:] == ["10.0 to 24.0×", "missed in 1 of 3 runs"]
     assert "| 20.0× (10.0 to 24.0×) |" in report.page(results_of(root))
     write(root, "suite", solve_rows(floor_x=1.5004))  # what just misses a bound is told from it
-    floor = next(row for row in report.targets(results_of(root)).body if "of its bytes" in row[0])
-    assert floor[1:] == ["1.2 to 1.5004", "missed in 1 of 3 runs"]
+    floor = next(row for row in report.targets(results_of(root)).rows if "of its bytes" in row["target"])
+    assert [*floor.values()][1:] == ["1.2 to 1.5004", "missed in 1 of 3 runs"]
 
 
 def test_targets_of_a_gpu_are_judged_by_the_better_kernel(root):
