@@ -116,6 +116,8 @@ class Table:
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
         """Markdown; `columns`: only these; `names`: only the rows of these names, and what to call them."""
+        if not self.rows:
+            return []
         first, *others = self.rows[0]
         used = [first, *(name for name in columns or others if any(row[name] for row in self.rows))]
         rows = [{**row, first: names[row[first]]} if names else row

@@ -105,6 +105,7 @@ def test_tables_leave_out_empty_columns_and_escape_bars():
     assert table.lines() == ["| case | ms |", "| --- | ---: |", "| a\\|b | 1 |", "| c | 2 |"]
     assert table.lines(names={"c": "C"})[2:] == ["| C | 2 |"]
     assert table.facts() == {"t.a-b.ms": "1", "t.c.ms": "2"}
+    assert report.Table("T", "", []).lines() == []
 
 
 @pytest.mark.parametrize(
