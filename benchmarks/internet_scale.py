@@ -236,25 +236,16 @@ def sides(inputs: Inputs) -> list[tuple[Side, Side]]:
     """(torchdeq, deqfast) for each solver; torchdeq has no other history than of the state's dtype."""
     m = inputs.anderson_history
     return [
-        (
-            Side("torchdeq", f"anderson m={m}", lambda k: 31 + 7 * min(k + 1, m) if k else 20),
-            Side("deqfast", f"anderson m={m} bf16", lambda k: multisecant_passes(min(k, m), 0.5)),
-        ),
-        (
-            Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
-            Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1)),
-        ),
-    ]
+        (Side("torchdeq", f"anderson m={m}", lambda k: 31 + 7 * min(k + 1, m) if k else 20),
+         Side("deqfast", f"anderson m={m} bf16", lambda k: multisecant_passes(min(k, m), 0.5))),
+        (Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
+         Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1))),
+    ]  # fmt: skip
 
 
 def all_reduce_seconds(inputs: Inputs, gpus: int, moved: float) -> float:
-    """Sum of `moved` bytes over all GPUs: a ring within the nodes, and one between them on what each GPU then holds.
-
-    Raises ValueError for a number of GPUs that is neither within a node nor whole nodes.
-    """
+    """Sum of `moved` bytes over whole nodes: a ring within each, and one between them on what each GPU then holds."""
     inside = min(gpus, inputs.per_node)
-    if gpus < 1 or gpus % inside:
-        raise ValueError(f"gpus must be 1 to {inputs.per_node} or a multiple of {inputs.per_node}, got {gpus}")
     nodes = gpus // inside
     within = 2 * (inside - 1) / inside * moved / inputs.node_rate
     return within + 2 * (nodes - 1) / nodes * moved / inside / inputs.network_rate
@@ -262,8 +253,6 @@ def all_reduce_seconds(inputs: Inputs, gpus: int, moved: float) -> float:
 
 def step(inputs: Inputs, counts: Counts, side: Side, adjoint: str, gpus: int) -> dict[str, float]:
     """Seconds of the parts of a training step on `gpus` GPUs, `counts.batch` images each."""
-    if adjoint not in ADJOINTS:
-        raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}, got {adjoint!r}")
     forward, backward = inputs.forward_evaluations, inputs.backward_evaluations if adjoint == "implicit" else 0
     state = counts.batch * counts.dim * inputs.state_bytes
     passes = side.solve_passes(forward) + (side.solve_passes(backward) if backward else 0)
@@ -287,12 +276,10 @@ def rows_of(inputs: Inputs, networks: Sequence[Network] = NETWORKS) -> Iterator[
             row = {
                 "section": "internet scale (model)", "case": f"{network.name}, {adjoint}, {side.solver}", "model": True,
                 "provider": side.provider, "size": network.name, "adjoint": adjoint, "solver": side.solver,
-                "gpus": gpus,
-                "batch": counts.batch, "dim": counts.dim, "parameters": counts.parameters,
+                "gpus": gpus, "batch": counts.batch, "dim": counts.dim, "parameters": counts.parameters,
                 "f_gflop_per_image": sum(flops for flops, _ in counts.f) / counts.batch / 1e9, "ms": 1e3 * seconds,
                 "images_per_second": rate, "shares": {name: part / seconds for name, part in parts.items()},
-                "epoch_s": inputs.imagenet / rate,
-                "internet_s": inputs.internet / rate,
+                "epoch_s": inputs.imagenet / rate, "internet_s": inputs.internet / rate,
             }  # fmt: skip
             theirs = theirs or seconds
             yield row | ({"gain": theirs / seconds} if side.provider == "deqfast" else {})

@@ -22,7 +22,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,6 @@ class ReportError(Exception):
     """What keeps the report from being written, for a person to read."""
 
 
-# Numbers as text
-
-
 def digits(value: float) -> str:
     """Three significant digits; an exponent below 1e-4 and from 1e6 on."""
     if value == 0 or not math.isfinite(value):
@@ -75,23 +71,14 @@ def scientific(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "below 2.2e-16"
 
 
-def in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """In the largest unit that leaves a number from 1 on; units: (size, name), ascending."""
-    rounded = float(f"{value:.2e}")  # 999.9 µs is 1.00 ms
-    size, name = next((unit for unit in reversed(units) if abs(rounded) >= unit[0]), units[0])
-    return f"{digits(value / size)} {name}".rstrip()
+UNITS = {"ns": 1e-6, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 def duration(ms: float) -> str:
-    return in_units(ms, [(1e-6, "ns"), (1e-3, "µs"), (1, "ms"), (1e3, "s")])
-
-
-def days(seconds: float) -> str:
-    return in_units(seconds, [(1, "s"), (60, "min"), (3600, "h"), (86400, "days")])
-
-
-def count(value: float) -> str:
-    return in_units(value, [(1, ""), (1e6, "million"), (1e9, "billion")])
+    """In the largest unit that leaves a number from 1 on."""
+    rounded = float(f"{ms:.2e}")  # 999.9 µs is 1.00 ms
+    unit = next((unit for unit in reversed(UNITS) if abs(rounded) >= UNITS[unit]), "ns")
+    return f"{digits(ms / UNITS[unit])} {unit}"
 
 
 def times(value: float) -> str:
@@ -125,29 +112,28 @@ class Table:
 
     title: str
     words: str
-    header: Sequence[str]
-    body: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, str]]  # column -> text, the name of the row first
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
         """Markdown; `columns`: only these; `names`: only the rows of these names, and what to call them."""
-        kept = [self.header[0], *columns] if columns else self.header
-        used = [i for i, title in enumerate(self.header) if title in kept and any(row[i] for row in self.body)]
-        rows = [[names[row[0]], *row[1:]] if names else row for row in self.body if not names or row[0] in names]
-        rule = ["---" if i == 0 else "---:" for i in range(len(self.header))]
-        cells = [self.header, rule, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-        return ["| " + " | ".join(row[i] for i in used) + " |" for row in cells]
+        if not self.rows:
+            return []
+        first, *others = self.rows[0]
+        used = [first, *(name for name in columns or others if any(row[name] for row in self.rows))]
+        rows = [{**row, first: names[row[first]]} if names else row
+                for row in self.rows if not names or row[first] in names]  # fmt: skip
+        cells = [used, ["---", *["---:"] * (len(used) - 1)]]
+        cells += [[row[name].replace("|", "\\|") for name in used] for row in rows]
+        return ["| " + " | ".join(row) + " |" for row in cells]
 
     def facts(self) -> dict[str, str]:
         """Each number by the names of table, row and column."""
         return {
-            ".".join(map(slug, (self.title, row[0], column))): cell
-            for row in self.body
-            for column, cell in zip(self.header[1:], row[1:], strict=True)
+            ".".join(map(slug, (self.title, name, column))): cell
+            for (_, name), *cells in (row.items() for row in self.rows)
+            for column, cell in cells
             if cell
         }
-
-
-# The records
 
 
 @dataclass(frozen=True)
@@ -174,8 +160,7 @@ class Record:
         for index, row in enumerate(data["rows"]):
             if missing := {"section", "case", "provider"} - row.keys():
                 raise ReportError(f"{path}: row {index} has no {', '.join(sorted(missing))}")
-        texts = {key: data.get(key) for key in ("command", "date", "remark")}
-        return cls(path, data["machine"], rows=data["rows"], **texts)
+        return cls(path, data["machine"], data.get("command"), data.get("date"), data.get("remark"), data["rows"])
 
     @property
     def threads(self) -> int:
@@ -184,14 +169,17 @@ class Record:
     @property
     def where(self) -> str:
         """ "AMD EPYC, 2 cores, 2 threads"."""
-        names = [self.machine.get("gpu"), self.machine.get("processor")]
-        counts = [f"{self.machine[key]} {key}" for key in ("cores", "threads") if self.machine.get(key)]
-        return ", ".join([name for name in names if name] + counts).replace("1 threads", "1 thread")
+        return self.told(gpu="{}", processor="{}", cores="{} cores", threads="{} threads").replace(
+            "1 threads", "1 thread"
+        )
 
     @property
     def versions(self) -> str:
-        names = {"deqfast": "deqfast", "torch": "torch", "triton": "triton", "python": "Python"}
-        return ", ".join(f"{text} {self.machine[name]}" for name, text in names.items() if self.machine.get(name))
+        return self.told(deqfast="deqfast {}", torch="torch {}", triton="triton {}", python="Python {}")
+
+    def told(self, **forms: str) -> str:
+        """What is recorded of the machine under these keys."""
+        return ", ".join(form.format(self.machine[key]) for key, form in forms.items() if self.machine.get(key))
 
     @property
     def when(self) -> str:
@@ -210,9 +198,6 @@ class Case:
 
     def values(self, provider: str, column: str) -> list[float]:
         return [row[column] for row in self.runs.get(provider, []) if row.get(column) is not None]
-
-    def median(self, provider: str, column: str) -> str:
-        return median(self.values(provider, column), duration)
 
     def gains(self, peer: str, provider: str = OURS) -> list[float]:
         return [row["gains"][peer] for row in self.runs.get(provider, []) if peer in row.get("gains", {})]
@@ -256,15 +241,12 @@ class Results:
         return list(found.values())
 
 
-# Targets
-
-MET, MISSED, NO_GPU = "met", "missed", "not measured: no GPU"
 FORMS: dict[str, Form] = {
     "ms": duration, "error": scientific, "nc_share": percent, "host_waits": digits, "paper_hours": digits
 }  # fmt: skip
 
 
-def judged(results: Results, target: Target) -> list[str]:
+def judged(results: Results, target: Target) -> dict[str, str]:
     """What is promised, what was measured, and whether all runs with the most threads meet it."""
     records = [one for one in results.records if bool(one.machine.get("gpu")) == target.on_gpu]
     told = [(one.threads, target.value(one.rows)) for one in records]
@@ -275,107 +257,89 @@ def judged(results: Results, target: Target) -> list[str]:
     measured = span(values, form)
     if missed and any(form(value) == form(target.bound) for value in values):
         measured = f"{min(values):.6g} to {max(values):.6g}"  # misses by less than three digits tell
-    state = f"{MISSED} in {missed} of {len(values)} runs" if missed else MET if values else "not measured"
-    if not values and target.on_gpu and not results.gpus:
-        state = NO_GPU
-    return [target.what, measured, state]
+    state = f"missed in {missed} of {len(values)} runs" if missed else "met"
+    if not values:
+        state = "not measured" + ": no GPU" * (target.on_gpu and not results.gpus)
+    return {"target": target.what, "measured": measured, "state": state}
 
 
 def targets(results: Results) -> Table:
     body = [judged(results, target) for target in (*TARGETS, *STUDY_TARGETS, *GPU_TARGETS)]
     counts = ", ".join(f"{number} {state}" for state, number in states_of(body).items())
     words = f"Of {len(body)} targets: {counts}. All runs with the most threads have to meet a target."
-    return Table("Targets", words, ["target", "measured", "state"], body)
+    return Table("Targets", words, body)
 
 
-def states_of(body: Iterable[Sequence[str]]) -> Counter[str]:
-    return Counter(MISSED if row[-1].startswith(MISSED) else row[-1] for row in body)
-
-
-# The suite
+def states_of(rows: Iterable[Mapping[str, str]]) -> Counter[str]:
+    return Counter(row["state"].partition(" in ")[0] for row in rows)
 
 
 def case_table(title: str, words: str, cases: Sequence[Case], time: str) -> Table:
     """A line for each case; `time`: the column of its rows that is shown, of several runs the median."""
 
     def spread(case: Case, peer: str) -> str:
-        values = case.gains(peer)
-        ends = span(values)
+        ends = span(values := case.gains(peer))
         return f"{median(values, times)} ({ends})" if " to " in ends else ends
 
-    def memory(case: Case) -> str:
+    def line(case: Case) -> dict[str, str]:
         own, theirs = (case.values(name, "peak_bytes") for name in (OURS, PEER))
-        return times(statistics.median(own) / statistics.median(theirs)) if own and theirs else ""
+        residuals = [median(case.values(name, "residual"), scientific) for name in (OURS, PEER)]
+        providers = {text: median(case.values(name, time), duration) for name, text in PROVIDERS.items()}
+        return (
+            {"case": case.name}
+            | providers
+            | {
+                "gain over torchdeq": spread(case, PEER),
+                "gain over the pseudo-inverse": spread(case, "pinv"),
+                "of its byte floor": median(case.values(OURS, "floor_x"), times),
+                "memory of torchdeq's": times(statistics.median(own) / statistics.median(theirs))
+                if own and theirs
+                else "",
+                "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
+                "relative error": median(case.values(OURS, "error"), scientific),
+            }
+        )
 
-    def residuals(case: Case) -> str:
-        found = [median(case.values(name, "residual"), scientific) for name in (OURS, PEER)]
-        return " / ".join(found) if all(found) else ""
+    return Table(title, words, [line(case) for case in cases])
 
-    columns: dict[str, Callable[[Case], str]] = {
-        **{text: partial(Case.median, provider=name, column=time) for name, text in PROVIDERS.items()},
-        "gain over torchdeq": partial(spread, peer=PEER),
-        "gain over the pseudo-inverse": partial(spread, peer="pinv"),
-        "of its byte floor": lambda case: median(case.values(OURS, "floor_x"), times),
-        "memory of torchdeq's": memory,
-        "residual, deqfast / torchdeq": residuals,
-        "relative error": lambda case: median(case.values(OURS, "error"), scientific),
-    }
-    return Table(
-        title, words, ["case", *columns], [[case.name, *(f(case) for f in columns.values())] for case in cases]
-    )
+
+# Title, section of the records, column of a row's time, words.
+SUITE = (
+    ("Solves", "solves", "solver_ms",
+     "Solver time per iteration of 20, f subtracted; torchdeq's history is fp32 throughout. deqfast keeps the memory "
+     "of a history for the next solve, torchdeq allocates and zeroes its own."),
+    ("Ops", "ops", "ms_min", "One call."),
+    ("Layers", "training", "ms_min",
+     "Forward and backward of one layer. deqfast fuses the cell's normalisations; torchdeq, eager and the cell once "
+     "call plain torch modules, so a ratio is that of whole layers."),
+    ("FC", "fc", "ms_min",
+     "The whole solve of z = tanh(W z + c) in one call of `deqfast.fc_fixed_point`, f included, beside loops."),
+    ("NC", "nc", "ms_min",
+     "Neural collapse: NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D), beside the D × D "
+     "pseudo-inverse."),
+)  # fmt: skip
 
 
 def suite(results: Results) -> list[Table]:
-    return [
-        case_table(
-            "Solves",
-            "Solver time per iteration of 20, f subtracted; torchdeq's history is fp32 throughout. deqfast keeps the "
-            "memory of a history for the next solve, torchdeq allocates and zeroes its own.",
-            results.cases("solves"),
-            "solver_ms",
-        ),
-        case_table("Ops", "One call.", results.cases("ops"), "ms_min"),
-        case_table(
-            "Layers",
-            "Forward and backward of one layer. deqfast fuses the cell's normalisations; torchdeq, eager and the cell "
-            "once call plain torch modules, so a ratio is that of whole layers.",
-            results.cases("training"),
-            "ms_min",
-        ),
-        case_table(
-            "FC",
-            "The whole solve of z = tanh(W z + c) in one call of `deqfast.fc_fixed_point`, f included, beside loops.",
-            results.cases("fc"),
-            "ms_min",
-        ),
-        case_table(
-            "NC",
-            "Neural collapse: NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D), beside the "
-            "D × D pseudo-inverse.",
-            results.cases("nc"),
-            "ms_min",
-        ),
-    ]
+    return [case_table(title, words, results.cases(section), time) for title, section, time, words in SUITE]
 
 
-# Time to a residual
-
-
-def race(results: Results, tol: float, provider: str) -> list[str]:
+def race(results: Results, tol: float, provider: str) -> dict[str, str]:
     """Of a solver over the suite of problems to a tolerance: how many it missed, evaluations, gain over torchdeq.
 
     The evaluations are the median, the most there may be where the tolerance was missed; the gain is the geometric mean
     over the problems that torchdeq's same method solves too, whose number stands behind it.
     """
-    rows = [row for row in results.rows("residual") if (row["tol"], row["provider"]) == (tol, provider)]
-    rows = [row for row in rows if SYNTHETIC.search(row["case"])]
-    if not rows:
-        return ["", "", ""]
+    rows = [row for row in results.rows("residual")
+            if (row["tol"], row["provider"]) == (tol, provider) and SYNTHETIC.search(row["case"])]  # fmt: skip
     gains = [row["gain"] for row in rows if row["reached"] and "gain" in row]
     evaluations = [row["evaluations" if row["reached"] else "most_evaluations"] for row in rows]
     missed = sum(not row["reached"] for row in rows)
-    gain = f"{times(statistics.geometric_mean(gains))} ({len(gains)})" if gains else ""
-    return [f"{missed} of {len(rows)}", f"{statistics.median(evaluations):g}", gain]
+    return {
+        f"missed, {tol:g}": f"{missed} of {len(rows)}" if rows else "",
+        f"evaluations, {tol:g}": f"{statistics.median(evaluations):g}" if rows else "",
+        f"gain, {tol:g}": f"{times(statistics.geometric_mean(gains))} ({len(gains)})" if gains else "",
+    }
 
 
 def races(results: Results) -> Table:
@@ -385,16 +349,12 @@ def races(results: Results) -> Table:
     trained = [row for row in rows if row["tol"] == tolerances[-1] and not SYNTHETIC.search(row["case"])]
     cells = list(dict.fromkeys(row["case"] for row in trained))
     reached = {(row["case"], row["provider"]): duration(row["ms"]) if row["reached"] else "missed" for row in trained}
-    header = [
-        "solver",
-        *(f"{what}, {tol:g}" for tol in tolerances for what in ("missed", "evaluations", "gain")),
-        *cells,
-    ]
-    body = [
-        [name, *(text for tol in tolerances for text in race(results, tol, name)),
-         *(reached.get((cell, name), "") for cell in cells)]
-        for name in dict.fromkeys(row["provider"] for row in rows)
-    ]  # fmt: skip
+    lines = []
+    for name in dict.fromkeys(row["provider"] for row in rows):
+        line = {"solver": name}
+        for tol in tolerances:
+            line |= race(results, tol, name)
+        lines.append(line | {cell: reached.get((cell, name), "") for cell in cells})
     words = (
         "Each solver until the worst sample's relative residual in float64 is within the tolerance, f included, at "
         "most 60 evaluations: of 24 synthetic problems how many were missed, the median of evaluations, the geometric "
@@ -402,26 +362,28 @@ def races(results: Results) -> Table:
         f"trained, to {tolerances[-1]:g}. `torch …` is deqfast with that kernel; torchdeq's Anderson ships with an "
         "absolute ridge, `lam=1e-4`.\n\n![Residual against time on two trained cells](results/time_to_residual.png)"
     )
-    return Table("Residual", words, header, body)
-
-
-# The study's step, scaling, the model, GPUs
+    return Table("Residual", words, lines)
 
 
 def steps(results: Results) -> Table:
-    body = []
+    rows = []
     for case in results.cases("training step"):
         (explicit,), (deq,) = case.runs["explicit"], case.runs["deq"]
-        hours = [f"{digits(row['paper_hours'])} h" for row in (explicit, deq)]
-        body.append(
-            [case.name, str(case.threads), duration(explicit["ms"]), duration(deq["ms"]), f"{deq['evaluations']:.1f}",
-             times(deq["times_explicit"]), times(deq["flop_ratio"]), times(deq["over_flop"]),
-             percent(explicit["nc_share"]), *hours]
-        )  # fmt: skip
-    header = ["networks", "threads", "explicit step", "DEQ step", "evaluations", "DEQ over explicit", "operations",
-              "time over operations", "NC1-NC4 of an epoch", "paper, explicit", "paper, DEQ"]  # fmt: skip
+        rows.append({
+            "networks": case.name,
+            "threads": str(case.threads),
+            "explicit step": duration(explicit["ms"]),
+            "DEQ step": duration(deq["ms"]),
+            "evaluations": f"{deq['evaluations']:.1f}",
+            "DEQ over explicit": times(deq["times_explicit"]),
+            "operations": times(deq["flop_ratio"]),
+            "time over operations": times(deq["over_flop"]),
+            "NC1-NC4 of an epoch": percent(explicit["nc_share"]),
+            "paper, explicit": f"{digits(explicit['paper_hours'])} h",
+            "paper, DEQ": f"{digits(deq['paper_hours'])} h",
+        })  # fmt: skip
     words = "A training step of the study's two networks in turns, medians; the paper's 40 trainings are extrapolated."
-    return Table("Step", words, header, body)
+    return Table("Step", words, rows)
 
 
 def scaling(results: Results) -> Table:
@@ -431,17 +393,20 @@ def scaling(results: Results) -> Table:
         if "peak_bytes" in row and "problem" not in row and row["axis"] != "threads":
             curve = curves.setdefault((row["series"], row["solver"]), {OURS: [], PEER: []})
             curve.setdefault(row["provider"], []).append(row)
-    body = []
+    rows = []
     for (series, name), of in curves.items():
         axis, first, last = of[OURS][0]["axis"], of[OURS][0], of[OURS][-1]
-        growth = [slope(of[one], axis, column) for column in ("solver_ms", "peak_bytes") for one in (OURS, PEER)]
-        gains = span([row["gain"] for row in of[OURS] if "gain" in row])
-        ends = " to ".join(duration(row["solver_ms"]) for row in (first, last) if "solver_ms" in row)
-        body.append([f"{name}, {series} {first[axis]} to {last[axis]}", ends, *growth, gains])
-    header = ["solver, what changes", "time per iteration", "time ~ x^", "torchdeq's", "memory ~ x^", "its memory",
-              "gain over torchdeq"]  # fmt: skip
+        rows.append({
+            "solver, what changes": f"{name}, {series} {first[axis]} to {last[axis]}",
+            "time per iteration": " to ".join(duration(r["solver_ms"]) for r in (first, last) if "solver_ms" in r),
+            "time ~ x^": slope(of[OURS], axis, "solver_ms"),
+            "torchdeq's": slope(of[PEER], axis, "solver_ms"),
+            "memory ~ x^": slope(of[OURS], axis, "peak_bytes"),
+            "its memory": slope(of[PEER], axis, "peak_bytes"),
+            "gain over torchdeq": span([row["gain"] for row in of[OURS] if "gain" in row]),
+        })  # fmt: skip
     words = "One variable at a time around (32, 8192) and 20 iterations, f subtracted; exponents of the larger half."
-    return Table("Scaling", words, header, body)
+    return Table("Scaling", words, rows)
 
 
 def slope(rows: Sequence[Row], axis: str, column: str) -> str:
@@ -459,51 +424,56 @@ def model(results: Results) -> Table:
         name = ", ".join([row["size"], row["adjoint"], row["solver"].split()[0]])
         grouped.setdefault(name, {})[row["provider"], row["gpus"]] = row
     gpus = list(dict.fromkeys(row["gpus"] for row in rows))
-    body = []
+    lines = []
     for name, of in grouped.items():
-        rates = [" / ".join(f"{of[who, one]['images_per_second']:,.0f}" for who in (PEER, "deqfast")) for one in gpus]
+        rates = {f"images/s on {one}": " / ".join(f"{of[who, one]['images_per_second']:,.0f}"
+                                                  for who in (PEER, "deqfast")) for one in gpus}  # fmt: skip
         gain, most = of["deqfast", gpus[0]]["gain"], of["deqfast", gpus[-1]]
-        body.append([name, *rates, times(gain), days(most["internet_s"])])
-    header = ["model of", *(f"images/s on {one}" for one in gpus), "gain", f"all images on {gpus[-1]}"]
+        end = {"gain": times(gain), f"all images on {gpus[-1]}": f"{digits(most['internet_s'] / 3600)} h"}
+        lines.append({"model of": name} | rates | end)
     words = (
         "**A model, not a measurement**: training of MDEQ on H200 GPUs by torchdeq / deqfast, every operation at the "
         "longer of its bytes at the copy rate and its arithmetic at a share of a product's rate "
         "(`benchmarks/internet_scale.py`; every input and its source is in the record); last, 5.85 billion images once."
     )
-    return Table("Model", words, header, body)
+    return Table("Model", words, lines)
 
 
 def row_table(title: str, words: str, rows: Iterable[Row]) -> Table:
     """A line for each row that was timed; of solves the time per iteration without f."""
-    body = []
-    for row in rows:
-        if "ms_min" in row:
-            time = duration(row["solver_ms"] if "solver_ms" in row else row["ms_min"])
-            ratios = [times(value) if value else "" for value in (row.get("floor_x"), row.get("gain"))]
-            counts = [f"{row['evaluations']:g}" if "evaluations" in row else "", row.get("peer", "")]
-            body.append([f"{row['section']} {row['case']} {row['provider']}", time, *ratios, *counts])
-    return Table(title, words, ["row", "time", "of its byte floor", "gain", "evaluations", "gain is over"], body)
+    lines = [
+        {
+            "row": f"{row['section']} {row['case']} {row['provider']}",
+            "time": duration(row["solver_ms"] if "solver_ms" in row else row["ms_min"]),
+            "of its byte floor": times(row["floor_x"]) if row.get("floor_x") else "",
+            "gain": times(row["gain"]) if row.get("gain") else "",
+            "evaluations": f"{row['evaluations']:g}" if "evaluations" in row else "",
+            "gain is over": row.get("peer", ""),
+        }
+        for row in rows
+        if "ms_min" in row
+    ]
+    return Table(title, words, lines)
 
 
 def optional(results: Results) -> list[Table]:
     """Tables of what not every checkout has measured: options of a solve beside their absence, and GPUs."""
     found = [row for one in results.records if one not in results.gpus for row in one.rows]
     options = [row for row in found if row["section"] == "options"]
-    tables = [row_table("Options", "What an option costs or gains beside its absence.", options)] if options else []
-    return tables + [row_table(one.machine["gpu"], f"{one.path.name}, {one.when}.", one.rows) for one in results.gpus]
+    given = [("Options", "What an option costs or gains beside its absence.", options)] if options else []
+    given += [(one.machine["gpu"], f"{one.path.name}, {one.when}.", one.rows) for one in results.gpus]
+    return [row_table(*table) for table in given]
 
 
 def sources(results: Results) -> Table:
-    header = ["record", "machine", "versions", "commit, date", "command, remark"]
-    body = [
-        [f"[{one.path.name}](results/{one.path.name})", one.where, one.versions, one.when,
-         "; ".join(filter(None, [f"`{one.command}`" if one.command else "command not recorded", one.remark]))]
+    rows = [
+        {"record": f"[{one.path.name}](results/{one.path.name})", "machine": one.where, "versions": one.versions,
+         "commit, date": one.when,
+         "command, remark": "; ".join(filter(None, [f"`{one.command}`" if one.command else "command not recorded",
+                                                    one.remark]))}
         for one in results.records
     ]  # fmt: skip
-    return Table("Records", "What was measured, where and how; a command is one of the commit beside it.", header, body)
-
-
-# The page, the blocks and the numbers to quote
+    return Table("Records", "What was measured, where and how; a command is one of the commit beside it.", rows)
 
 
 def tables(results: Results) -> list[Table]:
@@ -554,18 +524,16 @@ def origin(records: Sequence[Record]) -> str:
 def facts(results: Results) -> dict[str, str]:
     """The numbers that sentences may quote: every cell of every table, and how many targets and cases there are."""
     found = {key: text for table in tables(results) for key, text in table.facts().items()}
-    states = states_of(targets(results).body)
+    states = states_of(targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in states.items()}
     compared = [
         statistics.median(own) < statistics.median(plain)
-        for section in ("solves", "ops", "training", "fc", "nc")
+        for _, section, *_ in SUITE
         for case in results.cases(section)
         if (own := case.values(OURS, "ms_min")) and (plain := case.values("torch", "ms_min"))
     ]
     return found | {"targets.all": str(states.total()), "cpp.faster": str(sum(compared)), "cpp.all": str(len(compared))}
 
-
-# The figure
 
 METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's palette
     "picard": ("Picard", "#009E73"),
@@ -608,20 +576,21 @@ def draw(courses: list[Row], made: str) -> bytes:
             axis.plot(course["ms"], values, style, color=colour, lw=2, label=f"{name}, {library}")
     axes[0][0].set_ylabel("relative residual, worst sample")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda index: labels[index])  # a column for each method
-    figure.legend(
-        [handles[index] for index in order], [labels[index] for index in order], title=made, title_fontsize=7,
-        loc="outside lower center", ncols=3, frameon=False, fontsize=9,
-    )  # fmt: skip
+    order = sorted(range(len(labels)), key=labels.__getitem__)  # a column for each method
+    box: dict[str, Any] = {
+        "loc": "outside lower center",
+        "ncols": 3,
+        "frameon": False,
+        "fontsize": 9,
+        "title_fontsize": 7,
+    }
+    figure.legend([handles[i] for i in order], [labels[i] for i in order], title=made, **box)
     large, small, information = io.BytesIO(), io.BytesIO(), PngInfo()
     figure.savefig(large, dpi=150)
     pyplot.close(figure)
     information.add_text("deqfast data", digest([courses, made]))
     Image.open(large).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", pnginfo=information)
     return small.getvalue()
-
-
-# Writing and checking
 
 
 def with_block(text: str, block: Sequence[str], path: Path) -> str:

@@ -9,101 +9,78 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
-from harness.maps import NEVER
+from harness.entry import on
 
 import deqfast
 from deqfast.ops import ACTIVATIONS
 from deqfast.testing.fc_states import FCCase
 from deqfast.testing.norm_states import NORM_DTYPES, NORM_OPS, NormCase
-from deqfast.testing.states import METHODS, WINDOW, Case, start_state
+from deqfast.testing.states import METHODS, WINDOW, Case, State, StepsCase, clone, start_state, start_steps
 
 # Odd, with vectors, with several blocks per sample (odd and with vectors).
 SIZES = (63, 256, 2 * 4096 + 1, 3 * 4096)
 DTYPES = ((torch.float32, None), (torch.float32, torch.bfloat16), (torch.float64, None))
+Call = tuple[str, list[Any]]  # an op and its arguments
 
 
-def picard(device: str) -> Iterator[str]:
-    for size, (dtype, _) in product(SIZES, DTYPES[::2]):
-        case = Case(size=size, dtype=dtype)
-        case.call(torch.ops.deqfast.picard_step, start_state(case, device))
-        yield f"picard_step {size} {dtype}"
-
-
-def multisecant(device: str) -> Iterator[str]:
+def steps(device: str) -> Iterator[Call]:
     """The steps from the first to one past a full window, for every kernel that the window's length selects."""
-    for method, size, (dtype, history_dtype) in product(METHODS, SIZES, DTYPES):
-        for history, ks in ((3, range(5)), (12, (12,)), (20, (20,))):
-            case = Case(method, size=size, dtype=dtype, history_dtype=history_dtype, history=history, wobble=0.5)
-            run_steps(case, ks, device)
-            yield f"multisecant_step {method} {size} {dtype} {history_dtype} {history}"
+    for size, (dtype, history_dtype) in product(SIZES, DTYPES):
+        if history_dtype is None:
+            picard = Case(size=size, dtype=dtype)
+            yield step("picard_step", picard, state_of(picard, device))
+            broyden = StepsCase(size=size, dtype=dtype, history=20)
+            state = state_of(broyden, device)
+            yield from (step("broyden_step", replace(broyden, k=k), clone(state)) for k in (0, 1, 19))
+        for method, (history, ks) in product(METHODS, ((3, range(5)), (12, (12,)), (20, (20,)))):
+            case = Case(method, size=size, dtype=dtype, history_dtype=history_dtype, history=history)
+            state = state_of(case, device)
+            yield from (step("multisecant_step", replace(case, k=k), clone(state)) for k in ks)
+            z, left, df, gram = (state[name] for name in ("z", "left", "df", "gram"))
+            newest, count = (torch.full_like(z[:, 0], n, dtype=torch.int32) for n in (history - 1, history))
+            yield "multisecant_transposed", [z, left, df, gram, newest, count, *case.scalars()[-4:]]
 
 
-def run_steps(case: Case, ks: Iterable[int], device: str) -> None:
-    state = start_state(case, device)
-    for name in WINDOW:  # a step in the midst of a solve reads what earlier ones wrote
-        state[name] = torch.rand(state[name].shape, device=device).to(state[name].dtype)
-    for k in ks:
-        replace(case, k=k).call(torch.ops.deqfast.multisecant_step, state)
-    *_, method, alpha, beta, ridge = case.scalars()
-    newest, count = (torch.full((case.batch,), n, dtype=torch.int32, device=device) for n in (k, case.history))
-    window = state["left"], state["df"], state["gram"]
-    transposed = torch.ops.deqfast.multisecant_transposed
-    transposed(state["z"], *window, newest, count, method, alpha, beta, ridge)
+def step(op: str, case: Case, state: State) -> Call:
+    return op, [*(state[name] for name in case.names), *case.scalars()]
 
 
-def broyden(device: str) -> Iterator[str]:
-    """A solve of which all steps are kept: the op is the CPU's alone."""
-    for size, (dtype, _) in product(SIZES if device == "cpu" else (), DTYPES[::2]):
-        c = torch.rand(3, size, dtype=dtype)
-        deqfast.solve(lambda z, c=c: c + 0.9 * torch.sin(z), c, deqfast.Broyden(NEVER, 21), kernel="cpp")
-        yield f"broyden_step {size} {dtype}"
+def state_of(case: Case, device: str) -> State:
+    """In the midst of a solve: what earlier steps would have written holds random numbers."""
+    state = start_steps(case) if isinstance(case, StepsCase) else start_state(case)
+    for name in {*WINDOW, "steps"} & state.keys():
+        state[name] = torch.rand(state[name].shape).to(state[name].dtype)
+    return {name: tensor.to(device) for name, tensor in state.items()}
 
 
-def norms(device: str) -> Iterator[str]:
+def norms(device: str) -> Iterator[Call]:
     # One group per program, vectors or not; and a group larger than what a block holds.
     shapes = [((2, 32, 4, 4), 4), ((3, 6, 5, 3), 3), ((1, 64, 20, 12), 1)]
     for op, dtypes, (shape, groups) in product(NORM_OPS, NORM_DTYPES, shapes):
-        case = NormCase(op, shape, groups, dtypes)
-        getattr(torch.ops.deqfast, op)(*case.arguments(device).values())
-        yield f"{op} {shape} {dtypes}"
+        yield op, list(NormCase(op, shape, groups, dtypes).arguments(device).values())
 
 
-def fully_connected(device: str) -> Iterator[str]:
-    dtypes = ((torch.float32, None), (torch.float32, torch.bfloat16), (torch.float64, None))
-    for batch, size, (dtype, weight_dtype) in product((1, 9), (5, 64, 256), dtypes):
-        for activation in ACTIVATIONS:
-            case = FCCase(size, batch, activation, dtype, weight_dtype, max_iter=6)
-            weight, c, z0 = case.make(device)
-            torch.ops.deqfast.fc_fixed_point(weight, c, z0, *case.scalars())
-            torch.ops.deqfast.fc_vjp(c, c, case.scalars()[0])
-        yield f"fc_fixed_point, fc_vjp {batch} {size} {dtype} {weight_dtype}"
+def fully_connected(device: str) -> Iterator[Call]:
+    for batch, size, (dtype, weight_dtype), activation in product((1, 9), (5, 64, 256), DTYPES, ACTIVATIONS):
+        case = FCCase(size, batch, activation, dtype, weight_dtype, max_iter=6)
+        weight, c, z0 = case.make(device)
+        yield "fc_fixed_point", [weight, c, z0, *case.scalars()]
+        yield "fc_vjp", [c, c, case.scalars()[0]]
 
 
-def neural_collapse(device: str) -> Iterator[str]:
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    for dim, dtype in product((5, 64, 600), dtypes):
-        features, rows = torch.randn(50, dim).to(device, dtype), torch.randperm(50, device=device)
-        offsets = torch.tensor([0, 1, 20, 20, 49], device=device)  # one row, no row, a row left out
-        rows = rows[:49].contiguous()
-        local, shift = torch.ops.deqfast.class_means(features, rows, offsets)
-        directions = torch.randn(dim, 3, dtype=torch.float64).to(device)
-        torch.ops.deqfast.within_class_scatter(features, rows, offsets, local + shift, directions)
-        yield f"class_means, within_class_scatter {dim} {dtype}"
-
-
-RUNS = {
-    picard: ("picard_step",),
-    multisecant: ("multisecant_step", "multisecant_transposed"),
-    broyden: ("broyden_step",),
-    norms: NORM_OPS,
-    fully_connected: ("fc_fixed_point", "fc_vjp"),
-    neural_collapse: ("class_means", "within_class_scatter"),
-}
+def neural_collapse(device: str) -> Iterator[Call]:
+    for dim, dtype in product((5, 64, 600), (torch.float16, torch.bfloat16, torch.float32, torch.float64)):
+        rows, offsets = torch.randperm(50)[:49], torch.tensor([0, 1, 20, 20, 49])  # one row, no row, a row left out
+        given = on(device, [torch.randn(50, dim).to(dtype), rows, offsets])
+        yield "class_means", given
+        means, directions = on(device, [torch.randn(4, dim).double(), torch.randn(dim, 3).double()])
+        yield "within_class_scatter", [*given, means, directions]
 
 
 def registered_ops(device: str) -> set[str]:
@@ -114,14 +91,6 @@ def registered_ops(device: str) -> set[str]:
     return {name for name in ours if not name.endswith("_triton") and has_kernel(f"deqfast::{name}", device.upper())}
 
 
-def finish(title: str) -> None:
-    """Wait for the device, so that an error names what ran."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        sys.exit(f"{title}: {error}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -129,16 +98,22 @@ def main() -> None:
     kernel = deqfast.backends()["cuda" if device == "cuda" else "cpp"]
     if not kernel:
         sys.exit(f"the ops do not run on {device}: {kernel.reason}")
-    forgotten = registered_ops(device) - {op for ops in RUNS.values() for op in ops}
-    if forgotten:
+    ops, done = registered_ops(device), dict[str, int]()
+    for source in (steps, norms, fully_connected, neural_collapse):
+        for op, arguments in source(device):
+            if op not in ops:  # broyden_step is the CPU's alone
+                continue
+            getattr(torch.ops.deqfast, op)(*arguments)
+            done[op] = done.get(op, 0) + 1
+            try:
+                if device == "cuda":
+                    torch.cuda.synchronize()  # so that an error names what ran
+            except RuntimeError as error:
+                shapes = [f"{a.dtype} {tuple(a.shape)}" if isinstance(a, torch.Tensor) else a for a in arguments]
+                sys.exit(f"{op} {shapes}: {error}")
+    if forgotten := ops - done.keys():
         sys.exit(f"not run here: {', '.join(sorted(forgotten))}")
-    done = 0
-    for run in RUNS:
-        for title in run(device):
-            if device == "cuda":
-                finish(title)
-            done += 1
-        print(f"{', '.join(RUNS[run])}: {done} runs so far", flush=True)
+    print(", ".join(f"{op}: {count} runs" for op, count in done.items()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from harness import sources
+from harness import record
 from setuptools.config.pyprojecttoml import read_configuration
 
 from deqfast import _extension
@@ -120,18 +120,18 @@ def test_top_level_is_the_fixed_one():
 
 
 def test_the_extensions_are_of_these_sources():
-    assert sources.stale_extensions() == []
+    assert record.stale_extensions() == []
 
 
 def test_an_extension_of_other_sources_is_told(monkeypatch, tmp_path):
     """As left behind by an editable install when csrc/ changes."""
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    shutil.copy(sources.SETUP, tmp_path)
-    monkeypatch.setattr(sources, "SETUP", tmp_path / "setup.py")
-    assert sources.stale_extensions() == []
+    shutil.copy(record.SETUP, tmp_path)
+    monkeypatch.setattr(record, "SETUP", tmp_path / "setup.py")
+    assert record.stale_extensions() == []
     with open(tmp_path / "csrc" / "common" / "window.h", "a") as header:
         header.write("// another line\n")
-    told = [sentence.split()[0] for sentence in sources.stale_extensions()]
+    told = [sentence.split()[0] for sentence in record.stale_extensions()]
     loaded = [module.__name__ for module in (_extension.cpp_module, _extension.cuda_module) if module is not None]
     assert told == loaded
 
@@ -140,4 +140,4 @@ def test_without_setuptools_it_is_said_that_it_cannot_be_told(monkeypatch):
     """None in ``sys.modules``: as if it were not installed."""
     monkeypatch.setattr(_extension, "cpp_module", object())
     monkeypatch.setitem(sys.modules, "setuptools", None)
-    assert sources.stale_extensions() == [sources.NO_SETUPTOOLS]
+    assert record.stale_extensions() == [record.NO_SETUPTOOLS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,9 +63,18 @@ class CollapseCase(Case):
     def contender(self, provider: str, device: str) -> Contender:
         features, labels, weight = clusters(self.samples, self.dim, self.classes)
         features, labels = features.to(device, self.dtype), labels.to(device)
-        measure = self._measure(
-            provider, device, features, labels, weight.to(device, self.dtype) if self.classifier else None
-        )
+        given = weight.to(device, self.dtype) if self.classifier else None
+        if provider == "pinv":  # of a matrix of rank K - 1, in float64
+            exact_features, wide = features.double(), None if given is None else given.double()
+        else:
+            kernel = kernel_of(provider, device).name
+
+        def measure() -> float:
+            """NC1, measured with the others."""
+            if provider == "pinv":
+                return pinv_collapse(exact_features, labels, wide)["nc1"]
+            return deqfast.neural_collapse(features, labels, given, kernel=kernel).nc1
+
         values: list[float] = []
         peak = memory(lambda: values.append(measure()))[1]
         exact = exact_of(self)
@@ -78,16 +86,6 @@ class CollapseCase(Case):
             counters = count(lambda f: measure(), lambda: None)
             facts |= {"launches": counters.operations, "host_waits": counters.host_waits}
         return Contender(measure, facts)
-
-    def _measure(
-        self, provider: str, device: str, features: Tensor, labels: Tensor, weight: Tensor | None
-    ) -> Callable[[], float]:
-        """NC1, measured with the others. The pseudo-inverse, of a matrix of rank K - 1, is taken in float64."""
-        if provider == "pinv":
-            exact, wide = features.double(), None if weight is None else weight.double()
-            return lambda: pinv_collapse(exact, labels, wide)["nc1"]
-        kernel = kernel_of(provider, device).name
-        return lambda: deqfast.neural_collapse(features, labels, weight, kernel=kernel).nc1
 
 
 @functools.lru_cache(maxsize=2)

@@ -18,11 +18,12 @@ from torch import Tensor
 import deqfast
 from deqfast.testing import PROBLEMS
 
+from .collapse import clusters
 from .counters import count
+from .maps import NEVER
 
 KERNEL = "cpp"
 BATCH, DIM, ITERATIONS, MOST = 8, 256, 12, 60
-NEVER = 1e-30  # a tolerance no solve meets
 SOLVERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "picard": (deqfast.Picard, {}),
     "anderson-m6": (deqfast.Anderson, {}),
@@ -121,10 +122,7 @@ def fc_fixed_point() -> dict[str, int]:
 
 def neural_collapse() -> dict[str, int]:
     """Without allocations: those of torch's eigenvalues are another number in another torch."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(200) % 10
-    features = torch.randn(200, 32, generator=generator) + 2 * torch.randn(10, 32, generator=generator)[labels]
-    weight = torch.randn(10, 32, generator=generator)
+    features, labels, weight = clusters(200, 32, 10)
     counters = whole(lambda: deqfast.neural_collapse(features, labels, weight, kernel=KERNEL))
     return {name: value for name, value in counters.items() if name != "allocations"}
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from .gate import BASELINE_PAIRS, BASELINES, MARGIN, Baseline, Counters, Finding, Verdict, ratio_row, report
-from .sources import stale_extensions
+from .record import stale_extensions
 
 GATE_HELP = """judge by the committed baselines, on the CPU, instead of measuring the suite: `counters` (exact: calls of
 f, operations, host waits, allocations of our own code, on any supported torch; registers, stack, shared memory of

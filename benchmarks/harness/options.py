@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 import deqfast
 from deqfast.testing import PROBLEMS, FixedPoint, relative_error
 
-from .collapse import clusters, exact_nc1
+from .collapse import CollapseCase, clusters, exact_of
 from .counters import count, memory
 from .entry import Case, Contender, check
 from .maps import NEVER, Contraction
@@ -236,16 +235,10 @@ class StreamingCase(OptionCase):
                 metric.update(*part)
             return metric.compute().nc1
 
-        exact = nc1_of(self.batch, self.dim, self.classes)
+        exact = exact_of(CollapseCase(samples=self.batch, dim=self.dim, classes=self.classes))
         error = abs(measure() - exact) / exact
         check("relative error of NC1", error, 1e-5)
         return Contender(measure, {"error": error, "allowed": 1e-5, "peak_bytes": memory(measure)[1]})
-
-
-@functools.lru_cache(maxsize=1)
-def nc1_of(samples: int, dim: int, classes: int) -> float:
-    features, labels, _ = clusters(samples, dim, classes)
-    return exact_nc1(features.double(), labels, classes)
 
 
 _LAYERS = [

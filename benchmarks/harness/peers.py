@@ -21,8 +21,6 @@ Map = Callable[[Any], Tensor]
 Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
 
 _TORCHDEQ = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
-
-
 _WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
 
 

@@ -101,7 +101,7 @@ def pairs(case: Case, reference: str) -> Callable[[int], list[float]]:
     calls |= {name: side.f for name, side in (("f", ours), ("their f", theirs)) if side.f is not None}
     clock = time.process_time
     if reference == ONE_THREAD:
-        calls |= {name: two_threads(calls[name]) for name in ("ours", "f")}
+        calls |= {name: on_threads(2)(calls[name]) for name in ("ours", "f")}
         clock = time.perf_counter
     # Bytes that the copy moves while it is timed, in units of those that the case must move.
     copied = 2 * copy().source.nbytes / ours.facts["bytes"] if reference == "copy" else 1.0
@@ -116,11 +116,3 @@ def pairs(case: Case, reference: str) -> Callable[[int], list[float]]:
         return [a * copied / b if b > 0 else math.inf for a, b in zip(own, other, strict=True)]
 
     return measure
-
-
-def two_threads(call: Callable[[], Any]) -> Callable[[], Any]:
-    def called() -> Any:
-        with on_threads(2):
-            return call()
-
-    return called

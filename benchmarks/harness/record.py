@@ -39,9 +39,11 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib.util
 import json
 import os
 import platform
+import runpy
 import shlex
 import subprocess
 import sys
@@ -52,14 +54,16 @@ from typing import Any
 import torch
 
 import deqfast
+from deqfast import _extension
 
 from .files import write_json
-from .sources import stale_extensions
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 # What recordings and their report write: no change of what is measured.
 WRITTEN = ("benchmarks/baselines", "benchmarks/results", "benchmarks/RESULTS.md", "README.md")
 CPUINFO, CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+SETUP = Path(__file__).resolve().parents[2] / "setup.py"
+NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"
 Row = dict[str, Any]
 
 
@@ -114,6 +118,25 @@ def commit() -> str:
     if stale := stale_extensions():
         warnings.warn("; ".join(stale), stacklevel=2)
     return head + ("+changes" if changed or stale else "")
+
+
+def stale_extensions() -> list[str]:
+    """The extension modules that are loaded and were built from other sources, with what to do about it.
+
+    Where setup.py cannot be asked, that is said instead.
+    """
+    modules = {"cpu": _extension.cpp_module, "cuda": _extension.cuda_module}
+    loaded = {device: module for device, module in modules.items() if module is not None}
+    if not loaded:
+        return []
+    if importlib.util.find_spec("setuptools") is None:
+        return [NO_SETUPTOOLS]
+    digest = runpy.run_path(str(SETUP))["digest"]
+    return [
+        f"{module.__name__} was built from other sources than csrc/ has: install deqfast again (pip install -e .)"
+        for device, module in loaded.items()
+        if module.build_info().get("sources") != digest(device)
+    ]
 
 
 def processor() -> str:

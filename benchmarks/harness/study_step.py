@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import deqfast
 
+from .collapse import clusters
 from .record import Row
 from .suite import columns_of
 from .timing import in_turns
@@ -185,12 +186,8 @@ def summary(spent: list[dict[str, float]], watch: Stopwatch, counts: tuple[int, 
 
 def collapse_ms(settings: Settings) -> float:
     """Neural collapse of the features of an epoch's images."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(EPOCH) % settings.classes
-    centres = torch.randn(settings.classes, 8 * settings.width, generator=generator)
-    features = centres[labels] + torch.randn(EPOCH, 8 * settings.width, generator=generator)
-    weight = torch.randn(centres.shape, generator=generator)
-    features, labels, weight = (tensor.to(settings.device) for tensor in (features, labels, weight))
+    drawn = clusters(EPOCH, 8 * settings.width, settings.classes)
+    features, labels, weight = (tensor.to(settings.device) for tensor in drawn)
     call = partial(deqfast.neural_collapse, features, labels, weight, settings.classes)
     return median_ms(call, settings.device, 5)
 

@@ -15,7 +15,6 @@ from deqfast.solvers.multisecant import DEFAULT_HISTORY
 
 JUDGED_PASSES = 2  # of an evaluation that no step follows: reads z and f
 PICARD_PASSES = 3  # reads z and f, writes z
-PICARD_HELD = 3  # z, best and f
 
 
 def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32) -> float:
@@ -65,27 +64,6 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
     wide = width(solver.history_dtype)
     return sum(multisecant_passes(min(k, window(solver)), wide) for k in steps) + JUDGED_PASSES
-
-
-def multisecant_held(pairs: int, width: float) -> float:
-    """States that a solve with a window of `pairs` holds: z, best, values of f, and two vectors for every pair."""
-    return 5 + 2 * width * pairs
-
-
-def held_beside_history(solver: Any, kernel: str) -> float:
-    """States that a solve holds at once, those that f returns included, but for its history."""
-    alone = isinstance(solver, deqfast.Picard) or keeps_steps_alone(solver, kernel)
-    return PICARD_HELD if alone else multisecant_held(0, 1)
-
-
-def solve_held(solver: Any, kernel: str) -> float:
-    """The same with the history."""
-    held = held_beside_history(solver, kernel)
-    if isinstance(solver, deqfast.Picard):
-        return held
-    if keeps_steps_alone(solver, kernel):
-        return held + solver.max_iter - 1
-    return held + 2 * width(solver.history_dtype) * window(solver)
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:

@@ -84,9 +84,6 @@ def test_all_reduce_by_hand():
     assert model.all_reduce_seconds(INPUTS, 4, 80.0) == pytest.approx(2 * 3 / 4 * 80 / 10)
     # 16 GPUs, four nodes: within, as above; between, on the quarter that each GPU holds
     assert model.all_reduce_seconds(INPUTS, 16, 80.0) == pytest.approx(12 + 2 * 3 / 4 * 20 / 1)
-    for gpus in (0, -1, 6):
-        with pytest.raises(ValueError, match=f"gpus must be 1 to 4 or a multiple of 4, got {gpus}"):
-            model.all_reduce_seconds(INPUTS, gpus, 80.0)
 
 
 def test_step_by_hand():
@@ -99,8 +96,6 @@ def test_step_by_hand():
              "all_reduce": 2 * 3 / 4 * 4 * 20 / 10}  # fmt: skip
     assert model.step(inputs, counts, side, "implicit", 4) == pytest.approx(parts)
     assert sum(model.step(inputs, counts, side, "jfb", 1).values()) == pytest.approx(40 * 21 / 100 + 3 + 5 + 2)
-    with pytest.raises(ValueError, match="adjoint must be one of implicit, jfb, got 'unrolled'"):
-        model.step(inputs, counts, side, "unrolled", 1)
 
 
 def test_counted_flops_by_hand():
