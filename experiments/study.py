@@ -98,9 +98,9 @@ def _seeds(text: str) -> list[int]:
 def _check(asked: argparse.Namespace) -> None:
     if asked.table is None and asked.figure is None:
         raise StudyError("which runs? --table all --figure all names every run of the paper")
-    for name in ("jobs", "processes"):
-        if getattr(asked, name) < 1:
-            raise StudyError(f"--{name} {getattr(asked, name)}: at least 1")
+    for name, value in (("jobs", asked.jobs), ("processes", asked.processes)):
+        if value < 1:
+            raise StudyError(f"--{name} {value}: at least 1")
     if asked.spread and not distributed.launched():
         raise StudyError("--spread: only under torchrun with two or more processes, over which the runs are spread")
     if distributed.launched() and not asked.spread:
@@ -136,7 +136,7 @@ def run_study(asked: argparse.Namespace, tasks: list[Task]) -> int:
 
 def _fetch(tasks: list[Task]) -> None:
     """Have the data sets downloaded once, before several runs would. What cannot be had is the error of its runs."""
-    for name in dict.fromkeys(task.setting.dataset for task in tasks):
+    for name in dict.fromkeys(task.settings.dataset for task in tasks):
         with suppress(StudyError):
             find_source(name, Path(tasks[0].settings.data_root))
 
@@ -150,12 +150,12 @@ def _print_plan(tasks: list[Task], conflicts: dict[Task, str]) -> int:
         print(f"  {task.name}: {conflicts.get(task) or task.state()}")
     possible = [task for task in tasks if task not in conflicts]
     finished = [task for task in possible if task.run.finished]
-    left = sum(task.work - task.done for task in possible)
-    if finished and left:
-        pace = sum(task.run.result.seconds for task in finished) / sum(task.work for task in finished)
-        print(f"left to do: about {left * pace / 3600:.1f} h, one run at a time, at the pace of those finished")
-    elif left:
-        print(f"left to do: what {left:.3g} training images cost in the explicit network")
+    if left := sum(task.epochs - task.done for task in possible):
+        pace = f"left to do: {left} of {sum(task.epochs for task in possible)} epochs"
+        if finished:
+            seconds = sum(task.run.result.seconds for task in finished) / sum(task.epochs for task in finished)
+            pace += f", about {left * seconds / 3600:.1f} h, one run at a time, at the pace of those finished"
+        print(pace)
     return 1 if conflicts else 0
 
 
