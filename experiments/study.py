@@ -22,8 +22,6 @@ from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.rundir import prepare_out
 from nc_study.scheduler import Scheduler, Task, plan
 
-OWN = ("table", "figure", "dataset", "seeds", "jobs", "processes", "spread", "dry_run", "no_report")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
@@ -74,9 +72,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Task]]:
     )
     own.add_argument("--dry-run", action="store_true", help="say what would be run, and how far it is, and stop")
     own.add_argument("--no-report", action="store_true", help="do not write OUT/report at the end")
+    names = vars(parser.parse_args([]))
     add_options(parser, Settings, (*IMBALANCE, "seed", "dataset", "resume"))
     asked = parser.parse_args(argv)
-    given = {name: value for name, value in vars(asked).items() if name not in OWN}
+    given = {name: value for name, value in vars(asked).items() if name not in names}
     try:
         _check(asked)
         chosen = settings_of(asked.table, asked.figure, asked.dataset)

@@ -142,10 +142,8 @@ class Experiment:
             check_field(spec, getattr(self, spec.name))
         if self.test_images < self.classes:
             raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
-        if self.study == "cifar_lt":
-            self._check_imbalance()
-
-    def _check_imbalance(self) -> None:
+        if self.study != "cifar_lt":
+            return
         if self.majority is None or self.ratio is None or self.majority > 9:
             raise SettingsError(f"--majority {self.majority}: 1 to 9 tenths of the classes; all: cifar_balanced.py")
         if self.n_majority < self.ratio:

@@ -235,11 +235,6 @@ class RunResult:
         return self.settings.setting
 
     @property
-    def majority_classes(self) -> int:
-        """How many of the first classes form the majority."""
-        return self.settings.majority_classes
-
-    @property
     def seconds(self) -> float:
         """Wall-clock time of all networks."""
         return sum(network.seconds.total for network in self.networks.values())
@@ -262,11 +257,6 @@ class Failure:
     when: str
 
 
-@dataclass(frozen=True)
-class _Version:
-    format: int = 1
-
-
 def to_json(record: Any) -> bytes:
     """A record as one line of JSON. ValueError if it could not be read back: JSON has no NaN."""
     line = msgspec.json.encode(record)
@@ -283,7 +273,7 @@ def read_record(kind: type[T], path: Path) -> T:
     """The record in a file: OtherFormat if another version of this project wrote it, StudyError if it is damaged."""
     try:
         content = path.read_bytes()
-        version = from_json(_Version, content).format if kind in (RunResult, Begun) else FORMAT
+        version = from_json(dict[str, Any], content).get("format", 1) if kind in (RunResult, Begun) else FORMAT
         if version != FORMAT:
             age = "an older" if version < FORMAT else "a newer"
             raise OtherFormat(f"{path} was written by {age} version of this project: format {version}, not {FORMAT}")

@@ -172,7 +172,7 @@ def test_cifar100_from_its_files(majority, sizes, study, tmp_path, monkeypatch):
     assert "data: cifar100" in printed and f"({sizes.count(4)} classes of 4 and {sizes.count(1)} of 1)" in printed
     (folder,) = (tmp_path / "runs").iterdir()
     result = read_record(RunResult, folder / "result.json")
-    assert list(result.train_images_per_class) == sizes and result.majority_classes == sizes.count(4)
+    assert list(result.train_images_per_class) == sizes and result.settings.majority_classes == sizes.count(4)
     for network in result.networks.values():
         assert len(network.per_class) == 100 and [sum(counts) for counts in network.confusion] == [2] * 100
         assert network.nc.num_classes == 100 and network.nc.rank <= 8
