@@ -29,7 +29,8 @@ CPU_ONLY = ("broyden_step",)
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"
-CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
+# Without gcse: it eliminates next to nothing in vector code that is unrolled by hand, and takes a third of the time.
+CXX_FLAGS = ["-std=c++17", "-O3", "-fno-gcse", "-fno-gcse-after-reload", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
 CSRC = Path(__file__).resolve().parent / "csrc"
 GENERATED = CSRC.parent / "build" / "csrc"

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 import deqfast
 from deqfast.testing import relative_error
@@ -61,7 +62,8 @@ class CellCase(Case):
     def made(self, kernel: str, device: str) -> tuple[deqfast.ResidualCell, Tensor, Tensor]:
         """The cell, z and x, the same numbers for every provider."""
         torch.manual_seed(0)
-        cell = deqfast.ResidualCell(self.shape[1]).to(memory_format=torch.channels_last).to(device)
+        cell = deqfast.ResidualCell(self.shape[1]).to(device)
+        convert_conv2d_weight_memory_format(cell, torch.channels_last)
         cell.kernel = kernel
         z, x = (torch.randn(self.shape).to(device, memory_format=torch.channels_last) for _ in range(2))
         return cell, z, x

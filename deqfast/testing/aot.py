@@ -186,8 +186,8 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
         return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
     if case.kernel in NORM_KERNELS:
         launch = config.norm_config(case.size, case.window // 8, dtype)
-        constants = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.cols}
-        return NORM_KERNELS[case.kernel], constants, launch
+        group = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.cols}
+        return NORM_KERNELS[case.kernel], group, launch
     padded = config.padded_window(case.window)
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
     if case.kernel == "solve":
@@ -195,8 +195,8 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     if case.kernel == "transp":
         launch = config.tile_config(case.size, padded, dtype)
         return multisecant_step._multisecant_transposed_kernel, {**constants, **one, "BLK": launch.block}, launch
-    tile = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
-    if tile:
+    tiled = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
+    if tiled:
         launch = config.tile_config(case.size, padded, dtype)
     else:
         launch = config.sweep_config(case.size, padded, dtype, DTYPES[case.history])
@@ -204,7 +204,7 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     constants.update(one, BLK=launch.block, ROWS=rows)
     if case.kernel == "left":
         return multisecant_step._multisecant_left_kernel, constants, launch
-    constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tile)
+    constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tiled)
     return multisecant_step._multisecant_right_kernel, constants, launch
 
 

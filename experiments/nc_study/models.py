@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 import deqfast
 from deqfast import ops
@@ -94,7 +95,8 @@ def build(model: str, settings: Settings) -> ResNet18:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         network = ResNet18(settings.classes, settings.width, last)
-    network = network.to(memory_format=torch.channels_last).to(settings.device)
+    convert_conv2d_weight_memory_format(network, torch.channels_last)
+    network = network.to(settings.device)
     if settings.compile:
         for part in (network.stem, network.trunk, *([network.last] if model == "explicit" else [])):
             part.compile()
