@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import math
+import operator
 import pickle
 import sys
 import zipfile
@@ -29,6 +30,7 @@ from tqdm import tqdm
 SHAPE = (3, 32, 32)
 PIXELS = math.prod(SHAPE)
 COLUMNS = 100
+EMPTY = lzma.compress(b"")
 KINDS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -51,23 +53,21 @@ def pack(root: Path, out: Path, dataset: str, limit: int) -> list[Path]:
 
 def unpack(pieces: Path, root: Path) -> list[Path]:
     """Write the files whose pieces are in the folder `pieces` under `root`, each checked; their paths."""
-    found: dict[str, dict[int, Path]] = defaultdict(dict)
-    facts: dict[str, dict[str, Any]] = {}
-    for path in sorted(pieces.glob("*.zip")):
-        fact = json.loads(_member(path, "fact.json"))
-        if not any(fact["file"] in _files(dataset) for dataset in KINDS):
-            raise StudyError(f"{path} holds {fact['file']!r}, which is no file of CIFAR")
-        found[fact["file"]][fact["first"]] = path
-        facts[fact["file"]] = fact
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in tqdm(sorted(pieces.glob("*.zip")), desc="unpacking", unit="piece", disable=None):
+        piece = _read(path)
+        found[piece["file"]].append(piece)
+    if not found:
+        raise StudyError(f"{pieces} holds no pieces (*.zip)")
     for dataset in KINDS:
         lost = [name for name in _files(dataset) if name not in found]
         if 0 < len(lost) < len(_files(dataset)):
             raise StudyError(f"{pieces} has no piece of {lost[0]}: not all of the data set is there")
-    if not found:
-        raise StudyError(f"{pieces} holds no pieces (*.zip)")
-    for name, parts in tqdm(found.items(), desc="unpacking", unit="file", disable=None):
-        content = _join([parts[first] for first in sorted(parts)], facts[name]["offset"])
-        if hashlib.md5(content).hexdigest() != facts[name]["md5"]:
+    for name, parts in found.items():
+        parts.sort(key=operator.itemgetter("first"))
+        rest, offset = lzma.decompress(b"".join(part["around"] for part in parts) or EMPTY), parts[0]["offset"]
+        content = rest[:offset] + b"".join(part["pixels"] for part in parts) + rest[offset:]
+        if hashlib.md5(content).hexdigest() != parts[0]["md5"]:
             raise StudyError(f"{name} is not what was packed: a piece is missing or damaged in {pieces}")
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(root / name, content)
@@ -126,30 +126,21 @@ def _mosaic(pixels: Array) -> Array:
     return tiles.reshape(rows, COLUMNS, *SHAPE).transpose(0, 3, 1, 4, 2).reshape(rows * 32, COLUMNS * 32, 3)
 
 
-def _images(mosaic: Array, count: int) -> Array:
-    """The inverse of `_mosaic`."""
-    tiles = mosaic.reshape(-1, 32, COLUMNS, 32, 3).transpose(0, 2, 4, 1, 3)
-    return tiles.reshape(-1, PIXELS)[:count]
-
-
-def _member(path: Path, name: str) -> bytes:
-    """A part of a piece, b"" if it has none of that name and may do without."""
+def _read(path: Path) -> dict[str, Any]:
+    """The fact of a piece with what it holds of its file: `around`, still compressed, and `pixels`."""
     try:
         with zipfile.ZipFile(path) as members:
-            return members.read(name) if name == "fact.json" or name in members.namelist() else b""
+            piece: dict[str, Any] = json.loads(members.read("fact.json"))
+            if not any(piece["file"] in _files(dataset) for dataset in KINDS):
+                raise StudyError(f"{path} holds {piece['file']!r}, which is no file of CIFAR")
+            piece |= {"around": members.read("around.xz"), "pixels": b""}
+            if piece["count"]:
+                mosaic = np.asarray(Image.open(io.BytesIO(members.read("images.webp"))).convert("RGB"))
+                tiles = mosaic.reshape(-1, 32, COLUMNS, 32, 3).transpose(0, 2, 4, 1, 3)
+                piece["pixels"] = tiles.reshape(-1, PIXELS)[: piece["count"]].tobytes()
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise StudyError(f"{path} is no piece, or damaged ({error})") from error
-
-
-def _join(paths: list[Path], offset: int) -> bytes:
-    around, parts = b"", []
-    for path in paths:
-        around += _member(path, "around.xz")
-        if webp := _member(path, "images.webp"):
-            mosaic = np.asarray(Image.open(io.BytesIO(webp)).convert("RGB"))
-            parts.append(_images(mosaic, json.loads(_member(path, "fact.json"))["count"]).tobytes())
-    rest = lzma.decompress(around) if around else b""
-    return rest[:offset] + b"".join(parts) + rest[offset:]
+    return piece
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,8 +22,6 @@ from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
 from nc_study.rundir import prepare_out
 from nc_study.scheduler import Scheduler, Task, plan
 
-OWN = ("table", "figure", "dataset", "seeds", "jobs", "processes", "spread", "dry_run", "no_report")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
@@ -74,9 +72,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Task]]:
     )
     own.add_argument("--dry-run", action="store_true", help="say what would be run, and how far it is, and stop")
     own.add_argument("--no-report", action="store_true", help="do not write OUT/report at the end")
+    names = vars(parser.parse_args([]))
     add_options(parser, Settings, (*IMBALANCE, "seed", "dataset", "resume"))
     asked = parser.parse_args(argv)
-    given = {name: value for name, value in vars(asked).items() if name not in OWN}
+    given = {name: value for name, value in vars(asked).items() if name not in names}
     try:
         _check(asked)
         chosen = settings_of(asked.table, asked.figure, asked.dataset)
@@ -98,9 +97,9 @@ def _seeds(text: str) -> list[int]:
 def _check(asked: argparse.Namespace) -> None:
     if asked.table is None and asked.figure is None:
         raise StudyError("which runs? --table all --figure all names every run of the paper")
-    for name in ("jobs", "processes"):
-        if getattr(asked, name) < 1:
-            raise StudyError(f"--{name} {getattr(asked, name)}: at least 1")
+    for name, value in (("jobs", asked.jobs), ("processes", asked.processes)):
+        if value < 1:
+            raise StudyError(f"--{name} {value}: at least 1")
     if asked.spread and not distributed.launched():
         raise StudyError("--spread: only under torchrun with two or more processes, over which the runs are spread")
     if distributed.launched() and not asked.spread:
@@ -136,7 +135,7 @@ def run_study(asked: argparse.Namespace, tasks: list[Task]) -> int:
 
 def _fetch(tasks: list[Task]) -> None:
     """Have the data sets downloaded once, before several runs would. What cannot be had is the error of its runs."""
-    for name in dict.fromkeys(task.setting.dataset for task in tasks):
+    for name in dict.fromkeys(task.settings.dataset for task in tasks):
         with suppress(StudyError):
             find_source(name, Path(tasks[0].settings.data_root))
 
@@ -150,12 +149,12 @@ def _print_plan(tasks: list[Task], conflicts: dict[Task, str]) -> int:
         print(f"  {task.name}: {conflicts.get(task) or task.state()}")
     possible = [task for task in tasks if task not in conflicts]
     finished = [task for task in possible if task.run.finished]
-    left = sum(task.work - task.done for task in possible)
-    if finished and left:
-        pace = sum(task.run.result.seconds for task in finished) / sum(task.work for task in finished)
-        print(f"left to do: about {left * pace / 3600:.1f} h, one run at a time, at the pace of those finished")
-    elif left:
-        print(f"left to do: what {left:.3g} training images cost in the explicit network")
+    if left := sum(task.epochs - task.done for task in possible):
+        pace = f"left to do: {left} of {sum(task.epochs for task in possible)} epochs"
+        if finished:
+            seconds = sum(task.run.result.seconds for task in finished) / sum(task.epochs for task in finished)
+            pace += f", about {left * seconds / 3600:.1f} h, one run at a time, at the pace of those finished"
+        print(pace)
     return 1 if conflicts else 0
 
 

@@ -32,7 +32,7 @@ DIGITS_STEPS = {"tanh": 1000, "relu": 300}  # of training, by activation
 def study_run(cells: Path, data_root: Path | None) -> Path:
     """The folder of the study's quick run of the DEQ under `cells`, which is trained first if it is not finished.
 
-    That takes 3700 images, of CIFAR-10 from `data_root` or drawn shapes without one, 16 epochs and 5 to 10 minutes.
+    That takes 1850 images, of CIFAR-10 from `data_root` or drawn shapes without one, and 12 epochs.
     Raises StudyError if the training fails.
     """
     given = {"preset": "quick", "model": "deq", "device": "cpu", "dataset": "shapes", "out": str(cells)}

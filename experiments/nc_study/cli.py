@@ -16,7 +16,7 @@ import torch
 from . import distributed
 from .analysis import analyse
 from .config import Settings, StudyError, parse
-from .data import Source, StudyData, find_source, load
+from .data import Source, find_source, load
 from .models import build, choose_kernel
 from .record import KernelChoice
 from .results import network_result, report, run_result
@@ -69,18 +69,18 @@ def run_study(asked: Settings) -> None:
     first = distributed.from_first
     prepare(asked)
     out = Path(asked.out)
-    first(lambda: prepare_out(out))
-    source = first(lambda: find_source(asked.dataset, Path(asked.data_root)))
+    first(prepare_out, out)
+    source = first(find_source, asked.dataset, Path(asked.data_root))
     kernel, obstacle = choose_kernel(asked.kernel, asked.device)
     settings = replace(asked, dataset=source.name, kernel=kernel)
     announce(settings, source, obstacle)
     run = RunDirectory(out / settings.run_name)
     with ExitStack() as stack:
         first(lambda: stack.enter_context(run.locked()))
-        first(lambda: run.start(settings))
+        first(run.start, settings)
         if not first(lambda: run.finished):
             train_all(settings, source, run, KernelChoice(asked.kernel, kernel, obstacle or None))
-        first(lambda: show(run))
+        first(show, run)
 
 
 def show(run: RunDirectory) -> None:
@@ -116,33 +116,23 @@ def announce(settings: Settings, source: Source, obstacle: str) -> None:
 
 def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: KernelChoice) -> None:
     """Train the networks one after the other and write the result."""
-    parameters = {model: count_parameters(model, settings) for model in settings.models}
+    parameters = {
+        model: sum(parameter.numel() for parameter in build(model, settings).parameters()) for model in settings.models
+    }
     # Parameters and momentum, four bytes each.
-    distributed.from_first(lambda: check_space(run.path, STATES_ON_DISK * 8 * sum(parameters.values())))
+    distributed.from_first(check_space, run.path, STATES_ON_DISK * 8 * sum(parameters.values()))
     data = load(source, settings, torch.device(settings.device))
-    describe_data(data)
+    majority, minority = data.majority, data.classes - data.majority
+    split = f"{majority} classes of {data.counts[0]}" + (f" and {minority} of {data.counts[-1]}" if minority else "")
+    print(f"{len(data.train_images)} training images ({split}), {len(data.test_images)} test images", flush=True)
     networks = {model: train(model, settings, data, run).network for model in settings.models}
 
     def conclude() -> None:
         results, arrays = {}, {}
         for model, network in networks.items():
             radius, arrays[model] = analyse(network, data)
-            results[model] = network_result(parameters[model], run.epochs(model), data.majority, radius)
+            results[model] = network_result(parameters[model], run.epochs(model), majority, radius)
         write_arrays(run.features, arrays)
         run.conclude(run_result(settings, kernel, data.counts, results))
 
     distributed.from_first(conclude)
-
-
-def count_parameters(model: str, settings: Settings) -> int:
-    """Trainable numbers of a network."""
-    return sum(parameter.numel() for parameter in build(model, settings).parameters())
-
-
-def describe_data(data: StudyData) -> None:
-    """How many images there are, and of which classes."""
-    majority, minority = data.majority, data.classes - data.majority
-    split = f"{majority} classes of {data.counts[0]}"
-    if minority:
-        split += f" and {minority} of {data.counts[-1]}"
-    print(f"{len(data.train_images)} training images ({split}), {len(data.test_images)} test images", flush=True)

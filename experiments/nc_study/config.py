@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
@@ -15,40 +16,18 @@ MODELS = ("explicit", "deq")
 IMBALANCE = ("majority", "ratio")
 LARGEST_SEED = 2**63 - 1
 
+_FULL = {"width": 64, "n_majority": {10: 5000, 100: 500}, "test_images": 10_000, "epochs": 100, "batch_size": 128}
+_QUICK = {"width": 16, "n_majority": {10: 500, 100: 100}, "test_images": 1_000, "epochs": 12, "batch_size": 32}
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {
-        "width": 64,
-        "n_majority": {10: 5000, 100: 500},
-        "test_images": 10_000,
-        "epochs": 100,
-        "batch_size": 128,
-        "lr": 1e-4,
-        "schedule": "constant",
-        "metrics_every": 5,
-        "precision": "fp32",
-    },
-    "tuned": {
-        "width": 64,
-        "n_majority": {10: 5000, 100: 500},
-        "test_images": 10_000,
-        "epochs": 100,
-        "batch_size": 128,
-        "lr": 0.1,
-        "schedule": "cosine",
-        "metrics_every": 5,
-        "precision": "auto",
-    },
-    "quick": {
-        "width": 16,
-        "n_majority": {10: 500, 100: 100},
-        "test_images": 1_000,
-        "epochs": 12,
-        "batch_size": 32,
-        "lr": 0.01,
-        "schedule": "cosine",
-        "metrics_every": 4,
-        "precision": "auto",
-    },
+    "paper": {**_FULL, "lr": 1e-4, "schedule": "constant", "metrics_every": 5, "precision": "fp32"},
+    "tuned": {**_FULL, "lr": 0.1, "schedule": "cosine", "metrics_every": 5, "precision": "auto"},
+    "quick": {**_QUICK, "lr": 0.01, "schedule": "cosine", "metrics_every": 4, "precision": "auto"},
+}
+KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
+LIMITS = {
+    "minimum": (operator.ge, "at least"),
+    "maximum": (operator.le, "at most"),
+    "above": (operator.gt, "more than"),
 }
 
 
@@ -82,7 +61,7 @@ class Setting:
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field that is also a command-line option; `checks`: kind, choices, minimum, maximum, above (exclusive)."""
+    """A field that is also a command-line option; `checks`: choices, minimum, maximum, above (exclusive)."""
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -95,10 +74,10 @@ class Experiment:
 
     model: str = option("study", "networks to train, one after the other", "both", choices=("both", *MODELS))
     majority: int | None = option(
-        "study", "tenths of the classes that keep all their images (the paper's K_A)", 3, kind=int, minimum=1
+        "study", "tenths of the classes that keep all their images (the paper's K_A)", 3, minimum=1
     )
     ratio: int | None = option(
-        "study", "imbalance: images of a majority class for one image of a minority class (R)", 10, kind=int, minimum=1
+        "study", "imbalance: images of a majority class for one image of a minority class (R)", 10, minimum=1
     )
     preset: str = option(
         "study",
@@ -106,9 +85,7 @@ class Experiment:
         "auto",
         choices=("auto", *PRESETS),
     )
-    seed: int = option(
-        "study", "of initial weights, batches and augmentation", 0, kind=int, minimum=0, maximum=LARGEST_SEED
-    )
+    seed: int = option("study", "of initial weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
 
     dataset: str = option(
         "data",
@@ -116,13 +93,13 @@ class Experiment:
         "auto",
         choices=("auto", *CLASSES),
     )
-    n_majority: int = option("data", "images of a majority class (n_A)", kind=int, minimum=1)
-    test_images: int = option("data", "test images, equally many of every class", kind=int, minimum=1)
+    n_majority: int = option("data", "images of a majority class (n_A)", minimum=1)
+    test_images: int = option("data", "test images, equally many of every class", minimum=1)
 
-    width: int = option("network", "channels of the first stage", kind=int, minimum=1)
+    width: int = option("network", "channels of the first stage", minimum=1)
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
-    tol: float = option("network", "relative residual at which a sample has converged", 1e-3, kind=float, above=0)
-    max_iter: int = option("network", "most evaluations of the last block per solve", 20, kind=int, minimum=1)
+    tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0)
+    max_iter: int = option("network", "most evaluations of the last block per solve", 20, minimum=1)
     adjoint: str = option(
         "network", "gradient of the fixed point", "jfb", choices=("jfb", "implicit", "phantom", "unrolled")
     )
@@ -133,19 +110,19 @@ class Experiment:
         choices=("auto", "triton", "cuda", "cpp", "torch"),
     )
 
-    epochs: int = option("training", "passes over the training images", kind=int, minimum=1)
-    batch_size: int = option("training", "images per step", kind=int, minimum=1)
-    lr: float = option("training", "learning rate of SGD", kind=float, above=0)
+    epochs: int = option("training", "passes over the training images", minimum=1)
+    batch_size: int = option("training", "images per step", minimum=1)
+    lr: float = option("training", "learning rate of SGD", above=0)
     schedule: str = option("training", "of the learning rate; cosine warms up first", choices=("constant", "cosine"))
-    momentum: float = option("training", "of SGD", 0.9, kind=float, minimum=0)
-    weight_decay: float = option("training", "of SGD", 5e-4, kind=float, minimum=0)
+    momentum: float = option("training", "of SGD", 0.9, minimum=0)
+    weight_decay: float = option("training", "of SGD", 5e-4, minimum=0)
     e_w: float | None = option(
-        "training", "bound on the classifier's mean squared row norm, kept after each step", None, kind=float, above=0
+        "training", "bound on the classifier's mean squared row norm, kept after each step", None, above=0
     )
     e_h: float | None = option(
-        "training", "bound on the norm of the last block's convolutions, kept likewise", None, kind=float, above=0
+        "training", "bound on the norm of the last block's convolutions, kept likewise", None, above=0
     )
-    metrics_every: int = option("training", "epochs between measurements of neural collapse", kind=int, minimum=1)
+    metrics_every: int = option("training", "epochs between measurements of neural collapse", minimum=1)
 
     device: str = option(
         "machine",
@@ -158,17 +135,15 @@ class Experiment:
         "fp32, or bf16 autocast around a fixed point that is solved in fp32; auto: bf16 with a GPU, else fp32",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False, kind=bool)
+    compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         for spec in fields(self):
             check_field(spec, getattr(self, spec.name))
         if self.test_images < self.classes:
             raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
-        if self.study == "cifar_lt":
-            self._check_imbalance()
-
-    def _check_imbalance(self) -> None:
+        if self.study != "cifar_lt":
+            return
         if self.majority is None or self.ratio is None or self.majority > 9:
             raise SettingsError(f"--majority {self.majority}: 1 to 9 tenths of the classes; all: cifar_balanced.py")
         if self.n_majority < self.ratio:
@@ -206,10 +181,10 @@ class Experiment:
 class Settings(Experiment):
     """An experiment with what may change when it is resumed: where its files are and how many threads work."""
 
-    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data", kind=str)
-    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, kind=int, minimum=0)
-    out: str = option("machine", "folder under which every run gets a folder of its own", "runs", kind=str)
-    resume: bool = option("machine", "go on with the run of these settings where it stopped", False, kind=bool)
+    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
+    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
+    out: str = option("machine", "folder under which every run gets a folder of its own", "runs")
+    resume: bool = option("machine", "go on with the run of these settings where it stopped", False)
 
     @property
     def experiment(self) -> Experiment:
@@ -219,21 +194,21 @@ class Settings(Experiment):
 
 def check_field(spec: Field[Any], value: Any) -> None:
     """SettingsError if the value is not what the field's `option` allows."""
-    flag, checks = flag_of(spec.name), spec.metadata
-    if value is None or not checks:
+    checks, allowed = spec.metadata, ""
+    if value is None:
         return
-    if "choices" in checks and value not in checks["choices"]:
-        raise SettingsError(f"{flag} {value}: one of {', '.join(checks['choices'])}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SettingsError(f"{flag} {value}: a finite number")
-    if "minimum" in checks and value < checks["minimum"]:
-        raise SettingsError(f"{flag} {value}: at least {checks['minimum']}")
-    if "maximum" in checks and value > checks["maximum"]:
-        raise SettingsError(f"{flag} {value}: at most {checks['maximum']}")
-    if checks.get("kind") is str and not value:
-        raise SettingsError(f"{flag} '': must not be empty")
-    if "above" in checks and value <= checks["above"]:
-        raise SettingsError(f"{flag} {value}: more than {checks['above']}")
+    if value not in checks.get("choices", (value,)):
+        allowed = f"one of {', '.join(checks['choices'])}"
+    elif value == "":
+        value, allowed = "''", "must not be empty"
+    elif isinstance(value, float) and not math.isfinite(value):
+        allowed = "a finite number"
+    else:
+        for name, (met, words) in LIMITS.items():
+            if name in checks and not met(value, checks[name]):
+                allowed = f"{words} {checks[name]}"
+    if allowed:
+        raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
 
 
 def flag_of(name: str) -> str:
@@ -286,10 +261,17 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
     for spec in fields(settings):
         if not spec.metadata or spec.name in without:
             continue
-        name = spec.metadata["group"]
+        name, kind = spec.metadata["group"], KINDS[spec.type.split()[0]]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        _add_option(groups[name], spec)
+        if kind is bool:
+            taken: dict[str, Any] = {"action": "store_true"}
+        elif "choices" in spec.metadata:
+            taken = {"choices": spec.metadata["choices"]}
+        else:
+            taken = {"type": kind, "metavar": kind.__name__.upper()}
+        text = f"{spec.metadata['help']} ({_default_text(spec)})".replace("%", "%%")
+        groups[name].add_argument(flag_of(spec.name), default=argparse.SUPPRESS, help=text, **taken)
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
@@ -303,26 +285,13 @@ def as_arguments(given: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _add_option(group: Any, spec: Field[Any]) -> None:
-    text = f"{spec.metadata['help']} {_default_text(spec)}".replace("%", "%%")
-    common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    if spec.metadata.get("kind") is bool:
-        common["action"] = "store_true"
-    elif "choices" in spec.metadata:
-        common["choices"] = spec.metadata["choices"]
-    else:
-        common |= {"type": spec.metadata["kind"], "metavar": spec.metadata["kind"].__name__.upper()}
-    group.add_argument(flag_of(spec.name), **common)
-
-
 def _default_text(spec: Field[Any]) -> str:
     if spec.default is not MISSING:
-        shown = "off" if spec.default is None or spec.default is False else spec.default
-        return f"(default: {shown})"
+        return f"default: {'off' if spec.default is None or spec.default is False else spec.default}"
     values = []
     for preset, filled in PRESETS.items():
         value = filled[spec.name]
         if isinstance(value, dict):
             value = " or ".join(f"{n} of {classes} classes" for classes, n in value.items())
         values.append(f"{preset}: {value}")
-    return f"({', '.join(values)})"
+    return ", ".join(values)

@@ -84,11 +84,8 @@ class StudyData:
     def plain(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The images of "train" or "test", or this process's share of them, in their order, as they are; if there are
         none, an empty batch."""
-        images, labels = (
-            (self.train_images, self.train_labels) if split == "train" else (self.test_images, self.test_labels)
-        )
-        mine = distributed.share(0, len(images))
-        images, labels = images[mine], labels[mine]
+        mine = distributed.share(0, len(getattr(self, f"{split}_labels")))
+        images, labels = (getattr(self, f"{split}_{part}")[mine] for part in ("images", "labels"))
         for start in range(0, max(1, len(images)), batch_size):
             yield self.normalise(images[start : start + batch_size]), labels[start : start + batch_size]
 
@@ -113,10 +110,7 @@ def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
 
 def class_sizes(settings: Settings) -> list[int]:
     """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all."""
-    if settings.majority is None or settings.ratio is None:
-        return [settings.n_majority] * settings.classes
-    majority = settings.majority_classes
-    minority = settings.n_majority // settings.ratio
+    majority, minority = settings.majority_classes, settings.n_majority // (settings.ratio or 1)
     return [settings.n_majority] * majority + [minority] * (settings.classes - majority)
 
 
@@ -153,19 +147,21 @@ def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
     classes, sizes = settings.classes, class_sizes(settings)
     train = source.train or draw_shapes(np.repeat(np.arange(classes), sizes), classes, seed=0)
     test = source.test or draw_shapes(np.arange(settings.test_images) % classes, classes, seed=1)
-    kept = select_images(train[1], sizes)
-    tested = _first_of_each(test[1], settings)
-    mean, std = CHANNELS.get(source.name) or _channel_statistics(train[0])
+    scaled = train[0].reshape(-1, 3).astype(np.float64) / 255
+    mean, std = CHANNELS.get(source.name) or (scaled.mean(axis=0), scaled.std(axis=0))
+    splits: dict[str, Tensor] = {}
+    chosen = {"train": select_images(train[1], sizes), "test": _first_of_each(test[1], settings)}
+    for name, (images, labels) in (("train", train), ("test", test)):
+        kept = chosen[name]
+        splits[f"{name}_images"] = torch.from_numpy(images[kept].transpose(0, 3, 1, 2).copy()).to(device)
+        splits[f"{name}_labels"] = torch.from_numpy(labels[kept]).to(device)
     return StudyData(
         name=source.name,
         counts=tuple(sizes),
         majority=settings.majority_classes,
-        train_images=_image_tensor(train[0][kept], device),
-        train_labels=torch.from_numpy(train[1][kept]).to(device),
-        test_images=_image_tensor(test[0][tested], device),
-        test_labels=torch.from_numpy(test[1][tested]).to(device),
         mean=torch.tensor(mean, dtype=torch.float32, device=device),
         std=torch.tensor(std, dtype=torch.float32, device=device),
+        **splits,
     )
 
 
@@ -175,15 +171,6 @@ def _first_of_each(labels: np.ndarray, settings: Settings) -> np.ndarray:
     if min(map(len, groups)) < size:
         raise StudyError(f"--test-images {settings.test_images}: the test set has {len(labels)}")
     return np.sort(np.concatenate(groups))
-
-
-def _channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    scaled = images.reshape(-1, 3).astype(np.float64) / 255
-    return tuple(scaled.mean(axis=0).tolist()), tuple(scaled.std(axis=0).tolist())
-
-
-def _image_tensor(images: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(images.transpose(0, 3, 1, 2).copy()).to(device)
 
 
 class _CannotHave(Exception):

@@ -73,16 +73,16 @@ def command_line() -> str:
     return shlex.join([*start, *sys.argv])
 
 
-def from_first(function: Callable[[], T]) -> T:
+def from_first(function: Callable[..., T], *arguments: Any) -> T:
     """What `function`, called in the first process alone, returns: the same in all. A StudyError is raised there, and
     the others leave without a word."""
     if not joined():
-        return function()
+        return function(*arguments)
     outcome: list[Any] = [None, False]
     failure = None
     if is_first():
         try:
-            outcome[0] = function()
+            outcome[0] = function(*arguments)
         except StudyError as error:
             outcome[1], failure = True, error
     dist.broadcast_object_list(outcome)
@@ -93,12 +93,11 @@ def from_first(function: Callable[[], T]) -> T:
     return cast(T, outcome[0])
 
 
-def share(start: int, stop: int) -> slice:
-    """This process's part of start ... stop - 1: consecutive, of equal size but for one, in the order of processes."""
-    return _share(start, stop, dist.get_rank() if joined() else 0)
-
-
-def _share(start: int, stop: int, rank: int) -> slice:
+def share(start: int, stop: int, rank: int | None = None) -> slice:
+    """A process's part, this one's without `rank`, of start ... stop - 1: consecutive, of equal size but for one, in
+    the order of processes."""
+    if rank is None:
+        rank = dist.get_rank() if joined() else 0
     total, size = stop - start, world_size()
     return slice(start + total * rank // size, start + total * (rank + 1) // size)
 
@@ -116,7 +115,7 @@ def gather(part: Tensor, count: int) -> Tensor:
     """The tensor of `count` rows whose `share` each process holds."""
     if not joined():
         return part
-    parts = [_share(0, count, rank) for rank in range(world_size())]
+    parts = [share(0, count, rank) for rank in range(world_size())]
     sizes = [one.stop - one.start for one in parts]
     padded = part.new_zeros(max(sizes), *part.shape[1:])
     padded[: len(part)] = part

@@ -29,7 +29,7 @@ GROUP_MARKERS = {"overall": "o", "majority": "^", "minority": "v"}
 DPI = 96
 plt.rcParams.update({"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08})
 
-Column = tuple[Sequence[int], Sequence[float | None]]
+Column = tuple[Sequence[Any], Sequence[float | None]]
 """Epochs, and a value for each."""
 
 NetworkCurves = Mapping[str, Sequence[Curves]]
@@ -61,7 +61,17 @@ def study_figure(rows: Mapping[str, NetworkCurves]) -> Figure:
     With more than one seed a line is the mean of the seeds, and the band reaches from the least to the most."""
     figure, parts = _rows_of_panels(list(rows))
     for part, curves in zip(parts, rows.values(), strict=True):
-        _course_panels(part, curves)
+        axes = part.subplots(1, 4)
+        _accuracy(axes[0], curves)
+        for axis, name in zip(axes[1:], ("nc1", "nc2", "nc3"), strict=True):
+            for model, seeds in curves.items():
+                style = {"color": COLOURS[model], "marker": MARKERS[model], "label": LABELS[model]}
+                plot_seeds(axis, [(curve["epoch"], curve[name]) for curve in seeds], **style)
+            axis.set_ylabel(name.upper())
+        set_log_scale(axes[1])
+        axes[1].legend(fontsize="small")
+        for axis in axes:
+            _finish_epochs(axis)
     return figure
 
 
@@ -73,16 +83,6 @@ def _rows_of_panels(headings: Sequence[str]) -> tuple[Figure, list[SubFigure]]:
     return figure, parts
 
 
-def _course_panels(part: SubFigure, curves: NetworkCurves) -> None:
-    axes = part.subplots(1, 4)
-    _accuracy(axes[0], curves)
-    for axis, name in zip(axes[1:], ("nc1", "nc2", "nc3"), strict=True):
-        _collapse(axis, curves, name)
-    axes[1].legend(fontsize="small")
-    for axis in axes:
-        _finish_epochs(axis)
-
-
 def _finish_epochs(axis: Axes) -> None:
     axis.set_xlabel("epoch")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -92,7 +92,7 @@ def _finish_epochs(axis: Axes) -> None:
 def _accuracy(axis: Axes, curves: NetworkCurves) -> None:
     for model, seeds in curves.items():
         for group, dash in DASHES.items():
-            columns = [(curve.epoch, getattr(curve, group)) for curve in seeds]
+            columns = [(curve["epoch"], curve[group]) for curve in seeds]
             style = {"linestyle": dash, "color": COLOURS[model], "label": f"{LABELS[model]}, {group}"}
             plot_seeds(axis, columns, marker=MARKERS[model] if group == "overall" else None, **style)
     axis.set_ylabel("test accuracy (%)")
@@ -101,15 +101,6 @@ def _accuracy(axis: Axes, curves: NetworkCurves) -> None:
     # Room for the legend above the lines, and for a line at 0.
     axis.set_ylim(-0.03 * top, 1.4 * top)
     axis.legend(fontsize="x-small", ncols=len(curves), loc="upper left")
-
-
-def _collapse(axis: Axes, curves: NetworkCurves, name: str) -> None:
-    for model, seeds in curves.items():
-        columns = [(curve.nc.epoch, getattr(curve.nc, name)) for curve in seeds]
-        plot_seeds(axis, columns, color=COLOURS[model], marker=MARKERS[model], label=LABELS[model])
-    if name == "nc1":
-        set_log_scale(axis)
-    axis.set_ylabel(name.upper())
 
 
 def set_log_scale(axis: Axes) -> None:
@@ -155,7 +146,11 @@ def solver_figure(rows: Mapping[str, tuple[Sequence[NetworkResult], int]]) -> Fi
 def _solver_panels(axes: Sequence[Axes], networks: Sequence[NetworkResult], majority: int) -> None:
     panels = {"iterations": "evaluations a sample", "residual": "relative residual", "converged": "converged (%)"}
     for axis, (name, label) in zip(axes, panels.items(), strict=False):
-        _solver_course(axis, [network.curves for network in networks], name)
+        for group, dash in DASHES.items():
+            columns = [_solver_course(network.curves, name, group) for network in networks]
+            shown = "all samples" if group == "overall" else f"{group} classes"
+            style = {"color": GROUP_COLOURS[group], "marker": GROUP_MARKERS[group], "label": shown}
+            plot_seeds(axis, columns, linestyle=dash, **style)
         axis.set_ylabel(label)
         _finish_epochs(axis)
     low, high = axes[1].get_ylim()
@@ -169,17 +164,10 @@ def _solver_panels(axes: Sequence[Axes], networks: Sequence[NetworkResult], majo
     _evaluations_per_class(axes[3], [network.solver for network in networks if network.solver], majority)
 
 
-def _solver_course(axis: Axes, curves: Sequence[Curves], name: str) -> None:
+def _solver_course(curves: Curves, name: str, group: str) -> Column:
+    values = curves[name if group == "overall" else f"{name}_{group}"]
     scale = 100 if name == "converged" else 1
-    for group, dash in DASHES.items():
-        columns = []
-        for curve in curves:
-            means = curve.solver if group == "overall" else getattr(curve.solver, group)
-            values = [None if value is None else scale * value for value in getattr(means, name)]
-            columns.append((curve.epoch, values))
-        label = "all samples" if group == "overall" else f"{group} classes"
-        style = {"color": GROUP_COLOURS[group], "marker": GROUP_MARKERS[group], "label": label}
-        plot_seeds(axis, columns, linestyle=dash, **style)
+    return curves["epoch"], [None if value is None else scale * value for value in values]
 
 
 def _evaluations_per_class(axis: Axes, final: Sequence[SolverSummary], majority: int) -> None:
@@ -189,12 +177,9 @@ def _evaluations_per_class(axis: Axes, final: Sequence[SolverSummary], majority:
     for group, part in class_groups(classes, majority).items():
         mean = values[:, part].mean(0)
         reach = np.abs(np.stack([values[:, part].min(0), values[:, part].max(0)]) - mean) if len(values) > 1 else None
-        style: dict[str, Any] = {
-            "color": GROUP_COLOURS[group],
-            "fmt": GROUP_MARKERS[group],
-            "label": f"{group} classes",
-        }
-        axis.errorbar(np.arange(classes)[part], mean, reach, ms=4, capsize=2 if classes <= 10 else 0, **style)
+        style: dict[str, Any] = {"color": GROUP_COLOURS[group], "ms": 4, "capsize": 2 if classes <= 10 else 0}
+        label = f"{group} classes"
+        axis.errorbar(np.arange(classes)[part], mean, reach, fmt=GROUP_MARKERS[group], label=label, **style)
     axis.set_ylabel("evaluations, last epoch")
     axis.grid(alpha=0.3, axis="y")
     finish_classes(axis, classes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -19,27 +20,20 @@ from .record import Machine
 def machine(threads: int, device: str, processes: int = 1) -> Machine:
     """Where a run takes place; `device` is "cpu" or "cuda"."""
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    return Machine(cpu=processor(), cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes)
-
-
-def processor() -> str:
-    """The name of the CPU."""
-    try:
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        cpu = next(line for line in lines if line.startswith("model name")).split(":", 1)[1].strip()
+    return Machine(cpu=cpu, cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes)
 
 
 def versions() -> dict[str, str | None]:
     """Versions of what computes; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "deqfast": deqfast.__version__}
     for package in ("torch", "triton", "numpy", "torchvision"):
-        try:
+        found[package] = None
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
     return found
 
 

@@ -4,7 +4,7 @@ written from, so that a file of an older format or a damaged one is an error tha
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import msgspec
 
 from .config import Experiment, Setting, StudyError
 
-FORMAT = 3
+FORMAT = 4
 """Version of what a run writes: it rises when its files change a name or a meaning."""
 
 AVERAGED = 10
@@ -25,6 +25,9 @@ SOLVER_MEANS = ("iterations", "residual", "converged")
 
 Number = float | None
 """A number that may be undefined: a mean of nothing, a metric of coinciding class means."""
+
+Curves = dict[str, tuple[int | float | None, ...]]
+"""The course of a training as columns by name, a value for each epoch: see `results.curves`."""
 
 T = TypeVar("T")
 
@@ -60,19 +63,18 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class SolverColumns:
-    """Means over samples, a value for each class or each epoch; None where there was no sample."""
+    """Means over the samples of each class, as in `SolverSummary`; None where there was no sample."""
 
     iterations: tuple[Number, ...]
     residual: tuple[Number, ...]
-    """Relative, over the samples that stayed finite."""
     converged: tuple[Number, ...]
-    """Share, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class SolverSummary:
-    """The solves of one pass over the data, or of several: means over the samples (of a run: means of its epochs), how
-    many samples did not converge and how they ended, and the means of each class (of a run: of its last epoch)."""
+    """The solves of one pass over the data, or of several: means over the samples (of a run: means of its epochs; the
+    relative residual over those that stayed finite, converged as a share of 1), how many samples ended in which way or
+    were skipped, left out of the loss, and the means of each class (of a run: of its last epoch)."""
 
     iterations: Number
     residual: Number
@@ -81,7 +83,6 @@ class SolverSummary:
     nonfinite: int
     stalled: int
     skipped: int
-    """Samples left out of the loss."""
     per_class: SolverColumns
 
 
@@ -117,84 +118,25 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class TrainPass:
-    """Training for an epoch; loss and accuracy (percent, of the augmented images) are None if no sample was kept."""
+class Epoch:
+    """The line of a finished epoch. Loss and training accuracy, of the augmented images, are None if no sample was
+    kept, `nc` where neural collapse was not measured. All accuracies are in percent, those but the training's of the
+    test images; `confusion`, after the last epoch, counts in row i the images of class i by the class they were taken
+    for."""
 
+    epoch: int
     lr: float
     loss: Number
-    accuracy: Number
-    solver: SolverSummary | None
-
-
-@dataclass(frozen=True)
-class TestPass:
-    """Test accuracies in percent after an epoch, and, after the last one, the confusion matrix: row i counts the images
-    of class i by the class they were taken for."""
-
-    __test__ = False  # no test case, whatever pytest makes of the name
-
+    train_accuracy: Number
     overall: float
     majority: Number
     minority: Number
     per_class: tuple[float, ...]
-    solver: SolverSummary | None
-    confusion: tuple[tuple[int, ...], ...] | None = None
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """The line of a finished epoch; `nc` is None where neural collapse was not measured."""
-
-    epoch: int
-    train: TrainPass
-    test: TestPass
+    confusion: tuple[tuple[int, ...], ...] | None
+    train_solver: SolverSummary | None
+    test_solver: SolverSummary | None
     nc: Collapse | None
     seconds: Seconds
-
-
-@dataclass(frozen=True)
-class SolverCurves(SolverColumns):
-    """The course of the solver on all training images, and its means over the classes of a group."""
-
-    skipped: tuple[int, ...]
-    majority: SolverColumns
-    minority: SolverColumns
-
-
-@dataclass(frozen=True)
-class CollapseCurves:
-    """The metrics at the epochs at which they were measured."""
-
-    epoch: tuple[int, ...]
-    nc1: tuple[Number, ...]
-    nc2: tuple[Number, ...]
-    nc3: tuple[Number, ...]
-    nc4: tuple[Number, ...]
-
-    def __post_init__(self) -> None:
-        _same_length(self, "epoch", *COLLAPSE)
-
-
-@dataclass(frozen=True)
-class Curves:
-    """The course of a training as columns, a value per epoch."""
-
-    epoch: tuple[int, ...]
-    lr: tuple[float, ...]
-    loss: tuple[Number, ...]
-    train_accuracy: tuple[Number, ...]
-    overall: tuple[float, ...]
-    majority: tuple[Number, ...]
-    minority: tuple[Number, ...]
-    nc: CollapseCurves
-    solver: SolverCurves | None
-
-    def __post_init__(self) -> None:
-        if not self.epoch:
-            raise ValueError("curves of no epoch")
-        _same_length(self, "epoch", "lr", "loss", "train_accuracy", *GROUPS)
-        for part in (self.solver, self.solver.majority, self.solver.minority) if self.solver else ():
-            _same_length(part, *SOLVER_MEANS, length=len(self.epoch))
 
 
 @dataclass(frozen=True)
@@ -205,7 +147,7 @@ class SpectralRadius:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _same_length(self, "labels", "values")
+        _check_lengths(vars(self))
 
 
 @dataclass(frozen=True)
@@ -223,6 +165,11 @@ class NetworkResult:
     seconds: Seconds
     curves: Curves
     spectral_radius: SpectralRadius | None
+
+    def __post_init__(self) -> None:
+        if not self.curves.get("epoch"):
+            raise ValueError("curves of no epoch")
+        _check_lengths(self.curves)
 
     def quantity(self, name: str) -> Number:
         """What a claim is about: an accuracy by the name of its group, or a metric of neural collapse."""
@@ -288,11 +235,6 @@ class RunResult:
         return self.settings.setting
 
     @property
-    def majority_classes(self) -> int:
-        """How many of the first classes form the majority."""
-        return self.settings.majority_classes
-
-    @property
     def seconds(self) -> float:
         """Wall-clock time of all networks."""
         return sum(network.seconds.total for network in self.networks.values())
@@ -315,11 +257,6 @@ class Failure:
     when: str
 
 
-@dataclass(frozen=True)
-class _Version:
-    format: int = 1
-
-
 def to_json(record: Any) -> bytes:
     """A record as one line of JSON. ValueError if it could not be read back: JSON has no NaN."""
     line = msgspec.json.encode(record)
@@ -336,7 +273,7 @@ def read_record(kind: type[T], path: Path) -> T:
     """The record in a file: OtherFormat if another version of this project wrote it, StudyError if it is damaged."""
     try:
         content = path.read_bytes()
-        version = from_json(_Version, content).format if kind in (RunResult, Begun) else FORMAT
+        version = from_json(dict[str, Any], content).get("format", 1) if kind in (RunResult, Begun) else FORMAT
         if version != FORMAT:
             age = "an older" if version < FORMAT else "a newer"
             raise OtherFormat(f"{path} was written by {age} version of this project: format {version}, not {FORMAT}")
@@ -345,7 +282,7 @@ def read_record(kind: type[T], path: Path) -> T:
         raise StudyError(f"{path} cannot be read ({error})") from error
 
 
-def _same_length(record: Any, *names: str, length: int | None = None) -> None:
-    lengths = {name: len(getattr(record, name)) for name in names}
-    if set(lengths.values()) != {lengths[names[0]] if length is None else length}:
+def _check_lengths(columns: Mapping[str, Sequence[Any]]) -> None:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
         raise ValueError(f"columns of different lengths: {lengths}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tabulate import tabulate
+
 from . import distributed, provenance
-from .config import Setting, Settings
+from .config import Settings
 from .paper import INCONSISTENT, PAPER, differences, on_cifar
 from .record import (
     AVERAGED,
@@ -16,7 +19,6 @@ from .record import (
     GROUPS,
     SOLVER_MEANS,
     Accuracy,
-    CollapseCurves,
     Curves,
     Epoch,
     KernelChoice,
@@ -24,8 +26,6 @@ from .record import (
     Number,
     RunResult,
     Seconds,
-    SolverColumns,
-    SolverCurves,
     SolverSummary,
     SpectralRadius,
     Spread,
@@ -55,28 +55,23 @@ def network_result(
 ) -> NetworkResult:
     """What came of one network; the first `majority` classes are the majority."""
     last, final = epochs[-AVERAGED:], epochs[-1]
-    assert final.test.confusion is not None and final.nc is not None  # the last epoch has both
-    solves = [epoch.train.solver for epoch in epochs if epoch.train.solver]
+    assert final.confusion is not None and final.nc is not None  # the last epoch has both
+    groups = {group: [getattr(epoch, group) for epoch in last] for group in GROUPS}
+    seconds = [[getattr(epoch.seconds, name) for epoch in epochs] for name in ("train", "test", "metrics")]
+    solves = [epoch.train_solver for epoch in epochs if epoch.train_solver]
     return NetworkResult(
         parameters=parameters,
-        accuracy=_accuracy_over(last),
+        accuracy=Accuracy(**{group: Spread.of(values) for group, values in groups.items() if None not in values}),
         epochs_averaged=len(last),
-        per_class=final.test.per_class,
-        confusion=final.test.confusion,
-        train_loss=final.train.loss,
+        per_class=final.per_class,
+        confusion=final.confusion,
+        train_loss=final.loss,
         nc=final.nc,
         solver=_solver(solves) if solves else None,
-        seconds=Seconds(
-            *(round(sum(getattr(epoch.seconds, name) for epoch in epochs), 1) for name in ("train", "test", "metrics"))
-        ),
+        seconds=Seconds(*(round(sum(column), 1) for column in seconds)),
         curves=curves(epochs, majority),
         spectral_radius=spectral_radius,
     )
-
-
-def _accuracy_over(epochs: Sequence[Epoch]) -> Accuracy:
-    groups = {group: [getattr(epoch.test, group) for epoch in epochs] for group in GROUPS}
-    return Accuracy(**{group: Spread.of(values) for group, values in groups.items() if None not in values})
 
 
 def _solver(solves: list[SolverSummary]) -> SolverSummary:
@@ -87,46 +82,23 @@ def _solver(solves: list[SolverSummary]) -> SolverSummary:
 
 
 def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
-    """The course of a training as columns; neural collapse has its own epochs, and a solver's group is the mean over
-    the group's classes."""
-    measured = [(epoch.epoch, epoch.nc) for epoch in epochs if epoch.nc]
-    solves = [epoch.train.solver for epoch in epochs if epoch.train.solver]
-    tests = {group: tuple(getattr(epoch.test, group) for epoch in epochs) for group in GROUPS}
-    return Curves(
-        epoch=tuple(epoch.epoch for epoch in epochs),
-        lr=tuple(epoch.train.lr for epoch in epochs),
-        loss=tuple(epoch.train.loss for epoch in epochs),
-        train_accuracy=tuple(epoch.train.accuracy for epoch in epochs),
-        **tests,
-        nc=CollapseCurves(
-            epoch=tuple(epoch for epoch, _ in measured),
-            **{name: tuple(getattr(nc, name) for _, nc in measured) for name in COLLAPSE},
-        ),
-        solver=_solver_curves(solves, majority) if solves else None,
-    )
-
-
-def _solver_curves(solves: list[SolverSummary], majority: int) -> SolverCurves:
-    def means(part: slice) -> SolverColumns:
-        return SolverColumns(
-            *(tuple(_mean(getattr(solve.per_class, name)[part]) for solve in solves) for name in SOLVER_MEANS)
-        )
-
-    return SolverCurves(
-        **{name: tuple(getattr(solve, name) for solve in solves) for name in (*SOLVER_MEANS, "skipped")},
-        majority=means(slice(0, majority)),
-        minority=means(slice(majority, None)),
-    )
+    """Columns named after the fields of `Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of the
+    solves in training; `iterations_majority` and the like are means over the classes of a group."""
+    names = ("epoch", "lr", "loss", "train_accuracy", *GROUPS)
+    found: Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
+    found |= {name: tuple(getattr(epoch.nc, name, None) for epoch in epochs) for name in COLLAPSE}
+    if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
+        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in (*SOLVER_MEANS, "skipped")}
+        for group, part in (("majority", slice(majority)), ("minority", slice(majority, None))):
+            for name in SOLVER_MEANS:
+                values = tuple(_mean(getattr(solve.per_class, name)[part]) for solve in solves)
+                found[f"{name}_{group}"] = values
+    return found
 
 
 def _mean(values: Iterable[Number]) -> Number:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
-
-
-def report(result: RunResult) -> str:
-    """A result as text: the row beside the paper's, NC1-NC4, and how the solver fared."""
-    return "\n\n".join((_accuracy(result), _collapse(result), _costs(result)))
 
 
 def title(result: RunResult) -> str:
@@ -137,67 +109,60 @@ def title(result: RunResult) -> str:
     return f"{setting.dataset}, K_A = {setting.majority}, R = {setting.ratio}"
 
 
+def report(result: RunResult) -> str:
+    """A result as text: the row beside the paper's, NC1-NC4, and how the solver fared."""
+    return "\n\n".join((_accuracy(result), _collapse(result), _costs(result)))
+
+
 def _accuracy(result: RunResult) -> str:
+    rows = {model: network.accuracy for model, network in result.networks.items()}
+    notes, setting = [], on_cifar(result.setting)
+    if setting in PAPER:
+        for model in result.networks:
+            mark = "†" if (setting, model) in INCONSISTENT else ""
+            rows[f"paper, {model}{mark}"] = PAPER[setting][model]
+            if mark:
+                notes = ["† as printed: the overall accuracy is not the class mean of the other two"]
+        if apart := differences(result.settings):
+            notes.append(f"not comparable with the paper: {', '.join(apart)}")
+    else:
+        notes.append("the paper has no entry for this imbalance")
+    groups = GROUPS if result.setting.majority is not None else GROUPS[:1]
     averaged = next(iter(result.networks.values())).epochs_averaged
-    lines = [
-        f"Test accuracy in % on {title(result)}: "
-        f"mean±deviation over the last {averaged} of {result.settings.epochs} epochs",
-        _row("", GROUPS if result.setting.majority is not None else GROUPS[:1]),
-    ]
-    lines += [_accuracy_row(model, network.accuracy) for model, network in result.networks.items()]
-    setting = on_cifar(result.setting)
-    if setting not in PAPER:
-        return "\n".join([*lines, "  the paper has no entry for this imbalance"])
-    lines += _paper_rows(setting, result.networks)
-    apart = differences(result.settings)
-    return "\n".join(lines + ([f"  not comparable with the paper: {', '.join(apart)}"] if apart else []))
-
-
-def _paper_rows(setting: Setting, models: Iterable[str]) -> list[str]:
-    marks = {model: "†" if (setting, model) in INCONSISTENT else "" for model in models}
-    lines = [_accuracy_row(f"paper, {model}{mark}", PAPER[setting][model]) for model, mark in marks.items()]
-    if any(marks.values()):
-        lines.append("  † as printed: the overall accuracy is not the class mean of the other two")
-    return lines
-
-
-def _accuracy_row(name: str, accuracy: Accuracy) -> str:
-    return _row(name, (str(spread) for group in GROUPS if (spread := getattr(accuracy, group))))
-
-
-def _row(name: str, columns: Iterable[str]) -> str:
-    return f"  {name:18}" + "".join(f"{column:>14}" for column in columns)
+    heading = f"Test accuracy in % on {title(result)}: mean±deviation over the last {averaged} of"
+    table = _table(groups, {name: [getattr(row, group) for group in groups] for name, row in rows.items()})
+    return "\n".join([f"{heading} {result.settings.epochs} epochs", table, *(f"  {note}" for note in notes)])
 
 
 def _collapse(result: RunResult) -> str:
-    lines = [
-        f"Neural collapse of the training images after epoch {result.settings.epochs}",
-        _row("", (name.upper() for name in COLLAPSE)),
-    ]
+    rows = {}
     for model, network in result.networks.items():
-        values = (getattr(network.nc, name) for name in COLLAPSE)
-        lines.append(_row(model, ("undefined" if value is None else f"{value:.4g}" for value in values)))
-    return "\n".join(lines)
+        values = [getattr(network.nc, name) for name in COLLAPSE]
+        rows[model] = ["undefined" if value is None else f"{value:.4g}" for value in values]
+    heading = f"Neural collapse of the training images after epoch {result.settings.epochs}"
+    return f"{heading}\n{_table([name.upper() for name in COLLAPSE], rows)}"
+
+
+def _table(columns: Sequence[str], rows: dict[str, list[Any]]) -> str:
+    cells = [(name, *map(str, values)) for name, values in rows.items()]
+    aligned = ("left", *("right" for _ in columns))
+    text = tabulate(cells, ("", *columns), tablefmt="plain", disable_numparse=True, colalign=aligned)
+    return textwrap.indent(text, "  ")
 
 
 def _costs(result: RunResult) -> str:
-    lines = []
+    settings, lines = result.settings, []
     for model, network in result.networks.items():
-        seconds = network.seconds
+        seconds, solver = network.seconds, network.solver
         lines.append(
             f"{model}: {network.parameters} parameters; {seconds.train:.0f} s of training, "
             f"{seconds.test:.0f} s of testing, {seconds.metrics:.0f} s of metrics"
         )
-        if network.solver:
-            lines.append(_solver_line(network.solver, result))
+        if solver:
+            lines.append(
+                f"  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
+                f"{solver.iterations:.1f} evaluations a sample, {100 * (solver.converged or 0):.2f} % converged, "
+                f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
+                f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
+            )
     return "\n".join(lines)
-
-
-def _solver_line(solver: SolverSummary, result: RunResult) -> str:
-    settings = result.settings
-    return (
-        f"  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
-        f"{solver.iterations:.1f} evaluations a sample, {100 * (solver.converged or 0):.2f} % converged, "
-        f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
-        f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
-    )

@@ -122,14 +122,9 @@ class RunDirectory:
         return read_record(Begun, self._begun).settings if self._begun.exists() else None
 
     @property
-    def failed(self) -> bool:
-        """Whether the run ended early."""
-        return self._failure.exists()
-
-    @property
     def failure(self) -> Failure | None:
         """Why the run ended early, None if it did not."""
-        return read_record(Failure, self._failure) if self.failed else None
+        return read_record(Failure, self._failure) if self._failure.exists() else None
 
     def conclude(self, result: RunResult) -> None:
         """Write the result, which makes the run a finished one."""
@@ -226,21 +221,21 @@ class RunDirectory:
 
     def restore(self, model: str, load: Callable[[dict[str, Any]], None]) -> int:
         """Hand the last checkpoint to `load`; its epoch, 0 if there is none."""
-        path, previous = self._checkpoint(model), self._checkpoint(model, previous=True)
-        rest = f"trains {model} from the start"
-        if not path.exists():
-            path = previous
-        elif previous.exists():
-            rest = f"goes on from {previous.name}"
-        if not path.exists():
+        found = [path for path in (self._checkpoint(model), self._checkpoint(model, previous=True)) if path.exists()]
+        if not found:
             return 0
         try:
-            state = _load_checked(path)
+            with zipfile.ZipFile(found[0]) as archive:  # torch.load itself does not look at the archive's checksums
+                if changed := archive.testzip():
+                    raise ValueError(f"checksum of {changed} is wrong")
+            state = torch.load(found[0], map_location="cpu", weights_only=True)
             load(state)
             return int(state["epoch"])
         except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            rest = f"goes on from {found[1].name}" if found[1:] else f"trains {model} from the start"
             raise StudyError(
-                f"{path} is damaged ({_first_line(error)}); nothing else is lost: delete it, and --resume {rest}"
+                f"{found[0]} is damaged ({reason}); nothing else is lost: delete it, and --resume {rest}"
             ) from error
 
     def _checkpoints(self) -> list[Path]:
@@ -251,17 +246,3 @@ class RunDirectory:
 
     def _checkpoint(self, model: str, previous: bool = False) -> Path:
         return self.path / f"{model}{'.previous' if previous else ''}.ckpt"
-
-
-def _load_checked(path: Path) -> dict[str, Any]:
-    """A checkpoint whose every byte is as written: torch.load itself does not look at the archive's checksums."""
-    with zipfile.ZipFile(path) as archive:
-        changed = archive.testzip()
-    if changed is not None:
-        raise ValueError(f"checksum of {changed} is wrong")
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

@@ -3,6 +3,7 @@ process of its own."""
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import signal
@@ -22,7 +23,6 @@ from tqdm import tqdm
 
 from . import provenance
 from .config import Setting, Settings, StudyError, as_arguments, settings_from
-from .data import class_sizes
 from .models import choose_kernel
 from .record import Failure
 from .rundir import RunDirectory
@@ -30,48 +30,36 @@ from .rundir import RunDirectory
 SCRIPTS = Path(__file__).parents[1]
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 20  # clusters kill after 30
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Of one image of a training epoch, on a CPU; they only serve to foresee the time left.
-COST = {"explicit": 1.0, "deq": 1.7}
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "TORCHELASTIC")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run of the study: a setting with a seed, all its settings, and its command line."""
+    """One run of the study: its settings, its command line, and its folder."""
 
-    setting: Setting
     settings: Settings
     arguments: tuple[str, ...]
-
-    @property
-    def run(self) -> RunDirectory:
-        """The folder of the run."""
-        return RunDirectory(Path(self.settings.out) / self.settings.run_name)
+    run: RunDirectory
 
     @property
     def name(self) -> str:
         """The setting and the seed."""
-        return f"{self.setting} seed {self.settings.seed}"
+        return f"{self.settings.setting} seed {self.settings.seed}"
 
     @property
     def script(self) -> str:
         """The file name of the script that runs it."""
-        return f"{self.setting.study}.py"
+        return f"{self.settings.study}.py"
 
     @property
-    def work(self) -> float:
-        """Cost of the whole run, in images that pass through the explicit network."""
-        return sum(self._epoch_cost(model) * self.settings.epochs for model in self.settings.models)
+    def epochs(self) -> int:
+        """The epochs of all its networks."""
+        return self.settings.epochs * len(self.settings.models)
 
     @property
-    def done(self) -> float:
-        """The part of `work` that is behind it."""
-        if self.run.finished:
-            return self.work
-        return sum(self._epoch_cost(model) * self.run.count_epochs(model) for model in self.settings.models)
-
-    def _epoch_cost(self, model: str) -> float:
-        return COST[model] * sum(class_sizes(self.settings))
+    def done(self) -> int:
+        """How many of them are behind it."""
+        return self.epochs if self.run.finished else sum(map(self.run.count_epochs, self.settings.models))
 
     def conflict(self) -> str | None:
         """Why the folder's run, if there is one, cannot be gone on with under these settings."""
@@ -85,11 +73,11 @@ class Task:
         """Where the run stands: finished, failed and why, begun and how far, or not begun."""
         if self.run.finished:
             return "finished"
-        epochs = {model: self.run.count_epochs(model) for model in self.settings.models}
-        begun = ", ".join(f"{model} {count}/{self.settings.epochs}" for model, count in epochs.items())
+        epochs = self.settings.epochs
+        begun = ", ".join(f"{model} {self.run.count_epochs(model)}/{epochs}" for model in self.settings.models)
         if failure := self.run.failure:
             return f"failed ({failure.error}), to be tried again at {begun}"
-        return f"begun, to be resumed at {begun}" if any(epochs.values()) else "to be run"
+        return f"begun, to be resumed at {begun}" if self.done else "to be run"
 
     def outcome(self) -> str:
         """The overall accuracies of a finished run."""
@@ -97,7 +85,7 @@ class Task:
         return ", ".join(f"{name} {network.accuracy.overall} %" for name, network in networks)
 
 
-def plan(settings: list[Setting], seeds: list[int], given: Mapping[str, Any], jobs: int) -> list[Task]:
+def plan(chosen: list[Setting], seeds: list[int], given: Mapping[str, Any], jobs: int) -> list[Task]:
     """A task per setting and seed, with what the setting's script will make of the options `given`.
 
     Raises SettingsError for options that no run could have, before anything is run. Those of the imbalance go to the
@@ -108,13 +96,15 @@ def plan(settings: list[Setting], seeds: list[int], given: Mapping[str, Any], jo
     given = {"threads": max(1, (os.cpu_count() or 1) // at_work), **given}
     tasks = []
     for seed in seeds:
-        for setting in settings:
+        for setting in chosen:
             ours = {**given, "dataset": setting.dataset, "seed": seed, "resume": True}
             if setting.majority is not None:
                 ours |= {"majority": setting.majority, "ratio": setting.ratio}
             complete = settings_from(setting.study, **ours)
             kernel, _ = choose_kernel(complete.kernel, complete.device)
-            tasks.append(Task(setting, replace(complete, kernel=kernel), tuple(as_arguments(ours))))
+            settings = replace(complete, kernel=kernel)
+            run = RunDirectory(Path(settings.out) / settings.run_name)
+            tasks.append(Task(settings, tuple(as_arguments(ours)), run))
     return tasks
 
 
@@ -131,7 +121,7 @@ def gpus_of(slot: int, processes: int) -> dict[str, str]:
 class Scheduler:
     """`jobs` runs at a time, each over `processes` processes; the GPUs of slot i are those of `first_slot` + i."""
 
-    def __init__(self, jobs: int, processes: int = 1, first_slot: int = 0) -> None:
+    def __init__(self, jobs: int, processes: int, first_slot: int) -> None:
         self.failed: dict[Task, str] = {}
         self._jobs = jobs
         self._processes = processes
@@ -145,21 +135,27 @@ class Scheduler:
     def run(self, tasks: list[Task]) -> None:
         """Run the tasks that are not finished, and collect why some `failed`. KeyboardInterrupt stops all of them."""
         waiting = [task for task in tasks if not task.run.finished]
-        progress = Progress(tasks)
         for task in waiting:
             with suppress(OSError):
                 task.run.fail(None)
-        with ThreadPoolExecutor(self._jobs) as pool:
+        terminal = sys.stderr.isatty()
+        total, before = sum(task.epochs for task in tasks), sum(task.done for task in tasks)
+        shape = "{desc} {percentage:3.0f}%|{bar:20}| {remaining} left{postfix}"
+        shown = {"desc": "study", "bar_format": shape, "file": sys.stderr if terminal else io.StringIO()}
+        with tqdm(total=total, initial=before, **shown) as bar, ThreadPoolExecutor(self._jobs) as pool:
             futures = {pool.submit(self._run, task): task for task in waiting}
             try:
                 while futures:
-                    for future in wait(futures, POLL_SECONDS, FIRST_COMPLETED).done:
-                        progress.say(self._end(futures.pop(future), future.result()))
-                    progress.update()
+                    ended = wait(futures, POLL_SECONDS, FIRST_COMPLETED).done
+                    lines = [self._end(futures.pop(future), future.result()) for future in ended]
+                    bar.n = sum(task.epochs if task in self.failed else task.done for task in tasks)
+                    bar.set_postfix_str(f"{len(tasks) - len(futures)} of {len(tasks)} runs", refresh=terminal)
+                    for line in lines:
+                        bar.write(line if terminal else f"{line}  [{bar}]")
+                    sys.stdout.flush()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._stop()
-                progress.close()
 
     def _run(self, task: Task) -> str | None:
         """In a thread: do one task; why it failed, None if it did not."""
@@ -183,8 +179,7 @@ class Scheduler:
         start = [sys.executable]
         if self._processes > 1:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._processes)]
-        launcher = (*LAUNCHER, "TORCHELASTIC")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         with self._lock:
             if self._stopped:
                 return None
@@ -230,40 +225,3 @@ def reason(task: Task, status: int, log_start: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line for line in lines if ": error: " in line] or lines
     return told[-1] if told else f"exit status {status}"
-
-
-class Progress:
-    """A bar over the work of all tasks; outside a terminal, the time left behind the line of each run that ends."""
-
-    def __init__(self, tasks: list[Task]) -> None:
-        self._tasks = tasks
-        self._total = sum(task.work for task in tasks)
-        self._began, self._before = time.monotonic(), self._done()
-        shape = "{desc} {percentage:3.0f}%|{bar}| {postfix}"
-        self._bar = tqdm(total=self._total, initial=self._before, disable=None, bar_format=shape, desc="study")
-
-    def update(self) -> None:
-        """Show what the runs have done since."""
-        if not self._bar.disable:
-            self._bar.n = self._done()
-            self._bar.set_postfix_str(self._summary())
-
-    def say(self, line: str) -> None:
-        """A line above the bar."""
-        tqdm.write(f"{line}  [{self._summary()}]" if self._bar.disable else line)
-        sys.stdout.flush()
-
-    def close(self) -> None:
-        """The bar stays as it is."""
-        self._bar.close()
-
-    def _done(self) -> float:
-        return sum(task.work if task.run.failed else min(task.work, task.done) for task in self._tasks)
-
-    def _summary(self) -> str:
-        over = sum(task.run.finished or task.run.failed for task in self._tasks)
-        done = self._done()
-        if done <= self._before:
-            return f"{over} of {len(self._tasks)} runs, time left not known yet"
-        seconds = (self._total - done) / (done - self._before) * (time.monotonic() - self._began)
-        return f"{over} of {len(self._tasks)} runs, about {tqdm.format_interval(seconds)} left"

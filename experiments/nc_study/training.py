@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,7 @@ from . import distributed
 from .config import Settings, StudyError
 from .data import StudyData
 from .models import build, project, widened
-from .record import Collapse, Epoch, Seconds, SolverColumns, SolverSummary, TestPass, TrainPass
+from .record import Collapse, Epoch, Seconds, SolverColumns, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 256
@@ -31,18 +30,9 @@ WARM_UP = 0.05
 class SolverTally:
     """Sums over the solves of one pass, class by class, kept on the device until they are read."""
 
-    _FIELDS = (
-        "samples",
-        "finite",
-        "iterations",
-        "residual",
-        "converged",
-        "max_iter",
-        "nonfinite",
-        "stalled",
-        "skipped",
-    )
+    _COUNTS = ("max_iter", "nonfinite", "stalled", "skipped")
     _MEANS = {"iterations": "samples", "residual": "finite", "converged": "samples"}  # and what each is divided by
+    _FIELDS = ("samples", "finite", *_MEANS, *_COUNTS)
 
     def __init__(self, device: torch.device, classes: int) -> None:
         self._classes = torch.arange(classes, device=device)
@@ -77,7 +67,7 @@ class SolverTally:
             for name, base in self._MEANS.items()
         }
         overall: dict[str, Any] = {name: values[0] for name, values in means.items()}
-        overall |= {name: int(rows[0][name]) for name in ("max_iter", "nonfinite", "stalled", "skipped")}
+        overall |= {name: int(rows[0][name]) for name in self._COUNTS}
         return SolverSummary(**overall, per_class=SolverColumns(**{name: values[1:] for name, values in means.items()}))
 
 
@@ -151,10 +141,10 @@ class Trainer:
         collapse = self.measure_collapse() if epoch in (1, last) or epoch % every == 0 else None
         clock.append(time.perf_counter())
         spent = Seconds(*(round(after - before, 3) for before, after in pairwise(clock)))
-        return Epoch(epoch, trained, tested, collapse, spent)
+        return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent)
 
-    def train_epoch(self, epoch: int, progress: tqdm[Any]) -> TrainPass:
-        """One pass over the augmented training images."""
+    def train_epoch(self, epoch: int, progress: tqdm[Any]) -> dict[str, Any]:
+        """One pass over the augmented training images; the fields of `Epoch` that come of it."""
         self.network.train()
         device, settings = self.data.train_images.device, self.settings
         tally, sums = SolverTally(device, self.data.classes), torch.zeros(3, dtype=torch.float64, device=device)
@@ -163,19 +153,21 @@ class Trainer:
             rate = learning_rate(settings, (epoch - 1 + (step + 0.5) / steps) / settings.epochs)
             self.optimizer.param_groups[0]["lr"] = rate
             sums += self.train_step(images, labels, tally)
-            self._show(progress, epoch, sums)
+            if progress.update():  # redrawn, a few times a second: only then are the sums fetched from the device
+                shown, _, count = sums.tolist()
+                progress.set_postfix_str(f"epoch {epoch}, loss {shown / max(1, count):.3f}")
         distributed.share_statistics(self.network)
         loss, right, count = distributed.total(sums).tolist()
         if not math.isfinite(loss):
-            distributed.from_first(partial(_refuse_to_go_on, epoch, settings.lr))
-        mean = loss / count if count else None
-        return TrainPass(rate, mean, 100 * right / count if count else None, tally.summary())
-
-    def _show(self, progress: tqdm[Any], epoch: int, sums: Tensor) -> None:
-        """Move the bar on. Only when it was redrawn, a few times a second, are the sums fetched from the device."""
-        if progress.update():
-            loss, _, count = sums.tolist()
-            progress.set_postfix_str(f"epoch {epoch}, loss {loss / max(1, count):.3f}")
+            if not distributed.is_first():
+                raise SystemExit(1)
+            raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {settings.lr:g} is too large")
+        return {
+            "lr": rate,
+            "loss": loss / count if count else None,
+            "train_accuracy": 100 * right / count if count else None,
+            "train_solver": tally.summary(),
+        }
 
     def train_step(self, images: Tensor, labels: Tensor, tally: SolverTally) -> Tensor:
         """A step of the optimiser, if any sample of the whole batch can be kept; loss, right answers and number of this
@@ -234,12 +226,12 @@ def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) ->
     if 0 < done < settings.epochs:
         print(f"{model}: going on after epoch {done}", flush=True)
     steps = data.steps(settings.batch_size)
-    hidden = None if distributed.is_first() else True  # None: outside a terminal
-    bar = {"desc": model, "unit": "batch", "disable": hidden}
+    bar = {"desc": model, "unit": "batch", "disable": None if distributed.is_first() else True}  # None: not a terminal
     with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:
         for epoch in range(done + 1, settings.epochs + 1):
             line = trainer.run_epoch(epoch, progress)
-            distributed.from_first(partial(keep, trainer, model, run, line))
+            distributed.from_first(run.append, model, line)
+            distributed.from_first(run.save, model, trainer.state(epoch))
             progress.write(describe(model, line, settings.epochs))
             sys.stdout.flush()
     return trainer
@@ -264,34 +256,20 @@ def restore(trainer: Trainer, model: str, run: RunDirectory) -> int:
     return int(state["epoch"])
 
 
-def keep(trainer: Trainer, model: str, run: RunDirectory, line: Epoch) -> None:
-    """Write the line and the checkpoint of a finished epoch."""
-    run.append(model, line)
-    run.save(model, trainer.state(line.epoch))
-
-
-def _refuse_to_go_on(epoch: int, lr: float) -> None:
-    raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {lr:g} is too large")
-
-
-def accuracies(test: Inference, data: StudyData, last: bool) -> TestPass:
-    """Percent right of each class, and the means over all, the majority's and the minority's (None if balanced)."""
-    confusion = confusion_matrix(test, data.classes)
+def accuracies(test: Inference, data: StudyData, last: bool) -> dict[str, Any]:
+    """The fields of `Epoch` that come of the test images: a group's accuracy is the mean over its classes."""
+    truth = test.labels * data.classes + test.predictions
+    confusion = torch.bincount(truth, minlength=data.classes**2).view(data.classes, data.classes)
     per_class = 100 * confusion.diagonal().double() / confusion.sum(1)
     split = data.majority < data.classes
-    return TestPass(
-        overall=per_class.mean().item(),
-        majority=per_class[: data.majority].mean().item() if split else None,
-        minority=per_class[data.majority :].mean().item() if split else None,
-        per_class=tuple(per_class.tolist()),
-        solver=test.solver,
-        confusion=tuple(map(tuple, confusion.tolist())) if last else None,
-    )
-
-
-def confusion_matrix(test: Inference, classes: int) -> Tensor:
-    """(K, K) int64: how many images of class i were taken for class j."""
-    return torch.bincount(test.labels * classes + test.predictions, minlength=classes**2).view(classes, classes)
+    return {
+        "overall": per_class.mean().item(),
+        "majority": per_class[: data.majority].mean().item() if split else None,
+        "minority": per_class[data.majority :].mean().item() if split else None,
+        "per_class": tuple(per_class.tolist()),
+        "confusion": tuple(map(tuple, confusion.tolist())) if last else None,
+        "test_solver": test.solver,
+    }
 
 
 def autocast(settings: Settings) -> torch.autocast:
@@ -301,11 +279,11 @@ def autocast(settings: Settings) -> torch.autocast:
 
 def describe(model: str, line: Epoch, epochs: int) -> str:
     """A finished epoch in a line."""
-    test, solver, loss = line.test, line.train.solver, line.train.loss
+    solver, loss = line.train_solver, line.loss
     shown = "every sample was left out" if loss is None else f"loss {loss:.3f}"
-    parts = [f"{model:8} {line.epoch:3}/{epochs}", shown, f"test {test.overall:.2f} %"]
-    if test.minority is not None:
-        parts[-1] += f" (majority {test.majority:.2f}, minority {test.minority:.2f})"
+    parts = [f"{model:8} {line.epoch:3}/{epochs}", shown, f"test {line.overall:.2f} %"]
+    if line.minority is not None:
+        parts[-1] += f" (majority {line.majority:.2f}, minority {line.minority:.2f})"
     if solver:
         parts.append(f"{solver.iterations:.1f} evaluations, {100 * (solver.converged or 0):.1f} % converged")
         if solver.skipped:

@@ -31,26 +31,26 @@ class PeeledSettings:
         "both",
         choices=("both", *FEATURES),
     )
-    seeds: str = option("study", "of the starting points, with commas; the best end is reported", "0,1,2", kind=str)
+    seeds: str = option("study", "of the starting points, with commas; the best end is reported", "0,1,2")
 
-    classes: int = option("problem", "K", 10, kind=int, minimum=2)
-    samples: int = option("problem", "samples of a class, of a majority class (n, n_A)", 20, kind=int, minimum=2)
-    ratio: int = option("problem", "n_A/n_B of the imbalanced part (R)", 10, kind=int, minimum=2)
-    majority: int = option("problem", "classes with n_A samples (K_A)", 5, kind=int, minimum=2)
-    dimension: int = option("problem", "length of a feature vector (D), at least K", 16, kind=int, minimum=2)
-    e_w: str = option("problem", "bounds E_W on the classifier, with commas: a study for each", "0.01,100", kind=str)
+    classes: int = option("problem", "K", 10, minimum=2)
+    samples: int = option("problem", "samples of a class, of a majority class (n, n_A)", 20, minimum=2)
+    ratio: int = option("problem", "n_A/n_B of the imbalanced part (R)", 10, minimum=2)
+    majority: int = option("problem", "classes with n_A samples (K_A)", 5, minimum=2)
+    dimension: int = option("problem", "length of a feature vector (D), at least K", 16, minimum=2)
+    e_w: str = option("problem", "bounds E_W on the classifier, with commas: a study for each", "0.01,100")
     e_h: str = option(
         "problem",
         "bounds E_H, in ]0, 1[, on the layer's Frobenius norm and the features, one for each E_W",
         "0.01,0.5",
         kind=str,
     )
-    ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000", kind=str)
+    ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000")
 
-    steps: int = option("machine", "most L-BFGS steps of a solve", 400, kind=int, minimum=1)
-    tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, kind=float, above=0)
-    threads: int = option("machine", "CPU threads; the matrices are small", 1, kind=int, minimum=1)
-    out: str = option("machine", "folder for layer_peeled.json, .md and the figures", "runs/layer_peeled", kind=str)
+    steps: int = option("machine", "most L-BFGS steps of a solve", 400, minimum=1)
+    tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, above=0)
+    threads: int = option("machine", "CPU threads; the matrices are small", 1, minimum=1)
+    out: str = option("machine", "folder for layer_peeled.json, .md and the figures", "runs/layer_peeled")
 
     def __post_init__(self) -> None:
         for spec in fields(self):

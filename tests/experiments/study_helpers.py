@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
@@ -28,8 +29,6 @@ from nc_study.record import (
     SolverColumns,
     SolverSummary,
     SpectralRadius,
-    TestPass,
-    TrainPass,
 )
 from nc_study.results import network_result, run_result
 
@@ -43,6 +42,22 @@ TINY = [
     *("--epochs", "3", "--batch-size", "16", "--metrics-every", "2", "--threads", "1"),
 ]
 RUN = "shapes-k3-r10-quick-both-broyden-jfb-seed0"
+KILLED = """
+import os, signal, sys
+from nc_study.cli import main
+from nc_study.training import Trainer
+step, left = Trainer.train_step, [int(sys.argv[1])]
+
+def train_step(self, *arguments):
+    left[0] -= 1
+    if left[0] == 0 and os.environ.get("RANK", "1") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *arguments)
+
+Trainer.train_step = train_step
+sys.exit(main("cifar_lt", None, sys.argv[2:]))
+"""
+"""A study whose process, or whose second one, is killed at the step that the first argument counts; 0: at none."""
 
 
 def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
@@ -109,38 +124,42 @@ def write_cifar(root: Path, dataset: Any, per_class: int, monkeypatch: pytest.Mo
     """Files in the format of torchvision's CIFAR class, whose checksums it then expects; {"train", "test"} labels."""
     folder = root / dataset.base_folder
     folder.mkdir(parents=True)
-    key = "labels" if dataset.__name__ == "CIFAR10" else "fine_labels"
-    classes = 10 if key == "labels" else 100
+    key, classes = ("labels", 10) if dataset.__name__ == "CIFAR10" else ("fine_labels", 100)
     random = np.random.default_rng(0)
 
-    def write(name: str, content: dict[str, Any]) -> list[str]:
+    def write(name: str, content: dict[str, Any]) -> str:
         data = pickle.dumps(content)
         (folder / name).write_bytes(data)
-        return [name, hashlib.md5(data).hexdigest()]
-
-    def batch(name: str) -> tuple[list[str], np.ndarray]:
-        labels = random.permutation(np.arange(per_class * classes) % classes)
-        pixels = random.integers(256, size=(len(labels), 3072), dtype=np.uint8)
-        return write(name, {"data": pixels, key: labels.tolist()}), labels
+        return hashlib.md5(data).hexdigest()
 
     labels = {}
-    for split, attribute in (("train", "train_list"), ("test", "test_list")):
-        written = [batch(name) for name, _ in getattr(dataset, attribute)]
-        monkeypatch.setattr(dataset, attribute, [entry for entry, _ in written])
-        labels[split] = np.concatenate([part for _, part in written])
-    names = {dataset.meta["key"]: [str(label) for label in range(classes)]}
-    _, md5 = write(dataset.meta["filename"], names)
+    for split in ("train", "test"):
+        found, entries = [], []
+        for name, _ in getattr(dataset, f"{split}_list"):
+            found.append(random.permutation(np.arange(per_class * classes) % classes))
+            pixels = random.integers(256, size=(len(found[-1]), 3072), dtype=np.uint8)
+            entries.append([name, write(name, {"data": pixels, key: found[-1].tolist()})])
+        monkeypatch.setattr(dataset, f"{split}_list", entries)
+        labels[split] = np.concatenate(found)
+    md5 = write(dataset.meta["filename"], {dataset.meta["key"]: [str(label) for label in range(classes)]})
     monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
     return labels
 
 
-def collapse(**given: Any) -> Collapse:
-    """Made-up metrics."""
-    values = {"nc1": 3.0, "rank": 9, "condition": 0.1, "nc2": 1.0, "nc2_paper": 0.9, "nc2_centered": 1.0, "nc3": 0.9}
-    return Collapse(**{**values, "nc3_centered": 0.8, "nc4": 0.5, "num_classes": 10, "excluded": 0, **given})
+def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int = 0) -> None:
+    """After so many more synced files the disk is full."""
+    sync, left = os.fsync, [writes]
+
+    def fsync(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
 
 
-def solver_summary(classes: int = 10) -> SolverSummary:
+def solver_summary(classes: int) -> SolverSummary:
     """Made-up solves, in which class k takes k percent more of everything than class 0."""
     means = {"iterations": 11.0, "residual": 5e-4, "converged": 0.9}
     per_class = {name: tuple(value * (1 + k / 100) for k in range(classes)) for name, value in means.items()}
@@ -153,18 +172,21 @@ def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0
     random = np.random.default_rng([number, deq, settings.seed])
     split = settings.majority is not None
     solver = solver_summary(classes) if deq else None
+    metrics = {"rank": 9, "condition": 0.1, "nc2_paper": 0.9, "nc2_centered": 1.0, "nc3_centered": 0.8, "nc4": 0.5}
+    metrics |= {"num_classes": 10, "excluded": 0}
     return Epoch(
         epoch=number,
-        train=TrainPass(lr=0.1, loss=1.0, accuracy=50.0, solver=solver),
-        test=TestPass(
-            overall=40 + settings.seed + number / 10 + gain,
-            majority=80.0 + gain if split else None,
-            minority=20 + settings.seed / 10 + gain if split else None,
-            per_class=(40.0,) * classes,
-            solver=solver,
-            confusion=tuple(map(tuple, random.integers(0, 9, (classes, classes)).tolist())),
-        ),
-        nc=collapse(nc1=3 / number, nc2=1.0 - gain / 10, nc3=0.9 - gain / 10) if number % 2 == 0 else None,
+        lr=0.1,
+        loss=1.0,
+        train_accuracy=50.0,
+        overall=40 + settings.seed + number / 10 + gain,
+        majority=80.0 + gain if split else None,
+        minority=20 + settings.seed / 10 + gain if split else None,
+        per_class=(40.0,) * classes,
+        confusion=tuple(map(tuple, random.integers(0, 9, (classes, classes)).tolist())),
+        train_solver=solver,
+        test_solver=solver,
+        nc=Collapse(**metrics, nc1=3 / number, nc2=1.0 - gain / 10, nc3=0.9 - gain / 10) if number % 2 == 0 else None,
         seconds=Seconds(train=1.0, test=0.25, metrics=0.5),
     )
 

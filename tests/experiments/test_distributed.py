@@ -10,7 +10,7 @@ from nc_study import distributed, training
 from nc_study.config import StudyError, settings_from
 from nc_study.record import RunResult, read_record
 from nc_study.training import SolverTally, Trainer
-from study_helpers import CPU, HERE, RUN, TINY, assert_same, float64, python, shapes_data
+from study_helpers import CPU, HERE, KILLED, RUN, TINY, assert_same, float64, python, shapes_data
 
 UNITS = """
 import sys, torch, test_distributed
@@ -101,19 +101,7 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
 
 def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(
-        "import os, signal, sys\n"
-        "from nc_study.cli import main\n"
-        "from nc_study.training import Trainer\n"
-        "step, left = Trainer.train_step, [int(sys.argv[1])]\n"
-        "def train_step(self, *arguments):\n"
-        "    left[0] -= 1\n"
-        "    if left[0] == 0 and os.environ['RANK'] == '1':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return step(self, *arguments)\n"
-        "Trainer.train_step = train_step\n"
-        "sys.exit(main('cifar_lt', None, sys.argv[2:]))\n"
-    )
+    program.write_text(KILLED)
     arguments = (*TINY, "--model", "explicit", "--out", str(tmp_path))
     folder = tmp_path / RUN.replace("both", "explicit")
     killed = together(str(program), "10", *arguments)  # in the second epoch of 7 steps
@@ -128,7 +116,7 @@ def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     assert sum(line.startswith("results: ") for line in lines) == 1
     result = read_record(RunResult, folder / "result.json")
     assert result.machine.processes == 2 and result.command.startswith("torchrun --nproc-per-node 2 ")
-    assert result.networks["explicit"].curves.epoch == (1, 2, 3)
+    assert result.networks["explicit"].curves["epoch"] == (1, 2, 3)
 
     again = together(str(program), "0", *arguments)
     assert again.returncode != 0 and again.stderr.count("cifar_lt.py: error: ") == 1

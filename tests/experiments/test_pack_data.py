@@ -44,32 +44,25 @@ def error_of(capsys, *arguments):
     return lines[0]
 
 
-def test_a_missing_piece_is_noticed(packed, tmp_path, capsys):
-    sorted(packed[1].iterdir())[1].unlink()
+def test_a_missing_or_damaged_piece_is_noticed(packed, tmp_path, capsys):
+    _, piece, *rest = sorted(packed[1].iterdir())
+    content = bytearray(piece.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    for damaged in (content, b"half"):
+        piece.write_bytes(damaged)
+        assert f"{piece} is no piece, or damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
+    piece.unlink()
     assert "a piece is missing or damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
-    sorted(packed[1].iterdir())[-1].unlink()  # the only piece of the file with the classes' names
+    rest[-1].unlink()  # the only piece of the file with the classes' names
     assert "has no piece of" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
 
 
-def test_a_damaged_piece_is_named(packed, tmp_path, capsys):
-    piece = sorted(packed[1].iterdir())[1]
-    content = bytearray(piece.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    piece.write_bytes(content)
-    assert f"{piece} is no piece, or damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
-    piece.write_bytes(b"half")
-    assert f"{piece} is no piece, or damaged" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
-
-
-def test_a_piece_cannot_write_elsewhere(tmp_path, capsys):
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as members:
-        members.writestr("fact.json", json.dumps({"file": "../elsewhere", "first": 0}))
-    assert "no file of CIFAR" in error_of(capsys, "unpack", tmp_path, tmp_path / "back")
-
-
-def test_folders_without_data_are_errors(tmp_path, capsys):
+def test_what_holds_no_data_set_is_an_error(tmp_path, capsys):
     assert "does not hold cifar10" in error_of(capsys, "pack", tmp_path, tmp_path / "out")
     assert "holds no pieces" in error_of(capsys, "unpack", tmp_path, tmp_path / "back")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as members:  # a piece cannot write elsewhere
+        members.writestr("fact.json", json.dumps({"file": "../elsewhere", "first": 0}))
+    assert "no file of CIFAR" in error_of(capsys, "unpack", tmp_path, tmp_path / "back")
 
 
 def test_a_limit_below_what_cannot_be_split_is_an_error(packed, tmp_path, capsys):

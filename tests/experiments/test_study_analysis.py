@@ -46,9 +46,6 @@ def test_an_explicit_network_has_features_and_no_radius(data, tmp_path):
     write_arrays(tmp_path / "features.npz", {"explicit": arrays})
     back = read_arrays(tmp_path / "features.npz")
     assert (back["explicit"]["features"] == arrays["features"]).all() and list(back) == ["explicit"]
-
-
-def test_damaged_arrays_are_an_error_that_names_the_file(tmp_path):
     (tmp_path / "features.npz").write_bytes(b"half")
     with pytest.raises(StudyError, match="features.npz cannot be read"):
         read_arrays(tmp_path / "features.npz")

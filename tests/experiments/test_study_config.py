@@ -60,17 +60,14 @@ def test_a_bad_argument_ends_with_status_2_and_its_name(arguments, message, caps
     assert not list(tmp_path.iterdir())
 
 
-def test_cuda_without_a_gpu_is_an_error(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SettingsError, match="--device cuda"):
-        settings_from("cifar_lt", device="cuda")
-
-
-def test_the_balanced_study_knows_no_imbalance():
+def test_settings_that_a_machine_or_a_study_cannot_have(monkeypatch):
     settings = settings_from("cifar_balanced", device="cpu")
     assert settings.setting.majority is None and settings.setting.ratio is None and "balanced" in settings.run_name
     with pytest.raises(SystemExit):
         parse("cifar_balanced", None, ["--ratio", "10"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SettingsError, match="--device cuda"):
+        settings_from("cifar_lt", device="cuda")
 
 
 def test_help_explains_every_option(capsys):

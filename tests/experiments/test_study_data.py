@@ -51,15 +51,13 @@ def test_selection_equals_ldam_index_for_index(ratio):
         ("cifar10", 7, 100, [5000] * 7 + [50] * 3),
         ("cifar100", 3, 50, [500] * 30 + [10] * 70),
         ("cifar100", 5, 100, [500] * 50 + [5] * 50),
+        ("cifar10", None, None, [5000] * 10),
     ],
 )
 def test_class_sizes_are_the_papers(dataset, majority, ratio, sizes):
-    settings = settings_from("cifar_lt", preset="paper", device="cpu", dataset=dataset, majority=majority, ratio=ratio)
+    given = {"preset": "paper", "device": "cpu", "dataset": dataset, "majority": majority, "ratio": ratio}
+    settings = settings_from("cifar_lt" if ratio else "cifar_balanced", **given)
     assert class_sizes(settings) == sizes
-
-
-def test_the_balanced_study_keeps_as_many_of_every_class():
-    assert class_sizes(settings_from("cifar_balanced", preset="paper", device="cpu")) == [5000] * 10
 
 
 def test_more_images_than_there_are_is_an_error():
@@ -73,15 +71,11 @@ def test_shapes_depend_on_the_seed_alone(classes):
     state = np.random.get_state()[1].copy()
     images, again = draw_shapes(labels, classes, seed=4)[0], draw_shapes(labels, classes, seed=4)[0]
     assert images.shape == (300, 32, 32, 3) and images.dtype == np.uint8
+    assert images.min() == 0 and images.max() == 255
+    assert len(np.unique(images.reshape(300, -1), axis=0)) == 300
     assert (images == again).all()
     assert (images != draw_shapes(labels, classes, seed=5)[0]).any(axis=(1, 2, 3)).all()
     assert (np.random.get_state()[1] == state).all()
-
-
-def test_shapes_fill_the_range_and_differ_between_images():
-    images, _ = draw_shapes(np.zeros(64, np.int64), 10, seed=0)
-    assert images.min() == 0 and images.max() == 255
-    assert len(np.unique(images.reshape(64, -1), axis=0)) == 64
 
 
 def test_crop_and_flip_agree_with_one_image_at_a_time():
@@ -110,16 +104,11 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
     first = list(study.epoch(1, 2, 16))
     torch.manual_seed(99)
     again = list(study.epoch(1, 2, 16))
+    assert torch.bincount(torch.cat([labels for _, labels in first])).tolist() == list(study.counts)
+    assert study.steps(16) == len(first)
     assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, again, strict=True))
     for seed, epoch in ((1, 3), (2, 2)):
         assert not torch.equal(first[0][0], next(iter(study.epoch(seed, epoch, 16)))[0])
-
-
-def test_an_epoch_shows_every_image_once():
-    study = tiny_data(ratio=2)
-    labels = torch.cat([labels for _, labels in study.epoch(0, 1, 16)])
-    assert torch.bincount(labels).tolist() == list(study.counts)
-    assert study.steps(16) == len(list(study.epoch(0, 1, 16)))
 
 
 def test_normalised_shapes_have_mean_0_and_deviation_1():
@@ -145,26 +134,19 @@ def test_cifar_files_are_read(name, dataset, classes, tmp_path, monkeypatch):
     assert torch.bincount(study.test_labels).tolist() == [2] * classes
 
 
-def test_auto_takes_cifar10_where_it_is(tmp_path, monkeypatch):
-    write_cifar(tmp_path, CIFAR10, per_class=1, monkeypatch=monkeypatch)
-    assert find_source("auto", tmp_path).name == "cifar10"
-
-
 @pytest.mark.parametrize("dataset", ["auto", "cifar10"])
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_damaged_files_are_an_error_and_not_replaced_by_shapes(dataset, damage, tmp_path, monkeypatch):
+    (tmp_path / CIFAR10.filename).write_bytes(b"\x1f\x8b half of it")
+    with pytest.raises(StudyError, match="cifar-10-python.tar.gz is damaged or not wholly downloaded"):
+        find_source(dataset, tmp_path)
     write_cifar(tmp_path, CIFAR10, per_class=1, monkeypatch=monkeypatch)
+    assert find_source(dataset, tmp_path).name == "cifar10"
     path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     content = path.read_bytes()
     path.write_bytes(content[:100] + b"?" + content[101:]) if damage == "changed" else path.unlink()
     with pytest.raises(StudyError, match="cifar-10-batches-py is missing, damaged or not wholly copied: restore it"):
         find_source(dataset, tmp_path)
-
-
-def test_a_half_downloaded_archive_is_named(tmp_path):
-    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b half of it")
-    with pytest.raises(StudyError, match="cifar-10-python.tar.gz is damaged or not wholly downloaded"):
-        find_source("auto", tmp_path)
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -214,13 +196,6 @@ def test_a_download_that_breaks_off_leaves_nothing_and_shapes_take_over(served, 
         find_source("cifar10", tmp_path / "data")
 
 
-def test_without_network_shapes_take_over_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/nothing")
-    source = find_source("auto", tmp_path / "data")
-    assert source.name == "shapes" and "refused" in source.reason
-    assert not (tmp_path / "data").exists()
-
-
 def test_a_network_that_never_answers_is_given_up_on(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "NETWORK_SECONDS", 0.2)
     silence = threading.Event()
@@ -238,7 +213,4 @@ def test_a_torchvision_that_cannot_be_imported_is_the_reason(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "torchvision", None)
     source = find_source("auto", tmp_path)
     assert source.name == "shapes" and "torchvision" in source.reason
-
-
-def test_shapes_asked_for_need_no_reason(tmp_path):
     assert find_source("shapes100", tmp_path) == Source("shapes100", "")

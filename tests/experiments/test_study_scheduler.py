@@ -12,7 +12,7 @@ import time
 import pytest
 import study as script
 from nc_study import scheduler
-from nc_study.config import Setting, SettingsError, parse
+from nc_study.config import Setting, parse
 from nc_study.paper import settings_of
 from nc_study.rundir import RunDirectory
 from nc_study.scheduler import gpus_of, plan
@@ -28,7 +28,7 @@ def test_a_task_has_the_settings_that_its_script_makes_of_the_arguments(tmp_path
     tasks = plan(settings_of("1,2", None, "cifar10"), [0, 4], given, jobs=1)
     assert len(tasks) == 8 and len({task.run.path for task in tasks}) == 8
     for task in tasks:
-        assert parse(task.setting.study, None, task.arguments) == task.settings
+        assert parse(task.settings.study, None, task.arguments) == task.settings
     assert [task.settings.seed for task in tasks] == [0] * 4 + [4] * 4
 
 
@@ -36,11 +36,6 @@ def test_a_task_has_the_settings_that_its_script_makes_of_the_arguments(tmp_path
 def test_runs_at_a_time_share_the_cores(jobs, given, threads, monkeypatch):
     monkeypatch.setattr(scheduler.os, "cpu_count", lambda: 8)
     assert plan([Setting("shapes")], [0], given, jobs)[0].settings.threads == threads
-
-
-def test_settings_that_no_run_can_have_end_the_study_before_it_begins():
-    with pytest.raises(SettingsError, match="--ratio 100 leaves minority classes empty at --n-majority 50"):
-        plan(settings_of("2", None, "shapes"), [0], {"n_majority": 50}, jobs=1)
 
 
 def test_the_next_run_gets_the_next_gpus(monkeypatch):
@@ -77,10 +72,10 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     assert script.main([*arguments, "--dry-run"]) == 0
     planned = capsys.readouterr().out
     assert "failed (" in planned and "to be tried again" in planned and "seed 1: finished" in planned
-    assert "left to do: about" in planned and "at the pace of those finished" in planned
+    assert "left to do: 1 of 2 epochs, about 0.0 h" in planned and "at the pace of those finished" in planned
     assert script.main(arguments) == 0
     after = results(tmp_path)
-    assert len(after) == 2 and before.items() <= after.items() and not RunDirectory(bad).failed
+    assert len(after) == 2 and before.items() <= after.items() and RunDirectory(bad).failure is None
 
     capsys.readouterr()
     assert script.main([*arguments, "--lr", "0.5"]) == 1
@@ -113,21 +108,17 @@ def wait_for(condition, process, seconds=120):
         time.sleep(0.05)
 
 
-def test_a_file_in_the_place_of_a_folder_fails_that_run_alone(tmp_path, capsys):
+def test_what_no_run_can_begin_with_fails_that_run_alone(tmp_path, capsys, monkeypatch):
     (tmp_path / RUN).touch()
     assert script.main([*ONE_EPOCH, "--seeds", "0,1", "--out", str(tmp_path)]) == 1
-    assert "seed 0 failed: cannot be started" in capsys.readouterr().err
-    assert len(results(tmp_path)) == 1
+    assert "seed 0 failed: cannot be started" in capsys.readouterr().err and len(results(tmp_path)) == 1
 
-
-def test_a_run_of_another_version_is_refused_before_any_work(tmp_path, capsys):
+    (tmp_path / RUN).unlink()
     (tmp_path / RUN).mkdir()
     (tmp_path / RUN / "result.json").write_text("{}")
     assert script.main([*ONE_EPOCH, "--out", str(tmp_path)]) == 1
     assert "was written by an older version" in capsys.readouterr().err
 
-
-def test_without_the_data_the_runs_that_need_them_fail_and_the_study_ends(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     arguments = [*ONE_EPOCH, "--dataset", "cifar10", "--out", str(tmp_path / "runs")]
     assert script.main([*arguments, "--data-root", str(tmp_path / "none")]) == 1
@@ -155,7 +146,7 @@ def test_the_end_by_a_signal_is_named(tmp_path):
         (["--table", "1", "--out", ""], "--out '': must not be empty"),
         (["--table", "1", "--seeds", "a"], "a: different whole numbers"),
         (["--table", "1", "--dataset", "mnist"], "invalid choice: 'mnist'"),
-        (["--table", "1", "--epochs", "0"], "--epochs 0: at least 1"),
+        (["--table", "2", "--n-majority", "50"], "--ratio 100 leaves minority classes empty at --n-majority 50"),
         (["--table", "1", "--spread"], "only under torchrun with two or more processes"),
     ],
 )
