@@ -23,6 +23,7 @@ ZERO = 1e-2
 # Quantities at infinite R, each a key of THEORY.
 LIMIT = tuple(f"majority_{name}" for name in ("nc1", "nc2", "nc2_centered"))
 LIMIT += tuple(f"minority_{name}" for name in ("weight", "feature", "spread"))
+ALIKE = ("majority_nc2", "minority_weight", "minority_feature")  # in which both networks are said to be nearly alike
 
 
 def about_zero(value: float | None) -> str:
@@ -76,8 +77,10 @@ def _judged(
     }
 
 
-def _shown(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:.3g}"
+def _zero(bounds: Row, key: str, value: float | None, text: str, model: str | None = None) -> Row:
+    """Make the row of a claim that a number is 0, which `{}` in the text stands for."""
+    shown = "undefined" if value is None else f"{value:.3g}"
+    return _judged(bounds, key, about_zero(value), value, text.format(shown), model)
 
 
 def _scale(record: Row) -> float:
@@ -100,27 +103,27 @@ def balanced_claims(part: Row) -> list[Row]:
 
 
 def _collapse_claims(bounds: Row, model: str, record: Row) -> list[Row]:
-    rows = []
-    for name in ("nc1", "nc2", "nc3"):
-        value = record["nc"][name]
-        text = f"{name.upper()} = {_shown(value)} at the best point found"
-        if name == "nc2" and about_zero(value) == FAILS:
-            etf = math.log(len(record["spectrum"])) - record["etf_loss"]
-            text += f"; it lies {record['below_chance']:.4g} below log K, the best simplex ETF only {etf:.4g}"
-        rows.append(_judged(bounds, f"balanced {name}", about_zero(value), value, f"{text}.", model))
-    weights, duality = record["weight_gram_error"], record["duality_error"]
+    nc, weights, duality = record["nc"], record["weight_gram_error"], record["duality_error"]
+    apart = ""
+    if about_zero(nc["nc2"]) == FAILS:
+        etf = math.log(len(record["spectrum"])) - record["etf_loss"]
+        apart = f"; it lies {record['below_chance']:.4g} below log K, the best simplex ETF only {etf:.4g}"
     text = f"Relative errors: W W^T {weights:.2g}, sqrt(E_W/E_H) W H {duality:.2g}."
-    error = max(weights, duality)
-    return [*rows, _judged(bounds, "balanced gram", about_zero(error), error, text, model)]
+    return [
+        _zero(bounds, "balanced nc1", nc["nc1"], "NC1 = {} at the best point found.", model),
+        _zero(bounds, "balanced nc2", nc["nc2"], f"NC2 = {{}} at the best point found{apart}.", model),
+        _zero(bounds, "balanced nc3", nc["nc3"], "NC3 = {} at the best point found.", model),
+        _zero(bounds, "balanced gram", max(weights, duality), text, model),
+    ]
 
 
 def _bound_claims(bounds: Row, model: str, record: Row) -> list[Row]:
     loss, scale, rows = record["loss"], _scale(record), []
     for name, bound in record["paper_bound"].items():
-        text = f"Loss {loss:.6g}, bound {bound:.6g}"
-        text += "; below 0, so that it says nothing." if bound <= 0 else "."
-        verdict = at_least(loss, bound, scale)
-        rows.append(_judged(bounds, f"bound {model}", verdict, loss - bound, text, model, name=name))
+        text = f"Loss {loss:.6g}, bound {bound:.6g}{'; below 0, so that it says nothing' if bound <= 0 else ''}."
+        rows.append(
+            _judged(bounds, f"bound {model}", at_least(loss, bound, scale), loss - bound, text, model, name=name)
+        )
     bound = record["paper_bound"]["repaired"]
     text = f"Loss {loss:.6g}, bound {bound:.6g}, simplex ETF {record['etf_loss']:.6g}."
     return [*rows, _judged(bounds, f"repaired {model}", equal(loss, bound, scale), loss - bound, text, model)]
@@ -138,18 +141,17 @@ def imbalanced_claims(part: Row) -> list[Row]:
     """Judge Theorem 4.1."""
     rows = []
     for bounds in part["bounds"]:
-        own = bounds["comparisons"]["own optimum"]["models"]
+        comparisons = bounds["comparisons"]
+        own = comparisons["own optimum"]["models"]
         for model, record in own.items():
-            nc1 = record["nc"]["nc1"]
-            rows.append(_judged(bounds, "imbalanced nc1", about_zero(nc1), nc1, f"NC1 = {_shown(nc1)}.", model))
+            rows.append(_zero(bounds, "imbalanced nc1", record["nc"]["nc1"], "NC1 = {}.", model))
             rows.append(_condition_claim(bounds, model, record["condition"]))
-        for name, comparison in bounds["comparisons"].items():
+        for name, comparison in comparisons.items():
             rows += _gram_claims(bounds, name, comparison["models"])
         value = bounds["cosine_condition"]
         text = f"{value:.4g}; it is below 1.25 for all E_W > 0 and E_H in ]0, 1[, so that it excludes nothing."
         rows.append(_judged(bounds, "imbalanced nc3 condition", HOLDS if value < 2 else CONDITION, value, text))
-        for name, comparison in bounds["comparisons"].items():
-            rows.append(_cosine_claim(bounds, name, comparison["cosine_ratios"]))
+        rows += [_cosine_claim(bounds, name, one["cosine_ratios"]) for name, one in comparisons.items()]
         rows.append(_loss_claim(bounds, "imbalanced loss", own))
     return rows
 
@@ -157,10 +159,10 @@ def imbalanced_claims(part: Row) -> list[Row]:
 def _condition_claim(bounds: Row, model: str, condition: Row) -> Row:
     verdict = HOLDS if condition["met"] == condition["entries"] else CONDITION
     text = (
-        f"Met by {condition['met']} of {condition['entries']} entries ({condition['met_off_diagonal']} off the "
-        f"diagonal); the entries add up to {condition['sum']:.3g}, and would have to exceed {condition['needed']:.3g}."
+        "Met by {met} of {entries} entries ({met_off_diagonal} off the diagonal); the entries add up to {sum:.3g}, and "
+        "would have to exceed {needed:.3g}."
     )
-    return _judged(bounds, "imbalanced nc2 condition", verdict, condition["met"], text, model)
+    return _judged(bounds, "imbalanced nc2 condition", verdict, condition["met"], text.format(**condition), model)
 
 
 def _gram_claims(bounds: Row, name: str, models: Row) -> list[Row]:
@@ -187,21 +189,14 @@ def limit_claims(part: Row) -> list[Row]:
     for bounds in part["bounds"]:
         last = bounds["rows"][-1]["models"]
         for name in LIMIT:
-            for model, record in last.items():
-                text = f"{name.replace('_', ' ')} = {_shown(record[name])} at R = infinity."
-                rows.append(_judged(bounds, name, about_zero(record[name]), record[name], text, model))
-        rows.append(_alike_claim(bounds, last))
+            text = f"{name.replace('_', ' ')} = {{}} at R = infinity."
+            rows += [_zero(bounds, name, record[name], text, model) for model, record in last.items()]
+        pairs = {name: [last[model][name] for model in MODELS] for name in ALIKE}
+        apart = {name: abs(one - other) for name, (one, other) in pairs.items() if None not in (one, other)}
+        largest = max(apart, key=apart.__getitem__)
+        text = f"The largest difference is {{}}, of the {largest.replace('_', ' ')}."
+        rows.append(_zero(bounds, "limit alike", apart[largest], text))
     return rows
-
-
-def _alike_claim(bounds: Row, last: Row) -> Row:
-    names = ("majority_nc2", "minority_weight", "minority_feature")
-    pairs = {name: [last[model][name] for model in MODELS] for name in names}
-    differences = {name: abs(one - other) for name, (one, other) in pairs.items() if None not in (one, other)}
-    largest = max(differences, key=lambda name: differences[name])
-    value = differences[largest]
-    text = f"The largest difference is {value:.3g}, of the {largest.replace('_', ' ')}."
-    return _judged(bounds, "limit alike", about_zero(value), value, text)
 
 
 def summary(claims: list[Row]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from nc_study.config import MODELS
 from nc_study.figures import COLOURS, LABELS, MARKERS, png
 from nc_study.record import to_json
-from nc_study.reporting.document import markdown_table
+from nc_study.reporting.document import Source, render
 from nc_study.rundir import write_atomically
 
 from .claims import CONDITION, FAILS, HOLDS, ROUNDING, ZERO, summary
@@ -23,50 +23,31 @@ from .theory import SAME
 
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "condition not met", ROUNDING: "no difference"}
 FLOOR = SAME  # what is smaller is 0 to the accuracy of the solves, and drawn here on a logarithmic axis
-
-NOTES = f"""\
-The constraint with E_H is on W_EX h0 and z\\* (“final”: Definition 2.2 and Appendix B.1) or on h0 (“backbone”: what the
-proofs use in (21), (32), (43) and (44)). Under the first the layer drops out: whatever W_EX (invertible) or W_DEQ is,
-some h0 reaches every feature matrix, and both models are the layer-peeled problem (6). Theorem 3.1 needs the first
-reading, Theorems B.3 and 4.1 the second, since under the first nothing can differ between the models. The loss of
-problem (10) is taken as the mean over all samples; as printed, each sum over n_A samples is also multiplied by K_A
-n_A / N. For small bounds on h0 the balanced optimum is no simplex ETF unless K = 2: logits of rank one are best for
-W_EX, and for W_DEQ if E_W <= E_H; its ETF is best only from about E_W = (K-1) E_H on. Optima are the best of several
-random starts, which proves an upper bound of the minimum; “certified gap” bounds what is missing (under the second
-reading from a bound that need not be attained). S is the Gram matrix of K unit vectors in a simplex ETF, times alpha.
-A metric up to {ZERO:g} counts as 0, a relative difference up to {SAME:g} as none."""
-
-BALANCED_NOTE = """\
-(22)/(33) with the constant of Lemma B.1 and its best C1, C2; as printed it has the wrong sign and a factor 1/N, and
-both bounds are negative. Proved bound: no feasible point is below it. KKT: residual of the conditions."""
-
-IMBALANCED_NOTE = """\
-alpha = 1, alpha = E_H: Frobenius distance of the class means' Gram matrix from S; scale-free: after both are given
-norm 1. 0/0: h_k or w_k has collapsed to 0."""
-
-LIMIT_NOTE = """\
-Each class is represented by columns with the weight of the class; at infinite R the minority has none. Minority w and
-h: largest norm, relative to that of the majority; spread: largest distance between two minority classifiers, likewise;
-cosine: mean over their pairs (–: they are 0)."""
+LIMIT = {
+    "majority_nc1": "majority NC1",
+    "majority_nc2": "NC2 of K_A",
+    "majority_nc2_centered": "centred",
+    "minority_weight": "minority w",
+    "minority_feature": "minority h",
+    "minority_spread": "spread of w",
+    "minority_cosine": "cosine of w",
+    "residual": "KKT",
+}
 
 
 def markdown(result: Row) -> str:
     """Write the result as Markdown: what was solved, and the verdict on each claim under each reading and bound."""
-    settings = result["settings"]
-    parts = [
-        "# Layer-peeled problems",
-        f"K = {settings['classes']}, D = {settings['dimension']}, n = n_A = {settings['samples']}, "
-        f"R = {settings['ratio']}, K_A = {settings['majority']}, seeds {settings['seeds']}; float64, "
-        f"{result['seconds']:.0f} s on {result['machine']['cpu']}, torch {result['versions']['torch']}.",
-        NOTES,
-    ]
-    if result["balanced"]:
-        parts += ["## Balanced classes, problems (7) and (9)", _balanced(result["balanced"]), BALANCED_NOTE]
-    if result["imbalanced"]:
-        parts += ["## Imbalanced classes, problem (10)", _imbalanced(result["imbalanced"]), IMBALANCED_NOTE]
-    if result["limit"]:
-        parts += ["## Rising imbalance, Proposition 4.2", _limit(result["limit"]), LIMIT_NOTE]
-    return "\n\n".join([*parts, *local_minima(result), "## Verdicts", *_verdicts(result["claims"])]) + "\n"
+    tables = {"balanced": _balanced, "imbalanced": _imbalanced, "limit": _limit}
+    return render(
+        Path(__file__).with_name("layer_peeled.md"),
+        result=result,
+        **{part: list(rows(result[part])) if result[part] else [] for part, rows in tables.items()},
+        local=local_minima(result),
+        summary=summary(result["claims"]),
+        verdicts=_verdicts(result["claims"]),
+        zero=ZERO,
+        same=SAME,
+    )
 
 
 def local_minima(result: Row) -> list[str]:
@@ -96,30 +77,42 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _balanced(part: Row) -> str:
-    head = ["bound on, E_W, E_H", "model", "loss", "of the ETF", "proved bound", "(22)/(33)", "NC1", "NC2", "NC3"]
-    rows = []
+def _balanced(part: Row) -> Iterator[Row]:
     for bounds in part["bounds"]:
         for model, record in bounds["models"].items():
-            losses = (record["loss"], record["etf_loss"], record["lower_bound"], record["paper_bound"]["repaired"])
-            collapse = (record["nc"][name] for name in ("nc1", "nc2", "nc3"))
-            rank, starts = sum(value > ZERO for value in record["spectrum"]), record["starts"]
-            row = [place(bounds), LABELS[model], *(f"{loss:.7g}" for loss in losses), *map(_number, collapse)]
-            row += [str(rank), _number(record["residual"]), _number(record["certified_gap"])]
-            rows.append([*row, f"{starts['at_best']} of {starts['count']}", _number(starts["spread"])])
-    return markdown_table([*head, "rank", "KKT", "certified gap", "starts at best", "spread"], rows)
+            starts = record["starts"]
+            yield {
+                "bound on, E_W, E_H": place(bounds),
+                "model": LABELS[model],
+                "loss": f"{record['loss']:.7g}",
+                "of the ETF": f"{record['etf_loss']:.7g}",
+                "proved bound": f"{record['lower_bound']:.7g}",
+                "(22)/(33)": f"{record['paper_bound']['repaired']:.7g}",
+                **{name.upper(): _number(record["nc"][name]) for name in ("nc1", "nc2", "nc3")},
+                "rank": sum(value > ZERO for value in record["spectrum"]),
+                "KKT": _number(record["residual"]),
+                "certified gap": _number(record["certified_gap"]),
+                "starts at best": f"{starts['at_best']} of {starts['count']}",
+                "spread": _number(starts["spread"]),
+            }
 
 
-def _imbalanced(part: Row) -> str:
-    head = ["bound on, E_W, E_H", "compared at", "model", "loss", "NC1", "KKT", "alpha = 1", "alpha = E_H"]
-    rows, many = [], part["majority"]
+def _imbalanced(part: Row) -> Iterator[Row]:
+    many = part["majority"]
     for bounds in part["bounds"]:
         for name, comparison in bounds["comparisons"].items():
             for model, record in comparison["models"].items():
-                row = [place(bounds), name, LABELS[model], f"{record['loss']:.7g}", _number(record["nc"]["nc1"])]
-                row += [_number(record["residual"]), *(f"{value:.5g}" for value in record["distances"].values())]
-                rows.append([*row, _range(record["cosines"][:many]), _range(record["cosines"][many:])])
-    return markdown_table([*head, "scale-free", "cos majority", "cos minority"], rows)
+                yield {
+                    "bound on, E_W, E_H": place(bounds),
+                    "compared at": name,
+                    "model": LABELS[model],
+                    "loss": f"{record['loss']:.7g}",
+                    "NC1": _number(record["nc"]["nc1"]),
+                    "KKT": _number(record["residual"]),
+                    **{scale: f"{distance:.5g}" for scale, distance in record["distances"].items()},
+                    "cos majority": _range(record["cosines"][:many]),
+                    "cos minority": _range(record["cosines"][many:]),
+                }
 
 
 def _range(values: Sequence[float | None]) -> str:
@@ -130,36 +123,29 @@ def _range(values: Sequence[float | None]) -> str:
     return text if len(there) == len(values) else f"{text}, 0/0 for {len(values) - len(there)}"
 
 
-def _limit(part: Row) -> str:
-    columns = {
-        "majority_nc1": "majority NC1",
-        "majority_nc2": "NC2 of K_A",
-        "majority_nc2_centered": "centred",
-        "minority_weight": "minority w",
-        "minority_feature": "minority h",
-        "minority_spread": "spread of w",
-        "minority_cosine": "cosine of w",
-        "residual": "KKT",
-    }
-    rows = []
+def _limit(part: Row) -> Iterator[Row]:
     for bounds in part["bounds"]:
         for line in bounds["rows"]:
             ratio = "infinite" if line["ratio"] is None else f"{line['ratio']:g}"
             for model, record in line["models"].items():
-                row = [place(bounds), f"{ratio} ({line['majority_share']:.4g})", LABELS[model], f"{record['loss']:.7g}"]
-                rows.append([*row, *(_number(record[name]) for name in columns)])
-    return markdown_table(["bound on, E_W, E_H", "R (K_A n_A/N)", "model", "loss", *columns.values()], rows)
+                yield {
+                    "bound on, E_W, E_H": place(bounds),
+                    "R (K_A n_A/N)": f"{ratio} ({line['majority_share']:.4g})",
+                    "model": LABELS[model],
+                    "loss": f"{record['loss']:.7g}",
+                    **{column: _number(record[name]) for name, column in LIMIT.items()},
+                }
 
 
-def _verdicts(claims: list[Row]) -> list[str]:
-    columns = list(dict.fromkeys(place(row) for row in claims))
-    lines: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in claims:
-        key = (row["source"], row["claim"], LABELS.get(row["model"], "both"))
-        lines.setdefault(key, {})[place(row)] = f"{SHORT[row['verdict']]} ({_number(row['value'])})"
-    rows = [[*key, *(found.get(column, "") for column in columns)] for key, found in lines.items()]
-    table = markdown_table(["source", "claim", "model", *columns], rows)
-    return [f"{summary(claims)}. In brackets the number behind a verdict.", table]
+def _verdicts(claims: list[Row]) -> list[Row]:
+    """Make a row of each claim about each model, with a column for each place at which it was judged."""
+    places = dict.fromkeys(map(place, claims), "")
+    rows: dict[tuple[str, ...], Row] = {}
+    for one in claims:
+        names = {"source": one["source"], "claim": one["claim"], "model": LABELS.get(one["model"], "both")}
+        row = rows.setdefault(tuple(names.values()), {**names, **places})
+        row[place(one)] = Source(f"{SHORT[one['verdict']]} ({_number(one['value'])})")
+    return list(rows.values())
 
 
 def write(result: Row, out: Path) -> list[Path]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
@@ -29,7 +27,8 @@ AGREEMENT = 1e-6  # relative difference of log K - loss up to which seeds found 
 def run(settings: PeeledSettings, quiet: bool = False) -> Row:
     """Solve everything asked for; the result as it is written to layer_peeled.json."""
     start, code = time.perf_counter(), commit()
-    with _threads(settings.threads), tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
+    torch.set_num_threads(settings.threads)
+    with tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
         study = Study(settings, bar)
         parts = {name: getattr(study, name)() if name in settings.parts else None for name in PARTS}
     return {
@@ -43,16 +42,6 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Row:
         "seconds": round(time.perf_counter() - start, 1),
         "finished": now(),
     }
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def count_solves(settings: PeeledSettings) -> int:

@@ -13,7 +13,6 @@ from nc_study.reporting.verdicts import (
     FAILS,
     HOLDS,
     UNDECIDED,
-    Interval,
     judge,
     judge_interval,
     paper_differences,
@@ -26,22 +25,13 @@ BALANCED, BALANCED_NC2 = CLAIMS[8], CLAIMS[10]
 SIX = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
 
 
-def test_intervals():
-    found = t_interval([1.0, 2.0, 3.0])
-    # t(0.975; 2) = 4.302653, deviation 1, divided by the root of 3.
-    assert found.mean == 2 and found.high == pytest.approx(2 + 4.302653 / math.sqrt(3), abs=1e-6)
-    assert found.low + found.high == pytest.approx(4)
-    found = t_interval([0.0, 0.0, 0.0, 0.0, 5.0])
-    # t(0.975; 4) = 2.776445, deviation the root of 5.
-    assert found.high - found.mean == pytest.approx(2.776445, abs=1e-6)
-    assert t_interval([1.0, 1.0, 1.0]) == Interval(1.0, 1.0, 1.0)
-
-
-def test_signs():
-    assert sign_test(6, 0) == pytest.approx(2 / 64)
-    assert sign_test(5, 0) == pytest.approx(2 / 32)
-    assert sign_test(5, 1) == pytest.approx(14 / 64)
-    assert sign_test(1, 1) == 1 and sign_test(0, 0) == 1
+def test_intervals_and_signs():
+    # t(0.975; 2) = 4.302653, deviation 1, divided by the root of 3; t(0.975; 4) = 2.776445, deviation the root of 5.
+    half = 4.302653 / math.sqrt(3)
+    assert t_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - half, 2 + half), abs=1e-6)
+    assert t_interval([0.0, 0.0, 0.0, 0.0, 5.0]) == pytest.approx((1 - 2.776445, 1 + 2.776445), abs=1e-6)
+    assert t_interval([1.0, 1.0, 1.0]) == (1.0, 1.0)
+    assert [sign_test(*signs) for signs in ((6, 0), (5, 1), (1, 1), (0, 0))] == pytest.approx([2 / 64, 14 / 64, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -58,91 +48,62 @@ def test_signs():
     ],
 )
 def test_what_an_interval_says(low, high, higher, lower, alike):
-    found = Interval((low + high) / 2, low, high)
-    assert [judge_interval(found, expected) for expected in ("higher", "lower", "alike")] == [higher, lower, alike]
-
-
-@pytest.fixture
-def group(made_up):
-    """The group of runs whose DEQ is ahead by the shifts given, of each seed, in each imbalance (K_A, R)."""
-
-    def build(imbalances):
-        for (majority, ratio), shifts in imbalances.items():
-            for seed, shift in enumerate(shifts):
-                path = made_up(majority=majority, ratio=ratio, seed=seed, shift=shift)
-        (found,) = collect([path.parent]).groups
-        return found
-
-    return build
-
-
-def test_three_seeds_that_agree(group):
-    found = group({(3, 10): [1.0, 1.2, 1.4]})
-    one = judge(found, OVERALL)
-    assert one.verdict == HOLDS and judge(found, MINORITY).verdict == HOLDS
-    assert list(one.evidence[0].differences.values()) == pytest.approx([1.0, 1.2, 1.4])
-    # t(0.975; 2) · 0.2 / root 3.
-    assert one.evidence[0].interval.low == pytest.approx(1.2 - 4.302653 * 0.2 / math.sqrt(3), abs=1e-6)
-    assert "+1.20 points on average over 1 setting (3 pairs); higher in 1, lower in 0" in one.numbers
-    assert "of 1 setting with 3 or more seeds: holds in 1" in one.numbers
-    assert judge(found, NC2).verdict == HOLDS and judge(found, NC2).evidence[0].mean == pytest.approx(-0.12)
-    assert judge(found, NC1).verdict == HOLDS and judge(found, NC1).evidence[0].mean == 0
-
-
-def test_three_seeds_that_do_not_agree(group):
-    found = group({(3, 10): [-1.0, 0.5, 1.0]})
-    assert judge(found, OVERALL).verdict == UNDECIDED and judge(found, NC3).verdict == UNDECIDED
-
-
-def test_the_opposite(group):
-    found = group({(3, 10): [-1.0, -1.1, -1.2], (5, 10): [1.0, 1.1, 1.2]})
-    one = judge(found, OVERALL)
-    assert one.verdict == FAILS and "holds in 1, does not hold in 1" in one.numbers
-    assert [entry.verdict for entry in one.evidence] == [FAILS, HOLDS]
-
-
-def test_a_claim_must_hold_in_every_setting_with_enough_seeds(group):
-    found = group({(3, 10): [1.0, 1.1, 1.2], (5, 10): [-1.0, 0.0, 1.2], (7, 10): [-9.0]})
-    assert judge(found, OVERALL).verdict == UNDECIDED
-
-
-def test_two_seeds_in_one_setting_are_not_enough(group):
-    found = group({(3, 10): [1.0, 1.2]})
-    assert judge(found, OVERALL).verdict == "not enough runs (2)"
-    assert judge(found, OVERALL).evidence[0].interval is None
-    assert judge(found, BALANCED).verdict == "not enough runs (0)"
-    assert judge(found, BALANCED).numbers == "no pair of networks with the same seed"
+    assert [judge_interval(low, high, expected) for expected in ("higher", "lower", "alike")] == [higher, lower, alike]
 
 
 @pytest.mark.parametrize(
-    ("shifts", "overall", "nc2"),
-    [([1.0] * 6, HOLDS, HOLDS), ([-1.0] * 6, FAILS, FAILS), ([1.0] * 5 + [-1.0], UNDECIDED, UNDECIDED)],
+    ("imbalances", "verdicts"),
+    [
+        pytest.param({(3, 10): [1.0, 1.2, 1.4]}, {OVERALL: HOLDS, MINORITY: HOLDS, NC1: HOLDS, NC2: HOLDS}, id="agree"),
+        pytest.param({(3, 10): [-1.0, 0.5, 1.0]}, {OVERALL: UNDECIDED, NC3: UNDECIDED}, id="disagree"),
+        pytest.param({(3, 10): [-1.0, -1.1, -1.2], (5, 10): [1.0, 1.1, 1.2]}, {OVERALL: FAILS}, id="the opposite once"),
+        pytest.param(
+            {(3, 10): [1.0, 1.1, 1.2], (5, 10): [-1.0, 0.0, 1.2], (7, 10): [-9.0]},
+            {OVERALL: UNDECIDED},
+            id="not in all",
+        ),
+        pytest.param(
+            {(3, 10): [1.0, 1.2]}, {OVERALL: "not enough runs (2)", BALANCED: "not enough runs (0)"}, id="two"
+        ),
+        pytest.param({one: [1.0] for one in SIX[:5]}, {OVERALL: "not enough runs (5)"}, id="five signs"),
+        pytest.param(
+            {one: [1.0] for one in SIX}, {OVERALL: HOLDS, NC2: HOLDS, NC1: "not enough runs (6)"}, id="six signs"
+        ),
+        pytest.param({one: [-1.0] for one in SIX}, {OVERALL: FAILS, NC2: FAILS}, id="six signs against"),
+        pytest.param({one: [1.0 if one != SIX[0] else -1.0] for one in SIX}, {OVERALL: UNDECIDED}, id="signs differ"),
+        pytest.param(
+            {one: [-1.0] if one != SIX[0] else [-1.0, 0.4, -0.2] for one in SIX}, {OVERALL: FAILS}, id="signs decide"
+        ),
+    ],
 )
-def test_one_seed_in_six_settings_is_judged_by_signs(group, shifts, overall, nc2):
-    found = group({one: [shift] for one, shift in zip(SIX, shifts, strict=True)})
-    assert judge(found, OVERALL).verdict == overall and judge(found, NC2).verdict == nc2
-    assert judge(found, NC1).verdict == "not enough runs (6)", "no signs can show likeness"
+def test_verdicts_of_runs_whose_deq_is_ahead_by_so_much(made_up, imbalances, verdicts):
+    for (majority, ratio), shifts in imbalances.items():
+        for seed, shift in enumerate(shifts):
+            path = made_up(majority=majority, ratio=ratio, seed=seed, shift=shift)
+    (group,) = collect([path.parent]).groups
+    assert {claim: judge(group, claim).verdict for claim in verdicts} == verdicts
 
 
-def test_where_the_seeds_leave_it_open_the_signs_of_six_settings_decide(group):
-    shifts = [[-1.0, 0.4, -0.2], *([-1.0] for _ in SIX[1:])]
-    found = group(dict(zip(SIX, shifts, strict=True)))
-    assert judge(found, OVERALL).evidence[0].verdict == UNDECIDED
-    assert judge(found, OVERALL).verdict == FAILS
-
-
-def test_one_seed_in_five_settings_is_not_enough(group):
-    assert judge(group({one: [1.0] for one in SIX[:5]}), OVERALL).verdict == "not enough runs (5)"
+def test_the_numbers_behind_a_verdict(made_up):
+    for seed, shift in enumerate((1.0, 1.2, 1.4)):
+        path = made_up(seed=seed, shift=shift)
+    (group,) = collect([path.parent]).groups
+    where = (
+        "on average over 1 setting (3 pairs); higher in 1, lower in 0; of 1 setting with 3 or more seeds: holds in 1"
+    )
+    assert judge(group, OVERALL).numbers == f"DEQ - explicit +1.20 points {where}"
+    assert judge(group, NC1).numbers.startswith("DEQ / explicit ×1 on average")
+    assert judge(group, NC2).numbers.startswith("DEQ - explicit -0.120 on average")
+    assert judge(group, BALANCED).numbers == "no pair of networks with the same seed"
 
 
 def test_the_balanced_claims_take_the_balanced_runs(made_up):
     for seed in range(3):
         path = made_up(study="cifar_balanced", seed=seed, shift=1.0 + seed / 10)
     (found,) = collect([path.parent]).groups
-    assert judge(found, BALANCED).verdict == HOLDS
-    assert judge(found, OVERALL).verdict == "not enough runs (0)"
-    (nc2,) = judge(found, BALANCED_NC2).evidence
-    assert nc2.differences[1] == pytest.approx(math.log(1 - 0.11))
+    assert judge(found, BALANCED).verdict == HOLDS and judge(found, OVERALL).verdict == "not enough runs (0)"
+    ratio = math.prod(1 - shift / 10 for shift in (1.0, 1.1, 1.2)) ** (1 / 3)
+    assert judge(found, BALANCED_NC2).numbers.startswith(f"DEQ / explicit ×{ratio:.3g} on average")
 
 
 def test_an_undefined_metric_is_counted_apart(made_up):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ def escape(text: object) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", re.sub(r"([\\`*\[\]|#~$])", r"\\\1", flat))
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Source:
-    """Make a Markdown table with columns of equal width; those of numbers (marks such as "not run" aside) are aligned
-    to the right. Text is escaped unless it is `Source`."""
-    sides = ["right" if _is_numeric([str(row[column]) for row in rows]) else "left" for column in range(len(columns))]
-    cells = [[escape(value) for value in row] for row in rows]
-    headers = [escape(name) for name in columns]
-    return Source(tabulate(cells, headers, tablefmt="pipe", disable_numparse=True, colalign=sides if rows else None))
+def markdown_table(rows: Sequence[Mapping[str, object]]) -> Source:
+    """Make a Markdown table of at least one row, each by the names of its columns. Columns are of equal width; those of
+    numbers (marks such as "not run" aside) are aligned to the right. Text is escaped unless it is `Source`."""
+    columns = list(rows[0])
+    sides = ["right" if _is_numeric([str(row[column]) for row in rows]) else "left" for column in columns]
+    entries = [[escape(row[column]) for column in columns] for row in rows]
+    headers = [escape(column) for column in columns]
+    return Source(tabulate(entries, headers, tablefmt="pipe", disable_numparse=True, colalign=sides))
 
 
 def _is_numeric(texts: Sequence[str]) -> bool:
@@ -43,29 +44,24 @@ def _is_numeric(texts: Sequence[str]) -> bool:
     return any(starts) and all(start or len(text) < 10 for start, text in zip(starts, texts, strict=True))
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: Path, **values: Any) -> str:
     """Fill in a template of Markdown; values are escaped, an unknown one is an error."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        finalize=escape,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+        finalize=escape, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals["table"] = markdown_table
-    return re.sub(r"\n{3,}", "\n\n", environment.get_template(template).render(values))
+    text = environment.from_string(template.read_text()).render(values, table=markdown_table)
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
 def to_html(title: str, text: str, folder: Path) -> str:
     """Make one page of Markdown, with a list of its sections and its pictures, which are given relative to `folder`."""
     converter = Markdown(extensions=["tables", "toc"], extension_configs={"toc": {"toc_depth": "2-2"}})
-    body = re.sub(r'(<img [^>]*src=")([^"]+)"', lambda found: _inline(found, folder), converter.convert(text))
+
+    def inline(found: re.Match[str]) -> str:
+        content = (folder / html.unescape(found[2])).read_bytes()
+        return f'{found[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'
+
+    body = re.sub(r'(<img [^>]*src=")([^"]+)"', inline, converter.convert(text))
     body = body.replace("</h1>", f"</h1>\n{converter.toc}", 1)  # type: ignore[attr-defined]
-    page = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True).get_template("page.html")
+    page = jinja2.Template((TEMPLATES / "page.html").read_text(), autoescape=True)
     return page.render(title=title, body=body)
-
-
-def _inline(found: re.Match[str], folder: Path) -> str:
-    content = (folder / html.unescape(found[2])).read_bytes()
-    return f'{found[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'

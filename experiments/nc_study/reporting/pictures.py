@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,61 +13,46 @@ from tqdm import tqdm
 from .. import figures
 from ..config import MODELS, Setting
 from ..paper import FIGURES
+from ..record import Curves
 from ..rundir import write_atomically
 from . import class_figures
-from .runs import Group, Run
+from .runs import Group, Run, majority_classes
 from .tables import name_of
 
 COURSE_FIGURES = ("3", "4", "5")
 FEATURE_FIGURE = "2"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A picture to be drawn: the name of its file without ending, its title and caption, and what draws it."""
+@dataclass
+class Picture:
+    """A picture of a report: the name of its file without ending, title, caption and what draws it; then its file
+    relative to the report, or why there is none."""
 
     name: str
     title: str
     caption: str
     draw: Callable[[], Figure]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture in a document: title, caption, and its file relative to the document or why there is none."""
-
-    title: str
-    caption: str
     path: str = ""
     error: str = ""
 
 
-def draw_all(group: Group, folder: Path, first: bool) -> list[Picture]:
-    """Draw every picture of a group into `folder`. Names of the first group have no prefix."""
-    prefix = "" if first else f"{group_slug(group)}-"
-    drawn = []
-    for plan in tqdm(list(plan_pictures(group)), desc="figures", unit="figure", leave=False, disable=None):
-        path = folder / f"{prefix}{plan.name}.png"
+def draw_all(group: Group, folder: Path, prefix: str) -> list[Picture]:
+    """Draw every picture of a group into `folder`, under names that begin with the prefix."""
+    planned = list(plan_pictures(group))
+    for picture in tqdm(planned, desc="figures", unit="figure", leave=False, disable=None):
+        file = f"{prefix}{picture.name}.png"
         try:
-            write_atomically(path, figures.png(plan.draw()))
+            write_atomically(folder / file, figures.png(picture.draw()))
+            picture.path = f"{folder.name}/{file}"
         except class_figures.NoFeatures as error:
-            drawn.append(Picture(plan.title, plan.caption, error=str(error)))
-        else:
-            drawn.append(Picture(plan.title, plan.caption, f"{folder.name}/{path.name}"))
-    return drawn
+            picture.error = str(error)
+    return planned
 
 
-def group_slug(group: Group) -> str:
-    """Return a group's part of file names: its experiment, and digits for what departs from the preset."""
-    known = dict(group.identity)
-    digest = hashlib.sha256(group.name.encode()).hexdigest()[:6]
-    return "-".join([*(known[name] for name in ("dataset", "preset", "solver", "adjoint")), digest])
-
-
-def plan_pictures(group: Group) -> Iterator[Plan]:
+def plan_pictures(group: Group) -> Iterator[Picture]:
     """Plan the paper's figures as far as their settings were run, then what shows all other settings together."""
     rest = group.settings
-    for number in COURSE_FIGURES if group.classes == 10 else ():
+    for number in COURSE_FIGURES:
         settings = _of_figure(group, number)
         if settings:
             yield _course(group, f"figure{number}", settings, number)
@@ -87,13 +71,13 @@ def plan_pictures(group: Group) -> Iterator[Plan]:
 
 
 def _of_figure(group: Group, number: str) -> list[Setting]:
-    """Return the settings of a figure of the paper that were run."""
-    settings = [Setting(group.dataset, *imbalance) for imbalance in FIGURES[number]]
-    return [setting for setting in settings if setting in group.settings]
+    """Return the settings of a figure of the paper that were run; the paper's figures are of ten classes."""
+    wanted = [Setting(group.dataset, *imbalance) for imbalance in FIGURES[number]]
+    return [setting for setting in wanted if setting in group.settings and group.experiment.classes == 10]
 
 
 def _heading(group: Group, setting: Setting) -> str:
-    return f"{group.dataset}, {name_of(setting)}; {group.preset} preset"
+    return f"{group.dataset}, {name_of(setting)}; {group.experiment.preset} preset"
 
 
 def _title(group: Group, number: str | None, other: str) -> str:
@@ -102,22 +86,20 @@ def _title(group: Group, number: str | None, other: str) -> str:
     return f"Figure {number} of the paper{comparable}" if number else other
 
 
-def _course(group: Group, name: str, settings: list[Setting], number: str | None) -> Plan:
+def _course(group: Group, name: str, settings: list[Setting], number: str | None) -> Picture:
     text = "Test accuracy, and NC1 (logarithmic), NC2 and NC3 of the training images, against epoch; "
     text += "; ".join(f"{name_of(setting)}: {_who(group, setting)}" for setting in settings)
     wanted = [Setting(group.dataset, *imbalance) for imbalance in FIGURES.get(number or "", ())]
     if missing := [name_of(setting) for setting in wanted if setting not in settings]:
         text += f". Not run: {' and '.join(missing)}"
-    rows = {
-        _heading(group, setting): {
-            model: [network.curves for network in networks]
-            for model in MODELS
-            if (networks := group.networks(setting, model))
-        }
-        for setting in settings
-    }
+    rows = {_heading(group, setting): _curves(group, setting) for setting in settings}
     title = _title(group, number, "Course of training in the other settings")
-    return Plan(name, title, f"{text}.", partial(figures.study_figure, rows))
+    return Picture(name, title, f"{text}.", partial(figures.study_figure, rows))
+
+
+def _curves(group: Group, setting: Setting) -> dict[str, list[Curves]]:
+    found = {model: [network.curves for network in group.networks(setting, model)] for model in MODELS}
+    return {model: curves for model, curves in found.items() if curves}
 
 
 def _who(group: Group, setting: Setting) -> str:
@@ -131,69 +113,58 @@ def _seeds(runs: dict[int, Run]) -> str:
     return f"seed {min(runs)}" if len(runs) == 1 else f"mean of seeds {', '.join(map(str, runs))}, band: their range"
 
 
-def _features(group: Group, setting: Setting) -> Iterator[Plan]:
+def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     """Plan t-SNE and Gram matrix of the first seed of each network that left its features."""
-    runs = {model: _first_with_features(group, setting, model) for model in MODELS}
-    chosen = {model: run for model, run in runs.items() if run}
+    chosen: dict[str, Path] = {}
+    seeds = []
+    for model in MODELS:
+        for seed, run in group.seeds(setting, model).items():
+            if model not in chosen and (run.path / "features.npz").exists():
+                chosen[model] = run.path / "features.npz"
+                seeds.append(f"seed {seed}")
     if not chosen:
         return
-    number = FEATURE_FIGURE if group.classes == 10 and setting in _of_figure(group, FEATURE_FIGURE) else None
+    number = FEATURE_FIGURE if setting in _of_figure(group, FEATURE_FIGURE) else None
     split = "balanced" if setting.majority is None else f"k{setting.majority}-r{setting.ratio}"
-    title = _title(group, number, f"Features, {name_of(setting)}")
-    seeds = " and ".join(dict.fromkeys(f"seed {run.seed}" for run in chosen.values()))
     text = (
-        f"Features of the first training images of every class, {name_of(setting)}, {seeds}. Above: t-SNE (perplexity "
-        f"{class_figures.PERPLEXITY}, or a third of the images if they are few; PCA start, seed 0). Below: Gram matrix "
-        "H Hᵀ of the features, each scaled to length 1 (cosines), sorted by class; thick lines part majority and "
-        "minority."
+        f"Features of the first training images of every class, {name_of(setting)}, "
+        f"{' and '.join(dict.fromkeys(seeds))}. Above: t-SNE (perplexity {class_figures.PERPLEXITY}, or a third of the "
+        "images if they are few; PCA start, seed 0; ▲ majority, ▼ minority). Below: Gram matrix H Hᵀ of the features, "
+        "each scaled to length 1 (cosines), sorted by class; thick lines part majority and minority."
     )
-    paths = {model: run.path / "features.npz" for model, run in chosen.items()}
-    majority, heading = group.majority(setting), _heading(group, setting)
-    draw = partial(class_figures.features_figure, paths, majority, group.classes, heading)
-    yield Plan(f"figure{number}" if number else f"{split}-features", title, text, draw)
+    draw = partial(class_figures.features_figure, chosen, setting, _heading(group, setting))
+    title = _title(group, number, f"Features, {name_of(setting)}")
+    yield Picture(f"figure{number}" if number else f"{split}-features", title, text, draw)
 
 
-def _first_with_features(group: Group, setting: Setting, model: str) -> Run | None:
-    return next((run for run in group.seeds(setting, model).values() if (run.path / "features.npz").exists()), None)
-
-
-def _solver(group: Group, settings: list[Setting]) -> Plan:
+def _solver(group: Group, settings: list[Setting]) -> Picture:
     text = (
         "The solver on the training images: evaluations, relative residual and converged share against epoch, and the "
         "mean evaluations of each class in the last epoch; with more than one seed their mean, band: their range."
     )
-    rows = {
-        _heading(group, setting): (
-            [network for network in group.networks(setting, "deq") if network.solver],
-            group.majority(setting),
-        )
-        for setting in settings
-    }
-    return Plan("solver", "Solver of the DEQ", text, partial(figures.solver_figure, rows))
+    rows = {}
+    for setting in settings:
+        networks = [network for network in group.networks(setting, "deq") if network.solver]
+        rows[_heading(group, setting)] = (networks, majority_classes(setting))
+    return Picture("solver", "Solver of the DEQ", text, partial(figures.solver_figure, rows))
 
 
-def _radius(group: Group, settings: list[Setting]) -> Plan:
+def _radius(group: Group, settings: list[Setting]) -> Picture:
     text = (
         "Spectral radius of the Jacobian ∂f/∂z of the last block at the fixed points of training images, by class, "
         "over all seeds, with quartiles where a class has five images or more."
     )
-    rows = {}
-    for setting in settings:
-        radii = [one.spectral_radius for one in group.networks(setting, "deq") if one.spectral_radius]
-        rows[name_of(setting)] = (radii, group.majority(setting))
-    heading = f"Jacobian at z*: {group.dataset}; {group.preset} preset"
-    draw = partial(class_figures.radius_figure, rows, group.classes, heading)
-    return Plan("radius", "Jacobian at the fixed points", text, draw)
+    rows = {
+        setting: [one.spectral_radius for one in group.networks(setting, "deq") if one.spectral_radius]
+        for setting in settings
+    }
+    heading = f"Jacobian at z*: {group.dataset}; {group.experiment.preset} preset"
+    return Picture("radius", "Jacobian at the fixed points", text, partial(class_figures.radius_figure, rows, heading))
 
 
-def _confusion(group: Group) -> Plan:
+def _confusion(group: Group) -> Picture:
     text = "Confusions on the test images after the last epoch, in % of each true class, over all seeds."
-    rows = {}
-    for setting in group.settings:
-        for model in MODELS:
-            counts = [network.confusion for network in group.networks(setting, model)]
-            if counts:
-                rows[name_of(setting), model] = (counts, group.majority(setting))
-    heading = f"Confusions: {group.dataset}; {group.preset} preset"
-    draw = partial(class_figures.confusion_figure, rows, heading)
-    return Plan("confusion", "Confusions", text, draw)
+    found = {(one, model): group.networks(one, model) for one in group.settings for model in MODELS}
+    rows = {key: [network.confusion for network in networks] for key, networks in found.items() if networks}
+    heading = f"Confusions: {group.dataset}; {group.experiment.preset} preset"
+    return Picture("confusion", "Confusions", text, partial(class_figures.confusion_figure, rows, heading))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from ..config import MODELS, Setting
+from ..config import MODELS
 from ..paper import CLAIMS, PAPER, Claim
 from ..record import GROUPS, NetworkResult
 from .runs import Group
@@ -23,19 +23,19 @@ which says "comparable", gives none."""
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Mean of some values and the bounds of its confidence interval."""
+class Judgement:
+    """The verdict on a claim in one group of runs, and the numbers that it rests on."""
 
-    mean: float
-    low: float
-    high: float
+    claim: Claim
+    verdict: str
+    numbers: str
 
 
-def t_interval(values: Sequence[float]) -> Interval:
-    """Return Student's 95 % interval for the mean of at least two values."""
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of Student's 95 % interval for the mean of at least two values."""
     mean = statistics.fmean(values)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
-    return Interval(mean, mean - half, mean + half)
+    return mean - half, mean + half
 
 
 def sign_test(positive: int, negative: int) -> float:
@@ -54,65 +54,15 @@ def difference(claim: Claim, explicit: NetworkResult, deq: NetworkResult) -> flo
     return math.log(after / before) if before > 0 and after > 0 else None
 
 
-def show(claim: Claim, value: float) -> str:
-    """Write a difference as it stands in a table."""
-    if claim.expected == "alike":
-        return f"×{math.exp(value):.3g}"
-    return f"{value:+.2f}" if claim.quantity in GROUPS else f"{value:+.3f}"
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Paired differences of one claim in one setting, by seed, and how many pairs had none because of an undefined
-    metric."""
-
-    claim: Claim
-    setting: Setting
-    differences: dict[int, float]
-    undefined: int
-
-    @property
-    def mean(self) -> float:
-        """Mean over the seeds."""
-        return statistics.fmean(self.differences.values())
-
-    @property
-    def interval(self) -> Interval | None:
-        """Interval over the seeds, if there are enough."""
-        return t_interval(list(self.differences.values())) if len(self.differences) >= SEEDS_NEEDED else None
-
-    @property
-    def verdict(self) -> str:
-        """What the seeds of this setting say."""
-        found = self.interval
-        return not_enough(len(self.differences)) if found is None else judge_interval(found, self.claim.expected)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The verdict on a claim in one group of runs, and the numbers that it rests on."""
-
-    claim: Claim
-    verdict: str
-    numbers: str
-    evidence: list[Evidence]
-
-
-def not_enough(pairs: int) -> str:
-    """Return the verdict of too few pairs."""
-    return f"not enough runs ({pairs})"
-
-
-def judge_interval(found: Interval, expected: str) -> str:
-    """Judge an expectation by an interval of differences."""
+def judge_interval(low: float, high: float, expected: str) -> str:
+    """Judge an expectation by the ends of an interval of differences."""
     if expected == "alike":
-        if found.low > ALIKE or found.high < -ALIKE:
+        if low > ALIKE or high < -ALIKE:
             return FAILS
-        return HOLDS if found.low >= -ALIKE and found.high <= ALIKE else UNDECIDED
-    low, high = (found.low, found.high) if expected == "higher" else (-found.high, -found.low)
-    if low > 0:
-        return HOLDS
-    return FAILS if high < 0 else UNDECIDED
+        return HOLDS if low >= -ALIKE and high <= ALIKE else UNDECIDED
+    if low <= 0 <= high:
+        return UNDECIDED
+    return HOLDS if (low > 0) == (expected == "higher") else FAILS
 
 
 def judge_all(group: Group) -> list[Judgement]:
@@ -125,32 +75,28 @@ def judge(group: Group, claim: Claim) -> Judgement:
     and not if the opposite is found in one. Where they leave it open, and without such settings, the signs of all the
     settings' means are tested."""
     settings = [setting for setting in group.settings if (setting.majority is None) == claim.balanced]
-    found = [_evidence(group, claim, setting) for setting in settings]
-    evidence = [entry for entry in found if entry.differences]
-    strong = [entry.verdict for entry in evidence if entry.interval]
-    pairs = sum(len(entry.differences) for entry in evidence)
+    found = [[difference(claim, *pair) for pair in group.pairs(setting).values()] for setting in settings]
+    known = [[value for value in values if value is not None] for values in found]
+    measured = [values for values in known if values]
+    strong = [judge_interval(*t_interval(one), claim.expected) for one in measured if len(one) >= SEEDS_NEEDED]
+    means = [statistics.fmean(values) for values in measured]
+    pairs = sum(map(len, measured))
     if FAILS in strong:
         verdict = FAILS
     elif set(strong) == {HOLDS}:
         verdict = HOLDS
     else:
-        verdict = _judge_signs(claim, evidence) or (UNDECIDED if strong else not_enough(pairs))
-    parts = _numbers(claim, evidence, strong, pairs) if evidence else []
-    if undefined := sum(entry.undefined for entry in found):
+        verdict = _judge_signs(claim, means) or (UNDECIDED if strong else f"not enough runs ({pairs})")
+    parts = _numbers(claim, means, pairs, strong) if means else []
+    if undefined := sum(map(len, found)) - pairs:
         parts.append(f"the metric is not defined in {_count(undefined, 'pair')}")
-    return Judgement(claim, verdict, "; ".join(parts) or "no pair of networks with the same seed", evidence)
+    return Judgement(claim, verdict, "; ".join(parts) or "no pair of networks with the same seed")
 
 
-def _evidence(group: Group, claim: Claim, setting: Setting) -> Evidence:
-    found = {seed: difference(claim, *pair) for seed, pair in group.pairs(setting).items()}
-    known = {seed: value for seed, value in found.items() if value is not None}
-    return Evidence(claim, setting, known, len(found) - len(known))
-
-
-def _judge_signs(claim: Claim, evidence: list[Evidence]) -> str | None:
+def _judge_signs(claim: Claim, means: list[float]) -> str | None:
     """Judge by the signs; None where they cannot tell: equal signs in six settings are the fewest that a sign test
     tells from chance, and no signs can show likeness."""
-    positive, negative = _signs(evidence)
+    positive, negative = _signs(means)
     if claim.expected == "alike" or sign_test(positive + negative, 0) > 1 - CONFIDENCE:
         return None
     if sign_test(positive, negative) > 1 - CONFIDENCE:
@@ -158,23 +104,22 @@ def _judge_signs(claim: Claim, evidence: list[Evidence]) -> str | None:
     return HOLDS if (positive > negative) == (claim.expected == "higher") else FAILS
 
 
-def _signs(evidence: list[Evidence]) -> tuple[int, int]:
-    return sum(entry.mean > 0 for entry in evidence), sum(entry.mean < 0 for entry in evidence)
+def _signs(means: list[float]) -> tuple[int, int]:
+    return sum(mean > 0 for mean in means), sum(mean < 0 for mean in means)
 
 
-def _numbers(claim: Claim, evidence: list[Evidence], strong: list[str], pairs: int) -> list[str]:
+def _numbers(claim: Claim, means: list[float], pairs: int, strong: list[str]) -> list[str]:
     """Tell signs and mean over the settings, and how the settings with enough seeds came out."""
-    positive, negative = _signs(evidence)
-    mean = show(claim, statistics.fmean(entry.mean for entry in evidence))
-    unit = " points" if claim.quantity in GROUPS and claim.expected != "alike" else ""
-    parts = [
-        f"DEQ {'/' if claim.expected == 'alike' else '-'} explicit {mean}{unit} on average over "
-        f"{_count(len(evidence), 'setting')} ({_count(pairs, 'pair')}); higher in {positive}, lower in {negative}"
-    ]
+    mean, (positive, negative) = statistics.fmean(means), _signs(means)
+    if claim.expected == "alike":
+        shown = f"DEQ / explicit ×{math.exp(mean):.3g}"
+    else:
+        shown = f"DEQ - explicit {f'{mean:+.2f} points' if claim.quantity in GROUPS else f'{mean:+.3f}'}"
+    where = f"{_count(len(means), 'setting')} ({_count(pairs, 'pair')})"
+    parts = [f"{shown} on average over {where}; higher in {positive}, lower in {negative}"]
     if strong:
-        kinds = [verdict for verdict in (HOLDS, FAILS, UNDECIDED) if verdict in strong]
-        counts = ", ".join(f"{verdict} in {strong.count(verdict)}" for verdict in kinds)
-        parts.append(f"of {_count(len(strong), 'setting')} with {SEEDS_NEEDED} or more seeds: {counts}")
+        counts = (f"{kind} in {strong.count(kind)}" for kind in (HOLDS, FAILS, UNDECIDED) if kind in strong)
+        parts.append(f"of {_count(len(strong), 'setting')} with {SEEDS_NEEDED} or more seeds: {', '.join(counts)}")
     return parts
 
 
