@@ -50,9 +50,12 @@ def ring_bias(batch: int, dim: int = 12, device: str = "cpu", dtype: torch.dtype
     return torch.randn(batch, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device, dtype)
 
 
-def row(solution: Solution, i: int) -> dict:
-    names = ("value", "status", "iterations", "residual", "residual_rel", "residual_abs")
-    return {name: getattr(solution, name)[i] for name in names}
+OF_A_SAMPLE = ("value", "status", "iterations", "residual", "residual_rel", "residual_abs")
+
+
+def assert_same_rows(actual: Solution, expected: Solution, rows: list[int]) -> None:
+    for name in OF_A_SAMPLE:
+        assert torch.equal(getattr(actual, name)[rows], getattr(expected, name)[rows]), name
 
 
 def norms(recorder: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,8 +177,8 @@ def test_a_sample_does_not_depend_on_its_batch_mates(name, kernel, device):
     for i in range(3):
         one = slice(i, i + 1)
         alone = solve(ring(bias[one], weight[one]), z0[one], solver, kernel)
-        for field, expected in row(alone, 0).items():
-            actual = row(together, i)[field]
+        for field in OF_A_SAMPLE:
+            actual, expected = getattr(together, field)[i], getattr(alone, field)[0]
             if kernel == "torch" and actual.is_floating_point():
                 # The residual of a converged sample is a small difference: it is only as exact as the value.
                 scale = 1 if field == "value" else solver.tol
@@ -195,9 +198,7 @@ def test_a_straggler_leaves_the_others_as_they_are(name, kernel, device):
     slow, fast = solve(ring(bias, weight), z0, solver, kernel), solve(ring(bias, easy), z0, solver, kernel)
     assert slow.status.tolist()[2] == Status.MAX_ITER and slow.evaluations == 12
     assert fast.converged.all() and fast.evaluations < 12
-    for i in (0, 1, 3):
-        for field, expected in row(fast, i).items():
-            assert torch.equal(row(slow, i)[field], expected), field
+    assert_same_rows(slow, fast, [0, 1, 3])
 
 
 @every_solver
@@ -216,9 +217,7 @@ def test_a_sample_that_breaks_goes_back_to_its_best_iterate(name, bad, first_cal
     solver = SOLVERS[name](tol=1e-3, max_iter=4)
     broken, healthy = solve(f, z0, solver, kernel), solve(ring(bias), z0, solver, kernel)
     assert all(torch.isfinite(z).all() for z in f.arguments)
-    for i in (0, 2):
-        for field, expected in row(healthy, i).items():
-            assert torch.equal(row(broken, i)[field], expected), field
+    assert_same_rows(broken, healthy, [0, 2])
     assert broken.status[1] == Status.NONFINITE and broken.iterations[1] == first_call + 1
     if first_call == 0:
         assert torch.equal(broken.value[1], z0[1])
@@ -392,16 +391,16 @@ class TestLayout:
         assert torch.equal(solution.iterations, self.expected().iterations)
         assert_close(solution.value, self.expected().value, rounding(torch.float32))
 
-    def test_channels_last(self):
-        z0 = torch.zeros(2, 4, 3, 5).to(memory_format=torch.channels_last)
-        assert not z0.is_contiguous()
-        self.check(z0)
-
-    def test_transposed(self):
-        self.check(torch.zeros(2, 5, 4, 3).permute(0, 2, 3, 1))
-
-    def test_slice_of_a_larger_buffer(self):
-        z0 = torch.full((2, 4, 3, 9), torch.nan)[..., 2:7].zero_()
+    @pytest.mark.parametrize(
+        "z0",
+        [
+            torch.zeros(2, 4, 3, 5).to(memory_format=torch.channels_last),
+            torch.zeros(2, 5, 4, 3).permute(0, 2, 3, 1),
+            torch.full((2, 4, 3, 9), torch.nan)[..., 2:7].zero_(),
+        ],
+        ids=["channels_last", "transposed", "slice"],
+    )
+    def test_start(self, z0):
         self.check(z0)
         assert not z0.is_contiguous() and (z0 == 0).all()
 
@@ -459,8 +458,7 @@ class TestStructures:
 
     def test_channels_last_leaf(self):
         image = torch.zeros(2, 4, 3, 3).to(memory_format=torch.channels_last)
-        f = Recorder(lambda z: [0.5 * x + 1 for x in z])
-        value = solve(f, [image, torch.zeros(2, 5)]).value[0]
+        value = solve(lambda z: [0.5 * x + 1 for x in z], [image, torch.zeros(2, 5)]).value[0]
         assert value.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -470,44 +468,37 @@ class TestBuffers:
     BIAS = ring_bias(3)
     SOLVER = Broyden(tol=1e-5, max_iter=12)
 
-    def fresh(self, name, kernel):
-        return solve(ring(self.BIAS), torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel)
+    def solved(self, f, name, kernel="auto", **options):
+        return solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel, **options)
+
+    def reusing(self, count, fresh=0):
+        """The ring, with values in `count` buffers in turn after `fresh` calls that return new memory."""
+        buffers = [torch.empty_like(self.BIAS) for _ in range(count)]
+
+        def value(z):
+            new = ring(self.BIAS)(z)
+            return new if len(f) - 1 < fresh else buffers[len(f) % count].copy_(new)
+
+        f = Recorder(value)
+        return f
 
     @every_solver
+    @pytest.mark.parametrize("count", [1, 2])
     @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
-    def test_one_static_buffer(self, name, kernel):
-        buffer = torch.empty_like(self.BIAS)
-
-        def f(z):
-            return buffer.copy_(ring(self.BIAS)(z))
-
-        assert_same_solution(
-            solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel), self.fresh(name, kernel)
-        )
-
-    @every_solver
-    def test_two_buffers_in_turn(self, name):
-        buffers = [torch.empty_like(self.BIAS) for _ in range(2)]
-        f = Recorder(lambda z: buffers[len(f) % 2].copy_(ring(self.BIAS)(z)))
-        assert_same_solution(solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12)), self.fresh(name, "auto"))
+    def test_buffers_in_turn(self, count, name, kernel):
+        expected = self.solved(ring(self.BIAS), name, kernel)
+        assert_same_solution(self.solved(self.reusing(count), name, kernel), expected)
 
     @pytest.mark.parametrize("name", [name for name in SOLVERS if name != "picard"])
     def test_a_buffer_that_is_reused_later_is_an_error_where_pairs_are_kept(self, name):
-        buffer = torch.empty_like(self.BIAS)
-
-        def f(z):
-            value = ring(self.BIAS)(z)
-            calls.append(value)
-            return value if len(calls) < 3 else buffer.copy_(value)
-
-        calls: list[torch.Tensor] = []
         with pytest.raises(RuntimeError, match="at call 4, the memory of its previous value"):
-            solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), keep_inverse=True)
+            self.solved(self.reusing(1, fresh=2), name, keep_inverse=True)
 
-    def test_picard_keeps_no_value(self):
-        buffer = torch.empty_like(self.BIAS)
-        f = Recorder(lambda z: (lambda v: v if len(f) < 3 else buffer.copy_(v))(ring(self.BIAS)(z)))
-        assert_same_solution(solve(f, torch.zeros_like(self.BIAS), Picard(1e-5, 12)), self.fresh("picard", "auto"))
+    @pytest.mark.parametrize("name", ["picard", "broyden"])
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+    def test_who_keeps_no_value_does_not_mind(self, name, kernel):
+        expected = self.solved(ring(self.BIAS), name, kernel)
+        assert_same_solution(self.solved(self.reusing(1, fresh=2), name, kernel), expected)
 
     @every_solver
     def test_the_argument_itself(self, name, kernel, device):
@@ -612,18 +603,14 @@ class TestKernels:
             automatic = solve(problem.f, problem.z0, kernel="auto")
         assert_same_solution(automatic, solve(problem.f, problem.z0, kernel="torch"))
 
-    def test_triton_without_a_device_raises_with_its_reason(self, monkeypatch):
+    @pytest.mark.parametrize(("name", "advice"), [("triton", "no CUDA device .*TRITON_INTERPRET=1"), ("cuda", "")])
+    def test_without_a_device_a_gpu_kernel_raises_with_its_reason(self, name, advice, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("TRITON_INTERPRET", "0")
-        with pytest.raises(RuntimeError, match="kernel='triton' is not available: no CUDA device .*TRITON_INTERPRET=1"):
-            solve(lambda z: z, torch.zeros(1, 1), kernel="triton")
-
-    def test_cuda_without_a_device_raises_with_its_reason(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        reason = deqfast.backends()["cuda"].reason
+        reason = deqfast.backends()[name].reason
         assert reason
-        with pytest.raises(RuntimeError, match="kernel='cuda' is not available: ") as error:
-            solve(lambda z: z, torch.zeros(1, 1), kernel="cuda")
+        with pytest.raises(RuntimeError, match=f"kernel='{name}' is not available: {advice}") as error:
+            solve(lambda z: z, torch.zeros(1, 1), kernel=name)
         assert reason in str(error.value)
 
     def test_a_kernel_refuses_tensors_of_another_device(self):
@@ -648,16 +635,6 @@ def test_ten_runs_give_the_same_bits(name, kernel, device):
     first = solve(problem.f, problem.z0, solver, kernel)
     for _ in range(9):
         assert_same_solution(solve(problem.f, problem.z0, solver, kernel), first)
-
-
-@every_solver
-def test_the_number_of_threads_does_not_change_the_bits(name, set_threads):
-    bias = ring_bias(8, 6000)  # two rows a thread
-    solutions = []
-    for count in (1, 2):
-        set_threads(count)
-        solutions.append(solve(ring(bias), torch.zeros_like(bias), SOLVERS[name](1e-6, 8), "cpp"))
-    assert_same_solution(*solutions)
 
 
 def test_inference_mode():
