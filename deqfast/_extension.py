@@ -32,6 +32,9 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
 
 # Importing a module registers its kernels, which needs the schemas: `deqfast.ops` imports this module after them.
 cpp_module, cpp_reason = _load("_C_cpu")
-cuda_module, cuda_reason = _load("_C_cuda")
-if cuda_module is None and cpp_module is not None and cpp_module.build_info()["without_cuda"]:
-    cuda_reason = f"deqfast was built without CUDA kernels: {cpp_module.build_info()['without_cuda']}"
+# An object that tells that it was built without its sibling has none, whatever an earlier build has left beside it.
+_without_cuda = cpp_module.build_info().get("without_cuda") if cpp_module is not None else ""
+if _without_cuda:
+    cuda_module, cuda_reason = None, f"deqfast was built without CUDA kernels: {_without_cuda}"
+else:
+    cuda_module, cuda_reason = _load("_C_cuda")

@@ -1,1 +1,1 @@
-"""Triton kernels: one module per op, each holding its jit kernels and a raw launcher with the signature of the op."""
+"""Triton kernels: one module per op, each holding its jit kernels and the launcher that takes the op's arguments."""

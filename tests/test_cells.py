@@ -131,12 +131,27 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     """The look-up asks what is available: it may import triton and ask for CUDA."""
     lookups, look_up = [], choice._availability
     monkeypatch.setattr(choice, "_availability", lambda kernel: lookups.append(kernel) or look_up(kernel))
-    monkeypatch.setattr(residual, "_KERNELS", {})
+    residual._looked_up.cache_clear()
     block = DEQBlock(ResidualCell(8), Broyden(tol=1e-30, max_iter=30))
     for most in (2, 1):  # of the solve, and, the first time only, of the cell
         lookups.clear()
         _, solution = block(torch.randn(2, 8, 4, 4), return_solution=True)
         assert solution.evaluations == 30 and 1 <= len(lookups) <= most
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_a_cell_is_compiled_once_whole_and_for_good(kernel):
+    """The look-up of the kernel is no part of the graph, and the graph no other after it."""
+    residual._looked_up.cache_clear()
+    graphs = []
+    torch.compiler.reset()
+    cell = torch.compile(
+        ResidualCell(8, kernel=kernel), fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    z, x = torch.randn(2, 2, 8, 4, 4)
+    for _ in range(3):
+        cell(z, x)
+    assert len(graphs) == 1
 
 
 class HookedCell(LinearCell):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -10,16 +12,16 @@ from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
 from ..solvers.base import check_count
 
-# (name, device type) -> what it stands for. The look-up may import triton and ask for CUDA, which an f called in every
-# iteration does once in a process. (A dict, because torch.compile looks through functools.cache, and warns of it.)
-_KERNELS: dict[tuple[str, str], Kernel] = {}
+
+@functools.cache
+def _looked_up(name: str, device_type: str) -> str:
+    """Name of the kernel that `name` stands for; once in a process, as it may import triton and ask for CUDA."""
+    return choose_kernel(name, torch.device(device_type)).name
 
 
-def _kernel_on(device: torch.device, name: str) -> Kernel:
-    key = name, device.type
-    if key not in _KERNELS:
-        _KERNELS[key] = choose_kernel(name, device)
-    return _KERNELS[key]
+@torch.compiler.assume_constant_result  # or a trace would run through the look-up
+def _kernel_name(name: str, device_type: str) -> str:
+    return _looked_up(name, device_type)
 
 
 class ResidualCell(nn.Module):
@@ -85,7 +87,7 @@ class ResidualCell(nn.Module):
                 f"with equal groups and eps, got {norms}"
             )
         served = fit and (y.dtype in DTYPES or self.kernel != "auto")
-        return _kernel_on(y.device, self.kernel if served else "torch")
+        return Kernel(_kernel_name(self.kernel if served else "torch", y.device.type))
 
     def extra_repr(self) -> str:
         return f"kernel={self.kernel!r}"

@@ -20,7 +20,6 @@ from .registry import OPS
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
 
-@functools.cache
 def _why_no_triton() -> str:
     """Why triton cannot be imported; empty if it can."""
     try:

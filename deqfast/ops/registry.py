@@ -159,7 +159,7 @@ class Op:
     def reference(self) -> Callable[..., Any]:
         """The op in plain torch."""
         function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
-        return lambda *values: function(self.arguments(*values))
+        return lambda *values, **named: function(self.arguments(*values, **named))
 
     @cached_property
     def _launch(self) -> Callable[..., None]:
@@ -177,7 +177,10 @@ class Op:
         a = self.arguments(*values)
         sizes = self._counts(a)
         for name, shaped in self._tensors.items():
-            for (dim, plus), size in zip(shaped.dims, getattr(a, name).shape, strict=True):
+            tensor = getattr(a, name)
+            if tensor.dim() != len(shaped.dims):
+                raise ValueError(f"{self.name}: `{name}` must have shape ({shaped.shape}), got {tuple(tensor.shape)}")
+            for (dim, plus), size in zip(shaped.dims, tensor.shape, strict=True):
                 sizes.setdefault(dim, size - plus)
         return self._returned(self._allocate(a, sizes))
 
