@@ -604,12 +604,14 @@ def with_block(text: str, block: Sequence[str], path: Path) -> str:
 def wrong_numbers(text: str, known: Mapping[str, str]) -> Iterator[str]:
     """A sentence for every marked number that is neither the measured one nor a part of it ("18.6 to 22.4×")."""
     for marked in FACT.finditer(text):
-        key, line, before = marked[1], text.count("\n", 0, marked.start()) + 1, text[: marked.start()]
+        key, line = marked[1], text.count("\n", 0, marked.start()) + 1
+        before = " ".join(text[: marked.start()][-80:].split())  # a line may end within a number's words
         if key not in known:
             yield f"line {line}: no number is called {key}; report.py --facts lists them"
             continue
-        allowed = [known[key], *filter(None, re.split(r" \(|\)| / | of ", known[key]))]
-        if not any(re.search(rf"(?<![\w.]){re.escape(one)}$", before) for one in allowed):
+        number = re.sub(r" \(\d+\)$", "", known[key])  # without the count behind a mean
+        allowed = [known[key], number.partition(" of ")[0], *filter(None, re.split(r" \(|\)| / ", number))]
+        if not any(re.search(rf"(?<![\w.,-]){re.escape(one)}$", before) for one in allowed):
             yield f"line {line}: {key} is {known[key]}, the text says …{before[-20:]!r}"
 
 

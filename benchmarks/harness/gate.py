@@ -135,6 +135,8 @@ class Baseline:
             text = f"{names}: in the baseline or now, not both; accept it with {self.update}"
             return self.finding(case, Verdict.MISSING, text)
         both = [name for name in now if name in before]
+        if not both:
+            return self.finding(case, Verdict.NOT_JUDGED, f"nothing that the baseline ({self.since}) has too")
         rises = [f"{name} {change(now[name], before[name])}" for name in both if now[name] > before[name]]
         falls = [f"{name} {change(now[name], before[name])}" for name in both if now[name] < before[name]]
         verdict = Verdict.WORSE if rises else Verdict.BETTER if falls else Verdict.SAME

@@ -60,7 +60,13 @@ from .files import write_json
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 # What recordings and their report write: no change of what is measured.
-WRITTEN = ("benchmarks/baselines", "benchmarks/results", "benchmarks/RESULTS.md", "README.md")
+WRITTEN = (
+    "benchmarks/baselines",
+    "benchmarks/results",
+    "benchmarks/RESULTS.md",
+    "README.md",
+    "docs/pages/performance.md",
+)
 CPUINFO, CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"

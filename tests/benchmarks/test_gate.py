@@ -168,6 +168,7 @@ def test_counters_are_judged_one_by_one():
         finding = before.judge(case, counters)
         assert finding.verdict is Verdict.MISSING and "--gate=counters --update-baseline" in finding.text
     assert before.judge("a", {"operations": 11}, alike=False).verdict is Verdict.WORSE
+    assert before.judge("a", {"others": 11}, alike=False).verdict is Verdict.NOT_JUDGED
     assert [finding.case for finding in before.left_over(["b"])] == ["a"] and before.left_over(["a"]) == []
 
 
@@ -188,6 +189,8 @@ def test_the_committed_baselines_break_no_limit():
     assert "cuda-13.0" in kernels and "triton-3.9" in kernels
     for name in kernels:
         assert compiled.broken_limits(Baseline.read(BASELINES, name).rows) == {}
+    assert compiled.broken_limits({"a": {"stack sm_120": 0, "shared sm_120": 262144}}) == {}  # a limit nobody listed
+    assert set(compiled.broken_limits({"a": {"stack sm_90a": 8}})) == {"a"}
     broken = compiled.broken_limits({"a": {"stack sm_90": 8, "shared sm_80": 262144, "registers sm_90": 255}})
     assert broken == {"a": "stack sm_90 8 bytes, the limit is 0; shared sm_80 262144 bytes, the limit is 166912"}
 

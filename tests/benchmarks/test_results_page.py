@@ -195,6 +195,9 @@ def test_check_fails_until_all_is_written_and_once_the_data_change(root, capsys)
      ("It is 21.0×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq --> as fast.", "is 20.0×, the text says"),
      ("It misses 0<!-- residual.deqfast-picard.missed-1e-05 -->.", ""),
      ("It misses 1<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
+     ("It misses 2<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
+     ("It misses 0 of\n2<!-- residual.deqfast-picard.missed-1e-05 -->.", ""),
+     ("It misses -0<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
      ("Of 5<!-- no.such.number -->.", "no number is called no.such.number")],
 )  # fmt: skip
 def test_check_guards_the_numbers_in_sentences(root, capsys, sentence, wrong):
