@@ -1,6 +1,7 @@
 """What the wheel and the sdist hold, and a life without a compiler."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from harness import record
 from setuptools.config.pyprojecttoml import read_configuration
 
@@ -109,6 +111,47 @@ def test_unknown_build_mode_is_an_error(source):
     result = subprocess.run(command, cwd=source, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode != 0
     assert "DEQFAST_BUILD must be auto, cpu, cuda or none, got 'gpu'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpu", "architectures", "reason"),
+    [
+        ("auto", False, "", "no GPU is visible (DEQFAST_BUILD=cuda builds them all the same)"),
+        ("auto", False, "9.0", None),
+        ("auto", True, "", None),
+        ("cuda", False, "", None),
+        ("cpu", True, "9.0", "DEQFAST_BUILD=cpu"),
+    ],
+)
+def test_cuda_kernels_are_built_where_they_will_be_used(monkeypatch, tmp_path, mode, gpu, architectures, reason):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.1'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("DEQFAST_BUILD", mode)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", architectures)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    assert setup["why_not_cuda"](tmp_path) == reason
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert setup["why_not_cuda"](tmp_path) == (
+        reason if mode == "cpu" else "the installed torch was built without CUDA"
+    )
+
+
+def test_an_extension_built_without_cuda_kernels_says_why():
+    """Whatever an earlier build has left beside it."""
+    script = (
+        "import sys, types\n"
+        "for name in ('_C_cpu', '_C_cuda'):\n"
+        "    sys.modules[f'deqfast.{name}'] = types.ModuleType(name)\n"
+        "sys.modules['deqfast._C_cpu'].build_info = lambda: {'without_cuda': 'a reason'}\n"
+        "from deqfast import _extension\n"
+        "assert _extension.cuda_module is None\n"
+        "print(_extension.cuda_reason)\n"
+    )
+    assert run(sys.executable, "-c", script).strip() == "deqfast was built without CUDA kernels: a reason"
 
 
 def test_top_level_is_the_fixed_one():
