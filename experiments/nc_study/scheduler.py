@@ -166,13 +166,13 @@ class Scheduler:
                 before = log.tell()
                 child = self._start(task, slot, log)
                 status = child.wait() if child else 0
+            if child is None or (status == 0 and task.run.finished):
+                return None
+            return reason(task, status, before)
         except OSError as error:
             return f"cannot be started ({error})"
         finally:
             self._slots.put(slot)
-        if child is None or (status == 0 and task.run.finished):
-            return None
-        return reason(task, status, before)
 
     def _start(self, task: Task, slot: int, log: Any) -> subprocess.Popen[bytes] | None:
         """None if the study is being stopped."""
@@ -196,7 +196,10 @@ class Scheduler:
 
     def _end(self, task: Task, failure: str | None) -> str:
         if failure is None:
-            return f"{task.name}: {task.outcome()}"
+            try:
+                return f"{task.name}: {task.outcome()}"
+            except StudyError as error:  # a result that cannot be read is this run's failure, not the study's
+                failure = str(error)
         self.failed[task] = failure
         command = " ".join(["python", f"experiments/{task.script}", *task.arguments])
         with suppress(StudyError):  # a full disk, say: the reason is told at the end all the same
