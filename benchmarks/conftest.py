@@ -19,9 +19,11 @@ BOARD = pytest.StashKey[Board]()
 def pytest_addoption(parser):
     group = parser.getgroup("deqfast", "Benchmarks: about ten minutes on two quiet CPU cores")
     group.addoption(
-        "--record", type=Path, metavar="FILE", help="JSON of all rows; replaces a file, unless the run is interrupted:"
-        " then the rows so far are in FILE.part"
-    )  # fmt: skip
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="JSON of all rows; replaces a file, unless the run is interrupted: then the rows so far are in FILE.part",
+    )
     group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
     group.addoption("--full", action="store_true", help="half an hour: ResNet-18's last block, D=8192's pinv too")
     group.addoption(
@@ -127,8 +129,9 @@ def ended(exitstatus):
 def partial(session, rows):
     """What a record of `rows` lacks, as a remark; None where it is whole."""
     config = session.config
-    every = {(case.section, case.name, provider)
-             for case, provider in pairs(cases_of(config), config.stash[BOARD].device)}  # fmt: skip
+    every = {
+        (case.section, case.name, provider) for case, provider in pairs(cases_of(config), config.stash[BOARD].device)
+    }
     absent = every - {(row["section"], row["case"], row["provider"]) for row in rows}
     if not absent and not session.testsfailed:
         return None

@@ -236,11 +236,15 @@ def sides(inputs: Inputs) -> list[tuple[Side, Side]]:
     """(torchdeq, deqfast) for each solver; torchdeq has no other history than of the state's dtype."""
     m = inputs.anderson_history
     return [
-        (Side("torchdeq", f"anderson m={m}", lambda k: 31 + 7 * min(k + 1, m) if k else 20),
-         Side("deqfast", f"anderson m={m} bf16", lambda k: multisecant_passes(min(k, m), 0.5))),
-        (Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
-         Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1))),
-    ]  # fmt: skip
+        (
+            Side("torchdeq", f"anderson m={m}", lambda k: 31 + 7 * min(k + 1, m) if k else 20),
+            Side("deqfast", f"anderson m={m} bf16", lambda k: multisecant_passes(min(k, m), 0.5)),
+        ),
+        (
+            Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
+            Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1)),
+        ),
+    ]
 
 
 def all_reduce_seconds(inputs: Inputs, gpus: int, moved: float) -> float:
@@ -274,29 +278,51 @@ def rows_of(inputs: Inputs, networks: Sequence[Network] = NETWORKS) -> Iterator[
             seconds = sum(parts.values())
             rate = gpus * counts.batch / seconds
             row = {
-                "section": "internet scale (model)", "case": f"{network.name}, {adjoint}, {side.solver}", "model": True,
-                "provider": side.provider, "size": network.name, "adjoint": adjoint, "solver": side.solver,
-                "gpus": gpus, "batch": counts.batch, "dim": counts.dim, "parameters": counts.parameters,
-                "f_gflop_per_image": sum(flops for flops, _ in counts.f) / counts.batch / 1e9, "ms": 1e3 * seconds,
-                "images_per_second": rate, "shares": {name: part / seconds for name, part in parts.items()},
-                "epoch_s": inputs.imagenet / rate, "internet_s": inputs.internet / rate,
-            }  # fmt: skip
+                "section": "internet scale (model)",
+                "case": f"{network.name}, {adjoint}, {side.solver}",
+                "model": True,
+                "provider": side.provider,
+                "size": network.name,
+                "adjoint": adjoint,
+                "solver": side.solver,
+                "gpus": gpus,
+                "batch": counts.batch,
+                "dim": counts.dim,
+                "parameters": counts.parameters,
+                "f_gflop_per_image": sum(flops for flops, _ in counts.f) / counts.batch / 1e9,
+                "ms": 1e3 * seconds,
+                "images_per_second": rate,
+                "shares": {name: part / seconds for name, part in parts.items()},
+                "epoch_s": inputs.imagenet / rate,
+                "internet_s": inputs.internet / rate,
+            }
             theirs = theirs or seconds
             yield row | ({"gain": theirs / seconds} if side.provider == "deqfast" else {})
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULTS / "internet_scale.json",
-                        help="record to write; an existing one is replaced (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=RESULTS / "internet_scale.json",
+        help="record to write; an existing one is replaced (%(default)s)",
+    )
     found = parser.parse_args(argv)
     if not found.json.resolve().parent.is_dir():
         parser.error(f"--json: {found.json.resolve().parent} is not a folder")
     inputs = Inputs()
     rows: list[Row] = [
-        {"section": "internet scale (inputs)", "case": one.name, "provider": "model", "model": True,
-         "value": getattr(inputs, one.name), **one.metadata} for one in fields(inputs)
-    ]  # fmt: skip
+        {
+            "section": "internet scale (inputs)",
+            "case": one.name,
+            "provider": "model",
+            "model": True,
+            "value": getattr(inputs, one.name),
+            **one.metadata,
+        }
+        for one in fields(inputs)
+    ]
     rows += rows_of(inputs)
     write_record(found.json, rows, remark="a model: nothing was measured")
     for row in rows:

@@ -120,8 +120,9 @@ class Table:
             return []
         first, *others = self.rows[0]
         used = [first, *(name for name in columns or others if any(row[name] for row in self.rows))]
-        rows = [{**row, first: names[row[first]]} if names else row
-                for row in self.rows if not names or row[first] in names]  # fmt: skip
+        rows = [
+            {**row, first: names[row[first]]} if names else row for row in self.rows if not names or row[first] in names
+        ]
         cells = [used, ["---", *["---:"] * (len(used) - 1)]]
         cells += [[row[name].replace("|", "\\|") for name in used] for row in rows]
         return ["| " + " | ".join(row) + " |" for row in cells]
@@ -242,8 +243,12 @@ class Results:
 
 
 FORMS: dict[str, Form] = {
-    "ms": duration, "error": scientific, "nc_share": percent, "host_waits": digits, "paper_hours": digits
-}  # fmt: skip
+    "ms": duration,
+    "error": scientific,
+    "nc_share": percent,
+    "host_waits": digits,
+    "paper_hours": digits,
+}
 
 
 def judged(results: Results, target: Target) -> dict[str, str]:
@@ -305,19 +310,35 @@ def case_table(title: str, words: str, cases: Sequence[Case], time: str) -> Tabl
 
 # Title, section of the records, column of a row's time, words.
 SUITE = (
-    ("Solves", "solves", "solver_ms",
-     "Solver time per iteration of 20, f subtracted; torchdeq's history is fp32 throughout. deqfast keeps the memory "
-     "of a history for the next solve, torchdeq allocates and zeroes its own."),
+    (
+        "Solves",
+        "solves",
+        "solver_ms",
+        "Solver time per iteration of 20, f subtracted; torchdeq's history is fp32 throughout. deqfast keeps the "
+        "memory of a history for the next solve, torchdeq allocates and zeroes its own.",
+    ),
     ("Ops", "ops", "ms_min", "One call."),
-    ("Layers", "training", "ms_min",
-     "Forward and backward of one layer. deqfast fuses the cell's normalisations; torchdeq, eager and the cell once "
-     "call plain torch modules, so a ratio is that of whole layers."),
-    ("FC", "fc", "ms_min",
-     "The whole solve of z = tanh(W z + c) in one call of `deqfast.fc_fixed_point`, f included, beside loops."),
-    ("NC", "nc", "ms_min",
-     "Neural collapse: NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D), beside the D × D "
-     "pseudo-inverse."),
-)  # fmt: skip
+    (
+        "Layers",
+        "training",
+        "ms_min",
+        "Forward and backward of one layer. deqfast fuses the cell's normalisations; torchdeq, eager and the cell once "
+        "call plain torch modules, so a ratio is that of whole layers.",
+    ),
+    (
+        "FC",
+        "fc",
+        "ms_min",
+        "The whole solve of z = tanh(W z + c) in one call of `deqfast.fc_fixed_point`, f included, beside loops.",
+    ),
+    (
+        "NC",
+        "nc",
+        "ms_min",
+        "Neural collapse: NC1 to NC4 (nc) or NC1 alone (nc1) of N features in D dimensions (N × D), beside the D × D "
+        "pseudo-inverse.",
+    ),
+)
 
 
 def suite(results: Results) -> list[Table]:
@@ -330,8 +351,11 @@ def race(results: Results, tol: float, provider: str) -> dict[str, str]:
     The evaluations are the median, the most there may be where the tolerance was missed; the gain is the geometric mean
     over the problems that torchdeq's same method solves too, whose number stands behind it.
     """
-    rows = [row for row in results.rows("residual")
-            if (row["tol"], row["provider"]) == (tol, provider) and SYNTHETIC.search(row["case"])]  # fmt: skip
+    rows = [
+        row
+        for row in results.rows("residual")
+        if (row["tol"], row["provider"]) == (tol, provider) and SYNTHETIC.search(row["case"])
+    ]
     gains = [row["gain"] for row in rows if row["reached"] and "gain" in row]
     evaluations = [row["evaluations" if row["reached"] else "most_evaluations"] for row in rows]
     missed = sum(not row["reached"] for row in rows)
@@ -369,19 +393,21 @@ def steps(results: Results) -> Table:
     rows = []
     for case in results.cases("training step"):
         (explicit,), (deq,) = case.runs["explicit"], case.runs["deq"]
-        rows.append({
-            "networks": case.name,
-            "threads": str(case.threads),
-            "explicit step": duration(explicit["ms"]),
-            "DEQ step": duration(deq["ms"]),
-            "evaluations": f"{deq['evaluations']:.1f}",
-            "DEQ over explicit": times(deq["times_explicit"]),
-            "operations": times(deq["flop_ratio"]),
-            "time over operations": times(deq["over_flop"]),
-            "NC1-NC4 of an epoch": percent(explicit["nc_share"]),
-            "paper, explicit": f"{digits(explicit['paper_hours'])} h",
-            "paper, DEQ": f"{digits(deq['paper_hours'])} h",
-        })  # fmt: skip
+        rows.append(
+            {
+                "networks": case.name,
+                "threads": str(case.threads),
+                "explicit step": duration(explicit["ms"]),
+                "DEQ step": duration(deq["ms"]),
+                "evaluations": f"{deq['evaluations']:.1f}",
+                "DEQ over explicit": times(deq["times_explicit"]),
+                "operations": times(deq["flop_ratio"]),
+                "time over operations": times(deq["over_flop"]),
+                "NC1-NC4 of an epoch": percent(explicit["nc_share"]),
+                "paper, explicit": f"{digits(explicit['paper_hours'])} h",
+                "paper, DEQ": f"{digits(deq['paper_hours'])} h",
+            }
+        )
     words = "A training step of the study's two networks in turns, medians; the paper's 40 trainings are extrapolated."
     return Table("Step", words, rows)
 
@@ -396,15 +422,17 @@ def scaling(results: Results) -> Table:
     rows = []
     for (series, name), of in curves.items():
         axis, first, last = of[OURS][0]["axis"], of[OURS][0], of[OURS][-1]
-        rows.append({
-            "solver, what changes": f"{name}, {series} {first[axis]} to {last[axis]}",
-            "time per iteration": " to ".join(duration(r["solver_ms"]) for r in (first, last) if "solver_ms" in r),
-            "time ~ x^": slope(of[OURS], axis, "solver_ms"),
-            "torchdeq's": slope(of[PEER], axis, "solver_ms"),
-            "memory ~ x^": slope(of[OURS], axis, "peak_bytes"),
-            "its memory": slope(of[PEER], axis, "peak_bytes"),
-            "gain over torchdeq": span([row["gain"] for row in of[OURS] if "gain" in row]),
-        })  # fmt: skip
+        rows.append(
+            {
+                "solver, what changes": f"{name}, {series} {first[axis]} to {last[axis]}",
+                "time per iteration": " to ".join(duration(r["solver_ms"]) for r in (first, last) if "solver_ms" in r),
+                "time ~ x^": slope(of[OURS], axis, "solver_ms"),
+                "torchdeq's": slope(of[PEER], axis, "solver_ms"),
+                "memory ~ x^": slope(of[OURS], axis, "peak_bytes"),
+                "its memory": slope(of[PEER], axis, "peak_bytes"),
+                "gain over torchdeq": span([row["gain"] for row in of[OURS] if "gain" in row]),
+            }
+        )
     words = "One variable at a time around (32, 8192) and 20 iterations, f subtracted; exponents of the larger half."
     return Table("Scaling", words, rows)
 
@@ -426,8 +454,10 @@ def model(results: Results) -> Table:
     gpus = list(dict.fromkeys(row["gpus"] for row in rows))
     lines = []
     for name, of in grouped.items():
-        rates = {f"images/s on {one}": " / ".join(f"{of[who, one]['images_per_second']:,.0f}"
-                                                  for who in (PEER, "deqfast")) for one in gpus}  # fmt: skip
+        rates = {
+            f"images/s on {one}": " / ".join(f"{of[who, one]['images_per_second']:,.0f}" for who in (PEER, "deqfast"))
+            for one in gpus
+        }
         gain, most = of["deqfast", gpus[0]]["gain"], of["deqfast", gpus[-1]]
         end = {"gain": times(gain), f"all images on {gpus[-1]}": f"{digits(most['internet_s'] / 3600)} h"}
         lines.append({"model of": name} | rates | end)
@@ -467,12 +497,17 @@ def optional(results: Results) -> list[Table]:
 
 def sources(results: Results) -> Table:
     rows = [
-        {"record": f"[{one.path.name}](results/{one.path.name})", "machine": one.where, "versions": one.versions,
-         "commit, date": one.when,
-         "command, remark": "; ".join(filter(None, [f"`{one.command}`" if one.command else "command not recorded",
-                                                    one.remark]))}
+        {
+            "record": f"[{one.path.name}](results/{one.path.name})",
+            "machine": one.where,
+            "versions": one.versions,
+            "commit, date": one.when,
+            "command, remark": "; ".join(
+                filter(None, [f"`{one.command}`" if one.command else "command not recorded", one.remark])
+            ),
+        }
         for one in results.records
-    ]  # fmt: skip
+    ]
     return Table("Records", "What was measured, where and how; a command is one of the commit beside it.", rows)
 
 
@@ -509,9 +544,15 @@ def blocks(results: Results) -> dict[str, list[str]]:
     return {
         "README.md": [*solves.lines(few, SOLVERS), "", f"{words} {made}"],
         "docs/pages/performance.md": [
-            *solves.lines(names=SOLVERS), "", f"{words} {made}", "", *residual.lines(), "", f"{note} {raced}",
+            *solves.lines(names=SOLVERS),
+            "",
+            f"{words} {made}",
+            "",
+            *residual.lines(),
+            "",
+            f"{note} {raced}",
         ],
-    }  # fmt: skip
+    }
 
 
 def origin(records: Sequence[Record]) -> str:

@@ -306,9 +306,20 @@ def _multisecant_left_kernel(
 
             if first == 0:
                 status, improved = judge(
-                    p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, tl.sum(b_gg, axis=0),
-                    tl.sum(b_ff, axis=0), k, tol, absolute, stall_floor,
-                )  # fmt: skip
+                    p_status,
+                    p_iterations,
+                    p_residual,
+                    p_gain,
+                    p_active,
+                    i_b,
+                    B,
+                    tl.sum(b_gg, axis=0),
+                    tl.sum(b_ff, axis=0),
+                    k,
+                    tol,
+                    absolute,
+                    stall_floor,
+                )
                 carry_out(status, improved, p_z, p_best + i_b * D, D, BLK)
                 advance = status == 0
             if advance:

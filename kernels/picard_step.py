@@ -61,9 +61,20 @@ def _picard_step_kernel(
             b_gg = tl.fma(b_g, b_g, b_gg)
             b_ff = tl.fma(b_fz, b_fz, b_ff)
     status, improved = judge(
-        p_status, p_iterations, p_residual, p_gain, p_active, i_b, B, tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), k,
-        tol, absolute, stall_floor,
-    )  # fmt: skip
+        p_status,
+        p_iterations,
+        p_residual,
+        p_gain,
+        p_active,
+        i_b,
+        B,
+        tl.sum(b_gg, axis=0),
+        tl.sum(b_ff, axis=0),
+        k,
+        tol,
+        absolute,
+        stall_floor,
+    )
     if WHOLE:
         if improved:
             tl.store(p_best + o_d, b_z, mask=m_d)

@@ -90,9 +90,28 @@ def build(path: Path) -> ctypes.CDLL:
     _define(source.read_text())
     target = folder / f"{path.stem}.so"
     include = Path(torch.__file__).parent / "include"
-    command = [COMPILER, "-std=c++17", "-O1", "-g", "-w", "-fPIC", "-shared", "-x", "c++", source, "-o", target,
-               "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{SHIMS}", f"-I{include}",
-               f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-w",
+        "-fPIC",
+        "-shared",
+        "-x",
+        "c++",
+        source,
+        "-o",
+        target,
+        "-DUSE_CUDA",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+        f"-I{SHIMS}",
+        f"-I{include}",
+        f"-L{Path(torch.__file__).parent / 'lib'}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return ctypes.CDLL(str(target))

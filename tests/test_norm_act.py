@@ -61,8 +61,10 @@ class TestReference:
     @every_format
     def test_values_and_gradients(self, op, memory_format):
         case = NormCase(op, dtypes="fp64", memory_format=FORMATS[memory_format])
-        arguments = {name: value.requires_grad_() if isinstance(value, torch.Tensor) else value
-                     for name, value in case.arguments().items()}  # fmt: skip
+        arguments = {
+            name: value.requires_grad_() if isinstance(value, torch.Tensor) else value
+            for name, value in case.arguments().items()
+        }
         a, groups = arguments, case.groups
         if op == "norm_act":
             plain = torch.relu(F.group_norm(a["y"], groups, a["weight"], a["bias"]))
@@ -130,8 +132,10 @@ class TestKernels:
         case = NormCase(op, shape=(3, 16, 3, 5), memory_format=FORMATS[memory_format])
         arguments = case.arguments(device)
         together, again = (op_of(op, kernel)(*arguments.values()) for _ in range(2))
-        alone = {name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
-                 for name, value in arguments.items()}  # fmt: skip
+        alone = {
+            name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
+            for name, value in arguments.items()
+        }
         for a, b, c in zip(together, again, op_of(op, kernel)(*alone.values()), strict=True):
             mine = a[1:2] if len(a) == 3 else a[:, 1:2]
             assert torch.equal(a, b) and torch.equal(mine, c)

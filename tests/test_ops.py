@@ -102,9 +102,14 @@ class TestArguments:
         "broyden_step": StepsCase(k=1, **SIZES),
     }
     OF_MONITOR = {
-        "fz": "(2, 7)", "best": "(2, 7)", "status": "(2)", "iterations": "(2)", "residual": "(2, 2)", "gain": "(2, 2)",
+        "fz": "(2, 7)",
+        "best": "(2, 7)",
+        "status": "(2)",
+        "iterations": "(2)",
+        "residual": "(2, 2)",
+        "gain": "(2, 2)",
         "active": "(1)",
-    }  # fmt: skip
+    }
     SHAPES = {
         "picard_step": OF_MONITOR,
         "multisecant_step": {"f_prev": "(2, 7)", "df": "(2, 4, 7)", "gram": "(2, 6, 4)"},

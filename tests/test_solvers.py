@@ -341,24 +341,53 @@ def test_a_history_dtype_that_does_not_fit_the_state_is_an_error(name, types):
 
 
 BAD_ARGUMENTS = [
-    *((solver, argument, value, error) for solver in SOLVERS.values() for argument, value, error in [
-        ("tol", 0.0, ValueError), ("tol", -1e-3, ValueError), ("tol", math.nan, ValueError),
-        ("tol", math.inf, ValueError), ("tol", "small", TypeError), ("tol", True, TypeError), ("tol", None, TypeError),
-        ("max_iter", 0, ValueError), ("max_iter", -3, ValueError), ("max_iter", 2.0, TypeError),
-        ("max_iter", True, TypeError), ("stop", "relative", ValueError), ("stop", None, ValueError),
-    ]),
-    *((solver, argument, value, error) for solver in (Anderson, Broyden) for argument, value, error in [
-        ("history", 0, ValueError), ("history", -1, ValueError), ("history", 2.5, TypeError),
-        ("history_dtype", torch.float16, ValueError), ("history_dtype", "bfloat16", ValueError),
-    ]),
-    (Picard, "damping", 0.0, ValueError), (Picard, "damping", 2.5, ValueError), (Picard, "damping", "1", TypeError),
+    *(
+        (solver, argument, value, error)
+        for solver in SOLVERS.values()
+        for argument, value, error in [
+            ("tol", 0.0, ValueError),
+            ("tol", -1e-3, ValueError),
+            ("tol", math.nan, ValueError),
+            ("tol", math.inf, ValueError),
+            ("tol", "small", TypeError),
+            ("tol", True, TypeError),
+            ("tol", None, TypeError),
+            ("max_iter", 0, ValueError),
+            ("max_iter", -3, ValueError),
+            ("max_iter", 2.0, TypeError),
+            ("max_iter", True, TypeError),
+            ("stop", "relative", ValueError),
+            ("stop", None, ValueError),
+        ]
+    ),
+    *(
+        (solver, argument, value, error)
+        for solver in (Anderson, Broyden)
+        for argument, value, error in [
+            ("history", 0, ValueError),
+            ("history", -1, ValueError),
+            ("history", 2.5, TypeError),
+            ("history_dtype", torch.float16, ValueError),
+            ("history_dtype", "bfloat16", ValueError),
+        ]
+    ),
+    (Picard, "damping", 0.0, ValueError),
+    (Picard, "damping", 2.5, ValueError),
+    (Picard, "damping", "1", TypeError),
     (Picard, "damping", math.nan, ValueError),
-    (Anderson, "mixing", 0, ValueError), (Anderson, "mixing", 2.1, ValueError), (Anderson, "mixing", [1], TypeError),
-    (Anderson, "ridge", -1e-9, ValueError), (Anderson, "ridge", 1.5, ValueError), (Anderson, "ridge", None, TypeError),
-    (Anderson, "kind", "III", ValueError), (Anderson, "kind", 2, ValueError),
-    (Broyden, "step", 0.0, ValueError), (Broyden, "step", 3.0, ValueError), (Broyden, "step", None, TypeError),
+    (Anderson, "mixing", 0, ValueError),
+    (Anderson, "mixing", 2.1, ValueError),
+    (Anderson, "mixing", [1], TypeError),
+    (Anderson, "ridge", -1e-9, ValueError),
+    (Anderson, "ridge", 1.5, ValueError),
+    (Anderson, "ridge", None, TypeError),
+    (Anderson, "kind", "III", ValueError),
+    (Anderson, "kind", 2, ValueError),
+    (Broyden, "step", 0.0, ValueError),
+    (Broyden, "step", 3.0, ValueError),
+    (Broyden, "step", None, TypeError),
     (Broyden, "kind", "best", ValueError),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("solver", "argument", "value", "error"), BAD_ARGUMENTS)

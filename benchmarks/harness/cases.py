@@ -72,25 +72,35 @@ OPS: list[OpCase] = [
     *improving(*LAST_STAGE),
     *(StepCase(method="good", history=18, batch=batch, dim=dim, **GPU) for batch, dim in (LAST_STAGE, MDEQ)),
     *(StepCase(op="picard_step", batch=128, dim=1024, improving=better, **GPU) for better in (False, True)),
-    *(StepCase(method="and2", history=6, history_dtype=BF16, batch=batch, dim=dim, **GPU)
-      for batch, dim in ((128, 1024), (8, 65536))),
-    *(NormOpCase(op=op, shape=STAGE_IMAGE, dtypes=dtypes)
-      for op in ("norm_act", "norm_act_residual") for dtypes in ("fp32", "bf16 beside fp32")),
+    *(
+        StepCase(method="and2", history=6, history_dtype=BF16, batch=batch, dim=dim, **GPU)
+        for batch, dim in ((128, 1024), (8, 65536))
+    ),
+    *(
+        NormOpCase(op=op, shape=STAGE_IMAGE, dtypes=dtypes)
+        for op in ("norm_act", "norm_act_residual")
+        for dtypes in ("fp32", "bf16 beside fp32")
+    ),
     *(NormOpCase(op=f"{op}_backward", shape=STAGE_IMAGE) for op in ("norm_act", "norm_act_residual")),
     *(NormOpCase(op=op, shape=MDEQ_IMAGE) for op in ("norm_act", "norm_act_residual")),
     FCOpCase(op="fc_fixed_point", batch=128, dim=256),
     FCOpCase(op="fc_fixed_point", batch=128, dim=256, weight_dtype=BF16),
     FCOpCase(op="fc_vjp", batch=128, dim=1024),
-    *(CollapseOpCase(op=op, samples=samples, dim=dim, classes=classes)
-      for op in ("class_means", "within_class_scatter")
-      for samples, dim, classes in ((50_000, 512, 10), (2000, 8192, 100))),
-]  # fmt: skip
+    *(
+        CollapseOpCase(op=op, samples=samples, dim=dim, classes=classes)
+        for op in ("class_means", "within_class_scatter")
+        for samples, dim, classes in ((50_000, 512, 10), (2000, 8192, 100))
+    ),
+]
 
 SOLVES: list[SolveCase] = [
-    *(SolveCase(solver=solver, batch=batch, dim=dim)
-      for batch, dim in (LAST_STAGE, MEDIUM, ONE, MDEQ) for solver in SOLVERS),
+    *(
+        SolveCase(solver=solver, batch=batch, dim=dim)
+        for batch, dim in (LAST_STAGE, MEDIUM, ONE, MDEQ)
+        for solver in SOLVERS
+    ),
     *(SolveCase(solver=solver, batch=FC[0], dim=FC[1], map="fc") for solver in SOLVERS),
-]  # fmt: skip
+]
 
 FC_SOLVES: list[FCSolveCase] = [
     FCSolveCase(batch=128, dim=256),

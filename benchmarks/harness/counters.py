@@ -26,10 +26,22 @@ _NOTHING = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty
 # Operations after which, on a GPU, the host waits for a value: one to return, the size of a result, or the success of a
 # factorisation.
 _WAITS = {
-    "_local_scalar_dense", "equal", "allclose", "nonzero", "masked_select", "bincount", "_unique2", "unique_dim",
-    "unique_consecutive", "_linalg_check_errors", "_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_lstsq",
+    "_local_scalar_dense",
+    "equal",
+    "allclose",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "_linalg_check_errors",
+    "_linalg_svd",
+    "_linalg_eigh",
+    "linalg_eig",
+    "linalg_lstsq",
     "linalg_pinv",
-}  # fmt: skip
+}
 # Methods that on the CPU run no operation, and on a GPU copy to the host.
 _READS = (Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__)
 

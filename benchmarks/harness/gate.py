@@ -92,8 +92,10 @@ class Baseline:
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
         head = {"commit": commit(), "date": date, "command": command(sys.orig_argv), "depends_on": self.depends_on}
         lines = [f'"{key}": {json.dumps(value)},' for key, value in (head | {"columns": columns}).items()]
-        cases = [f" {json.dumps(case)}: {json.dumps([row.get(column) for column in columns])}"
-                 for case, row in self.rows.items()]  # fmt: skip
+        cases = [
+            f" {json.dumps(case)}: {json.dumps([row.get(column) for column in columns])}"
+            for case, row in self.rows.items()
+        ]
         folder.mkdir(exist_ok=True)
         path = folder / f"{self.name}.json"
         write_text(path, "\n".join(["{", *lines, '"rows": {', ",\n".join(cases), "}", "}"]) + "\n")

@@ -105,9 +105,16 @@ class StepCase(OpCase):
     def state(self) -> tuple[Any, states.State]:
         """The step of a few samples, and their state before it."""
         case = states.Case(
-            self.method, min(self.batch, ROWS), self.dim, self.history, k=self.history,
-            history_dtype=self.history_dtype, damping=0.5 if self.method is None else 1.0, tol=0.0, wobble=0.5,
-        )  # fmt: skip
+            self.method,
+            min(self.batch, ROWS),
+            self.dim,
+            self.history,
+            k=self.history,
+            history_dtype=self.history_dtype,
+            damping=0.5 if self.method is None else 1.0,
+            tol=0.0,
+            wobble=0.5,
+        )
         return case, states.make_state(case)
 
     def still(self, case: Any, state: states.State) -> Any:

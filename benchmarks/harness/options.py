@@ -133,8 +133,11 @@ class TraceCase(OptionCase):
 
 
 ADJOINTS = {
-    "jfb": deqfast.JFB(), "phantom": deqfast.Phantom(), "shine": deqfast.SHINE(), "implicit": deqfast.Implicit(),
-}  # fmt: skip
+    "jfb": deqfast.JFB(),
+    "phantom": deqfast.Phantom(),
+    "shine": deqfast.SHINE(),
+    "implicit": deqfast.Implicit(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +174,11 @@ class AdjointCase(OptionCase):
 
 
 KINDS: dict[str, Any] = {
-    "anderson-I": deqfast.Anderson(1e-5, 60, kind="I"), "anderson-II": deqfast.Anderson(1e-5, 60),
-    "broyden-bad": deqfast.Broyden(1e-5, 60, kind="bad"), "broyden-good": deqfast.Broyden(1e-5, 60),
-}  # fmt: skip
+    "anderson-I": deqfast.Anderson(1e-5, 60, kind="I"),
+    "anderson-II": deqfast.Anderson(1e-5, 60),
+    "broyden-bad": deqfast.Broyden(1e-5, 60, kind="bad"),
+    "broyden-good": deqfast.Broyden(1e-5, 60),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +259,12 @@ OPTIONS: list[OptionCase] = [
     *(AdjointCase(batch=layer.shape[0], dim=layer.size()["dim"], training=layer) for layer in _LAYERS),
     *(KindCase(problem=problem, batch=32, dim=64) for problem in ("linear-0.9", "non-normal", "tanh")),
     KindCase(problem="sawtooth", batch=32, dim=12),
-    *(KindCase(problem=f"{problem}, b 1", batch=32, dim=0, devices=("cpu",))
-      for problem in ("gaussian 0.7", "decaying 0.99", "outliers outside", "tanh decaying 0.99")),
+    *(
+        KindCase(problem=f"{problem}, b 1", batch=32, dim=0, devices=("cpu",))
+        for problem in ("gaussian 0.7", "decaying 0.99", "outliers outside", "tanh decaying 0.99")
+    ),
     StreamingCase(batch=50_000, dim=512),
-]  # fmt: skip
+]
 _SMALL_LAYER = TrainingCase(cell="fc", shape=(3, 16), adjoint="implicit", solver=deqfast.Broyden(1e-4, 60))
 SMALL_OPTIONS: list[OptionCase] = [
     CompactCase(batch=16, dim=32),

@@ -130,8 +130,12 @@ def fully_connected(
 
 def suite(names: list[str] | None = None, batch: int = SUITE_BATCH) -> list[Problem]:
     """The 24 problems: every map of ``MAPS`` with injections of both ``SCALES``; or those of some maps."""
-    return [problem for index, name in enumerate(MAPS) if names is None or name in names
-            for problem in _of_map(name, index, batch)]  # fmt: skip
+    return [
+        problem
+        for index, name in enumerate(MAPS)
+        if names is None or name in names
+        for problem in _of_map(name, index, batch)
+    ]
 
 
 def _of_map(name: str, seed: int, batch: int) -> list[Problem]:

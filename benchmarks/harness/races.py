@@ -105,12 +105,21 @@ def judged(problem: Problem, provider: Provider, tol: float) -> Row:
     residuals = problem.residuals(value)
     worst = float(residuals.max())
     row: Row = {
-        "section": "residual", "case": problem.name, "provider": provider.name, "peer": provider.peer, "tol": tol,
-        "batch": len(problem.z0), "dim": problem.dim, "dtype": "float32", "evaluations": len(f.calls),
-        "most_evaluations": EVALUATIONS, "residual": finite(worst),
+        "section": "residual",
+        "case": problem.name,
+        "provider": provider.name,
+        "peer": provider.peer,
+        "tol": tol,
+        "batch": len(problem.z0),
+        "dim": problem.dim,
+        "dtype": "float32",
+        "evaluations": len(f.calls),
+        "most_evaluations": EVALUATIONS,
+        "residual": finite(worst),
         "residual_median": finite(float(residuals.median())),
-        "reached": worst <= SLACK * tol, "samples_missed": int((~(residuals <= SLACK * tol)).sum()),
-    }  # fmt: skip
+        "reached": worst <= SLACK * tol,
+        "samples_missed": int((~(residuals <= SLACK * tol)).sum()),
+    }
     if of_samples is not None:
         row["mean_evaluations"] = float(of_samples.double().mean())
     if not row["reached"]:
@@ -156,12 +165,21 @@ def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row
     rows: list[Row] = []
     for provider, moments in zip(compared, times, strict=True):
         residuals = residuals_on_the_way(problem, provider)
-        rows.append({
-            "section": "residual course", "case": problem.name, "provider": provider.name, "batch": len(problem.z0),
-            "dim": problem.dim, "dtype": "float32", "evaluations": len(residuals),
-            "course": {"ms": [statistics.median(of_call) for of_call in zip(*moments, strict=True)],
-                       "residual": [finite(residual) for residual in residuals]},
-        })  # fmt: skip
+        rows.append(
+            {
+                "section": "residual course",
+                "case": problem.name,
+                "provider": provider.name,
+                "batch": len(problem.z0),
+                "dim": problem.dim,
+                "dtype": "float32",
+                "evaluations": len(residuals),
+                "course": {
+                    "ms": [statistics.median(of_call) for of_call in zip(*moments, strict=True)],
+                    "residual": [finite(residual) for residual in residuals],
+                },
+            }
+        )
     return rows
 
 

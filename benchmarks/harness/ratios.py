@@ -42,8 +42,11 @@ HOST = SolveCase(solver=deqfast.Anderson(NEVER, ITERATIONS), batch=8, dim=256)
 SAMPLE = SolveCase(solver=deqfast.Anderson(NEVER, ITERATIONS), batch=1, dim=1 << 18)
 # (case, reference)
 RATIOS: list[tuple[Case, str]] = [
-    *((find("solves", f"{solver}-128x8192"), reference)
-      for solver in ("picard", "anderson-m6", "anderson-m6-bf16", "broyden-n20") for reference in ("torchdeq", "copy")),
+    *(
+        (find("solves", f"{solver}-128x8192"), reference)
+        for solver in ("picard", "anderson-m6", "anderson-m6-bf16", "broyden-n20")
+        for reference in ("torchdeq", "copy")
+    ),
     (find("solves", "picard-128x8192"), "eager"),
     (find("solves", "broyden-n20-128x8192"), ONE_THREAD),
     (SAMPLE, ONE_THREAD),
@@ -53,7 +56,7 @@ RATIOS: list[tuple[Case, str]] = [
     (find("nc", "nc-5000x512-K10-fp32"), "pinv"),
     (find("nc", "nc-5000x512-K10-fp32"), "copy"),
     (find("training", "residual-anderson-jfb-32x128x4x4"), "explicit"),
-]  # fmt: skip
+]
 
 
 def cores() -> int:

@@ -82,8 +82,11 @@ class GradientMemoryCase(Case):
 
     def contender(self, provider: str, device: str) -> Contender:
         solver = deqfast.Anderson(NEVER, self.iterations)
-        adjoints = {"jfb": deqfast.JFB(), "implicit": deqfast.Implicit(solver),
-                    "unrolled": deqfast.Unrolled(steps=self.iterations)}  # fmt: skip
+        adjoints = {
+            "jfb": deqfast.JFB(),
+            "implicit": deqfast.Implicit(solver),
+            "unrolled": deqfast.Unrolled(steps=self.iterations),
+        }
         torch.manual_seed(0)
         cell, x = deqfast.ResidualCell(self.shape[1]).to(device), torch.randn(self.shape).to(device)
         block = deqfast.DEQBlock(cell, solver, adjoints[self.adjoint], kernel_of(provider, device).name)
@@ -119,6 +122,9 @@ def curves() -> Iterator[ScalingCase]:
 
 SCALING: list[Case] = [
     *curves(),
-    *(GradientMemoryCase(full=True, adjoint=adjoint, iterations=count)
-      for adjoint in ("jfb", "implicit", "unrolled") for count in SIZES["iterations"]),
-]  # fmt: skip
+    *(
+        GradientMemoryCase(full=True, adjoint=adjoint, iterations=count)
+        for adjoint in ("jfb", "implicit", "unrolled")
+        for count in SIZES["iterations"]
+    ),
+]

@@ -119,12 +119,17 @@ def table() -> list[Case]:
         for activation in (("tanh", "gelu") if size in (128, 256) else ("tanh",))
     ]
     cases += [Case("fc_vjp", state, "", 0, "gelu", 32768) for state in ("fp32", "fp64")]
-    cases += [Case("transp", "fp32", history, window, "and1")
-              for window, history in ((6, "bf16"), (8, "fp32"), (20, "fp32"), (32, "bf16"))]  # fmt: skip
+    cases += [
+        Case("transp", "fp32", history, window, "and1")
+        for window, history in ((6, "bf16"), (8, "fp32"), (20, "fp32"), (32, "bf16"))
+    ]
     cases += [Case("transp", "fp64", "fp64", 32, "good"), Case("transp", "fp32", "fp32", 6, "bad", 777)]
     for channels, pixels in ((512, 16), (256, 64), (64, 1024)):
-        cases += [Case(kernel, "fp32", dtype, channels, dtype, pixels) for dtype in ("fp32", "bf16")
-                  for kernel in NORM_KERNELS]  # fmt: skip
+        cases += [
+            Case(kernel, "fp32", dtype, channels, dtype, pixels)
+            for dtype in ("fp32", "bf16")
+            for kernel in NORM_KERNELS
+        ]
     for kernel in NORM_KERNELS:  # more than fits on chip
         cases += [Case(kernel, dtype, dtype, 64, dtype, 4096) for dtype in ("fp32", "fp64")]
     for kernel in ("resid", "resid'"):  # the dtypes of autocast; rows that are not aligned
@@ -239,8 +244,9 @@ def compile_case(case: Case, arch: int) -> Row:
     signature = signature_of(case, kernel.arg_names, constants)
     multiples = {"R", "D", "N", "stride"} if case.size % 16 == 0 else {"R"}
     divisible = [i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name in multiples]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
-                       attrs={(i,): [["tt.divisibility", 16]] for i in divisible})  # fmt: skip
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in divisible}
+    )
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
     if case.kernel in ("left", "right", "transp"):
         options["maxnreg"] = config.MAX_REGISTERS
@@ -255,11 +261,16 @@ def compile_case(case: Case, arch: int) -> Row:
         usage = run_tool("cuobjdump", "--dump-resource-usage", cubin)
         sass = run_tool("nvdisasm", "-ndf", "-c", cubin)  # without data flow: a third faster
     return Row(
-        case, arch, launch.block if isinstance(launch, config.LaunchConfig) else launch.rows, launch.num_warps,
-        registers=int(re.findall(r"REG:(\d+)", usage)[-1]), stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),
-        shared=compiled.metadata.shared, barriers=sass.count("BAR.SYNC"),
+        case,
+        arch,
+        launch.block if isinstance(launch, config.LaunchConfig) else launch.rows,
+        launch.num_warps,
+        registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
+        stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),
+        shared=compiled.metadata.shared,
+        barriers=sass.count("BAR.SYNC"),
         wide_loads=len(re.findall(r"LDG(?:STS)?\.E[.\w]*\.128", sass)),
-    )  # fmt: skip
+    )
 
 
 def run_tool(name: str, *arguments: str | Path) -> str:

@@ -82,11 +82,19 @@ def start_state(case: Case, device: str = "cpu") -> State:
     records = torch.full((2, batch), float("inf"), dtype=dtype)
     pairs = torch.full((batch, history, size), float("nan"), dtype=case.history_dtype or dtype)
     state = {
-        "z": z, "fz": value_of_f(z), "best": z.clone(), "status": torch.zeros(batch, dtype=torch.int8),
-        "iterations": torch.zeros(batch, dtype=torch.int32), "residual": records, "gain": records.clone(),
-        "active": torch.tensor([batch], dtype=torch.int32), "f_prev": torch.full_like(z, float("nan")), "left": pairs,
-        "df": pairs.clone(), "gram": torch.full((batch, history + 2, history), float("nan"), dtype=dtype),
-    }  # fmt: skip
+        "z": z,
+        "fz": value_of_f(z),
+        "best": z.clone(),
+        "status": torch.zeros(batch, dtype=torch.int8),
+        "iterations": torch.zeros(batch, dtype=torch.int32),
+        "residual": records,
+        "gain": records.clone(),
+        "active": torch.tensor([batch], dtype=torch.int32),
+        "f_prev": torch.full_like(z, float("nan")),
+        "left": pairs,
+        "df": pairs.clone(),
+        "gram": torch.full((batch, history + 2, history), float("nan"), dtype=dtype),
+    }
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 

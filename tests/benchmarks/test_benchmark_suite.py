@@ -186,10 +186,10 @@ def test_the_gradient_of_another_adjoint_is_not_recorded(copy, monkeypatch):
     case = next(case for case in SMALL if case.section == "training" and case.adjoint == "implicit")
     block = deqfast.DEQBlock
     monkeypatch.setattr(
-        deqfast, "DEQBlock", lambda cell, solver, adjoint, kernel: block(
-            cell, solver, "jfb" if kernel == "cpp" else adjoint, kernel
-        )
-    )  # fmt: skip
+        deqfast,
+        "DEQBlock",
+        lambda cell, solver, adjoint, kernel: block(cell, solver, "jfb" if kernel == "cpp" else adjoint, kernel),
+    )
     outcomes, _ = suite.measure(case, ["torch", "cpp"], "cpu", copy, **QUICK)
     assert isinstance(outcomes["cpp"], Wrong) and "gradient" in str(outcomes["cpp"])
     assert "ms" in outcomes["torch"]

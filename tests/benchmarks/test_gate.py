@@ -216,9 +216,13 @@ def ratio_of(before):
 
 @pytest.mark.parametrize(
     ("slowdown", "verdict", "least", "most"),
-    [(1.0, Verdict.WORSE, 0, 0), (1.3, Verdict.WORSE, 0.9, 1), (1.5, Verdict.WORSE, 0.98, 1),
-     (1 / 1.5, Verdict.BETTER, 0.98, 1)],
-)  # fmt: skip
+    [
+        (1.0, Verdict.WORSE, 0, 0),
+        (1.3, Verdict.WORSE, 0.9, 1),
+        (1.5, Verdict.WORSE, 0.98, 1),
+        (1 / 1.5, Verdict.BETTER, 0.98, 1),
+    ],
+)
 def test_slowdowns_are_worse_and_noise_alone_is_not(slowdown, verdict, least, most):
     rng = random.Random(5)
     found = [ratio_of(0.2).judge_ratio("a", noisy(rng, 0.2 * slowdown)).verdict for _ in range(RUNS)]
@@ -366,12 +370,19 @@ def test_what_is_worse_fails_and_what_is_better_asks_for_a_new_baseline(project)
     result.assert_outcomes(failed=3, passed=2, deselected=1)
     for failure in ("counters: 1 worse", "ratios: 1 worse", "cuda-1.0: 1 worse, 1 missing"):
         result.stdout.fnmatch_lines([f"{failure}, see the table at the end"])
-    result.stdout.fnmatch_lines([
-        "worse: 3", "  counters: b: operations 5 -> 6 (+20 %) since *",
-        "  ratios: r: time / reference 0.5 -> 0.7 (+40 %)*margin 15 %*", "  cuda-1.0: x: registers sm_90 9 -> 10*",
-        "missing: 1", "  cuda-1.0: y: has a baseline*", "better: 1", "  counters: a: operations 3 -> 2*",
-        "*again with --update-baseline*",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "worse: 3",
+            "  counters: b: operations 5 -> 6 (+20 %) since *",
+            "  ratios: r: time / reference 0.5 -> 0.7 (+40 %)*margin 15 %*",
+            "  cuda-1.0: x: registers sm_90 9 -> 10*",
+            "missing: 1",
+            "  cuda-1.0: y: has a baseline*",
+            "better: 1",
+            "  counters: a: operations 3 -> 2*",
+            "*again with --update-baseline*",
+        ]
+    )
     assert result.stdout.str().count("operations 5 -> 6") == 1
 
 
@@ -381,12 +392,18 @@ def test_what_has_no_baseline_is_missing_or_judged_by_limits_alone_and_told(proj
     changed(project, ('"b": 5', '"c": 5'), ('* pairs, "processor 1")', '* pairs, "processor 2")'), (kernels, unknown))
     result = project.runpytest("--gate")
     result.assert_outcomes(failed=3, passed=1, skipped=1, deselected=1)
-    result.stdout.fnmatch_lines([
-        "worse: 1", "  cuda-2.0: x: stack sm_90 8 bytes", "missing: 2", "  counters: c: has no baseline; *",
-        "  counters: b: has a baseline*", "not judged: 2",
-        "  ratios: all cases: the baseline is of processor 1, this is processor 2",
-        "  cuda-2.0: all cases: no baseline for nvcc 2.0: 1 kernels judged by the limits of the hardware alone",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "worse: 1",
+            "  cuda-2.0: x: stack sm_90 8 bytes",
+            "missing: 2",
+            "  counters: c: has no baseline; *",
+            "  counters: b: has a baseline*",
+            "not judged: 2",
+            "  ratios: all cases: the baseline is of processor 1, this is processor 2",
+            "  cuda-2.0: all cases: no baseline for nvcc 2.0: 1 kernels judged by the limits of the hardware alone",
+        ]
+    )
     changed(project, (kernels, unknown.replace('{"x": "stack sm_90 8 bytes"}', "{}")))
     assert project.runpytest("--gate").ret == 0
 

@@ -50,8 +50,10 @@ def test_gaussian_fills_the_disc():
 
 
 def test_spectra_have_their_radius_and_are_spread_as_named():
-    of = {name: torch.linalg.eigvalsh(getattr(problems, name)(40, generator(), 0.9))
-          for name in ("even", "clustered_at_one", "decaying")}  # fmt: skip
+    of = {
+        name: torch.linalg.eigvalsh(getattr(problems, name)(40, generator(), 0.9))
+        for name in ("even", "clustered_at_one", "decaying")
+    }
     for name, low in (("even", -0.9), ("clustered_at_one", -0.9), ("decaying", -0.72)):
         assert float(of[name].max()) == pytest.approx(0.9, rel=1e-9)
         assert float(of[name].min()) == pytest.approx(low, rel=0.02)

@@ -18,11 +18,22 @@ MARKERS = f"# A\n\n{report.BEGIN}\n{report.END}\n\nafter\n"
 def solve_rows(gain=20.0, floor_x=1.2):
     """Rows of the four solvers by deqfast, torchdeq and eager; deqfast `gain` times as fast as torchdeq."""
     return [
-        {"section": "solves", "case": case, "provider": provider, "batch": 128, "dim": 8192, "ms_min": 20 * ms + 4,
-         "solver_ms": ms, "floor_x": floor_x, "residual": 1e-3, "peak_bytes": 1e7 if provider == "cpp" else 2e7,
-         **({"gains": {"torchdeq": gain, "eager": 2.0}} if provider == "cpp" else {})}
-        for case in report.SOLVERS for provider, ms in (("cpp", 2.0), ("torchdeq", 2.0 * gain), ("eager", 4.0))
-    ]  # fmt: skip
+        {
+            "section": "solves",
+            "case": case,
+            "provider": provider,
+            "batch": 128,
+            "dim": 8192,
+            "ms_min": 20 * ms + 4,
+            "solver_ms": ms,
+            "floor_x": floor_x,
+            "residual": 1e-3,
+            "peak_bytes": 1e7 if provider == "cpp" else 2e7,
+            **({"gains": {"torchdeq": gain, "eager": 2.0}} if provider == "cpp" else {}),
+        }
+        for case in report.SOLVERS
+        for provider, ms in (("cpp", 2.0), ("torchdeq", 2.0 * gain), ("eager", 4.0))
+    ]
 
 
 def residual_rows():
@@ -31,8 +42,16 @@ def residual_rows():
     for case in ("even 0.9, b 1", "even 0.9, b 0.01", "digits cell"):
         for provider in ("deqfast picard", "torchdeq fixed_point_iter"):
             own = provider == "deqfast picard"
-            row = {"section": "residual", "case": case, "provider": provider, "tol": 1e-5, "evaluations": 12,
-                   "most_evaluations": 60, "reached": own or case == "even 0.9, b 1", "batch": 32}  # fmt: skip
+            row = {
+                "section": "residual",
+                "case": case,
+                "provider": provider,
+                "tol": 1e-5,
+                "evaluations": 12,
+                "most_evaluations": 60,
+                "reached": own or case == "even 0.9, b 1",
+                "batch": 32,
+            }
             times = {"ms": 2.0, "ms_min": 2.0} | ({"gain": 3.0} if own else {})
             rows.append(row | (times if row["reached"] else {"skipped": "residual 1e-2"}))
     course = {"section": "residual course", "case": report.SHOWN[0], "batch": 2, "dim": 3}
@@ -42,12 +61,25 @@ def residual_rows():
 def other_rows():
     """At least a row of every other section."""
     nc = {"section": "nc", "case": "nc1-2000x8192-K100-fp64", "provider": "cpp", "ms_min": 10.0, "error": 0.0}
-    step = {"section": "training step", "case": "width 16, batch 32, jfb", "device": "cpu", "ms": 2.0,
-            "paper_hours": 3.0}  # fmt: skip
+    step = {
+        "section": "training step",
+        "case": "width 16, batch 32, jfb",
+        "device": "cpu",
+        "ms": 2.0,
+        "paper_hours": 3.0,
+    }
     deq = {"evaluations": 9.0, "times_explicit": 1.5, "flop_ratio": 1.6, "over_flop": 0.94}
     point = {"section": "scaling", "solver": "picard", "series": "batch", "axis": "batch", "provider": "cpp"}
-    model = {"section": "internet scale (model)", "size": "MDEQ", "adjoint": "jfb", "solver": "broyden", "gpus": 1,
-             "case": "MDEQ", "images_per_second": 1000.0, "internet_s": 1e6}  # fmt: skip
+    model = {
+        "section": "internet scale (model)",
+        "size": "MDEQ",
+        "adjoint": "jfb",
+        "solver": "broyden",
+        "gpus": 1,
+        "case": "MDEQ",
+        "images_per_second": 1000.0,
+        "internet_s": 1e6,
+    }
     return [
         nc | {"gains": {"pinv": 600.0}},
         *({"section": name, "case": name, "provider": "cpp", "ms_min": 1.0} for name in ("ops", "training", "fc")),
@@ -57,12 +89,17 @@ def other_rows():
         *(point | {"case": f"{x}", "batch": x, "solver_ms": 2.0 * x, "peak_bytes": x**2} for x in (1, 2, 4, 8)),
         model | {"provider": "torchdeq"},
         model | {"provider": "deqfast", "gain": 1.5},
-    ]  # fmt: skip
+    ]
 
 
 def write(root, name, rows, **machine):
-    data = {"machine": MACHINE | machine, "command": f"measure {name}", "date": "2026-01-02T03:04+00:00",
-            "remark": "made up for a test", "rows": rows}  # fmt: skip
+    data = {
+        "machine": MACHINE | machine,
+        "command": f"measure {name}",
+        "date": "2026-01-02T03:04+00:00",
+        "remark": "made up for a test",
+        "rows": rows,
+    }
     (root / "benchmarks" / "results" / f"{name}.json").write_text(json.dumps(data))
 
 
@@ -90,12 +127,21 @@ def check(root, capsys):
 
 @pytest.mark.parametrize(
     ("form", "value", "text"),
-    [(report.digits, 0.0, "0"), (report.digits, 9.996, "10.0"), (report.digits, 1234.5, "1230"),
-     (report.digits, 5e-5, "5.0e-5"), (report.duration, 0.0123, "12.3 µs"), (report.duration, 0.9996, "1.00 ms"),
-     (report.duration, 118_500, "118 s"), (report.scientific, 0.0, "below 2.2e-16"),
-     (report.percent, 0.0348, "3.48 %"), (report.span, [], ""), (report.span, [3.9, 5.1, 4.0], "3.90 to 5.10×"),
-     (report.span, [4.001, 4.002], "4.00×")],
-)  # fmt: skip
+    [
+        (report.digits, 0.0, "0"),
+        (report.digits, 9.996, "10.0"),
+        (report.digits, 1234.5, "1230"),
+        (report.digits, 5e-5, "5.0e-5"),
+        (report.duration, 0.0123, "12.3 µs"),
+        (report.duration, 0.9996, "1.00 ms"),
+        (report.duration, 118_500, "118 s"),
+        (report.scientific, 0.0, "below 2.2e-16"),
+        (report.percent, 0.0348, "3.48 %"),
+        (report.span, [], ""),
+        (report.span, [3.9, 5.1, 4.0], "3.90 to 5.10×"),
+        (report.span, [4.001, 4.002], "4.00×"),
+    ],
+)
 def test_numbers_have_three_digits_and_a_unit_and_ranges_ends_that_differ(form, value, text):
     assert form(value) == text
 
@@ -110,10 +156,12 @@ def test_tables_leave_out_empty_columns_and_escape_bars():
 
 @pytest.mark.parametrize(
     ("words", "typed"),
-    [(["/a/bin/python", "/a/bin/pytest", "benchmarks"], "pytest benchmarks"),
-     (["/a/bin/python", "-m", "pytest", "-k", "a b"], "python -m pytest -k 'a b'"),
-     (["python", "benchmarks/report.py", "--check"], "python benchmarks/report.py --check")],
-)  # fmt: skip
+    [
+        (["/a/bin/python", "/a/bin/pytest", "benchmarks"], "pytest benchmarks"),
+        (["/a/bin/python", "-m", "pytest", "-k", "a b"], "python -m pytest -k 'a b'"),
+        (["python", "benchmarks/report.py", "--check"], "python benchmarks/report.py --check"),
+    ],
+)
 def test_the_command_recorded_is_one_to_type_again(words, typed):
     assert record.command(words) == typed
 
@@ -190,16 +238,18 @@ def test_check_fails_until_all_is_written_and_once_the_data_change(root, capsys)
 
 @pytest.mark.parametrize(
     ("sentence", "wrong"),
-    [("It is 20.0×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq --> as fast.", ""),
-     ("It is 120.0×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq --> as fast.", "is 20.0×, the text says"),
-     ("It is 21.0×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq --> as fast.", "is 20.0×, the text says"),
-     ("It misses 0<!-- residual.deqfast-picard.missed-1e-05 -->.", ""),
-     ("It misses 1<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
-     ("It misses 2<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
-     ("It misses 0 of\n2<!-- residual.deqfast-picard.missed-1e-05 -->.", ""),
-     ("It misses -0<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
-     ("Of 5<!-- no.such.number -->.", "no number is called no.such.number")],
-)  # fmt: skip
+    [
+        ("It is 20.0×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq --> as fast.", ""),
+        ("It is 120.0×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq --> as fast.", "is 20.0×, the text says"),
+        ("It is 21.0×<!-- solves.broyden-n20-128x8192.gain-over-torchdeq --> as fast.", "is 20.0×, the text says"),
+        ("It misses 0<!-- residual.deqfast-picard.missed-1e-05 -->.", ""),
+        ("It misses 1<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
+        ("It misses 2<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
+        ("It misses 0 of\n2<!-- residual.deqfast-picard.missed-1e-05 -->.", ""),
+        ("It misses -0<!-- residual.deqfast-picard.missed-1e-05 -->.", "is 0 of 2, the text says"),
+        ("Of 5<!-- no.such.number -->.", "no number is called no.such.number"),
+    ],
+)
 def test_check_guards_the_numbers_in_sentences(root, capsys, sentence, wrong):
     write(root, "suite", solve_rows())
     (root / "docs" / "pages").mkdir(parents=True)
@@ -215,10 +265,14 @@ def test_check_guards_the_numbers_in_sentences(root, capsys, sentence, wrong):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "no JSON"), ("[]", "an object with the keys"), ('{"rows": []}', "an object with the keys"),
-     ('{"machine": {}, "rows": [{"case": "a"}]}', "row 0 has no provider, section"),
-     ('{"machine": {}, "rows": [], "dry_run": true}', "a dry run is no result")],
-)  # fmt: skip
+    [
+        ("{", "no JSON"),
+        ("[]", "an object with the keys"),
+        ('{"rows": []}', "an object with the keys"),
+        ('{"machine": {}, "rows": [{"case": "a"}]}', "row 0 has no provider, section"),
+        ('{"machine": {}, "rows": [], "dry_run": true}', "a dry run is no result"),
+    ],
+)
 def test_a_file_that_is_no_record_is_named(root, capsys, content, said):
     (root / "benchmarks" / "results" / "odd.json").write_text(content)
     found = check(root, capsys)
@@ -233,5 +287,8 @@ def test_a_record_that_is_missing_and_markers_that_are_missing_are_named(root, c
 
 def test_the_committed_page_is_what_the_committed_records_give(capsys):
     assert check(ROOT, capsys) == ""
-    assert all("rounds" not in row or isinstance(row["rounds"], int)
-               for path in COMMITTED.glob("*.json") for row in json.loads(path.read_text())["rows"])  # fmt: skip
+    assert all(
+        "rounds" not in row or isinstance(row["rounds"], int)
+        for path in COMMITTED.glob("*.json")
+        for row in json.loads(path.read_text())["rows"]
+    )

@@ -13,8 +13,9 @@ from harness.solves import solve_by
 import deqfast
 from deqfast.ops import choose_kernel
 
-INPUTS = replace(model.Inputs(), copy_rate=100.0, product_rate=1000.0, efficiency=0.5, per_node=4, node_rate=10.0,
-                 network_rate=1.0)  # fmt: skip
+INPUTS = replace(
+    model.Inputs(), copy_rate=100.0, product_rate=1000.0, efficiency=0.5, per_node=4, node_rate=10.0, network_rate=1.0
+)
 TINY = model.Network("tiny", (8, 16), (8, 16), image=32, classes=10)
 
 
@@ -38,9 +39,11 @@ def test_a_point_is_judged_by_the_same_solve_in_float64():
 def test_training_memory_grows_with_iterations_only_when_unrolled():
     peaks = {
         (adjoint, count): GradientMemoryCase(adjoint=adjoint, iterations=count, shape=(2, 8, 4, 4))
-        .contender("torch", "cpu").facts["peak_bytes"]
-        for adjoint in ("jfb", "unrolled") for count in (2, 6)
-    }  # fmt: skip
+        .contender("torch", "cpu")
+        .facts["peak_bytes"]
+        for adjoint in ("jfb", "unrolled")
+        for count in (2, 6)
+    }
     state = 4 * 2 * 8 * 4 * 4
     assert peaks["unrolled", 6] - peaks["unrolled", 2] >= 4 * 4 * state  # what a cell keeps of four more evaluations
     assert peaks["jfb", 6] - peaks["jfb", 2] <= 2 * 4 * state + 4096  # four more pairs, until the window is full
@@ -92,8 +95,13 @@ def test_step_by_hand():
     counts = model.Counts(parameters=20, dim=5, batch=2, f=f, vjp=vjp, gradient=once)
     side = model.Side("library", "solver", lambda k: 10 + k)
     # A state of 40 bytes; forward 10 + 11 passes, backward 10.
-    parts = {"f": 3 * 1 + 2 * 3, "solver": 40 * 31 / 100, "gradient": 5, "optimizer": 2,
-             "all_reduce": 2 * 3 / 4 * 4 * 20 / 10}  # fmt: skip
+    parts = {
+        "f": 3 * 1 + 2 * 3,
+        "solver": 40 * 31 / 100,
+        "gradient": 5,
+        "optimizer": 2,
+        "all_reduce": 2 * 3 / 4 * 4 * 20 / 10,
+    }
     assert model.step(inputs, counts, side, "implicit", 4) == pytest.approx(parts)
     assert sum(model.step(inputs, counts, side, "jfb", 1).values()) == pytest.approx(40 * 21 / 100 + 3 + 5 + 2)
 

@@ -42,8 +42,10 @@ def test_bits_depend_neither_on_the_order_of_threads_nor_on_the_batch(shape, gro
         emulate.set_order(order)
         results.append(emulated(op)(*arguments.values()))
     emulate.set_order(0)
-    alone = {name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
-             for name, value in arguments.items()}  # fmt: skip
+    alone = {
+        name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
+        for name, value in arguments.items()
+    }
     for i, single in enumerate(emulated(op)(*alone.values())):
         first = results[0][i]
         assert all(torch.equal(result[i], first) for result in results)

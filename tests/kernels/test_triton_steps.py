@@ -139,8 +139,10 @@ def test_bits_depend_neither_on_the_run_nor_on_the_batch(case):
         assert all(same_bits(together[name], again[name]) for name in case.names)
     columns = ("residual", "gain")
     for row in range(3):
-        alone = {name: before[name][:, row : row + 1] if name in columns else before[name][row : row + 1]
-                 for name in case.names}  # fmt: skip
+        alone = {
+            name: before[name][:, row : row + 1] if name in columns else before[name][row : row + 1]
+            for name in case.names
+        }
         alone["active"] = before["active"]
         alone = after_step(case, {name: tensor.contiguous() for name, tensor in alone.items()})
         for name in case.names:
@@ -170,8 +172,13 @@ def test_history_of_more_than_two_to_the_31_elements():
     case = Case("good", batch=3, size=2**26, history=11, history_dtype=torch.bfloat16)
     state = start_state(replace(case, batch=1, history=1), DEVICE)
     shapes = {"left": (3, 11, 2**26), "df": (3, 11, 2**26), "gram": (3, 13, 11)}
-    state = {name: tensor.expand(3, *tensor.shape[1:]).contiguous() if tensor.shape[0] == 1 else
-             tensor.expand(2, 3).contiguous() for name, tensor in state.items() if name not in shapes}  # fmt: skip
+    state = {
+        name: tensor.expand(3, *tensor.shape[1:]).contiguous()
+        if tensor.shape[0] == 1
+        else tensor.expand(2, 3).contiguous()
+        for name, tensor in state.items()
+        if name not in shapes
+    }
     for name, shape in shapes.items():
         state[name] = torch.empty(shape, dtype=torch.float32 if name == "gram" else torch.bfloat16, device=DEVICE)
     state["active"] = state["active"][:1]
