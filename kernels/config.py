@@ -95,6 +95,11 @@ def fc_config(features: int) -> LaunchConfig:
     return LaunchConfig(max(16, next_power_of_2(features)), 8 if features > 64 else 4)
 
 
+def fc_registers(dtype: torch.dtype) -> int | None:
+    """Registers per thread for fc_fixed_point with W of `dtype`; None: as many as ptxas likes."""
+    return MAX_REGISTERS if dtype == torch.bfloat16 else None
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """Rows and columns of the features per tile, directions per tile (0: none), and warps per program."""

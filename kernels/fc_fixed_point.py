@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import constants
 from .common import STALL_GAIN, STALL_ITERATIONS, is_finite, scalar, square_root, tiny_and_max
-from .config import FC_ROWS, device_guard, fc_config, picard_config
+from .config import FC_ROWS, device_guard, fc_config, fc_registers, picard_config
 
 RELU = tl.constexpr(constants.RELU)
 TANH = tl.constexpr(constants.TANH)
@@ -193,7 +193,8 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
     numbers = (batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor)
     interpreted = not isinstance(_fc_fixed_point_kernel, triton.JITFunction)
     fixed = {"ACTIVATION": a.activation, "INTERPRETED": interpreted, "ROWS": FC_ROWS, "DP": config.block}
-    options = {"num_warps": config.num_warps, "enable_fp_fusion": False}
+    registers = fc_registers(a.weight.dtype)
+    options = {"num_warps": config.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
     with device_guard(a.c):
         _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](*tensors, *numbers, **fixed, **options)
 

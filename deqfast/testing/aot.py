@@ -250,6 +250,8 @@ def compile_case(case: Case, arch: int) -> Row:
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
     if case.kernel in ("left", "right", "transp"):
         options["maxnreg"] = config.MAX_REGISTERS
+    elif case.kernel == "fc":
+        options["maxnreg"] = config.fc_registers(DTYPES[case.history])
     elif case.kernel in NORM_KERNELS:
         options["maxnreg"] = launch.max_registers
     if case.kernel == "scatter":
