@@ -25,15 +25,18 @@ def pytest_addoption(parser):
         help="JSON of all rows; replaces a file, unless the run is interrupted: then the rows so far are in FILE.part",
     )
     group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
-    group.addoption("--full", action="store_true", help="half an hour: ResNet-18's last block, D=8192's pinv too")
+    group.addoption(
+        "--full",
+        action="store_true",
+        help="hours: also scaling, time to a residual, the study's training step, and the largest layer and pinv",
+    )
     group.addoption(
         "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"
     )
     group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
-    study = parser.getgroup("study", "Cells of the study (test_time_to_residual.py)")
+    study = parser.getgroup("study", "Cell of the study (test_time_to_residual.py)")
     study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
-    study.addoption("--data-root", type=Path, help="folder of the CIFAR files; without: cells see drawn shapes")
-    study.addoption("--cells", type=Path, default=Path("runs/residual"), help="where trained cells are kept")
+    study.addoption("--data-root", type=Path, help="folder of the CIFAR files that the run saw")
     add_options(parser)
 
 

@@ -98,8 +98,6 @@ def timed(row: Outcome, contender: Contender, times: Times, provider: str, copy:
     if "bytes" in row:
         row["floor_ms"] = 1e-6 * row["bytes"] / row["copy_gb_per_s"]
         row["floor_x"] = own / row["floor_ms"]
-    if "flop" in row:
-        row["tflop_per_s"] = 1e-9 * row["flop"] / row["ms_min"]
     return row
 
 
@@ -115,10 +113,7 @@ def columns_of(seconds: Sequence[float]) -> Row:
 
 
 def compare(case: Case, rows: Sequence[Row]) -> None:
-    """How many times as fast as each peer of the case a row is: per iteration and without f where that is told.
-
-    Where both count floating-point operations, too how the ratio of the times compares with that of the operations.
-    """
+    """How many times as fast as each peer of the case a row is: per iteration and without f where that is told."""
     by_provider = {row["provider"]: row for row in rows if "ms" in row}
     for provider, row in by_provider.items():
         column = "solver_ms" if "solver_ms" in row else "ms_min"
@@ -126,8 +121,6 @@ def compare(case: Case, rows: Sequence[Row]) -> None:
         gains = {peer: by_provider[peer][column] / row[column] for peer in peers}
         if gains and min(row[column], *gains.values()) > 0:  # else the time of f hides the solver's
             row |= {"gains": gains, "peer": peers[0], "gain": gains[peers[0]]}
-            if flop := row.get("flop"):
-                row["over_flop"] = by_provider[peers[0]]["flop"] / flop / row["gain"]
 
 
 class Board:
