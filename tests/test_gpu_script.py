@@ -10,7 +10,7 @@ import pytest
 from gpu_table import merged, slug, stages_of, table
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-SECTIONS = {"rates", "ops", "solves", "fc", "cells", "training", "nc", "options"}
+SECTIONS = {"ops", "solves", "fc", "cells", "training", "nc", "options"}
 
 
 def run(*arguments, **environment):

@@ -6,7 +6,6 @@ MDEQ's (D = 65536); batches of 1 to 256.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,11 +138,6 @@ SMALL: list[Case] = [
     CollapseCase(samples=60, dim=9, classes=3),
     *SMALL_OPTIONS,
 ]
-
-
-def pairs(cases: Sequence[Case], device: str) -> list[tuple[Case, str]]:
-    """Every case with each of its providers on a device."""
-    return [(case, provider) for case in cases for provider in case.providers_on(device)]
 
 
 def find(section: str, name: str) -> Case:
