@@ -104,7 +104,7 @@ def test_evaluations_are_counted_and_the_value_is_judged():
     assert 0 < right["f_ms"] < right["ms_min"] <= right["ms"]
     (wrong,) = races.measure(HALF, [stub(lambda z: z + torch.tensor([[2.0], [1.99]]), 7)], 1e-3, rounds=2)
     assert not wrong["reached"] and "ms" not in wrong and "2.5e-03 after 7" in wrong["skipped"]
-    assert wrong["samples_missed"] == 1 and wrong["residual_median"] == 0.0
+    assert wrong["samples_missed"] == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
