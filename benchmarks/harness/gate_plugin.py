@@ -100,7 +100,7 @@ class Gate:
             self._keep("ratios", {}, [baseline.judge_ratio(case, measure, margin)])
 
     def close(self, name: str, cases: Iterable[str], depends_on: str = "") -> None:
-        """After the last case: fail for baselines of cases there are no more, or write the new baseline."""
+        """End a baseline after its last case: fail for cases there are no more, or write the new baseline."""
         cases = list(cases)
         if self.update:
             self._write(name, cases, depends_on)

@@ -166,7 +166,7 @@ class BroydenStepCase(StepCase):
         return case, states.make_state(case, device)
 
     def still(self, case: Any, state: states.State) -> Any:
-        """With the newest step made short: c_{k-1} grows as 1 / |s_{k-1}|, so that the next step is as short."""
+        """The step, its newest predecessor made short: c_{k-1} grows as 1 / |s_{k-1}|, so that the next is as short."""
         state["steps"][:, case.k - 1] = STILL * (state["fz"] - state["z"])
         return case
 

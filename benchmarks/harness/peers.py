@@ -35,7 +35,7 @@ def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
 
 
 def torchdeq_solve(solver: Any) -> Solve:
-    """By torchdeq as it ships; its history has the dtype of the state. ImportError where it is not installed."""
+    """A solve by torchdeq as it ships, its history in the dtype of the state. ImportError where it is missing."""
     run, max_iter = torchdeq_method(solver)
     return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop)[0]
 

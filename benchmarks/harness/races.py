@@ -141,8 +141,11 @@ def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int)
 
 @torch.no_grad()
 def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row]:
-    """Of solves that nothing stops early, a row per provider: the best residual so far of the worst sample after every
-    evaluation, and the median time (ms) at which f's value was there. The residuals are those of f's arguments."""
+    """A row per provider of a solve that nothing stops early.
+
+    It has the best residual so far of the worst sample after every evaluation, and the median time (ms) at which f's
+    value was there. The residuals are those of f's arguments.
+    """
     moments: dict[str, list[list[float]]] = {provider.name: [] for provider in compared}
     for _ in range(rounds):
         for provider in compared:

@@ -26,7 +26,7 @@ tol, reached         of section "residual": the tolerance, and whether `residual
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 cosine               of a gradient and the exact implicit one
 most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
-samples_missed       there: samples above the tolerance; residual_median: of the batch
+samples_missed       there: samples above the tolerance
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
 flop, nc_share ...   of section "training step": see harness/study_step.py

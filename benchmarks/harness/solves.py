@@ -73,7 +73,7 @@ def solution_of(solver: Any, kernel: str, f: Any, z0: Tensor) -> Tensor:
 
 
 def graph_solve(solver: Any, kernel: str) -> Solve:
-    """By replays of captured CUDA graphs; f is a map of ``MAPS``, whose calls are counted as the Solution tells them.
+    """A solve by replays of captured CUDA graphs of a map of ``MAPS``, whose calls are those that the Solution tells.
 
     The block of an f is made once: capturing is not part of a solve.
     """

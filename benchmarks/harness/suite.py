@@ -1,4 +1,4 @@
-"""From cases to rows: every provider's answer is checked, then all of a case are timed in turns with a large copy."""
+"""Making rows of cases: every provider's answer is checked, then all of a case are timed in turns with a large copy."""
 
 from __future__ import annotations
 

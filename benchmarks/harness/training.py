@@ -140,7 +140,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def exact_gradient(case: TrainingCase, explicit: bool) -> tuple[list[Tensor], nn.Module, Tensor]:
-    """In float64, at the fixed point to 1e-10 (or of the cell applied once); the cell and its input beside it."""
+    """The gradient in float64, at the fixed point to 1e-10 or of the cell applied once, with the cell and its input."""
     problem = Problem(case, "torch", "cpu", torch.float64)
     solver = deqfast.Anderson(EXACT, 300)
     adjoint: Any = deqfast.JFB() if case.adjoint == "jfb" else deqfast.Implicit(solver)

@@ -28,29 +28,19 @@ X, MASK, INDEX = torch.eye(3), torch.eye(3) > 0, torch.tensor([0, 2])
 WAITING = {
     "item": lambda: X[0, 0].item(),
     "bool": lambda: bool(MASK.any()),
-    "float": lambda: float(X[0, 0]),
     "format": lambda: f"{X[0, 0]:.2f}",
     "tolist": lambda: INDEX.tolist(),
     "cpu": lambda: X.cpu(),
     "numpy": lambda: X.numpy(),
-    "nonzero": lambda: MASK.nonzero(),
     "where of one": lambda: torch.where(MASK),
     "index by a mask": lambda: X[MASK],
     "masked_select": lambda: X.masked_select(MASK),
     "equal": lambda: torch.equal(X, X),
-    "allclose": lambda: torch.allclose(X, X),
     "solve": lambda: torch.linalg.solve(X, X),
-    "inv": lambda: torch.linalg.inv(X),
-    "cholesky": lambda: torch.linalg.cholesky(X),
-    "lu_factor": lambda: torch.linalg.lu_factor(X),
-    "lstsq": lambda: torch.linalg.lstsq(X, X),
     "svd": lambda: torch.linalg.svd(X),
     "eigh": lambda: torch.linalg.eigh(X),
-    "eigvals": lambda: torch.linalg.eigvals(X),
     "pinv": lambda: torch.linalg.pinv(X),
     "unique": lambda: INDEX.unique(),
-    "unique rows": lambda: X.unique(dim=0),
-    "unique_consecutive": lambda: INDEX.unique_consecutive(),
     "bincount": lambda: INDEX.bincount(),
     "repeat_interleave": lambda: torch.repeat_interleave(INDEX, INDEX),
     "copy to another device": lambda: X.to("meta"),
@@ -58,13 +48,10 @@ WAITING = {
 QUEUED = {
     "where": lambda: torch.where(MASK, X, 0),
     "index": lambda: X[INDEX],
-    "index_select": lambda: X.index_select(0, INDEX),
-    "masked_fill": lambda: X.clone().masked_fill_(MASK, 0),
     "set by a mask": lambda: X.clone().__setitem__(MASK, 0.0),
     "solve_ex": lambda: torch.linalg.solve_ex(X, X),
     "repeat_interleave of known size": lambda: torch.repeat_interleave(INDEX, INDEX, output_size=2),
     "copy that does not wait": lambda: X.to("meta", non_blocking=True),
-    "another dtype": lambda: X.double(),
     "view": lambda: X.T.reshape(-1).unsqueeze(0).expand(2, 9)[0, :2].split(1),
 }
 
@@ -142,7 +129,6 @@ def planted_damping(advance):
     [
         ("picard 12 iterations", planted_wait, {"operations", "host_waits", "allocations"}),
         ("picard 12 iterations", planted_copy, {"operations", "allocations"}),
-        ("picard 12 iterations", step_twice, {"operations", "allocations", "peak_bytes"}),
         ("picard tanh", planted_damping, {"evaluations", "iterations"}),
         ("picard tanh", planted_wait, set()),
     ],
@@ -250,17 +236,11 @@ def test_two_threads_are_timed_beside_one_where_there_are_two_cores(monkeypatch)
     assert both and set(ratios.available()) - alone == both and ratios.margin(min(both)) == 1.5
     threads, solve = [], deqfast.solve
 
-    def noted(*arguments):
-        threads.append(torch.get_num_threads())
-        return solve(*arguments)
-
     def once(calls, **options):
-        calls["ours"]()
-        calls["theirs"]()
-        return dict.fromkeys(calls, [1.0])
+        return {name: [calls[name]() is None] for name in calls}
 
     measure = ratios.pairs(find("solves", "picard-256x1024"), ratios.ONE_THREAD)
-    monkeypatch.setattr(deqfast, "solve", noted)
+    monkeypatch.setattr(deqfast, "solve", lambda *given: threads.append(torch.get_num_threads()) or solve(*given))
     monkeypatch.setattr(ratios, "in_turns", once)
     measure(1)
     assert threads == [2, 1]

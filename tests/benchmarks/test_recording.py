@@ -57,25 +57,16 @@ def test_an_extension_of_other_sources_is_a_change_and_told(checkout, monkeypatc
         assert record.commit() == commit + "+changes"
 
 
-CPUINFO = """processor\t: 0
-cpu family\t: 25
-model\t\t: 17
-model name\t: AMD EPYC
-stepping\t: 1
-
-processor\t: 1
-model\t\t: 99
-"""
-
-
 def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(record, "CACHES", tmp_path / "cache")
+    monkeypatch.setattr(record, "CACHES", tmp_path)
     assert record.processor_details() == "" and record.processor()
-    (tmp_path / "cpuinfo").write_text(CPUINFO)
-    for index, (level, size) in enumerate((("1", "32K"), ("2", "1024K"), ("3", "32768K"))):
-        folder = tmp_path / "cache" / f"index{index}"
-        folder.mkdir(parents=True)
+    (tmp_path / "cpuinfo").write_text(
+        "cpu family\t: 25\nmodel\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n\nmodel\t: 99\n"
+    )
+    for level, size in (("1", "32K"), ("3", "32768K"), ("2", "1024K")):
+        folder = tmp_path / f"index{level}"
+        folder.mkdir()
         (folder / "level").write_text(level + "\n")
         (folder / "size").write_text(size + "\n")
     assert record.processor() == "AMD EPYC"
