@@ -81,12 +81,15 @@ def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str |
 def provenance(device: str = "cpu", remark: str | None = None) -> dict[str, Any]:
     """Everything that a reader has to know about this run."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-    script, *words = sys.orig_argv[1:] or ["-"]
-    if os.path.dirname(os.path.abspath(script)) == os.path.dirname(sys.orig_argv[0]):
-        command = [os.path.basename(script), *words]  # installed beside the interpreter, as pytest is
-    else:
-        command = ["python", script, *words]
-    return {"machine": machine(device), "command": shlex.join(command), "date": date, "remark": remark}
+    return {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark}
+
+
+def command(words: list[str]) -> str:
+    """What was typed, from what the interpreter was called with; one installed beside it goes by its name alone."""
+    interpreter, *given = words
+    if given and os.path.dirname(os.path.abspath(given[0])) == os.path.dirname(interpreter):
+        return shlex.join([os.path.basename(given[0]), *given[1:]])
+    return shlex.join(["python", *given])
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The suite of `pytest benchmarks`: registry, byte formulas, how it times, and that it records no wrong answer."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -318,28 +317,6 @@ def test_gains_and_targets():
     assert told == {"nc-50000x512-K10-fp32 cpp: <= 1000 ms": False}
     memory = targets.Target("solves", name, "cpp", "peak_bytes", 0.75, "torchdeq")
     assert memory.value(rows) == 0.75 and memory.met(0.75) and not memory.met(0.76)
-
-
-def test_a_run_writes_a_record_and_ends_with_a_table(tmp_path):
-    path, json_path = tmp_path / "record.json", tmp_path / "benchmark.json"
-    files = ["--record", str(path), "--benchmark-json", str(json_path)]
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", "-k", "fc_vjp and not cuda"]
-    # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    result = subprocess.run(
-        [*command, *files, "--remark", "a try"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    record = json.loads(path.read_text())
-    assert record["remark"].startswith("a try; partial: ") and "--record" in record["command"]
-    rows = {row["provider"]: row for row in record["rows"]}
-    assert set(rows) == {"torch", "cpp"}
-    assert rows["cpp"]["gains"]["torch"] == pytest.approx(rows["torch"]["ms_min"] / rows["cpp"]["ms_min"], rel=1e-4)
-    end = result.stdout[result.stdout.index("Least of the rounds") :]
-    assert "fc_vjp-128x1024" in end and f"record: {path}" in end
-    kept = {entry["param"]: entry for entry in json.loads(json_path.read_text())["benchmarks"]}["fc_vjp-128x1024-cpp"]
-    assert kept["extra_info"]["ms_min"] == pytest.approx(rows["cpp"]["ms_min"], rel=1e-5)  # six digits are written
-    assert kept["stats"]["rounds"] == suite.BENCHMARK_ROUNDS and kept["stats"]["min"] > 0
 
 
 def test_a_record_in_no_folder_is_refused():
