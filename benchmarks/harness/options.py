@@ -26,27 +26,19 @@ Make = Callable[["OptionCase", str, str], Contender]
 
 @dataclass(frozen=True, kw_only=True)
 class OptionCase(Case):
-    """An option beside its absence or its alternatives, `against`. make: (case, provider, device) -> contender."""
+    """An option beside its absence or its alternatives, the peers. make: (case, provider, device) -> contender."""
 
     section = "options"
     label: str
     batch: int
     dim: int
-    given: tuple[str, ...]
-    against: tuple[str, ...]
+    providers: tuple[str, ...]  # type: ignore[misc]
+    peers: tuple[str, ...]  # type: ignore[misc]
     make: Make
 
     @property
     def name(self) -> str:
         return self.label
-
-    @property
-    def providers(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.given
-
-    @property
-    def peers(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.against
 
     def size(self) -> Row:
         return {"batch": self.batch, "dim": self.dim, "dtype": "fp32"}
@@ -84,7 +76,7 @@ def compact_case(batch: int, dim: int, rates: tuple[float, float] = (0.3, 0.8)) 
     label = f"compact-{batch}x{dim}-rates-{rates[0]:g}-{rates[1]:g}"
     providers = ("compact", "whole-batch")
     make = partial(compact, rates=rates)
-    return OptionCase(label=label, batch=batch, dim=dim, given=providers, against=providers[1:], make=make)
+    return OptionCase(label=label, batch=batch, dim=dim, providers=providers, peers=providers[1:], make=make)
 
 
 def eval_solver(case: OptionCase, provider: str, device: str) -> Contender:
@@ -157,8 +149,8 @@ def gradient_case(**given: Any) -> OptionCase:
         label=f"gradient-{layer.name.replace('-implicit', '')}",
         batch=size["batch"],
         dim=size["dim"],
-        given=tuple(ADJOINTS),
-        against=("implicit", "jfb"),
+        providers=tuple(ADJOINTS),
+        peers=("implicit", "jfb"),
         make=partial(gradient, layer=layer),
     )
 
@@ -193,8 +185,8 @@ def kind_case(problem: str, batch: int = 32, dim: int = 64) -> OptionCase:
         label=f"kinds-{problem.replace(' ', '-').replace(',', '')}",
         batch=batch,
         dim=dim,
-        given=tuple(KINDS),
-        against=("anderson-II", "broyden-good"),
+        providers=tuple(KINDS),
+        peers=("anderson-II", "broyden-good"),
         make=partial(kind, problem=problem),
         devices=("cpu", "cuda") if problem in PROBLEMS else ("cpu",),  # the residual suite is of the CPU
     )
@@ -221,7 +213,7 @@ def streaming(case: OptionCase, provider: str, device: str, classes: int = 10, p
 def simple(make: Make, option: str, absence: str, batch: int, dim: int) -> OptionCase:
     """An option that is given or not."""
     label = f"{option}-{batch}x{dim}"
-    return OptionCase(label=label, batch=batch, dim=dim, given=(option, absence), against=(absence,), make=make)
+    return OptionCase(label=label, batch=batch, dim=dim, providers=(option, absence), peers=(absence,), make=make)
 
 
 OPTIONS = [

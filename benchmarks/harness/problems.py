@@ -116,15 +116,16 @@ MAPS: dict[str, tuple[int, Callable[[int, torch.Generator], Tensor], Callable[[T
 
 
 def fully_connected(
-    name: str, weight: Tensor, bias: Tensor, activation: Callable[[Tensor], Tensor] | None = None
+    name: str, weight: Tensor, bias: Tensor, activation: Callable[..., Tensor] | None = None
 ) -> Problem:
     """f(z) = act(W z + b) in float32 from 0; b (B, D)."""
-    act = activation or (lambda z: z)
-    w, b = weight.float(), bias.float()
-    exact_w, exact_b = w.double(), b.double()
-    return Problem(
-        name, lambda z: act(F.linear(z, w) + b), lambda z: act(F.linear(z, exact_w) + exact_b), torch.zeros_like(b)
-    )
+    weight, bias = weight.float(), bias.float()
+
+    def f(z: Tensor) -> Tensor:
+        linear = F.linear(z, weight.to(z.dtype)) + bias.to(z.dtype)
+        return activation(linear) if activation else linear
+
+    return Problem(name, f, f, torch.zeros_like(bias))
 
 
 def suite(name: str, batch: int = SUITE_BATCH) -> list[Problem]:
