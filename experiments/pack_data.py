@@ -30,7 +30,8 @@ def pack(root: Path, out: Path, dataset: str, limit: int) -> list[Path]:
                 raise StudyError(f"{root / name} is missing: {root} does not hold {dataset}")
             members.add(root / name, name)
     out.mkdir(parents=True, exist_ok=True)
-    content, written = archive.getvalue(), []
+    content = archive.getvalue()
+    written: list[Path] = []
     for start in range(0, len(content), limit):
         written.append(out / f"{dataset}-{len(written):04}.piece")
         write_atomically(written[-1], content[start : start + limit])

@@ -78,27 +78,22 @@ def from_first(function: Callable[..., T], *arguments: Any) -> T:
     the others leave without a word."""
     if not joined():
         return function(*arguments)
-    outcome: list[Any] = [None, False]
-    failure = None
+    outcome: list[Any] = [None, None]
     if is_first():
         try:
             outcome[0] = function(*arguments)
         except StudyError as error:
-            outcome[1], failure = True, error
+            outcome[1] = error
     dist.broadcast_object_list(outcome)
-    if failure is not None:
-        raise failure
     if outcome[1]:
-        raise SystemExit(1)
+        raise outcome[1] if is_first() else SystemExit(1)
     return cast(T, outcome[0])
 
 
-def share(start: int, stop: int, rank: int | None = None) -> slice:
-    """A process's part, this one's without `rank`, of start ... stop - 1: consecutive, of equal size but for one, in
-    the order of processes."""
-    if rank is None:
-        rank = dist.get_rank() if joined() else 0
-    total, size = stop - start, world_size()
+def share(start: int, stop: int) -> slice:
+    """This process's part of start ... stop - 1: consecutive, of equal size but for one, in the order of processes."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if joined() else (0, 1)
+    total = stop - start
     return slice(start + total * rank // size, start + total * (rank + 1) // size)
 
 
@@ -111,17 +106,13 @@ def total(part: Tensor) -> Tensor:
     return part
 
 
-def gather(part: Tensor, count: int) -> Tensor:
-    """The tensor of `count` rows whose `share` each process holds."""
+def gather(part: Tensor) -> Tensor:
+    """The processes' tensors, put together along their first dimension in the order of processes."""
     if not joined():
         return part
-    parts = [share(0, count, rank) for rank in range(world_size())]
-    sizes = [one.stop - one.start for one in parts]
-    padded = part.new_zeros(max(sizes), *part.shape[1:])
-    padded[: len(part)] = part
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
-    return torch.cat([rows[:size] for rows, size in zip(received, sizes, strict=True)])
+    parts: list[Any] = [None] * world_size()
+    dist.all_gather_object(parts, part.cpu())
+    return torch.cat(parts).to(part.device)
 
 
 def parallel(network: nn.Module) -> nn.Module:

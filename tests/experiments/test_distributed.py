@@ -20,7 +20,7 @@ with float64(), distributed.processes("cpu"):
     torch.set_num_threads(1)
     found = test_distributed.steps_of_every_kind()
     rank = torch.distributed.get_rank()
-    found["gathered"] = distributed.gather(torch.full((2 + rank, 2), float(rank)), 5)
+    found["gathered"] = distributed.gather(torch.full((2 + rank, 2), float(rank)))
     found["from first"] = distributed.from_first(lambda: {"rank": rank})
     statistics = torch.nn.BatchNorm1d(1)
     statistics.running_mean += rank + 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 
@@ -114,29 +113,6 @@ def weights_and_momenta(one):
     return [*one.network.parameters(), *momenta(one)]
 
 
-class PlainSGD(torch.optim.SGD):
-    """Refuses what only a fused one takes."""
-
-    found_inf = property(lambda self: None, lambda self, value: None)
-
-
-@float64()
-def test_the_fused_optimiser_is_sgd_to_rounding_also_after_an_older_checkpoint():
-    """Checkpoints of an optimiser that was not fused say so, and may lack momenta."""
-    fused, plain = trainer(), trainer()
-    settings = plain.settings
-    plain.optimizer = PlainSGD(
-        plain.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, foreach=False
-    )
-    for epoch in (1, 2):
-        fused.load(copy.deepcopy(plain.state(epoch - 1)))
-        assert fused.optimizer.param_groups[0]["fused"] and not plain.optimizer.param_groups[0]["fused"]
-        losses = [one.train_epoch(epoch, tqdm(disable=True))["loss"] for one in (fused, plain)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-        for ours, theirs in zip(weights_and_momenta(fused), weights_and_momenta(plain), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
-
-
 @float64()
 def test_compiled_parts_give_the_same_numbers(monkeypatch):
     """Captured and run op by op: generating code takes minutes."""
@@ -203,17 +179,6 @@ def test_metrics_are_measured_when_due_and_at_both_ends():
     lines = [one.run_epoch(epoch, tqdm(disable=True)) for epoch in range(1, 6)]
     assert [line.epoch for line in lines if line.nc] == [1, 2, 4, 5]
     assert [line.epoch for line in lines if line.confusion] == [5]
-
-
-@pytest.mark.parametrize("hidden", [True, False])
-def test_the_bar_shows_the_loss_from_the_first_step_on(hidden, tmp_path):
-    one = trainer("explicit")
-    with open(tmp_path / "bar", "w") as file:
-        bar = tqdm(total=one.data.steps(16), file=file, disable=hidden, mininterval=0)
-        one.train_epoch(1, bar)
-        bar.close()
-    shown = (tmp_path / "bar").read_text().count("epoch 1, loss ")
-    assert shown == 0 if hidden else shown >= one.data.steps(16)
 
 
 def test_accuracy_is_the_mean_over_classes():
