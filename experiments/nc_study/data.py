@@ -42,7 +42,6 @@ class Source:
 class StudyData:
     """uint8 images (N, 3, 32, 32) and labels of both splits on one device, and the channels' mean and deviation."""
 
-    name: str
     counts: tuple[int, ...]
     majority: int
     train_images: Tensor
@@ -96,14 +95,10 @@ def generator(*key: int) -> torch.Generator:
 
 def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
     """Image i padded by 4 black pixels, cut to its size at offsets[i] = (row, column), and mirrored where flips[i]."""
-    size = images.shape[-1]
-    padded = F.pad(images, (PAD,) * 4)
-    line = torch.arange(size, device=images.device)
-    columns = torch.where(flips[:, None], line.flip(0), line) + offsets[:, 1:]
-    rows = line + offsets[:, :1]
-    sample = torch.arange(len(images), device=images.device)
-    cut = padded[sample[:, None, None], :, rows[:, :, None], columns[:, None, :]]
-    return cut.permute(0, 3, 1, 2)
+    size, sample = images.shape[-1], torch.arange(len(images), device=images.device)
+    windows = F.pad(images, (PAD,) * 4).unfold(2, size, 1).unfold(3, size, 1)  # (N, 3, row, column, size, size)
+    cut = windows[sample, :, offsets[:, 0], offsets[:, 1]]
+    return torch.where(flips[:, None, None, None], cut.flip(3), cut)
 
 
 def class_sizes(settings: Settings) -> list[int]:
@@ -148,13 +143,11 @@ def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
     scaled = train[0].reshape(-1, 3).astype(np.float64) / 255
     mean, std = CHANNELS.get(source.name) or (scaled.mean(axis=0), scaled.std(axis=0))
     splits: dict[str, Tensor] = {}
-    chosen = {"train": select_images(train[1], sizes), "test": _first_of_each(test[1], settings)}
-    for name, (images, labels) in (("train", train), ("test", test)):
-        kept = chosen[name]
+    chosen = {"train": (train, select_images(train[1], sizes)), "test": (test, _first_of_each(test[1], settings))}
+    for name, ((images, labels), kept) in chosen.items():
         splits[f"{name}_images"] = torch.from_numpy(images[kept].transpose(0, 3, 1, 2).copy()).to(device)
         splits[f"{name}_labels"] = torch.from_numpy(labels[kept]).to(device)
     return StudyData(
-        name=source.name,
         counts=tuple(sizes),
         majority=settings.majority_classes,
         mean=torch.tensor(mean, dtype=torch.float32, device=device),

@@ -27,30 +27,20 @@ from .config import Experiment, Settings, StudyError, flag_of
 from .record import FORMAT, Begun, Epoch, Failure, OtherFormat, RunResult, from_json, read_record, to_json
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn a failed write into a line that names the file and the reason."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace the file at once or not at all: a kill or a full disk leaves the old one. StudyError if it cannot be."""
+    temporary = path.with_name(path.name + ".tmp")
     try:
-        yield
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise StudyError(
             f"cannot write {path}: {error.strerror or error}; what was saved before is intact, --resume goes on from it"
         ) from error
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at once or not at all: a kill or a full disk leaves the old one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with _writing(path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -118,16 +108,16 @@ class RunDirectory:
         """Why the run ended early, None if it did not."""
         return read_record(Failure, self._failure) if self._failure.exists() else None
 
-    def conclude(self, result: RunResult) -> None:
-        """Write the result, which makes the run a finished one."""
-        write_atomically(self._result, to_json(result))
-
     def fail(self, failure: Failure | None) -> None:
         """Write down why the run ended early, or with None forget it."""
         if failure is None:
             self._failure.unlink(missing_ok=True)
         else:
             write_atomically(self._failure, to_json(failure))
+
+    def conclude(self, result: RunResult) -> None:
+        """Write the result, which makes the run a finished one."""
+        write_atomically(self._result, to_json(result))
 
     def start(self, settings: Settings) -> None:
         """Begin the run, or make sure that the one whose epochs are here may be continued under these settings."""
@@ -161,23 +151,21 @@ class RunDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder, and keep a second process out for as long as this one works here; a kill releases it."""
-        with _writing(self.path):
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "w")  # noqa: SIM115
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StudyError(f"{self.path}: another process is working on this run") from error
+        except OSError as error:
+            raise StudyError(f"cannot write in {self.path}: {error.strerror}") from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise StudyError(f"{self.path}: another process is working on this run") from error
             yield
 
     def append(self, model: str, epoch: Epoch) -> None:
         """Add the line of a finished epoch."""
         path = self._log(model)
-        with _writing(path), open(path, "ab") as file:
-            file.write(to_json(epoch))
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(path, (path.read_bytes() if path.exists() else b"") + to_json(epoch))
 
     def epochs(self, model: str) -> list[Epoch]:
         """The finished epochs, up to the first line that is cut off or damaged."""

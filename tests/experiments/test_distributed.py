@@ -136,7 +136,7 @@ def test_a_process_without_a_gpu_of_its_own_is_an_error(monkeypatch):
 
 def test_gpus_share_batch_statistics(monkeypatch):
     """What a network on a GPU becomes, with a stand-in for the device."""
-    monkeypatch.setattr(distributed, "joined", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "DistributedDataParallel", lambda network: network)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     converted = distributed.parallel(torch.nn.Sequential(torch.nn.BatchNorm2d(3)))

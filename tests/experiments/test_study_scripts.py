@@ -40,7 +40,11 @@ def whole(tmp_path_factory):
 def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     folder, done = whole
     lines = done.stdout.splitlines()
-    kernel = read_record(RunResult, folder / "result.json").kernel
+    result = read_record(RunResult, folder / "result.json")
+    assert result.train_images_per_class == (30,) * 3 + (3,) * 7 and list(result.networks) == ["explicit", "deq"]
+    assert result.networks["deq"].solver.iterations > 1
+    assert result.command.startswith("python ") and "--kernel triton" in result.command
+    kernel = result.kernel
     if not torch.cuda.is_available():
         assert f"kernel: {kernel.used}, for kernel='triton' is not available: no CUDA device" in done.stdout
         assert kernel.requested == "triton" and "no CUDA device" in kernel.reason
@@ -54,33 +58,15 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     assert "Traceback" not in done.stderr and "%|" not in done.stderr  # no bars outside a terminal
 
 
-def test_the_result_is_complete(whole):
-    result = read_record(RunResult, whole[0] / "result.json")
-    assert result.train_images_per_class == (30,) * 3 + (3,) * 7
-    assert list(result.networks) == ["explicit", "deq"]
-    for network in result.networks.values():
-        assert network.nc.nc4 is not None and network.accuracy.minority is not None
-    assert result.networks["deq"].solver.iterations > 1
-    assert result.command.startswith("python ") and "--kernel triton" in result.command
-
-
-def test_without_data_and_network_auto_says_why_it_takes_shapes(tmp_path):
-    arguments = [word for word in TINY if word not in ("--dataset", "shapes")]
-    done = script("cifar_lt", *arguments, "--model", "explicit", "--epochs", "1", cwd=tmp_path)
+def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(tmp_path):
+    arguments = [word for word in TINY if word not in ("--dataset", "shapes", "--ratio", "10")]
+    done = script("cifar_balanced", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    reasons = [line for line in done.stdout.splitlines() if line.startswith("data:")]
-    assert len(reasons) == 1
-    assert reasons[0].startswith("data: shapes instead of CIFAR-10: not under data, and the download failed")
-    assert not list((tmp_path / "data").iterdir())
-
-
-def test_the_balanced_script(tmp_path):
-    arguments = [word for word in TINY if word not in ("--ratio", "10")]
-    done = script("cifar_balanced", *arguments, "--out", str(tmp_path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert "data: shapes instead of CIFAR-10: not under data, and the download failed" in done.stdout
     assert "300 training images (10 classes of 30)" in done.stdout
     assert "93.23±0.13" in done.stdout and "minority" not in done.stdout
-    assert (tmp_path / "shapes-balanced-quick-both-broyden-jfb-seed0" / "result.json").exists()
+    assert (tmp_path / "runs" / "shapes-balanced-quick-both-broyden-jfb-seed0" / "result.json").exists()
+    assert not list((tmp_path / "data").iterdir())
 
 
 @pytest.mark.parametrize("steps", [4, 32])
