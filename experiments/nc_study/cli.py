@@ -46,9 +46,8 @@ def told(script: str, again: str) -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     status = [0]
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
         yield status
@@ -59,9 +58,6 @@ def told(script: str, again: str) -> Iterator[list[int]]:
         status[0] = 130
         if distributed.is_first():
             print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_study(asked: Settings) -> None:

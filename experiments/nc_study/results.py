@@ -108,45 +108,37 @@ def title(result: RunResult) -> str:
 
 
 def report(result: RunResult) -> str:
-    """A result as text: the row beside the paper's, NC1-NC4, and how the solver fared."""
-    rows = {model: network.accuracy for model, network in result.networks.items()}
+    """A result as text: accuracy and NC1-NC4 beside the paper's accuracy, and how the solver fared."""
     notes, setting, settings = [], on_cifar(result.setting), result.settings
-    if setting in PAPER:
-        for model in result.networks:
-            mark = "†" if (setting, model) in INCONSISTENT else ""
-            rows[f"paper, {model}{mark}"] = PAPER[setting][model]
-            if mark:
-                notes = ["† as printed: the overall accuracy is not the class mean of the other two"]
-        if apart := differences(settings):
-            notes.append(f"not comparable with the paper: {', '.join(apart)}")
-    else:
-        notes.append("the paper has no entry for this imbalance")
     groups = GROUPS if setting.majority is not None else GROUPS[:1]
+    rows = []
+    for model, network in result.networks.items():
+        metrics = [network.quantity(name) for name in COLLAPSE]
+        shown = ["undefined" if value is None else f"{value:.4g}" for value in metrics]
+        rows.append([model, *(str(getattr(network.accuracy, group)) for group in groups), *shown])
+    for model in result.networks if setting in PAPER else ():
+        mark = "†" if (setting, model) in INCONSISTENT else ""
+        rows.append([f"paper, {model}{mark}", *(str(getattr(PAPER[setting][model], group)) for group in groups)])
+        if mark:
+            notes = ["† as printed: the overall accuracy is not the class mean of the other two"]
+    if setting not in PAPER:
+        notes.append("the paper has no entry for this imbalance")
+    elif apart := differences(settings):
+        notes.append(f"not comparable with the paper: {', '.join(apart)}")
     averaged = next(iter(result.networks.values())).epochs_averaged
-    heading = f"Test accuracy in % on {title(result)}: mean±deviation over the last {averaged}"
+    columns = ("", *groups, *map(str.upper, COLLAPSE))
+    aligned = ("left", *("right" for _ in columns[1:]))
+    table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)
     return "\n".join(
         (
-            f"{heading} of {settings.epochs} epochs",
-            _table(groups, {name: [str(getattr(row, group)) for group in groups] for name, row in rows.items()}),
+            f"Test accuracy in % on {title(result)}: mean±deviation over the last {averaged}",
+            f"of {settings.epochs} epochs; neural collapse of the training images after the last",
+            textwrap.indent(table, "  "),
             *(f"  {note}" for note in notes),
-            f"\nNeural collapse of the training images after epoch {settings.epochs}",
-            _table([name.upper() for name in COLLAPSE], {m: _collapse(one) for m, one in result.networks.items()}),
             "",
             *(_costs(result, model) for model in result.networks),
         )
     )
-
-
-def _table(columns: Sequence[str], rows: dict[str, list[str]]) -> str:
-    values = [(name, *texts) for name, texts in rows.items()]
-    aligned = ("left", *("right" for _ in columns))
-    text = tabulate(values, ("", *columns), tablefmt="plain", disable_numparse=True, colalign=aligned)
-    return textwrap.indent(text, "  ")
-
-
-def _collapse(network: NetworkResult) -> list[str]:
-    values = [network.quantity(name) for name in COLLAPSE]
-    return ["undefined" if value is None else f"{value:.4g}" for value in values]
 
 
 def _costs(result: RunResult, model: str) -> str:

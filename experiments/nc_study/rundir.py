@@ -37,7 +37,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise StudyError(
             f"cannot write {path}: {error.strerror or error}; what was saved before is intact, --resume goes on from it"
         ) from error

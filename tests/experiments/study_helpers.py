@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nc_study import cli
 from nc_study.config import Settings, settings_from
 from nc_study.data import Source, StudyData, class_sizes, load
 from nc_study.record import (
@@ -79,26 +78,18 @@ def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
 
 def shapes_data(settings: Settings) -> StudyData:
     """The drawn images of these settings, normalised to the default dtype."""
-    return as_default_dtype(load(Source("shapes", ""), settings, CPU))
+    data, dtype = load(Source("shapes", ""), settings, CPU), torch.get_default_dtype()
+    return replace(data, mean=data.mean.to(dtype), std=data.std.to(dtype))
 
 
 @contextmanager
 def float64() -> Iterator[None]:
     """Networks and data in float64, in which no difference can pass for rounding."""
-    real = cli.load
-    cli.load = lambda *arguments: as_default_dtype(real(*arguments))
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-        cli.load = real
-
-
-def as_default_dtype(data: StudyData) -> StudyData:
-    """The data whose images will be normalised to the default dtype."""
-    dtype = torch.get_default_dtype()
-    return replace(data, mean=data.mean.to(dtype), std=data.std.to(dtype))
 
 
 def assert_same(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> None:

@@ -157,7 +157,7 @@ def test_the_report_shows_the_row_beside_the_papers():
     lines = {line[2:17].strip(): line.split()[-3:] for line in text.splitlines() if line.startswith("  paper")}
     assert lines["paper, explicit"] == ["72.57±0.25", "96.40±0.32", "62.36±0.12"]
     assert lines["paper, deq"] == ["73.84±0.72", "96.68±0.87", "64.06±0.66"]
-    assert "40.25±0.13" in text and "last 4 of 4 epochs" in text
+    assert "40.25±0.13" in text and "over the last 4\nof 4 epochs" in text
     assert "not comparable with the paper: epochs 4 instead of 100" in text
     assert all(name in text for name in ("NC1", "NC2", "NC3", "NC4", "kernel cpp")) and "†" not in text
 
