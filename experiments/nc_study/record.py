@@ -13,12 +13,8 @@ import msgspec
 
 from .config import Experiment, Setting, StudyError
 
-FORMAT = 4
-"""Version of what a run writes: it rises when its files change a name or a meaning."""
-
-AVERAGED = 10
-"""Epochs at the end over which accuracies are averaged, as in the paper."""
-
+FORMAT = 4  # rises when what a run writes changes a name or a meaning
+AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
 COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
 SOLVER_MEANS = ("iterations", "residual", "converged")
