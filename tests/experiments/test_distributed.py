@@ -94,8 +94,8 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found.pop("gathered").tolist() == [[0, 0]] * 2 + [[1, 1]] * 3
         assert found.pop("from first") == {"rank": 0} and found.pop("statistics") == 3
-        # The implicit gradient is as exact as its own solve, to 1e-6, and rounding may cost it an iteration.
-        assert_same(found.pop("implicit"), expected["implicit"], rtol=1e-4, atol=1e-6)
+        # The implicit gradient is as exact as its own solve, 1e-6 of its norm, and rounding may cost it an iteration.
+        assert_same(found.pop("implicit"), expected["implicit"], rtol=1e-4, atol=3e-5)
         assert_same(found, {name: expected[name] for name in ("explicit", "jfb")}, rtol=1e-9, atol=1e-11)
 
 
