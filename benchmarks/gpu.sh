@@ -19,7 +19,7 @@ On a machine with a GPU, torch, triton, nvcc and a C++ compiler, without a netwo
   sanitizers  240 s  the tests of the ops under racecheck, initcheck and synccheck
 A call lasts 570 s at most: without PHASE it begins anew with the first four, and `gpu.sh tests sanitizers` is a second
 call. `gpu.sh measure` goes on with the files that have no record yet. What failed is named in the table at the end; the
-exit status is 1 then. To report what was measured: cp runs/gpu/*.json benchmarks/results, then benchmarks/report.py.
+exit status is 1 then. Records of runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
 
   --out FOLDER  where records, log and table go (runs/gpu)
   --dry-run     tiny cases on the CPU, to see that the script works
@@ -64,7 +64,7 @@ if $dry_run; then device=cpu; fi
 
 # step NAME SECONDS COMMAND...: the output to the log, the outcome and the last line to the table.
 step() {
-  local name=$1 limit=$2 left=$((570 - SECONDS)) started=$SECONDS status=0
+  local name=$1 limit=$2 left=$((570 - SECONDS)) started=$SECONDS status=0 outcome
   shift 2
   if [ "$left" -lt "$limit" ]; then limit=$left; fi
   if [ "$limit" -lt 5 ]; then
@@ -89,7 +89,7 @@ pytest() { # NAME SECONDS ARGUMENTS...
 
 finish() { # the tables, also where the script is stopped; 1 where something failed
   {
-    "$python" benchmarks/report.py --show "$out"
+    "$python" benchmarks/report.py --show "$out" || true
     printf '\n'
     cat "$work/stages"
   } | tee "$out/table.txt"
@@ -108,7 +108,7 @@ fi
 
 build() { # in place: needs neither a network nor the right to write to the interpreter's folders
   if $dry_run; then return; fi
-  step build 150 env DEQFAST_BUILD=cuda MAX_JOBS="$(nproc)" bash -c '
+  step build 150 env DEQFAST_BUILD=cuda MAX_JOBS="$(nproc)" bash -euc '
     TORCH_CUDA_ARCH_LIST=$("$0" -c "import torch; print(\"%d.%d\" % torch.cuda.get_device_capability())")
     export TORCH_CUDA_ARCH_LIST
     "$0" setup.py build_ext --inplace

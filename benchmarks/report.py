@@ -129,8 +129,8 @@ class Results:
     records: list[Record]
 
     @classmethod
-    def read(cls, folder: Path) -> Results:
-        return cls([Record.read(path) for path in sorted(folder.glob("*.json"))])
+    def read(cls, folder: Path, pattern: str = "*.json") -> Results:
+        return cls([Record.read(path) for path in sorted(folder.glob(pattern))])
 
     def on_gpu(self, gpu: bool) -> list[Record]:
         return [record for record in self.records if bool(record.machine.get("gpu")) == gpu]
@@ -490,19 +490,17 @@ METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's
 SHOWN = ("fully connected tanh, digits", "residual block, cifar10")
 
 
-def digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
-
-
-def draw(courses: list[Row], made: str) -> bytes:
+def draw(courses: list[Row], made: str, digest: str) -> bytes:
     """A PNG of the best residual so far of the worst sample against time, a panel for each problem.
 
-    made: where the numbers come from. The PNG holds a digest of what it shows.
+    made: where the numbers come from; digest: of all that is shown, which the PNG holds.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
     cases = list(dict.fromkeys(row["case"] for row in courses))
     figure, axes = pyplot.subplots(1, len(cases), figsize=(9.6, 4), sharey=True, squeeze=False, layout="constrained")
@@ -522,10 +520,12 @@ def draw(courses: list[Row], made: str) -> bytes:
     labels, handles = zip(*sorted(zip(labels, handles, strict=True), key=lambda pair: pair[0]), strict=True)
     legend = figure.legend(handles, labels, title=made, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     legend.get_title().set_fontsize(7)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150, metadata={"deqfast data": digest([courses, made])})
+    large, small, information = io.BytesIO(), io.BytesIO(), PngInfo()
+    figure.savefig(large, dpi=150)
     pyplot.close(figure)
-    return content.getvalue()
+    information.add_text("deqfast data", digest)
+    Image.open(large).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "PNG", pnginfo=information)
+    return small.getvalue()
 
 
 def with_block(text: str, block: Sequence[str], path: Path) -> str:
@@ -561,10 +561,11 @@ def run(root: Path, check: bool) -> list[str]:
     figure = root / "benchmarks" / "results" / "time_to_residual.png"
     courses = [row for row in results.rows("residual course") if row["case"] in SHOWN]
     made = origin(results.of("residual course"))
-    if not figure.is_file() or digest([courses, made]).encode() not in figure.read_bytes():
+    digest = hashlib.sha256(json.dumps([courses, made]).encode()).hexdigest()
+    if not figure.is_file() or digest.encode() not in figure.read_bytes():
         stale.append(figure)
     for path in [] if check else stale:
-        write_bytes(path, draw(courses, made) if path == figure else wanted[path].encode())
+        write_bytes(path, draw(courses, made, digest) if path == figure else wanted[path].encode())
         print(f"written: {path}")
     known = facts(results)
     prose = [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.is_file()]
@@ -581,7 +582,8 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     try:
         if given.show:
-            print("\n".join(summary([row for one in Results.read(given.show).records for row in one.rows])))
+            records = Results.read(given.show, "*.json*").records  # .json.part: of a run that did not come to its end
+            print("\n".join(summary([row for one in records for row in one.rows])))
             return
         if given.facts:
             known = facts(Results.read(given.root / "benchmarks" / "results"))
