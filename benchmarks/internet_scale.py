@@ -108,7 +108,7 @@ class Network:
         return self.norm(F.relu(y + z, inplace=True))
 
     def transfer(self, y: Tensor, source: int, target: int) -> Tensor:
-        """From one resolution to another: 1x1 convolution and repetition up, 3x3 convolutions of stride 2 down."""
+        """Change of resolution: 1x1 convolution and repetition up, 3x3 convolutions of stride 2 down."""
         if source > target:
             up = self.norm(self.conv(y, self.channels[target], 1))
             return F.interpolate(up, scale_factor=2 ** (source - target), mode="nearest")
