@@ -28,7 +28,7 @@ def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
     assert ops.startswith("measure-ops\tok\t") and tests.startswith("tests\tok\t")
     assert collapse == f"measure-neural_collapse\tkept\t{kept}"
     measured = json.loads((tmp_path / "cpu_ops.json").read_text())
-    assert {row["section"] for row in measured["rows"]} == {"rates", "ops"} and measured["command"]
+    assert "ops" in {row["section"] for row in measured["rows"]} and measured["command"]
     assert "ops picard-step-2x64 cpp" in result.stdout and "nc kept cpp  made up" in result.stdout
     assert (tmp_path / "table.txt").read_text() in result.stdout
     assert "== measure-ops" in (tmp_path / "gpu.log").read_text()
