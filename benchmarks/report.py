@@ -391,9 +391,16 @@ def model(results: Results) -> Table:
 
 
 def optional(results: Results) -> list[Table]:
-    """Tables of what not every checkout has measured: options of a solve beside their absence, and GPUs."""
-    options = [row for one in results.on_gpu(False) for row in one.rows if row["section"] == "options"]
-    found = [table(options, "Options", "What an option costs or gains beside its absence.")] if options else []
+    """Tables of what not every checkout has: what was wrong, options of a solve beside their absence, and GPUs."""
+    rows = [row for one in results.on_gpu(False) for row in one.rows]
+    wrong = [
+        {"row": f"{row['section']} {row['case']} {row['provider']}", "problem": row["problem"]}
+        for row in rows
+        if "problem" in row
+    ]
+    found = [Table("Problems", "What was not timed, as it failed or its answer is wrong.", wrong)] if wrong else []
+    if options := [row for row in rows if row["section"] == "options"]:
+        found.append(table(options, "Options", "What an option costs or gains beside its absence."))
     for gpu in dict.fromkeys(record.machine["gpu"] for record in results.on_gpu(True)):
         own = [record for record in results.on_gpu(True) if record.machine["gpu"] == gpu]
         words = "; ".join(f"{record.path.name}, {record.when}" for record in own) + "."
