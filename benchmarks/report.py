@@ -52,14 +52,6 @@ SOLVERS = {
     "anderson-m6-bf16-128x8192": "Anderson, m = 6, bf16 history",
     "broyden-n20-128x8192": "Broyden, n = 20",
 }
-RACERS = {
-    "deqfast picard": "Picard",
-    "deqfast anderson m=6": "Anderson, m = 6",
-    "deqfast anderson m=6 bf16 history": "Anderson, m = 6, bf16 history",
-    "deqfast anderson m=8": "Anderson, m = 8",
-    "deqfast broyden n=60": "Broyden, n = 60",
-    "deqfast broyden n=20": "Broyden, n = 20",
-}
 PROVIDERS = {
     OURS: "deqfast",
     PEER: PEER,
@@ -461,7 +453,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
             "",
             f"{residual.words} {origin(results.of('residual'))}",
         ],
-        "docs/pages/choosing.md": cells.lines(names=RACERS),
+        "docs/pages/choosing.md": cells.lines(),
     }
 
 
