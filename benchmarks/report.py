@@ -477,7 +477,10 @@ def facts(results: Results) -> dict[str, str]:
     ]
     found |= {"targets.all": str(counts.total()), "cpp.faster": str(sum(compared)), "cpp.all": str(len(compared))}
     parts = results.rows("internet scale (check)")  # of the model, against a measurement
-    return found | {"model.check.over-measured": span([row["assumed_over_measured"] for row in parts])}
+    found["model.check.over-measured"] = span([row["assumed_over_measured"] for row in parts])
+    block = [row for row in results.rows("residual") if row["case"] == SHOWN[1] and row["reached"]]
+    shares = [row["f_ms"] / row["ms_min"] for row in block if row["provider"].startswith("deqfast")]
+    return found | {"cells.residual-block.f-of-a-solve": span(shares, percent)}
 
 
 METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's palette
