@@ -1,26 +1,28 @@
 #!/usr/bin/env bash
-# Proof with a GPU: build, smoke, measure, memcheck, tests; a table last, whatever happened. See --help.
+# Proof with a GPU: build, smoke, measure, memcheck, tests, sanitizers; tables last, whatever happened. See --help.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 phases=(build smoke measure memcheck tests sanitizers)
+ops=(tests/test_ops.py tests/test_broyden_step.py tests/test_fc.py tests/test_norm_act.py
+  tests/test_neural_collapse_ops.py)
 
 usage() {
   cat <<'TEXT'
-usage: bash benchmarks/gpu.sh [--from PHASE] [--dry-run] [--json FILE] [--help] [PHASE ...]
+usage: bash benchmarks/gpu.sh [--dry-run] [--out FOLDER] [--help] [PHASE ...]
 
-On a machine with a GPU, torch, triton, nvcc and a C++ compiler, without a network, in ten minutes at most:
-  build       the CUDA extension for the GPU at hand, in place
-  smoke       a minute of tests: does every kernel compute what it should
-  measure     `pytest benchmarks --device cuda`, a process for every file of it
-  memcheck    compute-sanitizer watches every CUDA op
-  tests       the other tests that need a GPU
-  sanitizers  the same ops under racecheck, initcheck and synccheck
-PHASEs named are run, else all. A phase that fails or has no time left is named in the table, which is always printed;
-the exit status is 1 then. What was measured is kept as soon as it is there.
+On a machine with a GPU, torch, triton, nvcc and a C++ compiler, without a network:
+  build       150 s  the CUDA extension for the GPU at hand, in place
+  smoke        60 s  does every kernel compute what it should
+  measure     270 s  `pytest benchmarks --device cuda`, a process and a record for every file of it
+  memcheck     90 s  compute-sanitizer watches the tests of every CUDA op
+  tests       330 s  the other tests that a GPU runs
+  sanitizers  240 s  the tests of the ops under racecheck, initcheck and synccheck
+A call lasts 570 s at most: without PHASE it begins anew with the first four, and `gpu.sh tests sanitizers` is a second
+call. `gpu.sh measure` goes on with the files that have no record yet. What failed is named in the table at the end; the
+exit status is 1 then. Records of runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
 
-  --from PHASE  this phase and those after it
-  --dry-run     tiny cases on the CPU, to see that the script works; writes no results but to --json
-  --json FILE   where the results go (default: benchmarks/results/<gpu>.json, of a dry run a temporary file)
+  --out FOLDER  where records, log and table go (runs/gpu)
+  --dry-run     tiny cases on the CPU, to see that the script works
 
 Variables:
   PYTHON          the interpreter (python3)
@@ -28,76 +30,69 @@ Variables:
                   (torchdeq, pytest, pytest-benchmark, pytest-timeout, hypothesis, torchmetrics, pybind11, ninja,
                   setuptools>=77; pytest-xdist, if it is there, runs the tests side by side)
   DEQFAST_COMMIT  the commit to record where there is no git
-  OUT             a folder that also receives the results, the table and the log
 TEXT
 }
 
 die() { printf 'gpu.sh: %s\n' "$1" >&2; exit 2; }
 
-is_phase() { [[ " ${phases[*]} " == *" $1 "* ]] || die "'$1' is no phase, only: ${phases[*]}"; }
-
-dry_run=false json='' wanted=()
+dry_run=false out=runs/gpu wanted=()
 while [ $# -gt 0 ]; do
   case $1 in
     --help | -h) usage; exit 0 ;;
     --dry-run) dry_run=true ;;
-    --json) [ $# -ge 2 ] || die "--json needs a file"; json=$2; shift ;;
-    --from)
-      [ $# -ge 2 ] || die "--from needs a phase"
-      is_phase "$2"
-      after=" ${phases[*]} " && read -ra wanted <<<"$2 ${after#*" $2 "}"
-      shift ;;
+    --out) [ $# -ge 2 ] || die "--out needs a folder"; out=$2; shift ;;
     -*) die "unknown argument '$1'; --help lists the arguments" ;;
-    *) is_phase "$1"; wanted+=("$1") ;;
+    *) [[ " ${phases[*]} " == *" $1 "* ]] || die "'$1' is no phase, only: ${phases[*]}"; wanted+=("$1") ;;
   esac
   shift
 done
-[ ${#wanted[@]} -gt 0 ] || wanted=("${phases[@]}")
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || die "PYTHON: '$python' is no command"
-[ -z "$json" ] || [ -d "$(dirname "$json")" ] || die "--json: '$(dirname "$json")' is not a folder"
-for name in DEQFAST_WHEELS OUT; do
-  [ -z "${!name:-}" ] || [ -d "${!name}" ] || die "$name: '${!name}' is not a folder"
-done
+[ -d "${DEQFAST_WHEELS:-.}" ] || die "DEQFAST_WHEELS: '$DEQFAST_WHEELS' is not a folder"
+mkdir -p "$out"
+if [ ${#wanted[@]} -eq 0 ]; then
+  wanted=(build smoke measure memcheck)
+  rm -f "$out"/*.json "$out"/*.json.part
+fi
 
 work=$(mktemp -d)
-out=${OUT:-$work}
-log=$out/gpu.log
 : >"$work/stages"
-: >"$log"
+: >"$out/gpu.log"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 device=cuda
 if $dry_run; then device=cpu; fi
 
-# step NAME LIMIT COMMAND...: its output to the log, its outcome and its last line to the table; LIMIT within the 570 s.
+# step NAME SECONDS COMMAND...: the output to the log, the outcome and the last line to the table.
 step() {
-  local name=$1 limit=$2 left=$((570 - SECONDS)) started=$SECONDS status=0 outcome=ok
+  local name=$1 limit=$2 left=$((570 - SECONDS)) started=$SECONDS status=0 outcome
   shift 2
   if [ "$left" -lt "$limit" ]; then limit=$left; fi
   if [ "$limit" -lt 5 ]; then
-    status=1 outcome="FAILED, no time left"
-  else
-    timeout --kill-after=10 "$limit" "$@" >"$work/$name.log" 2>&1 || status=$?
-    case $status in
-      0) ;;
-      124 | 137) outcome="FAILED, stopped after $limit s" ;;
-      *) outcome="FAILED, status $status" ;;
-    esac
-    if [ -n "${tolerated:-}" ] && grep -qi "$tolerated" "$work/$name.log"; then status=0 outcome="not usable here"; fi
-    { printf '== %s\n' "$name"; cat "$work/$name.log"; } >>"$log"
+    printf '%s\tFAILED, no time left\n' "$name" | tee -a "$work/stages"
+    return
   fi
-  printf '%s\t%s\t%s\t%s\n' "$name" "$outcome" $((SECONDS - started)) \
-    "$(tail -n 1 "$work/$name.log" 2>/dev/null | tr '\t=' ' ' | cut -c 1-120)" | tee -a "$work/stages"
-  [ "$status" -eq 0 ] || tail -n 15 "$work/$name.log" 2>/dev/null || true
+  timeout --kill-after=10 "$limit" "$@" >"$work/log" 2>&1 || status=$?
+  { printf '== %s\n' "$name"; cat "$work/log"; } >>"$out/gpu.log"
+  case $status in
+    0) outcome=ok ;;
+    124 | 137) outcome="FAILED, stopped after $limit s" ;;
+    *) outcome="FAILED, status $status" ;;
+  esac
+  printf '%s\t%s\t%s s\t%s\n' "$name" "$outcome" $((SECONDS - started)) "$(tail -n 1 "$work/log" | cut -c 1-120)" |
+    tee -a "$work/stages"
+  [ "$status" -eq 0 ] || tail -n 15 "$work/log"
 }
 
-pytest() { # NAME LIMIT ARGUMENTS...
+pytest() { # NAME SECONDS ARGUMENTS...
   step "$1" "$2" "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${@:3}"
 }
 
-finish() { # the table, also where the script is stopped; 1 where something failed
-  "$python" benchmarks/gpu_table.py --stages "$work/stages" --parts "$work" --out "$out" \
-    ${json:+--json "$json"} $($dry_run && echo --dry-run) | tee "$out/table.txt"
+finish() { # the tables, also where the script is stopped; 1 where something failed
+  {
+    "$python" benchmarks/report.py --show "$out" || true
+    printf '\n'
+    cat "$work/stages"
+  } | tee "$out/table.txt"
   if grep -q $'\tFAILED' "$work/stages"; then failed=1; else failed=0; fi
   rm -rf "$work"
   exit "$failed"
@@ -112,64 +107,55 @@ if [ -n "${DEQFAST_WHEELS:-}" ]; then
 fi
 
 build() { # in place: needs neither a network nor the right to write to the interpreter's folders
-  local kind=cuda name=cuda
-  if $dry_run; then kind=cpu name=cpp; fi
-  if ! $dry_run || ! "$python" -c 'import deqfast, sys; sys.exit(not deqfast.backends()["cpp"])'; then
-    step build 200 env DEQFAST_BUILD=$kind MAX_JOBS="$(nproc)" bash -c 'if [ "$DEQFAST_BUILD" = cuda ]; then
-      export TORCH_CUDA_ARCH_LIST=$("$0" -c "import torch; print(\"%d.%d\" % torch.cuda.get_device_capability())")
-      fi; exec "$0" setup.py build_ext --inplace' "$python"
-  fi
-  step environment 60 "$python" -c "import sys, torch, deqfast
-state = deqfast.backends()['$name']
-print(f'Python {sys.version.split()[0]}, torch {torch.__version__}, $name: {state}')
-sys.exit(not state)"
+  if $dry_run; then return; fi
+  step build 150 env DEQFAST_BUILD=cuda MAX_JOBS="$(nproc)" bash -euc '
+    TORCH_CUDA_ARCH_LIST=$("$0" -c "import torch; print(\"%d.%d\" % torch.cuda.get_device_capability())")
+    export TORCH_CUDA_ARCH_LIST
+    "$0" setup.py build_ext --inplace
+    "$0" -c "import deqfast, sys; state = deqfast.backends()[\"cuda\"]; print(state); sys.exit(not state)"' "$python"
 }
 
 smoke() {
-  if $dry_run; then pytest smoke 300 tests/test_packing.py; return; fi
-  pytest smoke 60 -x tests/kernels tests/test_broyden_step.py tests/test_fc.py tests/test_norm_act.py \
-    --ignore tests/kernels/test_aot.py -k "cuda or triton"
+  if $dry_run; then pytest smoke 60 tests/test_packing.py; return; fi
+  pytest smoke 60 -x tests/kernels/test_triton_steps.py "${ops[@]}" -k "(cuda or triton) and not emulated"
 }
 
 measure() { # a GPU that an error has stopped, or a kernel that hangs, costs one file only
-  local part
-  if $dry_run; then
-    pytest measure-all 300 benchmarks --device cpu --small --record "$work/all.json"
-    return
-  fi
-  for part in ops solvers neural_collapse training options; do
-    pytest "measure-$part" 150 "benchmarks/test_$part.py" --device cuda --record "$work/$part.json"
+  local end=$((SECONDS + 270)) part parts=(ops solvers neural_collapse training options study_step) record size
+  if $dry_run; then parts=(ops neural_collapse); fi
+  for part in "${parts[@]}"; do
+    record=$out/${device}_$part.json size=()
+    if [ -e "$record" ]; then
+      printf 'measure-%s\tkept\t%s\n' "$part" "$record" | tee -a "$work/stages"
+      continue
+    fi
+    if [ "$part" = study_step ]; then size=(--full -k 64-128-jfb); fi
+    if $dry_run; then size=(--small); fi
+    pytest "measure-$part" $((end - SECONDS < 120 ? end - SECONDS : 120)) "benchmarks/test_$part.py" \
+      --device "$device" --record "$record" "${size[@]}"
   done
-  pytest measure-study_step 100 benchmarks/test_study_step.py --device cuda --full -k 64-128-jfb \
-    --record "$work/study_step.json"
 }
 
-memcheck() { sanitize memcheck 120; }
+memcheck() { sanitize memcheck 90; }
 
 sanitizers() {
   local tool
+  for tool in racecheck initcheck synccheck; do sanitize $tool 80; done
+}
+
+sanitize() { # TOOL SECONDS; memory is not pooled, so that every tensor has bounds of its own
   if $dry_run; then return; fi
-  for tool in racecheck initcheck synccheck; do sanitize $tool 75; done
+  step "$1" "$2" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
+    --report-api-errors no "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${ops[@]}" -k "cuda and not emulated"
 }
 
-sanitize() { # TOOL LIMIT; memory is not pooled, so that every tensor has bounds of its own
-  local watch=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99
-    --report-api-errors no)
-  if $dry_run; then
-    watch=()
-  elif ! command -v compute-sanitizer >/dev/null; then
-    printf '%s\tnot usable here\t0\tcompute-sanitizer is not on the PATH\n' "$1" | tee -a "$work/stages"
-    return
-  fi
-  tolerated="not supported" step "$1" "$2" "${watch[@]}" "$python" benchmarks/sanitize.py --device $device
-}
-
-tests() { # what needs no GPU is left out: emulated kernels, compilation for other machines, packaging, the study
+tests() { # on the device: what is emulated, compiled for other machines or about packaging and studies is left out
   local workers=()
-  if $dry_run; then pytest tests 300 tests/test_packing.py; return; fi
+  if $dry_run; then pytest tests 60 tests/test_packing.py; return; fi
   if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
-  pytest tests 300 "${workers[@]}" tests -k "not emulated" --ignore tests/csrc --ignore tests/kernels/test_aot.py \
-    --ignore tests/experiments --ignore tests/test_packaging.py --ignore tests/test_gpu_script.py
+  pytest tests 330 "${workers[@]}" tests -k "(cuda or triton or graphs) and not emulated" --ignore tests/csrc \
+    --ignore tests/kernels/test_aot.py --ignore tests/experiments --ignore tests/benchmarks \
+    --ignore tests/test_packaging.py --ignore tests/test_gpu_script.py
 }
 
 for phase in "${wanted[@]}"; do $phase; done

@@ -1,24 +1,22 @@
 """Model what 1, 8 and 64 GPUs would do with MDEQ on ImageNet and on a data set of the internet's size. Not measured.
 
-    python benchmarks/internet_scale.py --json FILE
+    python benchmarks/internet_scale.py
+
+prints images per second and writes benchmarks/results/internet_scale.json, where every input is a row with its source.
 
 A training step is taken apart into operations. Each takes the longer of its bytes at the copy rate and its
 floating-point operations at a share of a matrix product's rate; launches, host waits and reading images are left out,
-for deqfast and torchdeq 0.1.0 alike. The operations of f, of its product with a vector and of what is differentiated
-once are counted by running the network on tensors without data; those of the solvers are deqfast's own formula and what
-torchdeq moves. Every input is a row of the record with its source. The model is optimistic for both: no kernel quite
-reaches the rate of a copy.
+for deqfast and torchdeq 0.1.0 alike: the model is optimistic for both. The network's operations are counted by running
+it on tensors without data; those of the solvers are deqfast's own formula and what torchdeq moves.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness.record import RESULTS, Row, write_record
@@ -110,7 +108,7 @@ class Network:
         return self.norm(F.relu(y + z, inplace=True))
 
     def transfer(self, y: Tensor, source: int, target: int) -> Tensor:
-        """From one resolution to another: 1x1 convolution and repetition up, 3x3 convolutions of stride 2 down."""
+        """Change of resolution: 1x1 convolution and repetition up, 3x3 convolutions of stride 2 down."""
         if source > target:
             up = self.norm(self.conv(y, self.channels[target], 1))
             return F.interpolate(up, scale_factor=2 ** (source - target), mode="nearest")
@@ -180,8 +178,7 @@ def operations(call: Callable[[], Any]) -> Operations:
     return tuple(traffic.operations)
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """A training step's parts on `batch` images: f, its product with a vector, all that is differentiated once."""
 
     batch: int
@@ -219,32 +216,30 @@ def seconds_of(inputs: Inputs, counted: Operations) -> float:
     return sum(max(flops / rate, moved / inputs.copy_rate) for flops, moved in counted)
 
 
-@dataclass(frozen=True)
-class Side:
-    """A library's solver; passes: over the state in step k (from 0)."""
+class Side(NamedTuple):
+    """A library's solver. passes: over the state in step k (from 0); judged: of an evaluation that no step follows."""
 
     provider: str
     solver: str
     passes: Callable[[int], float]
+    judged: int = 0
 
     def solve_passes(self, evaluations: int) -> float:
-        """Those of a whole solve; after the last evaluation there is no step, deqfast reads it to judge it."""
-        return sum(self.passes(k) for k in range(evaluations - 1)) + JUDGED_PASSES * (self.provider == "deqfast")
+        """Those of a whole solve, after whose last evaluation there is no step; 0 of none."""
+        return sum(map(self.passes, range(evaluations - 1))) + self.judged * (evaluations > 0)
 
 
-def sides(inputs: Inputs) -> list[tuple[Side, Side]]:
-    """(torchdeq, deqfast) for each solver; torchdeq has no other history than of the state's dtype."""
-    m = inputs.anderson_history
-    return [
-        (
-            Side("torchdeq", f"anderson m={m}", lambda k: 31 + 7 * min(k + 1, m) if k else 20),
-            Side("deqfast", f"anderson m={m} bf16", lambda k: multisecant_passes(min(k, m), 0.5)),
-        ),
-        (
-            Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
-            Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1)),
-        ),
-    ]
+M = Inputs.anderson_history
+SIDES = (  # torchdeq has no other history than of the state's dtype
+    (
+        Side("torchdeq", f"anderson m={M}", lambda k: 31 + 7 * min(k + 1, M) if k else 20),
+        Side("deqfast", f"anderson m={M} bf16", lambda k: multisecant_passes(min(k, M), 0.5), JUDGED_PASSES),
+    ),
+    (
+        Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
+        Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1), JUDGED_PASSES),
+    ),
+)
 
 
 def all_reduce_seconds(inputs: Inputs, gpus: int, moved: float) -> float:
@@ -259,7 +254,7 @@ def step(inputs: Inputs, counts: Counts, side: Side, adjoint: str, gpus: int) ->
     """Seconds of the parts of a training step on `gpus` GPUs, `counts.batch` images each."""
     forward, backward = inputs.forward_evaluations, inputs.backward_evaluations if adjoint == "implicit" else 0
     state = counts.batch * counts.dim * inputs.state_bytes
-    passes = side.solve_passes(forward) + (side.solve_passes(backward) if backward else 0)
+    passes = side.solve_passes(forward) + side.solve_passes(backward)
     return {
         "f": seconds_of(inputs, counts.f) * forward + seconds_of(inputs, counts.vjp) * backward,
         "solver": passes * state / inputs.copy_rate,
@@ -271,12 +266,12 @@ def step(inputs: Inputs, counts: Counts, side: Side, adjoint: str, gpus: int) ->
 
 def rows_of(inputs: Inputs, networks: Sequence[Network] = NETWORKS) -> Iterator[Row]:
     """Every size, gradient, solver and number of GPUs, torchdeq's before ours, whose `gain` is over it."""
-    for network, adjoint, pair, gpus in itertools.product(networks, ADJOINTS, sides(inputs), GPUS):
+    for network, adjoint, pair, gpus in itertools.product(networks, ADJOINTS, SIDES, GPUS):
         counts, theirs = count(network, inputs.batch), None
         for side in pair:
-            parts = step(inputs, counts, side, adjoint, gpus)
-            seconds = sum(parts.values())
+            seconds = sum(step(inputs, counts, side, adjoint, gpus).values())
             rate = gpus * counts.batch / seconds
+            theirs = theirs or seconds
             row = {
                 "section": "internet scale (model)",
                 "case": f"{network.name}, {adjoint}, {side.solver}",
@@ -289,47 +284,23 @@ def rows_of(inputs: Inputs, networks: Sequence[Network] = NETWORKS) -> Iterator[
                 "batch": counts.batch,
                 "dim": counts.dim,
                 "parameters": counts.parameters,
-                "f_gflop_per_image": sum(flops for flops, _ in counts.f) / counts.batch / 1e9,
                 "ms": 1e3 * seconds,
                 "images_per_second": rate,
-                "shares": {name: part / seconds for name, part in parts.items()},
                 "epoch_s": inputs.imagenet / rate,
                 "internet_s": inputs.internet / rate,
             }
-            theirs = theirs or seconds
             yield row | ({"gain": theirs / seconds} if side.provider == "deqfast" else {})
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=RESULTS / "internet_scale.json",
-        help="record to write; an existing one is replaced (%(default)s)",
-    )
-    found = parser.parse_args(argv)
-    if not found.json.resolve().parent.is_dir():
-        parser.error(f"--json: {found.json.resolve().parent} is not a folder")
-    inputs = Inputs()
-    rows: list[Row] = [
-        {
-            "section": "internet scale (inputs)",
-            "case": one.name,
-            "provider": "model",
-            "model": True,
-            "value": getattr(inputs, one.name),
-            **one.metadata,
-        }
-        for one in fields(inputs)
-    ]
+def main() -> None:
+    inputs, about = Inputs(), {"section": "internet scale (inputs)", "provider": "model", "model": True}
+    rows: list[Row] = [about | {"case": one.name, "value": one.default, **one.metadata} for one in fields(inputs)]
     rows += rows_of(inputs)
-    write_record(found.json, rows, remark="a model: nothing was measured")
+    write_record(RESULTS / "internet_scale.json", rows, remark="a model: nothing was measured")
     for row in rows:
         if "gain" in row:
-            print(
-                f"{row['case']:<42}{row['gpus']:>3} GPUs {row['images_per_second']:>10,.0f} images/s {row['gain']:.2f}x"
-            )
+            rate = f"{row['images_per_second']:>10,.0f} images/s"
+            print(f"{row['case']:<42}{row['gpus']:>3} GPUs {rate} {row['gain']:.2f}x")
 
 
 if __name__ == "__main__":

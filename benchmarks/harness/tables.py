@@ -1,82 +1,148 @@
-"""Rows as text. Needs nothing but the standard library, so that a report works where torch does not."""
+"""Numbers and rows as text. Needs nothing but the standard library, so that a report works where torch does not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .targets import verdicts
 
-# Heading -> (column, format, factor).
-COLUMNS = {
-    "ms": ("ms_min", ".4f", 1),
-    "f ms": ("f_ms", ".3f", 1),
-    "solver ms/eval": ("solver_ms", ".4f", 1),
-    "/ f": ("share_of_f", ".2f", 1),
-    "TFLOP/s": ("tflop_per_s", ".3g", 1),
-    "in place": ("in_place_ms", ".4f", 1),
-    "floor ms": ("floor_ms", ".4f", 1),
-    "x floor": ("floor_x", ".2f", 1),
-    "evals": ("evaluations", ".3g", 1),
-    "mean evals": ("mean_evaluations", ".1f", 1),
-    "sample evals": ("sample_evaluations", "d", 1),
-    "backward evals": ("backward_evaluations", "d", 1),
-    "residual": ("residual", ".0e", 1),
-    "missed": ("samples_missed", "d", 1),
-    "error": ("error", ".1e", 1),
-    "cosine": ("cosine", ".3f", 1),
-    "MB": ("peak_bytes", ".1f", 1e-6),
-    "launches": ("launches", ".1f", 1),
-    "waits": ("host_waits", "d", 1),
+Row = dict[str, Any]
+Form = Callable[[float], str]
+UNITS = {"ns": 1e-6, "µs": 1e-3, "ms": 1.0, "s": 1e3}  # in ms
+
+
+def digits(value: float) -> str:
+    """Three significant digits; an exponent below 1e-4 and from 1e6 on."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    if not -4 <= exponent < 6:
+        return scientific(value)
+    return f"{round(value, 2 - exponent):.{max(0, 2 - exponent)}f}"
+
+
+def scientific(value: float) -> str:
+    """Two significant digits: 1.8e-2. A relative error of 0 is one that float64 cannot tell."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if value else "below 2.2e-16"
+
+
+def duration(ms: float) -> str:
+    """Milliseconds in the largest unit that leaves a number from 1 on."""
+    rounded = float(f"{ms:.2e}")  # 999.9 µs is 1.00 ms
+    unit = next((unit for unit in reversed(UNITS) if abs(rounded) >= UNITS[unit]), "ns")
+    return f"{digits(ms / UNITS[unit])} {unit}"
+
+
+def times(value: float) -> str:
+    return f"{digits(value)}×"
+
+
+def percent(share: float) -> str:
+    return f"{digits(100 * share)} %"
+
+
+def megabytes(count: float) -> str:
+    return f"{digits(1e-6 * count)} MB"
+
+
+def span(values: Sequence[float], form: Form = times) -> str:
+    """The least and the largest: "18.6 to 22.4×"; one of them where they are the same as text; "" of none."""
+    if not values:
+        return ""
+    low, high = form(min(values)), form(max(values))
+    return low if low == high else f"{low.removesuffix('×')} to {high}"
+
+
+def slug(text: str) -> str:
+    """ "gain-over-torchdeq": how a row or a column is called in the key of a number."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its heading and the words before it; columns that are empty throughout are left out."""
+
+    title: str
+    words: str
+    rows: Sequence[Mapping[str, str]]  # column -> text, the name of the row first
+
+    def cells(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[list[str]]:
+        """The heading and the rows; `columns`: only these; `names`: only the rows of these names, renamed."""
+        if not self.rows:
+            return []
+        first, *others = self.rows[0]
+        used = [name for name in columns or others if any(row[name] for row in self.rows)]
+        names = {row[first]: row[first] for row in self.rows} if names is None else names
+        rows = [[names[row[first]], *(row[name] for name in used)] for row in self.rows if row[first] in names]
+        return [[first, *used], *rows]
+
+    def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
+        """Markdown."""
+        cells = self.cells(columns, names)
+        cells[1:1] = [["---", *["---:"] * (len(cells[0]) - 1)]] if cells else []
+        return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+    def facts(self) -> dict[str, str]:
+        """Each number by the names of table, row and column."""
+        return {
+            ".".join(map(slug, (self.title, name, column))): cell
+            for (_, name), *cells in (row.items() for row in self.rows)
+            for column, cell in cells
+            if cell
+        }
+
+
+# Heading -> column of a measured row, and its form.
+COLUMNS: dict[str, tuple[str, Form]] = {
+    "time": ("ms_min", duration),
+    "of it f": ("f_ms", duration),
+    "per iteration": ("solver_ms", duration),
+    "over f": ("share_of_f", times),
+    "in place": ("in_place_ms", duration),
+    "of its byte floor": ("floor_x", times),
+    "TFLOP/s": ("tflop_per_s", digits),
+    "evaluations": ("evaluations", "{:g}".format),
+    "of samples": ("sample_evaluations", "{:g}".format),
+    "of the adjoint": ("backward_evaluations", "{:g}".format),
+    "residual": ("residual", scientific),
+    "error": ("error", scientific),
+    "cosine": ("cosine", digits),
+    "memory": ("peak_bytes", megabytes),
+    "launches": ("launches", digits),
+    "waits": ("host_waits", "{:g}".format),
 }
 
 
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterable[str]:
-    """Columns as wide as needed; the first `left` and the last to the left, others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def table(rows: Sequence[Row], title: str = "", words: str = "") -> Table:
+    """A line for each row that was not skipped, with what is wrong with it; those skipped are counted by reason."""
+    skipped = Counter(f"{row['provider']}: {row['skipped']}" for row in rows if "skipped" in row)
+    lines = []
     for row in rows:
-        first = [text.ljust(width) for text, width in zip(row[:left], widths, strict=False)]
-        middle = [text.rjust(width) for text, width in zip(row[left:-1], widths[left:], strict=False)]
-        yield " ".join([*first, *middle, row[-1]]).rstrip()
+        if "skipped" not in row:
+            line = {"row": f"{row['section']} {row['case']} {row['provider']}"}
+            told = {"ms_min": row["ms"], **row} if "ms" in row else row
+            line |= {name: form(told[key]) if key in told else "" for name, (key, form) in COLUMNS.items()}
+            line["gain over"] = ", ".join(f"{peer} {times(gain)}" for peer, gain in row.get("gains", {}).items())
+            lines.append(line | {"problem": row.get("problem", "")})
+    notes = [f"{count} skipped, {reason}." for reason, count in skipped.items()]
+    return Table(title, " ".join(filter(None, [words, *notes])), lines)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The rows of one section, with the columns that any of them has; what was skipped in a line for each reason."""
-    skipped: dict[tuple[str, str], int] = {}
-    for row in rows:
-        if "skipped" in row:
-            reason = (row["provider"], row["skipped"])
-            skipped[reason] = skipped.get(reason, 0) + 1
-    rows = [row for row in rows if "skipped" not in row]
-    used = [heading for heading, (column, _, _) in COLUMNS.items() if any(column in row for row in rows)]
-    lines = [["case", "provider", *used, "faster than"]]
-    for row in rows:
-        cells = []
-        for heading in used:
-            column, form, factor = COLUMNS[heading]
-            value = row.get(column)
-            cells.append(number(None if value is None else value * factor, form))
-        lines.append([row["case"], row["provider"], *cells, remark(row)])
-    notes = [f"{provider}: {count} skipped: {reason}" for (provider, reason), count in skipped.items()]
-    return [*(aligned(lines, 2) if rows else ()), *notes]
-
-
-def remark(row: dict[str, Any]) -> str:
-    """How many times as fast as its peers, or what is wrong."""
-    if "problem" in row:
-        return f"PROBLEM {row['problem'][:120]}"
-    return ", ".join(f"{peer} {gain:.2f}x" for peer, gain in row.get("gains", {}).items())
-
-
-def summary(rows: Sequence[dict[str, Any]], judged: bool = True) -> list[str]:
-    """A table for every section, and, where `judged`, the targets that the rows tell of."""
+def summary(rows: Sequence[Row], judged: bool = True) -> list[str]:
+    """A table for every section, padded for a terminal, and, where `judged`, the targets that the rows tell of."""
     lines = ["Least of the rounds, which the providers of a case take in turns with a copy that gives the floor."]
     for section in dict.fromkeys(row["section"] for row in rows):
-        lines += ["", section, *table([row for row in rows if row["section"] == section])]
+        found = table([row for row in rows if row["section"] == section])
+        cells = found.cells()
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+        lines += ["", section, *padded, *filter(None, [found.words])]
     told = [verdict for verdict in verdicts(rows) if verdict[2] is not None] if judged else []
     lines += ["", "targets, which are those of a quiet machine"] * bool(told)
     lines += [f"{'met   ' if met else 'MISSED'} {target.what}: {value:.3g}" for target, value, met in told]

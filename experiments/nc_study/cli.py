@@ -17,50 +17,47 @@ from . import distributed
 from .analysis import analyse
 from .config import Settings, StudyError, parse
 from .data import Source, find_source, load
-from .models import build, choose_kernel
+from .models import choose_kernel
 from .record import KernelChoice
 from .results import network_result, report, run_result
-from .rundir import RunDirectory, check_space, prepare_out, write_arrays
+from .rundir import RunDirectory, prepare_out, write_arrays
 from .training import train
-
-STATES_ON_DISK = 3  # a checkpoint, the one before, and the next while it is written
 
 
 def main(study: str, description: str | None, argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C or
     SIGTERM."""
     settings = parse(study, description, argv)
-    try:
-        with terminable(), distributed.processes(settings.device):
-            run_study(settings)
-    except StudyError as error:
-        print(f"{study}.py: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        again = distributed.command_line() + ("" if settings.resume else " --resume")
-        if distributed.is_first():
-            print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
-        return 130
-    return 0
+    again = distributed.command_line() + ("" if settings.resume else " --resume")
+    with told(f"{study}.py", again) as status, distributed.processes(settings.device):
+        run_study(settings)
+    return status[0]
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """Treat SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) like
-    Ctrl-C."""
+def told(script: str, again: str) -> Iterator[list[int]]:
+    """Turn what ends a script early into a line on stderr and its exit status, the element of the list: a StudyError
+    into 1, Ctrl-C into 130 with the command that goes on.
+
+    SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) are like Ctrl-C.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
+    status = [0]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        yield status
+    except StudyError as error:
+        status[0] = 1
+        print(f"{script}: error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        status[0] = 130
+        if distributed.is_first():
+            print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
 
 
 def run_study(asked: Settings) -> None:
@@ -83,14 +80,6 @@ def run_study(asked: Settings) -> None:
         first(show, run)
 
 
-def show(run: RunDirectory) -> None:
-    """Draw the figure of a finished run and print its result."""
-    from . import figures  # late: matplotlib takes a second or more, which the first epoch need not wait for
-
-    figures.draw(run)
-    print(f"\n{report(run.result)}\n\nresults: {run.path / 'result.json'}\nfigure:  {run.figure}")
-
-
 def prepare(settings: Settings) -> None:
     """Threads, and on the CPU the same bits for the same settings; an error if a compiler is needed and missing."""
     if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
@@ -103,11 +92,10 @@ def prepare(settings: Settings) -> None:
 
 
 def announce(settings: Settings, source: Source, obstacle: str) -> None:
-    """A line each: preset, data and kernel, with the reason where one is not what was asked for."""
+    """A line each: preset, processes, data and kernel, with the reason where one is not what was asked for."""
     networks = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
     print(f"preset: {settings.preset} on {settings.device} ({networks})")
-    processes = distributed.world_size()
-    if processes > 1:
+    if (processes := distributed.world_size()) > 1:
         alone = "" if settings.device == "cuda" else ", each with batch statistics of its own"
         print(f"{processes} processes{alone}")
     print(f"data: {source.name}" + (f" instead of CIFAR-10: {source.reason}" if source.reason else ""))
@@ -116,14 +104,10 @@ def announce(settings: Settings, source: Source, obstacle: str) -> None:
 
 def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: KernelChoice) -> None:
     """Train the networks one after the other and write the result."""
-    parameters = {
-        model: sum(parameter.numel() for parameter in build(model, settings).parameters()) for model in settings.models
-    }
-    # Parameters and momentum, four bytes each.
-    distributed.from_first(check_space, run.path, STATES_ON_DISK * 8 * sum(parameters.values()))
     data = load(source, settings, torch.device(settings.device))
-    majority, minority = data.majority, data.classes - data.majority
-    split = f"{majority} classes of {data.counts[0]}" + (f" and {minority} of {data.counts[-1]}" if minority else "")
+    minority = data.classes - data.majority
+    split = f"{data.majority} classes of {data.counts[0]}"
+    split += f" and {minority} of {data.counts[-1]}" if minority else ""
     print(f"{len(data.train_images)} training images ({split}), {len(data.test_images)} test images", flush=True)
     networks = {model: train(model, settings, data, run).network for model in settings.models}
 
@@ -131,8 +115,17 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
         results, arrays = {}, {}
         for model, network in networks.items():
             radius, arrays[model] = analyse(network, data)
-            results[model] = network_result(parameters[model], run.epochs(model), majority, radius)
+            parameters = sum(parameter.numel() for parameter in network.parameters())
+            results[model] = network_result(parameters, run.epochs(model), data.majority, radius)
         write_arrays(run.features, arrays)
         run.conclude(run_result(settings, kernel, data.counts, results))
 
     distributed.from_first(conclude)
+
+
+def show(run: RunDirectory) -> None:
+    """Draw the figure of a finished run and print its result."""
+    from . import figures  # late: matplotlib takes a second or more, which the first epoch need not wait for
+
+    figures.draw(run)
+    print(f"\n{report(run.result)}\n\nresults: {run.path / 'result.json'}\nfigure:  {run.figure}")

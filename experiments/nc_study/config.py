@@ -73,19 +73,12 @@ class Experiment:
     study: str
 
     model: str = option("study", "networks to train, one after the other", "both", choices=("both", *MODELS))
-    majority: int | None = option(
-        "study", "tenths of the classes that keep all their images (the paper's K_A)", 3, minimum=1
-    )
-    ratio: int | None = option(
-        "study", "imbalance: images of a majority class for one image of a minority class (R)", 10, minimum=1
-    )
+    majority: int | None = option("study", "tenths of the classes that keep all their images (K_A)", 3, minimum=1)
+    ratio: int | None = option("study", "images of a majority class for one of a minority class (R)", 10, minimum=1)
     preset: str = option(
-        "study",
-        "where the values below that name a preset come from; auto: paper with a GPU, else quick",
-        "auto",
-        choices=("auto", *PRESETS),
+        "study", "where other values come from; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
     )
-    seed: int = option("study", "of initial weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
+    seed: int = option("study", "start of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
 
     dataset: str = option(
         "data",
@@ -93,7 +86,7 @@ class Experiment:
         "auto",
         choices=("auto", *CLASSES),
     )
-    n_majority: int = option("data", "images of a majority class (n_A)", minimum=1)
+    n_majority: int = option("data", "images of a majority class (n_A), fewer by default of 100 classes", minimum=1)
     test_images: int = option("data", "test images, equally many of every class", minimum=1)
 
     width: int = option("network", "channels of the first stage", minimum=1)
@@ -113,15 +106,11 @@ class Experiment:
     epochs: int = option("training", "passes over the training images", minimum=1)
     batch_size: int = option("training", "images per step", minimum=1)
     lr: float = option("training", "learning rate of SGD", above=0)
-    schedule: str = option("training", "of the learning rate; cosine warms up first", choices=("constant", "cosine"))
-    momentum: float = option("training", "of SGD", 0.9, minimum=0)
-    weight_decay: float = option("training", "of SGD", 5e-4, minimum=0)
-    e_w: float | None = option(
-        "training", "bound on the classifier's mean squared row norm, kept after each step", None, above=0
-    )
-    e_h: float | None = option(
-        "training", "bound on the norm of the last block's convolutions, kept likewise", None, above=0
-    )
+    schedule: str = option("training", "course of the rate; cosine warms up first", choices=("constant", "cosine"))
+    momentum: float = option("training", "momentum of SGD", 0.9, minimum=0)
+    weight_decay: float = option("training", "weight decay of SGD", 5e-4, minimum=0)
+    e_w: float | None = option("training", "bound kept on the classifier's mean squared row norm", None, above=0)
+    e_h: float | None = option("training", "bound kept on the norm of the last block's convolutions", None, above=0)
     metrics_every: int = option("training", "epochs between measurements of neural collapse", minimum=1)
 
     device: str = option(
@@ -203,10 +192,9 @@ def check_field(spec: Field[Any], value: Any) -> None:
         value, allowed = "''", "must not be empty"
     elif isinstance(value, float) and not math.isfinite(value):
         allowed = "a finite number"
-    else:
-        for name, (met, words) in LIMITS.items():
-            if name in checks and not met(value, checks[name]):
-                allowed = f"{words} {checks[name]}"
+    for name, (met, words) in LIMITS.items():
+        if not allowed and name in checks and not met(value, checks[name]):
+            allowed = f"{words} {checks[name]}"
     if allowed:
         raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
 
@@ -219,25 +207,28 @@ def flag_of(name: str) -> str:
 def settings_from(study: str, **given: Any) -> Settings:
     """Complete settings: what is given, then the preset, then the defaults; device, preset and precision are no longer
     `auto`."""
-    device = given.get("device", "auto")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
+    gpu = torch.cuda.is_available()
+    device, preset = given.get("device", "auto"), given.get("preset", "auto")
+    if device == "cuda" and not gpu:
         raise SettingsError("--device cuda: PyTorch sees no GPU here")
-    preset = given.get("preset", "auto")
+    if device == "auto":
+        device = "cuda" if gpu else "cpu"
     if preset == "auto":
         preset = "paper" if device == "cuda" else "quick"
     classes = CLASSES.get(given.get("dataset", "auto"), 10)
-    filled = {
-        name: value[classes] if isinstance(value, dict) else value for name, value in PRESETS.get(preset, {}).items()
-    }
-    values = {**filled, **given, "study": study, "device": device, "preset": preset}
+    values = {**preset_values(preset, classes), **given, "study": study, "device": device, "preset": preset}
     if study == "cifar_balanced":
         values |= dict.fromkeys(IMBALANCE)
     if values.get("precision", "auto") == "auto":
         values["precision"] = "bf16" if device == "cuda" else "fp32"
     values["threads"] = values.get("threads") or torch.get_num_threads()
     return Settings(**values)
+
+
+def preset_values(preset: str, classes: int) -> dict[str, Any]:
+    """The values that a preset fills in for a data set of 10 or 100 classes."""
+    filled = PRESETS.get(preset, {})
+    return {name: value[classes] if isinstance(value, dict) else value for name, value in filled.items()}
 
 
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
@@ -247,9 +238,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
     )
     add_options(parser, Settings, IMBALANCE if study == "cifar_balanced" else ())
-    given = vars(parser.parse_args(argv))
     try:
-        return settings_from(study, **given)
+        return settings_from(study, **vars(parser.parse_args(argv)))
     except SettingsError as error:
         parser.error(str(error))
 
@@ -262,16 +252,19 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
         if not spec.metadata or spec.name in without:
             continue
         name, kind = spec.metadata["group"], KINDS[spec.type.split()[0]]
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         if kind is bool:
             taken: dict[str, Any] = {"action": "store_true"}
         elif "choices" in spec.metadata:
             taken = {"choices": spec.metadata["choices"]}
         else:
             taken = {"type": kind, "metavar": kind.__name__.upper()}
-        text = f"{spec.metadata['help']} ({_default_text(spec)})".replace("%", "%%")
-        groups[name].add_argument(flag_of(spec.name), default=argparse.SUPPRESS, help=text, **taken)
+        if spec.default is MISSING:
+            default = ", ".join(f"{preset}: {preset_values(preset, 10)[spec.name]}" for preset in PRESETS)
+        else:
+            default = f"default: {'off' if spec.default is None or spec.default is False else spec.default}"
+        text = f"{spec.metadata['help']} ({default})".replace("%", "%%")
+        group.add_argument(flag_of(spec.name), default=argparse.SUPPRESS, help=text, **taken)
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
@@ -283,15 +276,3 @@ def as_arguments(given: Mapping[str, Any]) -> list[str]:
         elif value is not False:
             words += [flag_of(name), str(value)]
     return words
-
-
-def _default_text(spec: Field[Any]) -> str:
-    if spec.default is not MISSING:
-        return f"default: {'off' if spec.default is None or spec.default is False else spec.default}"
-    values = []
-    for preset, filled in PRESETS.items():
-        value = filled[spec.name]
-        if isinstance(value, dict):
-            value = " or ".join(f"{n} of {classes} classes" for classes, n in value.items())
-        values.append(f"{preset}: {value}")
-    return ", ".join(values)

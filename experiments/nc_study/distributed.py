@@ -29,17 +29,12 @@ T = TypeVar("T")
 
 def launched() -> bool:
     """Whether torchrun, or a launcher that sets the same variables, has started several processes."""
-    return dist.is_available() and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
-
-
-def joined() -> bool:
-    """Whether this process works together with others."""
-    return dist.is_available() and dist.is_initialized()
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
 
 def world_size() -> int:
     """The number of processes at work on a run."""
-    return dist.get_world_size() if joined() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_first() -> bool:
@@ -76,57 +71,48 @@ def command_line() -> str:
 def from_first(function: Callable[..., T], *arguments: Any) -> T:
     """What `function`, called in the first process alone, returns: the same in all. A StudyError is raised there, and
     the others leave without a word."""
-    if not joined():
+    if not dist.is_initialized():
         return function(*arguments)
-    outcome: list[Any] = [None, False]
-    failure = None
+    outcome: list[Any] = [None, None]
     if is_first():
         try:
             outcome[0] = function(*arguments)
         except StudyError as error:
-            outcome[1], failure = True, error
+            outcome[1] = error
     dist.broadcast_object_list(outcome)
-    if failure is not None:
-        raise failure
     if outcome[1]:
-        raise SystemExit(1)
+        raise outcome[1] if is_first() else SystemExit(1)
     return cast(T, outcome[0])
 
 
-def share(start: int, stop: int, rank: int | None = None) -> slice:
-    """A process's part, this one's without `rank`, of start ... stop - 1: consecutive, of equal size but for one, in
-    the order of processes."""
-    if rank is None:
-        rank = dist.get_rank() if joined() else 0
-    total, size = stop - start, world_size()
+def share(start: int, stop: int) -> slice:
+    """This process's part of start ... stop - 1: consecutive, of equal size but for one, in the order of processes."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    total = stop - start
     return slice(start + total * rank // size, start + total * (rank + 1) // size)
 
 
 def total(part: Tensor) -> Tensor:
     """The sum of the processes' tensors, the same bits in all of them."""
-    if not joined():
+    if not dist.is_initialized():
         return part
     part = part.clone()
     dist.all_reduce(part)
     return part
 
 
-def gather(part: Tensor, count: int) -> Tensor:
-    """The tensor of `count` rows whose `share` each process holds."""
-    if not joined():
+def gather(part: Tensor) -> Tensor:
+    """The processes' tensors, put together along their first dimension in the order of processes."""
+    if not dist.is_initialized():
         return part
-    parts = [share(0, count, rank) for rank in range(world_size())]
-    sizes = [one.stop - one.start for one in parts]
-    padded = part.new_zeros(max(sizes), *part.shape[1:])
-    padded[: len(part)] = part
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
-    return torch.cat([rows[:size] for rows, size in zip(received, sizes, strict=True)])
+    parts: list[Any] = [None] * world_size()
+    dist.all_gather_object(parts, part.cpu())
+    return torch.cat(parts).to(part.device)
 
 
 def parallel(network: nn.Module) -> nn.Module:
     """The network to train with: itself, or one that averages the gradients of the processes."""
-    if not joined():
+    if not dist.is_initialized():
         return network
     if next(network.parameters()).is_cuda:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
@@ -135,5 +121,5 @@ def parallel(network: nn.Module) -> nn.Module:
 
 def share_statistics(network: nn.Module) -> None:
     """Give every process the first one's running statistics, in which only processes on CPUs differ."""
-    for buffer in network.buffers() if joined() else ():
+    for buffer in network.buffers() if dist.is_initialized() else ():
         dist.broadcast(buffer, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .config import CLASSES, MODELS, PRESETS, Experiment, Setting, StudyError, flag_of
+from .config import CLASSES, MODELS, Experiment, Setting, StudyError, flag_of, preset_values
 from .record import COLLAPSE, GROUPS, Accuracy, Spread
 
 RATIOS = (10, 50, 100)
@@ -92,8 +92,7 @@ def differences(experiment: Experiment) -> list[str]:
     for name, allowed in bounds.items():
         if getattr(experiment, name) not in allowed:
             found.append(f"{flag_of(name)[2:]} {getattr(experiment, name)} instead of {allowed[-1]}")
-    for name, value in {**PRESETS["paper"], **wanted}.items():
-        value = value[experiment.classes] if isinstance(value, dict) else value
+    for name, value in {**preset_values("paper", experiment.classes), **wanted}.items():
         if name != "metrics_every" and getattr(experiment, name) != value:
             found.append(f"{flag_of(name)[2:]} {getattr(experiment, name)} instead of {value}")
     return found

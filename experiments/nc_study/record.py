@@ -1,11 +1,11 @@
-"""What a run writes down, as types: a line per epoch, and the result. Every file is read back by the type it was
-written from, so that a file of an older format or a damaged one is an error that names the place."""
+"""What a run writes down, as types: a line per epoch, and the result. Files are read back by the same types, so that a
+damaged one, or one of another format, is an error that names the place."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,15 +13,12 @@ import msgspec
 
 from .config import Experiment, Setting, StudyError
 
-FORMAT = 4
-"""Version of what a run writes: it rises when its files change a name or a meaning."""
-
-AVERAGED = 10
-"""Epochs at the end over which accuracies are averaged, as in the paper."""
-
+FORMAT = 4  # rises when what a run writes changes a name or a meaning
+AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
 COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
 SOLVER_MEANS = ("iterations", "residual", "converged")
+SOLVER_COUNTS = ("max_iter", "nonfinite", "stalled", "skipped")
 
 Number = float | None
 """A number that may be undefined: a mean of nothing, a metric of coinciding class means."""
@@ -69,12 +66,15 @@ class SolverColumns:
     residual: tuple[Number, ...]
     converged: tuple[Number, ...]
 
+    def __post_init__(self) -> None:
+        _check_lengths(vars(self))
+
 
 @dataclass(frozen=True)
 class SolverSummary:
-    """The solves of one pass over the data, or of several: means over the samples (of a run: means of its epochs; the
-    relative residual over those that stayed finite, converged as a share of 1), how many samples ended in which way or
-    were skipped, left out of the loss, and the means of each class (of a run: of its last epoch)."""
+    """Means over the samples solved (residual: relative, of the finite ones; converged: a share of 1), how many ended
+    in which way or were skipped, left out of the loss, and the means of each class. A run has means of its epochs, but
+    the classes of its last one."""
 
     iterations: Number
     residual: Number
@@ -119,10 +119,9 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The line of a finished epoch. Loss and training accuracy, of the augmented images, are None if no sample was
-    kept, `nc` where neural collapse was not measured. All accuracies are in percent, those but the training's of the
-    test images; `confusion`, after the last epoch, counts in row i the images of class i by the class they were taken
-    for."""
+    """The line of a finished epoch. Accuracies are in percent, of the test images but for the training's; loss and
+    training accuracy are None if no sample was kept. `confusion`, after the last epoch, counts in row i the images of
+    class i by the class they were taken for."""
 
     epoch: int
     lr: float
@@ -217,17 +216,15 @@ class RunResult:
     """Date and time in UTC, ISO 8601."""
 
     def __post_init__(self) -> None:
-        classes = self.settings.classes
         if not self.networks or not set(self.networks) <= set(self.settings.models):
             raise ValueError(f"networks: {', '.join(self.networks) or 'none'} instead of {self.settings.model}")
-        if len(self.train_images_per_class) != classes:
-            raise ValueError(f"train_images_per_class: not {classes} numbers")
         for model, network in self.networks.items():
-            lengths = {len(network.per_class), len(network.confusion), *map(len, network.confusion)}
+            lengths = {len(self.train_images_per_class), len(network.per_class), len(network.confusion)}
+            lengths |= set(map(len, network.confusion))
             if network.solver is not None:
                 lengths.add(len(network.solver.per_class.iterations))
-            if lengths != {classes}:
-                raise ValueError(f"networks.{model}: per_class and confusion are not those of {classes} classes")
+            if lengths != {self.settings.classes}:
+                raise ValueError(f"networks.{model}: not the numbers of {self.settings.classes} classes")
 
     @property
     def setting(self) -> Setting:
@@ -273,11 +270,16 @@ def read_record(kind: type[T], path: Path) -> T:
     """The record in a file: OtherFormat if another version of this project wrote it, StudyError if it is damaged."""
     try:
         content = path.read_bytes()
-        version = from_json(dict[str, Any], content).get("format", 1) if kind in (RunResult, Begun) else FORMAT
-        if version != FORMAT:
+        if kind not in (RunResult, Begun):
+            return from_json(kind, content)
+        found = from_json(dict[str, Any], content)
+        if (version := found.get("format", 1)) != FORMAT:
             age = "an older" if version < FORMAT else "a newer"
             raise OtherFormat(f"{path} was written by {age} version of this project: format {version}, not {FORMAT}")
-        return from_json(kind, content)
+        record = from_json(kind, content)
+        if unknown := found["settings"].keys() - {spec.name for spec in fields(Experiment)}:
+            raise ValueError(f"settings that there are not: {', '.join(sorted(unknown))}")
+        return record
     except (OSError, ValueError) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
 

@@ -17,6 +17,7 @@ from .record import (
     COLLAPSE,
     FORMAT,
     GROUPS,
+    SOLVER_COUNTS,
     SOLVER_MEANS,
     Accuracy,
     Curves,
@@ -57,8 +58,13 @@ def network_result(
     last, final = epochs[-AVERAGED:], epochs[-1]
     assert final.confusion is not None and final.nc is not None  # the last epoch has both
     groups = {group: [getattr(epoch, group) for epoch in last] for group in GROUPS}
-    seconds = [[getattr(epoch.seconds, name) for epoch in epochs] for name in ("train", "test", "metrics")]
+    spent = [round(sum(getattr(one.seconds, part) for one in epochs), 1) for part in ("train", "test", "metrics")]
     solves = [epoch.train_solver for epoch in epochs if epoch.train_solver]
+    solver = None
+    if solves:
+        means: dict[str, Any] = {name: _mean(getattr(solve, name) for solve in solves) for name in SOLVER_MEANS}
+        counts = {name: sum(getattr(solve, name) for solve in solves) for name in SOLVER_COUNTS}
+        solver = SolverSummary(**means, **counts, per_class=solves[-1].per_class)
     return NetworkResult(
         parameters=parameters,
         accuracy=Accuracy(**{group: Spread.of(values) for group, values in groups.items() if None not in values}),
@@ -67,18 +73,11 @@ def network_result(
         confusion=final.confusion,
         train_loss=final.loss,
         nc=final.nc,
-        solver=_solver(solves) if solves else None,
-        seconds=Seconds(*(round(sum(column), 1) for column in seconds)),
+        solver=solver,
+        seconds=Seconds(*spent),
         curves=curves(epochs, majority),
         spectral_radius=spectral_radius,
     )
-
-
-def _solver(solves: list[SolverSummary]) -> SolverSummary:
-    values: dict[str, Any] = {name: _mean(getattr(solve, name) for solve in solves) for name in SOLVER_MEANS}
-    for name in ("max_iter", "nonfinite", "stalled", "skipped"):
-        values[name] = sum(getattr(solve, name) for solve in solves)
-    return SolverSummary(**values, per_class=solves[-1].per_class)
 
 
 def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
@@ -91,8 +90,7 @@ def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
         found |= {name: tuple(getattr(solve, name) for solve in solves) for name in (*SOLVER_MEANS, "skipped")}
         for group, part in (("majority", slice(majority)), ("minority", slice(majority, None))):
             for name in SOLVER_MEANS:
-                values = tuple(_mean(getattr(solve.per_class, name)[part]) for solve in solves)
-                found[f"{name}_{group}"] = values
+                found[f"{name}_{group}"] = tuple(_mean(getattr(solve.per_class, name)[part]) for solve in solves)
     return found
 
 
@@ -110,59 +108,51 @@ def title(result: RunResult) -> str:
 
 
 def report(result: RunResult) -> str:
-    """A result as text: the row beside the paper's, NC1-NC4, and how the solver fared."""
-    return "\n\n".join((_accuracy(result), _collapse(result), _costs(result)))
-
-
-def _accuracy(result: RunResult) -> str:
-    rows = {model: network.accuracy for model, network in result.networks.items()}
-    notes, setting = [], on_cifar(result.setting)
-    if setting in PAPER:
-        for model in result.networks:
-            mark = "†" if (setting, model) in INCONSISTENT else ""
-            rows[f"paper, {model}{mark}"] = PAPER[setting][model]
-            if mark:
-                notes = ["† as printed: the overall accuracy is not the class mean of the other two"]
-        if apart := differences(result.settings):
-            notes.append(f"not comparable with the paper: {', '.join(apart)}")
-    else:
+    """A result as text: accuracy and NC1-NC4 beside the paper's accuracy, and how the solver fared."""
+    notes, setting, settings = [], on_cifar(result.setting), result.settings
+    groups = GROUPS if setting.majority is not None else GROUPS[:1]
+    rows = []
+    for model, network in result.networks.items():
+        metrics = [network.quantity(name) for name in COLLAPSE]
+        shown = ["undefined" if value is None else f"{value:.4g}" for value in metrics]
+        rows.append([model, *(str(getattr(network.accuracy, group)) for group in groups), *shown])
+    for model in result.networks if setting in PAPER else ():
+        mark = "†" if (setting, model) in INCONSISTENT else ""
+        rows.append([f"paper, {model}{mark}", *(str(getattr(PAPER[setting][model], group)) for group in groups)])
+        if mark:
+            notes = ["† as printed: the overall accuracy is not the class mean of the other two"]
+    if setting not in PAPER:
         notes.append("the paper has no entry for this imbalance")
-    groups = GROUPS if result.setting.majority is not None else GROUPS[:1]
+    elif apart := differences(settings):
+        notes.append(f"not comparable with the paper: {', '.join(apart)}")
     averaged = next(iter(result.networks.values())).epochs_averaged
-    heading = f"Test accuracy in % on {title(result)}: mean±deviation over the last {averaged} of"
-    table = _table(groups, {name: [getattr(row, group) for group in groups] for name, row in rows.items()})
-    return "\n".join([f"{heading} {result.settings.epochs} epochs", table, *(f"  {note}" for note in notes)])
-
-
-def _collapse(result: RunResult) -> str:
-    rows = {}
-    for model, network in result.networks.items():
-        values = [getattr(network.nc, name) for name in COLLAPSE]
-        rows[model] = ["undefined" if value is None else f"{value:.4g}" for value in values]
-    heading = f"Neural collapse of the training images after epoch {result.settings.epochs}"
-    return f"{heading}\n{_table([name.upper() for name in COLLAPSE], rows)}"
-
-
-def _table(columns: Sequence[str], rows: dict[str, list[Any]]) -> str:
-    cells = [(name, *map(str, values)) for name, values in rows.items()]
-    aligned = ("left", *("right" for _ in columns))
-    text = tabulate(cells, ("", *columns), tablefmt="plain", disable_numparse=True, colalign=aligned)
-    return textwrap.indent(text, "  ")
-
-
-def _costs(result: RunResult) -> str:
-    settings, lines = result.settings, []
-    for model, network in result.networks.items():
-        seconds, solver = network.seconds, network.solver
-        lines.append(
-            f"{model}: {network.parameters} parameters; {seconds.train:.0f} s of training, "
-            f"{seconds.test:.0f} s of testing, {seconds.metrics:.0f} s of metrics"
+    columns = ("", *groups, *map(str.upper, COLLAPSE))
+    aligned = ("left", *("right" for _ in columns[1:]))
+    table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)
+    return "\n".join(
+        (
+            f"Test accuracy in % on {title(result)}: mean±deviation over the last {averaged}",
+            f"of {settings.epochs} epochs; neural collapse of the training images after the last",
+            textwrap.indent(table, "  "),
+            *(f"  {note}" for note in notes),
+            "",
+            *(_costs(result, model) for model in result.networks),
         )
-        if solver:
-            lines.append(
-                f"  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
-                f"{solver.iterations:.1f} evaluations a sample, {100 * (solver.converged or 0):.2f} % converged, "
-                f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
-                f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
-            )
-    return "\n".join(lines)
+    )
+
+
+def _costs(result: RunResult, model: str) -> str:
+    settings, network = result.settings, result.networks[model]
+    seconds, solver = network.seconds, network.solver
+    text = (
+        f"{model}: {network.parameters} parameters; {seconds.train:.0f} s of training, "
+        f"{seconds.test:.0f} s of testing, {seconds.metrics:.0f} s of metrics"
+    )
+    if solver:
+        text += (
+            f"\n  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
+            f"{solver.iterations:.1f} evaluations a sample, {100 * (solver.converged or 0):.2f} % converged, "
+            f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
+            f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
+        )
+    return text

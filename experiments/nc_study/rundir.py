@@ -2,7 +2,7 @@
 
 - settings.json: what was asked for; a run is only continued under the same settings
 - <model>.jsonl: one line per finished epoch
-- <model>.ckpt: the state after the last finished epoch; <model>.previous.ckpt: after the one before
+- <model>.ckpt: the state after the last finished epoch, replaced at once or not at all
 - features.npz, result.json, figure.png: written at the end
 - failed.json, log.txt: why the run ended early, and what it printed, when study.py ran it
 """
@@ -12,11 +12,10 @@ from __future__ import annotations
 import fcntl
 import io
 import os
-import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,30 +27,21 @@ from .config import Experiment, Settings, StudyError, flag_of
 from .record import FORMAT, Begun, Epoch, Failure, OtherFormat, RunResult, from_json, read_record, to_json
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn a failed write into a line that names the file and the reason."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace the file at once or not at all: a kill or a full disk leaves the old one. StudyError if it cannot be."""
+    temporary = path.with_name(path.name + ".tmp")
     try:
-        yield
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
         raise StudyError(
             f"cannot write {path}: {error.strerror or error}; what was saved before is intact, --resume goes on from it"
         ) from error
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at once or not at all: a kill or a full disk leaves the old one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with _writing(path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -84,13 +74,6 @@ def prepare_out(out: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise StudyError(f"--out {out}: cannot write there ({error.strerror or error})") from error
-
-
-def check_space(out: Path, needed: int) -> None:
-    """An error if the disk of `out` has less than `needed` bytes free."""
-    free = shutil.disk_usage(out).free
-    if free < needed:
-        raise StudyError(f"--out {out}: {free / 1e6:.0f} MB free, and the checkpoints take {needed / 1e6:.0f} MB")
 
 
 class RunDirectory:
@@ -126,10 +109,6 @@ class RunDirectory:
         """Why the run ended early, None if it did not."""
         return read_record(Failure, self._failure) if self._failure.exists() else None
 
-    def conclude(self, result: RunResult) -> None:
-        """Write the result, which makes the run a finished one."""
-        write_atomically(self._result, to_json(result))
-
     def fail(self, failure: Failure | None) -> None:
         """Write down why the run ended early, or with None forget it."""
         if failure is None:
@@ -137,18 +116,22 @@ class RunDirectory:
         else:
             write_atomically(self._failure, to_json(failure))
 
+    def conclude(self, result: RunResult) -> None:
+        """Write the result, which makes the run a finished one."""
+        write_atomically(self._result, to_json(result))
+
     def start(self, settings: Settings) -> None:
         """Begin the run, or make sure that the one whose epochs are here may be continued under these settings."""
-        if not self.finished and not self._checkpoints():
+        if not self.finished and not self._trained():
             write_atomically(self._begun, to_json(Begun(FORMAT, settings.experiment)))
-            return
-        if not settings.resume:
+        elif settings.resume:
+            self.check(settings)
+        else:
             state = "a finished run" if self.finished else "an unfinished run"
             raise StudyError(
                 f"{self.path} holds {state} of this kind: --resume goes on with it (or prints its results again), "
                 "another --out starts a new one"
             )
-        self.check(settings)
 
     def check(self, settings: Settings) -> None:
         """StudyError that names the setting in which the run that is here, if any, is not that of these settings."""
@@ -156,7 +139,7 @@ class RunDirectory:
             before = self.begun
         except OtherFormat as error:
             raise StudyError(f"{error}; start anew in another --out") from error
-        if before is None and self._checkpoints():
+        if before is None and self._trained():
             raise StudyError(f"{self._begun} is missing: start anew in another --out")
         for spec in fields(Experiment) if before else ():
             old, new = getattr(before, spec.name), getattr(settings, spec.name)
@@ -169,38 +152,29 @@ class RunDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder, and keep a second process out for as long as this one works here; a kill releases it."""
-        with _writing(self.path):
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "w")  # noqa: SIM115
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StudyError(f"{self.path}: another process is working on this run") from error
+        except OSError as error:
+            raise StudyError(f"cannot write in {self.path}: {error.strerror}") from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise StudyError(f"{self.path}: another process is working on this run") from error
             yield
 
     def append(self, model: str, epoch: Epoch) -> None:
         """Add the line of a finished epoch."""
         path = self._log(model)
-        with _writing(path), open(path, "ab") as file:
-            file.write(to_json(epoch))
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(path, (path.read_bytes() if path.exists() else b"") + to_json(epoch))
 
     def epochs(self, model: str) -> list[Epoch]:
         """The finished epochs, up to the first line that is cut off or damaged."""
         path, found = self._log(model), []
-        for line in path.read_bytes().splitlines() if path.exists() else ():
-            try:
+        with suppress(FileNotFoundError, ValueError):
+            for line in path.read_bytes().splitlines():
                 found.append(from_json(Epoch, line))
-            except ValueError:
-                break
         return found
-
-    def count_epochs(self, model: str) -> int:
-        """How many epochs have a line, which is not read."""
-        path = self._log(model)
-        return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def cut(self, model: str, count: int) -> None:
         """Drop what was logged after the checkpoint that is gone on from, half a line included."""
@@ -210,39 +184,34 @@ class RunDirectory:
         write_atomically(path, b"".join(map(to_json, kept)))
 
     def save(self, model: str, state: dict[str, Any]) -> None:
-        """Write a checkpoint and keep the one before, which `restore` falls back on if the writing is cut short."""
+        """Write a checkpoint in place of the one before."""
         content = io.BytesIO()
         torch.save(state, content)
-        path = self._checkpoint(model)
-        if path.exists():
-            with _writing(path):
-                os.replace(path, self._checkpoint(model, previous=True))
-        write_atomically(path, content.getvalue())
+        write_atomically(self._checkpoint(model), content.getvalue())
 
     def restore(self, model: str, load: Callable[[dict[str, Any]], None]) -> int:
-        """Hand the last checkpoint to `load`; its epoch, 0 if there is none."""
-        found = [path for path in (self._checkpoint(model), self._checkpoint(model, previous=True)) if path.exists()]
-        if not found:
+        """Hand the checkpoint to `load`; its epoch, 0 if there is none."""
+        path = self._checkpoint(model)
+        if not path.exists():
             return 0
         try:
-            with zipfile.ZipFile(found[0]) as archive:  # torch.load itself does not look at the archive's checksums
+            with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the archive's checksums
                 if changed := archive.testzip():
                     raise ValueError(f"checksum of {changed} is wrong")
-            state = torch.load(found[0], map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
             load(state)
             return int(state["epoch"])
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            rest = f"goes on from {found[1].name}" if found[1:] else f"trains {model} from the start"
             raise StudyError(
-                f"{found[0]} is damaged ({reason}); nothing else is lost: delete it, and --resume {rest}"
+                f"{path} is damaged ({reason}); no other file is: delete it, and --resume trains {model} from the start"
             ) from error
 
-    def _checkpoints(self) -> list[Path]:
-        return list(self.path.glob("*.ckpt"))
+    def _trained(self) -> bool:
+        return any(self.path.glob("*.ckpt"))
 
     def _log(self, model: str) -> Path:
         return self.path / f"{model}.jsonl"
 
-    def _checkpoint(self, model: str, previous: bool = False) -> Path:
-        return self.path / f"{model}{'.previous' if previous else ''}.ckpt"
+    def _checkpoint(self, model: str) -> Path:
+        return self.path / f"{model}.ckpt"

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from . import distributed
 from .config import Settings, StudyError
 from .data import StudyData
 from .models import build, project, widened
-from .record import Collapse, Epoch, Seconds, SolverColumns, SolverSummary
+from .record import SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverColumns, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 256
@@ -30,9 +29,8 @@ WARM_UP = 0.05
 class SolverTally:
     """Sums over the solves of one pass, class by class, kept on the device until they are read."""
 
-    _COUNTS = ("max_iter", "nonfinite", "stalled", "skipped")
     _MEANS = {"iterations": "samples", "residual": "finite", "converged": "samples"}  # and what each is divided by
-    _FIELDS = ("samples", "finite", *_MEANS, *_COUNTS)
+    _FIELDS = ("samples", "finite", *_MEANS, *SOLVER_COUNTS)
 
     def __init__(self, device: torch.device, classes: int) -> None:
         self._classes = torch.arange(classes, device=device)
@@ -62,13 +60,12 @@ class SolverTally:
         rows = [dict(zip(self._FIELDS, row, strict=True)) for row in [sums.sum(0).tolist(), *sums.tolist()]]
         if not rows[0]["samples"]:
             return None
-        means: dict[str, Any] = {
-            name: tuple(row[name] / row[base] if row[base] else None for row in rows)
-            for name, base in self._MEANS.items()
-        }
-        overall: dict[str, Any] = {name: values[0] for name, values in means.items()}
-        overall |= {name: int(rows[0][name]) for name in self._COUNTS}
-        return SolverSummary(**overall, per_class=SolverColumns(**{name: values[1:] for name, values in means.items()}))
+        means: list[dict[str, Any]] = [
+            {name: row[name] / row[base] if row[base] else None for name, base in self._MEANS.items()} for row in rows
+        ]
+        per_class = SolverColumns(**{name: tuple(row[name] for row in means[1:]) for name in self._MEANS})
+        counts = {name: int(rows[0][name]) for name in SOLVER_COUNTS}
+        return SolverSummary(**means[0], **counts, per_class=per_class)
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,9 @@ class Trainer:
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
         )
-        self._complete_optimizer()
-
-    def _complete_optimizer(self) -> None:
-        """Fused, with every momentum there: a first step that is skipped would leave those it makes unset. (On the CPU
-        the fused step goes by places in memory: parameter, gradient and momentum have the same strides.)"""
-        for group in self.optimizer.param_groups:
-            group["fused"] = True
-            for parameter in group["params"] if group["momentum"] else ():
-                self.optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+        # A first step that is skipped would leave the momenta that it makes unset.
+        for parameter in self.network.parameters() if settings.momentum else ():
+            self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state(self, epoch: int) -> dict[str, Any]:
         """All that the epochs after `epoch` depend on."""
@@ -128,19 +119,18 @@ class Trainer:
         """Take over a state."""
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self._complete_optimizer()
 
     def run_epoch(self, epoch: int, progress: tqdm[Any]) -> Epoch:
         """Train for an epoch, test, and measure neural collapse when it is due."""
-        clock = [time.perf_counter()]
+        start = time.perf_counter()
         trained = self.train_epoch(epoch, progress)
-        clock.append(time.perf_counter())
+        middle = time.perf_counter()
         last, every = self.settings.epochs, self.settings.metrics_every
         tested = accuracies(self.infer("test"), self.data, epoch == last)
-        clock.append(time.perf_counter())
+        end = time.perf_counter()
         collapse = self.measure_collapse() if epoch in (1, last) or epoch % every == 0 else None
-        clock.append(time.perf_counter())
-        spent = Seconds(*(round(after - before, 3) for before, after in pairwise(clock)))
+        seconds = (middle - start, end - middle, time.perf_counter() - end)
+        spent = Seconds(*(round(part, 3) for part in seconds))
         return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent)
 
     def train_epoch(self, epoch: int, progress: tqdm[Any]) -> dict[str, Any]:
@@ -195,17 +185,14 @@ class Trainer:
         """A pass over "train" or "test" as it is, no sample left out; all of it in every process."""
         self.network.eval()
         tally = SolverTally(self.data.train_images.device, self.data.classes)
-        predictions, truth, features = [], [], []
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for images, labels in self.data.plain(split, EVALUATION_BATCH):
             with autocast(self.settings):
                 output = self.network(images)
             if output.solution is not None:
                 tally.add(output.solution, labels)
-            predictions.append(output.logits.argmax(1))
-            truth.append(labels)
-            features.append(output.features)
-        total = len(self.data.train_labels if split == "train" else self.data.test_labels)
-        whole = [distributed.gather(torch.cat(parts), total) for parts in (predictions, truth, features)]
+            parts.append((output.logits.argmax(1), labels, output.features))
+        whole = [distributed.gather(torch.cat(column)) for column in zip(*parts, strict=True)]
         return Inference(whole[0], whole[1], whole[2], tally.summary())
 
     def measure_collapse(self) -> Collapse:
@@ -213,9 +200,7 @@ class Trainer:
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        values: dict[str, Any] = {
-            name: value if math.isfinite(value) else None for name, value in asdict(result).items()
-        }
+        values: dict[str, Any] = {name: one if math.isfinite(one) else None for name, one in asdict(result).items()}
         return Collapse(**values)
 
 
@@ -241,19 +226,14 @@ def restore(trainer: Trainer, model: str, run: RunDirectory) -> int:
     """Bring the trainers of all processes to the last checkpoint, and the log with them; the epoch it is of."""
 
     def read() -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": 0}
-
-        def load(found: dict[str, Any]) -> None:
-            trainer.load(found)
-            state.update(found)
-
-        run.cut(model, run.restore(model, load))
-        return state
+        found: dict[str, Any] = {}
+        run.cut(model, run.restore(model, found.update))
+        return found
 
     state = distributed.from_first(read)
-    if state["epoch"] and not distributed.is_first():
+    if state:
         trainer.load(state)
-    return int(state["epoch"])
+    return int(state.get("epoch", 0))
 
 
 def accuracies(test: Inference, data: StudyData, last: bool) -> dict[str, Any]:

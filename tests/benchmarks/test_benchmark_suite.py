@@ -311,7 +311,7 @@ def test_gains_and_targets():
     told = {target.what: (value, met) for target, value, met in targets.verdicts(rows) if met is not None}
     assert told == {
         f"{name} cpp: >= 4.5x faster than torchdeq": (5, True),
-        f"{name} cpp: <= 1.5x the time of its bytes at the copy rate": (1.6, False),
+        f"{name} cpp: <= 1.15x the time of its bytes at the copy rate": (1.6, False),
     }
     told = {target.what: met for target, _, met in targets.verdicts([COLLAPSE_ROW]) if met is not None}
     assert told == {"nc-50000x512-K10-fp32 cpp: <= 1000 ms": False}

@@ -1,4 +1,4 @@
-"""The cases of scaling, and internet_scale.py: what they count and their arithmetic."""
+"""The cases of scaling, and internet_scale.py: what it counts and its arithmetic."""
 
 from dataclasses import replace
 
@@ -6,8 +6,9 @@ import internet_scale as model
 import pytest
 import torch
 from harness import record, traffic
+from harness.counters import memory
 from harness.maps import NEVER, Contraction
-from harness.scaling import SCALING, GradientMemoryCase, ScalingCase
+from harness.scaling import SCALING
 from harness.solves import solve_by
 
 import deqfast
@@ -25,32 +26,26 @@ def test_cases_of_scaling_have_names_of_their_own_and_change_one_variable():
         row = case.size()
         others = {"batch": 32, "dim": 8192} if row["series"] in ("history", "iterations") else {}
         assert row[row["axis"]] and others.items() <= row.items() and case.full
-
-
-def test_a_point_is_judged_by_the_same_solve_in_float64():
-    case = ScalingCase(
-        axis="batch", series="batch", label="anderson", solver=deqfast.Anderson(NEVER, 4), batch=3, dim=64
-    )
-    contender = case.contender("torch", "cpu")
-    assert contender.facts["evaluations"] == 4
-    assert contender.facts["residual"] <= case.allowed() <= 10 * contender.facts["residual"]
+        if case.batch * case.dim <= 1 << 13:
+            assert 0 < case.contender("cpp", "cpu").facts["residual"] <= case.allowed()
 
 
 def test_training_memory_grows_with_iterations_only_when_unrolled():
-    peaks = {
-        (adjoint, count): GradientMemoryCase(adjoint=adjoint, iterations=count, shape=(2, 8, 4, 4))
-        .contender("torch", "cpu")
-        .facts["peak_bytes"]
-        for adjoint in ("jfb", "unrolled")
-        for count in (2, 6)
-    }
-    state = 4 * 2 * 8 * 4 * 4
-    assert peaks["unrolled", 6] - peaks["unrolled", 2] >= 4 * 4 * state  # what a cell keeps of four more evaluations
-    assert peaks["jfb", 6] - peaks["jfb", 2] <= 2 * 4 * state + 4096  # four more pairs, until the window is full
+    torch.manual_seed(0)
+    cell, x = deqfast.ResidualCell(8), torch.randn(2, 8, 4, 4)
+
+    def peak(adjoint, iterations):
+        block = deqfast.DEQBlock(cell, deqfast.Anderson(NEVER, iterations), adjoint, "torch")
+        return memory(lambda: block(x).square().mean().backward())[1]
+
+    peak("jfb", 6)  # the weights have gradients from here on
+    unrolled = [peak(deqfast.Unrolled(steps=count), count) for count in (2, 6)]
+    assert unrolled[1] - unrolled[0] >= 4 * 4 * x.nbytes  # what a cell keeps of four more evaluations
+    assert peak("jfb", 6) - peak("jfb", 2) <= 2 * 4 * x.nbytes + 4096  # four more pairs, until the window is full
 
 
 @pytest.mark.parametrize("evaluations", [6, 14])
-@pytest.mark.parametrize("side", [pair[0] for pair in model.sides(model.Inputs())], ids=lambda side: side.solver)
+@pytest.mark.parametrize("side", [pair[0] for pair in model.SIDES], ids=lambda side: side.solver)
 def test_bytes_of_torchdeq_are_the_models(side, evaluations):
     pytest.importorskip("torchdeq.solver")
     f, z0 = Contraction(2, 16384), torch.zeros(2, 16384)
@@ -64,10 +59,10 @@ def test_bytes_of_torchdeq_are_the_models(side, evaluations):
 
 
 def test_passes_of_deqfast_are_its_formula():
-    (_, anderson), (_, broyden) = model.sides(model.Inputs())  # (torchdeq, deqfast) each
+    (_, anderson), (_, broyden) = model.SIDES  # (torchdeq, deqfast) each
     # bf16: 7 + n passes with windows of 0, 1, 2, ...; fp32: 8 + 2 n. The last value of f is judged, by 2 passes.
     assert anderson.solve_passes(9) == 2 + 7 + 8 + 9 + 10 + 11 + 12 + 13 + 13
-    assert broyden.solve_passes(5) == 2 + 8 + 10 + 12 + 14
+    assert broyden.solve_passes(5) == 2 + 8 + 10 + 12 + 14 and broyden.solve_passes(0) == 0
 
 
 def test_window_is_the_solvers():
@@ -77,20 +72,12 @@ def test_window_is_the_solvers():
         assert traffic.window(solver) == state.df.shape[1]
 
 
-def test_work_takes_the_longer_of_bytes_and_arithmetic():
-    # 2 s of bytes; 2 s of arithmetic against 1 s; 0.2 s of arithmetic against 1 s of bytes
-    assert model.seconds_of(INPUTS, ((0, 200), (1000, 100), (100, 100))) == pytest.approx(5)
-
-
-def test_all_reduce_by_hand():
-    assert model.all_reduce_seconds(INPUTS, 1, 80.0) == 0
-    assert model.all_reduce_seconds(INPUTS, 4, 80.0) == pytest.approx(2 * 3 / 4 * 80 / 10)
-    # 16 GPUs, four nodes: within, as above; between, on the quarter that each GPU holds
-    assert model.all_reduce_seconds(INPUTS, 16, 80.0) == pytest.approx(12 + 2 * 3 / 4 * 20 / 1)
-
-
 def test_step_by_hand():
     inputs = replace(INPUTS, forward_evaluations=3, backward_evaluations=2, optimizer_bytes=10)
+    # 2 s of bytes; 2 s of arithmetic against 1 s; 0.2 s of arithmetic against 1 s of bytes
+    assert model.seconds_of(inputs, ((0, 200), (1000, 100), (100, 100))) == pytest.approx(5)
+    # 16 GPUs, four nodes: within each a ring over 80 bytes; between them one on the quarter that each GPU holds
+    assert model.all_reduce_seconds(inputs, 16, 80.0) == pytest.approx(2 * 3 / 4 * 80 / 10 + 2 * 3 / 4 * 20 / 1)
     f, vjp, once = (((0, moved),) for moved in (100, 300, 500))
     counts = model.Counts(parameters=20, dim=5, batch=2, f=f, vjp=vjp, gradient=once)
     side = model.Side("library", "solver", lambda k: 10 + k)
@@ -121,8 +108,6 @@ def test_counted_flops_by_hand():
 def test_networks_are_those_of_the_paper():
     found = [model.count(network, 1).parameters / 1e6 for network in model.NETWORKS]
     assert found == pytest.approx([18, 63, 81], rel=0.08)  # Table 2 of the paper, in millions
-    sizes = [c * (56**2 + 2 * 28**2 + 4 * 14**2 + 8 * 7**2) for c in (32, 80, 88)]
-    assert [network.dim for network in model.NETWORKS] == sizes
 
 
 def test_the_committed_record_is_what_the_script_gives():
@@ -132,17 +117,8 @@ def test_the_committed_record_is_what_the_script_gives():
     assert {row["size"] for row in found} == {"MDEQ-small"} and len(found) == len(recorded) / 3
     for row in found:  # the record counts two passes for the backward solve that JFB has not
         assert row["ms"] == pytest.approx(recorded[row["case"], row["provider"], row["gpus"]], rel=1e-3)
-
-
-def test_model_is_monotone():
-    rows = list(model.rows_of(replace(model.Inputs(), batch=4), [TINY]))
-    rate = {(r["adjoint"], r["solver"].split()[0], r["provider"], r["gpus"]): r["images_per_second"] for r in rows}
-    assert len(rate) == len(rows) == 2 * 2 * 2 * 3
+    rate = {(r["adjoint"], r["solver"].split()[0], r["provider"], r["gpus"]): r["images_per_second"] for r in found}
     for (adjoint, solver, provider, gpus), value in rate.items():
-        if gpus > 1:
-            assert rate[adjoint, solver, provider, 1] < value <= gpus * rate[adjoint, solver, provider, 1]
-        assert rate["jfb", solver, provider, gpus] >= value
+        assert value <= gpus * rate[adjoint, solver, provider, 1]
+        assert rate[adjoint, solver, provider, 1] <= value <= rate["jfb", solver, provider, gpus]
         assert rate[adjoint, solver, "deqfast", gpus] >= value
-    for row in rows:
-        assert sum(row["shares"].values()) == pytest.approx(1)
-        assert row["epoch_s"] * row["images_per_second"] == pytest.approx(1_281_167) and row["model"] is True

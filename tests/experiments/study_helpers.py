@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nc_study import cli
 from nc_study.config import Settings, settings_from
 from nc_study.data import Source, StudyData, class_sizes, load
 from nc_study.record import (
@@ -31,6 +30,7 @@ from nc_study.record import (
     SpectralRadius,
 )
 from nc_study.results import network_result, run_result
+from torch.utils._pytree import tree_flatten
 
 import deqfast
 
@@ -78,46 +78,29 @@ def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
 
 def shapes_data(settings: Settings) -> StudyData:
     """The drawn images of these settings, normalised to the default dtype."""
-    return as_default_dtype(load(Source("shapes", ""), settings, CPU))
+    data, dtype = load(Source("shapes", ""), settings, CPU), torch.get_default_dtype()
+    return replace(data, mean=data.mean.to(dtype), std=data.std.to(dtype))
 
 
 @contextmanager
 def float64() -> Iterator[None]:
     """Networks and data in float64, in which no difference can pass for rounding."""
-    real = cli.load
-    cli.load = lambda *arguments: as_default_dtype(real(*arguments))
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-        cli.load = real
 
 
-def as_default_dtype(data: StudyData) -> StudyData:
-    """The data whose images will be normalised to the default dtype."""
-    dtype = torch.get_default_dtype()
-    return replace(data, mean=data.mean.to(dtype), std=data.std.to(dtype))
-
-
-def assert_same(one: Any, other: Any, where: str = "", **tolerance: float) -> None:
+def assert_same(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Nested dicts, lists and tensors agree: in every bit, or within rtol and atol."""
-    assert type(one) is type(other), where
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}/{key}", **tolerance)
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{where}/{i}", **tolerance)
-    elif isinstance(one, torch.Tensor):
-        limits = tolerance or {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(one, other, equal_nan=True, **limits, msg=lambda text: f"{where}: {text}")
-    elif isinstance(one, float) and tolerance:
-        assert one == pytest.approx(other, rel=tolerance["rtol"], abs=tolerance["atol"], nan_ok=True), where
-    else:
-        assert one == other, where
+    (ours, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
+    assert shape == other_shape
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(a, (float, torch.Tensor)):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            assert a == b
 
 
 def write_cifar(root: Path, dataset: Any, per_class: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ with float64(), distributed.processes("cpu"):
     torch.set_num_threads(1)
     found = test_distributed.steps_of_every_kind()
     rank = torch.distributed.get_rank()
-    found["gathered"] = distributed.gather(torch.full((2 + rank, 2), float(rank)), 5)
+    found["gathered"] = distributed.gather(torch.full((2 + rank, 2), float(rank)))
     found["from first"] = distributed.from_first(lambda: {"rank": rank})
     statistics = torch.nn.BatchNorm1d(1)
     statistics.running_mean += rank + 3
@@ -94,8 +94,8 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found.pop("gathered").tolist() == [[0, 0]] * 2 + [[1, 1]] * 3
         assert found.pop("from first") == {"rank": 0} and found.pop("statistics") == 3
-        # The implicit gradient is as exact as its own solve, to 1e-6, and rounding may cost it an iteration.
-        assert_same(found.pop("implicit"), expected["implicit"], rtol=1e-4, atol=1e-6)
+        # The implicit gradient is as exact as its own solve, 1e-6 of its norm, and rounding may cost it an iteration.
+        assert_same(found.pop("implicit"), expected["implicit"], rtol=1e-4, atol=3e-5)
         assert_same(found, {name: expected[name] for name in ("explicit", "jfb")}, rtol=1e-9, atol=1e-11)
 
 
@@ -136,7 +136,7 @@ def test_a_process_without_a_gpu_of_its_own_is_an_error(monkeypatch):
 
 def test_gpus_share_batch_statistics(monkeypatch):
     """What a network on a GPU becomes, with a stand-in for the device."""
-    monkeypatch.setattr(distributed, "joined", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "DistributedDataParallel", lambda network: network)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     converted = distributed.parallel(torch.nn.Sequential(torch.nn.BatchNorm2d(3)))

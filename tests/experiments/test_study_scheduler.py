@@ -18,15 +18,15 @@ from nc_study.rundir import RunDirectory
 from nc_study.scheduler import gpus_of, plan
 from study_helpers import EXPERIMENTS, TINY, python
 
-QUICK = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10")]]
-ONE_EPOCH = [*QUICK, "--model", "explicit", "--epochs", "1", "--no-report"]
+QUICK = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10")], "--model", "explicit"]
+ONE_EPOCH = [*QUICK, "--epochs", "1", "--no-report"]
 RUN = "shapes-k3-r10-quick-explicit-broyden-jfb-seed0"
 
 
 def test_a_task_has_the_settings_that_its_script_makes_of_the_arguments(tmp_path):
     given = {"out": str(tmp_path), "epochs": 2, "kernel": "torch", "preset": "quick"}
     tasks = plan(settings_of("1,2", None, "cifar10"), [0, 4], given, jobs=1)
-    assert len(tasks) == 8 and len({task.run.path for task in tasks}) == 8
+    assert len({task.run.path for task in tasks}) == 8
     for task in tasks:
         assert parse(task.settings.study, None, task.arguments) == task.settings
     assert [task.settings.seed for task in tasks] == [0] * 4 + [4] * 4
@@ -61,7 +61,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     (bad / "explicit.ckpt").write_bytes(b"half")
     assert script.main(arguments) == 1
     printed, errors = capsys.readouterr()
-    assert "(3,7) R=10 seed 0: FAILED" in printed and "seed 1: explicit" in printed and "2 of 2 runs" in printed
+    assert "(3,7) R=10 seed 0: FAILED" in printed and "seed 1: explicit" in printed and "[2 of 2]" in printed
     assert errors.count("\n") == 1 and "seed 0 failed" in errors and "explicit.ckpt is damaged" in errors
     failure = RunDirectory(bad).failure
     assert "is damaged" in failure.error and "--seed 0" in failure.command and failure.when
@@ -72,7 +72,6 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     assert script.main([*arguments, "--dry-run"]) == 0
     planned = capsys.readouterr().out
     assert "failed (" in planned and "to be tried again" in planned and "seed 1: finished" in planned
-    assert "left to do: 1 of 2 epochs, about 0.0 h" in planned and "at the pace of those finished" in planned
     assert script.main(arguments) == 0
     after = results(tmp_path)
     assert len(after) == 2 and before.items() <= after.items() and RunDirectory(bad).failure is None
@@ -83,13 +82,15 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
 
 
 def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path):
-    command = [str(EXPERIMENTS / "study.py"), *QUICK, "--epochs", "400", "--model", "explicit", "--no-report"]
-    command += ["--out", str(tmp_path)]
+    command = [str(EXPERIMENTS / "study.py"), *QUICK, "--epochs", "400", "--no-report", "--out", str(tmp_path)]
     long = subprocess.Popen([sys.executable, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*/explicit.jsonl")), long)
+    end = time.monotonic() + 120
+    while not any(path.stat().st_size for path in tmp_path.glob("*/explicit.jsonl")):
+        assert long.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
     os.kill(long.pid, signal.SIGTERM)
     _, errors = long.communicate(timeout=60)
-    assert long.returncode == 130 and "the same command goes on with them" in errors and "Traceback" not in errors
+    assert long.returncode == 130 and "this goes on with them" in errors and "Traceback" not in errors
     (folder,) = tmp_path.iterdir()
     lines = (folder / "explicit.jsonl").read_text().splitlines()
     assert 1 <= len(lines) < 400
@@ -100,38 +101,24 @@ def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path):
     assert f"to be resumed at explicit {len(lines)}/400" in dry.stdout, dry.stderr
 
 
-def wait_for(condition, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def test_what_no_run_can_begin_with_fails_that_run_alone(tmp_path, capsys, monkeypatch):
+def test_what_no_run_can_begin_with_fails_that_run_alone(tmp_path, capsys):
     (tmp_path / RUN).touch()
-    assert script.main([*ONE_EPOCH, "--seeds", "0,1", "--out", str(tmp_path)]) == 1
-    assert "seed 0 failed: cannot be started" in capsys.readouterr().err and len(results(tmp_path)) == 1
-
-    (tmp_path / RUN).unlink()
-    (tmp_path / RUN).mkdir()
-    (tmp_path / RUN / "result.json").write_text("{}")
-    assert script.main([*ONE_EPOCH, "--out", str(tmp_path)]) == 1
-    assert "was written by an older version" in capsys.readouterr().err
-
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    arguments = [*ONE_EPOCH, "--dataset", "cifar10", "--out", str(tmp_path / "runs")]
-    assert script.main([*arguments, "--data-root", str(tmp_path / "none")]) == 1
-    assert "cifar10 (3,7) R=10 seed 0 failed: cifar_lt.py: error: --dataset cifar10" in capsys.readouterr().err
+    broken = tmp_path / RUN.replace("seed0", "seed1")
+    broken.mkdir()
+    (broken / "result.json").write_text("{}")
+    arguments = [*ONE_EPOCH, "--seeds", "0,1", "--out", str(tmp_path)]
+    assert script.main(arguments) == 1
+    errors = capsys.readouterr().err
+    assert "seed 0 failed: cannot be started" in errors and "was written by an older version" in errors
 
 
 def test_the_end_by_a_signal_is_named(tmp_path):
     task = plan([Setting("shapes")], [0], {"out": str(tmp_path)}, jobs=1)[0]
-    assert scheduler.reason(task, -signal.SIGKILL, 0) == "ended by SIGKILL (out of memory?)"
+    assert scheduler.reason(task, -signal.SIGKILL) == "ended by SIGKILL (out of memory?)"
     task.run.path.mkdir()
-    (task.run.path / "log.txt").write_text("cifar_lt.py: error: of an attempt before\n")
-    assert scheduler.reason(task, 3, (task.run.path / "log.txt").stat().st_size) == "exit status 3"
-    assert scheduler.reason(task, 3, 0) == "cifar_lt.py: error: of an attempt before"
+    for log, told in (("", "exit status 3"), ("cifar_lt.py: error: no\nrest\n", "cifar_lt.py: error: no")):
+        (task.run.path / "log.txt").write_text(log)
+        assert scheduler.reason(task, 3) == told
 
 
 @pytest.mark.parametrize(
@@ -142,9 +129,8 @@ def test_the_end_by_a_signal_is_named(tmp_path):
         (["--table", "1", "--jobs", "0"], "--jobs 0: at least 1"),
         (["--table", "1", "--processes", "0"], "--processes 0: at least 1"),
         (["--table", "1", "--seeds", "1,1"], "1,1: different whole numbers"),
-        (["--table", "1", "--seeds", "9" * 20], "from 0 to 2**63 - 1"),
+        (["--table", "1", "--seeds", "9" * 20], "at most 9223372036854775807"),
         (["--table", "1", "--out", ""], "--out '': must not be empty"),
-        (["--table", "1", "--seeds", "a"], "a: different whole numbers"),
         (["--table", "1", "--dataset", "mnist"], "invalid choice: 'mnist'"),
         (["--table", "2", "--n-majority", "50"], "--ratio 100 leaves minority classes empty at --n-majority 50"),
         (["--table", "1", "--spread"], "only under torchrun with two or more processes"),

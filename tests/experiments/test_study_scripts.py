@@ -28,10 +28,6 @@ def outcome(folder):
     return states, lines
 
 
-def assert_same_bits(one, other):
-    assert_same(outcome(one), outcome(other))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run that nothing disturbed, in a process of its own."""
@@ -44,107 +40,72 @@ def whole(tmp_path_factory):
 def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     folder, done = whole
     lines = done.stdout.splitlines()
-    kernel = read_record(RunResult, folder / "result.json").kernel
+    result = read_record(RunResult, folder / "result.json")
+    assert result.train_images_per_class == (30,) * 3 + (3,) * 7 and list(result.networks) == ["explicit", "deq"]
+    assert result.networks["deq"].solver.iterations > 1
+    assert result.command.startswith("python ") and "--kernel triton" in result.command
+    kernel = result.kernel
     if not torch.cuda.is_available():
         assert f"kernel: {kernel.used}, for kernel='triton' is not available: no CUDA device" in done.stdout
         assert kernel.requested == "triton" and "no CUDA device" in kernel.reason
     assert any(line.startswith("data: shapes") for line in lines)
     assert sum(line.startswith(("explicit   ", "deq   ")) for line in lines) == 6
-    assert any(line.split() == ["overall", "majority", "minority"] for line in lines)
-    assert any(line.split() == ["NC1", "NC2", "NC3", "NC4"] for line in lines)
+    assert any(line.split() == ["overall", "majority", "minority", "NC1", "NC2", "NC3", "NC4"] for line in lines)
     assert "not comparable with the paper: shapes, not CIFAR" in done.stdout
     assert lines[-2] == f"results: {folder / 'result.json'}" and lines[-1] == f"figure:  {folder / 'figure.png'}"
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "Traceback" not in done.stderr and "%|" not in done.stderr  # no bars outside a terminal
 
 
-def test_the_result_is_complete(whole):
-    result = read_record(RunResult, whole[0] / "result.json")
-    assert result.train_images_per_class == (30,) * 3 + (3,) * 7
-    assert list(result.networks) == ["explicit", "deq"]
-    for network in result.networks.values():
-        assert network.nc.nc4 is not None and network.accuracy.minority is not None
-    assert result.networks["deq"].solver.iterations > 1
-    assert result.command.startswith("python ") and "--kernel triton" in result.command
-
-
-def test_without_data_and_network_auto_says_why_it_takes_shapes(tmp_path):
-    arguments = [word for word in TINY if word not in ("--dataset", "shapes")]
-    done = script("cifar_lt", *arguments, "--model", "explicit", "--epochs", "1", cwd=tmp_path)
+def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(tmp_path):
+    arguments = [word for word in TINY if word not in ("--dataset", "shapes", "--ratio", "10")]
+    done = script("cifar_balanced", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    reasons = [line for line in done.stdout.splitlines() if line.startswith("data:")]
-    assert len(reasons) == 1
-    assert reasons[0].startswith("data: shapes instead of CIFAR-10: not under data, and the download failed")
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-
-
-def test_the_balanced_script(tmp_path):
-    arguments = [word for word in TINY if word not in ("--ratio", "10")]
-    done = script("cifar_balanced", *arguments, "--out", str(tmp_path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert "data: shapes instead of CIFAR-10: not under data, and the download failed" in done.stdout
     assert "300 training images (10 classes of 30)" in done.stdout
     assert "93.23±0.13" in done.stdout and "minority" not in done.stdout
-    assert (tmp_path / "shapes-balanced-quick-both-broyden-jfb-seed0" / "result.json").exists()
+    assert (tmp_path / "runs" / "shapes-balanced-quick-both-broyden-jfb-seed0" / "result.json").exists()
+    assert not list((tmp_path / "data").iterdir())
 
 
-@pytest.mark.parametrize("steps", [4, 11, 32])
+@pytest.mark.parametrize("steps", [4, 32])
 def test_kill_9_and_resume_end_in_the_same_bits(steps, whole, study, tmp_path):
-    """111 images are 7 steps an epoch: killed in the explicit network's first and second epoch and the DEQ's second."""
+    """111 images are 7 steps an epoch: killed in the explicit network's first epoch and in the DEQ's second."""
     killed = python("-c", KILLED, str(steps), *TINY, "--out", str(tmp_path))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / RUN / "result.json").exists()
     status, printed, errors = study("--resume")
     assert status == 0, errors
     assert ("going on after epoch" in printed) == (steps > 8)
-    assert_same_bits(tmp_path / RUN, whole[0])
+    assert_same(outcome(tmp_path / RUN), outcome(whole[0]))
 
 
-def at_step(monkeypatch, number, action):
-    """Do something in the middle of an epoch."""
+def signal_at_step(monkeypatch, number):
+    """Raise a signal in the middle of the second epoch."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-    step, left = Trainer.train_step, [number]
+    step, left = Trainer.train_step, [12]
 
     def train_step(self, *arguments):
         left[0] -= 1
         if left[0] == 0:
-            action()
+            signal.raise_signal(number)
         return step(self, *arguments)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_say_how_to_go_on_and_resume_does(number, study, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("trouble", [signal.SIGINT, signal.SIGTERM, "full disk"])
+def test_what_ends_a_run_early_is_told_in_a_line_and_resume_goes_on(trouble, study, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        at_step(patch, 12, lambda: signal.raise_signal(number))
+        full_disk(patch, writes=6) if trouble == "full disk" else signal_at_step(patch, trouble)
         status, _, errors = study()
-    assert status == 130 and "interrupted" in errors and errors.rstrip().endswith("--resume")
+    if trouble == "full disk":
+        assert status == 1 and errors.count("\n") == 1
+        assert "error: cannot write" in errors and "No space left on device" in errors
+    else:
+        assert status == 130 and "interrupted" in errors and errors.rstrip().endswith("--resume")
     assert study("--resume")[0] == 0
-    assert_same_bits(tmp_path / RUN, whole[0])
-
-
-def test_a_full_disk_is_an_error_in_a_line_and_resume_goes_on(study, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        full_disk(patch, writes=6)
-        status, _, errors = study()
-    assert status == 1 and errors.count("\n") == 1
-    assert "error: cannot write" in errors and "No space left on device" in errors
-    assert study("--resume")[0] == 0
-    assert_same_bits(tmp_path / RUN, whole[0])
-
-
-def test_a_damaged_checkpoint_is_an_error_in_a_line_and_loses_one_epoch(study, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        at_step(patch, 20, lambda: signal.raise_signal(signal.SIGINT))
-        study()
-    damaged = tmp_path / RUN / "explicit.ckpt"
-    damaged.write_bytes(damaged.read_bytes()[:-2000])
-    status, _, errors = study("--resume")
-    assert status == 1 and errors.count("\n") == 1 and "explicit.ckpt is damaged" in errors
-    damaged.unlink()
-    status, printed, _ = study("--resume")
-    assert status == 0 and "explicit: going on after epoch 1" in printed
-    assert_same_bits(tmp_path / RUN, whole[0])
+    assert_same(outcome(tmp_path / RUN), outcome(whole[0]))
 
 
 def test_a_finished_run_is_printed_again_and_never_overwritten(study, tmp_path):
@@ -161,21 +122,18 @@ def test_a_finished_run_is_printed_again_and_never_overwritten(study, tmp_path):
     assert after == before | {".lock": after[".lock"]}
 
 
-@pytest.mark.parametrize(("majority", "sizes"), [("3", [4] * 30 + [1] * 70), ("7", [4] * 70 + [1] * 30)])
-def test_cifar100_from_its_files(majority, sizes, study, tmp_path, monkeypatch):
+def test_cifar100_from_its_files(study, tmp_path, monkeypatch):
     """Tenths of the classes: 30 and 70 of a hundred, whose labels are the file's fine ones."""
     write_cifar(tmp_path / "data", CIFAR100, 6, monkeypatch)
-    arguments = ("--dataset", "cifar100", "--data-root", str(tmp_path / "data"), "--majority", majority, "--ratio", "4")
+    arguments = ("--dataset", "cifar100", "--data-root", str(tmp_path / "data"), "--majority", "3", "--ratio", "4")
     arguments += ("--n-majority", "4", "--test-images", "200", "--epochs", "1", "--out", str(tmp_path / "runs"))
     status, printed, errors = study(*arguments)
     assert status == 0, errors
-    assert "data: cifar100" in printed and f"({sizes.count(4)} classes of 4 and {sizes.count(1)} of 1)" in printed
+    assert "data: cifar100" in printed and "(30 classes of 4 and 70 of 1)" in printed
     (folder,) = (tmp_path / "runs").iterdir()
     result = read_record(RunResult, folder / "result.json")
-    assert list(result.train_images_per_class) == sizes and result.settings.majority_classes == sizes.count(4)
     for network in result.networks.values():
         assert len(network.per_class) == 100 and [sum(counts) for counts in network.confusion] == [2] * 100
-        assert network.nc.num_classes == 100 and network.nc.rank <= 8
     assert set(result.networks["deq"].spectral_radius.labels) == set(range(100))
 
 
