@@ -37,7 +37,8 @@ def test_the_mean_over_seeds_is_of_the_epochs_that_all_have():
         {"epoch": (1, 2, 4, 5), "overall": (3.0, 2.0, 5.0, 9.0)},
     ]
     for seed in seeds:
-        seed |= dict.fromkeys(("majority", "minority", "nc1", "nc2", "nc3"), (None,) * len(seed["epoch"]))
+        seed |= dict.fromkeys(("majority", "minority", "nc2", "nc3"), (None,) * len(seed["epoch"]))
+        seed["nc1"] = seed["overall"]
     accuracy = figures.study_figure({"": {"deq": seeds}}).subfigs[0].axes[0]
     (line,) = accuracy.lines
     assert list(line.get_xdata()) == [1, 4] and list(line.get_ydata()) == [2, 4]
