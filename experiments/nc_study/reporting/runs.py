@@ -50,7 +50,7 @@ class Group:
         usual = {**USUAL, **PRESETS.get(one.preset, {}), "precision": "fp32"}
         usual |= {name: value[one.classes] for name, value in usual.items() if isinstance(value, dict)}
         named = ("preset", "dataset", "solver", "adjoint")
-        apart = [(name, value) for name, value in identity(one) if name not in named and value != usual[name]]
+        apart = [(name, value) for name, value in identity(one) if name not in named and value != usual.get(name)]
         parts = [f"{one.preset} preset on {one.dataset}", one.solver, one.adjoint]
         return ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
 
