@@ -13,29 +13,21 @@ from pathlib import Path
 
 from nc_study.config import SettingsError, StudyError, add_options
 from nc_study.rundir import prepare_out
-from peeled.report import markdown, place, write
-from peeled.settings import PeeledSettings
-from peeled.study import run
-
-
-def parse(argv: Sequence[str] | None = None) -> PeeledSettings:
-    """Read the command line; a bad value ends the program with status 2 and a line that names it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, PeeledSettings)
-    try:
-        return PeeledSettings(**vars(parser.parse_args(argv)))
-    except SettingsError as error:
-        parser.error(str(error))
+from peeled.report import markdown, write
+from peeled.study import PeeledSettings, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
-    settings = parse(argv)
-    out = Path(settings.out)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, PeeledSettings)
     try:
-        prepare_out(out)
+        settings = PeeledSettings(**vars(parser.parse_args(argv)))
+        prepare_out(Path(settings.out))
         result = run(settings)
-        paths = write(result, out)
+        paths = write(result, Path(settings.out))
+    except SettingsError as error:
+        parser.error(str(error))
     except StudyError as error:
         print(f"layer_peeled.py: error: {error}", file=sys.stderr)
         return 1
@@ -43,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted; nothing was written", file=sys.stderr)
         return 130
     print(markdown(result))
-    print("\n".join(f"{row['source']}: {row['claim']}, {place(row)}: {row['text']}" for row in result["claims"]))
-    print("\nwritten: " + ", ".join(map(str, paths)))
+    print("written: " + ", ".join(map(str, paths)))
     return 0
 
 

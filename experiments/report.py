@@ -1,7 +1,7 @@
 """The report on finished runs: the paper's tables and figures beside ours, with a verdict on each of its claims.
 
-Folders are searched, with all below them, for the runs of cifar_balanced.py, cifar_lt.py and study.py, and for results
-of layer_peeled.py. Written are report.html (one file with everything in it), report.md, and figures/ with every figure.
+Folders are searched, with all below them, for the runs of cifar_balanced.py, cifar_lt.py and study.py. Written are
+report.html (one file with everything in it), report.md, and figures/ with every figure.
 """
 
 import sys

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -96,6 +97,17 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
     return options, tasks
 
 
+def outlook(tasks: list[Task]) -> str:
+    """How many epochs are left to do, and how long they take if they are like those that are done."""
+    done = [epoch.seconds.total for task in tasks for model in task.settings.models for epoch in task.run.epochs(model)]
+    all_epochs = sum(task.settings.epochs * len(task.settings.models) for task in tasks)
+    text = f"left to do: {all_epochs - len(done)} of {all_epochs} epochs"
+    if not done:
+        return text
+    hours = statistics.fmean(done) * (all_epochs - len(done)) / 3600
+    return f"{text}, about {hours:.1f} h, one run at a time, at the pace of those done"
+
+
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     """Run what is not finished, then report; the exit status."""
     if options.spread:
@@ -105,6 +117,7 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
         print(f"{len(tasks)} runs")
         for task in tasks:
             print(f"  {task}: {conflicts.get(task) or task.state()}")
+        print(outlook([task for task in tasks if task not in conflicts]))
         return 1 if conflicts else 0
     if not tasks:
         return 0

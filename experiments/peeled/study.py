@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 
 import torch
-from nc_study.config import MODELS
+from nc_study.config import MODELS, SettingsError, check_field, flag_of, option
 from nc_study.provenance import commit, machine, now, versions
 from torch import Tensor
 from tqdm import tqdm
@@ -15,43 +15,85 @@ from tqdm import tqdm
 import deqfast
 
 from . import theory
-from .claims import claims_of
-from .problem import Optimum, Problem, Row, minimise
-from .settings import PARTS, PeeledSettings
+from .problem import FEATURES, Optimum, Problem, Row, minimise
 
 LIMIT_COLUMNS = 2  # for each class in the limit, each for half of the class
 TWO_CLASSES = {"e_w": 1.0, "e_h": 0.75}  # bounds with E_H > 1/2, where (33) is known to fail
 AGREEMENT = 1e-6  # relative difference of log K - loss up to which seeds found the same optimum
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeeledSettings:
+    """Everything that decides the outcome; SettingsError for a value that makes no sense."""
+
+    seeds: str = option("study", "of the starting points, with commas; the best end is reported", "0,1,2")
+
+    classes: int = option("problem", "K", 10, minimum=2)
+    samples: int = option("problem", "samples of a class, of a majority class (n, n_A)", 20, minimum=2)
+    ratio: int = option("problem", "n_A/n_B of the imbalanced part (R)", 10, minimum=2)
+    majority: int = option("problem", "classes with n_A samples (K_A)", 5, minimum=2)
+    dimension: int = option("problem", "length of a feature vector (D), at least K", 16, minimum=2)
+    e_w: str = option("problem", "bounds E_W on the classifier, with commas: a study for each", "0.01,100")
+    e_h: str = option("problem", "bounds E_H on the layer and the features, one for each E_W", "0.01,0.5", kind=str)
+    ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000")
+
+    steps: int = option("machine", "most L-BFGS steps of a solve", 400, minimum=1)
+    tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, above=0)
+    threads: int = option("machine", "CPU threads; the matrices are small", 1, minimum=1)
+    out: str = option("machine", "folder for layer_peeled.json, .md and the figure", "runs/layer_peeled")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            check_field(spec, getattr(self, spec.name))
+        seeds, e_w, e_h = (self.numbers(name) for name in ("seeds", "e_w", "e_h"))
+        self._check(all(0 <= seed < 2**63 and seed == int(seed) for seed in seeds), "seeds", "whole, 0 to 2**63 - 1")
+        self._check(min(e_w) > 0, "e_w", "each more than 0")
+        self._check(min(e_h) > 0 and max(e_h) < 1, "e_h", "each between 0 and 1, where the DEQ's series converges")
+        self._check(len(e_w) == len(e_h), "e_h", f"as many as --e-w {self.e_w}")
+        self._check(min(self.numbers("ratios")) > 1, "ratios", "each more than 1")
+        self._check(self.dimension >= self.classes, "dimension", f"at least --classes {self.classes}")
+        self._check(self.majority < self.classes, "majority", f"less than --classes {self.classes}")
+        self._check(self.samples % self.ratio == 0, "ratio", f"must divide --samples {self.samples}: n_B = n_A/R")
+
+    def _check(self, met: bool, name: str, allowed: str) -> None:
+        if not met:
+            raise SettingsError(f"{flag_of(name)} {getattr(self, name)}: {allowed}")
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return the numbers of a setting that names several."""
+        try:
+            values = tuple(float(word) for word in getattr(self, name).split(","))
+        except ValueError:
+            values = (math.nan,)
+        apart = len(set(values)) == len(values) or name in ("e_w", "e_h")
+        self._check(all(map(math.isfinite, values)) and apart, name, "finite numbers, each once, with commas between")
+        return values
+
+    @property
+    def bounds(self) -> list[Row]:
+        """Bounds with what E_H is on, each a study of its own: features, e_w and e_h."""
+        pairs = zip(self.numbers("e_w"), self.numbers("e_h"), strict=True)
+        return [{"features": name, "e_w": e_w, "e_h": e_h} for e_w, e_h in pairs for name in FEATURES]
+
+
 def run(settings: PeeledSettings, quiet: bool = False) -> Row:
-    """Solve everything asked for; the result as it is written to layer_peeled.json."""
+    """Solve everything; the result as it is written to layer_peeled.json."""
     start, code = time.perf_counter(), commit()
     torch.set_num_threads(settings.threads)
-    with tqdm(total=count_solves(settings), unit="solve", disable=quiet or None) as bar:
+    with tqdm(desc="solves", unit="solve", disable=quiet or None) as bar:
         study = Study(settings, bar)
-        parts = {name: getattr(study, name)() if name in settings.parts else None for name in PARTS}
+        parts = {"balanced": study.balanced(), "imbalanced": study.imbalanced(), "limit": study.limit()}
     return {
         "kind": "layer_peeled",
         "settings": asdict(settings),
         **parts,
-        "claims": claims_of(parts),
+        "claims": theory.claims_of(parts),
         "versions": versions(),
         "machine": asdict(machine(settings.threads, "cpu")),
         "commit": code,
         "seconds": round(time.perf_counter() - start, 1),
         "finished": now(),
     }
-
-
-def count_solves(settings: PeeledSettings) -> int:
-    """Count the minimisations of a run."""
-    solves = 0
-    for bounds in settings.bounds:
-        imbalanced = 2 if bounds["features"] == "final" else 6
-        each = {"balanced": 2, "imbalanced": imbalanced, "limit": 2 * len(settings.limit_ratios)}
-        solves += sum(each[part] for part in settings.parts)
-    return len(settings.starts) * (solves + ("balanced" in settings.parts))
 
 
 class Study:
@@ -123,18 +165,16 @@ class Study:
 
     def limit(self) -> Row:
         """Solve problem (10) for rising R, and for R without bound, where the minority has no weight in the loss."""
-        settings = self.settings
-        rows = ([self._limit_row(bounds, ratio) for ratio in settings.limit_ratios] for bounds in settings.bounds)
-        found = [{**bounds, "rows": row} for bounds, row in zip(settings.bounds, rows, strict=True)]
-        return {"bounds": found, "majority": settings.majority, "columns": LIMIT_COLUMNS}
+        ratios = (*sorted(self.settings.numbers("ratios")), math.inf)
+        rows = ({**bounds, "rows": [self._limit(bounds, one) for one in ratios]} for bounds in self.settings.bounds)
+        return {"bounds": list(rows), "majority": self.settings.majority}
 
-    def _limit_row(self, bounds: Row, ratio: float) -> Row:
+    def _limit(self, bounds: Row, ratio: float) -> Row:
         settings = self.settings
         weights = (1.0,) * settings.majority + (1 / ratio,) * (settings.classes - settings.majority)
         columns = (LIMIT_COLUMNS,) * settings.classes
         models = {model: self._limit_model(self._problem(model, bounds, columns, weights)) for model in MODELS}
-        share = settings.majority / sum(weights)
-        return {"ratio": None if ratio == math.inf else ratio, "majority_share": share, "models": models}
+        return {"ratio": None if ratio == math.inf else ratio, "models": models}
 
     def _limit_model(self, problem: Problem) -> Row:
         optimum, record = self._solve(problem)
@@ -149,8 +189,7 @@ class Study:
             **{f"majority_{name}": _finite(getattr(collapse, name)) for name in ("nc1", "nc2", "nc2_centered")},
             "minority_weight": _longest(weight[many:]) / typical,
             "minority_feature": _longest(means[many:]) / _longest(means[:many]),
-            "minority_spread": float(torch.pdist(weight[many:]).max()) / typical if len(weight) - many > 1 else 0.0,
-            "minority_cosine": _mean_cosine(weight[many:], typical),
+            "minority_spread": float(torch.cdist(weight[many:], weight[many:]).max()) / typical,
         }
 
     def _problem(self, model: str, bounds: Row, columns: tuple[int, ...], weights: tuple[float, ...]) -> Problem:
@@ -161,22 +200,15 @@ class Study:
         """Find the best end over the seeds, on the scaled features `h0` if given, and describe it."""
         frozen = problem.frozen if h0 is None else ("features",)
         ends = []
-        for seed in self.settings.starts:
+        for seed in map(int, self.settings.numbers("seeds")):
             start = problem.start(seed)
             start = start if h0 is None else start._replace(features=h0)
             ends.append(minimise(problem, start, self.settings.steps, self.settings.tolerance, frozen))
             self.bar.update()
         best = min(ends, key=lambda end: (end.loss, -end.below_chance))
-        return best, {**describe(problem, best), "starts": _over_starts(ends)}
-
-
-def _over_starts(ends: list[Optimum]) -> Row:
-    best = max(end.below_chance for end in ends)
-    return {
-        "count": len(ends),
-        "at_best": sum(best - end.below_chance <= AGREEMENT * best for end in ends),
-        "spread": best - min(end.below_chance for end in ends),
-    }
+        deepest = max(end.below_chance for end in ends)
+        agree = sum(deepest - end.below_chance <= AGREEMENT * deepest for end in ends)
+        return best, {**describe(problem, best), "starts": {"count": len(ends), "at_best": agree}}
 
 
 def describe(problem: Problem, optimum: Optimum) -> Row:
@@ -189,9 +221,7 @@ def describe(problem: Problem, optimum: Optimum) -> Row:
         "loss": optimum.loss,
         "below_chance": optimum.below_chance,
         "residual": optimum.residual,
-        "steps": optimum.steps,
-        "certified_gap": theory.certified_gap(problem, optimum),
-        "nc": {name: _finite(getattr(collapse, name)) for name in ("nc1", "nc2", "nc2_centered", "nc3", "nc4")},
+        "nc": {name: _finite(getattr(collapse, name)) for name in ("nc1", "nc2", "nc3")},
         "spectrum": (singular / singular[0]).tolist()[: problem.classes],
     }
 
@@ -203,15 +233,6 @@ def class_means(problem: Problem, optimum: Optimum) -> Tensor:
 
 def _longest(rows: Tensor) -> float:
     return float(torch.linalg.vector_norm(rows, dim=1).max())
-
-
-def _mean_cosine(rows: Tensor, typical: float) -> float | None:
-    """Average the cosines of the angles between the rows; None for a single one, and where they have collapsed to 0."""
-    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    if len(rows) < 2 or float(lengths.min()) <= theory.SAME * typical:
-        return None
-    table = (rows / lengths) @ (rows / lengths).T
-    return float((table.sum() - len(rows)) / (len(rows) * (len(rows) - 1)))
 
 
 def _finite(value: float | None) -> float | None:

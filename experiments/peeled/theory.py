@@ -1,4 +1,4 @@
-"""Closed forms about the layer-peeled problems, the paper's conditions, and what is computed to hold them against.
+"""What the paper claims of the layer-peeled problems: closed forms, conditions, and a verdict on each claim.
 
 With x = K/(K-1) sqrt(E_W E_H) and a simplex ETF for classifier and features, the loss is log(1 + (K-1) exp(-g x)),
 where g is by how much the layer stretches the features against a norm of sqrt(E_H). Under a constraint on the final
@@ -19,19 +19,30 @@ order, at rank one, where the norm of W_EX is in the one direction that is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
+from nc_study.config import MODELS
+from nc_study.paper import THEORY
 from torch import Tensor
 
-from .problem import Optimum, Problem
+from .problem import Problem, Row
 
 SAME = 1e-5
 """Relative difference up to which two numbers of two solves count as the same."""
 
+ZERO = 1e-2
+"""What should be 0 and is of order 1 where it is not counts as 0 up to this; solves are some 10 times as accurate."""
 
-def margin(classes: int, e_w: float, e_h: float) -> float:
-    """Return x = K/(K-1) sqrt(E_W E_H), the margin of a simplex ETF with norms at the constraints."""
-    return classes / (classes - 1) * math.sqrt(e_w * e_h)
+HOLDS = "holds"
+FAILS = "does not hold"
+CONDITION = "condition not met"
+ROUNDING = "not distinguishable from rounding"
+
+# Quantities at infinite R, each a key of THEORY.
+LIMIT = tuple(f"majority_{name}" for name in ("nc1", "nc2", "nc2_centered"))
+LIMIT += tuple(f"minority_{name}" for name in ("weight", "feature", "spread"))
+ALIKE = ("majority_nc2", "minority_weight", "minority_feature")  # in which both networks are said to be nearly alike
 
 
 def etf_stretch(problem: Problem) -> float:
@@ -49,10 +60,14 @@ def largest_stretch(problem: Problem) -> float:
     return problem.e_h if problem.model == "explicit" else 1 / (1 - problem.e_h)
 
 
+def margin(problem: Problem) -> float:
+    """Return x, the margin of a simplex ETF with norms at the constraints."""
+    return problem.classes / (problem.classes - 1) * math.sqrt(problem.e_w * problem.e_h)
+
+
 def closed_form_loss(problem: Problem, stretch: float) -> float:
     """Return the loss of a balanced simplex ETF whose features are stretched by g."""
-    x = stretch * margin(problem.classes, problem.e_w, problem.e_h)
-    return math.log1p((problem.classes - 1) * math.exp(-x))
+    return math.log1p((problem.classes - 1) * math.exp(-stretch * margin(problem)))
 
 
 def paper_bounds(problem: Problem) -> dict[str, float]:
@@ -63,29 +78,12 @@ def paper_bounds(problem: Problem) -> dict[str, float]:
     M2 / N with C1 and C2 exchanged, a negative number. Repaired, and at the best C1 and C2, the bound is
     log(1 + (K-1) exp(-margin)), with x for the margin in (22) and 2x in (33).
     """
-    classes, n = problem.classes, len(problem.labels)
-    x = (1 if problem.model == "explicit" else 2) * margin(classes, problem.e_w, problem.e_h)
-    q = (classes - 1) / (classes - 1 + math.exp(x))  # C1 / (C1 + C2)
-    printed = ((1 - q) * math.log((1 - q) / (classes - 1)) + q * math.log(q)) / n
-    repaired = -q * math.log(q / (classes - 1)) - (1 - q) * math.log(1 - q)
+    others, n = problem.classes - 1, len(problem.labels)
+    x = (1 if problem.model == "explicit" else 2) * margin(problem)
+    q = others / (others + math.exp(x))  # C1 / (C1 + C2)
+    printed = ((1 - q) * math.log((1 - q) / others) + q * math.log(q)) / n
+    repaired = -q * math.log(q / others) - (1 - q) * math.log(1 - q)
     return {"printed": -q * x + printed, "repaired": -q * x + repaired}
-
-
-def certified_gap(problem: Problem, optimum: Optimum) -> float:
-    """Return how far the loss can at most be above the global minimum.
-
-    The loss is convex in the scaled logits X = (h / radius)(w / radius)^T, which lie in a nuclear ball; its
-    linearisation at X bounds it from below everywhere in the ball (the Frank-Wolfe gap).
-    """
-    with torch.no_grad():
-        h, weight = problem.outputs(optimum.point), problem.weight(optimum.point)
-        radius = math.sqrt(problem.classes * problem.e_w)
-        residual = torch.softmax(h @ weight.T, 1)
-        residual[torch.arange(len(residual)), problem.labels] -= 1
-        gradient = problem.weights[:, None] * residual * problem.radii * radius
-        scaled = (h / problem.radii) @ (weight / radius).T
-        lowest = -largest_stretch(problem) * torch.linalg.matrix_norm(gradient, 2)
-        return float((gradient * scaled).sum() - lowest)
 
 
 def simplex_gram(classes: int) -> Tensor:
@@ -98,21 +96,14 @@ def relative_distance(value: Tensor, target: Tensor) -> float:
     return float(torch.linalg.matrix_norm(value - target) / torch.linalg.matrix_norm(target))
 
 
-def gram_condition(backbone_means: Tensor, e_h: float) -> dict[str, float]:
+def gram_condition(backbone_means: Tensor, e_h: float) -> dict[str, int]:
     """Count the entries that meet Theorem 4.1's E_H < 2 S_ij - m_ij < 1/(1-E_H), m the Gram matrix of h0's class means.
 
     It cannot hold for all i, j, whatever E_H > 0, h0 and the scale of S: the entries of S add up to 0, so those of
-    2S - m to -|sum of the means|^2 <= 0, where the condition asks for more than K^2 E_H ("sum" and "needed").
+    2S - m to -|sum of the means|^2 <= 0, where the condition asks for more than K^2 E_H.
     """
     entries = 2 * simplex_gram(len(backbone_means)) - backbone_means @ backbone_means.T
-    met = (entries > e_h) & (entries < 1 / (1 - e_h))
-    return {
-        "met": int(met.sum()),
-        "met_off_diagonal": int(met.sum() - met.diagonal().sum()),
-        "entries": entries.numel(),
-        "sum": float(entries.sum()),
-        "needed": entries.numel() * e_h,
-    }
+    return {"met": int(((entries > e_h) & (entries < 1 / (1 - e_h))).sum()), "entries": entries.numel()}
 
 
 def cosine_condition(e_w: float, e_h: float) -> float:
@@ -138,3 +129,117 @@ def cosines(means: Tensor, weight: Tensor) -> list[float | None]:
     there = (sizes[0] > SAME * sizes[0].max()) & (sizes[1] > SAME * sizes[1].max())
     values = torch.nn.functional.cosine_similarity(means, weight, dim=1, eps=0)
     return [value if exists else None for value, exists in zip(values.tolist(), there.tolist(), strict=True)]
+
+
+def about_zero(value: float | None) -> str:
+    """Judge "this is 0"; None is a number that does not exist."""
+    return HOLDS if value is not None and abs(value) <= ZERO else FAILS
+
+
+def less(smaller: float, larger: float, scale: float | None = None) -> str:
+    """Judge "the first is less than the second", two numbers of the size `scale` (None: of their own)."""
+    if abs(larger - smaller) <= SAME * (max(abs(smaller), abs(larger)) if scale is None else scale):
+        return ROUNDING
+    return HOLDS if smaller < larger else FAILS
+
+
+def at_least(value: float, bound: float, scale: float) -> str:
+    """Judge a lower bound of a number of the size `scale`; equality is within it."""
+    return HOLDS if value >= bound - SAME * scale else FAILS
+
+
+def all_ratios_above_one(ratios: list[float | None]) -> str:
+    """Judge "every ratio exceeds 1"; None is a ratio that does not exist."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if len(known) < len(ratios) or min(known) < 1 - SAME:
+        return FAILS
+    return ROUNDING if min(known) <= 1 + SAME else HOLDS
+
+
+def claims_of(result: Row) -> list[Row]:
+    """Judge every claim about the parts that a result holds."""
+    makers = {"balanced": balanced_claims, "imbalanced": imbalanced_claims, "limit": limit_claims}
+    return [claim for part, make in makers.items() if result[part] for claim in make(result[part])]
+
+
+def _judged(bounds: Row, key: str, verdict: str, value: float | None, model: str | None = None, **variant: str) -> Row:
+    """Make the row of a claim of THEORY, with the number that the verdict rests on; `variant` fills in its text."""
+    claim = THEORY[key]
+    return {
+        "source": claim.source,
+        "claim": claim.text.format(**variant),
+        "model": model,
+        **{name: bounds[name] for name in ("features", "e_w", "e_h")},
+        "verdict": verdict,
+        "value": value,
+    }
+
+
+def _zero(bounds: Row, key: str, value: float | None, model: str | None = None) -> Row:
+    return _judged(bounds, key, about_zero(value), value, model)
+
+
+def _scale(record: Row) -> float:
+    """Return the size by which losses are told apart: distance from 0 or from log K, whichever is less."""
+    return min(record["loss"], record["below_chance"])
+
+
+def balanced_claims(part: Row) -> Iterator[Row]:
+    """Judge Theorem 3.1 with the bounds of its proof, and Theorem B.3."""
+    for bounds in part["bounds"]:
+        for model, record in bounds["models"].items():
+            for name in ("nc1", "nc2", "nc3"):
+                yield _zero(bounds, f"balanced {name}", record["nc"][name], model)
+            yield _zero(bounds, "balanced gram", max(record["weight_gram_error"], record["duality_error"]), model)
+            loss, scale = record["loss"], _scale(record)
+            for name, bound in record["paper_bound"].items():
+                verdict = at_least(loss, bound, scale)
+                yield _judged(bounds, f"bound {model}", verdict, loss - bound, model, name=name)
+            excess = loss - record["paper_bound"]["repaired"]
+            yield _judged(bounds, f"repaired {model}", about_zero(excess / scale), excess, model)
+        yield _loss_claim(bounds, "balanced loss", bounds["models"])
+    two = part["two_classes"]
+    loss, bound = two["loss"], two["paper_bound"]["repaired"]
+    verdict = at_least(loss, bound, _scale(two))
+    yield _judged({"features": "backbone", **two}, "two classes", verdict, loss - bound, "deq")
+
+
+def _loss_claim(bounds: Row, key: str, models: Row) -> Row:
+    explicit, deq = (models[model] for model in MODELS)
+    verdict = less(deq["loss"], explicit["loss"], max(_scale(explicit), _scale(deq)))
+    return _judged(bounds, key, verdict, deq["below_chance"] - explicit["below_chance"])
+
+
+def imbalanced_claims(part: Row) -> Iterator[Row]:
+    """Judge Theorem 4.1."""
+    for bounds in part["bounds"]:
+        comparisons = bounds["comparisons"]
+        own = comparisons["own optimum"]["models"]
+        for model, record in own.items():
+            yield _zero(bounds, "imbalanced nc1", record["nc"]["nc1"], model)
+            condition = record["condition"]
+            verdict = HOLDS if condition["met"] == condition["entries"] else CONDITION
+            yield _judged(bounds, "imbalanced nc2 condition", verdict, condition["met"], model)
+        for name, comparison in comparisons.items():
+            explicit, deq = (comparison["models"][model]["distances"] for model in MODELS)
+            for scale, value in deq.items():
+                verdict = less(value, explicit[scale])
+                yield _judged(bounds, "imbalanced nc2", verdict, value, scale=scale, name=name)
+        value = bounds["cosine_condition"]
+        yield _judged(bounds, "imbalanced nc3 condition", HOLDS if value < 2 else CONDITION, value)
+        for name, comparison in comparisons.items():
+            ratios = comparison["cosine_ratios"]
+            above = sum(ratio is not None and ratio > 1 + SAME for ratio in ratios)
+            yield _judged(bounds, "imbalanced nc3", all_ratios_above_one(ratios), above, name=name)
+        yield _loss_claim(bounds, "imbalanced loss", own)
+
+
+def limit_claims(part: Row) -> Iterator[Row]:
+    """Judge Proposition 4.2, read at infinite R, and minority collapse (Fang et al., PNAS 2021, Theorem 5)."""
+    for bounds in part["bounds"]:
+        last = bounds["rows"][-1]["models"]
+        for name in LIMIT:
+            for model, record in last.items():
+                yield _zero(bounds, name, record[name], model)
+        pairs = [[last[model][name] for model in MODELS] for name in ALIKE]
+        yield _zero(bounds, "limit alike", max(abs(one - other) for one, other in pairs if None not in (one, other)))

@@ -72,6 +72,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     assert script.main([*arguments, "--dry-run"]) == 0
     planned = capsys.readouterr().out
     assert "failed (" in planned and "to be tried again" in planned and "seed 1: finished" in planned
+    assert "left to do: 1 of 2 epochs, about 0.0 h" in planned and "at the pace of those done" in planned
     assert script.main(arguments) == 0
     after = results(tmp_path)
     assert len(after) == 2 and before.items() <= after.items() and RunDirectory(bad).failure is None

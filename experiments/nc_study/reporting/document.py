@@ -30,18 +30,13 @@ def escape(text: object) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> Source:
-    """Make a Markdown table of at least one row, each by the names of its columns. Columns are of equal width; those of
-    numbers (marks such as "not run" aside) are aligned to the right. Text is escaped unless it is `Source`."""
-    columns = list(rows[0])
-    sides = ["right" if _is_numeric([str(row[column]) for row in rows]) else "left" for column in columns]
-    entries = [[escape(row[column]) for column in columns] for row in rows]
-    headers = [escape(column) for column in columns]
+    """Make a Markdown table of at least one row, each by the names of its columns; columns with a
+    number are aligned to the right. Text is escaped unless it is `Source`."""
+    numeric = (any(re.match(r"[+\-]?\d", str(row[column])) for row in rows) for column in rows[0])
+    sides = ["right" if one else "left" for one in numeric]
+    entries = [[escape(value) for value in row.values()] for row in rows]
+    headers = [escape(column) for column in rows[0]]
     return Source(tabulate(entries, headers, tablefmt="pipe", disable_numparse=True, colalign=sides))
-
-
-def _is_numeric(texts: Sequence[str]) -> bool:
-    starts = [re.match(r"[+\-×]?\d", text) is not None for text in texts]
-    return any(starts) and all(start or len(text) < 10 for start, text in zip(starts, texts, strict=True))
 
 
 def render(template: Path, **values: Any) -> str:

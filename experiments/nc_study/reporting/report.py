@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..config import StudyError
-from ..paper import RATIOS
+from ..figures import png
+from ..paper import CLAIMS, RATIOS
 from ..record import AVERAGED
 from ..rundir import prepare_out, write_atomically
-from . import pictures, tables
+from . import tables
 from .document import TEMPLATES, render, to_html
-from .runs import Collection, Theory, collect
-from .verdicts import CONFIDENCE, SEEDS_NEEDED, judge_all
+from .pictures import pictures
+from .runs import Collection, Group, collect
+from .verdicts import CONFIDENCE, SEEDS_NEEDED, judge
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 
@@ -36,8 +36,12 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    print("\n".join(summary(found)))
-    print(f"\nreport:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
+    for entry in found.rejected:
+        print(f"{entry.state}: {entry.folder} ({entry.reason})")
+    for group in found.groups:
+        verdicts = (f"  {judge(group, claim)[0]:22} {claim.text}" for claim in CLAIMS)
+        print(f"{group.name}, {len(group.finished)} finished runs", *verdicts, sep="\n", end="\n\n")
+    print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
 
 
@@ -53,21 +57,17 @@ def write(found: Collection, out: Path) -> Path:
     text = render(
         TEMPLATES / "report.md",
         title=TITLE,
-        facts=tables.facts(found),
         groups=[
             {
                 "group": group,
-                "verdicts": tables.verdict_table(group, judge_all(group)),
-                "tables": list(tables.paper_tables(group)),
-                "variation": tables.variation(group),
-                "networks": tables.network_table(group),
-                "figures": pictures.draw_all(group, out / "figures", "" if number == 1 else f"group{number}-"),
+                "verdicts": tables.verdict_rows(group),
+                "results": tables.result_rows(group),
+                "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-")),
             }
             for number, group in enumerate(found.groups, 1)
         ],
-        theory=[_theory(path, theory, out) for path, theory in found.theory.items()],
         rejected=[vars(entry) for entry in found.rejected],
-        runs=tables.run_table(found.groups) if found.groups else "",
+        runs=[tables.provenance(group, run) for group in found.groups for run in group.finished],
         ratios=RATIOS,
         averaged=AVERAGED,
         seeds_needed=SEEDS_NEEDED,
@@ -78,24 +78,10 @@ def write(found: Collection, out: Path) -> Path:
     return out / "report.html"
 
 
-def _theory(path: Path, theory: Theory, out: Path) -> dict[str, object]:
-    """Sum up a result of the layer-peeled study, and point to its account and figures where they lie."""
-    account = path.with_suffix(".md")
-    counts = Counter(one.verdict for one in theory.claims)
-    return {
-        "path": os.path.relpath(path, out),
-        "counts": ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
-        "table": tables.theory_table(theory),
-        "account": os.path.relpath(account, out) if account.exists() else None,
-        "pictures": [os.path.relpath(one, out) for one in sorted(path.parent.glob(f"{path.stem}*.png"))],
-    }
-
-
-def summary(found: Collection) -> list[str]:
-    """Tell how many runs there are, and the verdicts of each group."""
-    count = sum(len(group.finished) for group in found.groups)
-    lines = [f"{count} finished runs in {len(found.groups)} groups of like options"]
-    lines += [f"{entry.state}: {entry.folder} ({entry.reason})" for entry in found.rejected]
-    for group in found.groups:
-        lines += [f"\n{group.name}", *(f"  {one.verdict:22} {one.claim.text}" for one in judge_all(group))]
-    return lines
+def _draw(group: Group, out: Path, prefix: str) -> Iterator[dict[str, str]]:
+    """Write a group's figures under names that begin with the prefix; what the template shows of each."""
+    for picture in pictures(group):
+        path = f"figures/{prefix}{picture.name}.png" if picture.figure else ""
+        if picture.figure:
+            write_atomically(out / path, png(picture.figure))
+        yield {"title": picture.title, "caption": picture.caption, "path": path}

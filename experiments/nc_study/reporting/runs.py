@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..config import CLASSES, MODELS, PRESETS, Experiment, Setting, StudyError, flag_of
+from ..config import MODELS, PRESETS, Experiment, Setting, StudyError, flag_of
 from ..paper import differences
-from ..record import NetworkResult, OtherFormat, RunResult, read_record
+from ..record import NetworkResult, OtherFormat, RunResult
 from ..rundir import RunDirectory
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
     ("study", "model", "majority", "ratio", "seed", "metrics_every", "kernel", "compile", "device")
 )
-NAMES = {"broyden": "Broyden", "anderson": "Anderson", "picard": "Picard", "jfb": "JFB"}
-PLAIN = "fp32"  # the precision that goes without saying, whatever `auto` came to on a machine
-DEFAULTS = {spec.name: spec.default for spec in fields(Experiment) if spec.default is not MISSING}
+USUAL = {spec.name: spec.default for spec in fields(Experiment) if spec.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,6 @@ class Run:
 
     path: Path
     result: RunResult
-
-    @property
-    def seed(self) -> int:
-        """Seed of weights, batches and augmentation."""
-        return self.result.settings.seed
 
 
 @dataclass(frozen=True)
@@ -47,36 +38,26 @@ class Rejected:
 
 @dataclass
 class Group:
-    """Runs of one experiment, which differ in setting, network and seed alone; `experiment` is that of one of them."""
+    """Runs of one experiment, by seed of each setting and network; `experiment` is that of one of them."""
 
     experiment: Experiment
-    runs: dict[tuple[Setting, str, int], Run] = field(default_factory=dict)
+    runs: dict[tuple[Setting, str], dict[int, Run]] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def name(self) -> str:
         """The preset, the data, the solver, the gradient, and every option in which it departs from the preset."""
         one = self.experiment
-        usual = {**DEFAULTS, **PRESETS.get(one.preset, {}), "precision": PLAIN}
-        parts = [
-            f"{one.preset} preset on {one.dataset}",
-            *(NAMES.get(name, name) for name in (one.solver, one.adjoint)),
-        ]
-        for name, value in identity(one):
-            wanted = usual.get(name)
-            wanted = wanted.get(one.classes) if isinstance(wanted, dict) else wanted
-            if name not in ("preset", "dataset", "solver", "adjoint") and value != wanted:
-                parts.append(f"{flag_of(name)[2:]} {'off' if value is None else value}")
-        return ", ".join(parts)
-
-    @property
-    def dataset(self) -> str:
-        """Name of the data."""
-        return self.experiment.dataset
+        usual = {**USUAL, **PRESETS.get(one.preset, {}), "precision": "fp32"}
+        usual |= {name: value[one.classes] for name, value in usual.items() if isinstance(value, dict)}
+        named = ("preset", "dataset", "solver", "adjoint")
+        apart = [(name, value) for name, value in identity(one) if name not in named and value != usual.get(name)]
+        parts = [f"{one.preset} preset on {one.dataset}", one.solver, one.adjoint]
+        return ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
 
     @property
     def drawn(self) -> bool:
         """Whether the images are drawn, so that nothing can be compared with the paper."""
-        return self.dataset.startswith("shapes")
+        return self.experiment.dataset.startswith("shapes")
 
     @property
     def differences(self) -> list[str]:
@@ -86,76 +67,49 @@ class Group:
     @property
     def settings(self) -> list[Setting]:
         """Settings that were run: balanced first, then by K_A and R."""
-        return sorted({setting for setting, _, _ in self.runs}, key=lambda one: (one.majority or 0, one.ratio or 0))
+        return sorted({setting for setting, _ in self.runs}, key=lambda one: (one.majority or 0, one.ratio or 0))
 
     @property
     def finished(self) -> list[Run]:
         """Each run once, by folder."""
-        return sorted({str(run.path): run for run in self.runs.values()}.values(), key=lambda run: str(run.path))
+        found = {run.path: run for seeds in self.runs.values() for run in seeds.values()}
+        return [found[path] for path in sorted(found)]
 
-    def seeds(self, setting: Setting, model: str) -> dict[int, Run]:
-        """Return the runs of a network in a setting, by seed."""
-        found = {seed: run for (where, which, seed), run in self.runs.items() if (where, which) == (setting, model)}
-        return dict(sorted(found.items()))
-
-    def networks(self, setting: Setting, model: str) -> list[NetworkResult]:
+    def networks(self, setting: Setting, model: str) -> dict[int, NetworkResult]:
         """Return what a network came to in a setting under each seed."""
-        return [run.result.networks[model] for run in self.seeds(setting, model).values()]
+        seeds = self.runs.get((setting, model), {})
+        return {seed: seeds[seed].result.networks[model] for seed in sorted(seeds)}
 
-    def pairs(self, setting: Setting) -> dict[int, tuple[NetworkResult, ...]]:
-        """Return what the explicit network and the DEQ came to under the same seed, by seed."""
-        runs = {model: self.seeds(setting, model) for model in MODELS}
-        shared = sorted(set.intersection(*map(set, runs.values())))
-        return {seed: tuple(runs[model][seed].result.networks[model] for model in MODELS) for seed in shared}
+    def pairs(self, setting: Setting) -> list[tuple[NetworkResult, NetworkResult]]:
+        """Return what the explicit network and the DEQ came to under each seed that both have."""
+        explicit, deq = (self.networks(setting, model) for model in MODELS)
+        return [(explicit[seed], deq[seed]) for seed in explicit if seed in deq]
 
 
 def identity(experiment: Experiment) -> tuple[tuple[str, Any], ...]:
     """Return all that two runs must share to be averaged."""
-    return tuple(sorted((name, one) for name, one in asdict(experiment).items() if name not in NOT_OF_THE_EXPERIMENT))
-
-
-def majority_classes(setting: Setting) -> int:
-    """Count the classes of the majority, all of them where they are balanced."""
-    classes = CLASSES[setting.dataset]
-    return classes if setting.majority is None else setting.majority * classes // 10
-
-
-@dataclass(frozen=True)
-class TheoryVerdict:
-    """What the numerical optima of one layer-peeled problem say to a claim."""
-
-    claim: str
-    source: str
-    verdict: str
-
-
-@dataclass(frozen=True)
-class Theory:
-    """What the report reads of a layer_peeled.json."""
-
-    claims: tuple[TheoryVerdict, ...]
+    return tuple((name, one) for name, one in asdict(experiment).items() if name not in NOT_OF_THE_EXPERIMENT)
 
 
 @dataclass(frozen=True)
 class Collection:
-    """All that was found: groups in the paper's order, what could not be used, and results of the theory by file."""
+    """All that was found: groups in the paper's order, and what could not be used."""
 
     groups: list[Group]
     rejected: list[Rejected]
-    theory: dict[Path, Theory]
 
 
 def collect(roots: Sequence[Path]) -> Collection:
-    """Search folders and those below for runs and theory; StudyError for a folder that cannot be listed, and where
-    there is nothing."""
+    """Search folders and those below for runs; StudyError where a folder is missing or there are no runs."""
+    for root in roots:
+        if not root.is_dir():
+            raise StudyError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
     finished: list[Run] = []
     rejected: list[Rejected] = []
-    theory: dict[Path, Theory] = {}
-    for path in {path.resolve(): path for root in roots for path in _folders(root)}.values():
+    folders = {path.resolve(): path for root in roots for path in (root, *root.rglob("*/"))}
+    for path in sorted(folders.values()):
         folder = RunDirectory(path)
         try:
-            if (path / "layer_peeled.json").exists():
-                theory[path / "layer_peeled.json"] = read_record(Theory, path / "layer_peeled.json")
             if folder.finished:
                 finished.append(Run(path, folder.result))
             elif failure := folder.failure:
@@ -166,22 +120,10 @@ def collect(roots: Sequence[Path]) -> Collection:
         except StudyError as error:
             state = "written by another version" if isinstance(error, OtherFormat) else "unreadable"
             rejected.append(Rejected(path, state, str(error)))
-    if not (finished or rejected or theory):
+    if not (finished or rejected):
         raise StudyError(f"no runs under {', '.join(map(str, roots))}")
     groups, duplicates = _group(finished)
-    return Collection(groups, sorted(rejected + duplicates, key=lambda entry: str(entry.folder)), theory)
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    if not root.is_dir():
-        raise StudyError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
-    for name, below, _ in os.walk(root, onerror=_cannot_list):
-        below.sort()
-        yield Path(name)
-
-
-def _cannot_list(error: OSError) -> None:
-    raise StudyError(f"{error.filename}: cannot be listed ({error.strerror})") from error
+    return Collection(groups, sorted(rejected + duplicates, key=lambda entry: entry.folder))
 
 
 def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
@@ -189,12 +131,14 @@ def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
     groups: dict[tuple[Any, ...], Group] = {}
     duplicates = []
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
-        group = groups.setdefault(identity(run.result.settings), Group(run.result.settings))
-        for model in run.result.networks:
-            counted = group.runs.setdefault((run.result.setting, model, run.seed), run)
+        result = run.result
+        group = groups.setdefault(identity(result.settings), Group(result.settings))
+        for model in result.networks:
+            seeds = group.runs.setdefault((result.setting, model), {})
+            counted = seeds.setdefault(result.settings.seed, run)
             if counted is not run:
-                where = f"{model} network of {run.result.setting}, seed {run.seed}"
+                where = f"{model} network of {result.setting}, seed {result.settings.seed}"
                 duplicates.append(Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place"))
     # Real data first, then what is nearest to the paper's experiment, then what has most runs.
-    order = sorted(groups.values(), key=lambda one: (one.drawn, len(one.differences), -len(one.runs), one.name))
-    return order, duplicates
+    ordered = sorted(groups.values(), key=lambda one: (one.drawn, len(one.differences), -len(one.finished), one.name))
+    return ordered, duplicates
