@@ -25,7 +25,6 @@ from pathlib import Path
 from statistics import geometric_mean, linear_regression, median
 from typing import Any
 
-from harness.files import write_bytes
 from harness.tables import (
     Form,
     Row,
@@ -42,6 +41,8 @@ from harness.tables import (
     times,
 )
 from harness.targets import GPU_TARGETS, TARGETS, Target
+
+from deqfast.testing.records import write_bytes
 
 Runs = dict[str, list[Row]]  # provider -> its row of every run
 ROOT = Path(__file__).resolve().parent.parent
@@ -386,11 +387,11 @@ def optional(results: Results) -> list[Table]:
     """Tables of what not every checkout has: what was wrong, options of a solve beside their absence, and GPUs."""
     rows = [row for one in results.on_gpu(False) for row in one.rows]
     wrong = [
-        {"row": f"{row['section']} {row['case']} {row['provider']}", "problem": row["problem"]}
+        {"row": f"{row['section']} {row['case']} {row['provider']}", "fault": row["fault"]}
         for row in rows
-        if "problem" in row
+        if "fault" in row
     ]
-    found = [Table("Problems", "What was not timed, as it failed or its answer is wrong.", wrong)] if wrong else []
+    found = [Table("Faults", "What was not timed, as it failed or its answer is wrong.", wrong)] if wrong else []
     if options := [row for row in rows if row["section"] == "options"]:
         found.append(table(options, "Options", "What an option costs or gains beside its absence."))
     for gpu in dict.fromkeys(record.machine["gpu"] for record in results.on_gpu(True)):
@@ -465,7 +466,7 @@ def origin(records: Sequence[Record]) -> str:
 
 
 def facts(results: Results) -> dict[str, str]:
-    """The numbers that sentences may quote: every cell of every table, and how many targets and cases there are."""
+    """The numbers that sentences may quote: every entry of every table, and how many targets and cases there are."""
     found = {key: text for one in tables(results) for key, text in one.facts().items()}
     counts = states(targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
@@ -571,7 +572,7 @@ def run(root: Path, check: bool) -> list[str]:
         print(f"written: {path}")
     known = facts(results)
     prose = [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.is_file()]
-    wrong = [f"{path}, {problem}" for path in prose for problem in wrong_numbers(path.read_text(), known)]
+    wrong = [f"{path}, {fault}" for path in prose for fault in wrong_numbers(path.read_text(), known)]
     return [f"{path} is not what the records give: run python benchmarks/report.py" for path in stale if check] + wrong
 
 
@@ -591,11 +592,11 @@ def main(argv: list[str] | None = None) -> None:
             known = facts(Results.read(given.root / "benchmarks" / "results"))
             print("\n".join(f"{key:<40} {text}" for key, text in known.items()))
             return
-        problems = run(given.root, given.check)
+        faults = run(given.root, given.check)
     except ReportError as error:
-        problems = [str(error)]
-    if problems:
-        sys.exit("\n".join(problems))
+        faults = [str(error)]
+    if faults:
+        sys.exit("\n".join(faults))
 
 
 if __name__ == "__main__":

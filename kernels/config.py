@@ -117,7 +117,7 @@ def class_sums_config(dim: int, dtype: torch.dtype) -> TileConfig:
 
 
 def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
-    """At most 64 x 128 projections per program, which stay in registers; a product takes at least 16 of everything.
+    """Tile of at most 64 x 128 projections per program, which stay in registers; a product takes at least 16 of all.
 
     64 x 64 where rows do not all start on 16 bytes: the addresses of single elements need registers too.
     """

@@ -32,7 +32,7 @@ ROOT_OF_TWO_PI_INVERSE = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _tanh(x):
-    """In float32: Cephes' polynomial near zero, elsewhere by the exponential."""
+    """tanh in float32: Cephes' polynomial near zero, elsewhere by the exponential."""
     size = tl.abs(x)
     square = x * x
     p = square * -5.70498872745e-3 + 2.06390887954e-2

@@ -121,7 +121,7 @@ ORDERS = (0, 1, 2, 3)  # in which threads are resumed: as they come, the last fi
 
 
 def set_order(order: int) -> None:
-    """For all kernels loaded: they share one machine."""
+    """Resume threads in this order, in all kernels loaded: they share one machine."""
     load("picard_step").emulation_set_order(order)
 
 

@@ -60,7 +60,7 @@ def cpp(*args):
 
 
 def make(case: StepsCase) -> State:
-    """At iteration case.k: the reference has run the iterations before it, and `case.rows` have been struck."""
+    """State at iteration case.k: the reference has run those before it, and `case.rows` have been struck."""
     state = make_state(replace(case, rows=()))
     for row, event in enumerate(case.rows):
         if event == "degenerate":

@@ -20,7 +20,7 @@ def run(*arguments, **environment):
 
 def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
     kept = tmp_path / "cpu_neural_collapse.json"
-    row = {"section": "nc", "case": "kept", "provider": "cpp", "problem": "made up"}
+    row = {"section": "nc", "case": "kept", "provider": "cpp", "fault": "made up"}
     kept.write_text(json.dumps({"machine": {}, "rows": [row]}))
     result = run("--dry-run", "--out", tmp_path, "measure", "tests")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -27,7 +27,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 
 def solve(solver, rows, dtype):
-    """Of the samples `rows`: number 1 becomes NaN at the fourth call, number 2 converges at once, the others do not."""
+    """Solve for the samples `rows`: 1 becomes NaN at the fourth call, 2 converges at once, the others do not."""
     generator = torch.Generator().manual_seed(3)
     slope, shift, start = (torch.randn(6, SIZE, generator=generator, dtype=torch.float64) for _ in range(3))
     slope[2], shift[2], start[2] = 0.0, 1.0, 1.0

@@ -1,21 +1,12 @@
-"""Writing files. Needs nothing but the standard library, so that a report works where torch does not."""
+"""Writing text and JSON, each file in one step."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` in one step."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+from deqfast.testing.records import write_bytes
 
 
 def write_text(path: Path, text: str) -> None:

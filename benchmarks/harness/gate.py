@@ -12,13 +12,14 @@ A baseline is a JSON file with a line for each case. What our own code does depe
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from scipy.stats import binomtest
 
 from .files import write_json
 from .record import provenance, read_record
@@ -169,7 +170,7 @@ def change(now: float, before: float) -> str:
 def shown(hits: Iterable[bool]) -> bool:
     """Whether more than half of all pairs would hit, by a sign test at the level ``ERROR``: fair coins rarely do."""
     hits = list(hits)
-    return sum(math.comb(len(hits), k) for k in range(sum(hits), len(hits) + 1)) / 2 ** len(hits) <= ERROR
+    return bool(hits) and binomtest(sum(hits), len(hits), alternative="greater").pvalue <= ERROR
 
 
 def report(findings: list[Finding], update: bool) -> list[str]:

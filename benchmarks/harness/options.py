@@ -19,7 +19,7 @@ from .entry import Case, Contender, check
 from .maps import NEVER, Contraction
 from .problems import suite
 from .record import Row
-from .training import EXACT, Problem, TrainingCase, exact_gradient, flat
+from .training import EXACT, Setup, TrainingCase, exact_gradient, flat
 
 Make = Callable[["OptionCase", str, str], Contender]
 
@@ -126,17 +126,17 @@ ADJOINTS = {
 
 def gradient(case: OptionCase, provider: str, device: str, layer: TrainingCase) -> Contender:
     """The gradients of `layer` by their error against the exact implicit one, which is its adjoint."""
-    problem = Problem(layer, "auto", device)
-    block = deqfast.DEQBlock(problem.cell, layer.solver, ADJOINTS[provider])
+    setup = Setup(layer, "auto", device)
+    block = deqfast.DEQBlock(setup.cell, layer.solver, ADJOINTS[provider])
 
     def step() -> tuple[list[Tensor], Tensor]:
-        return problem.step(lambda x, z0: block(x, z0=z0))
+        return setup.step(lambda x, z0: block(x, z0=z0))
 
     found, exact = flat(step()[0]), flat(exact_gradient(layer, False)[0])
     cosine = float(found @ exact / found.norm() / exact.norm())
     check("distance of the gradient's cosine from 1", 1 - cosine, 0.5)
     facts = {"error": float((found - exact).norm() / exact.norm()), "cosine": cosine, "peak_bytes": memory(step)[1]}
-    facts["evaluations"] = problem.calls(lambda x, z0: block(x, z0=z0))
+    facts["evaluations"] = setup.calls(lambda x, z0: block(x, z0=z0))
     if block.backward_solution is not None:
         facts["backward_evaluations"] = block.backward_solution.evaluations
     return Contender(step, facts)
@@ -222,6 +222,7 @@ OPTIONS = [
     simple(eval_solver, "eval-solver", "solver", 128, 256),
     simple(trace, "trace", "no-trace", 128, 8192),
     gradient_case(cell="fc", shape=(128, 256), solver=deqfast.Broyden(1e-4, 60)),
+    gradient_case(cell="linear", shape=(128, 256), solver=deqfast.Broyden(1e-4, 60)),
     gradient_case(cell="residual", shape=(8, 32, 8, 8), solver=deqfast.Broyden(1e-4, 60)),
     gradient_case(cell="residual", shape=(8, 32, 8, 8), solver=deqfast.Anderson(1e-4, 60)),
     *(kind_case(problem) for problem in ("linear-0.9", "non-normal", "tanh")),

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 import deqfast
+from deqfast.testing import records
 
 from .cases import ITERATIONS, find
 from .counted import on_threads
 from .entry import Case, Contender
 from .gate import MARGIN
 from .maps import NEVER
-from .record import processor, processor_details
+from .record import processor_details
 from .solves import SolveCase
 from .timing import Copy, in_turns
 
@@ -73,7 +74,9 @@ def margin(name: str) -> float:
 
 def depends_on() -> str:
     """Machine and versions that ratios can be compared between."""
-    machine = ", ".join(filter(None, [processor(), processor_details(), torch.backends.cpu.get_cpu_capability()]))
+    machine = ", ".join(
+        filter(None, [records.processor(), processor_details(), torch.backends.cpu.get_cpu_capability()])
+    )
     versions = f"torch {'.'.join(torch.__version__.split('.')[:2])}, torchdeq {metadata.version('torchdeq')}"
     return f"{machine}, {cores()} cores, {versions}, kernel cpp"
 

@@ -30,7 +30,7 @@ samples_missed       there: samples above the tolerance
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
 flop, nc_share ...   of section "training step": see harness/study_step.py
-skipped, problem     why there is no time
+skipped, fault       why there is no time
 ===================  ==================================================================================================
 """
 
@@ -55,6 +55,7 @@ import torch
 
 import deqfast
 from deqfast import _extension
+from deqfast.testing import records
 
 from .files import write_json
 
@@ -65,9 +66,10 @@ WRITTEN = (
     "benchmarks/results",
     "benchmarks/RESULTS.md",
     "README.md",
+    "docs/pages/choosing.md",
     "docs/pages/performance.md",
 )
-CPUINFO, CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"
 Row = dict[str, Any]
@@ -110,10 +112,9 @@ def commit() -> str:
     That is where files that git tracks differ, but for ``WRITTEN``, or where an extension was built from others, of
     which a warning tells.
     """
-    here = ("git", "-C", str(RESULTS.parent))
-    head = tool(*here, "rev-parse", "HEAD") or os.environ.get("DEQFAST_COMMIT", "unknown")
+    head = records.commit(RESULTS.parent) or os.environ.get("DEQFAST_COMMIT", "unknown")
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
-    changed = tool(*here, "status", "--porcelain", "--untracked-files=no", *others)
+    changed = tool("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no", *others)
     if stale := stale_extensions():
         warnings.warn("; ".join(stale), stacklevel=2)
     return head + ("+changes" if changed or stale else "")
@@ -138,22 +139,9 @@ def stale_extensions() -> list[str]:
     ]
 
 
-def _cpu_fields() -> dict[str, str]:
-    """What Linux tells of the first processor; nothing on other systems."""
-    if not CPUINFO.exists():
-        return {}
-    lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def processor() -> str:
-    """The name of the CPU."""
-    return _cpu_fields().get("model name") or platform.processor() or platform.machine()
-
-
 def processor_details() -> str:
     """What tells processors of one name apart: "family 25, model 17, stepping 1, L2 1024K, L3 32768K"."""
-    fields = _cpu_fields()
+    fields = records.cpu_fields()
     names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
     sizes = [(size.with_name("level"), size) for size in CACHES.glob("index*/size")]
     caches = [[path.read_text().strip() for path in of] for of in sizes]
@@ -174,7 +162,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "memory_bytes": properties.total_memory if properties else None,
         "l2_bytes": properties.L2_cache_size if properties else None,
         "nvidia_smi": tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
-        "processor": processor(),
+        "processor": records.processor(),
         "processor_details": processor_details(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),

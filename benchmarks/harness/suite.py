@@ -60,7 +60,7 @@ def measure(
     for provider, row in rows.items():
         wrong = failed.get(provider)
         if wrong and provider in FOREIGN:  # others' code: a row says so
-            row["problem"] = f"{type(wrong).__name__}: {(str(wrong).splitlines() or [''])[0]}"
+            row["fault"] = f"{type(wrong).__name__}: {(str(wrong).splitlines() or [''])[0]}"
         outcomes[provider] = wrong if wrong and provider not in FOREIGN else row
     return outcomes, contenders
 
@@ -150,8 +150,8 @@ class Board:
         self.add(outcome)
         if "skipped" in outcome:
             pytest.skip(outcome["skipped"])
-        if "problem" in outcome:
-            pytest.xfail(outcome["problem"])
+        if "fault" in outcome:
+            pytest.xfail(outcome["fault"])
         benchmark.group = f"{case.section} {case.name}"
         benchmark.extra_info.update(outcome)
         contender, seconds = self._contenders.pop(provider), 1e-3 * outcome["ms_min"]

@@ -1,4 +1,4 @@
-"""Numbers and rows as text. Needs nothing but the standard library, so that a report works where torch does not."""
+"""Numbers and rows as text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Table:
     words: str
     rows: Sequence[Mapping[str, str]]  # column -> text, the name of the row first
 
-    def cells(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[list[str]]:
+    def texts(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[list[str]]:
         """The heading and the rows; `columns`: only these; `names`: only the rows of these names, renamed."""
         if not self.rows:
             return []
@@ -84,17 +84,17 @@ class Table:
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
         """Markdown."""
-        cells = self.cells(columns, names)
-        cells[1:1] = [["---", *["---:"] * (len(cells[0]) - 1)]] if cells else []
-        return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+        texts = self.texts(columns, names)
+        texts[1:1] = [["---", *["---:"] * (len(texts[0]) - 1)]] if texts else []
+        return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in texts]
 
     def facts(self) -> dict[str, str]:
         """Each number by the names of table, row and column."""
         return {
-            ".".join(map(slug, (self.title, name, column))): cell
-            for (_, name), *cells in (row.items() for row in self.rows)
-            for column, cell in cells
-            if cell
+            ".".join(map(slug, (self.title, name, column))): text
+            for (_, name), *texts in (row.items() for row in self.rows)
+            for column, text in texts
+            if text
         }
 
 
@@ -128,7 +128,7 @@ def table(rows: Sequence[Row], title: str = "", words: str = "") -> Table:
             told = {"ms_min": row["ms"], **row} if "ms" in row else row
             line |= {name: form(told[key]) if key in told else "" for name, (key, form) in COLUMNS.items()}
             line["gain over"] = ", ".join(f"{peer} {times(gain)}" for peer, gain in row.get("gains", {}).items())
-            lines.append(line | {"problem": row.get("problem", "")})
+            lines.append(line | {"fault": row.get("fault", "")})
     notes = [f"{count} skipped, {reason}." for reason, count in skipped.items()]
     return Table(title, " ".join(filter(None, [words, *notes])), lines)
 
@@ -138,9 +138,9 @@ def summary(rows: Sequence[Row], judged: bool = True) -> list[str]:
     lines = ["Least of the rounds, which the providers of a case take in turns with a copy that gives the floor."]
     for section in dict.fromkeys(row["section"] for row in rows):
         found = table([row for row in rows if row["section"] == section])
-        cells = found.cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+        texts = found.texts()
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
         lines += ["", section, *padded, *filter(None, [found.words])]
     told = [verdict for verdict in verdicts(rows) if verdict[2] is not None] if judged else []
     lines += ["", "targets, which are those of a quiet machine"] * bool(told)

@@ -27,14 +27,20 @@ EXACT = 1e-10
 ALLOWED = {"fp32": 0.1, "bf16": 0.15}
 
 Layer = Callable[[Tensor, Tensor], Tensor]
+# kind -> cell of so many channels or features
+CELLS: dict[str, Callable[[int], nn.Module]] = {
+    "residual": deqfast.ResidualCell,
+    "fc": lambda features: deqfast.FCCell(features, features),
+    "linear": deqfast.LinearCell,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCase(Case):
     """z = layer(x) and the gradient of <z, direction> in the cell's weights and in x.
 
-    cell: "residual", of `shape` (B, C, H, W), or "fc", of (B, D). torchdeq, eager and explicit call the cell of plain
-    torch modules; deqfast's kernels have their own for what surrounds its convolutions.
+    cell: "residual", of `shape` (B, C, H, W), "fc" or "linear", of (B, D). torchdeq, eager and explicit call the
+    cell of plain torch modules; deqfast's kernels have their own for what surrounds its convolutions.
     """
 
     section = "training"
@@ -57,18 +63,18 @@ class TrainingCase(Case):
         return {"batch": batch, "dim": torch.Size(rest).numel(), "dtype": self.precision}
 
     def contender(self, provider: str, device: str) -> Contender:
-        problem = Problem(self, "torch" if provider in self.peers else kernel_of(provider, device).name, device)
-        layer = self._layer(provider, problem.cell)
-        facts = problem.judge(provider, *problem.step(layer))
+        setup = Setup(self, "torch" if provider in self.peers else kernel_of(provider, device).name, device)
+        layer = self._layer(provider, setup.cell)
+        facts = setup.judge(provider, *setup.step(layer))
         if provider in self.peers:
-            facts["evaluations"] = problem.calls(layer)
+            facts["evaluations"] = setup.calls(layer)
         else:  # with the call of the gradient; a solve in one launch counts its own
-            block = deqfast.DEQBlock(problem.cell, self.solver, self.adjoint, kernel=provider)
-            with problem.precision():
-                facts["evaluations"] = block(problem.x, z0=problem.z0, return_solution=True)[1].evaluations + 1
-        asked = count(lambda f: problem.step(layer), lambda: None)  # the cell's operations too
+            block = deqfast.DEQBlock(setup.cell, self.solver, self.adjoint, kernel=provider)
+            with setup.precision():
+                facts["evaluations"] = block(setup.x, z0=setup.z0, return_solution=True)[1].evaluations + 1
+        asked = count(lambda f: setup.step(layer), lambda: None)  # the cell's operations too
         facts |= {"peak_bytes": asked.peak_bytes, "launches": asked.operations, "host_waits": asked.host_waits}
-        return Contender(lambda: problem.step(layer), facts)
+        return Contender(lambda: setup.step(layer), facts)
 
     def _layer(self, provider: str, cell: Any) -> Layer:
         if provider == "explicit":
@@ -81,14 +87,14 @@ class TrainingCase(Case):
         return lambda x, z0: block(x, z0=z0)
 
 
-class Problem:
+class Setup:
     """The cell, its input and the direction of the loss, the same numbers for every provider."""
 
     def __init__(self, case: TrainingCase, kernel: str, device: str, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
         self.case, self.device = case, device
         batch, features = case.shape[:2]
-        cell: Any = deqfast.ResidualCell(features) if case.cell == "residual" else deqfast.FCCell(features, features)
+        cell: Any = CELLS[case.cell](features)
         if case.cell == "residual":
             cell.kernel = kernel
         order = torch.channels_last if case.cell == "residual" else torch.contiguous_format
@@ -112,8 +118,8 @@ class Problem:
     def calls(self, layer: Layer) -> int:
         """Calls of the cell in a forward and backward pass."""
         calls: list[Any] = []
-        part = self.cell.conv1 if self.case.cell == "residual" else self.cell.injection
-        handle = part.register_forward_hook(lambda *call: calls.append(None))
+        part = {"residual": "conv1", "fc": "injection", "linear": ""}[self.case.cell]
+        handle = self.cell.get_submodule(part).register_forward_hook(lambda *call: calls.append(None))
         self.step(layer)
         handle.remove()
         return len(calls)
@@ -141,10 +147,10 @@ def flat(tensors: list[Tensor]) -> Tensor:
 @functools.lru_cache(maxsize=2)
 def exact_gradient(case: TrainingCase, explicit: bool) -> tuple[list[Tensor], nn.Module, Tensor]:
     """The gradient in float64, at the fixed point to 1e-10 or of the cell applied once, with the cell and its input."""
-    problem = Problem(case, "torch", "cpu", torch.float64)
+    setup = Setup(case, "torch", "cpu", torch.float64)
     solver = deqfast.Anderson(EXACT, 300)
     adjoint: Any = deqfast.JFB() if case.adjoint == "jfb" else deqfast.Implicit(solver)
-    block = deqfast.DEQBlock(problem.cell, solver, adjoint, kernel="torch")
-    layer = explicit_layer(problem.cell) if explicit else (lambda x, z0: block(x, z0=z0))
-    gradient, _ = problem.step(layer)
-    return gradient, problem.cell, problem.x.detach()
+    block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel="torch")
+    layer = explicit_layer(setup.cell) if explicit else (lambda x, z0: block(x, z0=z0))
+    gradient, _ = setup.step(layer)
+    return gradient, setup.cell, setup.x.detach()

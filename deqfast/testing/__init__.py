@@ -1,4 +1,4 @@
-"""Helpers that tests and benchmarks share: tolerances, problems, random states of the ops, compiled code."""
+"""Helpers that tests and benchmarks share: tolerances, problems, random states of the ops, compiled code, records."""
 
 from .problems import (
     PROBLEMS,

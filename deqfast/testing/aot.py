@@ -83,7 +83,7 @@ class Row:
     barriers: int
     wide_loads: int
 
-    def problems(self) -> list[str]:
+    def faults(self) -> list[str]:
         found = []
         if self.stack:
             found.append(f"spills: {self.stack} bytes of stack")
@@ -290,7 +290,7 @@ def format_table(rows: list[Row]) -> str:
         lines.append(
             f"{c.kernel:7} {c.state:5} {c.history:7} {c.window or '':>6} {c.method:8} {c.size:>5}   sm_{row.arch}"
             f" {row.block:>5} {row.warps:>5} {row.registers:>5} {row.stack:>5} {row.shared:>6} {row.barriers:>5}"
-            f" {row.wide_loads:>8}  {'; '.join(row.problems())}".rstrip()
+            f" {row.wide_loads:>8}  {'; '.join(row.faults())}".rstrip()
         )
     return "\n".join(lines)
 
@@ -306,8 +306,8 @@ def main() -> int:
         rows = list(pool.map(compile_job, jobs))
     print(f"triton {triton.__version__}\n{format_table(rows)}")
     if options.json:
-        options.json.write_text(json.dumps([{**asdict(row), "problems": row.problems()} for row in rows], indent=1))
-    return any(row.problems() for row in rows)
+        options.json.write_text(json.dumps([{**asdict(row), "faults": row.faults()} for row in rows], indent=1))
+    return any(row.faults() for row in rows)
 
 
 if __name__ == "__main__":

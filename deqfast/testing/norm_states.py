@@ -48,7 +48,7 @@ class NormCase:
         return TORCH.op(self.op)
 
     def arguments(self, device: str = "cpu") -> dict[str, Any]:
-        """By name, in the order of the op's schema."""
+        """Arguments by name, in the order of the op's schema."""
         generator = torch.Generator().manual_seed(1)
         y_dtype, z_dtype = NORM_DTYPES[self.dtypes]
         accumulation = torch.float64 if y_dtype == torch.float64 else torch.float32

@@ -132,7 +132,7 @@ def advance(case: Case, step: Callable[..., None], state: State) -> None:
 
 
 def make_state(case: Case, device: str = "cpu") -> State:
-    """At iteration case.k: the reference has run the iterations before it, and `case.rows` have been struck."""
+    """State at iteration case.k: the reference has run those before it, and `case.rows` have been struck."""
     state = start_steps(case, device) if isinstance(case, StepsCase) else start_state(case, device)
     run_to(case, state)
     for row, event in enumerate(case.rows):
@@ -141,7 +141,7 @@ def make_state(case: Case, device: str = "cpu") -> State:
 
 
 def run_to(case: Case, state: State) -> None:
-    """From the start to iteration case.k with the reference."""
+    """Run the reference from the start to iteration case.k."""
     for k in range(case.k):
         advance(replace(case, k=k, last=False, tol=0.0, stall_floor=0.0), case.reference, state)
 

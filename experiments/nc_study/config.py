@@ -36,7 +36,7 @@ class StudyError(Exception):
 
 
 class SettingsError(StudyError, ValueError):
-    """A setting with a value that makes no sense."""
+    """An option of a run with a value that makes no sense."""
 
 
 @dataclass(frozen=True)

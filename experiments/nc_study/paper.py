@@ -82,7 +82,7 @@ def on_cifar(setting: Setting) -> Setting:
 
 
 def differences(experiment: Experiment) -> list[str]:
-    """In what a run is not the paper's experiment; empty if in nothing."""
+    """What makes a run another experiment than the paper's; empty if nothing."""
     found = []
     if experiment.dataset.startswith("shapes"):
         found.append(f"{experiment.dataset}, not CIFAR")

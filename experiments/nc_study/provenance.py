@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 import deqfast
+from deqfast.testing import records
 
 from .record import Machine
 
@@ -20,11 +20,7 @@ from .record import Machine
 def machine(threads: int, device: str, processes: int = 1) -> Machine:
     """Where a run takes place; `device` is "cpu" or "cuda"."""
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    cpu = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line for line in lines if line.startswith("model name")).split(":", 1)[1].strip()
-    return Machine(cpu=cpu, cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes)
+    return Machine(cpu=records.processor(), cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes)
 
 
 def versions() -> dict[str, str | None]:
@@ -38,13 +34,8 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file is in, if it is in one."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
+    """The commit of the checkout that the study is in, if it is in one."""
+    return records.commit(Path(__file__).parent)
 
 
 def now() -> str:

@@ -23,22 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from deqfast.testing.records import write_bytes
+
 from .config import Experiment, Settings, StudyError, flag_of
 from .record import FORMAT, Begun, Epoch, Failure, OtherFormat, RunResult, from_json, read_record, to_json
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at once or not at all: a kill or a full disk leaves the old one. StudyError if it cannot be."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Replace the file at once or not at all; StudyError if it cannot be."""
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_bytes(path, content)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise StudyError(
             f"cannot write {path}: {error.strerror or error}; what was saved before is intact, --resume goes on from it"
         ) from error

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import deqfast
 
-Row = dict[str, Any]
-"""A part of the result."""
+Part = dict[str, Any]
+"""The result of the study, or a part of it."""
 
 FEATURES = ("final", "backbone")
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
@@ -15,14 +16,15 @@ from nc_study.record import to_json
 from nc_study.reporting.document import Source, render
 from nc_study.rundir import write_atomically
 
-from .problem import Row
+from .problem import Part
 from .theory import CONDITION, FAILS, HOLDS, ROUNDING, SAME, ZERO
 
+Row = dict[str, Any]  # of a table: column -> value
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "condition not met", ROUNDING: "no difference"}
 FLOOR = SAME  # what is smaller is 0 to the accuracy of the solves, and drawn here on a logarithmic axis
 
 
-def write(result: Row, out: Path) -> list[Path]:
+def write(result: Part, out: Path) -> list[Path]:
     """Write layer_peeled.json, layer_peeled.md and the figure; return the paths."""
     contents = {
         "layer_peeled.json": to_json(result),
@@ -34,7 +36,7 @@ def write(result: Row, out: Path) -> list[Path]:
     return [out / name for name in contents]
 
 
-def markdown(result: Row) -> str:
+def markdown(result: Part) -> str:
     """Write the result as Markdown: what was solved, and the verdict on each claim under each reading and bound."""
     counts = Counter(row["verdict"] for row in result["claims"])
     return render(
@@ -49,7 +51,7 @@ def markdown(result: Row) -> str:
     )
 
 
-def local_minima(result: Row) -> list[str]:
+def local_minima(result: Part) -> list[str]:
     """Name where the limit part, which solves the same problem at R, ends below the imbalanced part: that was local."""
     found = []
     for bounds, other in zip(result["imbalanced"]["bounds"], result["limit"]["bounds"], strict=True):
@@ -62,7 +64,7 @@ def local_minima(result: Row) -> list[str]:
     return found
 
 
-def place(bounds: Row) -> str:
+def place(bounds: Part) -> str:
     """Name what E_H bounds, and the bounds."""
     return f"{bounds['features']}, E_W = {bounds['e_w']:g}, E_H = {bounds['e_h']:g}"
 
@@ -71,7 +73,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _balanced(part: Row) -> Iterator[Row]:
+def _balanced(part: Part) -> Iterator[Row]:
     for bounds in part["bounds"]:
         for model, record in bounds["models"].items():
             yield {
@@ -87,7 +89,7 @@ def _balanced(part: Row) -> Iterator[Row]:
             }
 
 
-def _verdicts(claims: list[Row]) -> list[Row]:
+def _verdicts(claims: list[Part]) -> list[Row]:
     """Make a row of each claim about each model, with a column for each place at which it was judged."""
     places = dict.fromkeys(map(place, claims), "")
     rows: dict[tuple[str, ...], Row] = {}
@@ -98,7 +100,7 @@ def _verdicts(claims: list[Row]) -> list[Row]:
     return list(rows.values())
 
 
-def limit_figure(part: Row) -> Figure:
+def limit_figure(part: Part) -> Figure:
     """Draw the norm of minority classifiers and features against R, relative to the majority's. Markers of the DEQ are
     open: the curves often lie on one another."""
     count = len(part["bounds"])

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import deqfast
 
 from . import theory
-from .problem import FEATURES, Optimum, Problem, Row, minimise
+from .problem import FEATURES, Optimum, Part, Problem, minimise
 
 LIMIT_COLUMNS = 2  # for each class in the limit, each for half of the class
 TWO_CLASSES = {"e_w": 1.0, "e_h": 0.75}  # bounds with E_H > 1/2, where (33) is known to fail
@@ -70,13 +70,13 @@ class PeeledSettings:
         return values
 
     @property
-    def bounds(self) -> list[Row]:
+    def bounds(self) -> list[Part]:
         """Bounds with what E_H is on, each a study of its own: features, e_w and e_h."""
         pairs = zip(self.numbers("e_w"), self.numbers("e_h"), strict=True)
         return [{"features": name, "e_w": e_w, "e_h": e_h} for e_w, e_h in pairs for name in FEATURES]
 
 
-def run(settings: PeeledSettings, quiet: bool = False) -> Row:
+def run(settings: PeeledSettings, quiet: bool = False) -> Part:
     """Solve everything; the result as it is written to layer_peeled.json."""
     start, code = time.perf_counter(), commit()
     torch.set_num_threads(settings.threads)
@@ -102,7 +102,7 @@ class Study:
     def __init__(self, settings: PeeledSettings, bar: tqdm) -> None:
         self.settings, self.bar = settings, bar
 
-    def balanced(self) -> Row:
+    def balanced(self) -> Part:
         """Solve problems (7) and (9), and the DEQ of two classes under a bound E_H above 1/2."""
         settings = self.settings
         count = (settings.samples,) * settings.classes
@@ -113,7 +113,7 @@ class Study:
         two = self._problem("deq", {"features": "backbone", **TWO_CLASSES}, (LIMIT_COLUMNS,) * 2, (1, 1))
         return {"bounds": found, "two_classes": {**TWO_CLASSES, **self._balanced(two)}}
 
-    def _balanced(self, problem: Problem) -> Row:
+    def _balanced(self, problem: Problem) -> Part:
         optimum, record = self._solve(problem)
         weight, means = problem.weight(optimum.point), class_means(problem, optimum)
         gram = weight @ weight.T
@@ -126,7 +126,7 @@ class Study:
             "duality_error": theory.relative_distance(math.sqrt(problem.e_w / problem.e_h) * weight @ means.T, gram),
         }
 
-    def imbalanced(self) -> Row:
+    def imbalanced(self) -> Part:
         """Solve problem (10): each model at its own optimum, and both on the same h0."""
         settings = self.settings
         few = settings.samples // settings.ratio
@@ -136,7 +136,7 @@ class Study:
             "majority": settings.majority,
         }
 
-    def _imbalanced(self, bounds: Row, count: tuple[int, ...]) -> Row:
+    def _imbalanced(self, bounds: Part, count: tuple[int, ...]) -> Part:
         problems = {model: self._problem(model, bounds, count, count) for model in MODELS}
         solved = {model: self._solve(problem) for model, problem in problems.items()}
         comparisons = {"own optimum": self._compare(problems, solved)}
@@ -148,7 +148,7 @@ class Study:
         condition = theory.cosine_condition(bounds["e_w"], bounds["e_h"])
         return {**bounds, "comparisons": comparisons, "cosine_condition": condition}
 
-    def _compare(self, problems: dict[str, Problem], solved: dict[str, tuple[Optimum, Row]]) -> Row:
+    def _compare(self, problems: dict[str, Problem], solved: dict[str, tuple[Optimum, Part]]) -> Part:
         models = {}
         for model, problem in problems.items():
             optimum, record = solved[model]
@@ -163,20 +163,20 @@ class Study:
         ratios = [None if deq is None or not explicit else deq / explicit for deq, explicit in pairs]
         return {"models": models, "cosine_ratios": ratios}
 
-    def limit(self) -> Row:
+    def limit(self) -> Part:
         """Solve problem (10) for rising R, and for R without bound, where the minority has no weight in the loss."""
         ratios = (*sorted(self.settings.numbers("ratios")), math.inf)
         rows = ({**bounds, "rows": [self._limit(bounds, one) for one in ratios]} for bounds in self.settings.bounds)
         return {"bounds": list(rows), "majority": self.settings.majority}
 
-    def _limit(self, bounds: Row, ratio: float) -> Row:
+    def _limit(self, bounds: Part, ratio: float) -> Part:
         settings = self.settings
         weights = (1.0,) * settings.majority + (1 / ratio,) * (settings.classes - settings.majority)
         columns = (LIMIT_COLUMNS,) * settings.classes
         models = {model: self._limit_model(self._problem(model, bounds, columns, weights)) for model in MODELS}
         return {"ratio": None if ratio == math.inf else ratio, "models": models}
 
-    def _limit_model(self, problem: Problem) -> Row:
+    def _limit_model(self, problem: Problem) -> Part:
         optimum, record = self._solve(problem)
         many = self.settings.majority
         weight, means = problem.weight(optimum.point), class_means(problem, optimum)
@@ -192,11 +192,11 @@ class Study:
             "minority_spread": float(torch.cdist(weight[many:], weight[many:]).max()) / typical,
         }
 
-    def _problem(self, model: str, bounds: Row, columns: tuple[int, ...], weights: tuple[float, ...]) -> Problem:
+    def _problem(self, model: str, bounds: Part, columns: tuple[int, ...], weights: tuple[float, ...]) -> Problem:
         shares = tuple(weight / sum(weights) for weight in weights)
         return Problem(model, samples=columns, shares=shares, dimension=self.settings.dimension, **bounds)
 
-    def _solve(self, problem: Problem, h0: Tensor | None = None) -> tuple[Optimum, Row]:
+    def _solve(self, problem: Problem, h0: Tensor | None = None) -> tuple[Optimum, Part]:
         """Find the best end over the seeds, on the scaled features `h0` if given, and describe it."""
         frozen = problem.frozen if h0 is None else ("features",)
         ends = []
@@ -211,7 +211,7 @@ class Study:
         return best, {**describe(problem, best), "starts": {"count": len(ends), "at_best": agree}}
 
 
-def describe(problem: Problem, optimum: Optimum) -> Row:
+def describe(problem: Problem, optimum: Optimum) -> Part:
     """Measure loss, stationarity and collapse at a point."""
     h, weight = problem.outputs(optimum.point).detach(), problem.weight(optimum.point)
     # Without the cut NC1 would relate noise to noise in the directions in which class means have collapsed.

@@ -26,7 +26,7 @@ from nc_study.config import MODELS
 from nc_study.paper import THEORY
 from torch import Tensor
 
-from .problem import Problem, Row
+from .problem import Part, Problem
 
 SAME = 1e-5
 """Relative difference up to which two numbers of two solves count as the same."""
@@ -156,13 +156,15 @@ def all_ratios_above_one(ratios: list[float | None]) -> str:
     return ROUNDING if min(known) <= 1 + SAME else HOLDS
 
 
-def claims_of(result: Row) -> list[Row]:
+def claims_of(result: Part) -> list[Part]:
     """Judge every claim about the parts that a result holds."""
     makers = {"balanced": balanced_claims, "imbalanced": imbalanced_claims, "limit": limit_claims}
     return [claim for part, make in makers.items() if result[part] for claim in make(result[part])]
 
 
-def _judged(bounds: Row, key: str, verdict: str, value: float | None, model: str | None = None, **variant: str) -> Row:
+def _judged(
+    bounds: Part, key: str, verdict: str, value: float | None, model: str | None = None, **variant: str
+) -> Part:
     """Make the row of a claim of THEORY, with the number that the verdict rests on; `variant` fills in its text."""
     claim = THEORY[key]
     return {
@@ -175,16 +177,16 @@ def _judged(bounds: Row, key: str, verdict: str, value: float | None, model: str
     }
 
 
-def _zero(bounds: Row, key: str, value: float | None, model: str | None = None) -> Row:
+def _zero(bounds: Part, key: str, value: float | None, model: str | None = None) -> Part:
     return _judged(bounds, key, about_zero(value), value, model)
 
 
-def _scale(record: Row) -> float:
+def _scale(record: Part) -> float:
     """Return the size by which losses are told apart: distance from 0 or from log K, whichever is less."""
     return min(record["loss"], record["below_chance"])
 
 
-def balanced_claims(part: Row) -> Iterator[Row]:
+def balanced_claims(part: Part) -> Iterator[Part]:
     """Judge Theorem 3.1 with the bounds of its proof, and Theorem B.3."""
     for bounds in part["bounds"]:
         for model, record in bounds["models"].items():
@@ -204,13 +206,13 @@ def balanced_claims(part: Row) -> Iterator[Row]:
     yield _judged({"features": "backbone", **two}, "two classes", verdict, loss - bound, "deq")
 
 
-def _loss_claim(bounds: Row, key: str, models: Row) -> Row:
+def _loss_claim(bounds: Part, key: str, models: Part) -> Part:
     explicit, deq = (models[model] for model in MODELS)
     verdict = less(deq["loss"], explicit["loss"], max(_scale(explicit), _scale(deq)))
     return _judged(bounds, key, verdict, deq["below_chance"] - explicit["below_chance"])
 
 
-def imbalanced_claims(part: Row) -> Iterator[Row]:
+def imbalanced_claims(part: Part) -> Iterator[Part]:
     """Judge Theorem 4.1."""
     for bounds in part["bounds"]:
         comparisons = bounds["comparisons"]
@@ -234,7 +236,7 @@ def imbalanced_claims(part: Row) -> Iterator[Row]:
         yield _loss_claim(bounds, "imbalanced loss", own)
 
 
-def limit_claims(part: Row) -> Iterator[Row]:
+def limit_claims(part: Part) -> Iterator[Part]:
     """Judge Proposition 4.2, read at infinite R, and minority collapse (Fang et al., PNAS 2021, Theorem 5)."""
     for bounds in part["bounds"]:
         last = bounds["rows"][-1]["models"]

@@ -53,10 +53,10 @@ def test_the_eager_solve_with_a_short_history(problem):
 def test_the_layers_have_the_gradient_of_deqfast(layer, adjoint, shape):
     kind = "residual" if len(shape) == 4 else "fc"
     case = training.TrainingCase(cell=kind, shape=shape, adjoint=adjoint, solver=deqfast.Broyden(1e-12, 80, history=80))
-    problem = training.Problem(case, "torch", "cpu", torch.float64)
+    setup = training.Setup(case, "torch", "cpu", torch.float64)
     exact, _, _ = training.exact_gradient(case, explicit=False)
     build = {"eager": peers.eager_layer, "torchdeq": peers.torchdeq_layer}[layer]
-    gradient, _ = problem.step(build(problem.cell, case.solver, adjoint))
+    gradient, _ = setup.step(build(setup.cell, case.solver, adjoint))
     # Their backward solves stop at a residual of 1e-6.
     tolerance = GRADIENT if adjoint == "jfb" else 1e-4
     assert relative_error(training.flat(gradient), training.flat(exact)) <= tolerance

@@ -114,7 +114,7 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
     for provider, row in outcomes.items():
         assert isinstance(row, dict), (provider, row)
         assert (row["section"], row["case"], row["provider"]) == (case.section, case.name, provider)
-        assert "problem" not in row, row
+        assert "fault" not in row, row
         assert ("skipped" in row) != ("ms" in row)
         if "ms" in row:
             assert row["ms_min"] <= row["ms"] and len(row["ms_quartiles"]) == 2 and row["rounds"] >= 1

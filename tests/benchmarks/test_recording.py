@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from harness import record, suite
 
+from deqfast.testing import records
+
 ROOT = Path(__file__).resolve().parents[2]
 SELECTED = ["-k", "fc_vjp and not cuda"]
 INTERRUPTION = """
@@ -59,9 +61,9 @@ def test_an_extension_of_other_sources_is_a_change_and_told(checkout, monkeypatc
 
 
 def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(records, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(record, "CACHES", tmp_path)
-    assert record.processor_details() == "" and record.processor()
+    assert record.processor_details() == "" and records.processor()
     (tmp_path / "cpuinfo").write_text(
         "cpu family\t: 25\nmodel\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n\nmodel\t: 99\n"
     )
@@ -70,7 +72,7 @@ def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
         folder.mkdir()
         (folder / "level").write_text(level + "\n")
         (folder / "size").write_text(size + "\n")
-    assert record.processor() == "AMD EPYC"
+    assert records.processor() == "AMD EPYC"
     assert record.processor_details() == "family 25, model 17, stepping 1, L2 1024K, L3 32768K"
 
 

@@ -56,7 +56,7 @@ def residual_rows():
 
 
 def other_rows():
-    """At least a row of every other section; of the training step those of two runs."""
+    """Rows of every other section, at least one of each; of the training step those of two runs."""
     step = {
         "providers": ("explicit", "deq"),
         "device": "cpu",
@@ -77,7 +77,7 @@ def other_rows():
         ),
         *rows_of("internet scale (model)", "MDEQ", images_per_second=1e3, internet_s=1e6, gain=1.5, **model),
         *rows_of("internet scale (check)", "f", assumed_over_measured=1.1),
-        *rows_of("ops", "step", providers=("torchdeq",), problem="residual nan"),
+        *rows_of("ops", "step", providers=("torchdeq",), fault="residual nan"),
     ]
 
 
@@ -143,7 +143,7 @@ def test_tables_leave_out_empty_columns_and_escape_bars():
 def test_rows_are_shown_with_what_is_wrong_and_what_was_skipped(root, capsys):
     rows = [
         *rows_of("ops", "step", providers=("cuda",), ms=1.0, ms_min=0.5, gains={"torch": 4.0}),
-        *rows_of("ops", "step", providers=("triton",), problem="wrong: 0.1"),
+        *rows_of("ops", "step", providers=("triton",), fault="wrong: 0.1"),
         *rows_of("ops", "step", skipped="no compiler"),
     ]
     write(root, "odd", rows)

@@ -29,5 +29,5 @@ def test_code_of_every_kernel_is_within_its_limits(tmp_path):
     kernels = {"picard", "left", "solve", "right", "transp", "act", "act'", "resid", "resid'"}
     kernels |= {"sums", "means", "scatter", "fc", "fc_vjp"}
     assert {row["case"]["kernel"] for row in rows} == kernels
-    assert [row for row in rows if row["problems"]] == []
+    assert [row for row in rows if row["faults"]] == []
     assert result.returncode == 0, result.stderr
