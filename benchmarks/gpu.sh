@@ -18,8 +18,9 @@ On a machine with a GPU, torch, triton, nvcc and a C++ compiler, without a netwo
   tests       330 s  the other tests that a GPU runs
   sanitizers  240 s  the tests of the ops under racecheck, initcheck and synccheck
 A call lasts 570 s at most: without PHASE it begins anew with the first four, and `gpu.sh tests sanitizers` is a second
-call. `gpu.sh measure` goes on with the files that have no record yet. What failed is named in the table at the end; the
-exit status is 1 then. Records of runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
+call, which adds to the log. `gpu.sh measure` goes on with the files that have no record yet; where a test failed or time
+ran out it is a .json.part, and measured again. What failed is named in the table at the end; the exit status is 1
+then. Records of runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
 
   --out FOLDER  where records, log and table go (runs/gpu)
   --dry-run     tiny cases on the CPU, to see that the script works
@@ -52,12 +53,11 @@ command -v "$python" >/dev/null || die "PYTHON: '$python' is no command"
 mkdir -p "$out"
 if [ ${#wanted[@]} -eq 0 ]; then
   wanted=(build smoke measure memcheck)
-  rm -f "$out"/*.json "$out"/*.json.part
+  rm -f "$out"/*.json "$out"/*.json.part "$out/gpu.log"
 fi
 
 work=$(mktemp -d)
 : >"$work/stages"
-: >"$out/gpu.log"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 device=cuda
 if $dry_run; then device=cpu; fi
@@ -133,6 +133,7 @@ measure() { # a GPU that an error has stopped, or a kernel that hangs, costs one
     if $dry_run; then size=(--small); fi
     pytest "measure-$part" $((end - SECONDS < 120 ? end - SECONDS : 120)) "benchmarks/test_$part.py" \
       --device "$device" --record "$record" "${size[@]}"
+    if [ -e "$record" ] && tail -n 1 "$work/stages" | grep -q $'\tFAILED'; then mv "$record" "$record.part"; fi
   done
 }
 

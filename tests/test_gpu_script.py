@@ -34,14 +34,22 @@ def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
     assert "== measure-ops" in (tmp_path / "gpu.log").read_text()
 
 
-def test_a_phase_that_fails_is_named_and_does_not_stop_the_others(tmp_path):
+def test_a_phase_that_fails_is_named_does_not_stop_the_others_and_is_tried_again(tmp_path):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *"-m pytest"*) exit 3 ;; esac\nexec {sys.executable} "$@"\n')
+    record, row = tmp_path / "cpu_ops.json", {"section": "ops", "case": "made-up", "provider": "cpp"}
+    written = f"echo '{json.dumps({'machine': {}, 'rows': [row]})}' >{record}"
+    failing = f'case "$*" in *test_ops.py*) {written}; exit 3 ;; *"-m pytest"*) exit 3 ;; esac'
+    python.write_text(f'#!/bin/sh\n{failing}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     result = run("--dry-run", "--out", tmp_path, PYTHON=str(python))
     assert result.returncode == 1, result.stdout + result.stderr
     failed = [line.split("\t")[:2] for line in result.stdout.splitlines()[-3:]]
     assert failed == [[name, "FAILED, status 3"] for name in ("smoke", "measure-ops", "measure-neural_collapse")]
+    assert "ops made-up cpp" in result.stdout and (tmp_path / "cpu_ops.json.part").exists() and not record.exists()
+    again = run("--dry-run", "--out", tmp_path, "measure", PYTHON=str(python))
+    assert "measure-ops\tFAILED" in again.stdout, again.stdout + again.stderr  # measured again, not kept
+    log = (tmp_path / "gpu.log").read_text()
+    assert log.count("== smoke") == 1 and log.count("== measure-ops") == 2
 
 
 @pytest.mark.parametrize(

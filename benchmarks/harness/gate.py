@@ -19,8 +19,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import binomtest
-
 from .files import write_json
 from .record import provenance, read_record
 
@@ -169,6 +167,8 @@ def change(now: float, before: float) -> str:
 
 def shown(hits: Iterable[bool]) -> bool:
     """Whether more than half of all pairs would hit, by a sign test at the level ``ERROR``: fair coins rarely do."""
+    from scipy.stats import binomtest  # measuring, on a machine that has little, does without it
+
     hits = list(hits)
     return bool(hits) and binomtest(sum(hits), len(hits), alternative="greater").pvalue <= ERROR
 
