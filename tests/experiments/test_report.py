@@ -78,25 +78,6 @@ def test_what_cannot_be_compared_is_not(made_up, tmp_path, no_pictures):
     assert "‡" not in text.split("## How")[0] and results(text, "(3,7) R = 10,")[0]["ours - paper"].startswith("-")
 
 
-def test_verdicts_stand_beside_the_papers_own_numbers(made_up, tmp_path, no_pictures):
-    for seed, shift in enumerate((1.0, 1.2, 1.4)):
-        root = made_up(seed=seed, shift=shift).parent
-    result = read_record(RunResult, made_up("other", lr=0.5) / "result.json")
-    text = report_on(root, tmp_path / "out")
-    verdicts = {row["claim of the paper"]: row for row in table(text, "Verdict on each claim")}
-    assert len(verdicts) == 12
-    overall = verdicts["Imbalanced: the DEQ's overall accuracy is higher"]
-    assert overall["verdict"] == "holds"
-    assert overall["the paper's own numbers"] == "higher in 9 of 9, +1.72 points on average"
-    assert verdicts["Balanced: the DEQ's accuracy is higher, if marginally"]["verdict"] == "not enough runs (0)"
-    sections = text.split("## Results: ")[1:]
-    assert [section.partition("\n")[0].endswith("lr 0.5") for section in sections] == [False, True]
-    *_, row = table(text, "Provenance")
-    assert row["group"].endswith("lr 0.5") and row["kernel"] == "cpp" and row["finished"] == result.finished
-    assert row["commit"] == (result.commit or "unknown")[:12] and f"torch {result.versions['torch']}" in row["versions"]
-    assert row["images a class"] == "500 and 50" and row["seconds in all"] == "14", "two networks, 4 x 1.75 s"
-
-
 def test_what_counts_in_no_table_is_listed_with_its_reason(made_up, tmp_path, no_pictures):
     root = made_up("good").parent
     (made_up("<b>bad|name", seed=1) / "result.json").write_text("{")

@@ -93,7 +93,6 @@ OLD = json.dumps({"format": FORMAT - 1})
     ("file", "content", "message"),
     [
         ("settings.json", OLD, "written by an older version of this project: .* another --out"),
-        ("result.json", OLD, "written by an older version of this project: .* another --out"),
         ("settings.json", "{", "settings.json cannot be read"),
         ("settings.json", None, "settings.json is missing"),
     ],
