@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.cases import CASES, SMALL, pairs
+from harness.cases import CASES, SMALL
 from harness.gate_plugin import Gate, add_options
-from harness.record import joined, machine, write_record
+from harness.record import machine, write_record
 from harness.suite import LARGE_SECONDS, Board
 from harness.tables import summary
 
 BOARD = pytest.StashKey[Board]()
+ENDED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # a run came to its end, be it with failures
 
 
 def pytest_addoption(parser):
@@ -25,15 +26,18 @@ def pytest_addoption(parser):
         help="JSON of all rows; replaces a file, unless the run is interrupted: then the rows so far are in FILE.part",
     )
     group.addoption("--remark", help="what else is to be known of the machine, kept in the record")
-    group.addoption("--full", action="store_true", help="half an hour: ResNet-18's last block, D=8192's pinv too")
+    group.addoption(
+        "--full",
+        action="store_true",
+        help="hours: also scaling, time to a residual, the study's training step, and the largest layer and pinv",
+    )
     group.addoption(
         "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"
     )
     group.addoption("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is one)")
-    study = parser.getgroup("study", "Cells of the study (test_time_to_residual.py)")
+    study = parser.getgroup("study", "Cell of the study (test_time_to_residual.py)")
     study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
-    study.addoption("--data-root", type=Path, help="folder of the CIFAR files; without: cells see drawn shapes")
-    study.addoption("--cells", type=Path, default=Path("runs/residual"), help="where trained cells are kept")
+    study.addoption("--data-root", type=Path, help="folder of the CIFAR files that the run saw")
     add_options(parser)
 
 
@@ -48,30 +52,27 @@ def pytest_configure(config):
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    config.stash[BOARD] = Board(device, path and journal_of(path), config.getoption("--small"))
+    journal = path and path.with_name(path.name + ".part")
+    config.stash[BOARD] = Board(device, journal, config.getoption("--small"))
     config.pluginmanager.register(Gate(config), "deqfast-gate")
 
 
-def journal_of(path):
-    return path.with_name(path.name + ".part")
-
-
-def cases_of(config, section=None):
-    """The cases that this run is asked for, of one section or of all."""
+def wanted(config):
+    """(case, provider) of all that this run is asked for, before any selection by name."""
     device, full = config.stash[BOARD].device, config.getoption("--full")
     cases = SMALL if config.getoption("--small") else CASES
     cases = [case for case in cases if device in case.devices and (full or not case.full)]
-    return [case for case in cases if section in (None, case.section)]
+    return [(case, provider) for case in cases for provider in case.providers_on(device)]
 
 
 def pytest_generate_tests(metafunc):
     """Tests marked `suite(section)` take (case, provider) of the section."""
     if mark := metafunc.definition.get_closest_marker("suite"):
-        given = pairs(cases_of(metafunc.config, mark.args[0]), metafunc.config.stash[BOARD].device)
         large = pytest.mark.timeout(LARGE_SECONDS)
         params = [
             pytest.param(case, provider, id=f"{case.name}-{provider}", marks=[large] if case.full else [])
-            for case, provider in given
+            for case, provider in wanted(metafunc.config)
+            if case.section == mark.args[0]
         ]
         metafunc.parametrize(("case", "provider"), params)
 
@@ -96,9 +97,8 @@ def board(request):
 
 
 @pytest.fixture
-def measured(request, benchmark):
+def measured(request, benchmark, board):
     """(case, provider) -> None: a timing of the suite; providers of a case that are selected are timed together."""
-    board = request.config.stash[BOARD]
 
     def run(case, provider):
         selected = [item.callspec.params for item in request.session.items if item.get_closest_marker("suite")]
@@ -113,39 +113,31 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    config, board = session.config, session.config.stash[BOARD]
-    path = config.getoption("--record")
-    if path is not None and board.rows and ended(exitstatus):
-        remark = joined(config.getoption("--remark"), partial(session, board.rows))
-        write_record(journal_of(path), board.rows, board.device, remark)
-        os.replace(journal_of(path), path)
-
-
-def ended(exitstatus):
-    """Whether a run came to its end, be it with failures."""
-    return exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    board, path = session.config.stash[BOARD], session.config.getoption("--record")
+    if path is not None and board.rows and exitstatus in ENDED:
+        remarks = filter(None, [session.config.getoption("--remark"), partial(session, board.rows)])
+        write_record(board.journal, board.rows, board.device, "; ".join(remarks) or None)
+        os.replace(board.journal, path)
 
 
 def partial(session, rows):
     """What a record of `rows` lacks, as a remark; None where it is whole."""
-    config = session.config
-    every = {
-        (case.section, case.name, provider) for case, provider in pairs(cases_of(config), config.stash[BOARD].device)
-    }
+    every = {(case.section, case.name, provider) for case, provider in wanted(session.config)}
     absent = every - {(row["section"], row["case"], row["provider"]) for row in rows}
     if not absent and not session.testsfailed:
         return None
-    selected = f", selected by -k {config.getoption('keyword')!r}" if config.getoption("keyword") else ""
+    keyword = session.config.getoption("keyword")
+    selected = f", selected by -k {keyword!r}" if keyword else ""
     return f"partial: {len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed{selected}"
 
 
 @pytest.hookimpl(trylast=True)  # after the tables of pytest-benchmark
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    rows, path = config.stash[BOARD].rows, config.getoption("--record")
-    if not rows:
+    board, path = config.stash[BOARD], config.getoption("--record")
+    if not board.rows:
         return
-    for line in ["", *summary(rows, judged=not config.getoption("--small"))]:
+    for line in ["", *summary(board.rows, judged=not board.small)]:
         terminalreporter.write_line(line)
     if path:
-        interrupted = f"not written, the run was interrupted: {path}; what there is: {journal_of(path)}"
-        terminalreporter.write_line(f"\nrecord: {path if ended(exitstatus) else interrupted}")
+        interrupted = f"not written, the run was interrupted: {path}; what there is: {board.journal}"
+        terminalreporter.write_line(f"\nrecord: {path if exitstatus in ENDED else interrupted}")

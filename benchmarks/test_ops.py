@@ -1,11 +1,6 @@
-"""The machine's rates, and single ops, windows full, beside plain torch and the bytes that they must move."""
+"""Single ops, windows full, beside plain torch and the bytes that they must move."""
 
 import pytest
-
-
-@pytest.mark.suite("rates")
-def test_rate(measured, case, provider):
-    measured(case, provider)
 
 
 @pytest.mark.suite("ops")

@@ -1,8 +1,8 @@
-"""A training step of the study's two networks, part by part, NC1-NC4 as a share of an epoch, and the paper's hours.
+"""A training step of the study's two networks, NC1-NC4 as a share of an epoch, and the paper's hours.
 
     pytest benchmarks/test_study_step.py --full --record FILE
 
-The step is the study's own, on drawn images; hooks note the time where one part ends and the next begins.
+The step is the study's own, on drawn images, with the batch's augmentation.
 """
 
 import pytest

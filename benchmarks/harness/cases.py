@@ -6,22 +6,21 @@ MDEQ's (D = 65536); batches of 1 to 256.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import deqfast
 
-from .cells import CellCase, CellSolveCase
+from .cells import CellSolveCase
 from .collapse import CollapseCase
 from .entry import Case
 from .maps import NEVER
-from .ops import BroydenStepCase, CollapseOpCase, FCOpCase, NormOpCase, OpCase, RateCase, StepCase
+from .ops import BroydenStepCase, FCVjpCase, NormOpCase, OpCase, StepCase, TransposedCase
 from .options import OPTIONS, SMALL_OPTIONS
 from .scaling import SCALING
 from .solves import FCSolveCase, SolveCase
-from .training import TOL, NetworkCase, TrainingCase
+from .training import TOL, TrainingCase
 
 BF16 = torch.bfloat16
 ITERATIONS = 20
@@ -43,7 +42,7 @@ def steps(batch: int, dim: int) -> list[OpCase]:
         StepCase(method="and2", history=6, history_dtype=BF16, **size),
         StepCase(method="good", history=20, **size),
         BroydenStepCase(**size),
-        StepCase(op="multisecant_transposed", method="good", history=20, **size),
+        TransposedCase(**size),
     ]
 
 
@@ -59,11 +58,6 @@ def improving(batch: int, dim: int) -> list[OpCase]:
 
 GPU: dict[str, Any] = {"devices": ("cuda",)}
 STAGE_IMAGE, MDEQ_IMAGE = (128, 512, 4, 4), (8, 64, 32, 32)
-RATES: list[OpCase] = [
-    RateCase(op="copy", size_of=1 << 28, **GPU),
-    RateCase(op="mm", size_of=8192, **GPU),
-    RateCase(op="mm", size_of=1024, devices=("cpu",)),
-]
 OPS: list[OpCase] = [
     *steps(*FC),
     *steps(*LAST_STAGE),
@@ -71,11 +65,6 @@ OPS: list[OpCase] = [
     *steps(*MDEQ),
     *improving(*LAST_STAGE),
     *(StepCase(method="good", history=18, batch=batch, dim=dim, **GPU) for batch, dim in (LAST_STAGE, MDEQ)),
-    *(StepCase(op="picard_step", batch=128, dim=1024, improving=better, **GPU) for better in (False, True)),
-    *(
-        StepCase(method="and2", history=6, history_dtype=BF16, batch=batch, dim=dim, **GPU)
-        for batch, dim in ((128, 1024), (8, 65536))
-    ),
     *(
         NormOpCase(op=op, shape=STAGE_IMAGE, dtypes=dtypes)
         for op in ("norm_act", "norm_act_residual")
@@ -83,14 +72,7 @@ OPS: list[OpCase] = [
     ),
     *(NormOpCase(op=f"{op}_backward", shape=STAGE_IMAGE) for op in ("norm_act", "norm_act_residual")),
     *(NormOpCase(op=op, shape=MDEQ_IMAGE) for op in ("norm_act", "norm_act_residual")),
-    FCOpCase(op="fc_fixed_point", batch=128, dim=256),
-    FCOpCase(op="fc_fixed_point", batch=128, dim=256, weight_dtype=BF16),
-    FCOpCase(op="fc_vjp", batch=128, dim=1024),
-    *(
-        CollapseOpCase(op=op, samples=samples, dim=dim, classes=classes)
-        for op in ("class_means", "within_class_scatter")
-        for samples, dim, classes in ((50_000, 512, 10), (2000, 8192, 100))
-    ),
+    FCVjpCase(batch=128, dim=1024),
 ]
 
 SOLVES: list[SolveCase] = [
@@ -121,12 +103,7 @@ TRAINING: list[TrainingCase] = [
     TrainingCase(cell="fc", shape=(128, 256), adjoint="implicit", solver=ANDERSON),
 ]
 
-CELL: dict[str, Any] = {"shape": STAGE_IMAGE, **GPU}
-CELLS: list[Case] = [
-    *(CellCase(precision=precision, **CELL) for precision in ("fp32", "tf32", "bf16")),
-    *(CellSolveCase(precision="bf16", solver=solver, **CELL) for solver in SOLVERS[2:]),
-]
-NETWORKS: list[Case] = [NetworkCase(width=64, batch=128, precision=precision, **GPU) for precision in ("fp32", "bf16")]
+CELLS = [CellSolveCase(shape=STAGE_IMAGE, solver=solver, **GPU) for solver in SOLVERS[2:]]
 
 COLLAPSE: list[CollapseCase] = [
     CollapseCase(samples=5000, dim=512, classes=10),
@@ -138,41 +115,29 @@ COLLAPSE: list[CollapseCase] = [
     CollapseCase(samples=2000, dim=8192, classes=100, dtype=torch.float64, classifier=False, full=True),
 ]
 
-CASES: list[Case] = [*RATES, *OPS, *SOLVES, *FC_SOLVES, *CELLS, *TRAINING, *NETWORKS, *COLLAPSE, *OPTIONS, *SCALING]
+CASES: list[Case] = [*OPS, *SOLVES, *FC_SOLVES, *CELLS, *TRAINING, *COLLAPSE, *OPTIONS, *SCALING]
 
 SMALL_CELL: dict[str, Any] = {"shape": (2, 8, 4, 4)}
 SMALL: list[Case] = [
-    RateCase(op="copy", size_of=1 << 10),
-    RateCase(op="mm", size_of=64),
     StepCase(op="picard_step", batch=2, dim=64),
     StepCase(op="picard_step", batch=2, dim=64, improving=True),
     StepCase(method="and2", history=6, batch=9, dim=64),
     StepCase(method="and2", history=6, batch=9, dim=64, improving=True),
     StepCase(method="good", history=6, history_dtype=BF16, batch=1, dim=64),
-    StepCase(op="multisecant_transposed", method="good", history=6, batch=9, dim=64),
+    TransposedCase(batch=9, dim=64),
     BroydenStepCase(batch=9, dim=64),
     NormOpCase(op="norm_act_residual", shape=(2, 16, 3, 5)),
-    FCOpCase(op="fc_fixed_point", batch=3, dim=16, weight_dtype=BF16),
-    FCOpCase(op="fc_vjp", batch=3, dim=16),
-    CollapseOpCase(op="class_means", samples=50, dim=7, classes=3),
-    CollapseOpCase(op="within_class_scatter", samples=50, dim=7, classes=3),
+    FCVjpCase(batch=3, dim=16),
     *(SolveCase(solver=solver, batch=2, dim=64) for solver in SOLVERS),
     SolveCase(solver=SOLVERS[1], batch=2, dim=32, map="fc"),
     FCSolveCase(batch=2, dim=32),
-    CellCase(precision="bf16", **SMALL_CELL),
-    CellSolveCase(precision="fp32", solver=SOLVERS[1], **SMALL_CELL),
+    CellSolveCase(solver=SOLVERS[1], **SMALL_CELL),
     TrainingCase(cell="residual", adjoint="jfb", solver=ANDERSON, **SMALL_CELL),
     TrainingCase(cell="residual", adjoint="implicit", solver=BROYDEN, **SMALL_CELL),
     TrainingCase(cell="fc", shape=(3, 16), adjoint="jfb", solver=PICARD),
-    NetworkCase(width=8, batch=2, precision="fp32"),
     CollapseCase(samples=60, dim=9, classes=3),
     *SMALL_OPTIONS,
 ]
-
-
-def pairs(cases: Sequence[Case], device: str) -> list[tuple[Case, str]]:
-    """Every case with each of its providers on a device."""
-    return [(case, provider) for case in cases for provider in case.providers_on(device)]
 
 
 def find(section: str, name: str) -> Case:

@@ -58,7 +58,7 @@ def solve_to_tolerance(solver: str, problem: str, trace: bool = False) -> deqfas
 
 
 def iterations(solver: str, problem: str) -> dict[str, int]:
-    """Of a solve to a tolerance; samples that did not converge are counted, for they may take fewer iterations."""
+    """Counts of a solve to a tolerance; samples that did not converge may take fewer iterations, and are counted."""
     solution = solve_to_tolerance(solver, problem)
     return {
         "evaluations": solution.evaluations,
@@ -77,7 +77,7 @@ def full_solve(solver: str) -> dict[str, int]:
 
 
 def whole(call: Callable[[], Any]) -> dict[str, int]:
-    """Of a call, f included."""
+    """Counters of a call, f included."""
     return dataclasses.asdict(count(lambda f: call(), lambda: None, "cpu"))
 
 
@@ -99,7 +99,7 @@ def fc_block(adjoint: str) -> dict[str, int]:
 
 
 def residual_block() -> dict[str, int]:
-    """Without memory: what torch's convolutions allocate depends on the processor."""
+    """Counters without memory: what torch's convolutions allocate depends on the processor."""
     torch.manual_seed(0)
     cell = deqfast.ResidualCell(16)
     cell.kernel = KERNEL
@@ -121,7 +121,7 @@ def fc_fixed_point() -> dict[str, int]:
 
 
 def neural_collapse() -> dict[str, int]:
-    """Without allocations: those of torch's eigenvalues are another number in another torch."""
+    """Counters without allocations: those of torch's eigenvalues are another number in another torch."""
     features, labels, weight = clusters(200, 32, 10)
     counters = whole(lambda: deqfast.neural_collapse(features, labels, weight, kernel=KERNEL))
     return {name: value for name, value in counters.items() if name != "allocations"}

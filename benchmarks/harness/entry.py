@@ -6,17 +6,17 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from deqfast.fc import has_kernel
 from deqfast.ops import Kernel, choose_kernel
 from deqfast.testing import accuracy
 
 from .record import Row
 
+Made = TypeVar("Made")
 KERNELS = ("torch", "cpp", "triton", "cuda")
 GRAPHS = ("triton-graph", "cuda-graph")  # whole solves, captured in CUDA graphs
 ABSENT = {"cpu": ("triton", "cuda", *GRAPHS), "cuda": ("cpp",)}  # not asked for on that device
@@ -86,10 +86,12 @@ def kernel_of(provider: str, device: str) -> Kernel:
         raise Skipped(str(error)) from None
 
 
-def require_fc_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> None:
-    """``Skipped`` where `kernel` does not hold W (D, D) in one launch of ``fc_fixed_point`` for a state of `dtype`."""
-    if kernel.name != "torch" and not has_kernel(kernel, weight, dtype):
-        raise Skipped(f"{kernel.name} has no fc_fixed_point for D={len(weight)} in {short(weight.dtype)}")
+def peer(make: Callable[..., Made], *given: Any) -> Made:
+    """``make(*given)``; ``Skipped`` where what it compares with is not installed."""
+    try:
+        return make(*given)
+    except ImportError as error:
+        raise Skipped(f"torchdeq cannot be imported: {error}") from None
 
 
 def short(dtype: torch.dtype) -> str:

@@ -33,7 +33,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """With floating-point numbers of six significant digits, all that a measurement tells."""
+    """The value with its floating-point numbers to six significant digits, all that a measurement tells."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

@@ -12,22 +12,18 @@ A baseline is a JSON file with a line for each case. What our own code does depe
 
 from __future__ import annotations
 
-import datetime
-import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from .files import write_text
-from .record import command, commit
+from .files import write_json
+from .record import provenance, read_record
 
 BASELINES = Path(__file__).resolve().parent.parent / "baselines"
-MODES = {"counters": "counters", "triton": "counters", "cuda": "counters", "ratios": "all"}  # judged by --gate=...
 # A ratio may exceed the baseline's by this much: medians of one and the same code were up to 9 % from their mean on a
 # busy machine, where others' work leaves less of the cache and the memory to the side that needs more of them.
 MARGIN = 1.15
@@ -76,29 +72,26 @@ class Baseline:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Baseline:
-        """Without rows where there is no file."""
+        """The committed baseline; without rows where there is no file."""
         path = folder / f"{name}.json"
         if not path.exists():
             return cls(name, {})
-        data = json.loads(path.read_text())
-        pairs = ((case, zip(data["columns"], values, strict=True)) for case, values in data["rows"].items())
-        rows = {case: {column: value for column, value in row if value is not None} for case, row in pairs}
+        data = read_record(path)
         head, _, changed = data["commit"].partition("+")
-        return cls(name, rows, f"{head[:8]}{'+' * bool(changed)}{changed} of {data['date'][:10]}", data["depends_on"])
+        since = f"{head[:8]}{'+' * bool(changed)}{changed} of {data['date'][:10]}"
+        named = ((case, zip(data["columns"], values, strict=True)) for case, *values in data["rows"])
+        rows = {case: {column: value for column, value in row if value is not None} for case, row in named}
+        return cls(name, rows, since, data["depends_on"])
 
     def write(self, folder: Path) -> Path:
-        """A line per case, null where a case has not that counter."""
-        columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
-        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-        head = {"commit": commit(), "date": date, "command": command(sys.orig_argv), "depends_on": self.depends_on}
-        lines = [f'"{key}": {json.dumps(value)},' for key, value in (head | {"columns": columns}).items()]
-        cases = [
-            f" {json.dumps(case)}: {json.dumps([row.get(column) for column in columns])}"
-            for case, row in self.rows.items()
-        ]
+        """A line per case, null where a case has not that counter, with commit, date and command of this run."""
+        run = provenance()
+        head = {"commit": run["machine"]["commit"], "date": run["date"], "command": run["command"]}
         folder.mkdir(exist_ok=True)
         path = folder / f"{self.name}.json"
-        write_text(path, "\n".join(["{", *lines, '"rows": {', ",\n".join(cases), "}", "}"]) + "\n")
+        columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
+        rows = [[case, *map(row.get, columns)] for case, row in self.rows.items()]
+        write_json(path, head | {"depends_on": self.depends_on, "columns": columns, "rows": rows})
         return path
 
     def unfit(self, depends_on: str) -> str | None:
@@ -107,21 +100,16 @@ class Baseline:
             return None
         return f"the baseline is of {self.depends_on}, this is {depends_on}"
 
-    def finding(self, case: str, verdict: Verdict, text: str) -> Finding:
-        return Finding(self.name, case, verdict, text)
-
-    def missing(self, case: str) -> Finding:
-        return self.finding(case, Verdict.MISSING, f"has no baseline; accept it with {self.update}")
+    def missing(self, case: str, what: str) -> Finding:
+        """A difference that only a new baseline accepts."""
+        mode = "" if self.name == "ratios" else "=counters"
+        accept = f"accept it with `pytest benchmarks --gate{mode} --update-baseline`"
+        return Finding(self.name, case, Verdict.MISSING, f"{what}; {accept}")
 
     def left_over(self, cases: Iterable[str]) -> list[Finding]:
         """A finding for each row of a case that is measured no more."""
-        text = f"has a baseline ({self.since}) and is measured no more; accept it with {self.update}"
-        return [self.finding(case, Verdict.MISSING, text) for case in sorted(set(self.rows) - set(cases))]
-
-    @property
-    def update(self) -> str:
-        """The command that writes this baseline anew."""
-        return f"`pytest benchmarks --gate={MODES[self.name.partition('-')[0]]} --update-baseline`"
+        text = f"has a baseline ({self.since}) and is measured no more"
+        return [self.missing(case, text) for case in sorted(set(self.rows) - set(cases))]
 
     def judge(self, case: str, now: Counters, alike: bool = True) -> Finding:
         """Worse where one counter is higher, whatever the others gain.
@@ -130,19 +118,19 @@ class Baseline:
         were compiled for other architectures.
         """
         if case not in self.rows:
-            return self.missing(case)
+            return self.missing(case, "has no baseline")
         before = self.rows[case]
         if alike and now.keys() != before.keys():
             names = ", ".join(sorted(now.keys() ^ before.keys()))
-            text = f"{names}: in the baseline or now, not both; accept it with {self.update}"
-            return self.finding(case, Verdict.MISSING, text)
+            return self.missing(case, f"{names}: in the baseline or now, not both")
         both = [name for name in now if name in before]
         if not both:
-            return self.finding(case, Verdict.NOT_JUDGED, f"nothing that the baseline ({self.since}) has too")
+            text = f"nothing that the baseline ({self.since}) has too"
+            return Finding(self.name, case, Verdict.NOT_JUDGED, text)
         rises = [f"{name} {change(now[name], before[name])}" for name in both if now[name] > before[name]]
         falls = [f"{name} {change(now[name], before[name])}" for name in both if now[name] < before[name]]
         verdict = Verdict.WORSE if rises else Verdict.BETTER if falls else Verdict.SAME
-        return self.finding(case, verdict, f"{'; '.join(rises + falls) or 'as'} since {self.since}")
+        return Finding(self.name, case, verdict, f"{'; '.join(rises + falls) or 'as'} since {self.since}")
 
     def judge_ratio(self, case: str, measure: Callable[[int], list[float]], margin: float = MARGIN) -> Finding:
         """A ratio of times, smaller is better, beside the baseline's. `measure(n)` gives n freshly measured pairs.
@@ -151,7 +139,7 @@ class Baseline:
         their median is shown to lie above the baseline times `margin`, better where below the baseline divided by it.
         """
         if case not in self.rows:
-            return self.missing(case)
+            return self.missing(case, "has no baseline")
         before: float = self.rows[case]["ratio"]
         ratios, verdict = measure(PAIRS), Verdict.SAME
         if not before / margin <= statistics.median(ratios) <= before * margin:
@@ -162,9 +150,8 @@ class Baseline:
                 verdict = Verdict.BETTER
         low, median, high = statistics.quantiles(ratios)
         spread = f"quartiles {low:.3g} to {high:.3g} of {len(ratios)} pairs"
-        allowed = f"{margin - 1:.0%}".replace("%", " %")
-        text = f"time / reference {change(median, before)}, {spread}, margin {allowed}, since {self.since}"
-        return self.finding(case, verdict, text)
+        text = f"time / reference {change(median, before)}, {spread}, margin {margin - 1:.0%}, since {self.since}"
+        return Finding(self.name, case, verdict, text)
 
 
 def ratio_row(ratios: list[float]) -> Counters:
@@ -174,20 +161,15 @@ def ratio_row(ratios: list[float]) -> Counters:
 
 
 def change(now: float, before: float) -> str:
-    """ "3 -> 4 (+33 %)"."""
-    share = f" ({now / before - 1:+.0%})".replace("%", " %") if before else ""
+    """ "3 -> 4 (+33%)"."""
+    share = f" ({now / before - 1:+.0%})" if before else ""
     return f"{before:.4g} -> {now:.4g}{share}" if isinstance(now, float) else f"{before} -> {now}{share}"
 
 
-def chance_of(above: int, pairs: int) -> float:
-    """Probability that at least `above` of `pairs` fair coins show heads."""
-    return sum(math.comb(pairs, k) for k in range(above, pairs + 1)) / 2**pairs
-
-
 def shown(hits: Iterable[bool]) -> bool:
-    """Whether more than half of all pairs would hit, by a sign test at the level ``ERROR``."""
+    """Whether more than half of all pairs would hit, by a sign test at the level ``ERROR``: fair coins rarely do."""
     hits = list(hits)
-    return chance_of(sum(hits), len(hits)) <= ERROR
+    return sum(math.comb(len(hits), k) for k in range(sum(hits), len(hits) + 1)) / 2 ** len(hits) <= ERROR
 
 
 def report(findings: list[Finding], update: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,16 +16,16 @@ from .record import stale_extensions
 GATE_HELP = """judge by the committed baselines, on the CPU, instead of measuring the suite: `counters` (exact: calls of
 f, operations, host waits, allocations of our own code, on any supported torch; registers, stack, shared memory of
 compiled kernels; none may rise; two minutes) or `all`, the default, with ratios of times taken in turns (two minutes
-more, on a quiet machine). Without it the gate's tests are not run. Kernels of a compiler without a baseline are judged
-by the limits of the hardware alone, and ratios not at all on another machine than the baseline's; both is said. Fails
-where something is worse or has no baseline"""
-UPDATE_HELP = "with --gate[=counters]: write what is measured to benchmarks/baselines/, to be committed; judge nothing"
+more, on a quiet machine). Kernels of a compiler without a baseline are judged by the limits of the hardware alone, and
+ratios not at all on another machine than the baseline's; both is said"""
+UPDATE_HELP = """with --gate[=counters]: write what is measured to benchmarks/baselines/, to be committed; judge nothing
+but the limits of the hardware"""
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gate", "deqfast's regression gate")
     group.addoption("--gate", nargs="?", const="all", choices=("all", "counters"), help=" ".join(GATE_HELP.split()))
-    group.addoption("--update-baseline", action="store_true", help=UPDATE_HELP)
+    group.addoption("--update-baseline", action="store_true", help=" ".join(UPDATE_HELP.split()))
 
 
 class Gate:
@@ -34,7 +35,7 @@ class Gate:
         config.addinivalue_line("markers", "gate(mode): judged by --gate=mode and --gate=all")
         self.mode, self.update = config.getoption("gate"), config.getoption("update_baseline")
         self.folder = folder
-        self.baselines: dict[str, Baseline] = {}
+        self.baseline = functools.cache(functools.partial(Baseline.read, folder))
         self.rows: dict[str, dict[str, Counters]] = {}
         self.findings: list[Finding] = []
         self.written: list[Path] = []
@@ -60,11 +61,6 @@ class Gate:
         for line in [*report(self.findings, self.update), *(f"written: {path}" for path in self.written)]:
             terminalreporter.write_line(line)
 
-    def baseline(self, name: str) -> Baseline:
-        if name not in self.baselines:
-            self.baselines[name] = Baseline.read(self.folder, name)
-        return self.baselines[name]
-
     def not_judged(self, name: str, why: str) -> NoReturn:
         """Skip the test, and say so at the end too."""
         self.findings.append(Finding(name, "all cases", Verdict.NOT_JUDGED, why))
@@ -77,17 +73,19 @@ class Gate:
     def compiled(self, name: str, rows: dict[str, Counters], broken: dict[str, str], depends_on: str) -> None:
         """Judge all the kernels that a compiler made: by its baseline `name`, and always by what limits are `broken`.
 
-        A compiler without a baseline is judged by the limits alone.
+        A compiler without a baseline is judged by the limits alone; kernels that break them become no baseline.
         """
         baseline = self.baseline(name)
-        findings = [baseline.finding(case, Verdict.WORSE, text) for case, text in broken.items()]
+        findings = [Finding(name, case, Verdict.WORSE, text) for case, text in broken.items()]
         if baseline.rows or self.update:
             findings += [baseline.judge(case, row, alike=False) for case, row in rows.items()]
             findings += baseline.left_over(rows)
         else:
             told = f"no baseline for {depends_on}: {len(rows)} kernels judged by the limits of the hardware alone"
-            findings.append(baseline.finding("all cases", Verdict.NOT_JUDGED, told))
+            findings.append(Finding(name, "all cases", Verdict.NOT_JUDGED, told))
         self._keep(name, rows, findings)
+        if self.update and broken:
+            pytest.fail(f"{name}.json is not written, limits are broken by: {', '.join(broken)}", pytrace=False)
         if self.update:
             self._write(name, rows, depends_on)
 
@@ -101,6 +99,15 @@ class Gate:
         else:
             self._keep("ratios", {}, [baseline.judge_ratio(case, measure, margin)])
 
+    def close(self, name: str, cases: Iterable[str], depends_on: str = "") -> None:
+        """End a baseline after its last case: fail for cases there are no more, or write the new baseline."""
+        cases = list(cases)
+        if self.update:
+            self._write(name, cases, depends_on)
+        elif unfit := self.baseline(name).unfit(depends_on):
+            self.not_judged(name, unfit)
+        self._keep(name, {}, self.baseline(name).left_over(cases))
+
     def _keep(self, name: str, rows: dict[str, Counters], findings: list[Finding]) -> None:
         self.rows.setdefault(name, {}).update(rows)
         self.findings += findings
@@ -109,19 +116,8 @@ class Gate:
             counts = ", ".join(f"{count} {verdict}" for verdict, count in failing.items())
             pytest.fail(f"{name}: {counts}, see the table at the end", pytrace=False)
 
-    def close(self, name: str, cases: Iterable[str], depends_on: str = "") -> None:
-        """After the last case: fail for baselines of cases there are no more, or write the new baseline.
-
-        It is written only whole: where some of `cases` were not measured, the test fails.
-        """
-        cases = list(cases)
-        if self.update:
-            self._write(name, cases, depends_on)
-        elif unfit := self.baseline(name).unfit(depends_on):
-            self.not_judged(name, unfit)
-        self._keep(name, {}, self.baseline(name).left_over(cases))
-
     def _write(self, name: str, cases: Iterable[str], depends_on: str) -> None:
+        """Write the new baseline, only whole: where some of `cases` were not measured, the test fails."""
         rows = self.rows.get(name, {})
         if absent := sorted(set(cases) - set(rows)):
             pytest.fail(f"{name}.json is not written, not measured were: {', '.join(absent)}", pytrace=False)

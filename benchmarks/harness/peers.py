@@ -35,7 +35,7 @@ def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
 
 
 def torchdeq_solve(solver: Any) -> Solve:
-    """By torchdeq as it ships; its history has the dtype of the state. ImportError where it is not installed."""
+    """A solve by torchdeq as it ships, its history in the dtype of the state. ImportError where it is missing."""
     run, max_iter = torchdeq_method(solver)
     return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop)[0]
 
@@ -88,21 +88,16 @@ def eager_solve(solver: Any) -> Solve:
 
 
 def _rows(solve: Callable[..., Tensor], f: Map, z0: Tensor, solver: Any) -> Tensor:
-    """`solve` on the state as (B, D), in the memory order of z0."""
-    if z0.dim() == 2:
-        return solve(f, z0, solver)
-    order = torch.channels_last if z0.dim() == 4 else torch.contiguous_format
-    z0 = z0.contiguous(memory_format=order)
-    shape = z0.shape if z0.dim() != 4 else torch.Size(z0.shape[i] for i in (0, 2, 3, 1))
+    """`solve` on the state as (B, D): of images the view of a channels_last tensor."""
+    rows = z0.movedim(1, -1)
 
     def image(z: Tensor) -> Tensor:
-        z = z.view(shape)
-        return z.permute(0, 3, 1, 2) if z0.dim() == 4 else z
+        return z.view(rows.shape).movedim(-1, 1)
 
     def flat(z: Tensor) -> Tensor:
-        return z.contiguous(memory_format=order).as_strided((len(z), z[0].numel()), (z[0].numel(), 1))
+        return z.movedim(1, -1).flatten(1).to(z0.dtype)
 
-    return image(solve(lambda z: flat(f(image(z))).to(z0.dtype), flat(z0), solver))
+    return image(solve(lambda z: flat(f(image(z))), flat(z0), solver))
 
 
 def _picard(f: Map, z0: Tensor, solver: Any) -> Tensor:
@@ -204,30 +199,18 @@ def eager_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor,
             return cell(z.detach(), x)
         z = z.detach().requires_grad_()
         evaluation = cell(z, x)
-        value = evaluation.detach().to(z.dtype).requires_grad_()
 
-        def pull(grad: Tensor) -> Tensor:
+        def solved(grad: Tensor) -> Tensor:
             def product(u: Tensor) -> Tensor:
                 return torch.autograd.grad(evaluation, z, u.to(evaluation.dtype), retain_graph=True)[0] + grad
 
-            return backward(product, grad).to(evaluation.dtype)
+            return backward(product, grad.to(z.dtype)).to(evaluation.dtype)
 
-        return _Pulled.apply(evaluation, value, pull)
+        value = evaluation.clone()  # whose hook the products do not meet
+        value.register_hook(solved)
+        return value
 
     return layer
-
-
-class _Pulled(torch.autograd.Function):
-    """`value` with the gradient of `evaluation`, which `pull` is asked to transform first."""
-
-    @staticmethod
-    def forward(ctx: Any, evaluation: Tensor, value: Tensor, pull: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.pull = pull
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.pull(grads[0]), None, None
 
 
 def explicit_layer(cell: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:

@@ -21,14 +21,13 @@ WELL_INSIDE = 0.3  # eigenvalue of the map whose difficulty is not in its eigenv
 class Problem:
     """z = f(z), sample by sample, from z0 (B, ...).
 
-    exact: f in float64, with the same float32 weights; origin: where trained weights are from.
+    exact: f in float64, with the same float32 weights.
     """
 
     name: str
     f: Callable[[Tensor], Tensor]
     exact: Callable[[Tensor], Tensor]
     z0: Tensor
-    origin: str = ""
 
     @property
     def dim(self) -> int:
@@ -117,37 +116,29 @@ MAPS: dict[str, tuple[int, Callable[[int, torch.Generator], Tensor], Callable[[T
 
 
 def fully_connected(
-    name: str, weight: Tensor, bias: Tensor, activation: Callable[[Tensor], Tensor] | None = None
+    name: str, weight: Tensor, bias: Tensor, activation: Callable[..., Tensor] | None = None
 ) -> Problem:
     """f(z) = act(W z + b) in float32 from 0; b (B, D)."""
-    act = activation or (lambda z: z)
-    w, b = weight.float(), bias.float()
-    exact_w, exact_b = w.double(), b.double()
-    return Problem(
-        name, lambda z: act(F.linear(z, w) + b), lambda z: act(F.linear(z, exact_w) + exact_b), torch.zeros_like(b)
-    )
+    weight, bias = weight.float(), bias.float()
+
+    def f(z: Tensor) -> Tensor:
+        linear = F.linear(z, weight.to(z.dtype)) + bias.to(z.dtype)
+        return activation(linear) if activation else linear
+
+    return Problem(name, f, f, torch.zeros_like(bias))
 
 
-def suite(names: list[str] | None = None, batch: int = SUITE_BATCH) -> list[Problem]:
-    """The 24 problems: every map of ``MAPS`` with injections of both ``SCALES``; or those of some maps."""
-    return [
-        problem
-        for index, name in enumerate(MAPS)
-        if names is None or name in names
-        for problem in _of_map(name, index, batch)
-    ]
-
-
-def _of_map(name: str, seed: int, batch: int) -> list[Problem]:
+def suite(name: str, batch: int = SUITE_BATCH) -> list[Problem]:
+    """The two problems of a map of ``MAPS``, with injections of both ``SCALES``; 24 in all."""
     dim, weight_of, activation = MAPS[name]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed([*MAPS].index(name))
     weight = weight_of(dim, generator)
     bias = torch.randn(batch, dim, generator=generator, dtype=torch.float64)
     return [fully_connected(f"{name}, b {scale:g}", weight, scale * bias, activation) for scale in SCALES]
 
 
-def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor, origin: str = "") -> Problem:
+def of_cell(name: str, cell: nn.Module, injection: Tensor, z0: Tensor) -> Problem:
     """The fixed point of a cell (z, x) -> z with its weights as they are."""
     cell.requires_grad_(False)
     exact_cell, exact_injection = copy.deepcopy(cell).double(), injection.double()
-    return Problem(name, lambda z: cell(z, injection), lambda z: exact_cell(z, exact_injection), z0, origin)
+    return Problem(name, lambda z: cell(z, injection), lambda z: exact_cell(z, exact_injection), z0)

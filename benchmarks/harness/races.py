@@ -57,19 +57,19 @@ def providers(on_torch: bool = False) -> list[Provider]:
     """All solvers, torchdeq's last; `on_torch`: and before them the default ones with kernel="torch"."""
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
     whole = partial(deqfast.Broyden, history=EVALUATIONS)  # which is torchdeq's default
-    ours: dict[str, tuple[str, Callable[..., Any]]] = {
-        "picard": (picard, deqfast.Picard),
-        "anderson m=6": (anderson, deqfast.Anderson),
-        "anderson m=6 bf16 history": (anderson, partial(deqfast.Anderson, history_dtype=torch.bfloat16)),
-        "anderson m=8": (anderson, partial(deqfast.Anderson, history=8)),
-        f"broyden n={EVALUATIONS}": (broyden, whole),
-        "broyden n=20": (broyden, deqfast.Broyden),
-    }
+    ours: list[tuple[str, str, Callable[..., Any]]] = [
+        ("picard", picard, deqfast.Picard),
+        ("anderson m=6", anderson, deqfast.Anderson),
+        ("anderson m=6 bf16 history", anderson, partial(deqfast.Anderson, history_dtype=torch.bfloat16)),
+        ("anderson m=8", anderson, partial(deqfast.Anderson, history=8)),
+        (f"broyden n={EVALUATIONS}", broyden, whole),
+        ("broyden n=20", broyden, deqfast.Broyden),
+    ]
+    plain = [one for one in ours if on_torch and one[0] in ("picard", "anderson m=6", "broyden n=20")]
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
-    plain = [name for name in ("picard", "anderson m=6", "broyden n=20") if on_torch]
     return [
-        *(Provider(f"deqfast {name}", peer, partial(_deqfast, make)) for name, (peer, make) in ours.items()),
-        *(Provider(f"torch {name}", ours[name][0], partial(_deqfast, ours[name][1], kernel="torch")) for name in plain),
+        *(Provider(f"deqfast {name}", peer, partial(_deqfast, make)) for name, peer, make in ours),
+        *(Provider(f"torch {name}", peer, partial(_deqfast, make, kernel="torch")) for name, peer, make in plain),
         *(Provider(name, name, partial(_torchdeq, make)) for name, make in theirs.items()),
         Provider(SMALL_RIDGE, SMALL_RIDGE, partial(_torchdeq, deqfast.Anderson, lam=1e-8)),
     ]
@@ -89,14 +89,6 @@ class Watched:
         return value
 
 
-def timed(problem: Problem, provider: Provider, tol: float) -> tuple[float, float]:
-    """Milliseconds of a solve, and those of them within f."""
-    f, start = Watched(problem.f), time.perf_counter()
-    provider.solve(f, problem.z0, tol)
-    spent = time.perf_counter() - start
-    return 1e3 * spent, 1e3 * sum(end - begin for begin, end in f.calls)
-
-
 @torch.no_grad()
 def judged(problem: Problem, provider: Provider, tol: float) -> Row:
     """One solve: evaluations, residual in float64, and whether it is within the tolerance."""
@@ -104,19 +96,12 @@ def judged(problem: Problem, provider: Provider, tol: float) -> Row:
     value, of_samples = provider.solve(f, problem.z0, tol)
     residuals = problem.residuals(value)
     worst = float(residuals.max())
-    row: Row = {
-        "section": "residual",
-        "case": problem.name,
-        "provider": provider.name,
+    row = named(problem, provider, "residual") | {
         "peer": provider.peer,
         "tol": tol,
-        "batch": len(problem.z0),
-        "dim": problem.dim,
-        "dtype": "float32",
         "evaluations": len(f.calls),
         "most_evaluations": EVALUATIONS,
         "residual": finite(worst),
-        "residual_median": finite(float(residuals.median())),
         "reached": worst <= SLACK * tol,
         "samples_missed": int((~(residuals <= SLACK * tol)).sum()),
     }
@@ -135,51 +120,44 @@ def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int)
     over this one's where both reach the tolerance; mean_evaluations: of a sample until it was done; samples_missed: how
     many are above the tolerance.
     """
-    rows = [judged(problem, provider, tol) for provider in compared]
-    racing = [(row, provider) for row, provider in zip(rows, compared, strict=True) if row["reached"]]
-    times: dict[str, list[tuple[float, float]]] = {provider.name: [] for _, provider in racing}
+    rows = {provider.name: judged(problem, provider, tol) for provider in compared}
+    racing = [provider for provider in compared if rows[provider.name]["reached"]]
+    times: dict[str, list[tuple[float, float]]] = {provider.name: [] for provider in racing}
     for _ in range(rounds):
-        for _, provider in racing:
-            times[provider.name].append(timed(problem, provider, tol))
-    for row, provider in racing:
-        spent = times[provider.name]
-        row["ms"], (row["ms_min"], row["f_ms"]) = statistics.median(total for total, _ in spent), min(spent)
-        row["solver_ms"] = (row["ms_min"] - row["f_ms"]) / row["evaluations"]
-    peers = {row["provider"]: row.get("ms") for row in rows}
-    for row, _ in racing:
-        if row["provider"] != row["peer"] and peers[row["peer"]] is not None:
-            row["gain"] = peers[row["peer"]] / row["ms"]
-    return rows
+        for provider in racing:
+            f, start = Watched(problem.f), time.perf_counter()
+            provider.solve(f, problem.z0, tol)
+            spent = time.perf_counter() - start
+            times[provider.name].append((1e3 * spent, 1e3 * sum(end - begin for begin, end in f.calls)))
+    for name, spent_of in times.items():
+        rows[name]["ms"] = statistics.median(total for total, _ in spent_of)
+        rows[name]["ms_min"], rows[name]["f_ms"] = min(spent_of)
+    for provider in racing:
+        row, peer = rows[provider.name], rows[provider.peer]
+        if row is not peer and "ms" in peer:
+            row["gain"] = peer["ms"] / row["ms"]
+    return list(rows.values())
 
 
 @torch.no_grad()
 def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row]:
-    """Of solves that nothing stops early, a row per provider: the best residual so far of the worst sample after every
-    evaluation, and the median time (ms) at which f's value was there. The residuals are those of f's arguments."""
-    times: list[list[list[float]]] = [[] for _ in compared]
+    """A row per provider of a solve that nothing stops early.
+
+    It has the best residual so far of the worst sample after every evaluation, and the median time (ms) at which f's
+    value was there. The residuals are those of f's arguments.
+    """
+    moments: dict[str, list[list[float]]] = {provider.name: [] for provider in compared}
     for _ in range(rounds):
-        for provider, moments in zip(compared, times, strict=True):
+        for provider in compared:
             f, start = Watched(problem.f), time.perf_counter()
             provider.solve(f, problem.z0, NEVER)
-            moments.append([1e3 * (end - start) for _, end in f.calls])
+            moments[provider.name].append([1e3 * (end - start) for _, end in f.calls])
     rows: list[Row] = []
-    for provider, moments in zip(compared, times, strict=True):
-        residuals = residuals_on_the_way(problem, provider)
-        rows.append(
-            {
-                "section": "residual course",
-                "case": problem.name,
-                "provider": provider.name,
-                "batch": len(problem.z0),
-                "dim": problem.dim,
-                "dtype": "float32",
-                "evaluations": len(residuals),
-                "course": {
-                    "ms": [statistics.median(of_call) for of_call in zip(*moments, strict=True)],
-                    "residual": [finite(residual) for residual in residuals],
-                },
-            }
-        )
+    for provider in compared:
+        ms = [statistics.median(of_call) for of_call in zip(*moments[provider.name], strict=True)]
+        residuals = [finite(residual) for residual in residuals_on_the_way(problem, provider)]
+        row = named(problem, provider, "residual course") | {"evaluations": len(residuals)}
+        rows.append(row | {"course": {"ms": ms, "residual": residuals}})
     return rows
 
 
@@ -193,6 +171,12 @@ def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
 
     provider.solve(f, problem.z0, NEVER)
     return torch.stack(seen).nan_to_num(math.inf).cummin(0).values.max(dim=1).values.tolist()
+
+
+def named(problem: Problem, provider: Provider, section: str) -> Row:
+    """The columns that say what a row is of."""
+    size = {"batch": len(problem.z0), "dim": problem.dim, "dtype": "float32"}
+    return {"section": section, "case": problem.name, "provider": provider.name, **size}
 
 
 def finite(value: float) -> float | None:

@@ -2,8 +2,7 @@
 
 A reference is another provider of the same case, or "copy": the time in which the copy of the same round would have
 moved the bytes that the case must move. f is subtracted, with its time of the same round, where solver time is meant.
-The time is that of the processor, on one thread: whatever else runs on a shared machine has its own. What a call sleeps
-is told by the suite alone.
+The time is that of the processor, on one thread: whatever else runs on a shared machine has its own.
 
 Two ratios are of the clock on the wall, which asks for a quiet machine: two threads of ours beside one ("one thread"),
 where they share the samples of a batch and where they share the chunks of one sample.
@@ -32,15 +31,10 @@ from .record import processor, processor_details
 from .solves import SolveCase
 from .timing import Copy, in_turns
 
-PROVIDER = "cpp"
 ONE_THREAD = "one thread"
 # Without a second thread's gain the ratio would be about 1.8 times as high; others' work costs two threads the more.
-THREADS_MARGIN = 1.5
-# So small that the time is the host's, between one kernel and the next.
-HOST = SolveCase(solver=deqfast.Anderson(NEVER, ITERATIONS), batch=8, dim=256)
-# One sample, so large that a second thread is worth its start twice over.
-SAMPLE = SolveCase(solver=deqfast.Anderson(NEVER, ITERATIONS), batch=1, dim=1 << 18)
-# (case, reference)
+MARGINS = {ONE_THREAD: 1.5}
+ANDERSON = deqfast.Anderson(NEVER, ITERATIONS)
 RATIOS: list[tuple[Case, str]] = [
     *(
         (find("solves", f"{solver}-128x8192"), reference)
@@ -49,14 +43,17 @@ RATIOS: list[tuple[Case, str]] = [
     ),
     (find("solves", "picard-128x8192"), "eager"),
     (find("solves", "broyden-n20-128x8192"), ONE_THREAD),
-    (SAMPLE, ONE_THREAD),
-    (HOST, "eager"),
+    # One sample, so large that a second thread is worth its start twice over.
+    (SolveCase(solver=ANDERSON, batch=1, dim=1 << 18), ONE_THREAD),
+    # So small that the time is the host's, between one kernel and the next.
+    (SolveCase(solver=ANDERSON, batch=8, dim=256), "eager"),
     (find("ops", "norm_act_residual-8x64x32x32-fp32"), "torch"),
     (find("fc", "fc-solve-128x256-fp32"), "torchdeq"),
     (find("nc", "nc-5000x512-K10-fp32"), "pinv"),
     (find("nc", "nc-5000x512-K10-fp32"), "copy"),
     (find("training", "residual-anderson-jfb-32x128x4x4"), "explicit"),
 ]
+NAMES = {f"{case.name} / {reference}": (case, reference) for case, reference in RATIOS}
 
 
 def cores() -> int:
@@ -64,25 +61,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def unavailable(reference: str) -> str | None:
-    """Why there is no such ratio on this machine, if there is none."""
-    return "two threads need two cores, here is one" if reference == ONE_THREAD and cores() < 2 else None
+def available() -> list[str]:
+    """The ratios that this machine can measure: two threads need two cores."""
+    return [name for name, (_, reference) in NAMES.items() if reference != ONE_THREAD or cores() > 1]
 
 
-def margin(reference: str) -> float:
+def margin(name: str) -> float:
     """What the gate allows the ratio to exceed the baseline's by."""
-    return THREADS_MARGIN if reference == ONE_THREAD else MARGIN
+    return MARGINS.get(NAMES[name][1], MARGIN)
 
 
 def depends_on() -> str:
-    available = deqfast.backends()[PROVIDER]
-    kernel = f"kernel {PROVIDER}" if available else f"no kernel {PROVIDER} ({available.reason})"
-    try:
-        peer = f"torchdeq {metadata.version('torchdeq')}"
-    except metadata.PackageNotFoundError:
-        peer = "no torchdeq"
+    """Machine and versions that ratios can be compared between."""
     machine = ", ".join(filter(None, [processor(), processor_details(), torch.backends.cpu.get_cpu_capability()]))
-    return f"{machine}, {cores()} cores, torch {'.'.join(torch.__version__.split('.')[:2])}, {peer}, {kernel}"
+    versions = f"torch {'.'.join(torch.__version__.split('.')[:2])}, torchdeq {metadata.version('torchdeq')}"
+    return f"{machine}, {cores()} cores, {versions}, kernel cpp"
 
 
 @functools.cache
@@ -90,15 +83,11 @@ def copy() -> Copy:
     return Copy()
 
 
-def name_of(case: Case, reference: str) -> str:
-    return f"{case.name} / {reference}"
-
-
 def pairs(case: Case, reference: str) -> Callable[[int], list[float]]:
     """A function that times n pairs and gives their ratios; the answers of both sides are checked here, once."""
-    peer = PROVIDER if reference == ONE_THREAD else reference
+    peer = "cpp" if reference == ONE_THREAD else reference
     with on_threads(1):
-        ours = case.contender(PROVIDER, "cpu")
+        ours = case.contender("cpp", "cpu")
         theirs = Contender(copy()) if reference == "copy" else case.contender(peer, "cpu")
     calls: dict[Any, Callable[[], Any]] = {"ours": ours.call, "theirs": theirs.call}
     calls |= {name: side.f for name, side in (("f", ours), ("their f", theirs)) if side.f is not None}

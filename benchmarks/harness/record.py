@@ -18,7 +18,6 @@ evaluations          calls of f
 residual             largest relative residual of the batch, in float64
 error, allowed       relative error against float64, and the bound under which a time is recorded at all
 peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
-flop, tflop_per_s    of a call; over_flop: its time over the peer's, over the same ratio of their flop
 launches             kernels and copies that a GPU launched outside f, per iteration; on the CPU torch operations
 host_waits           times per call that the host has to know a value of the device
 gain                 the time of `peer` / this one, in the same rounds: solver_ms where there is one, else ms_min
@@ -27,10 +26,10 @@ tol, reached         of section "residual": the tolerance, and whether `residual
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 cosine               of a gradient and the exact implicit one
 most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
-samples_missed       there: samples above the tolerance; residual_median: of the batch
+samples_missed       there: samples above the tolerance
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
-parts, nc_share ...  of section "training step": see harness/study_step.py
+flop, nc_share ...   of section "training step": see harness/study_step.py
 skipped, problem     why there is no time
 ===================  ==================================================================================================
 """
@@ -39,6 +38,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -78,19 +78,10 @@ def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str |
     write_json(path, provenance(device, remark) | {"rows": rows})
 
 
-def joined(*remarks: str | None) -> str | None:
-    """One remark of those that there are, if any."""
-    return "; ".join(filter(None, remarks)) or None
-
-
 def provenance(device: str = "cpu", remark: str | None = None) -> dict[str, Any]:
     """Everything that a reader has to know about this run."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
     return {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark}
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def command(words: list[str]) -> str:
@@ -101,14 +92,16 @@ def command(words: list[str]) -> str:
     return shlex.join(["python", *given])
 
 
-def tool(*command: str) -> str | None:
-    """First line that a command prints; None where it cannot be run."""
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def tool(*command: str) -> str:
+    """What a command prints; "" where it cannot be run."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
-    lines = result.stdout.strip().splitlines()
-    return lines[0].strip() if lines else None
+        return ""
 
 
 def commit() -> str:
@@ -145,46 +138,33 @@ def stale_extensions() -> list[str]:
     ]
 
 
+def _cpu_fields() -> dict[str, str]:
+    """What Linux tells of the first processor; nothing on other systems."""
+    if not CPUINFO.exists():
+        return {}
+    lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def processor() -> str:
     """The name of the CPU."""
     return _cpu_fields().get("model name") or platform.processor() or platform.machine()
 
 
 def processor_details() -> str:
-    """What tells processors of one name apart: "family 25, model 17, stepping 1, L2 1024K, L3 32768K".
-
-    The parts that the system tells; none on other systems than Linux.
-    """
+    """What tells processors of one name apart: "family 25, model 17, stepping 1, L2 1024K, L3 32768K"."""
     fields = _cpu_fields()
     names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
+    sizes = [(size.with_name("level"), size) for size in CACHES.glob("index*/size")]
+    caches = [[path.read_text().strip() for path in of] for of in sizes]
     parts = [f"{short} {fields[name]}" for short, name in names.items() if name in fields]
-    for cache in sorted(CACHES.glob("index*")):
-        try:
-            level, size = ((cache / name).read_text().strip() for name in ("level", "size"))
-        except OSError:
-            continue
-        parts += [f"L{level} {size}"] if int(level) > 1 else []
-    return ", ".join(parts)
-
-
-def _cpu_fields() -> dict[str, str]:
-    """Of the first processor of /proc/cpuinfo; empty where there is none."""
-    try:
-        lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return ", ".join(parts + [f"L{level} {size}" for level, size in sorted(caches) if level != "1"])
 
 
 @functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
     """What the numbers were measured on."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
+    triton = importlib.util.find_spec("triton") and importlib.metadata.version("triton")
     properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
     # Clocks now and at most; the power limit.
     query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
@@ -203,7 +183,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": triton_version,
+        "triton": triton,
         "deqfast": deqfast.__version__,
         "commit": commit(),
         "kernels": {name: str(state) for name, state in deqfast.backends().items()},

@@ -1,4 +1,4 @@
-"""From cases to rows: every provider's answer is checked, then all of a case are timed in turns with a large copy."""
+"""Making rows of cases: every provider's answer is checked, then all of a case are timed in turns with a large copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ LARGE_SECONDS = 1800  # after which a case of ``--full`` is given up, measured t
 LONG = 1.0  # seconds; of a longer call it times one
 SMALL_COPY = 1 << 12  # elements
 Outcome = Row | Exception  # the error where a provider of our own is wrong: it gets no row
-Times = dict[Any, list[float]]
 
 
 def measure(
@@ -29,30 +28,40 @@ def measure(
 
     turns: arguments of ``in_turns``.
     """
-    outcomes: dict[str, Outcome] = {}
+    rows: dict[str, Row] = {}
+    failed: dict[str, Exception] = {}
     contenders: dict[str, Contender] = {}
+    calls: dict[Any, Callable[[], Any]] = {}
     for provider in providers:
-        row: Row = {"section": case.section, "case": case.name, "provider": provider, **case.size()}
+        rows[provider] = {"section": case.section, "case": case.name, "provider": provider, **case.size()}
         try:
-            contenders[provider] = case.contender(provider, device)
-            outcomes[provider] = row | contenders[provider].facts
+            contender = case.contender(provider, device)
+            calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
+            rows[provider] |= contender.facts
+            contenders[provider] = contender
         except Skipped as reason:
-            outcomes[provider] = row | {"skipped": str(reason)}
+            rows[provider]["skipped"] = str(reason)
         except Exception as error:  # one provider must not cost the others their rows
-            outcomes[provider] = refused(row, error)
-    times: Times = {}
+            failed[provider] = error
     if contenders:
-        calls: dict[Any, Callable[[], Any]] = {COPY: Graph([copy]) if device == "cuda" else copy}
-        for provider, contender in list(contenders.items()):
-            try:
-                calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
-            except RuntimeError as error:  # a kernel that cannot be captured
-                outcomes[provider] = refused(outcomes[provider], error)
-                del contenders[provider]
+        calls[COPY] = Graph([copy]) if device == "cuda" else copy
         times = in_turns(calls, device, **turns)
-    for provider, contender in contenders.items():
-        outcomes[provider] = timed(outcomes[provider], contender, times, provider, copy)
-    compare(case, [row for row in outcomes.values() if isinstance(row, dict)])
+    for provider, contender in list(contenders.items()):
+        try:
+            contender.verify()
+        except AssertionError as error:
+            failed[provider] = error
+            del contenders[provider]
+        else:
+            own = {part: seconds for (name, part), seconds in times.items() if name == provider}
+            add_times(rows[provider], own, copy.rate(min(times[COPY])))
+    compare(case, list(rows.values()))
+    outcomes: dict[str, Outcome] = {}
+    for provider, row in rows.items():
+        wrong = failed.get(provider)
+        if wrong and provider in FOREIGN:  # others' code: a row says so
+            row["problem"] = f"{type(wrong).__name__}: {(str(wrong).splitlines() or [''])[0]}"
+        outcomes[provider] = wrong if wrong and provider not in FOREIGN else row
     return outcomes, contenders
 
 
@@ -63,34 +72,22 @@ def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
         parts["f"] = contender.f
     if device != "cuda" or contender.another is None:
         return parts
-    count = buffers(contender.facts["bytes"]) if "bytes" in contender.facts else 1
     graphs: dict[str, Callable[[], Any]] = {part: Graph([call]) for part, call in parts.items()}
     graphs[IN_PLACE] = graphs["whole"]
-    graphs["whole"] = Graph([contender.call, *(contender.another() for _ in range(count - 1))])
+    others = [contender.another() for _ in range(buffers(contender.facts["bytes"]) - 1)]
+    graphs["whole"] = Graph([contender.call, *others])
     return graphs
 
 
-def refused(row: Outcome, error: Exception) -> Outcome:
-    """What is kept of a provider that failed: a row that says so if it is others' code, else the error."""
-    if isinstance(row, Exception) or row["provider"] not in FOREIGN:
-        return error
-    return row | {"problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-
-
-def timed(row: Outcome, contender: Contender, times: Times, provider: str, copy: Copy) -> Outcome:
-    """The row with its times; least times are compared with the copy's least, of the same rounds."""
-    assert isinstance(row, dict)
-    try:
-        contender.verify()
-    except AssertionError as error:
-        return refused(row, error)
-    row |= columns_of(times[provider, "whole"])
-    row["copy_gb_per_s"] = copy.rate(min(times[COPY])) / 1e9
+def add_times(row: Row, times: dict[str, list[float]], copy_rate: float) -> None:
+    """Add the columns of times; least times are compared with the copy's least, of the same rounds."""
+    row |= columns_of(times["whole"])
+    row["copy_gb_per_s"] = copy_rate / 1e9
     own = row["ms_min"]
-    if (provider, IN_PLACE) in times:
-        row["in_place_ms"] = 1e3 * min(times[provider, IN_PLACE])
-    if (provider, "f") in times:
-        row["f_ms"] = 1e3 * min(times[provider, "f"])
+    if IN_PLACE in times:
+        row["in_place_ms"] = 1e3 * min(times[IN_PLACE])
+    if "f" in times:
+        row["f_ms"] = 1e3 * min(times["f"])
         own -= row["f_ms"]
         row["solver_ms"] = own / row.get("evaluations", 1)
     if "f_ms" in row and "evaluations" in row:
@@ -98,9 +95,6 @@ def timed(row: Outcome, contender: Contender, times: Times, provider: str, copy:
     if "bytes" in row:
         row["floor_ms"] = 1e-6 * row["bytes"] / row["copy_gb_per_s"]
         row["floor_x"] = own / row["floor_ms"]
-    if "flop" in row:
-        row["tflop_per_s"] = 1e-9 * row["flop"] / row["ms_min"]
-    return row
 
 
 def columns_of(seconds: Sequence[float]) -> Row:
@@ -115,10 +109,7 @@ def columns_of(seconds: Sequence[float]) -> Row:
 
 
 def compare(case: Case, rows: Sequence[Row]) -> None:
-    """How many times as fast as each peer of the case a row is: per iteration and without f where that is told.
-
-    Where both count floating-point operations, too how the ratio of the times compares with that of the operations.
-    """
+    """How many times as fast as each peer of the case a row is: per iteration and without f where that is told."""
     by_provider = {row["provider"]: row for row in rows if "ms" in row}
     for provider, row in by_provider.items():
         column = "solver_ms" if "solver_ms" in row else "ms_min"
@@ -126,8 +117,6 @@ def compare(case: Case, rows: Sequence[Row]) -> None:
         gains = {peer: by_provider[peer][column] / row[column] for peer in peers}
         if gains and min(row[column], *gains.values()) > 0:  # else the time of f hides the solver's
             row |= {"gains": gains, "peer": peers[0], "gain": gains[peers[0]]}
-            if flop := row.get("flop"):
-                row["over_flop"] = by_provider[peers[0]]["flop"] / flop / row["gain"]
 
 
 class Board:
@@ -136,30 +125,26 @@ class Board:
     journal: a file that has all rows at any time, so that nothing is lost with the process; small: times are of no use.
     """
 
-    rows: list[Row]
-
     def __init__(self, device: str, journal: Path | None = None, small: bool = False) -> None:
-        self.device, self.journal, self.small, self.rows = device, journal, small, []
+        self.device, self.journal, self.small = device, journal, small
+        self.rows: list[Row] = []
         self._copy: Copy | None = None
         self._outcomes: dict[tuple[str, str], dict[str, Outcome]] = {}
         self._contenders: dict[str, Contender] = {}  # of the case that was measured last
 
-    def outcome(self, case: Case, provider: str, together: Sequence[str]) -> Outcome:
-        """The outcome of one provider; `together`: all providers of the case that are asked for in this session."""
-        key = (case.section, case.name)
-        if key not in self._outcomes:
-            self._contenders = {}
-            self._copy = self._copy or Copy(self.device, *[SMALL_COPY] * self.small)
-            turns = {"rounds": 1, "seconds": 0.1} if self.small else {}
-            self._outcomes[key], self._contenders = measure(case, together, self.device, self._copy, **turns)
-        return self._outcomes[key][provider]
-
     def run(self, benchmark: Any, case: Case, provider: str, together: Sequence[str]) -> None:
         """The test of one provider: fails where it is wrong, keeps its row, and has pytest-benchmark time a few calls.
 
-        Those are for pytest-benchmark's own tables and files; what is compared is taken in turns, in `extra_info`.
+        together: all providers of the case that are asked for in this session. Those few calls are for
+        pytest-benchmark's own tables and files; what is compared is taken in turns, in `extra_info`.
         """
-        outcome = self.outcome(case, provider, together)
+        key = (case.section, case.name)
+        if key not in self._outcomes:
+            self._contenders = {}  # frees their tensors
+            self._copy = self._copy or Copy(self.device, *[SMALL_COPY] * self.small)
+            turns = {"rounds": 1, "seconds": 0.1} if self.small else {}
+            self._outcomes[key], self._contenders = measure(case, together, self.device, self._copy, **turns)
+        outcome = self._outcomes[key][provider]
         if isinstance(outcome, Exception):
             raise outcome
         self.add(outcome)

@@ -106,7 +106,6 @@ COLUMNS: dict[str, tuple[str, Form]] = {
     "over f": ("share_of_f", times),
     "in place": ("in_place_ms", duration),
     "of its byte floor": ("floor_x", times),
-    "TFLOP/s": ("tflop_per_s", digits),
     "evaluations": ("evaluations", "{:g}".format),
     "of samples": ("sample_evaluations", "{:g}".format),
     "of the adjoint": ("backward_evaluations", "{:g}".format),

@@ -18,7 +18,7 @@ PICARD_PASSES = 3  # reads z and f, writes z
 
 
 def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32) -> float:
-    """Of an element of the history, in elements of the state."""
+    """Width of an element of the history, in elements of the state."""
     return (history_dtype or state).itemsize / state.itemsize
 
 
@@ -28,7 +28,7 @@ def window(solver: Any) -> int:
 
 
 def multisecant_passes(pairs: int, width: float) -> float:
-    """Of one step with a window of `pairs`.
+    """Passes of one step with a window of `pairs`.
 
     Both sweeps read f and z, one f at the last iterate, the other writes z; each reads a half of the history and writes
     a row of it.
@@ -37,7 +37,7 @@ def multisecant_passes(pairs: int, width: float) -> float:
 
 
 def steps_passes(steps: int) -> int:
-    """Of one step of Broyden's method from `steps` steps alone.
+    """Passes of one step of Broyden's method from `steps` steps alone.
 
     Two sweeps read f and z and the second writes z and a step; it finds the steps that the first has read in the cache.
     """
@@ -45,7 +45,7 @@ def steps_passes(steps: int) -> int:
 
 
 def transposed_passes(pairs: int, width: float) -> float:
-    """Of a product with the transposed inverse: reads v twice and both halves of the history, writes the product."""
+    """Passes of the transposed product: it reads v twice and both halves of the history, and writes the product."""
     return 3 + 2 * width * pairs
 
 
@@ -56,7 +56,7 @@ def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float
 
 
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
-    """Of a whole solve without f: the last evaluation is judged, and no step follows."""
+    """Passes of a whole solve without f: the last evaluation is judged, and no step follows."""
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
         return PICARD_PASSES * len(steps) + JUDGED_PASSES
@@ -67,7 +67,7 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:
-    """Of a norm_act op on images of `elements`, those of the convolution `y` and of the state `z` bytes wide.
+    """Bytes of a norm_act op on images of `elements`, those of the convolution `y` and of the state `z` bytes wide.
 
     The statistics of both normalisations can be taken from what is read once.
     """

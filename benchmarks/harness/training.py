@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.flop_counter import FlopCounterMode
 
 import deqfast
 
-from .counters import count, memory
-from .entry import KERNELS, Case, Contender, Skipped, Wrong, check, kernel_of
+from .counters import count
+from .entry import KERNELS, Case, Contender, check, kernel_of, peer
 from .maps import relative_residual
 from .peers import eager_layer, explicit_layer, torchdeq_layer
 from .record import Row
@@ -61,14 +59,15 @@ class TrainingCase(Case):
     def contender(self, provider: str, device: str) -> Contender:
         problem = Problem(self, "torch" if provider in self.peers else kernel_of(provider, device).name, device)
         layer = self._layer(provider, problem.cell)
-        gradient, z = problem.step(layer)
-        facts = problem.judge(provider, gradient, z) | {"evaluations": self._evaluations(provider, problem, layer)}
-        counters = count(lambda f: problem.step(layer), lambda: None)  # the cell's operations too
-        facts |= {
-            "peak_bytes": counters.peak_bytes,
-            "launches": counters.operations,
-            "host_waits": counters.host_waits,
-        }
+        facts = problem.judge(provider, *problem.step(layer))
+        if provider in self.peers:
+            facts["evaluations"] = problem.calls(layer)
+        else:  # with the call of the gradient; a solve in one launch counts its own
+            block = deqfast.DEQBlock(problem.cell, self.solver, self.adjoint, kernel=provider)
+            with problem.precision():
+                facts["evaluations"] = block(problem.x, z0=problem.z0, return_solution=True)[1].evaluations + 1
+        asked = count(lambda f: problem.step(layer), lambda: None)  # the cell's operations too
+        facts |= {"peak_bytes": asked.peak_bytes, "launches": asked.operations, "host_waits": asked.host_waits}
         return Contender(lambda: problem.step(layer), facts)
 
     def _layer(self, provider: str, cell: Any) -> Layer:
@@ -77,20 +76,9 @@ class TrainingCase(Case):
         if provider == "eager":
             return eager_layer(cell, self.solver, self.adjoint)
         if provider == "torchdeq":
-            try:
-                return torchdeq_layer(cell, self.solver, self.adjoint)
-            except ImportError as error:
-                raise Skipped(f"torchdeq cannot be imported: {error}") from None
+            return peer(torchdeq_layer, cell, self.solver, self.adjoint)
         block = deqfast.DEQBlock(cell, self.solver, self.adjoint, kernel=provider)
         return lambda x, z0: block(x, z0=z0)
-
-    def _evaluations(self, provider: str, problem: Problem, layer: Layer) -> int:
-        """Calls of the cell, that of the gradient among them. A solve in one launch counts its own."""
-        if provider in self.peers:
-            return problem.calls(layer)
-        block = deqfast.DEQBlock(problem.cell, self.solver, self.adjoint, kernel=provider)
-        with problem.precision():
-            return block(problem.x, z0=problem.z0, return_solution=True)[1].evaluations + 1
 
 
 class Problem:
@@ -123,19 +111,12 @@ class Problem:
 
     def calls(self, layer: Layer) -> int:
         """Calls of the cell in a forward and backward pass."""
-        calls = 0
-
-        def counted(*call: Any) -> None:
-            nonlocal calls
-            calls += 1
-
+        calls: list[Any] = []
         part = self.cell.conv1 if self.case.cell == "residual" else self.cell.injection
-        handle = part.register_forward_hook(counted)
-        try:
-            self.step(layer)
-        finally:
-            handle.remove()
-        return calls
+        handle = part.register_forward_hook(lambda *call: calls.append(None))
+        self.step(layer)
+        handle.remove()
+        return len(calls)
 
     def judge(self, provider: str, gradient: list[Tensor], z: Tensor) -> Row:
         """The columns residual, error and allowed; ``Wrong`` where the gradient errs by more."""
@@ -159,7 +140,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def exact_gradient(case: TrainingCase, explicit: bool) -> tuple[list[Tensor], nn.Module, Tensor]:
-    """In float64, at the fixed point to 1e-10 (or of the cell applied once); the cell and its input beside it."""
+    """The gradient in float64, at the fixed point to 1e-10 or of the cell applied once, with the cell and its input."""
     problem = Problem(case, "torch", "cpu", torch.float64)
     solver = deqfast.Anderson(EXACT, 300)
     adjoint: Any = deqfast.JFB() if case.adjoint == "jfb" else deqfast.Implicit(solver)
@@ -167,54 +148,3 @@ def exact_gradient(case: TrainingCase, explicit: bool) -> tuple[list[Tensor], nn
     layer = explicit_layer(problem.cell) if explicit else (lambda x, z0: block(x, z0=z0))
     gradient, _ = problem.step(layer)
     return gradient, problem.cell, problem.x.detach()
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkCase(Case):
-    """A step of SGD of the study's ResNet-18 on random images, explicit and with its last block a DEQ (JFB)."""
-
-    section = "training"
-    providers = ("explicit", *KERNELS)
-    peers = ("explicit",)
-    width: int
-    batch: int
-    precision: str
-
-    @property
-    def name(self) -> str:
-        return f"resnet18-w{self.width}-{self.batch}-{self.precision}"
-
-    def size(self) -> Row:
-        return {"batch": self.batch, "dim": 3 * 32 * 32, "dtype": self.precision}
-
-    def contender(self, provider: str, device: str) -> Contender:
-        from nc_study.config import settings_from
-        from nc_study.models import build
-
-        explicit = provider == "explicit"
-        kernel = "torch" if explicit else kernel_of(provider, device).name
-        wanted = {"device": device, "dataset": "shapes", "width": self.width, "kernel": kernel, "solver": "broyden"}
-        settings = settings_from("cifar_lt", preset="quick", **wanted)
-        torch.manual_seed(0)
-        network = build("explicit" if explicit else "deq", settings).train()
-        optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9)
-        images = torch.randn(self.batch, 3, 32, 32).to(device, memory_format=torch.channels_last)
-        labels = torch.randint(settings.classes, (self.batch,)).to(device)
-
-        def step() -> tuple[Tensor, Any]:
-            with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bf16"):
-                logits, _, solution = network(images)
-            loss = cross_entropy(logits.float(), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss, solution
-
-        with FlopCounterMode(display=False) as counter:
-            loss, solution = step()
-        if not loss.isfinite():
-            raise Wrong(f"the loss is {loss.item()}; not timed")
-        facts: Row = {"flop": counter.get_total_flops(), "peak_bytes": memory(step)[1]}
-        if not explicit:
-            facts |= {"evaluations": solution.evaluations, "residual": float(solution.residual_rel.max())}
-        return Contender(step, facts)

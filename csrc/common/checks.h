@@ -26,11 +26,20 @@ std::string shape_text(const Sizes& sizes) {
 
 // The dtype whose elements are a T; that of two bytes is bfloat16, for which every device has a type of its own.
 template <class T>
-inline constexpr ScalarType kScalarType = std::is_same_v<T, double>    ? ScalarType::Double
-                                          : std::is_same_v<T, float>   ? ScalarType::Float
-                                          : std::is_same_v<T, int32_t> ? ScalarType::Int
-                                          : std::is_same_v<T, int8_t>  ? ScalarType::Char
-                                                                       : ScalarType::BFloat16;
+constexpr ScalarType scalar_type() {
+  if constexpr (std::is_same_v<T, double>) {
+    return ScalarType::Double;
+  } else if constexpr (std::is_same_v<T, float>) {
+    return ScalarType::Float;
+  } else if constexpr (std::is_same_v<T, int32_t>) {
+    return ScalarType::Int;
+  } else if constexpr (std::is_same_v<T, int8_t>) {
+    return ScalarType::Char;
+  } else {
+    static_assert(std::is_class_v<T> && sizeof(T) == 2, "no dtype has such elements");
+    return ScalarType::BFloat16;
+  }
+}
 
 // Checks run against the first tensor of an op, whose device all others share.
 struct Checker {
@@ -63,14 +72,14 @@ struct Checker {
   // Check an argument that is read, and where it lies.
   template <class T>
   const T* in(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
-    check(name, tensor, shape, kScalarType<T>);
+    check(name, tensor, shape, scalar_type<T>());
     return static_cast<const T*>(tensor.const_data_ptr());
   }
 
   // The same for one that is written.
   template <class T>
   T* out(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
-    check(name, tensor, shape, kScalarType<T>);
+    check(name, tensor, shape, scalar_type<T>());
     return static_cast<T*>(tensor.mutable_data_ptr());
   }
 

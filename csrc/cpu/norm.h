@@ -47,12 +47,6 @@ class ChannelArrays {
   std::vector<T> values_;
 };
 
-// A whole vector as a constant count, for which loads and stores take one instruction.
-template <class T>
-struct Whole {
-  constexpr operator int64_t() const { return Simd<T>::lanes; }
-};
-
 template <class T>
 DEQFAST_INLINE Vec<T> first_lanes(Vec<T> v, int64_t count) {
   Vec<T> kept = {};
@@ -105,13 +99,14 @@ DEQFAST_INLINE auto at(const T* values, int64_t c, Count count) {
 template <class T, bool kLast, int Terms, class Body>
 DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& body) {
   constexpr int W = Simd<T>::lanes;
+  using Whole = std::integral_constant<int64_t, W>;
   const int64_t whole = p.cols / W * W;
-  const int rest = static_cast<int>(p.cols - whole);
+  const Tail<W> rest{p.cols - whole};
   if constexpr (!kLast) {
     for (int64_t row = 0; row < p.rows; ++row) {
       Vec<T> terms[Terms > 0 ? Terms : 1] = {};
-      for (int64_t d = 0; d < whole; d += W) body(row * p.cols + d, row, Whole<T>(), terms);
-      if (rest) {
+      for (int64_t d = 0; d < whole; d += W) body(row * p.cols + d, row, Whole(), terms);
+      if (rest > 0) {
         Vec<T> last[Terms > 0 ? Terms : 1] = {};
         body(row * p.cols + whole, row, rest, last);
         for (int k = 0; k < Terms; ++k) terms[k] += first_lanes<T>(last[k], rest);
@@ -131,8 +126,8 @@ DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& bo
           store(sum, load(sum, W) + terms[k], W);
         }
       };
-      for (int64_t c = 0; c < whole; c += W) column(c, Whole<T>());
-      if (rest) column(whole, rest);
+      for (int64_t c = 0; c < whole; c += W) column(c, Whole());
+      if (rest > 0) column(whole, rest);
     }
   }
 }

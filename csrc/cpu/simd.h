@@ -47,15 +47,31 @@ typedef uint16_t U16x8 __attribute__((vector_size(16)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 
-// `count` below the number of lanes reads or writes that many elements; missing lanes are zero.
-template <class T>
-DEQFAST_INLINE Vec<T> load(const T* from, int64_t count) {
-  Vec<T> v = {};
-  if (count >= Simd<T>::lanes) {
-    memcpy(&v, from, sizeof v);
-  } else {
-    memcpy(&v, from, count * sizeof(T));
+// Fewer elements than a vector's W lanes. Passed as a count, it spares the code for whole vectors; W as a constant
+// spares that for parts.
+template <int W>
+struct Tail {
+  int64_t count;
+  constexpr operator int64_t() const { return count; }
+};
+
+// Copy the first `count` of W elements, all of them if `count` is larger.
+template <int W, class T, class Count>
+DEQFAST_INLINE void copy_lanes(T* to, const T* from, Count count) {
+  if constexpr (!std::is_same_v<Count, Tail<W>>) {
+    if (count >= W) {  // a size known to the compiler: else this is a call
+      memcpy(to, from, W * sizeof(T));
+      return;
+    }
   }
+  memcpy(to, from, count * sizeof(T));
+}
+
+// `count` below the number of lanes reads or writes that many elements; missing lanes are zero.
+template <class T, class Count>
+DEQFAST_INLINE Vec<T> load(const T* from, Count count) {
+  Vec<T> v = {};
+  copy_lanes<Simd<T>::lanes>(reinterpret_cast<T*>(&v), from, count);
   return v;
 }
 
@@ -65,24 +81,16 @@ DEQFAST_INLINE Vec<float> as_float(U32x16 bits) {
   return v;
 }
 
-template <class T>
-DEQFAST_INLINE Vec<float> load(const BFloat16* from, int64_t count) {
+template <class T, class Count>
+DEQFAST_INLINE Vec<float> load(const BFloat16* from, Count count) {
   U16x16 half = {};
-  if (count >= 16) {  // a size known to the compiler: else this is a call
-    memcpy(&half, from, sizeof half);
-  } else {
-    memcpy(&half, from, count * sizeof(uint16_t));
-  }
+  copy_lanes<16>(reinterpret_cast<BFloat16*>(&half), from, count);
   return as_float(__builtin_convertvector(half, U32x16) << 16);
 }
 
-template <class T>
-DEQFAST_INLINE void store(T* to, Vec<T> v, int64_t count) {
-  if (count >= Simd<T>::lanes) {
-    memcpy(to, &v, sizeof v);
-  } else {
-    memcpy(to, &v, count * sizeof(T));
-  }
+template <class T, class Count>
+DEQFAST_INLINE void store(T* to, Vec<T> v, Count count) {
+  copy_lanes<Simd<T>::lanes>(to, reinterpret_cast<const T*>(&v), count);
 }
 
 // Eight elements of any type as double; all of these conversions are exact.
@@ -90,22 +98,14 @@ DEQFAST_INLINE Vec<double> load_double(const double* from, int64_t count) { retu
 
 DEQFAST_INLINE Vec<double> load_double(const float* from, int64_t count) {
   F32x8 v = {};
-  if (count >= 8) {
-    memcpy(&v, from, sizeof v);
-  } else {
-    memcpy(&v, from, count * sizeof(float));
-  }
+  copy_lanes<8>(reinterpret_cast<float*>(&v), from, count);
   return __builtin_convertvector(v, Vec<double>);
 }
 
 template <class H>
 DEQFAST_INLINE U32x8 load_bits(const H* from, int64_t count) {
   U16x8 half = {};
-  if (count >= 8) {
-    memcpy(&half, from, sizeof half);
-  } else {
-    memcpy(&half, from, count * sizeof(H));
-  }
+  copy_lanes<8>(reinterpret_cast<H*>(&half), from, count);
   return __builtin_convertvector(half, U32x8);
 }
 
@@ -139,16 +139,14 @@ DEQFAST_INLINE U32x16 bfloat16_bits(Vec<float> v) {
   return (is_nan & 0x7fc0) | (~is_nan & rounded);
 }
 
-DEQFAST_INLINE void store_bits(BFloat16* to, U32x16 bits, int64_t count) {
+template <class Count>
+DEQFAST_INLINE void store_bits(BFloat16* to, U32x16 bits, Count count) {
   const U16x16 half = __builtin_convertvector(bits, U16x16);
-  if (count >= 16) {
-    memcpy(to, &half, sizeof half);
-  } else {
-    memcpy(to, &half, count * sizeof(uint16_t));
-  }
+  copy_lanes<16>(to, reinterpret_cast<const BFloat16*>(&half), count);
 }
 
-DEQFAST_INLINE void store(BFloat16* to, Vec<float> v, int64_t count) { store_bits(to, bfloat16_bits(v), count); }
+template <class Count>
+DEQFAST_INLINE void store(BFloat16* to, Vec<float> v, Count count) { store_bits(to, bfloat16_bits(v), count); }
 
 // A vector as memory of H holds it: rounded once, then used and stored.
 template <class T, class H>
@@ -156,23 +154,29 @@ struct Held {
   Vec<T> v;
   DEQFAST_INLINE explicit Held(Vec<T> v) : v(v) {}
   DEQFAST_INLINE Vec<T> value() const { return v; }
-  DEQFAST_INLINE void put(H* to, int64_t count) const { store(to, v, count); }
+  template <class Count>
+  DEQFAST_INLINE void put(H* to, Count count) const {
+    store(to, v, count);
+  }
 };
 template <>
 struct Held<float, BFloat16> {
   U32x16 bits;
   DEQFAST_INLINE explicit Held(Vec<float> v) : bits(bfloat16_bits(v)) {}
   DEQFAST_INLINE Vec<float> value() const { return as_float(bits << 16); }
-  DEQFAST_INLINE void put(BFloat16* to, int64_t count) const { store_bits(to, bits, count); }
+  template <class Count>
+  DEQFAST_INLINE void put(BFloat16* to, Count count) const {
+    store_bits(to, bits, count);
+  }
 };
 
-// Call body(d, lanes) for every vector of W of `count` elements, `lanes` being the compile-time W but for a part at
+// Call body(d, lanes) for every vector of W of `count` elements, `lanes` being the compile-time W but for a Tail at
 // the end: a load or store of whole vectors is then one instruction.
 template <int W, class F>
 DEQFAST_INLINE void for_vectors(int64_t count, const F& body) {
   int64_t d = 0;
   for (; d + W <= count; d += W) body(d, std::integral_constant<int64_t, W>());
-  if (d < count) body(d, count - d);
+  if (d < count) body(d, Tail<W>{count - d});
 }
 
 // Sums in double of vectors, lane by lane.

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import record
+from harness import record, suite
 
 ROOT = Path(__file__).resolve().parents[2]
-ONE_OP = ["-k", "test_op and picard-step-128x256-torch"]
+SELECTED = ["-k", "fc_vjp and not cuda"]
 INTERRUPTION = """
 import pytest
 
@@ -20,6 +20,7 @@ def pytest_runtest_teardown():
 FAILURE = """
 import pytest
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
     pytest.fail("planted")
 """
@@ -57,25 +58,16 @@ def test_an_extension_of_other_sources_is_a_change_and_told(checkout, monkeypatc
         assert record.commit() == commit + "+changes"
 
 
-CPUINFO = """processor\t: 0
-cpu family\t: 25
-model\t\t: 17
-model name\t: AMD EPYC
-stepping\t: 1
-
-processor\t: 1
-model\t\t: 99
-"""
-
-
 def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(record, "CACHES", tmp_path / "cache")
+    monkeypatch.setattr(record, "CACHES", tmp_path)
     assert record.processor_details() == "" and record.processor()
-    (tmp_path / "cpuinfo").write_text(CPUINFO)
-    for index, (level, size) in enumerate((("1", "32K"), ("2", "1024K"), ("3", "32768K"))):
-        folder = tmp_path / "cache" / f"index{index}"
-        folder.mkdir(parents=True)
+    (tmp_path / "cpuinfo").write_text(
+        "cpu family\t: 25\nmodel\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n\nmodel\t: 99\n"
+    )
+    for level, size in (("1", "32K"), ("3", "32768K"), ("2", "1024K")):
+        folder = tmp_path / f"index{level}"
+        folder.mkdir()
         (folder / "level").write_text(level + "\n")
         (folder / "size").write_text(size + "\n")
     assert record.processor() == "AMD EPYC"
@@ -84,21 +76,30 @@ def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
 
 def recorded(folder, target, *options):
     """A run of the suite's smallest case, with the plugins in `folder`."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", *ONE_OP, "--record", str(target), *options]
+    # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", *SELECTED, "--record", str(target), *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_record_of_a_part_says_so_and_an_interrupted_run_leaves_it(tmp_path):
+def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_one_leaves_alone(tmp_path):
     (tmp_path / "interruption.py").write_text(INTERRUPTION)
     (tmp_path / "failure.py").write_text(FAILURE)
-    target = tmp_path / "suite.json"
-    result = recorded(tmp_path, target, "-p", "failure", "--remark", "quiet")
+    target, timings = tmp_path / "suite.json", tmp_path / "benchmark.json"
+    result = recorded(tmp_path, target, "-p", "failure", "--remark", "quiet", "--benchmark-json", str(timings))
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout
     data = record.read_record(target)
-    assert [row["case"] for row in data["rows"]] == ["picard-step-128x256"]
-    assert data["remark"].startswith("quiet; partial: ")
-    assert data["remark"].endswith(f" rows are absent, 1 tests failed, selected by -k {ONE_OP[1]!r}")
+    assert data["remark"].startswith("quiet; partial: ") and "--record" in data["command"]
+    assert data["remark"].endswith(f" rows are absent, 2 tests failed, selected by -k {SELECTED[1]!r}")
+    rows = {row["provider"]: row for row in data["rows"]}
+    assert set(rows) == {"torch", "cpp"}
+    assert rows["cpp"]["gains"]["torch"] == pytest.approx(rows["torch"]["ms_min"] / rows["cpp"]["ms_min"], rel=1e-4)
+    end = result.stdout[result.stdout.index("Least of the rounds") :]
+    assert "fc_vjp-128x1024" in end and f"record: {target}" in end
+    kept = {entry["param"]: entry for entry in record.read_record(timings)["benchmarks"]}["fc_vjp-128x1024-cpp"]
+    assert kept["extra_info"]["ms_min"] == pytest.approx(rows["cpp"]["ms_min"], rel=1e-5)  # six digits are written
+    assert kept["stats"]["rounds"] == suite.BENCHMARK_ROUNDS and kept["stats"]["min"] > 0
 
     target.write_text("whole")
     result = recorded(tmp_path, target, "-p", "interruption")
@@ -106,4 +107,4 @@ def test_a_record_of_a_part_says_so_and_an_interrupted_run_leaves_it(tmp_path):
     assert f"record: not written, the run was interrupted: {target}; what there is: {target}.part" in result.stdout
     assert target.read_text() == "whole"
     part = record.read_record(tmp_path / "suite.json.part")
-    assert len(part["rows"]) == 1 and part["remark"] == "the run did not come to its end"
+    assert part["rows"] and part["remark"] == "the run did not come to its end"

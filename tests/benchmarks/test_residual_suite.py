@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,24 +30,20 @@ def eigenvalues(matrix: Tensor) -> Tensor:
 def small() -> list[Problem]:
     """The problems of the suite that are cheap to make."""
     names = [name for name, (dim, *_) in problems.MAPS.items() if dim <= 256]
-    return problems.suite(names, batch=2)
+    return [problem for name in names for problem in problems.suite(name, batch=2)]
 
 
-def test_suite_is_the_same_every_time_whatever_is_chosen(small):
-    (again, scaled) = problems.suite(["triangular"], batch=2)
+def test_suite_is_the_same_every_time(small):
+    (again, scaled) = problems.suite("triangular", batch=2)
     before = {problem.name: problem for problem in small}
     z = torch.randn(2, again.dim)
     assert torch.equal(again.f(z), before[again.name].f(z))
     assert again.name != scaled.name and not torch.equal(scaled.f(z), again.f(z))
 
 
-def test_gaussian_fills_the_disc():
-    sizes = eigenvalues(problems.gaussian(60, generator(), 0.9)).abs()
-    assert float(sizes.max()) == pytest.approx(0.9, rel=1e-9)
-    assert float(sizes.min()) < 0.3 * 0.9
-
-
 def test_spectra_have_their_radius_and_are_spread_as_named():
+    sizes = eigenvalues(problems.gaussian(60, generator(), 0.9)).abs()
+    assert float(sizes.max()) == pytest.approx(0.9, rel=1e-9) and float(sizes.min()) < 0.3 * 0.9
     of = {
         name: torch.linalg.eigvalsh(getattr(problems, name)(40, generator(), 0.9))
         for name in ("even", "clustered_at_one", "decaying")
@@ -57,8 +51,6 @@ def test_spectra_have_their_radius_and_are_spread_as_named():
     for name, low in (("even", -0.9), ("clustered_at_one", -0.9), ("decaying", -0.72)):
         assert float(of[name].max()) == pytest.approx(0.9, rel=1e-9)
         assert float(of[name].min()) == pytest.approx(low, rel=0.02)
-    share_near_one = {name: float((values > 0.6).double().mean()) for name, values in of.items()}
-    assert share_near_one["clustered_at_one"] > 2 * share_near_one["even"] > 2 * share_near_one["decaying"]
     assert float(of["decaying"].abs().median()) < 0.05
 
 
@@ -112,7 +104,7 @@ def test_evaluations_are_counted_and_the_value_is_judged():
     assert 0 < right["f_ms"] < right["ms_min"] <= right["ms"]
     (wrong,) = races.measure(HALF, [stub(lambda z: z + torch.tensor([[2.0], [1.99]]), 7)], 1e-3, rounds=2)
     assert not wrong["reached"] and "ms" not in wrong and "2.5e-03 after 7" in wrong["skipped"]
-    assert wrong["samples_missed"] == 1 and wrong["residual_median"] == 0.0
+    assert wrong["samples_missed"] == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -120,15 +112,6 @@ def test_a_value_that_is_not_finite_reaches_nothing(bad):
     (row,) = races.measure(HALF, [stub(lambda z: torch.full_like(z, bad), 1)], 1e-3, rounds=1)
     assert not row["reached"] and row["residual"] is None and row["samples_missed"] == 2
     json.dumps(row, allow_nan=False)
-
-
-def test_torchdeq_with_a_small_ridge_is_another_solver():
-    problem = problems.suite(["decaying 0.99"], batch=2)[1]
-    made = {provider.name: provider for provider in races.providers()}
-    shipped, small = (
-        races.judged(problem, made[name], 1e-30)["residual"] for name in ("torchdeq anderson m=6", races.SMALL_RIDGE)
-    )
-    assert small < 0.1 * shipped
 
 
 @pytest.mark.parametrize("provider", races.providers(), ids=lambda provider: provider.name)
@@ -160,42 +143,17 @@ def test_courses_only_descend():
     assert residual[1] == pytest.approx(1 / 3)  # from 0 to 1 to 1.5
 
 
-def test_digits_are_trained_once(tmp_path, monkeypatch):
-    pytest.importorskip("sklearn")
-    monkeypatch.setattr(trained, "DIGITS_STEPS", {"relu": 2})
-    first = trained.digits_cell(tmp_path, "relu", dim=16, batch=3)
-    monkeypatch.setattr(trained, "_trained", None)
-    second = trained.digits_cell(tmp_path, "relu", dim=16, batch=3)
-    z = torch.randn(3, 16)
-    assert torch.equal(first.f(z), second.f(z)) and not first.f(z).requires_grad
-
-
-@pytest.mark.parametrize("data_root", [None, Path("/images")])
-def test_study_is_trained_where_its_run_is_looked_for(tmp_path, monkeypatch, data_root):
-    from nc_study.config import parse
-
-    asked = []
-
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess:
-        asked.append(parse("cifar_lt", None, command[2:]))
-        (tmp_path / asked[-1].run_name).mkdir()
-        (tmp_path / asked[-1].run_name / "result.json").touch()
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(trained.subprocess, "run", run)
-    folders = [trained.study_run(tmp_path, data_root) for _ in range(2)]
-    (settings,) = asked
-    assert folders == [tmp_path / settings.run_name] * 2
-    assert (settings.models, settings.preset, settings.resume) == (("deq",), "quick", True)
-    assert settings.dataset == ("shapes" if data_root is None else "cifar10")
-
-
-def test_a_failed_training_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(trained.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 3))
-    with pytest.raises(trained.StudyError, match="status 3"):
-        trained.study_run(tmp_path, None)
+def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(trained.StudyError, match="not the folder of a finished run"):
         trained.study_cell(tmp_path, None)
+
+
+def test_digits_cell_is_trained_alike_every_time(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(trained, "DIGITS_STEPS", {"relu": 2})
+    first, second = (trained.digits_cell("relu", dim=16, batch=3) for _ in range(2))
+    z = torch.randn(3, 16)
+    assert torch.equal(first.f(z), second.f(z)) and not first.f(z).requires_grad
 
 
 def test_study_cell_is_the_trained_one(tmp_path):
