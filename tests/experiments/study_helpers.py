@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,6 +77,14 @@ def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
         timeout=300,
         **given,
     )
+
+
+def run_script(name: str, *arguments: str) -> Any:
+    """Run a script of experiments/ in this process, as from a command line; its exit status."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXPERIMENTS / name), run_name="__main__")
+    return stop.value.code
 
 
 def shapes_data(settings: Settings) -> StudyData:

@@ -13,7 +13,7 @@ from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import build, main
 from nc_study.reporting.runs import collect
-from study_helpers import EXPERIMENTS
+from study_helpers import EXPERIMENTS, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
 STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
@@ -107,7 +107,7 @@ def test_the_documentation_quotes_the_committed_results():
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
     monkeypatch.setattr("nc_study.figures.DPI", 20)
-    assert main(None, ["experiments/results/cifar10-quick", "--out", str(tmp_path)]) == 0
+    assert run_script("report.py", "experiments/results/cifar10-quick", "--out", str(tmp_path)) == 0
     printed = capsys.readouterr().out
     assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "  holds " in printed
     committed = EXPERIMENTS / "results" / "report"

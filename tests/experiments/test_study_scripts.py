@@ -12,7 +12,7 @@ import torch
 from nc_study.cli import main
 from nc_study.record import RunResult, read_record
 from nc_study.training import Trainer
-from study_helpers import KILLED, RUN, TINY, assert_same, full_disk, python
+from study_helpers import KILLED, RUN, TINY, assert_same, full_disk, python, run_script
 
 
 def outcome(folder):
@@ -53,12 +53,12 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_data_and_network_the_balanced_study_says_why_it_takes_shapes(tmp_path, monkeypatch, capsys):
+def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(tmp_path, monkeypatch, capsys):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
     arguments = [word for word in TINY if word not in ("--dataset", "shapes", "--ratio", "10")]
-    assert main("cifar_balanced", None, [*arguments, "--epochs", "1", "--model", "explicit"]) == 0
+    assert run_script("cifar_balanced.py", *arguments, "--epochs", "1", "--model", "explicit") == 0
     printed = capsys.readouterr().out
     assert "data: shapes instead of CIFAR-10: not under data, and the download failed" in printed
     assert "300 training images (10 classes of 30)" in printed
