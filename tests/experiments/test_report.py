@@ -101,7 +101,8 @@ def test_the_documentation_quotes_the_committed_results():
 
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
-    monkeypatch.setattr("nc_study.figures.DPI", 20)
+    monkeypatch.setattr("nc_study.figures.features_figure", lambda *_: "a t-SNE takes seconds")
+    monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
     assert run_script("report.py", "experiments/results/cifar10-quick", "--out", str(tmp_path)) == 0
     printed = capsys.readouterr().out
     assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "  holds " in printed

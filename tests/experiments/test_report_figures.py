@@ -47,6 +47,7 @@ def test_the_solver_and_the_confusions_are_shown_by_group_and_class(given, group
     shown = np.concatenate([points.get_offsets() for points in radius.collections])
     radii = deq.spectral_radius
     assert shown.tolist() == [list(pair) for pair in zip(radii.labels, radii.values, strict=True)]
+    assert figures.png(figure).startswith(b"\x89PNG")
     counts = np.arange(settings.classes**2).reshape(settings.classes, settings.classes)
     figure = figures.confusion_figure({"explicit": [counts], "DEQ": [counts] * 2}, [majority] * 2)
     explicit, both = (axis.images[0].get_array() for axis in figure.axes[:2])
