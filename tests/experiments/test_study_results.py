@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from nc_study.config import MODELS, Setting, StudyError, settings_from
-from nc_study.paper import CLAIMS, INCONSISTENT, PAPER, QUANTITIES, on_cifar, settings_of
-from nc_study.record import Accuracy, RunResult, Spread, from_json, read_record, to_json
+from nc_study.paper import CLAIMS, INCONSISTENT, PAPER, on_cifar, settings_of
+from nc_study.record import COLLAPSE, GROUPS, Accuracy, RunResult, Spread, from_json, read_record, to_json
 from nc_study.results import network_result, report
 from study_helpers import EXPERIMENTS, made_up_epoch, made_up_result, made_up_settings
 
@@ -21,7 +21,8 @@ def test_the_tables_are_complete_and_overall_is_the_class_mean_but_for_the_entri
     assert set(PAPER) == set(settings_of("all", None, "cifar")) and len(PAPER) == 20
     assert PAPER[Setting("cifar10", 5, 100)]["deq"].minority == Spread(1.26, 4.93)
     assert PAPER[Setting("cifar100")]["deq"] == Accuracy(Spread(64.77, 0.36))
-    assert {claim.quantity for claim in CLAIMS} <= set(QUANTITIES)
+    centred = {f"{name}_centered" for name in ("nc2", "nc3")}
+    assert {claim.quantity for claim in CLAIMS} <= {*GROUPS, *COLLAPSE, *centred}
     for setting in filter(lambda setting: setting.majority, PAPER):
         for model, entry in PAPER[setting].items():
             share = setting.majority / 10
