@@ -49,6 +49,8 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
     if path is not None and config.getoption("numprocesses", None):
         raise pytest.UsageError("--record runs in one process, which has all the rows: no -n")
+    if config.getoption("--data-root") and not config.getoption("--run"):
+        raise pytest.UsageError("--data-root: only with --run, whose images are there")
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

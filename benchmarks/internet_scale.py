@@ -275,7 +275,6 @@ def rows_of(inputs: Inputs, networks: Sequence[Network] = NETWORKS) -> Iterator[
             row = {
                 "section": "internet scale (model)",
                 "case": f"{network.name}, {adjoint}, {side.solver}",
-                "model": True,
                 "provider": side.provider,
                 "size": network.name,
                 "adjoint": adjoint,
@@ -286,14 +285,13 @@ def rows_of(inputs: Inputs, networks: Sequence[Network] = NETWORKS) -> Iterator[
                 "parameters": counts.parameters,
                 "ms": 1e3 * seconds,
                 "images_per_second": rate,
-                "epoch_s": inputs.imagenet / rate,
                 "internet_s": inputs.internet / rate,
             }
             yield row | ({"gain": theirs / seconds} if side.provider == "deqfast" else {})
 
 
 def main() -> None:
-    inputs, about = Inputs(), {"section": "internet scale (inputs)", "provider": "model", "model": True}
+    inputs, about = Inputs(), {"section": "internet scale (inputs)", "provider": "model"}
     rows: list[Row] = [about | {"case": one.name, "value": one.default, **one.metadata} for one in fields(inputs)]
     rows += rows_of(inputs)
     write_record(RESULTS / "internet_scale.json", rows, remark="a model: nothing was measured")

@@ -322,7 +322,7 @@ STEP: dict[str, tuple[str, str, Form]] = {  # heading -> provider, column and fo
 
 
 def steps(results: Results) -> Table:
-    words = "A training step of the study's two networks in turns, medians; the paper's 40 trainings are extrapolated."
+    words = "A training step of the study's two networks in turns, medians; the 20 trainings of each in the paper are extrapolated."
     rows = [
         {"networks": name} | {heading: middle(runs, *column) for heading, column in STEP.items()}
         for name, runs in results.cases("training step").items()
@@ -426,7 +426,7 @@ def page(results: Results) -> str:
         "",
         "Written by `python benchmarks/report.py` from the records in [results](results), which hold more: medians, "
         "quartiles, numbers of rounds, bytes, launches, host waits (to six digits), and single ops; `python "
-        "benchmarks/report.py --show benchmarks/results` prints every row. Here: the least of the rounds, with the "
+        "benchmarks/report.py --show benchmarks/results` prints the times of all rows. Here: the least of the rounds, with the "
         "most threads that a case was measured with; of several runs the median, behind a gain the least and the "
         "largest. deqfast is its kernel `cpp`. A byte floor is what the algorithm must move at the copy rate of "
         "the same run; a time below it is one of data that stayed in a cache.",
@@ -477,8 +477,6 @@ def facts(results: Results) -> dict[str, str]:
         if (own := values(runs, OURS, "ms_min")) and (plain := values(runs, "torch", "ms_min"))
     ]
     found |= {"targets.all": str(counts.total()), "cpp.faster": str(sum(compared)), "cpp.all": str(len(compared))}
-    parts = results.rows("internet scale (check)")  # of the model, against a measurement
-    found["model.check.over-measured"] = span([row["assumed_over_measured"] for row in parts])
     block = [row for row in results.rows("residual") if row["case"] == SHOWN[1] and row["reached"]]
     shares = [row["f_ms"] / row["ms_min"] for row in block if row["provider"].startswith("deqfast")]
     return found | {"cells.residual-block.f-of-a-solve": span(shares, percent)}
@@ -580,12 +578,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if anything is outdated")
     parser.add_argument("--facts", action="store_true", help="print the keys and numbers that sentences may quote")
-    parser.add_argument("--show", type=Path, metavar="FOLDER", help="print the rows of the records there, no more")
+    parser.add_argument("--show", type=Path, metavar="FOLDER", help="print the times of the rows of the records there")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     given = parser.parse_args(argv)
     try:
         if given.show:
             records = Results.read(given.show, "*.json*").records  # .json.part: of a run that did not come to its end
+            if not records:
+                raise ReportError(f"--show {given.show}: no records (*.json) there")
             print("\n".join(summary([row for one in records for row in one.rows])))
             return
         if given.facts:

@@ -6,6 +6,7 @@ The pieces, put together in the order of their names, are a .tar.gz. Every file 
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import io
 import sys
@@ -25,9 +26,11 @@ def pack(root: Path, out: Path, dataset: str, limit: int) -> list[Path]:
     """Write the pieces of a data set under `root`, none above `limit` bytes; their paths."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as members:
-        for name in checksums(dataset):
+        for name, checksum in checksums(dataset).items():
             if not (root / name).is_file():
                 raise StudyError(f"{root / name} is missing: {root} does not hold {dataset}")
+            if hashlib.md5((root / name).read_bytes()).hexdigest() != checksum:
+                raise StudyError(f"{root / name} is not the published file")
             members.add(root / name, name)
     out.mkdir(parents=True, exist_ok=True)
     content = archive.getvalue()
@@ -53,7 +56,7 @@ def unpack(pieces: Path, root: Path) -> list[Path]:
                     (root / name).parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(root / name, content)
                     written.append(root / name)
-        except (tarfile.TarError, EOFError, KeyError, zlib.error) as error:
+        except (tarfile.TarError, gzip.BadGzipFile, EOFError, KeyError, zlib.error) as error:
             raise StudyError(f"{pieces}: a piece of {dataset} is missing or damaged ({error})") from error
     if not written:
         raise StudyError(f"{pieces} holds no pieces (*.piece)")

@@ -38,7 +38,7 @@ class ScalingCase(SolveCase):
 
     def size(self) -> Row:
         window = {"history": getattr(self.solver, "history", 0)}
-        return super().size() | window | {"axis": self.axis, "series": self.axis, "solver": self.label}
+        return super().size() | window | {"axis": self.axis, "solver": self.label}
 
     def allowed(self) -> float:
         """That of other solves; fewer iterations reach little, and what diverges is not timed."""

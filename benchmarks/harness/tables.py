@@ -126,7 +126,9 @@ def table(rows: Sequence[Row], title: str = "", words: str = "") -> Table:
         if "skipped" not in row:
             line = {"row": f"{row['section']} {row['case']} {row['provider']}"}
             told = {"ms_min": row["ms"], **row} if "ms" in row else row
-            line |= {name: form(told[key]) if key in told else "" for name, (key, form) in COLUMNS.items()}
+            line |= {
+                name: form(told[key]) if told.get(key) is not None else "" for name, (key, form) in COLUMNS.items()
+            }
             line["gain over"] = ", ".join(f"{peer} {times(gain)}" for peer, gain in row.get("gains", {}).items())
             lines.append(line | {"fault": row.get("fault", "")})
     notes = [f"{count} skipped, {reason}." for reason, count in skipped.items()]

@@ -18,7 +18,7 @@ COLUMNS = {
     "share_of_f": "x the time of f",
     "over_flop": "x the ratio of operations to the explicit network",
     "nc_share": " of an explicit epoch for NC1-NC4, given the features",
-    "paper_hours": " hours for the paper's 40 trainings, extrapolated",
+    "paper_hours": " hours for this network's 20 of the paper's 40 trainings, extrapolated",
 }
 GPU_KERNELS = ("cuda", "triton")
 GPU = (*GPU_KERNELS, "cuda-graph", "triton-graph")  # of which the best counts; what a graph holds is in no peak_bytes

@@ -123,7 +123,7 @@ def _chosen(flag: str, text: str | None, known: dict[str, tuple[Imbalance, ...]]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement about one quantity (a key of QUANTITIES) of the DEQ beside that of the explicit network."""
+    """A statement about one quantity (as `NetworkResult.quantity` names it) of the DEQ beside that of the explicit network."""
 
     text: str
     source: str
@@ -132,13 +132,6 @@ class Claim:
     """What the DEQ's is: "higher", "lower" or "alike"."""
     balanced: bool = False
 
-
-QUANTITIES = {
-    **{name: name.upper() for name in COLLAPSE},
-    **{f"{name}_centered": f"{name.upper()}, centred" for name in ("nc2", "nc3")},
-    **{group: f"accuracy, {group}" for group in GROUPS},
-}
-"""What a claim may be about, as the tables name it."""
 
 CENTRED = "not in the paper, see below"
 """The source of the claims that were added to the paper's."""

@@ -4,7 +4,7 @@
 - <model>.jsonl: one line per finished epoch
 - <model>.ckpt: the state after the last finished epoch, replaced at once or not at all
 - features.npz, result.json, figure.png: written at the end
-- failed.json, log.txt: why the run ended early, and what it printed, when study.py ran it
+- failed.json, log.txt: why the run ended early, and what its last attempt printed, when study.py ran it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from deqfast.testing.records import write_bytes
 
-from .config import Experiment, Settings, StudyError, flag_of
+from .config import MODELS, Experiment, Settings, StudyError, flag_of
 from .record import FORMAT, Begun, Epoch, Failure, OtherFormat, RunResult, from_json, read_record, to_json
 
 
@@ -203,7 +203,7 @@ class RunDirectory:
             ) from error
 
     def _trained(self) -> bool:
-        return any(self.path.glob("*.ckpt"))
+        return any(self._checkpoint(model).exists() for model in MODELS)
 
     def _log(self, model: str) -> Path:
         return self.path / f"{model}.jsonl"

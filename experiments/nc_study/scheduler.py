@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from .record import Failure
 from .rundir import RunDirectory
 
 SCRIPTS = Path(__file__).parents[1]
-POLL_SECONDS = 0.2
 GRACE_SECONDS = 20  # clusters kill after 30
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "TORCHELASTIC")
 
@@ -101,35 +102,44 @@ def run_all(tasks: list[Task], jobs: int, processes: int, first_slot: int) -> di
 
     The GPUs of the job in slot i are those of `first_slot` + i. A KeyboardInterrupt stops all of them.
     """
-    waiting = deque(task for task in tasks if not task.run.finished)
+    waiting = [task for task in tasks if not task.run.finished]
     for task in waiting:
         with suppress(OSError):
             task.run.fail(None)
-    working: dict[int, tuple[Task, subprocess.Popen[bytes]]] = {}
+    slots: SimpleQueue[int] = SimpleQueue()
+    for slot in range(first_slot, first_slot + jobs):
+        slots.put(slot)
+    children: list[subprocess.Popen[bytes]] = []
+    starting, stopping = Lock(), Event()
     failed: dict[Task, str] = {}
-    done = len(tasks) - len(waiting)
 
-    def end(task: Task, failure: str | None) -> None:
-        nonlocal done
-        done += 1
-        print(f"[{done} of {len(tasks)}] {_conclude(task, failure, failed)}", flush=True)
+    def run(task: Task) -> str | None:
+        """Why the run failed, None if it did not."""
+        slot = slots.get()
+        try:
+            with starting:  # so that no child is begun that `_stop` does not know
+                if stopping.is_set():
+                    return "stopped"
+                child = _start(task, processes, slot)
+                children.append(child)
+            status = child.wait()
+        except OSError as error:
+            return f"cannot be started ({error})"
+        finally:
+            slots.put(slot)
+        return None if status == 0 and task.run.finished else reason(task, status)
 
-    try:
-        while waiting or working:
-            for slot in range(jobs):
-                if slot not in working and waiting:
-                    task = waiting.popleft()
-                    try:
-                        working[slot] = task, _start(task, processes, first_slot + slot)
-                    except OSError as error:
-                        end(task, f"cannot be started ({error})")
-            time.sleep(POLL_SECONDS)
-            for slot, (task, child) in list(working.items()):
-                if (status := child.poll()) is not None:
-                    del working[slot]
-                    end(task, None if status == 0 and task.run.finished else reason(task, status))
-    finally:
-        _stop([child for _, child in working.values()])
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(run, task): task for task in waiting}
+        try:
+            for done, future in enumerate(as_completed(futures), len(tasks) - len(waiting) + 1):
+                print(f"[{done} of {len(tasks)}] {_conclude(futures[future], future.result(), failed)}", flush=True)
+        finally:
+            for future in futures:
+                future.cancel()
+            with starting:
+                stopping.set()
+                _stop(children)
     return failed
 
 

@@ -227,7 +227,12 @@ def restore(trainer: Trainer, model: str, run: RunDirectory) -> int:
 
     def read() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        run.cut(model, run.restore(model, found.update))
+
+        def load(state: dict[str, Any]) -> None:
+            trainer.load(state)  # one that does not fit is an error of `run.restore`, which names its file
+            found.update(state)
+
+        run.cut(model, run.restore(model, load))
         return found
 
     state = distributed.from_first(read)

@@ -26,7 +26,7 @@ AGREEMENT = 1e-6  # relative difference of log K - loss up to which seeds found 
 class PeeledSettings:
     """Everything that decides the outcome; SettingsError for a value that makes no sense."""
 
-    seeds: str = option("study", "of the starting points, with commas; the best end is reported", "0,1,2")
+    seeds: str = option("study", "seeds of the starting points, with commas; the best end is reported", "0,1,2")
 
     classes: int = option("problem", "K", 10, minimum=2)
     samples: int = option("problem", "samples of a class, of a majority class (n, n_A)", 20, minimum=2)
@@ -34,7 +34,7 @@ class PeeledSettings:
     majority: int = option("problem", "classes with n_A samples (K_A)", 5, minimum=2)
     dimension: int = option("problem", "length of a feature vector (D), at least K", 16, minimum=2)
     e_w: str = option("problem", "bounds E_W on the classifier, with commas: a study for each", "0.01,100")
-    e_h: str = option("problem", "bounds E_H on the layer and the features, one for each E_W", "0.01,0.5", kind=str)
+    e_h: str = option("problem", "bounds E_H on the layer and the features, one for each E_W", "0.01,0.5")
     ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000")
 
     steps: int = option("machine", "most L-BFGS steps of a solve", 400, minimum=1)
@@ -50,6 +50,7 @@ class PeeledSettings:
         self._check(min(e_w) > 0, "e_w", "each more than 0")
         self._check(min(e_h) > 0 and max(e_h) < 1, "e_h", "each between 0 and 1, where the DEQ's series converges")
         self._check(len(e_w) == len(e_h), "e_h", f"as many as --e-w {self.e_w}")
+        self._check(len(set(zip(e_w, e_h, strict=True))) == len(e_w), "e_h", f"each pair with --e-w {self.e_w} once")
         self._check(min(self.numbers("ratios")) > 1, "ratios", "each more than 1")
         self._check(self.dimension >= self.classes, "dimension", f"at least --classes {self.classes}")
         self._check(self.majority < self.classes, "majority", f"less than --classes {self.classes}")

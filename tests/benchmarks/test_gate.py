@@ -248,6 +248,7 @@ def test_two_threads_are_timed_beside_one_where_there_are_two_cores(monkeypatch)
 
 def test_the_sign_test_has_its_level():
     assert gate.shown([True] * 12 + [False] * 3) and not gate.shown([True] * 11 + [False] * 4)
+    assert not gate.shown([])
 
 
 def test_a_slower_step_is_found_by_the_clock(monkeypatch):

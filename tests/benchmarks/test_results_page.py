@@ -76,7 +76,6 @@ def other_rows():
             for row in rows_of("scaling", f"{x}", solver="picard", axis="batch")
         ),
         *rows_of("internet scale (model)", "MDEQ", images_per_second=1e3, internet_s=1e6, gain=1.5, **model),
-        *rows_of("internet scale (check)", "f", assumed_over_measured=1.1),
         *rows_of("ops", "step", providers=("torchdeq",), fault="residual nan"),
     ]
 

@@ -24,7 +24,7 @@ def test_cases_of_scaling_have_names_of_their_own_and_change_one_variable():
     assert len({case.name for case in SCALING}) == len(SCALING)
     for case in SCALING:
         row = case.size()
-        others = {"batch": 32, "dim": 8192} if row["series"] in ("history", "iterations") else {}
+        others = {"batch": 32, "dim": 8192} if row["axis"] in ("history", "iterations") else {}
         assert row[row["axis"]] and others.items() <= row.items() and case.full
         if case.batch * case.dim <= 1 << 13:
             assert 0 < case.contender("cpp", "cpu").facts["residual"] <= case.allowed()

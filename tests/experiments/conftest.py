@@ -15,9 +15,9 @@ from nc_study.rundir import RunDirectory, write_arrays
 from study_helpers import TINY, made_up_epoch, made_up_result, made_up_settings
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def process_settings() -> Iterator[None]:
-    """What a run sets for the whole process is put back."""
+    """What runs set for the whole process is put back."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_num_threads(threads)

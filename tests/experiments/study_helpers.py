@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,11 +43,13 @@ TINY = [
     *("--epochs", "3", "--batch-size", "16", "--metrics-every", "2", "--threads", "1"),
 ]
 RUN = "shapes-k3-r10-quick-both-broyden-jfb-seed0"
-KILLED = """
-import os, signal, sys
-from nc_study.cli import main
+STUDY = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10")], "--model", "explicit"]
+"""Arguments with which study.py's run of seed 0 is the explicit half of the run that cifar_lt.py makes of TINY."""
+ONE_NETWORK = "shapes-k3-r10-quick-explicit-broyden-jfb-seed0"
+KILLED = f"""
+import os, runpy, signal
 from nc_study.training import Trainer
-step, left = Trainer.train_step, [int(sys.argv[1])]
+step, left = Trainer.train_step, [int(os.environ["KILL"])]
 
 def train_step(self, *arguments):
     left[0] -= 1
@@ -55,9 +58,9 @@ def train_step(self, *arguments):
     return step(self, *arguments)
 
 Trainer.train_step = train_step
-sys.exit(main("cifar_lt", None, sys.argv[2:]))
+runpy.run_path({str(EXPERIMENTS / "cifar_lt.py")!r}, run_name="__main__")
 """
-"""A study whose process, or whose second one, is killed at the step that the first argument counts; 0: at none."""
+"""A cifar_lt.py whose process, or whose second one, is killed at the step that the environment's KILL counts."""
 
 
 def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
@@ -74,6 +77,14 @@ def python(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
         timeout=300,
         **given,
     )
+
+
+def run_script(name: str, *arguments: str) -> Any:
+    """Run a script of experiments/ in this process, as from a command line; its exit status."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXPERIMENTS / name), run_name="__main__")
+    return stop.value.code
 
 
 def shapes_data(settings: Settings) -> StudyData:

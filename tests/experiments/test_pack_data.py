@@ -29,29 +29,26 @@ def test_unpacked_files_are_the_originals_byte_for_byte(packed, tmp_path):
     assert files(tmp_path / "back") == files(root)
 
 
-def error_of(capsys, *arguments):
+def test_a_missing_or_damaged_piece_and_what_holds_no_data_set_are_errors(packed, tmp_path, capsys, monkeypatch):
+    def error_of(*arguments):
+        assert main([str(argument) for argument in arguments]) == 1
+        printed, errors = capsys.readouterr()
+        assert printed == "" and errors.startswith("pack_data.py: error:") and errors.count("\n") == 1
+        return errors
+
     capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 1
-    printed, errors = capsys.readouterr()
-    assert printed == "" and errors.startswith("pack_data.py: error:") and errors.count("\n") == 1
-    return errors
-
-
-def test_a_missing_or_damaged_piece_is_noticed(packed, tmp_path, capsys, monkeypatch):
-    *_, piece, last = sorted(packed[1].iterdir())
+    pieces, back = packed[1], tmp_path / "back"
+    *_, piece, last = sorted(pieces.iterdir())
     whole = piece.read_bytes()
     for damaged in (b"half", whole[:-1] + bytes([whole[-1] ^ 0xFF])):
         piece.write_bytes(damaged)
-        error_of(capsys, "unpack", packed[1], tmp_path / "back")
+        error_of("unpack", pieces, back)
     piece.write_bytes(whole)
-    last.unlink()
-    assert "a piece of cifar" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
-
-
-def test_what_holds_no_data_set_or_another_is_an_error(packed, tmp_path, capsys, monkeypatch):
-    assert "does not hold cifar10" in error_of(capsys, "pack", tmp_path, tmp_path / "out")
-    assert "holds no pieces" in error_of(capsys, "unpack", tmp_path, tmp_path / "back")
+    assert "does not hold cifar10" in error_of("pack", tmp_path, tmp_path / "out")
+    assert "holds no pieces" in error_of("unpack", tmp_path, back)
     monkeypatch.undo()  # the sums are those of the published files again
-    assert "is not the published file" in error_of(capsys, "unpack", packed[1], tmp_path / "back")
+    assert "is not the published file" in error_of("unpack", pieces, back)
+    last.unlink()
+    assert "a piece of cifar" in error_of("unpack", pieces, back)
     with pytest.raises(SystemExit):
         main(["pack", str(tmp_path), str(tmp_path), "--limit", "nan"])

@@ -9,18 +9,9 @@ import pytest
 from nc_study.paper import CLAIMS, RATIOS
 from nc_study.record import RunResult, read_record, to_json
 from nc_study.reporting.runs import collect
-from nc_study.reporting.verdicts import (
-    FAILS,
-    HOLDS,
-    UNDECIDED,
-    judge,
-    judge_interval,
-    judge_signs,
-    printed,
-    t_interval,
-)
+from nc_study.reporting.verdicts import FAILS, HOLDS, UNDECIDED, judge, judge_interval, judge_signs, t_interval
 
-OVERALL, MAJORITY, MINORITY, NC1, NC2, NC3 = CLAIMS[:6]
+OVERALL, _, MINORITY, NC1, NC2, NC3 = CLAIMS[:6]
 BALANCED, BALANCED_NC2 = CLAIMS[8], CLAIMS[10]
 SIX = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
 
@@ -44,7 +35,6 @@ def test_intervals_and_signs():
         (-0.1, -0.01, FAILS, HOLDS, HOLDS),
         (-0.1, 0.1, UNDECIDED, UNDECIDED, HOLDS),
         (-0.3, 0.1, UNDECIDED, UNDECIDED, UNDECIDED),
-        (0.1, 0.5, HOLDS, FAILS, UNDECIDED),
         (0.3, 0.5, HOLDS, FAILS, FAILS),
         (-0.5, -0.3, FAILS, HOLDS, FAILS),
         (0.0, 0.0, UNDECIDED, UNDECIDED, HOLDS),
@@ -84,9 +74,6 @@ def test_the_numbers_behind_a_verdict(made_up):
     (group,) = collect([path.parent]).groups
     where = "on average over 1 settings (3 pairs); higher in 1, lower in 0; of 1 with 3 or more seeds: holds in 1"
     assert judge(group, OVERALL)[1] == f"DEQ - explicit +1.20 points {where}"
-    assert judge(group, NC1)[1].startswith("DEQ / explicit ×1 on average")
-    assert judge(group, NC2)[1].startswith("DEQ - explicit -0.120 on average")
-    assert judge(group, BALANCED)[1].startswith("DEQ - explicit +1.10 points")
     ratio = math.prod(1 - shift / 10 for shift in (1.0, 1.1, 1.2)) ** (1 / 3)
     assert judge(group, BALANCED_NC2)[1].startswith(f"DEQ / explicit ×{ratio:.3g} on average")
 
@@ -99,10 +86,3 @@ def test_a_pair_without_the_metric_does_not_count(made_up):
     path.write_bytes(to_json(replace(result, networks=networks)))
     (found,) = collect([path.parent]).groups
     assert judge(found, NC3)[0] == "not enough runs (0)" and judge(found, NC2)[0] == "not enough runs (1)"
-
-
-def test_the_papers_own_differences():
-    assert printed(OVERALL, "cifar10") == "higher in 9 of 9, +1.72 points on average"
-    assert printed(BALANCED, "cifar10") == "higher in 1 of 1, +0.18 points on average"
-    assert printed(MAJORITY, "cifar10").startswith("higher in 5 of 9")
-    assert printed(NC2, "cifar10") == printed(OVERALL, "shapes") == "–"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
-import socket
 import sys
 import tarfile
 import threading
@@ -32,7 +31,7 @@ def ldam_selection(targets, per_class):
     return chosen
 
 
-@pytest.mark.parametrize("ratio", [10, 50, 100])
+@pytest.mark.parametrize("ratio", [10, 100])
 def test_selection_equals_ldam_index_for_index(ratio):
     labels = np.random.default_rng(3).permutation(np.repeat(np.arange(10), 5000))
     settings = settings_from("cifar_lt", preset="paper", device="cpu", majority=5, ratio=ratio)
@@ -42,29 +41,13 @@ def test_selection_equals_ldam_index_for_index(ratio):
         select_images(labels, [6000] * 10)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "majority", "ratio", "sizes"),
-    [
-        ("cifar10", 3, 10, [5000] * 3 + [500] * 7),
-        ("cifar100", 5, 100, [500] * 50 + [5] * 50),
-        ("cifar10", None, None, [5000] * 10),
-    ],
-)
-def test_class_sizes_are_the_papers(dataset, majority, ratio, sizes):
-    given = {"preset": "paper", "device": "cpu", "dataset": dataset, "majority": majority, "ratio": ratio}
-    settings = settings_from("cifar_lt" if ratio else "cifar_balanced", **given)
-    assert class_sizes(settings) == sizes
-
-
 @pytest.mark.parametrize("classes", [10, 100])
 def test_shapes_depend_on_the_seed_alone(classes):
-    labels = np.arange(300) % classes
-    images, again = draw_shapes(labels, classes, seed=4)[0], draw_shapes(labels, classes, seed=4)[0]
-    assert images.shape == (300, 32, 32, 3) and images.dtype == np.uint8
-    assert images.min() == 0 and images.max() == 255
-    assert len(np.unique(images.reshape(300, -1), axis=0)) == 300
-    assert (images == again).all()
-    assert (images != draw_shapes(labels, classes, seed=5)[0]).any(axis=(1, 2, 3)).all()
+    labels = np.arange(100) % classes
+    images, again, other = (draw_shapes(labels, classes, seed)[0] for seed in (4, 4, 5))
+    assert images.shape == (100, 32, 32, 3) and images.dtype == np.uint8
+    assert len(np.unique(images.reshape(100, -1), axis=0)) == 100
+    assert (images == again).all() and (images != other).any(axis=(1, 2, 3)).all()
 
 
 def test_crop_and_flip_agree_with_one_image_at_a_time():
@@ -89,7 +72,6 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
     torch.manual_seed(99)
     again = list(study.epoch(1, 2, 16))
     assert torch.bincount(torch.cat([labels for _, labels in first])).tolist() == list(study.counts)
-    assert study.steps(16) == len(first)
     assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, again, strict=True))
     for seed, epoch in ((1, 3), (2, 2)):
         assert not torch.equal(first[0][0], next(iter(study.epoch(seed, epoch, 16)))[0])
@@ -111,8 +93,7 @@ def test_cifar_files_are_read(name, dataset, classes, tmp_path, monkeypatch):
     assert torch.bincount(study.test_labels).tolist() == [2] * classes
 
 
-@pytest.mark.parametrize("dataset", ["auto", "cifar10"])
-@pytest.mark.parametrize("damage", ["changed", "missing"])
+@pytest.mark.parametrize(("dataset", "damage"), [("auto", "changed"), ("cifar10", "missing")])
 def test_damaged_files_are_an_error_and_not_replaced_by_shapes(dataset, damage, tmp_path, monkeypatch):
     (tmp_path / CIFAR10.filename).write_bytes(b"\x1f\x8b half of it")
     with pytest.raises(StudyError, match="cifar-10-python.tar.gz is damaged or not wholly downloaded"):
@@ -145,30 +126,20 @@ def served(tmp_path, monkeypatch):
     server.server_close()
 
 
-def test_what_is_not_there_is_downloaded_and_an_archive_unpacked(served, tmp_path, monkeypatch):
-    root = tmp_path / "new" / "data"
+def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(served, tmp_path, monkeypatch):
+    root, archive = tmp_path / "new" / "data", served / CIFAR10.filename
+    content = archive.read_bytes()
+    archive.write_bytes(content[:1000])
+    source = find_source("auto", root)
+    assert source.name == "shapes" and "download failed" in source.reason and not list(root.iterdir())
+    with pytest.raises(StudyError, match="--dataset cifar10: .*download failed"):
+        find_source("cifar10", root)
+    archive.write_bytes(content)
     source = find_source("auto", root)
     assert source.name == "cifar10" and len(source.train[0]) == 50
     assert [path.name for path in root.iterdir()] == [CIFAR10.base_folder]
     monkeypatch.setattr(data, "_download", lambda *_: pytest.fail("network"))
     assert find_source("cifar10", root).name == find_source("auto", served).name == "cifar10"
-
-
-def test_a_download_that_breaks_off_leaves_nothing_and_shapes_take_over(served, tmp_path):
-    archive = served / CIFAR10.filename
-    archive.write_bytes(archive.read_bytes()[:1000])
-    source = find_source("auto", tmp_path / "data")
-    assert source.name == "shapes" and "download failed" in source.reason
-    assert not list((tmp_path / "data").iterdir())
-    with pytest.raises(StudyError, match="--dataset cifar10: .*download failed"):
-        find_source("cifar10", tmp_path / "data")
-
-
-def test_a_server_that_never_answers_is_given_up_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "NETWORK_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{silent.getsockname()[1]}/x")
-        assert "download failed" in find_source("auto", tmp_path).reason
 
 
 def test_a_torchvision_that_cannot_be_imported_is_the_reason(tmp_path, monkeypatch):

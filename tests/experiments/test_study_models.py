@@ -1,13 +1,19 @@
-"""The networks: sizes, common initial weights, the constraints, and the choice of kernel."""
+"""The networks: sizes, common initial weights, constraints, the choice of kernel, and what is measured of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from nc_study.config import settings_from
+from nc_study.analysis import analyse, first_images, spectral_radius
+from nc_study.config import StudyError, settings_from
 from nc_study.models import build, choose_kernel, project
+from nc_study.rundir import read_arrays, write_arrays
+from study_helpers import shapes_data
 
 import deqfast
+
+TINY = {"dataset": "shapes", "device": "cpu", "kernel": "torch", "width": 1, "n_majority": 80, "ratio": 8}
+SETTINGS = settings_from("cifar_lt", test_images=20, **TINY)
 
 
 def make(model, **given):
@@ -26,30 +32,28 @@ def test_the_explicit_network_is_resnet_18():
     assert logits.shape == (2, 10) and features.shape == (2, 512) and solution is None
 
 
-def test_the_deq_network_differs_in_its_last_block_alone():
-    explicit, deq = make("explicit", width=2).state_dict(), make("deq", width=2).state_dict()
-    shared = {name for name in explicit if not name.startswith("last.")}
-    assert shared == {name for name in deq if not name.startswith("last.")}
-    assert all(torch.equal(explicit[name], deq[name]) for name in shared)
-
-
-def test_initial_weights_depend_on_the_seed_alone():
+def test_initial_weights_depend_on_the_seed_alone_and_networks_differ_in_the_last_block_alone():
     torch.manual_seed(5)
     state = torch.get_rng_state()
     one, two, other = make("deq", width=1), make("deq", width=1), make("deq", width=1, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.classifier.weight, other.classifier.weight)
+    explicit, deq = make("explicit", width=1).state_dict(), one.state_dict()
+    shared = {name for name in explicit if not name.startswith("last.")}
+    assert shared == {name for name in deq if not name.startswith("last.")}
+    assert all(torch.equal(explicit[name], deq[name]) for name in shared)
 
 
-@pytest.mark.parametrize("solver", ["broyden", "anderson", "picard"])
-@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "unrolled"])
+@pytest.mark.parametrize(
+    ("solver", "adjoint"),
+    [("broyden", "jfb"), ("anderson", "implicit"), ("picard", "phantom"), ("broyden", "unrolled")],
+)
 def test_the_deq_network_takes_its_settings(solver, adjoint):
     network = make("deq", width=1, solver=solver, adjoint=adjoint, tol=0.02, max_iter=7)
     assert network.eval()(torch.empty(0, 3, 32, 32)).logits.shape == (0, 10)  # a process may have none of a split
     output = network.train()(torch.randn(3, 3, 32, 32).contiguous(memory_format=torch.channels_last))
-    assert output.solution.evaluations <= 7
-    assert (network.last.solver.tol, network.last.solver.max_iter) == (0.02, 7)
+    assert output.solution.evaluations <= 7 and network.last.solver.tol == 0.02
     output.logits.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
@@ -83,20 +87,14 @@ def test_under_autocast_all_but_the_fixed_point_is_in_bfloat16(model, last):
 def test_project_moves_weights_into_the_bounds_and_no_others(model):
     network = make(model, width=1)
     before = {name: parameter.clone() for name, parameter in network.named_parameters()}
-    project(network, e_w=1e6, e_h=1e6)
-    project(network, e_w=None, e_h=None)
+    project(network, e_w=1e6, e_h=None)
     assert all(torch.equal(parameter, before[name]) for name, parameter in network.named_parameters())
     project(network, e_w=0.01, e_h=0.3)
-    rows = network.classifier.weight
-    assert rows.square().sum().item() / len(rows) == pytest.approx(0.01)
+    assert network.classifier.weight.square().sum(1).mean().item() == pytest.approx(0.01)
     convolutions = [module.weight for module in network.last.modules() if isinstance(module, torch.nn.Conv2d)]
-    assert len(convolutions) == 2
     assert sum(weight.square().sum().item() for weight in convolutions) ** 0.5 == pytest.approx(0.3)
     moved = {name for name, parameter in network.named_parameters() if not torch.equal(parameter, before[name])}
-    assert len(moved) == 3
-    torch.nn.init.zeros_(rows)
-    project(network, e_w=1.0, e_h=None)
-    assert (rows == 0).all()
+    assert len(moved) == 3 and len(convolutions) == 2
 
 
 def test_the_kernel_asked_for_is_taken_or_another_comes_with_the_reason(monkeypatch):
@@ -105,3 +103,40 @@ def test_the_kernel_asked_for_is_taken_or_another_comes_with_the_reason(monkeypa
     name, reason = choose_kernel("triton", "cpu")
     assert name == choose_kernel("auto", "cpu")[0] == ("cpp" if deqfast.backends()["cpp"] else "torch")
     assert "triton" in reason
+
+
+@pytest.fixture(scope="module")
+def data():
+    return shapes_data(SETTINGS)
+
+
+def test_every_class_is_shown_equally_often_where_it_has_the_images(data):
+    counts = torch.bincount(data.train_labels[first_images(data, 200)])
+    assert counts.tolist() == [20] * 3 + [10] * 7
+    assert torch.bincount(data.train_labels[first_images(data, 3)]).tolist() == [1] * 10
+
+
+def test_the_spectral_radius_is_that_of_the_whole_jacobian(data):
+    network = build("deq", SETTINGS).double().eval()
+    images = data.normalise(data.train_images[:3]).double()
+    found = spectral_radius(network, images)
+    with torch.no_grad():
+        x = network.trunk(network.stem(images))
+        z = network.last(x)
+    for i in range(3):
+        one, at = x[i : i + 1], z[i : i + 1]
+        flat = torch.autograd.functional.jacobian(lambda v, one=one: network.last.cell(v, one), at)
+        exact = torch.linalg.eigvals(flat.reshape(z[i].numel(), -1)).abs().max()
+        assert found[i].item() == pytest.approx(exact.item(), rel=0.05)
+
+
+def test_an_explicit_network_has_features_and_no_radius(data, tmp_path):
+    radius, arrays = analyse(build("explicit", SETTINGS), data)
+    assert radius is None
+    assert arrays["features"].shape == (3 * 50 + 7 * 10, 8) and arrays["labels"].shape == (220,)
+    write_arrays(tmp_path / "features.npz", {"explicit": arrays})
+    back = read_arrays(tmp_path / "features.npz")
+    assert (back["explicit"]["features"] == arrays["features"]).all() and list(back) == ["explicit"]
+    (tmp_path / "features.npz").write_bytes(b"half")
+    with pytest.raises(StudyError, match="features.npz cannot be read"):
+        read_arrays(tmp_path / "features.npz")

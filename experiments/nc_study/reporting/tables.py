@@ -63,7 +63,8 @@ def _result(group: Group, setting: Setting, model: str) -> Row:
     row["NC2, NC3 centred"] = ", ".join(over_seeds(values).split("±")[0] for values in centred)
     solvers = [one.solver for one in networks if one.solver]
     row["evaluations a sample"] = over_seeds([one.iterations for one in solvers])
-    row["converged"] = over_seeds([one.converged for one in solvers])
+    shares = [one.converged for one in solvers]
+    row["converged, %"] = over_seeds([None if share is None else 100 * share for share in shares])
     row["left out"] = str(sum(one.skipped for one in solvers)) if solvers else NOTHING
     return row
 
