@@ -322,7 +322,10 @@ STEP: dict[str, tuple[str, str, Form]] = {  # heading -> provider, column and fo
 
 
 def steps(results: Results) -> Table:
-    words = "A training step of the study's two networks in turns, medians; the 20 trainings of each in the paper are extrapolated."
+    words = (
+        "A training step of the study's two networks in turns, medians; the 20 trainings of each in the paper are "
+        "extrapolated."
+    )
     rows = [
         {"networks": name} | {heading: middle(runs, *column) for heading, column in STEP.items()}
         for name, runs in results.cases("training step").items()
@@ -426,9 +429,9 @@ def page(results: Results) -> str:
         "",
         "Written by `python benchmarks/report.py` from the records in [results](results), which hold more: medians, "
         "quartiles, numbers of rounds, bytes, launches, host waits (to six digits), and single ops; `python "
-        "benchmarks/report.py --show benchmarks/results` prints the times of all rows. Here: the least of the rounds, with the "
-        "most threads that a case was measured with; of several runs the median, behind a gain the least and the "
-        "largest. deqfast is its kernel `cpp`. A byte floor is what the algorithm must move at the copy rate of "
+        "benchmarks/report.py --show benchmarks/results` prints the times of all rows. Here: the least of the rounds, "
+        "with the most threads that a case was measured with; of several runs the median, behind a gain the least and "
+        "the largest. deqfast is its kernel `cpp`. A byte floor is what the algorithm must move at the copy rate of "
         "the same run; a time below it is one of data that stayed in a cache.",
     ]
     if not results.on_gpu(True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .config import CLASSES, MODELS, Experiment, Setting, StudyError, flag_of, preset_values
-from .record import COLLAPSE, GROUPS, Accuracy, Spread
+from .record import Accuracy, Spread
 
 RATIOS = (10, 50, 100)
 DATA_SETS = {"cifar": ("cifar10", "cifar100")}
@@ -123,7 +123,7 @@ def _chosen(flag: str, text: str | None, known: dict[str, tuple[Imbalance, ...]]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement about one quantity (as `NetworkResult.quantity` names it) of the DEQ beside that of the explicit network."""
+    """A statement about a quantity (see `NetworkResult.quantity`) of the DEQ beside that of the explicit network."""
 
     text: str
     source: str

@@ -129,7 +129,7 @@ class RunDirectory:
             )
 
     def check(self, settings: Settings) -> None:
-        """StudyError that names the setting in which the run that is here, if any, is not that of these settings."""
+        """StudyError that names the option in which the run that is here, if any, differs from these settings."""
         try:
             before = self.begun
         except OtherFormat as error:

@@ -61,7 +61,7 @@ class PeeledSettings:
             raise SettingsError(f"{flag_of(name)} {getattr(self, name)}: {allowed}")
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Return the numbers of a setting that names several."""
+        """Return the numbers of an option that names several."""
         try:
             values = tuple(float(word) for word in getattr(self, name).split(","))
         except ValueError:
