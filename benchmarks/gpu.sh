@@ -10,7 +10,7 @@ usage() {
   cat <<'TEXT'
 usage: bash benchmarks/gpu.sh [--dry-run] [--out FOLDER] [--help] [PHASE ...]
 
-On a machine with a GPU, torch, triton, nvcc and a C++ compiler, without a network:
+On a machine with a GPU, torch, triton, nvcc, a C++ compiler and compute-sanitizer, without a network:
   build       150 s  the CUDA extension for the GPU at hand, in place
   smoke        60 s  does every kernel compute what it should
   measure     270 s  `pytest benchmarks --device cuda`, a process and a record for every file of it
@@ -53,7 +53,7 @@ command -v "$python" >/dev/null || die "PYTHON: '$python' is no command"
 mkdir -p "$out"
 if [ ${#wanted[@]} -eq 0 ]; then
   wanted=(build smoke measure memcheck)
-  rm -f "$out"/*.json "$out"/*.json.part "$out/gpu.log"
+  rm -f "$out"/{cpu,cuda}_*.json{,.part} "$out/gpu.log"
 fi
 
 work=$(mktemp -d)
@@ -146,8 +146,13 @@ sanitizers() {
 
 sanitize() { # TOOL SECONDS; memory is not pooled, so that every tensor has bounds of its own
   if $dry_run; then return; fi
+  if ! command -v compute-sanitizer >/dev/null; then
+    printf '%s\tnot usable here: no compute-sanitizer\n' "$1" | tee -a "$work/stages"
+    return
+  fi
   step "$1" "$2" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
-    --report-api-errors no "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${ops[@]}" -k "cuda and not emulated"
+    --report-api-errors no "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${ops[@]}" \
+    -k "cuda and not (emulated or Registration or Arguments or compile or opcheck)"
 }
 
 tests() { # on the device: what is emulated, compiled for other machines or about packaging and studies is left out
