@@ -36,7 +36,7 @@ constexpr ScalarType scalar_type() {
   } else if constexpr (std::is_same_v<T, int8_t>) {
     return ScalarType::Char;
   } else {
-    static_assert(std::is_class_v<T> && sizeof(T) == 2, "no dtype has such elements");
+    static_assert(std::is_class_v<T> && sizeof(T) == 2, "neither a number of a known dtype nor a device's bfloat16");
     return ScalarType::BFloat16;
   }
 }

@@ -1,6 +1,10 @@
-// What the neural-collapse ops work on: rows of features, class after class. deqfast/ops/collapse/__init__.py
+// The neural-collapse ops, and what they work on: rows of features, class after class. A device runs the kernels. deqfast/ops/collapse/__init__.py
 // tells the arguments.
 #pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
 
 #include "checks.h"
 
@@ -79,6 +83,36 @@ void dispatch_features(ScalarType dtype, const F& body) {
   } else {
     body(double());
   }
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> class_means(Tensor features, Tensor rows, Tensor offsets) {
+  grouped_checker("class_means", features, rows, offsets);
+  Device::check_values("class_means", features, rows, offsets);
+  const int64_t dim = features.size(1), classes = offsets.size(0) - 1;
+  Tensor local = torch::stable::new_zeros(features, {classes, dim}, ScalarType::Double);
+  Tensor shift = torch::stable::new_zeros(features, {dim}, ScalarType::Double);
+  if (rows.size(0) == 0) return {local, shift};
+  dispatch_features<typename Device::Half, typename Device::BFloat16>(features.scalar_type(), [&](auto zero) {
+    Device::means(grouped_of<decltype(zero)>(features, rows, offsets), local.mutable_data_ptr<double>(),
+                  shift.mutable_data_ptr<double>(), features);
+  });
+  return {local, shift};
+}
+
+template <class Device>
+Tensor within_class_scatter(Tensor features, Tensor rows, Tensor offsets, Tensor means, Tensor directions) {
+  const Checker checker = grouped_checker("within_class_scatter", features, rows, offsets);
+  check_projection(checker, means, directions, offsets.size(0) - 1);
+  Device::check_values("within_class_scatter", features, rows, offsets);
+  const int64_t count = directions.size(1);
+  Tensor within = torch::stable::new_zeros(features, {count}, ScalarType::Double);
+  if (rows.size(0) == 0 || count == 0) return within;
+  dispatch_features<typename Device::Half, typename Device::BFloat16>(features.scalar_type(), [&](auto zero) {
+    Device::scatter(grouped_of<decltype(zero)>(features, rows, offsets), means.const_data_ptr<double>(),
+                    directions.const_data_ptr<double>(), count, within.mutable_data_ptr<double>(), features);
+  });
+  return within;
 }
 
 }  // namespace deqfast

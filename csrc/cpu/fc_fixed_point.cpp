@@ -10,7 +10,7 @@
 #include <new>
 #include <utility>
 
-#include "../common/fc_checks.h"
+#include "../common/fc_ops.h"
 #include "activations.h"
 
 namespace deqfast {
@@ -217,29 +217,21 @@ void launch(const H* weight, FcArgs<T> args) {
   });
 }
 
-FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation, double tol, bool absolute,
-                         int64_t max_iter, double stall_floor) {
-  check_fc("fc_fixed_point", weight, c, z0, activation, max_iter);
-  const FcOutcome outcome = empty_fc_outcome(c);
-  dispatch_history<BFloat16>(c.scalar_type(), weight.scalar_type(), [&](auto state_zero, auto weight_zero) {
-    using T = decltype(state_zero);
-    using H = decltype(weight_zero);
-    const int64_t batch = c.size(0);
-    const auto gain = make_buffer<T>(2 * batch);
+struct Kernels {
+  using BFloat16 = deqfast::BFloat16;
+
+  template <class T, class H>
+  static void run(const FcProblem<T, H>& p, const FcOutcome& outcome, const Tensor&) {
+    const auto gain = make_buffer<T>(2 * p.batch);
     const Monitor<T> monitor = fc_monitor<T>(outcome, gain.get());
-    for (int64_t i = 0; i < 2 * batch; ++i) monitor.residual[i] = gain[i] = Limits<T>::infinity;
-    for (int64_t i = 0; i < batch; ++i) monitor.status[i] = kRunning;
-    const StopRule<T> rule{0, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), false};
-    launch<T, H>(static_cast<const H*>(weight.const_data_ptr()),
-                 {nullptr, c.const_data_ptr<T>(), z0.const_data_ptr<T>(),
-                  std::get<0>(outcome).template mutable_data_ptr<T>(), monitor, rule, c.size(1), 0, max_iter,
-                  activation});
-  });
-  return outcome;
-}
+    for (int64_t i = 0; i < 2 * p.batch; ++i) monitor.residual[i] = gain[i] = Limits<T>::infinity;
+    for (int64_t i = 0; i < p.batch; ++i) monitor.status[i] = kRunning;
+    launch<T, H>(p.weight, {nullptr, p.c, p.z0, p.value, monitor, p.rule, p.dim, 0, p.max_iter, p.activation});
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("fc_fixed_point", TORCH_BOX(&fc_fixed_point)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("fc_fixed_point", TORCH_BOX(&fc_fixed_point<Kernels>)); }
 
 }  // namespace deqfast

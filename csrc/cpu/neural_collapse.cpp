@@ -184,9 +184,7 @@ DEQFAST_INLINE void scatter_blocks(const ScatterParams<H>& p, int64_t begin, int
 }
 
 // Panel by panel, so that what is read for a group of rows lies together.
-std::vector<double> pack(const Tensor& directions, int64_t panels) {
-  const int64_t dim = directions.size(0), count = directions.size(1);
-  const double* from = directions.const_data_ptr<double>();
+std::vector<double> pack(const double* from, int64_t dim, int64_t count, int64_t panels) {
   std::vector<double> to(panels * dim * kLanes);
   torch::stable::parallel_for(0, panels, std::max<int64_t>(1, 4096 / dim), [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
@@ -208,54 +206,45 @@ DEQFAST_RUN(float)
 DEQFAST_RUN(double)
 #undef DEQFAST_RUN
 
-std::tuple<Tensor, Tensor> class_means(Tensor features, Tensor rows, Tensor offsets) {
-  grouped_checker("class_means", features, rows, offsets);
-  check_rows("class_means", features, rows, offsets);
-  const int64_t dim = features.size(1), classes = offsets.size(0) - 1, chunks = chunks_of(rows.size(0));
-  Tensor local = torch::stable::new_zeros(features, {classes, dim}, ScalarType::Double);
-  Tensor shift = torch::stable::new_zeros(features, {dim}, ScalarType::Double);
-  if (chunks == 0) return {local, shift};
-  const Tensor partials = torch::stable::new_empty(features, {chunks + classes, dim}, ScalarType::Double);
-  dispatch_features<Half, BFloat16>(features.scalar_type(), [&](auto zero) {
-    const auto grouped = grouped_of<decltype(zero)>(features, rows, offsets);
-    const MeansParams<decltype(zero)> p{grouped, partials.mutable_data_ptr<double>(), (dim + kTile - 1) / kTile};
-    double* at = shift.mutable_data_ptr<double>();
-    for (int64_t d = 0; d < dim; d += kLanes) store(at + d, load_double(grouped.row(0) + d, dim - d), dim - d);
+struct Kernels {
+  using Half = deqfast::Half;
+  using BFloat16 = deqfast::BFloat16;
+
+  static void check_values(const char* op, const Tensor& features, const Tensor& rows, const Tensor& offsets) {
+    check_rows(op, features, rows, offsets);
+  }
+
+  template <class H>
+  static void means(const Grouped<H>& grouped, double* local, double* shift, const Tensor& features) {
+    const int64_t dim = grouped.dim, classes = grouped.classes, chunks = chunks_of(grouped.count);
+    const Tensor partials = torch::stable::new_empty(features, {chunks + classes, dim}, ScalarType::Double);
+    const MeansParams<H> p{grouped, partials.mutable_data_ptr<double>(), (dim + kTile - 1) / kTile};
+    for (int64_t d = 0; d < dim; d += kLanes) store(shift + d, load_double(grouped.row(0) + d, dim - d), dim - d);
     torch::stable::parallel_for(0, chunks * p.tiles, 1, [&](int64_t begin, int64_t end) { run(p, begin, end); });
     torch::stable::parallel_for(0, classes, std::max<int64_t>(1, 16384 / dim), [&](int64_t begin, int64_t end) {
-      for (int64_t k = begin; k < end; ++k) finish_class(p, k, at, local.mutable_data_ptr<double>() + k * dim);
+      for (int64_t k = begin; k < end; ++k) finish_class(p, k, shift, local + k * dim);
     });
-  });
-  return {local, shift};
-}
-
-Tensor within_class_scatter(Tensor features, Tensor rows, Tensor offsets, Tensor means, Tensor directions) {
-  const Checker checker = grouped_checker("within_class_scatter", features, rows, offsets);
-  check_projection(checker, means, directions, offsets.size(0) - 1);
-  check_rows("within_class_scatter", features, rows, offsets);
-  const int64_t count = directions.size(1), panels = (count + kLanes - 1) / kLanes;
-  const int64_t blocks = (rows.size(0) + kBlockRows - 1) / kBlockRows;
-  Tensor within = torch::stable::new_zeros(features, {count}, ScalarType::Double);
-  if (blocks == 0 || count == 0) return within;
-  const std::vector<double> packed = pack(directions, panels);
-  std::vector<double> partials(blocks * panels * kLanes);
-  dispatch_features<Half, BFloat16>(features.scalar_type(), [&](auto zero) {
-    const ScatterParams<decltype(zero)> p{grouped_of<decltype(zero)>(features, rows, offsets),
-                                          means.const_data_ptr<double>(), packed.data(), partials.data(), panels};
-    torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) { run(p, begin, end); });
-  });
-  double* total = within.mutable_data_ptr<double>();
-  for (int64_t block = 0; block < blocks; ++block) {
-    for (int64_t j = 0; j < count; ++j) total[j] += partials[block * panels * kLanes + j];
   }
-  return within;
-}
+
+  template <class H>
+  static void scatter(const Grouped<H>& grouped, const double* means, const double* directions, int64_t count,
+                      double* within, const Tensor&) {
+    const int64_t panels = (count + kLanes - 1) / kLanes, blocks = (grouped.count + kBlockRows - 1) / kBlockRows;
+    const std::vector<double> packed = pack(directions, grouped.dim, count, panels);
+    std::vector<double> partials(blocks * panels * kLanes);
+    const ScatterParams<H> p{grouped, means, packed.data(), partials.data(), panels};
+    torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) { run(p, begin, end); });
+    for (int64_t block = 0; block < blocks; ++block) {
+      for (int64_t j = 0; j < count; ++j) within[j] += partials[block * panels * kLanes + j];
+    }
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("class_means", TORCH_BOX(&class_means));
-  m.impl("within_class_scatter", TORCH_BOX(&within_class_scatter));
+  m.impl("class_means", TORCH_BOX(&class_means<Kernels>));
+  m.impl("within_class_scatter", TORCH_BOX(&within_class_scatter<Kernels>));
 }
 
 }  // namespace deqfast

@@ -47,8 +47,8 @@ typedef uint16_t U16x8 __attribute__((vector_size(16)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef uint32_t U32x16 __attribute__((vector_size(64)));
 
-// Fewer elements than a vector's W lanes. Passed as a count, it spares the code for whole vectors; W as a constant
-// spares that for parts.
+// Fewer elements than a vector's W lanes. As the count of a load or store it spares the code for whole vectors, as W as a
+// constant spares that for parts.
 template <int W>
 struct Tail {
   int64_t count;

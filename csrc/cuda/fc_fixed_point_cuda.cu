@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../common/fc_checks.h"
+#include "../common/fc_ops.h"
 #include "../common/fc_fits.h"
 #include "block.cuh"
 #include "convert.cuh"
@@ -425,31 +425,26 @@ void launch(const FcParams<T, H>& params, const Tensor& c, int processors) {
   }
 }
 
-FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation, double tol, bool absolute,
-                         int64_t max_iter, double stall_floor) {
-  check_fc(kOp, weight, c, z0, activation, max_iter);
-  const FcOutcome outcome = empty_fc_outcome(c);
-  const int64_t batch = c.size(0), dim = c.size(1);
-  if (batch == 0) return outcome;
-  STD_TORCH_CHECK(batch <= std::numeric_limits<int32_t>::max() / kMaxDim, kOp, ": `c` has too many rows: ", batch);
-  const int device = c.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const int processors = attribute_of(cudaDevAttrMultiProcessorCount, device);
-  dispatch_history<__nv_bfloat16>(c.scalar_type(), weight.scalar_type(), [&](auto state_zero, auto weight_zero) {
-    using T = decltype(state_zero);
-    using H = decltype(weight_zero);
-    const Plan plan = plan_for(device, dim, sizeof(H), sizeof(T));
-    STD_TORCH_CHECK(plan.team > 0, kOp, ": D = ", dim, " is more than the GPU holds in shared memory (",
-                    processors, " blocks), or more than ", kMaxDim);
-    const StopRule<T> rule{0, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), false};
-    launch(FcParams<T, H>{static_cast<const H*>(weight.const_data_ptr()), c.const_data_ptr<T>(),
-                          z0.const_data_ptr<T>(), std::get<0>(outcome).template mutable_data_ptr<T>(),
-                          fc_monitor<T>(outcome, nullptr), rule, max_iter, activation, static_cast<int>(dim),
-                          static_cast<int>(batch), 0, false, plan, nullptr, nullptr, nullptr},
+struct Kernels {
+  using BFloat16 = __nv_bfloat16;
+
+  template <class T, class H>
+  static void run(const FcProblem<T, H>& p, const FcOutcome& outcome, const Tensor& c) {
+    if (p.batch == 0) return;
+    STD_TORCH_CHECK(p.batch <= std::numeric_limits<int32_t>::max() / kMaxDim, kOp, ": `c` has too many rows: ",
+                    p.batch);
+    const int device = c.get_device_index();
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const int processors = attribute_of(cudaDevAttrMultiProcessorCount, device);
+    const Plan plan = plan_for(device, p.dim, sizeof(H), sizeof(T));
+    STD_TORCH_CHECK(plan.team > 0, kOp, ": D = ", p.dim, " is more than the GPU holds in shared memory (", processors,
+                    " blocks), or more than ", kMaxDim);
+    launch(FcParams<T, H>{p.weight, p.c, p.z0, p.value, fc_monitor<T>(outcome, nullptr), p.rule, p.max_iter,
+                          p.activation, static_cast<int>(p.dim), static_cast<int>(p.batch), 0, false, plan, nullptr,
+                          nullptr, nullptr},
            c, processors);
-  });
-  return outcome;
-}
+  }
+};
 
 }  // namespace
 
@@ -458,6 +453,6 @@ bool fc_fits(int64_t device, int64_t dim, bool short_weight, bool wide_state) {
   return plan_for(static_cast<int>(device), dim, short_weight ? 2 : state_size, state_size).team > 0;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("fc_fixed_point", TORCH_BOX(&fc_fixed_point)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("fc_fixed_point", TORCH_BOX(&fc_fixed_point<Kernels>)); }
 
 }  // namespace deqfast

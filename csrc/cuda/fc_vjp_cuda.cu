@@ -1,19 +1,11 @@
 // fc_vjp on a GPU: grad * act'(pre), element by element.
 #include <torch/csrc/stable/library.h>
 
-#include "../common/fc_checks.h"
+#include "../common/fc_ops.h"
 #include "block.cuh"
 
 namespace deqfast {
 namespace {
-
-template <class T>
-struct VjpParams {
-  const T* pre;
-  const T* grad;
-  T* result;
-  int64_t size, activation;
-};
 
 // N neighbouring elements per thread.
 template <class T, int N>
@@ -41,21 +33,16 @@ void launch(const VjpParams<T>& params, cudaStream_t stream) {
   check_launch("fc_vjp");
 }
 
-Tensor fc_vjp(Tensor pre, Tensor grad, int64_t activation) {
-  check_fc_vjp("fc_vjp", pre, grad, activation);
-  Tensor result = torch::stable::empty_like(pre);
-  const torch::stable::accelerator::DeviceGuard guard(pre.get_device_index());
-  dispatch_state(pre.scalar_type(), [&](auto zero) {
-    using T = decltype(zero);
-    launch(VjpParams<T>{pre.const_data_ptr<T>(), grad.const_data_ptr<T>(), result.mutable_data_ptr<T>(), pre.numel(),
-                        activation},
-           current_stream(pre));
-  });
-  return result;
-}
+struct Kernels {
+  template <class T>
+  static void run(const VjpParams<T>& params, const Tensor& pre) {
+    const torch::stable::accelerator::DeviceGuard guard(pre.get_device_index());
+    launch(params, current_stream(pre));
+  }
+};
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("fc_vjp", TORCH_BOX(&fc_vjp)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("fc_vjp", TORCH_BOX(&fc_vjp<Kernels>)); }
 
 }  // namespace deqfast

@@ -257,32 +257,6 @@ T* data_of(const Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
-std::tuple<Tensor, Tensor> class_means(Tensor features, Tensor rows, Tensor offsets) {
-  grouped_checker("class_means", features, rows, offsets);
-  const int64_t dim = features.size(1), classes = offsets.size(0) - 1, chunks = chunks_of(rows.size(0));
-  const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
-  Tensor local = torch::stable::new_zeros(features, {classes, dim}, ScalarType::Double);
-  Tensor shift = torch::stable::new_zeros(features, {dim}, ScalarType::Double);
-  if (chunks == 0) return {local, shift};
-  dispatch_features<__half, __nv_bfloat16>(features.scalar_type(), [&](auto zero) {
-    using H = decltype(zero);
-    const auto g = grouped_of<H>(features, rows, offsets);
-    const Tensor memory = workspace_of<Wide<H>>(features, (chunks + classes) * dim);
-    Wide<H>* partials = data_of<Wide<H>>(memory);
-    const cudaStream_t stream = current_stream(features);
-    dispatch_pack(g, [&](auto n) {
-      constexpr int N = decltype(n)::value;
-      const dim3 grid(static_cast<unsigned>(chunks), blocks_for(dim, 32 * N));
-      class_sums_kernel<H, N><<<grid, kThreads, 0, stream>>>(g, partials);
-    });
-    const dim3 grid(static_cast<unsigned>(classes), blocks_for(dim, kThreads));
-    double *local_data = data_of<double>(local), *shift_data = data_of<double>(shift);
-    class_means_kernel<H><<<grid, kThreads, 0, stream>>>(g, partials, local_data, shift_data);
-    check_launch("class_means");
-  });
-  return {local, shift};
-}
-
 template <class Tile, class H>
 void launch_scatter(ScatterParams<H> p, const Tensor& like, const double* directions, int64_t count, double* within) {
   using T = Wide<H>;
@@ -307,51 +281,67 @@ void launch_scatter(ScatterParams<H> p, const Tensor& like, const double* direct
   check_launch("within_class_scatter");
 }
 
-Tensor within_class_scatter(Tensor features, Tensor rows, Tensor offsets, Tensor means, Tensor directions) {
-  const Checker checker = grouped_checker("within_class_scatter", features, rows, offsets);
-  check_projection(checker, means, directions, offsets.size(0) - 1);
-  const int64_t count = directions.size(1), mean_size = means.size(0) * means.size(1);
-  const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
-  Tensor within = torch::stable::new_zeros(features, {count}, ScalarType::Double);
-  if (rows.size(0) == 0 || count == 0) return within;
-  dispatch_features<__half, __nv_bfloat16>(features.scalar_type(), [&](auto zero) {
-    using H = decltype(zero);
+struct Kernels {
+  using Half = __half;
+  using BFloat16 = __nv_bfloat16;
+
+  // Reading them would make the host wait.
+  static void check_values(const char*, const Tensor&, const Tensor&, const Tensor&) {}
+
+  template <class H>
+  static void means(const Grouped<H>& g, double* local, double* shift, const Tensor& features) {
+    const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
+    const int64_t chunks = chunks_of(g.count);
+    const Tensor memory = workspace_of<Wide<H>>(features, (chunks + g.classes) * g.dim);
+    Wide<H>* partials = data_of<Wide<H>>(memory);
+    const cudaStream_t stream = current_stream(features);
+    dispatch_pack(g, [&](auto n) {
+      constexpr int N = decltype(n)::value;
+      const dim3 grid(static_cast<unsigned>(chunks), blocks_for(g.dim, 32 * N));
+      class_sums_kernel<H, N><<<grid, kThreads, 0, stream>>>(g, partials);
+    });
+    const dim3 grid(static_cast<unsigned>(g.classes), blocks_for(g.dim, kThreads));
+    class_means_kernel<H><<<grid, kThreads, 0, stream>>>(g, partials, local, shift);
+    check_launch("class_means");
+  }
+
+  template <class H>
+  static void scatter(const Grouped<H>& g, const double* means, const double* directions, int64_t count,
+                      double* within, const Tensor& features) {
     using T = Wide<H>;
-    ScatterParams<H> p{grouped_of<H>(features, rows, offsets), nullptr, nullptr, nullptr, nullptr, 0};
-    const bool split = std::is_same_v<T, float>;
+    constexpr bool split = std::is_same_v<T, float>;
+    const torch::stable::accelerator::DeviceGuard guard(features.get_device_index());
+    const int64_t mean_size = g.classes * g.dim;
+    ScatterParams<H> p{g, nullptr, nullptr, nullptr, nullptr, 0};
     const Tensor high = workspace_of<float>(features, split ? mean_size : 0);
     const Tensor low = workspace_of<float>(features, split ? mean_size : 0);
     if constexpr (split) {
       const unsigned blocks = blocks_for(mean_size, kThreads);
       const cudaStream_t stream = current_stream(features);
       float *high_data = data_of<float>(high), *low_data = data_of<float>(low);
-      const double* mean_data = data_of<double>(means);
-      split_kernel<<<blocks, kThreads, 0, stream>>>(mean_data, mean_size, high_data, low_data);
+      split_kernel<<<blocks, kThreads, 0, stream>>>(means, mean_size, high_data, low_data);
       p.high = high_data;
       p.low = low_data;
     } else {
-      p.high = data_of<double>(means);
+      p.high = means;
     }
-    const double* from = data_of<double>(directions);
-    double* to = data_of<double>(within);
     // Twice as many doubles would not stay in registers.
-    using Widest = Tile<T, 64, std::is_same_v<T, double> ? 64 : 128, 4, std::is_same_v<T, double> ? 4 : 8>;
+    using Widest = Tile<T, 64, split ? 128 : 64, 4, split ? 8 : 4>;
     if (count <= 16) {
-      launch_scatter<Tile<T, 128, 16, 4, 2>>(p, features, from, count, to);
+      launch_scatter<Tile<T, 128, 16, 4, 2>>(p, features, directions, count, within);
     } else if (count <= 64) {
-      launch_scatter<Tile<T, 64, 64, 4, 4>>(p, features, from, count, to);
+      launch_scatter<Tile<T, 64, 64, 4, 4>>(p, features, directions, count, within);
     } else {
-      launch_scatter<Widest>(p, features, from, count, to);
+      launch_scatter<Widest>(p, features, directions, count, within);
     }
-  });
-  return within;
-}
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
-  m.impl("class_means", TORCH_BOX(&class_means));
-  m.impl("within_class_scatter", TORCH_BOX(&within_class_scatter));
+  m.impl("class_means", TORCH_BOX(&class_means<Kernels>));
+  m.impl("within_class_scatter", TORCH_BOX(&within_class_scatter<Kernels>));
 }
 
 }  // namespace deqfast

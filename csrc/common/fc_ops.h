@@ -1,4 +1,4 @@
-// Argument checks and results of the ops of the fully connected cell.
+// The ops of the fully connected cell: arguments, their checks, and results. A device runs the kernel.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -46,11 +46,55 @@ Monitor<T> fc_monitor(const FcOutcome& outcome, T* gain) {
           residual.mutable_data_ptr<T>(),    gain, nullptr, status.size(0)};
 }
 
-inline void check_fc_vjp(const char* op, const Tensor& pre, const Tensor& grad, int64_t activation) {
-  const Checker checker{op, pre, "pre"};
+template <class T, class H>
+struct FcProblem {
+  const H* weight;  // (D, D)
+  const T* c;       // (B, D)
+  const T* z0;      // (B, D)
+  T* value;         // (B, D)
+  StopRule<T> rule;  // without its k and last
+  int64_t batch, dim, max_iter, activation;
+};
+
+template <class Device>
+FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation, double tol, bool absolute,
+                         int64_t max_iter, double stall_floor) {
+  check_fc("fc_fixed_point", weight, c, z0, activation, max_iter);
+  const FcOutcome outcome = empty_fc_outcome(c);
+  dispatch_history<typename Device::BFloat16>(c.scalar_type(), weight.scalar_type(), [&](auto state, auto element) {
+    using T = decltype(state);
+    using H = decltype(element);
+    const StopRule<T> rule{0, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), false};
+    const FcProblem<T, H> problem{static_cast<const H*>(weight.const_data_ptr()), c.const_data_ptr<T>(),
+                                z0.const_data_ptr<T>(), std::get<0>(outcome).template mutable_data_ptr<T>(), rule,
+                                c.size(0), c.size(1), max_iter, activation};
+    Device::run(problem, outcome, c);
+  });
+  return outcome;
+}
+
+template <class T>
+struct VjpParams {
+  const T* pre;
+  const T* grad;
+  T* result;
+  int64_t size, activation;
+};
+
+template <class Device>
+Tensor fc_vjp(Tensor pre, Tensor grad, int64_t activation) {
+  const Checker checker{"fc_vjp", pre, "pre"};
   checker.check_rows();
   checker.check("grad", grad, {pre.size(0), pre.size(1)}, pre.scalar_type());
-  check_activation(op, activation);
+  check_activation("fc_vjp", activation);
+  Tensor result = torch::stable::empty_like(pre);
+  dispatch_state(pre.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    Device::run(VjpParams<T>{pre.const_data_ptr<T>(), grad.const_data_ptr<T>(), result.mutable_data_ptr<T>(),
+                             pre.numel(), activation},
+                pre);
+  });
+  return result;
 }
 
 }  // namespace deqfast
