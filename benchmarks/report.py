@@ -387,7 +387,7 @@ def model(results: Results) -> Table:
 
 
 def optional(results: Results) -> list[Table]:
-    """Tables of what not every checkout has: what was wrong, options of a solve beside their absence, and GPUs."""
+    """Tables of what not every checkout has: what was wrong, and GPUs."""
     rows = [row for one in results.on_gpu(False) for row in one.rows]
     wrong = [
         {"row": f"{row['section']} {row['case']} {row['provider']}", "fault": row["fault"]}
@@ -395,8 +395,6 @@ def optional(results: Results) -> list[Table]:
         if "fault" in row
     ]
     found = [Table("Faults", "What was not timed, as it failed or its answer is wrong.", wrong)] if wrong else []
-    if options := [row for row in rows if row["section"] == "options"]:
-        found.append(table(options, "Options", "What an option costs or gains beside its absence."))
     for gpu in dict.fromkeys(record.machine["gpu"] for record in results.on_gpu(True)):
         own = [record for record in results.on_gpu(True) if record.machine["gpu"] == gpu]
         words = "; ".join(f"{record.path.name}, {record.when}" for record in own) + "."
@@ -482,7 +480,26 @@ def facts(results: Results) -> dict[str, str]:
     found |= {"targets.all": str(counts.total()), "cpp.faster": str(sum(compared)), "cpp.all": str(len(compared))}
     block = [row for row in results.rows("residual") if row["case"] == SHOWN[1] and row["reached"]]
     shares = [row["f_ms"] / row["ms_min"] for row in block if row["provider"].startswith("deqfast")]
-    return found | {"cells.residual-block.f-of-a-solve": span(shares, percent)}
+    return found | option_facts(results) | {"cells.residual-block.f-of-a-solve": span(shares, percent)}
+
+
+COUNTED: dict[str, Form] = {  # the columns of the options' cases that are the same on every machine
+    "evaluations": "{:g}".format,
+    "sample_evaluations": "{:g}".format,
+    "samples_missed": "{:g}".format,
+    "error": digits,
+    "peak_bytes": megabytes,
+}
+
+
+def option_facts(results: Results) -> dict[str, str]:
+    """What was counted on the cases of the options, as "options.trace-128x8192.trace.peak-bytes"."""
+    return {
+        f"options.{slug(row['case'])}.{slug(row['provider'])}.{column.replace('_', '-')}": form(row[column])
+        for row in results.rows("options")
+        for column, form in COUNTED.items()
+        if row.get(column) is not None
+    }
 
 
 METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's palette
