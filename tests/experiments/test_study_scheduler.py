@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 import study as script
@@ -83,14 +82,15 @@ def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path, monkeypat
     arguments = [*STUDY, "--epochs", "400", "--no-report", "--out", str(tmp_path)]
     log, end = tmp_path / ONE_NETWORK / "explicit.jsonl", time.monotonic() + 120
 
-    def wait(seconds):
-        assert time.monotonic() < end
-        time.sleep(seconds)
-        if log.exists() and log.stat().st_size:
-            signal.raise_signal(signal.SIGTERM)
+    def interrupted(futures):
+        while not (log.exists() and log.stat().st_size):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGTERM)
+        yield from futures
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
+        patch.setattr(scheduler, "as_completed", interrupted)
         assert script.main(arguments) == 130
     assert "this goes on with them" in capsys.readouterr().err
     done = log.read_text().count("\n")
