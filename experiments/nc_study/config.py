@@ -17,7 +17,7 @@ IMBALANCE = ("majority", "ratio")
 LARGEST_SEED = 2**63 - 1
 
 _FULL = {"width": 64, "n_majority": {10: 5000, 100: 500}, "test_images": 10_000, "epochs": 100, "batch_size": 128}
-_QUICK = {"width": 16, "n_majority": {10: 500, 100: 100}, "test_images": 1_000, "epochs": 12, "batch_size": 32}
+_QUICK = {"width": 16, "n_majority": {10: 500, 100: 100}, "test_images": 1_000, "epochs": 8, "batch_size": 32}
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {**_FULL, "lr": 1e-4, "schedule": "constant", "metrics_every": 5, "precision": "fp32"},
     "tuned": {**_FULL, "lr": 0.1, "schedule": "cosine", "metrics_every": 5, "precision": "auto"},
