@@ -75,6 +75,7 @@ def other_rows():
             for x in (1, 2, 4, 8)
             for row in rows_of("scaling", f"{x}", solver="picard", axis="batch")
         ),
+        *rows_of("options", "trace", evaluations=20.0, peak_bytes=71e6),
         *rows_of("internet scale (model)", "MDEQ", images_per_second=1e3, internet_s=1e6, gain=1.5, **model),
         *rows_of("ops", "step", providers=("torchdeq",), fault="residual nan"),
     ]
