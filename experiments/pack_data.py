@@ -50,7 +50,9 @@ def unpack(pieces: Path, root: Path) -> list[Path]:
         try:
             with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in found))) as members:
                 for name, checksum in checksums(dataset).items():
-                    content = members.extractfile(name).read()  # type: ignore[union-attr]
+                    if (member := members.extractfile(name)) is None:
+                        raise KeyError(f"{name} is not a file")
+                    content = member.read()
                     if hashlib.md5(content).hexdigest() != checksum:
                         raise StudyError(f"{name} in {pieces} is not the published file")
                     (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def docstrings(path: Path) -> list[tuple[str, str]]:
 def test_docstrings_open_with_a_noun_or_a_verb():
     paths = [path for folder in FOLDERS for path in folder.rglob("*.py")]
     found = [(path, *documented) for path in paths for documented in docstrings(path)]
-    assert len(found) > 500
+    assert len(found) > 300  # of an installed wheel: it has no benchmarks, no experiments
     bare = [(path, name, text) for path, name, text in found if text.split()[0] in PREPOSITIONS]
     assert [f"{path.name}: {name}: {text[:40]}" for path, name, text in bare] == []
 

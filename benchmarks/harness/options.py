@@ -32,8 +32,8 @@ class OptionCase(Case):
     label: str
     batch: int
     dim: int
-    providers: tuple[str, ...]  # type: ignore[misc]
-    peers: tuple[str, ...]  # type: ignore[misc]
+    providers: tuple[str, ...]  # type: ignore[misc]  # a field here, of the class in the other cases
+    peers: tuple[str, ...]  # type: ignore[misc]  # the same
     make: Make
 
     @property

@@ -111,14 +111,18 @@ def test_networks_are_those_of_the_paper():
 
 
 def test_the_committed_record_is_what_the_script_gives():
-    rows = record.read_record(record.RESULTS / "internet_scale.json")["rows"]
-    recorded = {(row["case"], row["provider"], row["gpus"]): row["ms"] for row in rows if "gpus" in row}
+    committed = record.read_record(record.RESULTS / "internet_scale.json")
+    recorded = {(r["case"], r["provider"], r["gpus"]): r["ms"] for r in committed["rows"] if "gpus" in r}
     found = list(model.rows_of(model.Inputs(), model.NETWORKS[:1]))
     assert {row["size"] for row in found} == {"MDEQ-small"} and len(found) == len(recorded) / 3
-    for row in found:  # versions of torch differ by 0.4 % in what the gradient of a normalisation reads
-        assert row["ms"] == pytest.approx(recorded[row["case"], row["provider"], row["gpus"]], rel=1e-2)
+    # Versions of torch differ in what the gradient of a normalisation reads: 2.11 by 0.4 % of the whole.
+    alike = record.machine()["torch"].split(".")[:2] == committed["machine"]["torch"].split(".")[:2]
+    for row in found:
+        expected = recorded[row["case"], row["provider"], row["gpus"]]
+        assert row["ms"] == pytest.approx(expected, rel=1e-3 if alike else 1e-2)
     rate = {(r["adjoint"], r["solver"].split()[0], r["provider"], r["gpus"]): r["images_per_second"] for r in found}
     for (adjoint, solver, provider, gpus), value in rate.items():
-        assert value <= gpus * rate[adjoint, solver, provider, 1]
-        assert rate[adjoint, solver, provider, 1] <= value <= rate["jfb", solver, provider, gpus]
+        if gpus > 1:
+            assert rate[adjoint, solver, provider, 1] < value <= gpus * rate[adjoint, solver, provider, 1]
+        assert value <= rate["jfb", solver, provider, gpus]
         assert rate[adjoint, solver, "deqfast", gpus] >= value

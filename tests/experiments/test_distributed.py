@@ -55,6 +55,9 @@ def steps_of_every_kind() -> dict[str, object]:
         tiny = {"dataset": "shapes", "device": "cpu", "width": 4, "n_majority": 16, "ratio": 4, "test_images": 13}
         settings = settings_from("cifar_lt", **tiny, epochs=2, batch_size=5, lr=1e-3, **given)
         one = Trainer(model, settings, shapes_data(settings))
+        if name == "implicit":  # the cell as drawn is no contraction: its adjoint solve makes 1e-5 of a rounding
+            one.network.last.cell.conv2.weight.data *= 0.03
+            one.network.last.cell.norm2.weight.data *= 10
         tally, losses = SolverTally(CPU, 10), []
         for left_out in ((), (0,), (0, 1, 2, 3, 4))[: 1 if name == "implicit" else 3]:
             losses += [step(one, size, left_out, tally) for size in (5, 1, 4)]
@@ -95,9 +98,7 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found.pop("gathered").tolist() == [[0, 0]] * 2 + [[1, 1]] * 3
         assert found.pop("from first") == {"rank": 0} and found.pop("statistics") == 3
-        # The implicit gradient is as exact as its own solve, 1e-6 of its norm, and rounding may cost it an iteration.
-        assert_same(found.pop("implicit"), expected["implicit"], rtol=1e-4, atol=3e-5)
-        assert_same(found, {name: expected[name] for name in ("explicit", "jfb")}, rtol=1e-9, atol=1e-11)
+        assert_same(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
