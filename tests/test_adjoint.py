@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from deqfast import JFB, Anderson, Broyden, DEQBlock, FCCell, Implicit, Phantom, Picard, ResidualCell, Status, Unrolled
+from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, FCCell, Implicit, Phantom, Picard, ResidualCell, Status, Unrolled
 from deqfast.adjoints import as_adjoint
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close, rounding
 
@@ -369,15 +369,57 @@ class TestIncomingGradients:
         assert torch.isfinite(toy.w.grad).all()
 
 
+# Routes to a derivative of z -> sum(z^2) of second order in x; those of autograd.functional take an absent one for zero.
+ROUTES = {
+    "grad": lambda f, x: torch.autograd.grad(torch.autograd.grad(f(x), x, create_graph=True)[0].sum(), x),
+    "backward": lambda f, x: torch.autograd.grad(f(x), x, create_graph=True)[0].sum().backward(inputs=[x]),
+    "hessian": torch.autograd.functional.hessian,
+    "hvp": lambda f, x: torch.autograd.functional.hvp(f, x, torch.ones_like(x)),
+}
+
+
 class TestSecondDerivatives:
-    @attaching
-    def test_they_are_refused_in_words(self, adjoint):
-        toy = Toy()
-        z = toy.block(adjoint)(toy.x, z0=toy.z0)
-        (first,) = torch.autograd.grad(z.sum(), toy.x, create_graph=True)
+    @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
+    @pytest.mark.parametrize("adjoint", [JFB(), Phantom(), SHINE()], ids=["JFB", "Phantom", "SHINE"])
+    def test_they_are_refused_in_words_on_every_route(self, adjoint, route):
+        block = DEQBlock(lambda z, x: 0.5 * z.sin() + x * x, Broyden(tol=1e-12, max_iter=50), adjoint)
+        x = torch.full((1, 1), 0.7, dtype=torch.float64, requires_grad=True)
         name = type(adjoint).__name__
         with pytest.raises(RuntimeError, match=rf"double backward through {name} is not supported.*Unrolled\(\)"):
-            first.square().sum().backward()
+            route(lambda x: block(x).square().sum(), x)
+
+    def test_of_an_energy(self):
+        """The second derivative of z^2 with z = sin(z)/2 + x^2: z' = 2x / (1 - cos(z)/2), and so on."""
+        solver = Broyden(tol=TIGHT, max_iter=50)
+        block = DEQBlock(lambda z, x: 0.5 * z.sin() + x * x, solver, Implicit(solver))
+        x = torch.full((1, 1), 0.7, dtype=torch.float64, requires_grad=True)
+        z = block(x)
+        slope = 1 - z.detach().cos() / 2
+        first = 2 * x.detach() / slope
+        second = (2 - z.detach().sin() / 2 * first**2) / slope
+        (force,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+        assert_close(force.detach(), 2 * z.detach() * first, GRADIENT)
+        assert_close(torch.autograd.grad(force.sum(), x)[0], 2 * (first**2 + z.detach() * second), GRADIENT)
+
+    @pytest.mark.parametrize("adjoint", [Implicit(Broyden(tol=TIGHT, max_iter=60))], ids=["implicit"])
+    @pytest.mark.parametrize("held", ["in x", "by the cell", "by both"])
+    def test_implicit_is_differentiable_any_number_of_times(self, adjoint, held):
+        toy = Toy(batch=2)
+
+        def layer(x, w, u, b):
+            def cell(z, given):
+                injection = given[0] @ u.T if held == "by the cell" else given[0] @ given[1].T
+                return torch.tanh(z @ w.T + injection + (x if held == "by both" else given[0])[:, :1] + b)
+
+            shared = () if held == "by the cell" else (u.sin() if held == "by both" else u,)
+            return DEQBlock(cell, Broyden(tol=TIGHT, max_iter=60), adjoint)((x.sin(), *shared), z0=toy.z0)
+
+        def force(x, w, u, b):
+            return torch.autograd.grad(layer(x, w, u, b).square().sum(), (x, w), create_graph=True)
+
+        assert torch.autograd.gradcheck(layer, toy.inputs, **FINITE_DIFFERENCES)
+        assert torch.autograd.gradgradcheck(layer, toy.inputs, **FINITE_DIFFERENCES)
+        assert torch.autograd.gradgradcheck(force, toy.inputs, **FINITE_DIFFERENCES)
 
     @attaching
     def test_create_graph_does_not_change_the_first(self, adjoint):

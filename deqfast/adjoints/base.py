@@ -1,9 +1,4 @@
-"""Attachment of a gradient to a solve. The one place that touches autograd for solves.
-
-The forward value is the solver's z*, in training and evaluation alike. Gradients attach to one more evaluation of the
-cell at z*, in which samples whose solve broke down are replaced by a healthy one, and then get no gradient: one NaN
-row of x cannot turn a weight gradient into NaN.
-"""
+"""The forward pass of a block as its adjoint sees it."""
 
 from __future__ import annotations
 
@@ -16,8 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..graphs import Graphs
-from ..ops.double_backward import NoDoubleBackward
-from ..solution import Solution, Status
+from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
 
@@ -80,7 +74,7 @@ class Adjoint:
         return self.differentiate(problem, solution), solution
 
     def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        """``solution.value`` with its gradient attached, see ``attach``."""
+        """``solution.value`` with its gradient attached, see ``Attachment``."""
         raise NotImplementedError
 
 
@@ -92,79 +86,3 @@ def _take_rows(x: Any, rows: Tensor, batch: int) -> Any:
         return leaf.index_select(0, rows) if has_batch else leaf
 
     return pytree.tree_map(take, x)
-
-
-def per_row(mask: Tensor, like: Tensor) -> Tensor:
-    """`mask` (B,) in a shape that broadcasts over the samples of `like`."""
-    return mask.view(-1, *([1] * (like.dim() - 1)))
-
-
-def _stand_in(tree: Any, broken: Tensor, donor: Tensor, healthy: Tensor) -> Any:
-    """`tree` with its broken rows replaced by row `donor`, or by zeros where no row is healthy."""
-
-    def replace_rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != len(broken):
-            return leaf
-        row = leaf.index_select(0, donor)
-        return torch.where(per_row(broken, leaf), torch.where(healthy, row, torch.zeros_like(row)), leaf)
-
-    return pytree.tree_map(replace_rows, tree)
-
-
-def without_broken(problem: Problem, solution: Solution) -> tuple[Any, Any, Tensor]:
-    """(z*, x, broken) with stand-ins in the rows whose solve met a value that is not finite."""
-    broken = solution.status == Status.NONFINITE
-    if not len(broken) or (broken.device.type == "cpu" and not bool(broken.any())):
-        return solution.value, problem.x, broken
-    healthy = ~broken
-    donor = healthy.to(torch.int8).argmax(keepdim=True)
-    stand_in = [_stand_in(tree, broken, donor, healthy.any()) for tree in (solution.value, problem.x)]
-    return stand_in[0], stand_in[1], broken
-
-
-class _Attach(torch.autograd.Function):
-    """Forward: the solver's values. Backward: `pull` maps their gradients to those of the attached evaluation."""
-
-    @staticmethod
-    def forward(ctx: Any, pull: Callable[..., list[Tensor]], name: str, count: int, *tensors: Tensor) -> Any:
-        ctx.pull, ctx.adjoint, ctx.count = pull, name, count
-        # Copies, not views: users may work in place on the output of a layer.
-        return tuple(value.clone() for value in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        with torch.no_grad():
-            pulled = ctx.pull(list(grads))
-        if torch.is_grad_enabled():  # create_graph=True
-            pulled = [NoDoubleBackward.apply(g.requires_grad_(), ctx.adjoint) for g in pulled]
-        return (None, None, None, *([None] * ctx.count), *pulled)
-
-
-def attach(
-    value: Any,
-    evaluation: Any,
-    broken: Tensor,
-    name: str,
-    solve_adjoint: Callable[[list[Tensor]], list[Tensor]] | None = None,
-) -> Any:
-    """`value` with the gradient of `evaluation`, a tree alike; broken rows get none.
-
-    `solve_adjoint`, if given, transforms the incoming gradients before they enter `evaluation`; `name` is that of the
-    adjoint in the error of a double backward.
-    """
-    values, spec = pytree.tree_flatten(value)
-    attached = pytree.tree_leaves(evaluation)
-    dtypes = [y.dtype for y in attached]
-
-    def pull(grads: list[Tensor]) -> list[Tensor]:
-        grads = [torch.where(per_row(broken, g), torch.zeros_like(g), g) for g in grads]
-        if solve_adjoint is not None:
-            grads = solve_adjoint(grads)
-        return [g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
-
-    return pytree.tree_unflatten(list(_Attach.apply(pull, name, len(values), *values, *attached)), spec)
-
-
-def detached(tree: Any, requires_grad: bool = False) -> Any:
-    """`tree` with its tensors cut from their graphs, as fresh leaves where `requires_grad`."""
-    return pytree.tree_map(lambda t: t.detach().requires_grad_(requires_grad), tree)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch.utils import _pytree as pytree
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver, as_solver
-from .base import Adjoint, Problem, attach, detached, per_row, without_broken
+from .attach import Attachment, Gradients, detached, per_row, vjp, without_broken
+from .base import Adjoint, Problem
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Implicit(Adjoint):
     """Implicit function theorem: u = J^T u + g is solved as a fixed point, started at u = g, then one product more.
 
     The exact gradient, to the tolerance of both solves. The cell's graph at z* is kept until the backward pass, which
-    needs several products with it. After it ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et
+    needs several products with it. Differentiable any number of times: the gradient of a gradient is an implicit solve
+    again. After it ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et
     al., NeurIPS 2019.
 
     Args:
@@ -47,60 +51,66 @@ class Implicit(Adjoint):
                 raise ValueError(f"the solver of Implicit must have stop='rel', got {self.solver}")
 
     def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem, solution)
-        z = detached(z, requires_grad=True)
-        evaluation = problem.cell(z, x)
-        if not _depends_on_more(evaluation, z):
-            return solution.value
+        z, x, broken = without_broken(problem.x, solution)
+        solver = self.solver if self.solver is not None else replace(problem.solver, tol=1e-6, stop="rel")
+        settings = _Settings(as_solver(solver), problem.options, problem.on_backward)
+        return _Inverted(settings, problem.cell, detached(z, requires_grad=True), x, broken).attach(solution.value)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Backward solves of a forward pass, first and higher alike."""
+
+    solver: Solver
+    options: dict[str, Any]
+    on_backward: Callable[[Solution], None]
+
+
+class _Inverted(Attachment):
+    """Attachment whose gradients pass (I - J^T)^-1, J the Jacobian of the evaluation in z."""
+
+    def __init__(
+        self, settings: _Settings, evaluate: Callable[[Any, Any], Any], z: Any, x: Any, broken: Tensor | None = None
+    ) -> None:
+        super().__init__("Implicit", evaluate, z, x, broken)
+        self.settings = settings
         device = pytree.tree_leaves(z)[0].device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.autocast = partial(torch.autocast, device, enabled=enabled, dtype=dtype)  # that of the forward pass
 
-        def solve_adjoint(grads: list[Tensor]) -> list[Tensor]:
-            with torch.autocast(device, enabled=enabled, dtype=dtype):
-                return self._solve_adjoint(problem, z, evaluation, grads)
-
-        return attach(solution.value, evaluation, broken, "Implicit", solve_adjoint)
-
-    def _solve_adjoint(self, problem: Problem, z: Any, evaluation: Any, grads: list[Tensor]) -> list[Tensor]:
-        inputs, spec = pytree.tree_flatten(z)
-        outputs = pytree.tree_leaves(evaluation)
+    def pull(self, grads: list[Tensor]) -> list[Tensor]:
+        leaves, spec = pytree.tree_flatten(self.z)
         # A gradient that is not finite is not solved for but passed on: a GradScaler must see it.
         finite = torch.stack([torch.isfinite(g.flatten(1)).all(dim=1) for g in grads]).all(dim=0)
         start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in grads]
 
-        attached = [i for i, y in enumerate(outputs) if y.requires_grad]  # the rest depends on nothing
-
         def f(u: Any) -> Any:
-            leaves = pytree.tree_leaves(u)
-            products = torch.autograd.grad(
-                [outputs[i] for i in attached],
-                inputs,
-                [leaves[i].to(outputs[i].dtype) for i in attached],
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            return pytree.tree_unflatten([p + g for p, g in zip(products, start, strict=True)], spec)
+            products = vjp(self.evaluation, leaves, pytree.tree_leaves(u))
+            return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, start, strict=True)], spec)
 
-        solver = self.solver if self.solver is not None else replace(problem.solver, tol=1e-6, stop="rel")
-        solution = solve(f, pytree.tree_unflatten(start, spec), solver, **problem.options)
-        problem.on_backward(solution)
+        settings = self.settings
+        with self.autocast():
+            solution = solve(f, pytree.tree_unflatten(start, spec), settings.solver, **settings.options)
+        settings.on_backward(solution)
         values = pytree.tree_leaves(solution.value)
         return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, grads, strict=True)]
 
+    def gradients(self, grads: list[Tensor]) -> Gradients:
+        """u = (I - J^T)^-1 g is the fixed point of u -> J^T u + g, and as such differentiable in g, z* and x."""
+        spec = pytree.tree_structure(self.z)
+        with torch.no_grad():
+            u = pytree.tree_unflatten(self.pull(grads), spec)
+        z = self.attach(detached(self.z))
+        with self.autocast():
+            adjoint = _Inverted(self.settings, self._adjoint_map, detached(u, requires_grad=True), (grads, z, self.x))
+            return self.products(z, pytree.tree_leaves(adjoint.attach(u)))
 
-def _depends_on_more(evaluation: Any, z: Any) -> bool:
-    """Answer whether `evaluation` is differentiable in anything but the leaves `z`."""
-    own = {id(leaf) for leaf in pytree.tree_leaves(z)}
-    nodes = [y.grad_fn for y in pytree.tree_leaves(evaluation)]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of a leaf's node
-        if variable is not None and id(variable) not in own:
-            return True
-        nodes.extend(following for following, _ in node.next_functions)
-    return False
+    def _adjoint_map(self, u: Any, given: tuple[list[Tensor], Any, Any]) -> Any:
+        """u -> J^T u + g with a graph, given (g, z, x)."""
+        grads, z, x = given
+        z = pytree.tree_map(lambda t: t if t.requires_grad else t.detach().requires_grad_(), z)
+        leaves, spec = pytree.tree_flatten(z)
+        with torch.enable_grad():
+            evaluation = pytree.tree_leaves(self.evaluate(z, x))
+            products = vjp(evaluation, leaves, pytree.tree_leaves(u), create_graph=True)
+        return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, grads, strict=True)], spec)

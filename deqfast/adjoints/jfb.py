@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..solution import Solution
-from .base import Adjoint, Problem, attach, detached, without_broken
+from .attach import Attachment, detached, without_broken
+from .base import Adjoint, Problem
 
 
 @dataclass(frozen=True)
@@ -24,5 +25,5 @@ class JFB(Adjoint):
     """
 
     def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem, solution)
-        return attach(solution.value, problem.cell(detached(z), x), broken, "JFB")
+        z, x, broken = without_broken(problem.x, solution)
+        return Attachment("JFB", problem.cell, detached(z), x, broken).attach(solution.value)

@@ -9,7 +9,8 @@ from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solvers.base import check_count, check_number
-from .base import Adjoint, Problem, attach, detached, without_broken
+from .attach import Attachment, detached, without_broken
+from .base import Adjoint, Problem
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class Phantom(Adjoint):
         check_number("damping", self.damping, 0.0, 1.0, low_open=True)
 
     def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem, solution)
-        z = detached(z)
-        for _ in range(self.steps):
-            z = pytree.tree_map(lambda a, b: a + self.damping * (b - a), z, problem.cell(z, x))
-        return attach(solution.value, z, broken, "Phantom")
+        z, x, broken = without_broken(problem.x, solution)
+
+        def damped_calls(z: Any, x: Any) -> Any:
+            for _ in range(self.steps):
+                z = pytree.tree_map(lambda a, b: a + self.damping * (b - a), z, problem.cell(z, x))
+            return z
+
+        return Attachment("Phantom", damped_calls, detached(z), x, broken).attach(solution.value)

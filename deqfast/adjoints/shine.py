@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..solution import Solution
-from .base import Adjoint, Problem, attach, detached, without_broken
+from .attach import Attachment, detached, without_broken
+from .base import Adjoint, Problem
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,17 @@ class SHINE(Adjoint):
         return value, replace(solution, transposed_inverse=None)  # or the history would live as long as the Solution
 
     def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem, solution)
-        inverse = solution.transposed_inverse
-        assert inverse is not None
-        spec = pytree.tree_structure(z)
+        z, x, broken = without_broken(problem.x, solution)
+        return _Shared("SHINE", problem.cell, detached(z), x, broken, solution).attach(solution.value)
 
-        def pull(grads: list[Tensor]) -> list[Tensor]:
-            return pytree.tree_leaves(inverse(pytree.tree_unflatten(grads, spec)))
 
-        return attach(solution.value, problem.cell(detached(z), x), broken, "SHINE", pull)
+class _Shared(Attachment):
+    """Attachment whose gradients pass the inverse of the forward solve."""
+
+    def __init__(self, name: str, evaluate: Any, z: Any, x: Any, broken: Tensor, solution: Solution) -> None:
+        super().__init__(name, evaluate, z, x, broken)
+        assert solution.transposed_inverse is not None
+        self.inverse = solution.transposed_inverse
+
+    def pull(self, grads: list[Tensor]) -> list[Tensor]:
+        return pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, pytree.tree_structure(self.z))))

@@ -9,10 +9,13 @@ from torch import Tensor
 
 
 class NoDoubleBackward(torch.autograd.Function):
-    """Identity whose derivative is an error, put on gradients that are not differentiable."""
+    """Identity whose derivative is an error, put on gradients that are not differentiable.
+
+    `sources` are the tensors that the gradient depends on, so that the error lies on every way back to them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, name: str, *sources: Tensor) -> Tensor:
         ctx.adjoint = name
         return grad.view_as(grad)
 

@@ -33,5 +33,5 @@ class JacobianFree(torch.autograd.Function):
             grad_weight = (grad_c.T @ z).to(weight.dtype) if ctx.needs_input_grad[0] else None
         pulled = [grad_weight, grad_c]
         if torch.is_grad_enabled():  # create_graph=True
-            pulled = [g if g is None else NoDoubleBackward.apply(g.requires_grad_(), "fc_fixed_point") for g in pulled]
+            pulled = [g if g is None else NoDoubleBackward.apply(g, "fc_fixed_point", weight, c) for g in pulled]
         return (*pulled, None, None, None, None)
