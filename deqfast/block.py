@@ -125,15 +125,20 @@ class DEQBlock(nn.Module):
             graphs=self.graphs,
             on_backward=self._keep_backward_solution,
         )
-        self._notify("begin_solve")
-        value, solution = self.adjoint(problem)
+        try:
+            self._notify("begin_solve")
+            value, solution = self.adjoint(problem)
+        except BaseException:
+            self._notify("cancel_solve", "end_solve")
+            raise
         self._notify("end_solve")
         return (value, solution) if return_solution else value
 
-    def _notify(self, event: str) -> None:
+    def _notify(self, *events: str) -> None:
+        """Call of every submodule of the cell the first of these hooks that it has."""
         for module in self.cell.modules() if isinstance(self.cell, nn.Module) else ():
-            handler = getattr(module, event, None)
-            if handler is not None:
+            handlers = (getattr(module, event, None) for event in events)
+            if handler := next(filter(None, handlers), None):
                 handler()
 
     def _keep_backward_solution(self, solution: Solution) -> None:

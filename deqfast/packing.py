@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ class Packing:
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
                 )
+        if leaves[0].device.type == "meta":
+            raise ValueError("z0 must hold values, got tensors on the device meta")
         self.leaves = [_Leaf(leaf) for leaf in leaves]
         self.batch, self.device = len(leaves[0]), leaves[0].device
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
@@ -79,29 +81,37 @@ class Packing:
 
     def pack(self, z: Any) -> Tensor:
         """Fresh rows (B, D) of z in the dtype of the solve."""
-        leaves = pytree.tree_leaves(z)
+        return self._joined(self.spec.flatten_up_to(z))
+
+    def _joined(self, leaves: list[Tensor]) -> Tensor:
         rows = [leaf.rows(tensor).to(self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
         return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def check_value(self, value: Any) -> list[Tensor]:
         """Tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
-        if self.is_tensor and isinstance(value, Tensor) and value.shape == self.leaves[0].shape:
+        first = self.leaves[0]
+        if self.is_tensor and isinstance(value, Tensor) and value.shape == first.shape and value.is_floating_point():
             return [value]
-        leaves, spec = pytree.tree_flatten(value)
+        try:
+            leaves = self.spec.flatten_up_to(value)  # finds the entries of a dict by their keys
+        except ValueError:
+            got = pytree.tree_structure(value)
+            raise ValueError(f"f must return the structure of its argument, {self.spec}, got {got}") from None
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         expected = [tuple(leaf.shape) for leaf in self.leaves]
-        if spec != self.spec:
-            raise ValueError(f"f must return the structure of its argument, {self.spec}, got {spec}")
         if shapes != expected:
-            wanted, got = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
-            raise ValueError(f"f must return the shape of its argument, {wanted}, got {got}")
+            wanted, found = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
+            raise ValueError(f"f must return the shape of its argument, {wanted}, got {found}")
+        for leaf in leaves:
+            if not leaf.is_floating_point():
+                raise TypeError(f"f must return floating-point tensors, got {leaf.dtype}")
         return leaves
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:
         """Rows of f's output: a view of it where its dtype and memory order allow, never of the iterate `z`."""
         leaves = self.check_value(value)
         if len(leaves) > 1:
-            return self.pack(value)
+            return self._joined(leaves)
         rows = self.leaves[0].rows(leaves[0]).to(self.dtype).contiguous()
         return rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
 
@@ -125,3 +135,20 @@ class Packing:
         if torch.is_autocast_enabled(self.device.type):
             return torch.finfo(torch.get_autocast_dtype(self.device.type)).eps
         return max(torch.finfo(x.dtype).eps for x in pytree.tree_leaves(value))
+
+
+def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
+    """f(z, *more); ValueError if f has written to z, which is the solver's memory."""
+    leaves = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
+    versions = [_version(leaf) for leaf in leaves]
+    value = f(z, *more)
+    if [_version(leaf) for leaf in leaves] != versions:
+        raise ValueError(
+            "f must not modify its argument z, got an f that works in place on it: begin with an operation that is not "
+            "in place, such as z.mul(2) for z.mul_(2), ReLU() for ReLU(inplace=True), or with z.clone()"
+        )
+    return value
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # of a copy made in inference mode there is no count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .ops import choose_kernel
-from .packing import Packing
+from .packing import Packing, evaluate
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import STALL_UNITS, State, check_count
@@ -55,7 +55,8 @@ def solve(
         Solution, whose `value` has the structure, dtypes and memory order of z0.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape.
+        TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape
+            or works in place on its argument.
         RuntimeError: a kernel asked for by name cannot serve.
 
     Examples:
@@ -75,7 +76,8 @@ def solve(
     packing = Packing(z0)
     chosen = choose_kernel(kernel, packing.device)
     with torch.no_grad():
-        state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
+        with torch.inference_mode(False):  # or what f does in place would not be counted
+            state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
         watch = watch_of(state.active)
@@ -164,7 +166,7 @@ class Whole:
     def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
         """Call f; its value, and its rows (B, D)."""
         self.sample_evaluations += packing.batch
-        value = f(packing.unpack(state.z))
+        value = evaluate(f, packing.unpack(state.z))
         return value, packing.pack_value(value, state.z)
 
 
@@ -180,12 +182,12 @@ class Compaction(Whole):
         self._drop(packing, state)
         if self.rows is None:
             self.sample_evaluations += packing.batch
-            value = f(packing.unpack(state.z), None)
+            value = evaluate(f, packing.unpack(state.z), None)
             return value, packing.pack_value(value, state.z)
         part = packing.resized(len(self.rows))
         self.sample_evaluations += part.batch
         z = state.z.index_select(0, self.rows)
-        value = f(part.unpack(z), self.rows)
+        value = evaluate(f, part.unpack(z), self.rows)
         rows = torch.empty_like(state.z)
         rows.index_copy_(0, self.rows, part.pack_value(value, z))
         return value, rows

@@ -305,6 +305,15 @@ class TestEvents:
             assert cell.log[0] == "begin" and cell.log[-1] == "end"
             assert cell.log.count("begin") == cell.log.count("end") == 1 and cell.log.count("call") > 2
 
+    @pytest.mark.parametrize("hook", ["cancel", "end"])
+    def test_a_forward_pass_that_raises_is_ended_too(self, hook):
+        cell = self.Cell()
+        if hook == "cancel":
+            cell.mask.cancel_solve = lambda: cell.log.append("cancel")
+        with pytest.raises(ValueError, match="f must return the shape"):
+            DEQBlock(cell)(torch.ones(2, 3), z0=torch.zeros(2, 1))
+        assert cell.log == ["begin", "call", hook]
+
 
 class TestMixedPrecision:
     @every_adjoint

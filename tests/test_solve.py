@@ -445,6 +445,12 @@ class TestStructures:
         assert torch.equal(split.value[1]["rest"], whole.value[:, 4:])
         assert_same_solution(split, whole, but=("value",))
 
+    def test_entries_of_a_dict_are_found_by_their_keys(self):
+        z0 = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}
+        value = solve(lambda z: {"b": 0.5 * z["b"] + 1, "a": 0.5 * z["a"] + 2}, z0, Picard(1e-6, 40)).value
+        assert_close(value["a"], torch.full((2, 3), 4.0), solved(1e-6))
+        assert_close(value["b"], torch.full((2, 3), 2.0), solved(1e-6))
+
     def test_dtypes_of_leaves_are_kept(self):
         z0 = (torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 2))
         f = Recorder(lambda z: (0.5 * z[0] + 1, 0.5 * z[1] + 1))
@@ -552,6 +558,10 @@ class TestErrors:
             ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
             ({"check_every": 1.5}, TypeError, "check_every must be an integer, got 1.5"),
             ({"check_every": True}, TypeError, "check_every must be an integer, got True"),
+            ({"z0": torch.zeros(4, 3, device="meta")}, ValueError, "z0 must hold values, got tensors on the device meta"),
+            ({"f": lambda z: z.to(torch.complex64)}, TypeError, "f must return floating-point tensors, got torch.complex64"),
+            ({"f": lambda z: z > 0}, TypeError, "f must return floating-point tensors, got torch.bool"),
+            ({"f": lambda z: z.long()}, TypeError, "f must return floating-point tensors, got torch.int64"),
         ],
     )
     def test_arguments(self, arguments, error, message):
@@ -573,7 +583,7 @@ class TestErrors:
             (torch.zeros(4, 2), r"f must return the shape of its argument, \(4, 3\), got \(4, 2\)"),
             (torch.zeros(3, 3), r"\(4, 3\), got \(3, 3\)"),
             (torch.zeros(4, 3, 1), r"\(4, 3\), got \(4, 3, 1\)"),
-            ((torch.zeros(4, 3),), r"f must return the structure of its argument, .*, got .*tuple"),
+            ((torch.zeros(4, 3),), r"f must return the shape of its argument, \(4, 3\), got tuple"),
             (3.0, r"\(4, 3\), got float"),
         ],
     )
@@ -635,6 +645,28 @@ def test_ten_runs_give_the_same_bits(name, kernel, device):
     first = solve(problem.f, problem.z0, solver, kernel)
     for _ in range(9):
         assert_same_solution(solve(problem.f, problem.z0, solver, kernel), first)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda z: [z[0].mul_(0.5).add_(1), z[1]],
+        lambda z: [torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Hardtanh())(leaf) for leaf in z],
+    ],
+)
+@pytest.mark.parametrize("leaves", [1, 2])
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+def test_an_f_that_works_in_place_on_its_argument_is_refused(f, leaves, compact, inference):
+    if inference and leaves == 2:
+        pytest.skip("inference mode counts no writes to the copies that leaves are")
+
+    def cell(z, rows=None):
+        return f([z, z])[0] if leaves == 1 else f(z)
+
+    z0 = torch.rand(4, 3)
+    with torch.inference_mode(inference), pytest.raises(ValueError, match=r"f must not modify its argument z, .*z\.clone\(\)"):
+        solve(cell, z0 if leaves == 1 else [z0, z0.clone()], compact=compact)
 
 
 def test_inference_mode():

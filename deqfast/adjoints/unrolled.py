@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..packing import Packing
+from ..packing import Packing, evaluate
 from ..solution import Solution, Status
 from ..solve import finite_rows
 from ..solvers import Solver
@@ -63,7 +63,7 @@ class Unrolled(Adjoint):
         steps = self.steps or problem.solver.max_iter
         previous = z
         for _ in range(steps):
-            value = problem.cell(z, x)
+            value = evaluate(problem.cell, z, x)
             packing.check_value(value)
             previous, z = z, pytree.tree_map(lambda new, old: new.to(old.dtype), value, z)
         with torch.no_grad():

@@ -59,8 +59,8 @@ class Cell(Protocol):
 class CellHooks(Protocol):
     """Optional methods of a cell, none of which needs another.
 
-    ``initial_state`` and ``fixed_point`` are looked for in the cell itself; ``begin_solve``, ``end_solve`` and
-    ``has_settled`` in every submodule of a cell that is an ``nn.Module``, the cell included. A description to read and
+    ``initial_state`` and ``fixed_point`` are looked for in the cell itself; ``begin_solve``, ``end_solve``,
+    ``cancel_solve`` and ``has_settled`` in every submodule of a cell that is an ``nn.Module``, the cell included. A description to read and
     to type against, not a base class: a method inherited from here would count as one that the cell has.
     """
 
@@ -81,7 +81,13 @@ class CellHooks(Protocol):
         """Finish a forward pass: let statistics take up, say, what the differentiated evaluations have measured.
 
         Called once per forward pass, after the solve and the evaluations that its gradient needs, before the value is
-        returned and long before the backward pass; not if the solve raises.
+        returned and long before the backward pass; if the forward pass raises, by a module without ``cancel_solve``.
+        """
+
+    def cancel_solve(self) -> None:
+        """Finish a forward pass that raises an error: drop, say, what a failed batch has measured.
+
+        Called in the place of ``end_solve``, before the error reaches the caller.
         """
 
     def fixed_point(self, x: Any, z0: Any, solver: Solver, kernel: str) -> Solution | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ STALL_UNITS = 8
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
     """Raise unless `value` is a finite real number in [low, high] (or ]low, high])."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     bound = f"{'greater than' if low_open else 'at least'} {low:g}"
     bound += f" and at most {high:g}" if high < math.inf else ""
@@ -27,7 +28,7 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, l
 
 def check_count(name: str, value: Any, low: int = 1) -> None:
     """Raise unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
@@ -110,6 +111,10 @@ class Solver:
     stop: str = "rel"
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Real) and not isinstance(value, (int, float)):  # numpy's, which no op takes
+                object.__setattr__(self, field.name, int(value) if isinstance(value, Integral) else float(value))
         check_number("tol", self.tol, 0.0, low_open=True)
         check_count("max_iter", self.max_iter)
         check_choice("stop", self.stop, ("rel", "abs"))
