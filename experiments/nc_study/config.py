@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .shapes import DRAWING
+
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
 MODELS = ("explicit", "deq")
 IMBALANCE = ("majority", "ratio")
@@ -71,6 +73,8 @@ class Experiment:
     by the preset. SettingsError for a value that makes no sense."""
 
     study: str
+    drawing: int | None = None
+    """Version of the drawing of the images, where they are drawn."""
 
     model: str = option("study", "networks to train, one after the other", "both", choices=("both", *MODELS))
     majority: int | None = option("study", "tenths of the classes that keep all their images (K_A)", 3, minimum=1)
@@ -178,7 +182,9 @@ class Settings(Experiment):
     @property
     def experiment(self) -> Experiment:
         """The part that decides the outcome."""
-        return Experiment(**{spec.name: getattr(self, spec.name) for spec in fields(Experiment)})
+        values = {spec.name: getattr(self, spec.name) for spec in fields(Experiment)}
+        values["drawing"] = DRAWING if self.dataset.startswith("shapes") else None
+        return Experiment(**values)
 
 
 def check_field(spec: Field[Any], value: Any) -> None:

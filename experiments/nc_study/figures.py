@@ -151,7 +151,7 @@ def solver_figure(rows: Mapping[str, tuple[Sequence[NetworkResult], int]]) -> Fi
 
 def _radius(axis: Axes, networks: Sequence[NetworkResult], majority: int) -> None:
     found = [network.spectral_radius for network in networks if network.spectral_radius]
-    classes = len(networks[0].per_class)
+    classes = len(networks[0].confusion)
     for group, members in _groups(classes, majority).items():
         pairs = [pair for one in found for pair in zip(one.labels, one.values, strict=True) if pair[0] in members]
         x, y = np.array(pairs).reshape(-1, 2).T

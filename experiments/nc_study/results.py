@@ -69,9 +69,7 @@ def network_result(
         parameters=parameters,
         accuracy=Accuracy(**{group: Spread.of(values) for group, values in groups.items() if None not in values}),
         epochs_averaged=len(last),
-        per_class=final.per_class,
         confusion=final.confusion,
-        train_loss=final.loss,
         nc=final.nc,
         solver=solver,
         seconds=Seconds(*spent),
@@ -85,12 +83,12 @@ def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
     solves in training; `iterations_majority` and the like are means over the classes of a group."""
     names = ("epoch", "lr", "loss", "train_accuracy", *GROUPS)
     found: Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    found |= {name: tuple(getattr(epoch.nc, name, None) for epoch in epochs) for name in COLLAPSE}
+    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in COLLAPSE}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
         found |= {name: tuple(getattr(solve, name) for solve in solves) for name in (*SOLVER_MEANS, "skipped")}
         for group, part in (("majority", slice(majority)), ("minority", slice(majority, None))):
             for name in SOLVER_MEANS:
-                found[f"{name}_{group}"] = tuple(_mean(getattr(solve.per_class, name)[part]) for solve in solves)
+                found[f"{name}_{group}"] = tuple(_mean(solve.per_class[name][part]) for solve in solves)
     return found
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 from nc_study.config import Setting, StudyError
-from nc_study.record import FORMAT, Failure, RunResult, read_record, to_json
+from nc_study.record import FORMAT, RunResult, read_record, to_json
 from nc_study.reporting.runs import collect
+from nc_study.rundir import RunDirectory
 
 SETTING = Setting("cifar10", 3, 10)
 
@@ -28,7 +29,7 @@ def test_each_kind_of_folder_is_told_apart(made_up, tmp_path):
         log.truncate(len(log.readline()) + 7)
     (root / "failed" / "result.json").unlink()
     for path in (whole, root / "failed"):  # a run that failed once and then finished counts
-        (path / "failed.json").write_bytes(to_json(Failure("the disk is full", "x", "y")))
+        RunDirectory(path).fail("the disk is full")
     (root / "other").mkdir()
     found = collect([tmp_path])
     assert [run.path for group in found.groups for run in group.finished] == [whole]

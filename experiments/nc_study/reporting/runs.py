@@ -113,7 +113,7 @@ def collect(roots: Sequence[Path]) -> Collection:
             if folder.finished:
                 finished.append(Run(path, folder.result))
             elif failure := folder.failure:
-                rejected.append(Rejected(path, "failed", failure.error))
+                rejected.append(Rejected(path, "failed", failure))
             elif begun := folder.begun:
                 done = (f"{model}: {len(folder.epochs(model))} of {begun.epochs} epochs" for model in begun.models)
                 rejected.append(Rejected(path, "unfinished", ", ".join(done)))
