@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from . import distributed
@@ -18,7 +19,7 @@ from .analysis import analyse
 from .config import Settings, StudyError, parse
 from .data import Source, find_source, load
 from .models import choose_kernel
-from .record import KernelChoice
+from .record import KernelChoice, NetworkResult
 from .results import network_result, report, run_result
 from .rundir import RunDirectory, prepare_out, write_arrays
 from .training import train
@@ -110,9 +111,11 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
     networks = {model: train(model, settings, data, run).network for model in settings.models}
 
     def conclude() -> None:
-        results, arrays = {}, {}
+        results: dict[str, NetworkResult] = {}
+        arrays: dict[str, np.ndarray] = {}
         for model, network in networks.items():
-            radius, arrays[model] = analyse(network, data)
+            radius, measured = analyse(network, data)
+            arrays |= {f"{model}/{name}": array for name, array in measured.items()}
             parameters = sum(parameter.numel() for parameter in network.parameters())
             results[model] = network_result(parameters, run.epochs(model), data.majority, radius)
         write_arrays(run.features, arrays)

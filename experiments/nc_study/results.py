@@ -9,9 +9,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from . import distributed, provenance
+from . import distributed
 from .config import Settings
 from .paper import INCONSISTENT, PAPER, differences, on_cifar
+from .provenance import provenance
 from .record import (
     AVERAGED,
     COLLAPSE,
@@ -44,10 +45,7 @@ def run_result(
         kernel=kernel,
         networks=networks,
         command=distributed.command_line(),
-        machine=provenance.machine(settings.threads, settings.device, distributed.world_size()),
-        versions=provenance.versions(),
-        commit=provenance.commit(),
-        finished=provenance.now(),
+        **provenance(settings.threads, settings.device, distributed.world_size()),
     )
 
 

@@ -41,25 +41,20 @@ def write_atomically(path: Path, content: bytes) -> None:
         ) from error
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Arrays by network and name as one compressed .npz with the names `network/name`, atomically."""
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Arrays by name as one compressed .npz, atomically."""
     content = io.BytesIO()
-    named = {f"{model}/{name}": array for model, group in arrays.items() for name, array in group.items()}
-    np.savez_compressed(content, **named)  # type: ignore[arg-type]
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     write_atomically(path, content.getvalue())
 
 
-def read_arrays(path: Path) -> dict[str, dict[str, np.ndarray]]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """What `write_arrays` wrote; a damaged file is an error that names it."""
-    arrays: dict[str, dict[str, np.ndarray]] = {}
     try:
         with np.load(path, allow_pickle=False) as stored:
-            for key in stored.files:
-                model, name = key.split("/")
-                arrays.setdefault(model, {})[name] = stored[key]
+            return dict(stored)
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
-    return arrays
 
 
 def prepare_out(out: Path) -> None:

@@ -109,8 +109,8 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
 def read_features(path: Path, model: str) -> tuple[np.ndarray, np.ndarray]:
     """Read the features (N, D) and labels (N,) of a network, sorted by class, without the rows that are not finite.
     StudyError where they are damaged or too few."""
-    arrays = read_arrays(path)[model]
-    features, labels = arrays["features"], arrays["labels"]
+    arrays = read_arrays(path)
+    features, labels = arrays[f"{model}/features"], arrays[f"{model}/labels"]
     kept = np.isfinite(features).all(1)
     if kept.sum() < FEWEST_IMAGES:
         raise StudyError(f"{path}: {kept.sum()} images with finite features, and a t-SNE takes {FEWEST_IMAGES}")
