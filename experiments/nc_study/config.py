@@ -56,10 +56,18 @@ class Setting:
         """The script that runs it."""
         return "cifar_balanced" if self.majority is None else "cifar_lt"
 
+    @property
+    def imbalance(self) -> str:
+        """Its name where the data are known."""
+        return "balanced" if self.majority is None else f"({self.majority},{10 - self.majority}) R = {self.ratio}"
+
+    @property
+    def slug(self) -> str:
+        """That name as part of a file's."""
+        return "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
+
     def __str__(self) -> str:
-        if self.majority is None:
-            return f"{self.dataset} balanced"
-        return f"{self.dataset} ({self.majority},{10 - self.majority}) R={self.ratio}"
+        return f"{self.dataset}, {self.imbalance}"
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
@@ -160,8 +168,15 @@ class Experiment:
     @property
     def run_name(self) -> str:
         """Name of the run's folder: what distinguishes the runs of one table or of several seeds."""
-        split = "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
-        parts = (self.dataset, split, self.preset, self.model, self.solver, self.adjoint, f"seed{self.seed}")
+        parts = (
+            self.dataset,
+            self.setting.slug,
+            self.preset,
+            self.model,
+            self.solver,
+            self.adjoint,
+            f"seed{self.seed}",
+        )
         return "-".join(parts)
 
     @property
@@ -274,11 +289,8 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these settings."""
+    """The command line that gives these settings, of which a switch is on or absent."""
     words = []
     for name, value in given.items():
-        if value is True:
-            words.append(flag_of(name))
-        elif value is not False:
-            words += [flag_of(name), str(value)]
+        words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     return words

@@ -15,7 +15,6 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullF
 from PIL import Image
 
 from .record import Curves, NetworkResult
-from .results import title
 from .rundir import RunDirectory, write_atomically
 
 matplotlib.use("Agg")  # no window, whatever the machine has
@@ -41,7 +40,7 @@ def draw(run: RunDirectory) -> None:
     """Write figure.png from the run's result."""
     result = run.result
     curves = {model: [network.curves] for model, network in result.networks.items()}
-    heading = f"{title(result)}, width {result.settings.width}, seed {result.settings.seed}"
+    heading = f"{result.setting}, width {result.settings.width}, seed {result.settings.seed}"
     write_atomically(run.figure, png(study_figure({heading: curves})))
 
 

@@ -95,14 +95,6 @@ def _mean(values: Iterable[Number]) -> Number:
     return statistics.fmean(known) if known else None
 
 
-def title(result: RunResult) -> str:
-    """Data and imbalance of a run."""
-    setting = result.setting
-    if setting.majority is None:
-        return f"{setting.dataset}, balanced"
-    return f"{setting.dataset}, K_A = {setting.majority}, R = {setting.ratio}"
-
-
 def report(result: RunResult) -> str:
     """A result as text: accuracy and NC1-NC4 beside the paper's accuracy, and how the solver fared."""
     notes, setting, settings = [], on_cifar(result.setting), result.settings
@@ -127,7 +119,7 @@ def report(result: RunResult) -> str:
     table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)
     return "\n".join(
         (
-            f"Test accuracy in % on {title(result)}: mean±deviation over the last {averaged}",
+            f"Test accuracy in % on {result.setting}: mean±deviation over the last {averaged}",
             f"of {settings.epochs} epochs; neural collapse of the training images after the last",
             textwrap.indent(table, "  "),
             *(f"  {note}" for note in notes),

@@ -37,7 +37,7 @@ class Task:
     run: RunDirectory
 
     def __str__(self) -> str:
-        return f"{self.settings.setting} seed {self.settings.seed}"
+        return f"{self.settings.setting}, seed {self.settings.seed}"
 
     @property
     def script(self) -> str:

@@ -55,7 +55,7 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     (tmp_path / none).touch()
     assert script.main(arguments) == 1
     printed, errors = capsys.readouterr()
-    assert "(3,7) R=10 seed 0: FAILED" in printed and "seed 1: explicit" in printed and "[3 of 3]" in printed
+    assert "(3,7) R = 10, seed 0: FAILED" in printed and "seed 1: explicit" in printed and "[3 of 3]" in printed
     assert errors.count("\n") == 2 and "seed 0 failed" in errors and "explicit.ckpt is damaged" in errors
     assert "seed 2 failed: cannot be started" in errors
     assert "is damaged" in run.failure

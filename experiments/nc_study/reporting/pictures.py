@@ -14,7 +14,6 @@ from ..config import MODELS, Setting, StudyError
 from ..paper import FIGURES
 from ..rundir import read_arrays
 from .runs import Group
-from .tables import name_of
 
 FEWEST_IMAGES = 10
 SEEDS = "With more than one seed a line is their mean, and the band their range."
@@ -69,7 +68,7 @@ def _of_figure(group: Group, number: str) -> list[Setting]:
 
 
 def _heading(group: Group, setting: Setting) -> str:
-    return f"{group.experiment.dataset}, {name_of(setting)}; {group.experiment.preset} preset"
+    return f"{setting}; {group.experiment.preset} preset"
 
 
 def _majority(group: Group, setting: Setting) -> int:
@@ -93,8 +92,7 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     if not left:
         return
     run, classes = runs[left[0]], group.experiment.classes
-    split = "balanced" if setting.majority is None else f"k{setting.majority}-r{setting.ratio}"
-    name, title = f"{split}-features", f"Features, {name_of(setting)}"
+    name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}"
     if setting in _of_figure(group, "2"):
         name, title = "figure2", "After figure 2 of the paper"
     try:
@@ -123,7 +121,7 @@ def _confusion(group: Group) -> Figure:
     for setting in group.settings:
         for model in MODELS:
             if networks := group.networks(setting, model):
-                title = f"{name_of(setting)}, {figures.LABELS[model]}"
+                title = f"{setting.imbalance}, {figures.LABELS[model]}"
                 panels[title] = [network.confusion for network in networks.values()]
                 majority.append(_majority(group, setting))
     return figures.confusion_figure(panels, majority)
