@@ -173,8 +173,9 @@ def test_study_cell_is_the_trained_one(tmp_path):
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
     problem = trained.study_cell(run, None, batch=4)
     assert problem.z0.shape == (4, 8, 4, 4) and problem.name == "residual block, shapes"
-    weights: dict[str, Tensor] = {}
-    RunDirectory(run).restore("deq", lambda state: weights.update(state["network"]))
+    state = RunDirectory(run).restore("deq")
+    assert state
+    weights = state["network"]
     solution = deqfast.solve(problem.f, problem.z0, "broyden")
     deqfast.testing.assert_close(solution.residual_rel, problem.residuals(solution.value), 1e-3)
     # With a group per channel the last normalisation makes every channel's mean its trained bias.
