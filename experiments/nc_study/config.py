@@ -57,6 +57,16 @@ class Setting:
         return "cifar_balanced" if self.majority is None else "cifar_lt"
 
     @property
+    def classes(self) -> int:
+        """Number of classes; `auto` ends in one of the data sets with ten."""
+        return CLASSES.get(self.dataset, 10)
+
+    @property
+    def majority_classes(self) -> int:
+        """How many of the first classes form the majority; all of them where they are balanced."""
+        return self.classes if self.majority is None else self.majority * self.classes // 10
+
+    @property
     def imbalance(self) -> str:
         """Its name where the data are known."""
         return "balanced" if self.majority is None else f"({self.majority},{10 - self.majority}) R = {self.ratio}"
@@ -152,13 +162,8 @@ class Experiment:
 
     @property
     def classes(self) -> int:
-        """Number of classes; `auto` ends in one of the data sets with ten."""
-        return CLASSES.get(self.dataset, 10)
-
-    @property
-    def majority_classes(self) -> int:
-        """How many of the first classes form the majority; all of them in the balanced study."""
-        return self.classes if self.majority is None else self.majority * self.classes // 10
+        """Number of classes."""
+        return self.setting.classes
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunR
     for model in settings.models:
         deq = model == "deq"
         epochs = [made_up_epoch(number, settings, deq, shift) for number in range(1, settings.epochs + 1)]
-        networks[model] = network_result(123, epochs, settings.majority_classes, radius if deq else None)
+        networks[model] = network_result(123, epochs, settings.setting.majority_classes, radius if deq else None)
     kernel = KernelChoice("triton", "cpp", "no GPU")
     return replace(run_result(settings, kernel, tuple(class_sizes(settings)), networks), **given)
 

@@ -40,7 +40,7 @@ def test_seeds_become_a_mean_and_a_band_and_networks_differ_in_more_than_colour(
 )
 def test_the_solver_and_the_confusions_are_shown_by_group_and_class(given, groups):
     settings = made_up_settings(**given)
-    deq, majority = network("deq", **given), settings.majority_classes
+    deq, majority = network("deq", **given), settings.setting.majority_classes
     figure = figures.solver_figure({"heading": ([deq], majority)})
     evaluations, _, converged, radius = figure.subfigs[0].axes
     assert {group: values[0] for group, values in lines(evaluations).items()} == pytest.approx({"overall": 11} | groups)

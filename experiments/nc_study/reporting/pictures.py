@@ -54,7 +54,7 @@ def pictures(group: Group) -> Iterator[Picture]:
     for setting in group.settings:
         yield from _features(group, setting)
     networks = {setting: list(group.networks(setting, "deq").values()) for setting in group.settings}
-    rows = {_heading(group, one): (found, _majority(group, one)) for one, found in networks.items() if found}
+    rows = {_heading(group, one): (found, one.majority_classes) for one, found in networks.items() if found}
     if rows:
         yield Picture("solver", "Solver of the DEQ", SOLVER, figures.solver_figure(rows))
     yield Picture("confusion", "Confusions", CONFUSION, _confusion(group))
@@ -69,11 +69,6 @@ def _of_figure(group: Group, number: str) -> list[Setting]:
 
 def _heading(group: Group, setting: Setting) -> str:
     return f"{setting}; {group.experiment.preset} preset"
-
-
-def _majority(group: Group, setting: Setting) -> int:
-    classes = group.experiment.classes
-    return classes if setting.majority is None else setting.majority * classes // 10
 
 
 def _course(group: Group, settings: list[Setting]) -> Figure:
@@ -100,7 +95,7 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     except StudyError as error:
         yield Picture(name, title, f"Not drawn: {error}.", None)
         return
-    figure = figures.features_figure(features, classes, _majority(group, setting), _heading(group, setting))
+    figure = figures.features_figure(features, classes, setting.majority_classes, _heading(group, setting))
     yield Picture(name, title, FEATURES.format(seed=left[0]), figure)
 
 
@@ -123,5 +118,5 @@ def _confusion(group: Group) -> Figure:
             if networks := group.networks(setting, model):
                 title = f"{setting.imbalance}, {figures.LABELS[model]}"
                 panels[title] = [network.confusion for network in networks.values()]
-                majority.append(_majority(group, setting))
+                majority.append(setting.majority_classes)
     return figures.confusion_figure(panels, majority)
