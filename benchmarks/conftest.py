@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.cases import CASES, SMALL
-from harness.gate_plugin import Gate, add_options
+from harness.gate import Gate, add_options
 from harness.record import machine, write_record
 from harness.suite import LARGE_SECONDS, Board
 from harness.tables import summary
