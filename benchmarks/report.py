@@ -328,9 +328,10 @@ def model(results: Results) -> Table:
 
 def on_gpus(results: Results) -> list[Table]:
     """All rows of each kind of GPU."""
-    records = results.on_gpu(True)
-    kinds = dict.fromkeys(record.machine["gpu"] for record in records)
-    return [table([row for one in records if one.machine["gpu"] == gpu for row in one.rows], gpu) for gpu in kinds]
+    kinds: dict[str, list[Row]] = {}
+    for record in results.on_gpu(True):
+        kinds.setdefault(record.machine["gpu"], []).extend(record.rows)
+    return [table(rows, gpu) for gpu, rows in kinds.items()]
 
 
 def faults(results: Results) -> Table:
