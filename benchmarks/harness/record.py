@@ -57,8 +57,6 @@ import deqfast
 from deqfast import _extension
 from deqfast.testing import records
 
-from .files import write_json
-
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 # What recordings and their report write: no change of what is measured.
 WRITTEN = (
@@ -75,15 +73,31 @@ NO_SETUPTOOLS = "of which sources the extensions were built cannot be told witho
 Row = dict[str, Any]
 
 
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Replace `path` in one step; each of the `rows` is a line, of six digits."""
+    rows = ",\n  ".join(json.dumps(rounded(row)) for row in data["rows"])
+    head = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1).removesuffix("\n}")
+    records.write_bytes(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())
+
+
+def rounded(value: Any) -> Any:
+    """The value with its floating-point numbers to six significant digits, all that a measurement tells."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
+
+
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
     """The rows of this run, with where they come from."""
-    write_json(path, provenance(device, remark) | {"rows": rows})
+    write_json(path, provenance(device) | {"remark": remark, "rows": rows})
 
 
-def provenance(device: str = "cpu", remark: str | None = None) -> dict[str, Any]:
+def provenance(device: str = "cpu") -> dict[str, Any]:
     """Everything that a reader has to know about this run."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-    return {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark}
+    return {"machine": machine(device), "command": command(sys.orig_argv), "date": date}
 
 
 def command(words: list[str]) -> str:
@@ -107,11 +121,7 @@ def tool(*command: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, "+changes" where what was measured is not of that commit.
-
-    That is where files that git tracks differ, but for ``WRITTEN``, or where an extension was built from others, of
-    which a warning tells.
-    """
+    """The commit of the checkout; "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build."""
     head = records.commit(RESULTS.parent) or os.environ.get("DEQFAST_COMMIT", "unknown")
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     changed = tool("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no", *others)
@@ -121,10 +131,7 @@ def commit() -> str:
 
 
 def stale_extensions() -> list[str]:
-    """The extension modules that are loaded and were built from other sources, with what to do about it.
-
-    Where setup.py cannot be asked, that is said instead.
-    """
+    """The extension modules that were built from other sources, with what to do; that setup.py cannot be asked."""
     modules = {"cpu": _extension.cpp_module, "cuda": _extension.cuda_module}
     loaded = {device: module for device, module in modules.items() if module is not None}
     if not loaded:
