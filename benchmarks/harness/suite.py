@@ -33,7 +33,7 @@ def measure(
     contenders: dict[str, Contender] = {}
     calls: dict[Any, Callable[[], Any]] = {}
     for provider in providers:
-        rows[provider] = {"section": case.section, "case": case.name, "provider": provider, **case.size()}
+        rows[provider] = {"section": case.section, "case": case.name, "provider": provider, **case.size}
         try:
             contender = case.contender(provider, device)
             calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}

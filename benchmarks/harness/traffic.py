@@ -56,13 +56,16 @@ def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float
 
 
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
-    """Passes of a whole solve without f: the last evaluation is judged, and no step follows."""
+    """Passes of a whole solve without f: the last evaluation is judged, and no step follows.
+
+    kernel: or "eager" or "torchdeq", whose history has the dtype of the state.
+    """
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
         return PICARD_PASSES * len(steps) + JUDGED_PASSES
     if keeps_steps_alone(solver, kernel):
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
-    wide = width(solver.history_dtype)
+    wide = width(None if kernel == "torchdeq" else solver.history_dtype)
     return sum(multisecant_passes(min(k, window(solver)), wide) for k in steps) + JUDGED_PASSES
 
 
