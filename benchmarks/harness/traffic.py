@@ -89,18 +89,11 @@ def fc_vjp_bytes(batch: int, dim: int) -> int:
     return 3 * batch * dim * 4
 
 
-def class_means_bytes(samples: int, dim: int, classes: int, item: int) -> int:
-    """Reads the features and their row numbers, writes the means in float64."""
-    return samples * (dim * item + 8) + 8 * classes * dim
-
-
-def scatter_bytes(samples: int, dim: int, classes: int, directions: int, item: int) -> int:
-    """Reads the features, their row numbers, the means and the directions."""
-    return samples * (dim * item + 8) + 8 * dim * (classes + directions)
-
-
 def collapse_bytes(samples: int, dim: int, classes: int, item: int, classifier: bool) -> int:
-    """One pass over the features for the means, one for the scatter, one for a classifier's decisions."""
-    directions = classes - 1
-    passes = class_means_bytes(samples, dim, classes, item) + scatter_bytes(samples, dim, classes, directions, item)
-    return passes + classifier * samples * dim * item
+    """Three passes: over the features for the means, for the scatter, and for a classifier's decisions.
+
+    The first two read row numbers of 8 bytes too. The first writes the means in float64, the second reads them, and
+    as many directions less one.
+    """
+    features = samples * dim * item
+    return 2 * (features + 8 * samples) + 8 * dim * (3 * classes - 1) + classifier * features
