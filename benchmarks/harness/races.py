@@ -16,7 +16,7 @@ from torch import Tensor
 import deqfast
 
 from .maps import NEVER
-from .peers import Map, Solve, torchdeq_solve
+from .peers import Solve, torchdeq_solve
 from .problems import Problem
 from .record import Row
 from .solves import solve_by
@@ -63,28 +63,22 @@ def providers(on_torch: bool = False) -> list[Provider]:
     ]
 
 
-class Watched:
-    """An f that notes when it was called and when its value was there (seconds)."""
+@torch.no_grad()
+def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[tuple[float, float]]]:
+    """A solve's value, how long it took, and when each call of f began and ended (ms from the start of the solve)."""
+    solve, calls = provider.solve(tol), []
+    start = time.perf_counter()
 
-    def __init__(self, f: Map) -> None:
-        self.f = f
-        self.calls: list[tuple[float, float]] = []
+    def elapsed() -> float:
+        return 1e3 * (time.perf_counter() - start)
 
-    def __call__(self, z: Tensor) -> Tensor:
-        start = time.perf_counter()
-        value = self.f(z)
-        self.calls.append((start, time.perf_counter()))
+    def f(z: Tensor) -> Tensor:
+        begin = elapsed()
+        value = problem.f(z)
+        calls.append((begin, elapsed()))
         return value
 
-
-def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[tuple[float, float]]]:
-    """A solve's value, how long it took (ms), and the start and end of every call of f in it (ms)."""
-    solve, f = provider.solve(tol), Watched(problem.f)
-    start = time.perf_counter()
-    with torch.no_grad():
-        value = solve(f, problem.z0)
-    spent = time.perf_counter() - start
-    return value, 1e3 * spent, [(1e3 * (begin - start), 1e3 * (end - start)) for begin, end in f.calls]
+    return solve(f, problem.z0), elapsed(), calls
 
 
 def judged(problem: Problem, provider: Provider, tol: float) -> Row:
