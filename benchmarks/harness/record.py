@@ -8,7 +8,6 @@ batch, dim, dtype    the case; `threads` where it is not the machine's
 history_dtype        of a solver's history where it is not the state's; iterations: calls of f that were asked for
 classes              of neural collapse, whose features are (batch, dim)
 ms, ms_min           of the whole call: median and least of so many `rounds`; ms_quartiles: [first, third]
-in_place_ms          of a kernel on a GPU that finds its tensors in the cache; ms is over buffers that it has forgotten
 copy_gb_per_s        the copy rate: of rounds taken in turns with these
 f_ms                 of that, f alone: as many calls of f as the solve made
 solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration; share_of_f: all of it / f_ms
@@ -25,8 +24,8 @@ gains                the same for every peer of the case: {provider: gain}
 tol, reached         of section "residual": the tolerance, and whether `residual` is within it; its `gain` is of `ms`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 cosine               of a gradient and the exact implicit one
-most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
-samples_missed       there: samples above the tolerance
+most_evaluations     of section "residual": of a solve
+mean_evaluations     of a sample until it was done; samples_missed: samples above the tolerance
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
 flop, nc_share ...   of section "training step": see harness/study_step.py

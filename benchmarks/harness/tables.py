@@ -108,7 +108,6 @@ COLUMNS: dict[str, tuple[str, Form]] = {
     "of it f": ("f_ms", duration),
     "per iteration": ("solver_ms", duration),
     "over f": ("share_of_f", times),
-    "in place": ("in_place_ms", duration),
     "of its byte floor": ("floor_x", times),
     "evaluations": ("evaluations", "{:g}".format),
     "of samples": ("sample_evaluations", "{:g}".format),
