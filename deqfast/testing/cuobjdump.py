@@ -87,7 +87,7 @@ def cuda_kernels() -> list[CompiledKernel]:
         raise Unavailable(f"no CUDA kernels: {_extension.cuda_reason}")
     if CUOBJDUMP is None or shutil.which("c++filt") is None:
         raise Unavailable("no cuobjdump of triton's, or no c++filt")
-    path = Path(_extension.cuda_module.__file__)
+    path = Path(str(_extension.cuda_module.__file__))
     found = read_once(path.read_bytes(), lambda: [astuple(kernel) for kernel in _disassemble(str(path))])
     return [CompiledKernel(*kernel) for kernel in found]
 
