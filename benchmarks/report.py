@@ -451,7 +451,7 @@ def filled(text: str, known: Mapping[str, Sequence[str]], path: Path) -> str:
         begin, name, end = block.groups()
         if name not in known or not end:
             sys.exit(f"{path}: {begin} needs an <!-- end of numbers --> and one of the names {', '.join(known)}")
-        return "\n".join([begin, "", *known[name], "", end])
+        return "\n".join([begin, *known[name], end])
 
     return BLOCK.sub(fill, text)
 
