@@ -162,7 +162,7 @@ class Traffic(TorchDispatchMode):
 
 
 class Counted(NamedTuple):
-    """Of f, of its product with a vector, and of all that is differentiated once in a training step."""
+    """Traffic of f, of its product with a vector, and of all that is differentiated once in a training step."""
 
     f: Traffic
     vjp: Traffic
