@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.cases import CASES, SMALL
-from harness.gate_plugin import Gate, add_options
+from harness.gate import Gate, add_options
 from harness.record import machine, write_record
 from harness.suite import LARGE_SECONDS, Board
 from harness.tables import summary
@@ -115,22 +115,19 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    board, path = session.config.stash[BOARD], session.config.getoption("--record")
-    if path is not None and board.rows and exitstatus in ENDED:
-        remarks = filter(None, [session.config.getoption("--remark"), partial(session, board.rows)])
-        write_record(board.journal, board.rows, board.device, "; ".join(remarks) or None)
-        os.replace(board.journal, path)
-
-
-def partial(session, rows):
-    """What a record of `rows` lacks, as a remark; None where it is whole."""
-    every = {(case.section, case.name, provider) for case, provider in wanted(session.config)}
-    absent = every - {(row["section"], row["case"], row["provider"]) for row in rows}
-    if not absent and not session.testsfailed:
-        return None
-    keyword = session.config.getoption("keyword")
-    selected = f", selected by -k {keyword!r}" if keyword else ""
-    return f"partial: {len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed{selected}"
+    config = session.config
+    board, path = config.stash[BOARD], config.getoption("--record")
+    if path is None or not board.rows or exitstatus not in ENDED:
+        return
+    remarks = [config.getoption("--remark")]
+    every = {(case.section, case.name, provider) for case, provider in wanted(config)}
+    absent = every - {(row["section"], row["case"], row["provider"]) for row in board.rows}
+    if absent or session.testsfailed:
+        selected = f", selected by -k {config.getoption('keyword')!r}" if config.getoption("keyword") else ""
+        counts = f"{len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed"
+        remarks.append(f"partial: {counts}{selected}")
+    write_record(board.journal, board.rows, board.device, "; ".join(filter(None, remarks)) or None)
+    os.replace(board.journal, path)
 
 
 @pytest.hookimpl(trylast=True)  # after the tables of pytest-benchmark

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nc_study.config import SettingsError, StudyError, add_options
+from nc_study.cli import told
+from nc_study.config import SettingsError, add_options
 from nc_study.rundir import prepare_out
 from peeled.report import markdown, write
 from peeled.study import PeeledSettings, run
@@ -23,17 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser, PeeledSettings)
     try:
         settings = PeeledSettings(**vars(parser.parse_args(argv)))
-        prepare_out(Path(settings.out))
-        result = run(settings)
-        paths = write(result, Path(settings.out))
     except SettingsError as error:
         parser.error(str(error))
-    except StudyError as error:
-        print(f"layer_peeled.py: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
-        return 130
+    return told("layer_peeled.py", lambda: study(settings, Path(settings.out)), "nothing was written")
+
+
+def study(settings: PeeledSettings, out: Path) -> int:
+    """Solve, write the results and print them; 0."""
+    prepare_out(out)
+    result = run(settings)
+    paths = write(result, out)
     print(markdown(result))
     print("written: " + ", ".join(map(str, paths)))
     return 0

@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a study; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C or SIGTERM."""
     options, tasks = parse(argv)
-    with told("study.py", distributed.command_line()) as status:
-        status[0] = run_study(options, tasks)
-    return status[0]
+    saved = f"finished epochs are saved, this goes on with them:\n  {distributed.command_line()}"
+    return told("study.py", lambda: run_study(options, tasks), saved)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
@@ -133,9 +132,9 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     for task, reason in failed.items():
         print(f"study.py: {task} failed: {reason}", file=sys.stderr)
     if not (options.no_report or options.spread):
-        from nc_study.reporting.report import build  # late: it draws figures, and the runs need none
+        from nc_study.reporting import report  # late: it draws figures, and the runs need none
 
-        print(f"report: {build([out], out / 'report')}")
+        print(f"report: {report.write(report.collect([out]), out / 'report')}")
     return 1 if failed else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from interpreter import INTERPRETED
 import emulate
 import pytest
 import torch
+from covering import covering
 
 import deqfast
 from deqfast import _extension
@@ -25,6 +27,27 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter computes both sides of a select, in numpy, which warns of the side that is not taken.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    config.addinivalue_line(
+        "markers",
+        "covering(strength): interpreted and emulated kernels, which are slow, run as many of the combinations as it "
+        "takes for every value (strength 1) or pair of values (2) of the parameters to occur; the others run all",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    families = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("covering")
+        kernel = mark and (item.callspec.params.get("kernel") or item.callspec.params.get("implementation"))
+        if kernel == "emulated" or (kernel == "triton" and INTERPRETED):
+            families[item.nodeid.partition("[")[0], kernel, mark.args[0]].append(item)
+    left_out = set()
+    for (*_, strength), family in families.items():
+        chosen = covering([item.callspec.params for item in family], strength)
+        left_out |= {item for i, item in enumerate(family) if i not in chosen}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _version(name: str) -> str:

@@ -90,4 +90,4 @@ def test_readme_fits_and_its_test_command_is_found() -> None:
     marked = re.search(r"^<!-- tests -->\n```bash\n(.*)\n```$", text, re.MULTILINE)
     assert marked is not None
     assert shlex.split(marked[1])[:3] == ["python3", "-m", "venv"]
-    assert text.count("<!-- numbers -->") == text.count("<!-- end of numbers -->") == 1
+    assert text.count("<!-- numbers: solvers in short -->") == text.count("<!-- end of numbers -->") == 1

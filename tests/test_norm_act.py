@@ -19,6 +19,7 @@ from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NOR
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 every_op = pytest.mark.parametrize("op", NORM_OPS)
 every_dtype = pytest.mark.parametrize("dtypes", NORM_DTYPES)
+every_shape = pytest.mark.parametrize(("shape", "groups"), NORM_SHAPES)
 every_format = pytest.mark.parametrize("memory_format", FORMATS)
 fused_kernels = pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
 
@@ -94,14 +95,12 @@ class TestReference:
 
 @fused_kernels
 class TestKernels:
+    @pytest.mark.covering(2)
     @every_op
     @every_dtype
-    @every_format
-    @pytest.mark.parametrize(("shape", "groups"), NORM_SHAPES)
-    def test_accuracy(self, shape, groups, memory_format, dtypes, op, kernel, device):
-        if not supports(kernel, memory_format):
-            pytest.skip("channels_last only")
-        check_norm(op_of(op, kernel), NormCase(op, shape, groups, dtypes, FORMATS[memory_format]), device)
+    @every_shape
+    def test_accuracy(self, shape, groups, dtypes, op, kernel, device):
+        check_norm(op_of(op, kernel), NormCase(op, shape, groups, dtypes), device)
 
     @every_op
     @pytest.mark.parametrize(("shape", "groups"), LARGE_SHAPES)
@@ -164,6 +163,14 @@ class TestKernels:
                 arguments[name] = buffer[1:].as_strided(value.shape, value.stride()).copy_(value)
         for a, b in zip(op_of(op, kernel)(*arguments.values()), expected, strict=True):
             assert_close(a, b, rounding(torch.float32))
+
+
+@pytest.mark.parametrize("kernel", ["cpp"], indirect=True)
+@every_op
+@every_dtype
+@every_shape
+def test_accuracy_in_contiguous_memory(shape, groups, dtypes, op, kernel):
+    check_norm(op_of(op, kernel), NormCase(op, shape, groups, dtypes, torch.contiguous_format), "cpu")
 
 
 @pytest.mark.parametrize("kernel", ["cpp"], indirect=True)

@@ -78,6 +78,7 @@ def test_it_is_the_transpose_of_the_step(method):
     torch.testing.assert_close(rows, step, rtol=1e-9, atol=1e-11)  # row j is -H^T e_j, which is row j of -H
 
 
+@pytest.mark.covering(2)
 @every_method
 @every_dtype
 @pytest.mark.parametrize(("size", "history", "k"), [(1, 1, 3), (63, 4, 6), (777, 3, 2), (64, 12, 12), (40, 20, 19)])

@@ -64,6 +64,7 @@ def norms(recorder: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
     return (fz - z).norm(dim=-1), fz.norm(dim=-1)
 
 
+@pytest.mark.covering(1)
 @every_solver
 @pytest.mark.parametrize("stop", ["rel", "abs"])
 def test_a_sample_uses_its_own_evaluations_and_is_frozen_when_done(name, stop, kernel, device):
@@ -82,6 +83,7 @@ def test_a_sample_uses_its_own_evaluations_and_is_frozen_when_done(name, stop, k
             assert torch.equal(argument[sample], solution.value[sample])
 
 
+@pytest.mark.covering(1)
 @every_solver
 @pytest.mark.parametrize("stop", ["rel", "abs"])
 def test_the_best_iterate_is_returned_with_its_residual(name, stop, kernel, device):
@@ -201,6 +203,7 @@ def test_a_straggler_leaves_the_others_as_they_are(name, kernel, device):
     assert_same_rows(slow, fast, [0, 1, 3])
 
 
+@pytest.mark.covering(1)
 @every_solver
 @pytest.mark.parametrize(("bad", "first_call"), [(math.nan, 2), (math.inf, 2), (-math.inf, 0), (math.nan, 0)])
 def test_a_sample_that_breaks_goes_back_to_its_best_iterate(name, bad, first_call, kernel, device):

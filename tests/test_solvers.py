@@ -35,6 +35,7 @@ in_process = pytest.mark.parametrize("kernel", ["torch", "cpp", "cuda"], indirec
 NEVER = 1e-300  # a tolerance that is never met
 
 
+@pytest.mark.covering(1)
 @every_solver
 @pytest.mark.parametrize("problem_name", PROBLEMS)
 def test_every_solver_solves_every_problem(name, problem_name, kernel, device):

@@ -6,21 +6,20 @@ MDEQ's (D = 65536); batches of 1 to 256.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import deqfast
 
-from .cells import CellSolveCase
-from .collapse import CollapseCase
-from .entry import Case
+from .collapse import collapse_case
+from .entry import KERNELS, Case
 from .maps import NEVER
-from .ops import BroydenStepCase, FCVjpCase, NormOpCase, OpCase, StepCase, TransposedCase
-from .options import OPTIONS, SMALL_OPTIONS
-from .scaling import SCALING
-from .solves import FCSolveCase, SolveCase
-from .training import TOL, TrainingCase
+from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
+from .options import compact, eval_solver, gradient, kinds, streaming, trace
+from .solves import cell_case, fc_case, solve_case
+from .training import TOL, training_case
 
 BF16 = torch.bfloat16
 ITERATIONS = 20
@@ -31,112 +30,143 @@ SOLVERS: tuple[Any, ...] = (
     deqfast.Broyden(NEVER, ITERATIONS),
 )
 FC, MEDIUM, LAST_STAGE, ONE, MDEQ = (128, 256), (256, 1024), (128, 8192), (1, 65536), (32, 65536)
-
-
-def steps(batch: int, dim: int) -> list[OpCase]:
-    """The steps of the solvers, Broyden's from pairs and from steps, and the transposed product; windows full."""
-    size: dict[str, Any] = {"batch": batch, "dim": dim}
-    return [
-        StepCase(op="picard_step", **size),
-        StepCase(method="and2", history=6, **size),
-        StepCase(method="and2", history=6, history_dtype=BF16, **size),
-        StepCase(method="good", history=20, **size),
-        BroydenStepCase(**size),
-        TransposedCase(**size),
-    ]
-
-
-def improving(batch: int, dim: int) -> list[OpCase]:
-    """Steps that copy the best iterate."""
-    size: dict[str, Any] = {"batch": batch, "dim": dim, "improving": True}
-    return [
-        StepCase(op="picard_step", **size),
-        StepCase(method="and2", history=6, history_dtype=BF16, **size),
-        StepCase(method="good", history=20, **size),
-    ]
-
-
-GPU: dict[str, Any] = {"devices": ("cuda",)}
 STAGE_IMAGE, MDEQ_IMAGE = (128, 512, 4, 4), (8, 64, 32, 32)
-OPS: list[OpCase] = [
-    *steps(*FC),
-    *steps(*LAST_STAGE),
-    *steps(*ONE),
-    *steps(*MDEQ),
-    *improving(*LAST_STAGE),
-    *(StepCase(method="good", history=18, batch=batch, dim=dim, **GPU) for batch, dim in (LAST_STAGE, MDEQ)),
-    *(
-        NormOpCase(op=op, shape=STAGE_IMAGE, dtypes=dtypes)
-        for op in ("norm_act", "norm_act_residual")
-        for dtypes in ("fp32", "bf16 beside fp32")
-    ),
-    *(NormOpCase(op=f"{op}_backward", shape=STAGE_IMAGE) for op in ("norm_act", "norm_act_residual")),
-    *(NormOpCase(op=op, shape=MDEQ_IMAGE) for op in ("norm_act", "norm_act_residual")),
-    FCVjpCase(batch=128, dim=1024),
-]
+GPU: dict[str, Any] = {"devices": ("cuda",)}
 
-SOLVES: list[SolveCase] = [
-    *(
-        SolveCase(solver=solver, batch=batch, dim=dim)
-        for batch, dim in (LAST_STAGE, MEDIUM, ONE, MDEQ)
-        for solver in SOLVERS
-    ),
-    *(SolveCase(solver=solver, batch=FC[0], dim=FC[1], map="fc") for solver in SOLVERS),
-]
 
-FC_SOLVES: list[FCSolveCase] = [
-    FCSolveCase(batch=128, dim=256),
-    FCSolveCase(batch=128, dim=256, weight_dtype=BF16),
-    FCSolveCase(batch=1, dim=256),
-    FCSolveCase(batch=128, dim=1024),
-]
+def ops() -> Iterator[Case]:
+    """Steps of the solvers, windows full, Broyden's from pairs and from steps; the ops of the cells."""
+    for size in (FC, LAST_STAGE, ONE, MDEQ):
+        yield step_case(None, *size)
+        yield step_case("and2", *size, 6)
+        yield step_case("and2", *size, 6, BF16)
+        yield step_case("good", *size, 20)
+        yield broyden_step_case(*size)
+        yield transposed_case(*size)
+    yield step_case(None, *LAST_STAGE, improving=True)
+    yield step_case("and2", *LAST_STAGE, 6, BF16, improving=True)
+    yield step_case("good", *LAST_STAGE, 20, improving=True)
+    for size in (LAST_STAGE, MDEQ):
+        yield step_case("good", *size, 18, **GPU)
+    for op in ("norm_act", "norm_act_residual"):
+        yield norm_case(op, STAGE_IMAGE)
+        yield norm_case(op, STAGE_IMAGE, "bf16 beside fp32")
+        yield norm_case(f"{op}_backward", STAGE_IMAGE)
+        yield norm_case(op, MDEQ_IMAGE)
+    yield fc_vjp_case(128, 1024)
+
+
+def solves() -> Iterator[Case]:
+    for solver in SOLVERS:
+        for shape in (LAST_STAGE, MEDIUM, ONE, MDEQ):
+            yield solve_case(solver, shape)
+        yield solve_case(solver, FC, "fc")
+    for batch, dim, dtype in ((128, 256, torch.float32), (128, 256, BF16), (1, 256, torch.float32)):
+        yield fc_case(batch, dim, dtype)
+    yield fc_case(128, 1024)
+    for solver in SOLVERS[2:]:
+        yield cell_case(solver, STAGE_IMAGE, **GPU)
+
 
 ANDERSON, BROYDEN, PICARD = deqfast.Anderson(TOL, 40), deqfast.Broyden(TOL, 40), deqfast.Picard(TOL, 40)
-TRAINING: list[TrainingCase] = [
-    TrainingCase(cell="residual", shape=(32, 128, 4, 4), adjoint="jfb", solver=ANDERSON),
-    TrainingCase(cell="residual", shape=(32, 128, 4, 4), adjoint="jfb", solver=BROYDEN),
-    TrainingCase(cell="residual", shape=(32, 128, 4, 4), adjoint="implicit", solver=ANDERSON),
-    TrainingCase(cell="residual", shape=(32, 128, 4, 4), adjoint="jfb", solver=ANDERSON, precision="bf16"),
-    TrainingCase(cell="residual", shape=(4, 64, 32, 32), adjoint="jfb", solver=ANDERSON),
-    TrainingCase(cell="residual", shape=(128, 512, 4, 4), adjoint="jfb", solver=BROYDEN, full=True),
-    TrainingCase(cell="fc", shape=(128, 256), adjoint="jfb", solver=PICARD),
-    TrainingCase(cell="fc", shape=(128, 256), adjoint="implicit", solver=ANDERSON),
-]
+SMALL_IMAGE = (32, 128, 4, 4)
+TRAINING = (
+    training_case("residual", SMALL_IMAGE, "jfb", ANDERSON),
+    training_case("residual", SMALL_IMAGE, "jfb", BROYDEN),
+    training_case("residual", SMALL_IMAGE, "implicit", ANDERSON),
+    training_case("residual", SMALL_IMAGE, "jfb", ANDERSON, "bf16"),
+    training_case("residual", (4, 64, 32, 32), "jfb", ANDERSON),
+    training_case("residual", STAGE_IMAGE, "jfb", BROYDEN, full=True),
+    training_case("fc", FC, "jfb", PICARD),
+    training_case("fc", FC, "implicit", ANDERSON),
+)
 
-CELLS = [CellSolveCase(shape=STAGE_IMAGE, solver=solver, **GPU) for solver in SOLVERS[2:]]
 
-COLLAPSE: list[CollapseCase] = [
-    CollapseCase(samples=5000, dim=512, classes=10),
-    CollapseCase(samples=50_000, dim=512, classes=10),
-    CollapseCase(samples=50_000, dim=512, classes=10, classifier=False, **GPU),
-    CollapseCase(samples=2000, dim=1024, classes=100, dtype=torch.float64),
-    CollapseCase(samples=2000, dim=1024, classes=100, dtype=torch.float64, classifier=False),
-    CollapseCase(samples=2000, dim=8192, classes=100, dtype=torch.float64, full=True),
-    CollapseCase(samples=2000, dim=8192, classes=100, dtype=torch.float64, classifier=False, full=True),
-]
+def collapse() -> Iterator[Case]:
+    """Large features with --full alone: their pseudo-inverse takes minutes."""
+    yield collapse_case(5000, 512, 10)
+    yield collapse_case(50_000, 512, 10)
+    yield collapse_case(50_000, 512, 10, classifier=False, **GPU)
+    for dim, full in ((1024, False), (8192, True)):
+        for classifier in (True, False):
+            yield collapse_case(2000, dim, 100, torch.float64, classifier, full=full)
 
-CASES: list[Case] = [*OPS, *SOLVES, *FC_SOLVES, *CELLS, *TRAINING, *COLLAPSE, *OPTIONS, *SCALING]
 
-SMALL_CELL: dict[str, Any] = {"shape": (2, 8, 4, 4)}
+LOOSE = deqfast.Broyden(1e-4, 60)
+OPTIONS = (
+    compact(256, 1024),
+    compact(256, 1024, rates=(0.8, 0.8)),
+    eval_solver(128, 256),
+    trace(128, 8192),
+    gradient("fc", FC, LOOSE),
+    gradient("linear", FC, LOOSE),
+    gradient("residual", (8, 32, 8, 8), LOOSE),
+    gradient("residual", (8, 32, 8, 8), deqfast.Anderson(1e-4, 60)),
+    *(kinds(problem) for problem in ("linear-0.9", "non-normal", "tanh")),
+    kinds("sawtooth", dim=12),
+    *(kinds(f"{name}, b 1", dim=0) for name in ("gaussian 0.7", "decaying 0.99", "outliers outside")),
+    kinds("tanh decaying 0.99, b 1", dim=0),
+    streaming(50_000, 512),
+)
+SCALES = {
+    "batch": [2**k for k in range(9)],
+    "dim": [4**k for k in range(4, 9)],
+    "history": [2**k for k in range(6)],
+    "iterations": [2, 4, 8, 16, 32, 60],
+}
+
+
+def scaling() -> Iterator[Case]:
+    """Solves with one variable changed at a time around 32 samples of 8192 elements and 20 iterations."""
+    for axis, values in SCALES.items():
+        for x in values:
+            # 40: a window of 32 pairs is full for a while
+            point = {"batch": 32, "dim": 8192, "iterations": 40 if axis == "history" else 20} | {axis: x}
+            iterations, history = point["iterations"], point.get("history")
+            solvers: dict[str, Any] = {} if history else {"picard": deqfast.Picard(NEVER, iterations)}
+            anderson = {"tol": NEVER, "max_iter": iterations, "history": history or 6}
+            solvers["anderson"] = deqfast.Anderson(**anderson)
+            solvers["anderson bf16 history"] = deqfast.Anderson(**anderson, history_dtype=BF16)
+            solvers["broyden"] = deqfast.Broyden(NEVER, iterations, history=history or min(iterations, 32))
+            for label, solver in solvers.items():
+                yield solve_case(
+                    solver,
+                    (point["batch"], point["dim"]),
+                    section="scaling",
+                    name=f"{label}-{axis}-{x}".replace(" ", "-"),
+                    providers=(*KERNELS, "torchdeq"),
+                    columns={"history": getattr(solver, "history", 0), "axis": axis, "solver": label},
+                    full=True,
+                )
+
+
+CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *scaling()]
+
+CELL = (2, 8, 4, 4)
 SMALL: list[Case] = [
-    StepCase(op="picard_step", batch=2, dim=64),
-    StepCase(op="picard_step", batch=2, dim=64, improving=True),
-    StepCase(method="and2", history=6, batch=9, dim=64),
-    StepCase(method="and2", history=6, batch=9, dim=64, improving=True),
-    StepCase(method="good", history=6, history_dtype=BF16, batch=1, dim=64),
-    TransposedCase(batch=9, dim=64),
-    BroydenStepCase(batch=9, dim=64),
-    NormOpCase(op="norm_act_residual", shape=(2, 16, 3, 5)),
-    FCVjpCase(batch=3, dim=16),
-    *(SolveCase(solver=solver, batch=2, dim=64) for solver in SOLVERS),
-    SolveCase(solver=SOLVERS[1], batch=2, dim=32, map="fc"),
-    FCSolveCase(batch=2, dim=32),
-    CellSolveCase(solver=SOLVERS[1], **SMALL_CELL),
-    TrainingCase(cell="residual", adjoint="jfb", solver=ANDERSON, **SMALL_CELL),
-    TrainingCase(cell="residual", adjoint="implicit", solver=BROYDEN, **SMALL_CELL),
-    TrainingCase(cell="fc", shape=(3, 16), adjoint="jfb", solver=PICARD),
-    CollapseCase(samples=60, dim=9, classes=3),
-    *SMALL_OPTIONS,
+    step_case(None, 2, 64),
+    step_case(None, 2, 64, improving=True),
+    step_case("and2", 9, 64, 6),
+    step_case("and2", 9, 64, 6, improving=True),
+    step_case("good", 1, 64, 6, BF16),
+    transposed_case(9, 64),
+    broyden_step_case(9, 64),
+    norm_case("norm_act_residual", (2, 16, 3, 5)),
+    fc_vjp_case(3, 16),
+    *(solve_case(solver, (2, 64)) for solver in SOLVERS),
+    solve_case(SOLVERS[1], (2, 32), "fc"),
+    fc_case(2, 32),
+    cell_case(SOLVERS[1], CELL),
+    training_case("residual", CELL, "jfb", ANDERSON),
+    training_case("residual", CELL, "implicit", BROYDEN),
+    training_case("fc", (3, 16), "jfb", PICARD),
+    collapse_case(60, 9, 3),
+    compact(16, 32),
+    eval_solver(4, 16),
+    trace(2, 64),
+    gradient("fc", (3, 16), LOOSE),
+    kinds("linear-0.9", 2, 16),
+    streaming(100, 9),
 ]
 
 

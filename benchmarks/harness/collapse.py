@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ import deqfast
 
 from . import traffic
 from .counters import count, memory
-from .entry import KERNELS, Case, Contender, check, kernel_of, short
+from .entry import KERNELS, Case, Contender, check, kernel_of, short, size_of
 from .peers import pinv_collapse
-from .record import Row
 
 # Relative error of NC1. The kernels of a GPU compute in float32 for features in float32.
 ALLOWED = {"fp32": {"triton": 1e-5, "cuda": 1e-5}, "fp64": {}}
@@ -40,55 +39,51 @@ def clusters(samples: int, dim: int, classes: int) -> tuple[Tensor, Tensor, Tens
     return features, labels, torch.randn(classes, dim, generator=generator)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollapseCase(Case):
-    """``deqfast.neural_collapse`` of N features in D dimensions of K classes: NC1 to NC4, or NC1 with what it needs."""
+@functools.lru_cache(maxsize=2)
+def exact_of(samples: int, dim: int, classes: int, dtype: torch.dtype = torch.float32) -> float:
+    """NC1 of ``clusters`` that were rounded to `dtype`."""
+    features, labels, _ = clusters(samples, dim, classes)
+    return exact_nc1(features.to(dtype).double(), labels, classes)
 
-    section = "nc"
-    providers = (*KERNELS, "pinv")
-    peers = ("pinv",)
-    samples: int
-    dim: int
-    classes: int
-    dtype: torch.dtype = torch.float32
-    classifier: bool = True  # without one there is no NC3 and no NC4, and NC2 costs nothing beside NC1
 
-    @property
-    def name(self) -> str:
-        return f"{'nc' if self.classifier else 'nc1'}-{self.samples}x{self.dim}-K{self.classes}-{short(self.dtype)}"
+def collapse_case(
+    samples: int, dim: int, classes: int, dtype: torch.dtype = torch.float32, classifier: bool = True, **more: Any
+) -> Case:
+    """``deqfast.neural_collapse`` of N features in D dimensions of K classes: NC1 to NC4, or NC1 with what it needs.
 
-    def size(self) -> Row:
-        return {"batch": self.samples, "dim": self.dim, "classes": self.classes, "dtype": short(self.dtype)}
+    classifier: without one there is no NC3 and no NC4, and NC2 costs nothing beside NC1.
+    """
+    kind = short(dtype)
 
-    def contender(self, provider: str, device: str) -> Contender:
-        features, labels, weight = clusters(self.samples, self.dim, self.classes)
-        features, labels = features.to(device, self.dtype), labels.to(device)
-        given = weight.to(device, self.dtype) if self.classifier else None
+    def contender(provider: str, device: str) -> Contender:
+        features, labels, weight = (tensor.to(device) for tensor in clusters(samples, dim, classes))
+        features, weight = features.to(dtype), weight.to(dtype)
+        given = weight if classifier else None
         if provider == "pinv":  # of a matrix of rank K - 1, in float64
-            exact_features, wide = features.double(), None if given is None else given.double()
+            wide = features.double(), labels, None if given is None else given.double()
+
+            def measure() -> float:
+                """NC1, measured with the others."""
+                return pinv_collapse(*wide)["nc1"]
         else:
             kernel = kernel_of(provider, device).name
 
-        def measure() -> float:
-            """NC1, measured with the others."""
-            if provider == "pinv":
-                return pinv_collapse(exact_features, labels, wide)["nc1"]
-            return deqfast.neural_collapse(features, labels, given, kernel=kernel).nc1
+            def measure() -> float:
+                """NC1, measured with the others."""
+                return deqfast.neural_collapse(features, labels, given, kernel=kernel).nc1
 
         values: list[float] = []
         peak = memory(lambda: values.append(measure()))[1]
-        exact = exact_of(self)
-        error, allowed = abs(values[0] - exact) / exact, ALLOWED[short(self.dtype)].get(provider, EXACT)
+        exact = exact_of(samples, dim, classes, dtype)
+        error, allowed = abs(values[0] - exact) / exact, ALLOWED[kind].get(provider, EXACT)
         check("relative error of NC1", error, allowed)
-        moved = traffic.collapse_bytes(self.samples, self.dim, self.classes, self.dtype.itemsize, self.classifier)
+        moved = traffic.collapse_bytes(samples, dim, classes, dtype.itemsize, classifier)
         facts = {"error": error, "allowed": allowed, "bytes": moved, "peak_bytes": peak}
         if provider in KERNELS:  # counting calls it again, which takes minutes for a large pseudo-inverse
             counters = count(lambda f: measure(), lambda: None)
             facts |= {"launches": counters.operations, "host_waits": counters.host_waits}
         return Contender(measure, facts)
 
-
-@functools.lru_cache(maxsize=2)
-def exact_of(case: CollapseCase) -> float:
-    features, labels, _ = clusters(case.samples, case.dim, case.classes)
-    return exact_nc1(features.to(case.dtype).double(), labels, case.classes)
+    name = f"{'nc' if classifier else 'nc1'}-{samples}x{dim}-K{classes}-{kind}"
+    size = size_of((samples, dim), kind, classes=classes)
+    return Case("nc", name, size, (*KERNELS, "pinv"), ("pinv",), contender, **more)

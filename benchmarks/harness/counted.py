@@ -6,7 +6,6 @@ rounding changes no count (tests/benchmarks/test_gate.py checks that).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -72,39 +71,26 @@ def full_solve(solver: str) -> dict[str, int]:
     kind, options = SOLVERS[solver]
     given = PROBLEMS["linear-0.9"](batch=BATCH, dim=DIM)
     rule = kind(NEVER, ITERATIONS, **options)
-    counted = count(lambda f: deqfast.solve(f, given.z0, rule, KERNEL), given.f, "cpu")
-    return dataclasses.asdict(counted)
+    return vars(count(lambda f: deqfast.solve(f, given.z0, rule, KERNEL), given.f, "cpu"))
 
 
-def whole(call: Callable[[], Any]) -> dict[str, int]:
-    """Counters of a call, f included."""
-    return dataclasses.asdict(count(lambda f: call(), lambda: None, "cpu"))
+def whole(call: Callable[[], Any], *without: str) -> dict[str, int]:
+    """Counters of a call, f included, but for those that depend on the processor or on torch's version."""
+    counters = vars(count(lambda f: call(), lambda: None, "cpu"))
+    return {name: value for name, value in counters.items() if name not in without}
 
 
-def block_step(cell: Any, shape: tuple[int, ...], solver: Any, adjoint: str) -> dict[str, int]:
-    """Forward and backward of a DEQBlock, f included; the gradients are given back at once."""
-    block = deqfast.DEQBlock(cell, solver, adjoint, kernel=KERNEL)
+def block_step(make: Callable[[], Any], shape: tuple[int, ...], adjoint: str, *without: str) -> dict[str, int]:
+    """Forward and backward of a DEQBlock; the gradients are given back at once."""
+    torch.manual_seed(0)
+    block = deqfast.DEQBlock(make(), deqfast.Anderson(NEVER, 8), adjoint, kernel=KERNEL)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     leaves = [x, *block.parameters()]
 
     def step() -> list[Tensor]:
         return list(torch.autograd.grad(block(x, z0=torch.zeros_like(x)).square().sum(), leaves))
 
-    return whole(step)
-
-
-def fc_block(adjoint: str) -> dict[str, int]:
-    torch.manual_seed(0)
-    return block_step(deqfast.FCCell(64, 64), (BATCH, 64), deqfast.Anderson(NEVER, 8), adjoint)
-
-
-def residual_block() -> dict[str, int]:
-    """Counters without memory: what torch's convolutions allocate depends on the processor."""
-    torch.manual_seed(0)
-    cell = deqfast.ResidualCell(16)
-    cell.kernel = KERNEL
-    counters = block_step(cell, (4, 16, 8, 8), deqfast.Anderson(NEVER, 8), "jfb")
-    return {name: counters[name] for name in ("operations", "host_waits")}
+    return whole(step, *without)
 
 
 def fc_fixed_point() -> dict[str, int]:
@@ -121,18 +107,20 @@ def fc_fixed_point() -> dict[str, int]:
 
 
 def neural_collapse() -> dict[str, int]:
-    """Counters without allocations: those of torch's eigenvalues are another number in another torch."""
     features, labels, weight = clusters(200, 32, 10)
-    counters = whole(lambda: deqfast.neural_collapse(features, labels, weight, kernel=KERNEL))
-    return {name: value for name, value in counters.items() if name != "allocations"}
+    return whole(lambda: deqfast.neural_collapse(features, labels, weight, kernel=KERNEL), "allocations")
 
 
 CASES: dict[str, Callable[[], dict[str, int]]] = {
     **{f"{solver} {problem}": partial(iterations, solver, problem) for solver in SOLVED for problem in SOLVED[solver]},
     **{f"{solver} {ITERATIONS} iterations": partial(full_solve, solver) for solver in SOLVERS},
-    "block fc jfb": partial(fc_block, "jfb"),
-    "block fc implicit": partial(fc_block, "implicit"),
-    "block residual jfb": residual_block,
+    **{
+        f"block fc {adjoint}": partial(block_step, partial(deqfast.FCCell, 64, 64), (BATCH, 64), adjoint)
+        for adjoint in ("jfb", "implicit")
+    },
+    "block residual jfb": partial(
+        block_step, partial(deqfast.ResidualCell, 16, kernel=KERNEL), (4, 16, 8, 8), "jfb", "allocations", "peak_bytes"
+    ),
     "fc_fixed_point": fc_fixed_point,
     "neural_collapse": neural_collapse,
 }

@@ -74,10 +74,8 @@ def waits(name: str, args: Any, kwargs: Any) -> bool:
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.host_waits = 0
-        self.inside_f = False
+    operations = host_waits = 0
+    inside_f = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}

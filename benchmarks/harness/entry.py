@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,31 +49,37 @@ class Contender:
     another: Callable[[], Callable[[], Any]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(ABC):
-    """What is measured by every provider. full: with ``--full`` only; devices: where it is measured."""
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What is measured by every provider.
 
+    name: unique in its section and fit for ``pytest -k``. size: the columns of a row that say what the problem is.
+    peers: the providers that gains are told against, the most telling first. contender: (provider, device) -> the
+    provider on "cpu" or "cuda"; raises ``Skipped`` or ``Wrong``. full: with ``--full`` only; devices: where it is
+    measured.
+    """
+
+    section: str
+    name: str
+    size: Row
+    providers: tuple[str, ...]
+    peers: tuple[str, ...]
+    contender: Callable[[str, str], Contender]
     full: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
-    section: ClassVar[str]
-    providers: ClassVar[tuple[str, ...]]
-    peers: ClassVar[tuple[str, ...]]  # the providers that gains are told against, the most telling first
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Short, unique in its section, and fit for ``pytest -k``."""
-
-    @abstractmethod
-    def size(self) -> Row:
-        """The columns of a row that say what the problem is."""
 
     def providers_on(self, device: str) -> list[str]:
         return [provider for provider in self.providers if provider not in ABSENT[device]]
 
-    @abstractmethod
-    def contender(self, provider: str, device: str) -> Contender:
-        """`provider` on `device` ("cpu" or "cuda"); raises ``Skipped`` or ``Wrong``."""
+
+def size_of(shape: Sequence[int], dtype: str = "fp32", **more: Any) -> Row:
+    """The columns `batch`, `dim` and `dtype` of a state of this shape, and more."""
+    return {"batch": shape[0], "dim": math.prod(shape[1:]), "dtype": dtype} | more
+
+
+def crossed(shape: Sequence[int]) -> str:
+    """ "128x512x4x4"."""
+    return "x".join(map(str, shape))
 
 
 def kernel_of(provider: str, device: str) -> Kernel:

@@ -1,10 +1,17 @@
-"""The maps f whose fixed points the benchmarks solve for, with their residuals in float64."""
+"""The maps f whose fixed points the benchmarks solve for, with their residuals in float64. Each counts its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import convert_conv2d_weight_memory_format
+
+import deqfast
 
 NEVER = 1e-30  # a tolerance no solve meets, so that all make the same number of iterations
 FC_RADIUS = 0.9  # of W: through tanh a contraction, but none that reaches its fixed point to the last bit
@@ -16,8 +23,13 @@ def relative_residual(f: Tensor, z: Tensor) -> float:
     return float(((f - z).norm(dim=1) / f.norm(dim=1)).max())
 
 
+def autocast(device: str, precision: str, cache: bool = True) -> Any:
+    """The context of "fp32", or of "bf16", which is autocast; cache: of the weights that it has cast."""
+    return torch.autocast(device, torch.bfloat16, cache_enabled=cache) if precision == "bf16" else nullcontext()
+
+
 class Contraction:
-    """f(z) = c + lambda z, whose fixed point is known; counts its calls."""
+    """f(z) = c + lambda z, whose fixed point is known."""
 
     def __init__(self, batch: int, dim: int, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +48,7 @@ class Contraction:
 
 
 class FullyConnected:
-    """f(z) = tanh(W z + c) with W Gaussian; counts its calls. W may be bfloat16 and is multiplied in float32."""
+    """f(z) = tanh(W z + c) with W Gaussian; W may be bfloat16 and is multiplied in float32."""
 
     def __init__(self, batch: int, dim: int, device: str = "cpu", weight_dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(dim)
@@ -56,4 +68,41 @@ class FullyConnected:
         return relative_residual(torch.tanh(F.linear(z, self.wide.double()) + self.c.double()), z)
 
 
-MAPS = {"elementwise": Contraction, "fc": FullyConnected}
+class Residual:
+    """``ResidualCell`` on images (B, C, H, W), channels_last, as it is trained: under bfloat16 autocast."""
+
+    def __init__(self, shape: Sequence[int], device: str, kernel: str) -> None:
+        torch.manual_seed(0)
+        self.cell = deqfast.ResidualCell(shape[1], kernel=kernel).to(device)
+        convert_conv2d_weight_memory_format(self.cell, torch.channels_last)
+        self.c = torch.randn(*shape).to(device, memory_format=torch.channels_last)
+        self.calls = 0
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """f(z), in a dtype and from a layout that torchdeq, which keeps those of f's value, leaves as they are."""
+        self.calls += 1
+        return self.cell(z.contiguous(memory_format=torch.channels_last), self.c).float()
+
+    @torch.no_grad()
+    def residual(self, z: Tensor) -> float:
+        """Largest relative residual of the batch, of f as it is computed."""
+        with autocast(z.device.type, "bf16"):
+            return relative_residual(self(z), z.float())
+
+
+def make_map(kind: str, shape: Sequence[int], device: str, kernel: str) -> Any:
+    """A map by its kind; `kernel`: of a residual cell's own ops."""
+    if kind == "residual":
+        return Residual(shape, device, kernel)
+    return {"elementwise": Contraction, "fc": FullyConnected}[kind](*shape, device)
+
+
+class MapCell(nn.Module):
+    """A map as a cell, whose x is the map's c."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, z: Tensor, c: Tensor) -> Tensor:
+        return self.f(z)

@@ -34,10 +34,13 @@ def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
     return functools.partial(get_solver(_TORCHDEQ[kind]), **options), solver.max_iter - first
 
 
-def torchdeq_solve(solver: Any) -> Solve:
-    """A solve by torchdeq as it ships, its history in the dtype of the state. ImportError where it is missing."""
+def torchdeq_solve(solver: Any, **options: float) -> Solve:
+    """A solve by torchdeq, its history in the dtype of the state; as it ships, without `options` of its function.
+
+    Raises ImportError where it is missing.
+    """
     run, max_iter = torchdeq_method(solver)
-    return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop)[0]
+    return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop, **options)[0]
 
 
 def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -16,41 +16,29 @@ from torch import Tensor
 import deqfast
 
 from .maps import NEVER
-from .peers import torchdeq_method
+from .peers import Solve, torchdeq_solve
 from .problems import Problem
 from .record import Row
+from .solves import solve_by
 
 TOLERANCES = (1e-3, 1e-5)
 EVALUATIONS = 60
 SLACK = 1.05  # f in float32 errs by some 1e-7: what stops at the tolerance may be this far above it in float64
 SMALL_RIDGE = "torchdeq anderson m=6 lam=1e-8"  # torchdeq's own is 1e-4, absolute
-Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Provider:
-    """A solver to compare. solve: (f, z0, tol) -> value, and the evaluations of each sample if it knows them.
-
-    peer: torchdeq's name for the same method; its own is its peer.
-    """
+    """A solver to compare. solve: by its tolerance; peer: torchdeq's name for the same method, whose peer it is."""
 
     name: str
     peer: str
-    solve: Callable[[Map, Tensor, float], tuple[Tensor, Tensor | None]]
+    solve: Callable[[float], Solve]
 
 
-def _deqfast(
-    make: Callable[..., Any], f: Map, z0: Tensor, tol: float, kernel: str = "cpp"
-) -> tuple[Tensor, Tensor | None]:
-    solution = deqfast.solve(f, z0, make(tol, EVALUATIONS), kernel=kernel)
-    return solution.value, solution.iterations
-
-
-def _torchdeq(make: Callable[..., Any], f: Map, z0: Tensor, tol: float, **options: float) -> tuple[Tensor, None]:
-    """options: of torchdeq's function, which is as it ships without any."""
-    solver = make(tol, EVALUATIONS)
-    run, max_iter = torchdeq_method(solver)
-    return run(f, z0, max_iter=max_iter, tol=tol, stop_mode=solver.stop, **options)[0], None
+def solve_to(make: Callable[..., Any], kernel: str, tol: float) -> Solve:
+    """A solve by a kernel of deqfast, or by torchdeq as it ships."""
+    return solve_by(kernel, make(tol, EVALUATIONS), "cpu")
 
 
 def providers(on_torch: bool = False) -> list[Provider]:
@@ -68,67 +56,61 @@ def providers(on_torch: bool = False) -> list[Provider]:
     plain = [one for one in ours if on_torch and one[0] in ("picard", "anderson m=6", "broyden n=20")]
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
     return [
-        *(Provider(f"deqfast {name}", peer, partial(_deqfast, make)) for name, peer, make in ours),
-        *(Provider(f"torch {name}", peer, partial(_deqfast, make, kernel="torch")) for name, peer, make in plain),
-        *(Provider(name, name, partial(_torchdeq, make)) for name, make in theirs.items()),
-        Provider(SMALL_RIDGE, SMALL_RIDGE, partial(_torchdeq, deqfast.Anderson, lam=1e-8)),
+        *(Provider(f"deqfast {name}", peer, partial(solve_to, make, "cpp")) for name, peer, make in ours),
+        *(Provider(f"torch {name}", peer, partial(solve_to, make, "torch")) for name, peer, make in plain),
+        *(Provider(name, name, partial(solve_to, make, "torchdeq")) for name, make in theirs.items()),
+        Provider(SMALL_RIDGE, SMALL_RIDGE, lambda tol: torchdeq_solve(deqfast.Anderson(tol, EVALUATIONS), lam=1e-8)),
     ]
 
 
-class Watched:
-    """An f that notes when it was called and when its value was there (seconds)."""
+@torch.no_grad()
+def run(problem: Problem, provider: Provider, tol: float) -> tuple[Tensor, float, list[tuple[float, float]]]:
+    """A solve's value, how long it took, and when each call of f began and ended (ms from the start of the solve)."""
+    solve, calls = provider.solve(tol), []
+    start = time.perf_counter()
 
-    def __init__(self, f: Map) -> None:
-        self.f = f
-        self.calls: list[tuple[float, float]] = []
+    def elapsed() -> float:
+        return 1e3 * (time.perf_counter() - start)
 
-    def __call__(self, z: Tensor) -> Tensor:
-        start = time.perf_counter()
-        value = self.f(z)
-        self.calls.append((start, time.perf_counter()))
+    def f(z: Tensor) -> Tensor:
+        begin = elapsed()
+        value = problem.f(z)
+        calls.append((begin, elapsed()))
         return value
 
+    return solve(f, problem.z0), elapsed(), calls
 
-@torch.no_grad()
+
 def judged(problem: Problem, provider: Provider, tol: float) -> Row:
     """One solve: evaluations, residual in float64, and whether it is within the tolerance."""
-    f = Watched(problem.f)
-    value, of_samples = provider.solve(f, problem.z0, tol)
-    residuals = problem.residuals(value)
-    worst = float(residuals.max())
+    value, _, calls = run(problem, provider, tol)
+    worst = float(problem.residuals(value).max())
     row = named(problem, provider, "residual") | {
         "peer": provider.peer,
         "tol": tol,
-        "evaluations": len(f.calls),
+        "evaluations": len(calls),
         "most_evaluations": EVALUATIONS,
         "residual": finite(worst),
         "reached": worst <= SLACK * tol,
-        "samples_missed": int((~(residuals <= SLACK * tol)).sum()),
     }
-    if of_samples is not None:
-        row["mean_evaluations"] = float(of_samples.double().mean())
     if not row["reached"]:
-        row["skipped"] = f"residual {worst:.1e} after {len(f.calls)} evaluations"
+        row["skipped"] = f"residual {worst:.1e} after {len(calls)} evaluations"
     return row
 
 
-@torch.no_grad()
 def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int) -> list[Row]:
     """A row per provider; those that reach the tolerance are timed in turns.
 
     ms, ms_min: median and least of the whole call, f included; f_ms: within f in the fastest; gain: the peer's `ms`
-    over this one's where both reach the tolerance; mean_evaluations: of a sample until it was done; samples_missed: how
-    many are above the tolerance.
+    over this one's where both reach the tolerance.
     """
     rows = {provider.name: judged(problem, provider, tol) for provider in compared}
     racing = [provider for provider in compared if rows[provider.name]["reached"]]
     times: dict[str, list[tuple[float, float]]] = {provider.name: [] for provider in racing}
     for _ in range(rounds):
         for provider in racing:
-            f, start = Watched(problem.f), time.perf_counter()
-            provider.solve(f, problem.z0, tol)
-            spent = time.perf_counter() - start
-            times[provider.name].append((1e3 * spent, 1e3 * sum(end - begin for begin, end in f.calls)))
+            _, spent, calls = run(problem, provider, tol)
+            times[provider.name].append((spent, sum(end - begin for begin, end in calls)))
     for name, spent_of in times.items():
         rows[name]["ms"] = statistics.median(total for total, _ in spent_of)
         rows[name]["ms_min"], rows[name]["f_ms"] = min(spent_of)
@@ -139,7 +121,6 @@ def measure(problem: Problem, compared: list[Provider], tol: float, rounds: int)
     return list(rows.values())
 
 
-@torch.no_grad()
 def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row]:
     """A row per provider of a solve that nothing stops early.
 
@@ -149,9 +130,7 @@ def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row
     moments: dict[str, list[list[float]]] = {provider.name: [] for provider in compared}
     for _ in range(rounds):
         for provider in compared:
-            f, start = Watched(problem.f), time.perf_counter()
-            provider.solve(f, problem.z0, NEVER)
-            moments[provider.name].append([1e3 * (end - start) for _, end in f.calls])
+            moments[provider.name].append([end for _, end in run(problem, provider, NEVER)[2]])
     rows: list[Row] = []
     for provider in compared:
         ms = [statistics.median(of_call) for of_call in zip(*moments[provider.name], strict=True)]
@@ -161,6 +140,7 @@ def courses(problem: Problem, compared: list[Provider], rounds: int) -> list[Row
     return rows
 
 
+@torch.no_grad()
 def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
     """The best residual so far, of the worst sample, after every evaluation of a solve that nothing stops early."""
     seen: list[Tensor] = []
@@ -169,7 +149,7 @@ def residuals_on_the_way(problem: Problem, provider: Provider) -> list[float]:
         seen.append(problem.residuals(z.view_as(problem.z0)))
         return problem.f(z)
 
-    provider.solve(f, problem.z0, NEVER)
+    provider.solve(NEVER)(f, problem.z0)
     return torch.stack(seen).nan_to_num(math.inf).cummin(0).values.max(dim=1).values.tolist()
 
 

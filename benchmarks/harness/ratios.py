@@ -29,7 +29,7 @@ from .entry import Case, Contender
 from .gate import MARGIN
 from .maps import NEVER
 from .record import processor_details
-from .solves import SolveCase
+from .solves import solve_case
 from .timing import Copy, in_turns
 
 ONE_THREAD = "one thread"
@@ -45,9 +45,9 @@ RATIOS: list[tuple[Case, str]] = [
     (find("solves", "picard-128x8192"), "eager"),
     (find("solves", "broyden-n20-128x8192"), ONE_THREAD),
     # One sample, so large that a second thread is worth its start twice over.
-    (SolveCase(solver=ANDERSON, batch=1, dim=1 << 18), ONE_THREAD),
+    (solve_case(ANDERSON, (1, 1 << 18)), ONE_THREAD),
     # So small that the time is the host's, between one kernel and the next.
-    (SolveCase(solver=ANDERSON, batch=8, dim=256), "eager"),
+    (solve_case(ANDERSON, (8, 256)), "eager"),
     (find("ops", "norm_act_residual-8x64x32x32-fp32"), "torch"),
     (find("fc", "fc-solve-128x256-fp32"), "torchdeq"),
     (find("nc", "nc-5000x512-K10-fp32"), "pinv"),

@@ -8,7 +8,6 @@ batch, dim, dtype    the case; `threads` where it is not the machine's
 history_dtype        of a solver's history where it is not the state's; iterations: calls of f that were asked for
 classes              of neural collapse, whose features are (batch, dim)
 ms, ms_min           of the whole call: median and least of so many `rounds`; ms_quartiles: [first, third]
-in_place_ms          of a kernel on a GPU that finds its tensors in the cache; ms is over buffers that it has forgotten
 copy_gb_per_s        the copy rate: of rounds taken in turns with these
 f_ms                 of that, f alone: as many calls of f as the solve made
 solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration; share_of_f: all of it / f_ms
@@ -25,8 +24,8 @@ gains                the same for every peer of the case: {provider: gain}
 tol, reached         of section "residual": the tolerance, and whether `residual` is within it; its `gain` is of `ms`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 cosine               of a gradient and the exact implicit one
-most_evaluations     there: of a solve; mean_evaluations: of a sample until it was done
-samples_missed       there: samples above the tolerance
+most_evaluations     of section "residual": of a solve
+mean_evaluations     of a sample until it was done; samples_missed: samples above the tolerance
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
 flop, nc_share ...   of section "training step": see harness/study_step.py
@@ -57,8 +56,6 @@ import deqfast
 from deqfast import _extension
 from deqfast.testing import records
 
-from .files import write_json
-
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 # What recordings and their report write: no change of what is measured.
 WRITTEN = (
@@ -75,15 +72,31 @@ NO_SETUPTOOLS = "of which sources the extensions were built cannot be told witho
 Row = dict[str, Any]
 
 
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Replace `path` in one step; each of the `rows` is a line, of six digits."""
+    rows = ",\n  ".join(json.dumps(rounded(row)) for row in data["rows"])
+    head = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1).removesuffix("\n}")
+    records.write_bytes(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())
+
+
+def rounded(value: Any) -> Any:
+    """The value with its floating-point numbers to six significant digits, all that a measurement tells."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
+
+
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
     """The rows of this run, with where they come from."""
-    write_json(path, provenance(device, remark) | {"rows": rows})
+    write_json(path, provenance(device) | {"remark": remark, "rows": rows})
 
 
-def provenance(device: str = "cpu", remark: str | None = None) -> dict[str, Any]:
+def provenance(device: str = "cpu") -> dict[str, Any]:
     """Everything that a reader has to know about this run."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
-    return {"machine": machine(device), "command": command(sys.orig_argv), "date": date, "remark": remark}
+    return {"machine": machine(device), "command": command(sys.orig_argv), "date": date}
 
 
 def command(words: list[str]) -> str:
@@ -107,11 +120,7 @@ def tool(*command: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, "+changes" where what was measured is not of that commit.
-
-    That is where files that git tracks differ, but for ``WRITTEN``, or where an extension was built from others, of
-    which a warning tells.
-    """
+    """The commit of the checkout; "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build."""
     head = records.commit(RESULTS.parent) or os.environ.get("DEQFAST_COMMIT", "unknown")
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     changed = tool("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no", *others)
@@ -121,10 +130,7 @@ def commit() -> str:
 
 
 def stale_extensions() -> list[str]:
-    """The extension modules that are loaded and were built from other sources, with what to do about it.
-
-    Where setup.py cannot be asked, that is said instead.
-    """
+    """The extension modules that were built from other sources, with what to do; that setup.py cannot be asked."""
     modules = {"cpu": _extension.cpp_module, "cuda": _extension.cuda_module}
     loaded = {device: module for device, module in modules.items() if module is not None}
     if not loaded:

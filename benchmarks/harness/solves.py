@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import deqfast
 from deqfast.fc import has_kernel
 
 from . import traffic
 from .counters import count, launched, memory
-from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, kernel_of, peer, short
-from .maps import MAPS, NEVER, FullyConnected
+from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, peer, short, size_of
+from .maps import NEVER, FullyConnected, MapCell, autocast, make_map
 from .peers import Solve, eager_solve, torchdeq_solve
 from .record import Row
 from .timing import Graph
 
+PEERS = ("torchdeq", "eager")
 # Relative residual that a solve must have reached for its time to count; twice and more what 20 iterations reach.
 APPROACHED = {deqfast.Picard: 0.05, deqfast.Anderson: 5e-3, deqfast.Broyden: 5e-3}
+BF16_APPROACHED = 0.1  # the rounding of bf16 is 8e-3
+FC_ITERATIONS, FC_APPROACHED = 30, 1e-4
 
 
 def solver_name(solver: Any) -> str:
@@ -47,13 +49,6 @@ def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
     return {"launches": launches / evaluations, "host_waits": waits, "peak_bytes": peak}
 
 
-def run_by(provider: str, solver: Any) -> Any:
-    """What `provider` makes of `solver`: torchdeq's history has the dtype of the state."""
-    if provider == "torchdeq" and getattr(solver, "history_dtype", None) is not None:
-        return replace(solver, history_dtype=None)
-    return solver
-
-
 def solve_by(provider: str, solver: Any, device: str) -> Solve:
     """(f, z0) -> z without gradients, by a kernel of deqfast or by a peer; ``Skipped`` where it is not there."""
     if provider == "torchdeq":
@@ -63,17 +58,16 @@ def solve_by(provider: str, solver: Any, device: str) -> Solve:
     elif provider in GRAPHS:
         solve = graph_solve(solver, kernel_of(provider.removesuffix("-graph"), device).name)
     else:
-        solve = partial(solution_of, solver, kernel_of(provider, device).name)
+        kernel = kernel_of(provider, device).name
+
+        def solve(f: Any, z0: Tensor) -> Tensor:
+            return deqfast.solve(f, z0, solver, kernel).value
+
     return torch.no_grad()(solve)
 
 
-def solution_of(solver: Any, kernel: str, f: Any, z0: Tensor) -> Tensor:
-    """The value of ``deqfast.solve``."""
-    return deqfast.solve(f, z0, solver, kernel).value
-
-
 def graph_solve(solver: Any, kernel: str) -> Solve:
-    """A solve by replays of captured CUDA graphs of a map of ``MAPS``, whose calls are those that the Solution tells.
+    """A solve by replays of captured CUDA graphs of a map of ``maps``, whose calls are those that the Solution tells.
 
     The block of an f is made once: capturing is not part of a solve.
     """
@@ -89,97 +83,84 @@ def graph_solve(solver: Any, kernel: str) -> Solve:
     return solve
 
 
-class MapCell(nn.Module):
-    """A map of ``MAPS`` as a cell."""
+def solve_case(
+    solver: Any,
+    shape: tuple[int, ...],
+    kind: str = "elementwise",
+    *,
+    section: str = "solves",
+    name: str = "",
+    providers: tuple[str, ...] = (*KERNELS, *GRAPHS, *PEERS),
+    columns: Row | None = None,
+    **given: Any,
+) -> Case:
+    """All the iterations of `solver` on a map (see ``make_map``); its time is told without f's.
 
-    def __init__(self, f: Any) -> None:
-        super().__init__()
-        self.f = f
+    columns: more of what says what the problem is; given: the other arguments of ``Case``.
+    """
+    history = getattr(solver, "history_dtype", None)
+    precision = "bf16" if kind == "residual" else "fp32"
+    size = size_of(shape, precision, iterations=solver.max_iter) | (columns or {})
+    if history:
+        size["history_dtype"] = short(history)
+    allowed = BF16_APPROACHED if precision == "bf16" else APPROACHED[type(solver)]
+    if solver.max_iter < 20:
+        allowed = 1.0  # few iterations reach little; what diverges is not timed
 
-    def forward(self, z: Tensor, c: Tensor) -> Tensor:
-        return self.f(z)
+    def contender(provider: str, device: str) -> Contender:
+        graph, kernel = provider in GRAPHS, provider.removesuffix("-graph")
+        solve_map = solve_by(provider, solver, device)
+        f: Any = make_map(kind, shape, device, "torch" if provider in PEERS else kernel)
+        z0 = torch.zeros_like(f.c)
 
+        def solve(g: Any = f) -> Tensor:
+            with autocast(device, precision):
+                return solve_map(g, z0)
 
-@dataclass(frozen=True, kw_only=True)
-class SolveCase(Case):
-    """All the iterations of `solver` on a map of ``MAPS``; its time is told without f's."""
-
-    section = "solves"
-    providers = (*KERNELS, *GRAPHS, "torchdeq", "eager")
-    peers = ("torchdeq", "eager")
-    solver: Any
-    batch: int
-    dim: int
-    map: str = "elementwise"
-
-    @property
-    def name(self) -> str:
-        kind = "" if self.map == "elementwise" else f"-{self.map}"
-        return f"{solver_name(self.solver)}{kind}-{self.batch}x{self.dim}"
-
-    def size(self) -> Row:
-        history = getattr(self.solver, "history_dtype", None)
-        return {"batch": self.batch, "dim": self.dim, "dtype": "fp32", "iterations": self.solver.max_iter} | (
-            {"history_dtype": short(history)} if history else {}
-        )
-
-    def allowed(self) -> float:
-        """Relative residual up to which a time counts."""
-        return APPROACHED[type(self.solver)]
-
-    def contender(self, provider: str, device: str) -> Contender:
-        solve = solve_by(provider, self.solver, device)
-        f, z0 = MAPS[self.map](self.batch, self.dim, device), torch.zeros(self.batch, self.dim, device=device)
-        value = solve(f, z0)
+        value = solve()
         evaluations, residual = f.calls, f.residual(value)
-        check("relative residual", residual, self.allowed())
+        check("relative residual", residual, allowed)
 
         @torch.no_grad()
-        def f_alone() -> None:
+        def f_alone(calls: int = evaluations) -> None:
             z = z0
-            for _ in range(evaluations):
-                z = f(z)
+            # A captured solve casts the weights at every evaluation.
+            with autocast(device, precision, cache=not graph):
+                for _ in range(calls):
+                    z = f(z)
 
-        graph = provider in GRAPHS
-        algorithm = run_by(provider, self.solver), evaluations, provider.removesuffix("-graph")
         facts = {
             "evaluations": evaluations,
             "residual": residual,
-            "bytes": round(traffic.solve_passes(*algorithm) * z0.nbytes),
+            "bytes": round(traffic.solve_passes(solver, evaluations, kernel) * z0.nbytes),
             # In a replayed graph f cannot be told apart.
-            **asked(lambda g: solve(g, z0), f, evaluations, None if graph else f_alone),
+            **asked(solve, f, evaluations, None if graph else f_alone),
         }
-        return Contender(lambda: solve(f, z0), facts, Graph([lambda: f(z0)], evaluations) if graph else f_alone)
+        return Contender(solve, facts, Graph([partial(f_alone, 1)], evaluations) if graph else f_alone)
+
+    size_name = "-".join(filter(None, ["" if kind == "elementwise" else kind, crossed(shape)]))
+    peers = tuple(name for name in PEERS if name in providers)
+    return Case(section, name or f"{solver_name(solver)}-{size_name}", size, providers, peers, contender, **given)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FCSolveCase(Case):
+def cell_case(solver: Any, shape: tuple[int, int, int, int], **given: Any) -> Case:
+    """``solve_case`` of the residual cell; torchdeq solves for the same cell in plain torch."""
+    name = f"solve-{solver_name(solver)}-{crossed(shape)}-bf16"
+    providers = (*KERNELS, *GRAPHS, "torchdeq")
+    return solve_case(solver, shape, "residual", section="cells", name=name, providers=providers, **given)
+
+
+def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> Case:
     """z = tanh(W z + c) by ``fc_fixed_point``, beside loops over the same f; f is part of the time."""
+    solver, dtype = deqfast.Picard(NEVER, FC_ITERATIONS), short(weight_dtype)
 
-    section = "fc"
-    providers = (*KERNELS, "torchdeq", "eager")
-    peers = ("torchdeq", "eager")
-    batch: int
-    dim: int
-    weight_dtype: torch.dtype = torch.float32
-    iterations: int = 30
-    allowed: float = 1e-4
-
-    @property
-    def name(self) -> str:
-        return f"fc-solve-{self.batch}x{self.dim}-{short(self.weight_dtype)}"
-
-    def size(self) -> Row:
-        return {"batch": self.batch, "dim": self.dim, "dtype": short(self.weight_dtype), "iterations": self.iterations}
-
-    def contender(self, provider: str, device: str) -> Contender:
-        solver = deqfast.Picard(NEVER, self.iterations)
-        f = FullyConnected(self.batch, self.dim, device, self.weight_dtype)
+    def contender(provider: str, device: str) -> Contender:
+        f = FullyConnected(batch, dim, device, weight_dtype)
         z0 = torch.zeros_like(f.c)
         if provider in KERNELS:
             kernel = kernel_of(provider, device)
             if kernel.name != "torch" and not has_kernel(kernel, f.weight, f.c.dtype):
-                raise Skipped(f"{kernel.name} has no fc_fixed_point for D={self.dim} in {short(self.weight_dtype)}")
+                raise Skipped(f"{kernel.name} has no fc_fixed_point for D={dim} in {dtype}")
 
             @torch.no_grad()
             def solve() -> Tensor:
@@ -188,7 +169,10 @@ class FCSolveCase(Case):
             solve = partial(solve_by(provider, solver, device), f, z0)
 
         residual = f.residual(solve())
-        check("relative residual", residual, self.allowed)
-        evaluations = f.calls if provider in self.peers else self.iterations
+        check("relative residual", residual, FC_APPROACHED)
+        evaluations = f.calls if provider in PEERS else FC_ITERATIONS
         facts = {"evaluations": evaluations, "residual": residual}  # f too: fc_fixed_point holds it
         return Contender(solve, facts | asked(lambda g: solve(), f, evaluations))
+
+    size = size_of((batch, dim), dtype, iterations=FC_ITERATIONS)
+    return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", size, (*KERNELS, *PEERS), PEERS, contender)

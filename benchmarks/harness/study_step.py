@@ -76,35 +76,35 @@ def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
 
     times_explicit, flop_ratio, over_flop: the DEQ's time over the explicit network's, the same of floating-point
     operations, and one over the other; nc_ms, nc_share: NC1-NC4 of an epoch's features, also as a share of an explicit
-    epoch, and pass_share the pass that makes them; paper_hours: all trainings of the paper's tables at these rates.
+    epoch; paper_hours: all trainings of the paper's tables at these rates.
     """
-    data = load(Source("shapes", ""), settings, torch.device(settings.device))
+    device, batch = settings.device, settings.batch_size
+    data = load(Source("shapes", ""), settings, torch.device(device))
     steppers = {model: Stepper(Trainer(model, settings, data)) for model in MODELS}
     calls = {model: stepper.step for model, stepper in steppers.items()}
-    spent = in_turns(calls, settings.device, rounds=steps, seconds=seconds)
-    rows: dict[str, Row] = {}
+    spent = in_turns(calls, device, rounds=steps, seconds=seconds)
+    told: Row = {"section": "training step", "case": f"width {settings.width}, batch {batch}, {settings.adjoint}"}
+    told |= {"batch": batch} | {
+        name: getattr(settings, name) for name in ("width", "device", "precision", "adjoint", "threads")
+    }
+    rows: list[Row] = []
     for model, stepper in steppers.items():
-        row: Row = {"section": "training step", "provider": model, "batch": settings.batch_size}
-        row["case"] = f"width {settings.width}, batch {settings.batch_size}, {settings.adjoint}"
-        row |= {name: getattr(settings, name) for name in ("width", "device", "precision", "adjoint", "threads")}
-        row |= columns_of(spent[model])
+        row = {**told, "provider": model, **columns_of(spent[model])}
         if stepper.evaluations:
             row["evaluations"] = statistics.fmean(stepper.evaluations)
         row["flop"] = stepper.flop()
-        row["images_per_second"] = 1e3 * EVALUATION_BATCH / median_ms(stepper.evaluate, settings.device, 2)
-        row["paper_hours"] = paper_hours(settings.batch_size, row["ms"], row["images_per_second"])
-        rows[model] = row
-    explicit, deq = rows["explicit"], rows["deq"]
+        row["images_per_second"] = 1e3 * EVALUATION_BATCH / median_ms(stepper.evaluate, device, 2)
+        row["paper_hours"] = paper_hours(batch, row["ms"], row["images_per_second"])
+        rows.append(row)
+    explicit, deq = rows
     deq["times_explicit"], deq["flop_ratio"] = deq["ms"] / explicit["ms"], deq["flop"] / explicit["flop"]
     deq["over_flop"] = deq["times_explicit"] / deq["flop_ratio"]
-    epoch_ms = EPOCH / settings.batch_size * explicit["ms"]
     drawn = clusters(EPOCH, 8 * settings.width, settings.classes)
-    features, labels, weight = (tensor.to(settings.device) for tensor in drawn)
+    features, labels, weight = (tensor.to(device) for tensor in drawn)
     collapse = partial(deqfast.neural_collapse, features, labels, weight, settings.classes)
-    explicit["nc_ms"] = median_ms(collapse, settings.device, 5)
-    explicit["nc_share"] = explicit["nc_ms"] / epoch_ms
-    explicit["pass_share"] = 1e3 * EPOCH / explicit["images_per_second"] / epoch_ms
-    return list(rows.values())
+    explicit["nc_ms"] = median_ms(collapse, device, 5)
+    explicit["nc_share"] = explicit["nc_ms"] / (EPOCH / batch * explicit["ms"])
+    return rows
 
 
 def median_ms(call: Any, device: str, rounds: int) -> float:

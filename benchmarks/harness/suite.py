@@ -13,7 +13,7 @@ from .entry import FOREIGN, Case, Contender, Skipped
 from .record import Row, write_record
 from .timing import Copy, Graph, buffers, in_turns, repeats_of, wait
 
-COPY, IN_PLACE = ("copy", ""), "in place"
+COPY = ("copy", "")
 BENCHMARK_ROUNDS = 3  # that pytest-benchmark times by itself, beside those in turns
 LARGE_SECONDS = 1800  # after which a case of ``--full`` is given up, measured together with all its providers
 LONG = 1.0  # seconds; of a longer call it times one
@@ -33,7 +33,7 @@ def measure(
     contenders: dict[str, Contender] = {}
     calls: dict[Any, Callable[[], Any]] = {}
     for provider in providers:
-        rows[provider] = {"section": case.section, "case": case.name, "provider": provider, **case.size()}
+        rows[provider] = {"section": case.section, "case": case.name, "provider": provider, **case.size}
         try:
             contender = case.contender(provider, device)
             calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
@@ -66,17 +66,15 @@ def measure(
 
 
 def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:
-    """What is timed of a contender; on a GPU what needs no host as a graph, over buffers in turns and over one."""
+    """What is timed of a contender; on a GPU what needs no host as a graph, over buffers in turns."""
     parts: dict[str, Callable[[], Any]] = {"whole": contender.call}
     if contender.f is not None:
         parts["f"] = contender.f
-    if device != "cuda" or contender.another is None:
-        return parts
-    graphs: dict[str, Callable[[], Any]] = {part: Graph([call]) for part, call in parts.items()}
-    graphs[IN_PLACE] = graphs["whole"]
-    others = [contender.another() for _ in range(buffers(contender.facts["bytes"]) - 1)]
-    graphs["whole"] = Graph([contender.call, *others])
-    return graphs
+    if device == "cuda" and contender.another is not None:
+        parts = {part: Graph([call]) for part, call in parts.items()}
+        others = [contender.another() for _ in range(buffers(contender.facts["bytes"]) - 1)]
+        parts["whole"] = Graph([contender.call, *others])
+    return parts
 
 
 def add_times(row: Row, times: dict[str, list[float]], copy_rate: float) -> None:
@@ -84,8 +82,6 @@ def add_times(row: Row, times: dict[str, list[float]], copy_rate: float) -> None
     row |= columns_of(times["whole"])
     row["copy_gb_per_s"] = copy_rate / 1e9
     own = row["ms_min"]
-    if IN_PLACE in times:
-        row["in_place_ms"] = 1e3 * min(times[IN_PLACE])
     if "f" in times:
         row["f_ms"] = 1e3 * min(times["f"])
         own -= row["f_ms"]

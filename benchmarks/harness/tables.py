@@ -51,6 +51,10 @@ def megabytes(count: float) -> str:
     return f"{digits(1e-6 * count)} MB"
 
 
+def hours(value: float) -> str:
+    return f"{digits(value)} h"
+
+
 def span(values: Sequence[float], form: Form = times) -> str:
     """The least and the largest: "18.6 to 22.4×"; one of them where they are the same as text; "" of none."""
     if not values:
@@ -66,11 +70,11 @@ def slug(text: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its heading and the words before it; columns that are empty throughout are left out."""
+    """A table with its heading and a remark; columns that are empty throughout are left out."""
 
     title: str
-    words: str
     rows: Sequence[Mapping[str, str]]  # column -> text, the name of the row first
+    words: str = ""
 
     def texts(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[list[str]]:
         """The heading and the rows; `columns`: only these; `names`: only the rows of these names, renamed."""
@@ -104,7 +108,6 @@ COLUMNS: dict[str, tuple[str, Form]] = {
     "of it f": ("f_ms", duration),
     "per iteration": ("solver_ms", duration),
     "over f": ("share_of_f", times),
-    "in place": ("in_place_ms", duration),
     "of its byte floor": ("floor_x", times),
     "evaluations": ("evaluations", "{:g}".format),
     "of samples": ("sample_evaluations", "{:g}".format),
@@ -118,7 +121,7 @@ COLUMNS: dict[str, tuple[str, Form]] = {
 }
 
 
-def table(rows: Sequence[Row], title: str = "", words: str = "") -> Table:
+def table(rows: Sequence[Row], title: str = "") -> Table:
     """A line for each row that was not skipped, with what is wrong with it; those skipped are counted by reason."""
     skipped = Counter(f"{row['provider']}: {row['skipped']}" for row in rows if "skipped" in row)
     lines = []
@@ -132,7 +135,7 @@ def table(rows: Sequence[Row], title: str = "", words: str = "") -> Table:
             line["gain over"] = ", ".join(f"{peer} {times(gain)}" for peer, gain in row.get("gains", {}).items())
             lines.append(line | {"fault": row.get("fault", "")})
     notes = [f"{count} skipped, {reason}." for reason, count in skipped.items()]
-    return Table(title, " ".join(filter(None, [words, *notes])), lines)
+    return Table(title, lines, " ".join(notes))
 
 
 def summary(rows: Sequence[Row], judged: bool = True) -> list[str]:

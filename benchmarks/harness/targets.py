@@ -62,16 +62,16 @@ class Target:
             found = {row["provider"]: row for row in own if self.device in (None, row.get("device"))}
             values = [self._of(found[name], found) for name in named(self.provider) if name in found]
             of_cases.append(best((value for value in values if value is not None), default=None))
-        told = [value for value in of_cases if value is not None]
-        return worst(told) if len(told) == len(of_cases) else None
+        return None if None in of_cases else worst(value for value in of_cases if value is not None)
 
     def _of(self, row: Row, found: dict[str, Row]) -> float | None:
         if self.column == "gain":
             return row.get("gains", {}).get(self.against)
-        if self.against is None:
-            return row.get(self.column)
-        own, theirs = row.get(self.column), found.get(self.against, {}).get(self.column)
-        return own / theirs if own is not None and theirs else None
+        own = row.get(self.column)
+        if self.against is None or own is None:
+            return own
+        theirs = found.get(self.against, {}).get(self.column)
+        return own / theirs if theirs else None
 
     def met(self, value: float) -> bool:
         return value >= self.bound if self.column == "gain" else value <= self.bound

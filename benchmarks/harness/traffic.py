@@ -56,13 +56,16 @@ def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float
 
 
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
-    """Passes of a whole solve without f: the last evaluation is judged, and no step follows."""
+    """Passes of a whole solve without f: the last evaluation is judged, and no step follows.
+
+    kernel: or "eager" or "torchdeq", whose history has the dtype of the state.
+    """
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
         return PICARD_PASSES * len(steps) + JUDGED_PASSES
     if keeps_steps_alone(solver, kernel):
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
-    wide = width(solver.history_dtype)
+    wide = width(None if kernel == "torchdeq" else solver.history_dtype)
     return sum(multisecant_passes(min(k, window(solver)), wide) for k in steps) + JUDGED_PASSES
 
 
@@ -86,18 +89,11 @@ def fc_vjp_bytes(batch: int, dim: int) -> int:
     return 3 * batch * dim * 4
 
 
-def class_means_bytes(samples: int, dim: int, classes: int, item: int) -> int:
-    """Reads the features and their row numbers, writes the means in float64."""
-    return samples * (dim * item + 8) + 8 * classes * dim
-
-
-def scatter_bytes(samples: int, dim: int, classes: int, directions: int, item: int) -> int:
-    """Reads the features, their row numbers, the means and the directions."""
-    return samples * (dim * item + 8) + 8 * dim * (classes + directions)
-
-
 def collapse_bytes(samples: int, dim: int, classes: int, item: int, classifier: bool) -> int:
-    """One pass over the features for the means, one for the scatter, one for a classifier's decisions."""
-    directions = classes - 1
-    passes = class_means_bytes(samples, dim, classes, item) + scatter_bytes(samples, dim, classes, directions, item)
-    return passes + classifier * samples * dim * item
+    """Three passes: over the features for the means, for the scatter, and for a classifier's decisions.
+
+    The first two read row numbers of 8 bytes too. The first writes the means in float64, the second reads them, and
+    as many directions less one.
+    """
+    features = samples * dim * item
+    return 2 * (features + 8 * samples) + 8 * dim * (3 * classes - 1) + classifier * features

@@ -33,8 +33,9 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     recorded = {name: value for name, value in vars(folder.result.settings).items() if value is not None}
     settings = settings_from(**(recorded | {"device": "cpu", "compile": False, "data_root": str(data_root or "data")}))
     network = build("deq", settings)
-    if not folder.restore("deq", lambda state: network.load_state_dict(state["network"])):
+    if not (state := folder.restore("deq")):
         raise StudyError(f"{run} holds no checkpoint of a DEQ")
+    network.load_state_dict(state["network"])
     data = load(find_source(settings.dataset, Path(settings.data_root)), settings, torch.device("cpu"))
     chosen = torch.linspace(0, len(data.test_images) - 1, batch).long()
     network.eval()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import deqfast
 
 from .counters import count
-from .entry import KERNELS, Case, Contender, check, kernel_of, peer
-from .maps import relative_residual
+from .entry import KERNELS, Case, Contender, check, crossed, kernel_of, peer, size_of
+from .maps import autocast, relative_residual
 from .peers import eager_layer, explicit_layer, torchdeq_layer
 from .record import Row
 from .solves import solver_name
@@ -25,27 +25,20 @@ EXACT = 1e-10
 # Relative error of the gradient (Euclidean) against that at the exact fixed point, for a solve that stops at TOL. ReLU
 # masks make it large; the gradient of the other adjoint is 0.8 away.
 ALLOWED = {"fp32": 0.1, "bf16": 0.15}
-
-Layer = Callable[[Tensor, Tensor], Tensor]
+PEERS = ("torchdeq", "eager", "explicit")
 # kind -> cell of so many channels or features
 CELLS: dict[str, Callable[[int], nn.Module]] = {
     "residual": deqfast.ResidualCell,
     "fc": lambda features: deqfast.FCCell(features, features),
     "linear": deqfast.LinearCell,
 }
+Function = Callable[[Tensor, Tensor], Tensor]  # (x, z0) -> z
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingCase(Case):
-    """z = layer(x) and the gradient of <z, direction> in the cell's weights and in x.
+@dataclass(frozen=True)
+class Layer:
+    """A DEQ layer. cell: "residual", of `shape` (B, C, H, W), "fc" or "linear", of (B, D); adjoint: by its name."""
 
-    cell: "residual", of `shape` (B, C, H, W), "fc" or "linear", of (B, D). torchdeq, eager and explicit call the
-    cell of plain torch modules; deqfast's kernels have their own for what surrounds its convolutions.
-    """
-
-    section = "training"
-    providers = (*KERNELS, "torchdeq", "eager", "explicit")
-    peers = ("torchdeq", "eager", "explicit")
     cell: str
     shape: tuple[int, ...]
     adjoint: str
@@ -54,103 +47,109 @@ class TrainingCase(Case):
 
     @property
     def name(self) -> str:
-        size = "x".join(map(str, self.shape))
         kind = solver_name(self.solver).split("-")[0]
-        return f"{self.cell}-{kind}-{self.adjoint}-{size}" + ("" if self.precision == "fp32" else f"-{self.precision}")
-
-    def size(self) -> Row:
-        batch, *rest = self.shape
-        return {"batch": batch, "dim": torch.Size(rest).numel(), "dtype": self.precision}
-
-    def contender(self, provider: str, device: str) -> Contender:
-        setup = Setup(self, "torch" if provider in self.peers else kernel_of(provider, device).name, device)
-        layer = self._layer(provider, setup.cell)
-        facts = setup.judge(provider, *setup.step(layer))
-        if provider in self.peers:
-            facts["evaluations"] = setup.calls(layer)
-        else:  # with the call of the gradient; a solve in one launch counts its own
-            block = deqfast.DEQBlock(setup.cell, self.solver, self.adjoint, kernel=provider)
-            with setup.precision():
-                facts["evaluations"] = block(setup.x, z0=setup.z0, return_solution=True)[1].evaluations + 1
-        asked = count(lambda f: setup.step(layer), lambda: None)  # the cell's operations too
-        facts |= {"peak_bytes": asked.peak_bytes, "launches": asked.operations, "host_waits": asked.host_waits}
-        return Contender(lambda: setup.step(layer), facts)
-
-    def _layer(self, provider: str, cell: Any) -> Layer:
-        if provider == "explicit":
-            return explicit_layer(cell)
-        if provider == "eager":
-            return eager_layer(cell, self.solver, self.adjoint)
-        if provider == "torchdeq":
-            return peer(torchdeq_layer, cell, self.solver, self.adjoint)
-        block = deqfast.DEQBlock(cell, self.solver, self.adjoint, kernel=provider)
-        return lambda x, z0: block(x, z0=z0)
+        bf16 = "" if self.precision == "fp32" else f"-{self.precision}"
+        return f"{self.cell}-{kind}-{self.adjoint}-{crossed(self.shape)}{bf16}"
 
 
 class Setup:
-    """The cell, its input and the direction of the loss, the same numbers for every provider."""
+    """The cell of a layer, its input and the direction of the loss, the same numbers for every provider."""
 
-    def __init__(self, case: TrainingCase, kernel: str, device: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, layer: Layer, kernel: str, device: str, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
-        self.case, self.device = case, device
-        batch, features = case.shape[:2]
-        cell: Any = CELLS[case.cell](features)
-        if case.cell == "residual":
+        self.layer, self.device = layer, device
+        cell: Any = CELLS[layer.cell](layer.shape[1])
+        if layer.cell == "residual":
             cell.kernel = kernel
-        order = torch.channels_last if case.cell == "residual" else torch.contiguous_format
+        order = torch.channels_last if layer.cell == "residual" else torch.contiguous_format
         x, self.direction = (
-            torch.randn(case.shape).to(device, dtype).contiguous(memory_format=order) for _ in range(2)
+            torch.randn(layer.shape).to(device, dtype).contiguous(memory_format=order) for _ in range(2)
         )
         self.cell = cell.to(device, dtype).to(memory_format=order)
         self.x, self.z0 = x.requires_grad_(), torch.zeros_like(x)
         self.leaves = [self.x, *self.cell.parameters()]
 
-    def precision(self) -> Any:
-        bf16 = self.case.precision == "bf16"
-        return torch.autocast(self.device, torch.bfloat16) if bf16 else nullcontext()
+    def step(self, function: Function) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The gradients of <z, direction> in x and the cell's weights, and z."""
+        with autocast(self.device, self.layer.precision):
+            z = function(self.x, self.z0)
+        return torch.autograd.grad(z, self.leaves, self.direction.to(z.dtype)), z.detach()
 
-    def step(self, layer: Layer) -> tuple[list[Tensor], Tensor]:
-        """The gradients and z."""
-        with self.precision():
-            z = layer(self.x, self.z0)
-        return list(torch.autograd.grad(z, self.leaves, self.direction.to(z.dtype))), z.detach()
-
-    def calls(self, layer: Layer) -> int:
+    def calls(self, function: Function) -> int:
         """Calls of the cell in a forward and backward pass."""
         calls: list[Any] = []
-        part = {"residual": "conv1", "fc": "injection", "linear": ""}[self.case.cell]
+        part = {"residual": "conv1", "fc": "injection", "linear": ""}[self.layer.cell]
         handle = self.cell.get_submodule(part).register_forward_hook(lambda *call: calls.append(None))
-        self.step(layer)
+        self.step(function)
         handle.remove()
         return len(calls)
 
-    def judge(self, provider: str, gradient: list[Tensor], z: Tensor) -> Row:
-        """The columns residual, error and allowed; ``Wrong`` where the gradient errs by more."""
-        explicit = provider == "explicit"
-        exact, cell, x = exact_gradient(self.case, explicit)
-        allowed = ALLOWED[self.case.precision]
-        error = float((flat(gradient) - flat(exact)).norm() / flat(exact).norm())
-        check("relative error of the gradient", error, allowed)
-        facts: Row = {"error": error, "allowed": allowed}
-        if not explicit:
-            z = z.double().cpu()
-            with torch.no_grad():
-                facts["residual"] = relative_residual(cell(z, x), z)
-        return facts
 
-
-def flat(tensors: list[Tensor]) -> Tensor:
+def flat(tensors: Iterable[Tensor]) -> Tensor:
     """One after another, in float64."""
     return torch.cat([tensor.detach().double().cpu().flatten() for tensor in tensors])
 
 
 @functools.lru_cache(maxsize=2)
-def exact_gradient(case: TrainingCase, explicit: bool) -> tuple[list[Tensor], nn.Module, Tensor]:
+def exact_gradient(layer: Layer, explicit: bool = False) -> tuple[Tensor, Setup]:
     """The gradient in float64, at the fixed point to 1e-10 or of the cell applied once, with the cell and its input."""
-    setup = Setup(case, "torch", "cpu", torch.float64)
+    setup = Setup(layer, "torch", "cpu", torch.float64)
     solver = deqfast.Anderson(EXACT, 300)
-    adjoint: Any = deqfast.JFB() if case.adjoint == "jfb" else deqfast.Implicit(solver)
+    adjoint: Any = deqfast.JFB() if layer.adjoint == "jfb" else deqfast.Implicit(solver)
     block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel="torch")
-    layer = explicit_layer(setup.cell) if explicit else (lambda x, z0: block(x, z0=z0))
-    gradient, _ = setup.step(layer)
-    return gradient, setup.cell, setup.x.detach()
+    function = explicit_layer(setup.cell) if explicit else partial(block_step, block)
+    return flat(setup.step(function)[0]), setup
+
+
+def block_step(block: deqfast.DEQBlock, x: Tensor, z0: Tensor) -> Tensor:
+    """A layer of deqfast as a ``Function``."""
+    return block(x, z0=z0)
+
+
+def training_case(
+    cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, precision: str = "fp32", **given: Any
+) -> Case:
+    """A training step of a ``Layer``.
+
+    torchdeq, eager and explicit call the cell of plain torch modules; deqfast's kernels have their own for what
+    surrounds its convolutions.
+    """
+    layer = Layer(cell, shape, adjoint, solver, precision)
+
+    def contender(provider: str, device: str) -> Contender:
+        setup = Setup(layer, "torch" if provider in PEERS else kernel_of(provider, device).name, device)
+        block = None
+        if provider == "explicit":
+            function = explicit_layer(setup.cell)
+        elif provider == "eager":
+            function = eager_layer(setup.cell, solver, adjoint)
+        elif provider == "torchdeq":
+            function = peer(torchdeq_layer, setup.cell, solver, adjoint)
+        else:
+            block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel=provider)
+            function = partial(block_step, block)
+        facts = judged(layer, provider == "explicit", *setup.step(function))
+        if block is None:
+            facts["evaluations"] = setup.calls(function)
+        else:  # with the call of the gradient; a solve in one launch counts its own
+            with autocast(device, precision):
+                facts["evaluations"] = block(setup.x, z0=setup.z0, return_solution=True)[1].evaluations + 1
+        asked = count(lambda f: setup.step(function), lambda: None)  # the cell's operations too
+        facts |= {"peak_bytes": asked.peak_bytes, "launches": asked.operations, "host_waits": asked.host_waits}
+        return Contender(lambda: setup.step(function), facts)
+
+    return Case("training", layer.name, size_of(shape, precision), (*KERNELS, *PEERS), PEERS, contender, **given)
+
+
+def judged(layer: Layer, explicit: bool, gradient: Iterable[Tensor], z: Tensor) -> Row:
+    """The columns residual, error and allowed; ``Wrong`` where the gradient errs by more."""
+    exact, setup = exact_gradient(layer, explicit)
+    allowed = ALLOWED[layer.precision]
+    error = float((flat(gradient) - exact).norm() / exact.norm())
+    check("relative error of the gradient", error, allowed)
+    facts: Row = {"error": error, "allowed": allowed}
+    if not explicit:
+        z = z.double().cpu()
+        with torch.no_grad():
+            facts["residual"] = relative_residual(setup.cell(z, setup.x), z)
+    return facts

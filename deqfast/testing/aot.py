@@ -34,6 +34,7 @@ from ..kernels import (
     picard_step,
 )
 from ..ops import ACTIVATIONS
+from .cuobjdump import read_once
 from .states import METHODS
 
 MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
@@ -257,22 +258,30 @@ def compile_case(case: Case, arch: int) -> Row:
     if case.kernel == "scatter":
         options["num_stages"] = neural_collapse.SCATTER_STAGES
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = run_tool("cuobjdump", "--dump-resource-usage", cubin)
-        sass = run_tool("nvdisasm", "-ndf", "-c", cubin)  # without data flow: a third faster
+    cubin = compiled.asm["cubin"]
+    registers, stack, barriers, wide_loads = read_once(cubin, lambda: disassemble(cubin))
     return Row(
         case,
         arch,
         launch.block if isinstance(launch, config.LaunchConfig) else launch.rows,
         launch.num_warps,
-        registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
-        stack=int(re.findall(r"STACK:(\d+)", usage)[-1]),
-        shared=compiled.metadata.shared,
-        barriers=sass.count("BAR.SYNC"),
-        wide_loads=len(re.findall(r"LDG(?:STS)?\.E[.\w]*\.128", sass)),
+        registers,
+        stack,
+        compiled.metadata.shared,
+        barriers,
+        wide_loads,
     )
+
+
+def disassemble(cubin: bytes) -> tuple[int, int, int, int]:
+    """Registers, bytes of stack, barriers and 16-byte loads."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        usage = run_tool("cuobjdump", "--dump-resource-usage", path)
+        sass = run_tool("nvdisasm", "-ndf", "-c", path)  # without data flow: a third faster
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    return registers, stack, sass.count("BAR.SYNC"), len(re.findall(r"LDG(?:STS)?\.E[.\w]*\.128", sass))
 
 
 def run_tool(name: str, *arguments: str | Path) -> str:

@@ -5,15 +5,19 @@ python -m deqfast.testing.cuobjdump    prints a table of the built extension
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import _extension
 
@@ -30,6 +34,24 @@ CUOBJDUMP = find_cuobjdump()
 
 class Unavailable(Exception):
     """No compiled kernels can be looked at here, for the reason given."""
+
+
+def read_once(code: bytes, read: Callable[[], Any]) -> Any:
+    """What `read` finds in this compiled code, as JSON holds it: code that several processes look at is read once.
+
+    It is kept in the folder that DEQFAST_DISASSEMBLED names, under the hash of the code and the tools; without one it
+    is not kept.
+    """
+    folder = os.environ.get("DEQFAST_DISASSEMBLED")
+    if not folder:
+        return read()
+    path = Path(folder, hashlib.sha256(str(CUOBJDUMP).encode() + code).hexdigest())
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps(read()))
+        own.replace(path)
+    return json.loads(path.read_text())
 
 
 @dataclass(frozen=True, order=True)
@@ -60,12 +82,17 @@ def demangle(names: list[str]) -> dict[str, str]:
 
 
 def cuda_kernels() -> list[CompiledKernel]:
-    """The kernels of the built extension, for every architecture it was built for; about 30 s. Raises Unavailable."""
+    """The kernels of the built extension, for every architecture it was built for; takes 30 s. Raises Unavailable."""
     if _extension.cuda_module is None:
         raise Unavailable(f"no CUDA kernels: {_extension.cuda_reason}")
     if CUOBJDUMP is None or shutil.which("c++filt") is None:
         raise Unavailable("no cuobjdump of triton's, or no c++filt")
-    path = str(_extension.cuda_module.__file__)
+    path = Path(str(_extension.cuda_module.__file__))
+    found = read_once(path.read_bytes(), lambda: [astuple(kernel) for kernel in _disassemble(str(path))])
+    return [CompiledKernel(*kernel) for kernel in found]
+
+
+def _disassemble(path: str) -> list[CompiledKernel]:
     usage, (barriers, loads) = _resources(path), _instructions(path)
     names = demangle(sorted({name for name, _ in usage}))
     if len(set(names.values())) < len(names):

@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from . import distributed
@@ -18,7 +19,7 @@ from .analysis import analyse
 from .config import Settings, StudyError, parse
 from .data import Source, find_source, load
 from .models import choose_kernel
-from .record import KernelChoice
+from .record import KernelChoice, NetworkResult
 from .results import network_result, report, run_result
 from .rundir import RunDirectory, prepare_out, write_arrays
 from .training import train
@@ -29,15 +30,13 @@ def main(study: str, description: str | None, argv: Sequence[str] | None = None)
     SIGTERM."""
     settings = parse(study, description, argv)
     again = distributed.command_line() + ("" if settings.resume else " --resume")
-    with told(f"{study}.py", again) as status, distributed.processes(settings.device):
-        run_study(settings)
-    return status[0]
+    saved = f"finished epochs are saved, this goes on with them:\n  {again}"
+    return told(f"{study}.py", lambda: run_study(settings), saved)
 
 
-@contextmanager
-def told(script: str, again: str) -> Iterator[list[int]]:
-    """Turn what ends a script early into a line on stderr and its exit status, the element of the list: a StudyError
-    into 1, Ctrl-C into 130 with the command that goes on.
+def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
+    """Do the work of a script; its exit status. A StudyError becomes a line on stderr and 1; Ctrl-C becomes 130 and a
+    line that says `when_interrupted`.
 
     SIGTERM, with which clusters end jobs, and a lost terminal (unless it is ignored, as under nohup) are like Ctrl-C.
     """
@@ -45,39 +44,39 @@ def told(script: str, again: str) -> Iterator[list[int]]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    status = [0]
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        yield status
+        return work()
     except StudyError as error:
-        status[0] = 1
         print(f"{script}: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        status[0] = 130
         if distributed.is_first():
-            print(f"\ninterrupted; finished epochs are saved, this goes on with them:\n  {again}", file=sys.stderr)
+            print(f"\ninterrupted; {when_interrupted}", file=sys.stderr)
+        return 130
 
 
-def run_study(asked: Settings) -> None:
-    """Train the networks that the settings name, or go on with them, and print what came out. All `processes` call it;
+def run_study(asked: Settings) -> int:
+    """Train the networks that the settings name, or go on with them, and print what came out; 0. With several processes
     the first one alone has to do with files."""
     first = distributed.from_first
     prepare(asked)
     out = Path(asked.out)
-    first(prepare_out, out)
-    source = first(find_source, asked.dataset, Path(asked.data_root))
-    kernel, obstacle = choose_kernel(asked.kernel, asked.device)
-    settings = replace(asked, dataset=source.name, kernel=kernel)
-    announce(settings, source, obstacle)
-    run = RunDirectory(out / settings.run_name)
-    with ExitStack() as stack:
+    with distributed.processes(asked.device), ExitStack() as stack:
+        first(prepare_out, out)
+        source = first(find_source, asked.dataset, Path(asked.data_root))
+        kernel, obstacle = choose_kernel(asked.kernel, asked.device)
+        settings = replace(asked, dataset=source.name, kernel=kernel)
+        announce(settings, source, obstacle)
+        run = RunDirectory(out / settings.run_name)
         first(lambda: stack.enter_context(run.locked()))
         first(run.start, settings)
         if not first(lambda: run.finished):
             train_all(settings, source, run, KernelChoice(asked.kernel, kernel, obstacle or None))
         first(show, run)
+    return 0
 
 
 def prepare(settings: Settings) -> None:
@@ -112,9 +111,11 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
     networks = {model: train(model, settings, data, run).network for model in settings.models}
 
     def conclude() -> None:
-        results, arrays = {}, {}
+        results: dict[str, NetworkResult] = {}
+        arrays: dict[str, np.ndarray] = {}
         for model, network in networks.items():
-            radius, arrays[model] = analyse(network, data)
+            radius, measured = analyse(network, data)
+            arrays |= {f"{model}/{name}": array for name, array in measured.items()}
             parameters = sum(parameter.numel() for parameter in network.parameters())
             results[model] = network_result(parameters, run.epochs(model), data.majority, radius)
         write_arrays(run.features, arrays)

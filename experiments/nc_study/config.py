@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .shapes import DRAWING
+
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
 MODELS = ("explicit", "deq")
 IMBALANCE = ("majority", "ratio")
@@ -54,10 +56,28 @@ class Setting:
         """The script that runs it."""
         return "cifar_balanced" if self.majority is None else "cifar_lt"
 
+    @property
+    def classes(self) -> int:
+        """Number of classes; `auto` ends in one of the data sets with ten."""
+        return CLASSES.get(self.dataset, 10)
+
+    @property
+    def majority_classes(self) -> int:
+        """How many of the first classes form the majority; all of them where they are balanced."""
+        return self.classes if self.majority is None else self.majority * self.classes // 10
+
+    @property
+    def imbalance(self) -> str:
+        """Its name where the data are known."""
+        return "balanced" if self.majority is None else f"({self.majority},{10 - self.majority}) R = {self.ratio}"
+
+    @property
+    def slug(self) -> str:
+        """That name as part of a file's."""
+        return "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
+
     def __str__(self) -> str:
-        if self.majority is None:
-            return f"{self.dataset} balanced"
-        return f"{self.dataset} ({self.majority},{10 - self.majority}) R={self.ratio}"
+        return f"{self.dataset}, {self.imbalance}"
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
@@ -71,6 +91,8 @@ class Experiment:
     by the preset. SettingsError for a value that makes no sense."""
 
     study: str
+    drawing: int | None = None
+    """Version of the drawing of the images, where they are drawn."""
 
     model: str = option("study", "networks to train, one after the other", "both", choices=("both", *MODELS))
     majority: int | None = option("study", "tenths of the classes that keep all their images (K_A)", 3, minimum=1)
@@ -140,13 +162,8 @@ class Experiment:
 
     @property
     def classes(self) -> int:
-        """Number of classes; `auto` ends in one of the data sets with ten."""
-        return CLASSES.get(self.dataset, 10)
-
-    @property
-    def majority_classes(self) -> int:
-        """How many of the first classes form the majority; all of them in the balanced study."""
-        return self.classes if self.majority is None else self.majority * self.classes // 10
+        """Number of classes."""
+        return self.setting.classes
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -156,8 +173,15 @@ class Experiment:
     @property
     def run_name(self) -> str:
         """Name of the run's folder: what distinguishes the runs of one table or of several seeds."""
-        split = "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
-        parts = (self.dataset, split, self.preset, self.model, self.solver, self.adjoint, f"seed{self.seed}")
+        parts = (
+            self.dataset,
+            self.setting.slug,
+            self.preset,
+            self.model,
+            self.solver,
+            self.adjoint,
+            f"seed{self.seed}",
+        )
         return "-".join(parts)
 
     @property
@@ -178,7 +202,9 @@ class Settings(Experiment):
     @property
     def experiment(self) -> Experiment:
         """The part that decides the outcome."""
-        return Experiment(**{spec.name: getattr(self, spec.name) for spec in fields(Experiment)})
+        values = {spec.name: getattr(self, spec.name) for spec in fields(Experiment)}
+        values["drawing"] = DRAWING if self.dataset.startswith("shapes") else None
+        return Experiment(**values)
 
 
 def check_field(spec: Field[Any], value: Any) -> None:
@@ -268,11 +294,8 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these settings."""
+    """The command line that gives these settings, of which a switch is on or absent."""
     words = []
     for name, value in given.items():
-        if value is True:
-            words.append(flag_of(name))
-        elif value is not False:
-            words += [flag_of(name), str(value)]
+        words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     return words

@@ -103,7 +103,7 @@ def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
 
 def class_sizes(settings: Settings) -> list[int]:
     """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all."""
-    majority, minority = settings.majority_classes, settings.n_majority // (settings.ratio or 1)
+    majority, minority = settings.setting.majority_classes, settings.n_majority // (settings.ratio or 1)
     return [settings.n_majority] * majority + [minority] * (settings.classes - majority)
 
 
@@ -149,7 +149,7 @@ def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
         splits[f"{name}_labels"] = torch.from_numpy(labels[kept]).to(device)
     return StudyData(
         counts=tuple(sizes),
-        majority=settings.majority_classes,
+        majority=settings.setting.majority_classes,
         mean=torch.tensor(mean, dtype=torch.float32, device=device),
         std=torch.tensor(std, dtype=torch.float32, device=device),
         **splits,

@@ -15,7 +15,6 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullF
 from PIL import Image
 
 from .record import Curves, NetworkResult
-from .results import title
 from .rundir import RunDirectory, write_atomically
 
 matplotlib.use("Agg")  # no window, whatever the machine has
@@ -41,7 +40,7 @@ def draw(run: RunDirectory) -> None:
     """Write figure.png from the run's result."""
     result = run.result
     curves = {model: [network.curves] for model, network in result.networks.items()}
-    heading = f"{title(result)}, width {result.settings.width}, seed {result.settings.seed}"
+    heading = f"{result.setting}, width {result.settings.width}, seed {result.settings.seed}"
     write_atomically(run.figure, png(study_figure({heading: curves})))
 
 
@@ -151,7 +150,7 @@ def solver_figure(rows: Mapping[str, tuple[Sequence[NetworkResult], int]]) -> Fi
 
 def _radius(axis: Axes, networks: Sequence[NetworkResult], majority: int) -> None:
     found = [network.spectral_radius for network in networks if network.spectral_radius]
-    classes = len(networks[0].per_class)
+    classes = len(networks[0].confusion)
     for group, members in _groups(classes, majority).items():
         pairs = [pair for one in found for pair in zip(one.labels, one.values, strict=True) if pair[0] in members]
         x, y = np.array(pairs).reshape(-1, 2).T

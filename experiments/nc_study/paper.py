@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .config import CLASSES, MODELS, Experiment, Setting, StudyError, flag_of, preset_values
+from .config import MODELS, Experiment, Setting, StudyError, flag_of, preset_values
 from .record import Accuracy, Spread
 
 RATIOS = (10, 50, 100)
@@ -78,7 +78,7 @@ INCONSISTENT = frozenset(
 
 def on_cifar(setting: Setting) -> Setting:
     """The paper's setting of the same imbalance and number of classes: shapes stand in for CIFAR."""
-    return replace(setting, dataset="cifar10" if CLASSES[setting.dataset] == 10 else "cifar100")
+    return replace(setting, dataset="cifar10" if setting.classes == 10 else "cifar100")
 
 
 def differences(experiment: Experiment) -> list[str]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,17 @@ from deqfast.testing import records
 from .record import Machine
 
 
-def machine(threads: int, device: str, processes: int = 1) -> Machine:
-    """Where a run takes place; `device` is "cpu" or "cuda"."""
+def provenance(threads: int, device: str, processes: int = 1) -> dict[str, Any]:
+    """The machine, versions, commit and time (UTC, ISO 8601) of a result; `device` is "cpu" or "cuda"."""
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    return Machine(cpu=records.processor(), cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes)
+    return {
+        "machine": Machine(
+            cpu=records.processor(), cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes
+        ),
+        "versions": versions(),
+        "commit": records.commit(Path(__file__).parent),
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def versions() -> dict[str, str | None]:
@@ -31,13 +39,3 @@ def versions() -> dict[str, str | None]:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
-
-
-def commit() -> str | None:
-    """The commit of the checkout that the study is in, if it is in one."""
-    return records.commit(Path(__file__).parent)
-
-
-def now() -> str:
-    """Date and time in UTC, ISO 8601, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -4,8 +4,8 @@ damaged one, or one of another format, is an error that names the place."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,9 @@ Number = float | None
 
 Curves = dict[str, tuple[int | float | None, ...]]
 """The course of a training as columns by name, a value for each epoch: see `results.curves`."""
+
+Collapse = dict[str, int | float | None]
+"""The fields of `deqfast.NCResult` of the training images, None where a metric is not defined."""
 
 T = TypeVar("T")
 
@@ -59,22 +62,10 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class SolverColumns:
-    """Means over the samples of each class, as in `SolverSummary`; None where there was no sample."""
-
-    iterations: tuple[Number, ...]
-    residual: tuple[Number, ...]
-    converged: tuple[Number, ...]
-
-    def __post_init__(self) -> None:
-        _check_lengths(vars(self))
-
-
-@dataclass(frozen=True)
 class SolverSummary:
     """Means over the samples solved (residual: relative, of the finite ones; converged: a share of 1), how many ended
-    in which way or were skipped, left out of the loss, and the means of each class. A run has means of its epochs, but
-    the classes of its last one."""
+    in which way or were skipped, left out of the loss, and by name the means of each class, None where it has no
+    sample. A run has means of its epochs, but the classes of its last one."""
 
     iterations: Number
     residual: Number
@@ -83,24 +74,7 @@ class SolverSummary:
     nonfinite: int
     stalled: int
     skipped: int
-    per_class: SolverColumns
-
-
-@dataclass(frozen=True)
-class Collapse:
-    """`deqfast.NCResult` of the training images, None where a metric is not defined."""
-
-    nc1: Number
-    rank: int
-    condition: Number
-    nc2: Number
-    nc2_paper: Number
-    nc2_centered: Number
-    nc3: Number
-    nc3_centered: Number
-    nc4: Number
-    num_classes: int
-    excluded: int
+    per_class: dict[str, tuple[Number, ...]]
 
 
 @dataclass(frozen=True)
@@ -130,10 +104,8 @@ class Epoch:
     overall: float
     majority: Number
     minority: Number
-    per_class: tuple[float, ...]
     confusion: tuple[tuple[int, ...], ...] | None
     train_solver: SolverSummary | None
-    test_solver: SolverSummary | None
     nc: Collapse | None
     seconds: Seconds
 
@@ -145,9 +117,6 @@ class SpectralRadius:
     labels: tuple[int, ...]
     values: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        _check_lengths(vars(self))
-
 
 @dataclass(frozen=True)
 class NetworkResult:
@@ -156,27 +125,19 @@ class NetworkResult:
     parameters: int
     accuracy: Accuracy
     epochs_averaged: int
-    per_class: tuple[float, ...]
     confusion: tuple[tuple[int, ...], ...]
-    train_loss: Number
     nc: Collapse
     solver: SolverSummary | None
     seconds: Seconds
     curves: Curves
     spectral_radius: SpectralRadius | None
 
-    def __post_init__(self) -> None:
-        if not self.curves.get("epoch"):
-            raise ValueError("curves of no epoch")
-        _check_lengths(self.curves)
-
     def quantity(self, name: str) -> Number:
         """What a claim is about: an accuracy by the name of its group, or a metric of neural collapse."""
         if name in GROUPS:
             spread: Spread | None = getattr(self.accuracy, name)
             return None if spread is None else spread.mean
-        value: Number = getattr(self.nc, name)
-        return value
+        return self.nc[name]
 
 
 @dataclass(frozen=True)
@@ -215,17 +176,6 @@ class RunResult:
     finished: str
     """Date and time in UTC, ISO 8601."""
 
-    def __post_init__(self) -> None:
-        if not self.networks or not set(self.networks) <= set(self.settings.models):
-            raise ValueError(f"networks: {', '.join(self.networks) or 'none'} instead of {self.settings.model}")
-        for model, network in self.networks.items():
-            lengths = {len(self.train_images_per_class), len(network.per_class), len(network.confusion)}
-            lengths |= set(map(len, network.confusion))
-            if network.solver is not None:
-                lengths.add(len(network.solver.per_class.iterations))
-            if lengths != {self.settings.classes}:
-                raise ValueError(f"networks.{model}: not the numbers of {self.settings.classes} classes")
-
     @property
     def setting(self) -> Setting:
         """Its place in the paper's tables."""
@@ -245,15 +195,6 @@ class Begun:
     settings: Experiment
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a run ended early, the command that began it, and when it ended (UTC, ISO 8601)."""
-
-    error: str
-    command: str
-    when: str
-
-
 def to_json(record: Any) -> bytes:
     """A record as one line of JSON. ValueError if it could not be read back: JSON has no NaN."""
     line = msgspec.json.encode(record)
@@ -267,24 +208,13 @@ def from_json(kind: type[T], line: bytes) -> T:
 
 
 def read_record(kind: type[T], path: Path) -> T:
-    """The record in a file: OtherFormat if another version of this project wrote it, StudyError if it is damaged."""
+    """The RunResult or Begun in a file: OtherFormat if another version of this project wrote it, StudyError if it is
+    damaged."""
     try:
         content = path.read_bytes()
-        if kind not in (RunResult, Begun):
-            return from_json(kind, content)
-        found = from_json(dict[str, Any], content)
-        if (version := found.get("format", 1)) != FORMAT:
+        if (version := from_json(dict[str, Any], content).get("format", 1)) != FORMAT:
             age = "an older" if version < FORMAT else "a newer"
             raise OtherFormat(f"{path} was written by {age} version of this project: format {version}, not {FORMAT}")
-        record = from_json(kind, content)
-        if unknown := found["settings"].keys() - {spec.name for spec in fields(Experiment)}:
-            raise ValueError(f"settings that there are not: {', '.join(sorted(unknown))}")
-        return record
+        return from_json(kind, content)
     except (OSError, ValueError) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
-
-
-def _check_lengths(columns: Mapping[str, Sequence[Any]]) -> None:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns of different lengths: {lengths}")

@@ -9,9 +9,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from . import distributed, provenance
+from . import distributed
 from .config import Settings
 from .paper import INCONSISTENT, PAPER, differences, on_cifar
+from .provenance import provenance
 from .record import (
     AVERAGED,
     COLLAPSE,
@@ -44,10 +45,7 @@ def run_result(
         kernel=kernel,
         networks=networks,
         command=distributed.command_line(),
-        machine=provenance.machine(settings.threads, settings.device, distributed.world_size()),
-        versions=provenance.versions(),
-        commit=provenance.commit(),
-        finished=provenance.now(),
+        **provenance(settings.threads, settings.device, distributed.world_size()),
     )
 
 
@@ -69,9 +67,7 @@ def network_result(
         parameters=parameters,
         accuracy=Accuracy(**{group: Spread.of(values) for group, values in groups.items() if None not in values}),
         epochs_averaged=len(last),
-        per_class=final.per_class,
         confusion=final.confusion,
-        train_loss=final.loss,
         nc=final.nc,
         solver=solver,
         seconds=Seconds(*spent),
@@ -85,26 +81,18 @@ def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
     solves in training; `iterations_majority` and the like are means over the classes of a group."""
     names = ("epoch", "lr", "loss", "train_accuracy", *GROUPS)
     found: Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    found |= {name: tuple(getattr(epoch.nc, name, None) for epoch in epochs) for name in COLLAPSE}
+    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in COLLAPSE}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
         found |= {name: tuple(getattr(solve, name) for solve in solves) for name in (*SOLVER_MEANS, "skipped")}
         for group, part in (("majority", slice(majority)), ("minority", slice(majority, None))):
             for name in SOLVER_MEANS:
-                found[f"{name}_{group}"] = tuple(_mean(getattr(solve.per_class, name)[part]) for solve in solves)
+                found[f"{name}_{group}"] = tuple(_mean(solve.per_class[name][part]) for solve in solves)
     return found
 
 
 def _mean(values: Iterable[Number]) -> Number:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
-
-
-def title(result: RunResult) -> str:
-    """Data and imbalance of a run."""
-    setting = result.setting
-    if setting.majority is None:
-        return f"{setting.dataset}, balanced"
-    return f"{setting.dataset}, K_A = {setting.majority}, R = {setting.ratio}"
 
 
 def report(result: RunResult) -> str:
@@ -131,7 +119,7 @@ def report(result: RunResult) -> str:
     table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)
     return "\n".join(
         (
-            f"Test accuracy in % on {title(result)}: mean±deviation over the last {averaged}",
+            f"Test accuracy in % on {result.setting}: mean±deviation over the last {averaged}",
             f"of {settings.epochs} epochs; neural collapse of the training images after the last",
             textwrap.indent(table, "  "),
             *(f"  {note}" for note in notes),

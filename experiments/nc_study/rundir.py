@@ -4,7 +4,7 @@
 - <model>.jsonl: one line per finished epoch
 - <model>.ckpt: the state after the last finished epoch, replaced at once or not at all
 - features.npz, result.json, figure.png: written at the end
-- failed.json, log.txt: why the run ended early, and what its last attempt printed, when study.py ran it
+- log.txt: what its last attempt printed when study.py ran it, and at the end why it failed if it did
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +26,9 @@ import torch
 from deqfast.testing.records import write_bytes
 
 from .config import MODELS, Experiment, Settings, StudyError, flag_of
-from .record import FORMAT, Begun, Epoch, Failure, OtherFormat, RunResult, from_json, read_record, to_json
+from .record import FORMAT, Begun, Epoch, OtherFormat, RunResult, from_json, read_record, to_json
+
+FAILED = "failed: "  # begins the line that study.py adds to the log of a run that failed
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -39,25 +41,20 @@ def write_atomically(path: Path, content: bytes) -> None:
         ) from error
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Arrays by network and name as one compressed .npz with the names `network/name`, atomically."""
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Arrays by name as one compressed .npz, atomically."""
     content = io.BytesIO()
-    named = {f"{model}/{name}": array for model, group in arrays.items() for name, array in group.items()}
-    np.savez_compressed(content, **named)  # type: ignore[arg-type]
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
     write_atomically(path, content.getvalue())
 
 
-def read_arrays(path: Path) -> dict[str, dict[str, np.ndarray]]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """What `write_arrays` wrote; a damaged file is an error that names it."""
-    arrays: dict[str, dict[str, np.ndarray]] = {}
     try:
         with np.load(path, allow_pickle=False) as stored:
-            for key in stored.files:
-                model, name = key.split("/")
-                arrays.setdefault(model, {})[name] = stored[key]
+            return dict(stored)
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
-    return arrays
 
 
 def prepare_out(out: Path) -> None:
@@ -78,8 +75,8 @@ class RunDirectory:
         self.path = path
         self.features = path / "features.npz"
         self.figure = path / "figure.png"
+        self.log = path / "log.txt"
         self._result = path / "result.json"
-        self._failure = path / "failed.json"
         self._begun = path / "settings.json"
 
     @property
@@ -100,16 +97,15 @@ class RunDirectory:
         return read_record(Begun, self._begun).settings if self._begun.exists() else None
 
     @property
-    def failure(self) -> Failure | None:
-        """Why the run ended early, None if it did not."""
-        return read_record(Failure, self._failure) if self._failure.exists() else None
+    def failure(self) -> str | None:
+        """Why the last attempt of study.py failed, None if it did not."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return lines[-1].removeprefix(FAILED) if lines and lines[-1].startswith(FAILED) else None
 
-    def fail(self, failure: Failure | None) -> None:
-        """Write down why the run ended early, or with None forget it."""
-        if failure is None:
-            self._failure.unlink(missing_ok=True)
-        else:
-            write_atomically(self._failure, to_json(failure))
+    def fail(self, reason: str) -> None:
+        """Write down why study.py's attempt failed."""
+        with open(self.log, "a") as log:
+            log.write(f"\n{FAILED}{reason}\n")
 
     def conclude(self, result: RunResult) -> None:
         """Write the result, which makes the run a finished one."""
@@ -137,10 +133,11 @@ class RunDirectory:
         if before is None and self._trained():
             raise StudyError(f"{self._begun} is missing: start anew in another --out")
         for spec in fields(Experiment) if before else ():
-            old, new = getattr(before, spec.name), getattr(settings, spec.name)
+            old, new = getattr(before, spec.name), getattr(settings.experiment, spec.name)
             if old != new:
+                name = flag_of(spec.name) if spec.metadata else spec.name
                 raise StudyError(
-                    f"{self.path} was begun with {flag_of(spec.name)} {old}, not {new}: "
+                    f"{self.path} was begun with {name} {old}, not {new}: "
                     "resume it with the same settings, or start a new run in another --out"
                 )
 
@@ -184,18 +181,17 @@ class RunDirectory:
         torch.save(state, content)
         write_atomically(self._checkpoint(model), content.getvalue())
 
-    def restore(self, model: str, load: Callable[[dict[str, Any]], None]) -> int:
-        """Hand the checkpoint to `load`; its epoch, 0 if there is none."""
+    def restore(self, model: str) -> dict[str, Any] | None:
+        """The last checkpoint, None if there is none."""
         path = self._checkpoint(model)
         if not path.exists():
-            return 0
+            return None
         try:
             with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the archive's checksums
                 if changed := archive.testzip():
                     raise ValueError(f"checksum of {changed} is wrong")
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            load(state)
-            return int(state["epoch"])
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            return state
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise StudyError(

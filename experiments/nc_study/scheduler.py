@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from . import provenance
 from .config import Setting, Settings, StudyError, as_arguments, settings_from
 from .models import choose_kernel
-from .record import Failure
 from .rundir import RunDirectory
 
 SCRIPTS = Path(__file__).parents[1]
@@ -39,7 +37,7 @@ class Task:
     run: RunDirectory
 
     def __str__(self) -> str:
-        return f"{self.settings.setting} seed {self.settings.seed}"
+        return f"{self.settings.setting}, seed {self.settings.seed}"
 
     @property
     def script(self) -> str:
@@ -61,7 +59,7 @@ class Task:
         done = {model: len(self.run.epochs(model)) for model in self.settings.models}
         begun = ", ".join(f"{model} {count}/{self.settings.epochs}" for model, count in done.items())
         if failure := self.run.failure:
-            return f"failed ({failure.error}), to be tried again at {begun}"
+            return f"failed ({failure}), to be tried again at {begun}"
         return f"begun, to be resumed at {begun}" if any(done.values()) else "to be run"
 
 
@@ -103,9 +101,6 @@ def run_all(tasks: list[Task], jobs: int, processes: int, first_slot: int) -> di
     The GPUs of the job in slot i are those of `first_slot` + i. A KeyboardInterrupt stops all of them.
     """
     waiting = [task for task in tasks if not task.run.finished]
-    for task in waiting:
-        with suppress(OSError):
-            task.run.fail(None)
     slots: SimpleQueue[int] = SimpleQueue()
     for slot in range(first_slot, first_slot + jobs):
         slots.put(slot)
@@ -148,7 +143,7 @@ def _start(task: Task, processes: int, slot: int) -> subprocess.Popen[bytes]:
     task.run.path.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-    with open(task.run.path / "log.txt", "wb") as log:
+    with open(task.run.log, "wb") as log:
         return subprocess.Popen(
             [sys.executable, *(launcher if processes > 1 else ()), str(SCRIPTS / task.script), *task.arguments],
             env=environment | gpus_of(slot, processes),
@@ -168,9 +163,8 @@ def _conclude(task: Task, failure: str | None, failed: dict[Task, str]) -> str:
         except StudyError as error:  # a result that cannot be read is this run's failure, not the study's
             failure = str(error)
     failed[task] = failure
-    command = " ".join(["python", f"experiments/{task.script}", *task.arguments])
-    with suppress(StudyError):  # a full disk, say: the reason is told at the end all the same
-        task.run.fail(Failure(failure, command, provenance.now()))
+    with suppress(OSError):  # a full disk, say: the reason is told at the end all the same
+        task.run.fail(failure)
     return f"{task}: FAILED, {failure}"
 
 
@@ -190,7 +184,7 @@ def reason(task: Task, status: int) -> str:
     if status < 0:
         hint = " (out of memory?)" if status == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-status).name}{hint}"
-    text = (task.run.path / "log.txt").read_text(errors="replace")
+    text = task.run.log.read_text(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line for line in lines if ": error: " in line] or lines
     return told[-1] if told else f"exit status {status}"

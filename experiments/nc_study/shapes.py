@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+DRAWING = 1  # rises when the same labels and seed give other images: a run goes on only with those it began with
 SIZE = 32
 CHUNK = 256
 HUE_JITTER = 0.1

@@ -19,7 +19,7 @@ from . import distributed
 from .config import Settings, StudyError
 from .data import StudyData
 from .models import build, project, widened
-from .record import SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverColumns, SolverSummary
+from .record import SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 256
@@ -63,19 +63,18 @@ class SolverTally:
         means: list[dict[str, Any]] = [
             {name: row[name] / row[base] if row[base] else None for name, base in self._MEANS.items()} for row in rows
         ]
-        per_class = SolverColumns(**{name: tuple(row[name] for row in means[1:]) for name in self._MEANS})
+        per_class = {name: tuple(row[name] for row in means[1:]) for name in self._MEANS}
         counts = {name: int(rows[0][name]) for name in SOLVER_COUNTS}
         return SolverSummary(**means[0], **counts, per_class=per_class)
 
 
 @dataclass(frozen=True)
 class Inference:
-    """One pass with fixed weights: predicted and true labels (N,), features (N, D), and the solver's summary."""
+    """One pass with fixed weights: predicted and true labels (N,), and features (N, D)."""
 
     predictions: Tensor
     labels: Tensor
     features: Tensor
-    solver: SolverSummary | None
 
 
 def usable(solution: deqfast.Solution) -> Tensor:
@@ -184,30 +183,29 @@ class Trainer:
     def infer(self, split: str) -> Inference:
         """A pass over "train" or "test" as it is, no sample left out; all of it in every process."""
         self.network.eval()
-        tally = SolverTally(self.data.train_images.device, self.data.classes)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for images, labels in self.data.plain(split, EVALUATION_BATCH):
             with autocast(self.settings):
                 output = self.network(images)
-            if output.solution is not None:
-                tally.add(output.solution, labels)
             parts.append((output.logits.argmax(1), labels, output.features))
-        whole = [distributed.gather(torch.cat(column)) for column in zip(*parts, strict=True)]
-        return Inference(whole[0], whole[1], whole[2], tally.summary())
+        return Inference(*(distributed.gather(torch.cat(column)) for column in zip(*parts, strict=True)))
 
     def measure_collapse(self) -> Collapse:
         """NC1-NC4 of the training images, not augmented, under fixed weights."""
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        values: dict[str, Any] = {name: one if math.isfinite(one) else None for name, one in asdict(result).items()}
-        return Collapse(**values)
+        return {name: one if math.isfinite(one) else None for name, one in asdict(result).items()}
 
 
 def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
     trainer = Trainer(model, settings, data)
-    done = restore(trainer, model, run)
+    state = distributed.from_first(run.restore, model)
+    done = state["epoch"] if state else 0
+    distributed.from_first(run.cut, model, done)  # what was logged after the checkpoint
+    if state:
+        trainer.load(state)
     if 0 < done < settings.epochs:
         print(f"{model}: going on after epoch {done}", flush=True)
     steps = data.steps(settings.batch_size)
@@ -222,25 +220,6 @@ def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) ->
     return trainer
 
 
-def restore(trainer: Trainer, model: str, run: RunDirectory) -> int:
-    """Bring the trainers of all processes to the last checkpoint, and the log with them; the epoch it is of."""
-
-    def read() -> dict[str, Any]:
-        found: dict[str, Any] = {}
-
-        def load(state: dict[str, Any]) -> None:
-            trainer.load(state)  # one that does not fit is an error of `run.restore`, which names its file
-            found.update(state)
-
-        run.cut(model, run.restore(model, load))
-        return found
-
-    state = distributed.from_first(read)
-    if state:
-        trainer.load(state)
-    return int(state.get("epoch", 0))
-
-
 def accuracies(test: Inference, data: StudyData, last: bool) -> dict[str, Any]:
     """The fields of `Epoch` that come of the test images: a group's accuracy is the mean over its classes."""
     truth = test.labels * data.classes + test.predictions
@@ -251,9 +230,7 @@ def accuracies(test: Inference, data: StudyData, last: bool) -> dict[str, Any]:
         "overall": per_class.mean().item(),
         "majority": per_class[: data.majority].mean().item() if split else None,
         "minority": per_class[data.majority :].mean().item() if split else None,
-        "per_class": tuple(per_class.tolist()),
         "confusion": tuple(map(tuple, confusion.tolist())) if last else None,
-        "test_solver": test.solver,
     }
 
 

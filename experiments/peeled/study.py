@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 from nc_study.config import MODELS, SettingsError, check_field, flag_of, option
-from nc_study.provenance import commit, machine, now, versions
+from nc_study.provenance import provenance
 from torch import Tensor
 from tqdm import tqdm
 
@@ -79,7 +79,7 @@ class PeeledSettings:
 
 def run(settings: PeeledSettings, quiet: bool = False) -> Part:
     """Solve everything; the result as it is written to layer_peeled.json."""
-    start, code = time.perf_counter(), commit()
+    start = time.perf_counter()
     torch.set_num_threads(settings.threads)
     with tqdm(desc="solves", unit="solve", disable=quiet or None) as bar:
         study = Study(settings, bar)
@@ -89,11 +89,8 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Part:
         "settings": asdict(settings),
         **parts,
         "claims": theory.claims_of(parts),
-        "versions": versions(),
-        "machine": asdict(machine(settings.threads, "cpu")),
-        "commit": code,
         "seconds": round(time.perf_counter() - start, 1),
-        "finished": now(),
+        **provenance(settings.threads, "cpu"),
     }
 
 

@@ -52,14 +52,13 @@ def test_the_eager_solve_with_a_short_history(problem):
 @pytest.mark.parametrize("shape", [(2, 8, 4, 4), (3, 16)], ids=["residual", "fc"])
 def test_the_layers_have_the_gradient_of_deqfast(layer, adjoint, shape):
     kind = "residual" if len(shape) == 4 else "fc"
-    case = training.TrainingCase(cell=kind, shape=shape, adjoint=adjoint, solver=deqfast.Broyden(1e-12, 80, history=80))
-    setup = training.Setup(case, "torch", "cpu", torch.float64)
-    exact, _, _ = training.exact_gradient(case, explicit=False)
+    given = training.Layer(kind, shape, adjoint, deqfast.Broyden(1e-12, 80, history=80))
+    setup, (exact, _) = training.Setup(given, "torch", "cpu", torch.float64), training.exact_gradient(given)
     build = {"eager": peers.eager_layer, "torchdeq": peers.torchdeq_layer}[layer]
-    gradient, _ = setup.step(build(setup.cell, case.solver, adjoint))
+    gradient, _ = setup.step(build(setup.cell, given.solver, adjoint))
     # Their backward solves stop at a residual of 1e-6.
     tolerance = GRADIENT if adjoint == "jfb" else 1e-4
-    assert relative_error(training.flat(gradient), training.flat(exact)) <= tolerance
+    assert relative_error(training.flat(gradient), exact) <= tolerance
 
 
 def test_the_pseudo_inverse_measures_the_same_neural_collapse():

@@ -12,19 +12,12 @@ from deqfast.testing import records
 
 ROOT = Path(__file__).resolve().parents[2]
 SELECTED = ["-k", "fc_vjp and not cuda"]
-INTERRUPTION = """
+PLUGIN = """
 import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    raise KeyboardInterrupt
-"""
-FAILURE = """
-import pytest
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown():
-    pytest.fail("planted")
+    {}
 """
 
 
@@ -42,7 +35,7 @@ def checkout(tmp_path, monkeypatch):
     return {name: tmp_path / name for name in names}
 
 
-def test_what_a_recording_writes_is_no_change_of_the_commit(checkout):
+def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_extensions_are(checkout, monkeypatch):
     commit = record.commit()
     assert len(commit) == 40
     source = checkout.pop("a.py")
@@ -51,10 +44,7 @@ def test_what_a_recording_writes_is_no_change_of_the_commit(checkout):
     assert record.commit() == commit
     source.write_text("after")
     assert record.commit() == commit + "+changes"
-
-
-def test_an_extension_of_other_sources_is_a_change_and_told(checkout, monkeypatch):
-    commit = record.commit()
+    source.write_text("before")
     monkeypatch.setattr(record, "stale_extensions", lambda: ["_C_cpu was built before"])
     with pytest.warns(UserWarning, match="_C_cpu was built before"):
         assert record.commit() == commit + "+changes"
@@ -86,8 +76,8 @@ def recorded(folder, target, *options):
 
 
 def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_one_leaves_alone(tmp_path):
-    (tmp_path / "interruption.py").write_text(INTERRUPTION)
-    (tmp_path / "failure.py").write_text(FAILURE)
+    for name, body in (("interruption", "raise KeyboardInterrupt"), ("failure", 'pytest.fail("planted")')):
+        (tmp_path / f"{name}.py").write_text(PLUGIN.format(body))
     target, timings = tmp_path / "suite.json", tmp_path / "benchmark.json"
     result = recorded(tmp_path, target, "-p", "failure", "--remark", "quiet", "--benchmark-json", str(timings))
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout

@@ -49,3 +49,19 @@ def test_aligned_rows_are_loaded_by_16_bytes(kernels):
     assert len(aligned) > 30
     for kernel in aligned:
         assert kernel.wide_loads, kernel
+
+
+def test_code_is_read_once(monkeypatch, tmp_path):
+    read = []
+
+    def look(name):
+        read.append(name)
+        return [name, 1]
+
+    for folder, expected in (("", ["a", "a"]), (str(tmp_path / "kept"), ["a", "b"])):
+        monkeypatch.setenv("DEQFAST_DISASSEMBLED", folder)
+        read.clear()
+        assert [cuobjdump.read_once(b"code", lambda: look("a")) for _ in range(2)] == [["a", 1]] * 2
+        if folder:
+            assert cuobjdump.read_once(b"other code", lambda: look("b")) == ["b", 1]
+        assert read == expected

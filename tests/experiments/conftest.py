@@ -53,8 +53,9 @@ def made_up(tmp_path: Path) -> Callable[..., Path]:
                 run.append(model, made_up_epoch(number, settings, model == "deq", shift))
         if features:
             random, labels = np.random.default_rng(0), np.repeat(np.arange(settings.classes), 2)
-            one = {"features": random.normal(size=(len(labels), 4)).astype(np.float16), "labels": labels}
-            write_arrays(run.features, {model: one for model in settings.models})
+            features = random.normal(size=(len(labels), 4)).astype(np.float16)
+            arrays = {f"{model}/features": features for model in settings.models}
+            write_arrays(run.features, arrays | {f"{model}/labels": labels for model in settings.models})
         (run.path / "settings.json").write_bytes(to_json(Begun(FORMAT, settings.experiment)))
         run.conclude(made_up_result(settings, shift))
         return run.path

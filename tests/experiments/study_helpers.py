@@ -20,16 +20,7 @@ import pytest
 import torch
 from nc_study.config import Settings, settings_from
 from nc_study.data import Source, StudyData, class_sizes, load
-from nc_study.record import (
-    Collapse,
-    Epoch,
-    KernelChoice,
-    RunResult,
-    Seconds,
-    SolverColumns,
-    SolverSummary,
-    SpectralRadius,
-)
+from nc_study.record import Epoch, KernelChoice, RunResult, Seconds, SolverSummary, SpectralRadius
 from nc_study.results import network_result, run_result
 from torch.utils._pytree import tree_flatten
 
@@ -157,7 +148,7 @@ def solver_summary(classes: int) -> SolverSummary:
     """Made-up solves, in which class k takes k percent more of everything than class 0."""
     means = {"iterations": 11.0, "residual": 5e-4, "converged": 0.9}
     per_class = {name: tuple(value * (1 + k / 100) for k in range(classes)) for name, value in means.items()}
-    return SolverSummary(**means, max_iter=2, nonfinite=0, stalled=0, skipped=1, per_class=SolverColumns(**per_class))
+    return SolverSummary(**means, max_iter=2, nonfinite=0, stalled=0, skipped=1, per_class=per_class)
 
 
 def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0) -> Epoch:
@@ -165,9 +156,8 @@ def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0
     classes, gain = settings.classes, shift if deq else 0.0
     random = np.random.default_rng([number, deq, settings.seed])
     split = settings.majority is not None
-    solver = solver_summary(classes) if deq else None
-    metrics = {"rank": 9, "condition": 0.1, "nc2_paper": 0.9, "nc2_centered": 1.0, "nc3_centered": 0.8, "nc4": 0.5}
-    metrics |= {"num_classes": 10, "excluded": 0}
+    centred = {"nc2_centered": 1.0, "nc3_centered": 0.8}
+    collapse = {"nc1": 3 / number, "nc2": 1.0 - gain / 10, "nc3": 0.9 - gain / 10, "nc4": 0.5, **centred}
     return Epoch(
         epoch=number,
         lr=0.1,
@@ -176,11 +166,9 @@ def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0
         overall=40 + settings.seed + number / 10 + gain,
         majority=80.0 + gain if split else None,
         minority=20 + settings.seed / 10 + gain if split else None,
-        per_class=(40.0,) * classes,
         confusion=tuple(map(tuple, random.integers(0, 9, (classes, classes)).tolist())),
-        train_solver=solver,
-        test_solver=solver,
-        nc=Collapse(**metrics, nc1=3 / number, nc2=1.0 - gain / 10, nc3=0.9 - gain / 10) if number % 2 == 0 else None,
+        train_solver=solver_summary(classes) if deq else None,
+        nc=collapse if number % 2 == 0 else None,
         seconds=Seconds(train=1.0, test=0.25, metrics=0.5),
     )
 
@@ -193,7 +181,7 @@ def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunR
     for model in settings.models:
         deq = model == "deq"
         epochs = [made_up_epoch(number, settings, deq, shift) for number in range(1, settings.epochs + 1)]
-        networks[model] = network_result(123, epochs, settings.majority_classes, radius if deq else None)
+        networks[model] = network_result(123, epochs, settings.setting.majority_classes, radius if deq else None)
     kernel = KernelChoice("triton", "cpp", "no GPU")
     return replace(run_result(settings, kernel, tuple(class_sizes(settings)), networks), **given)
 

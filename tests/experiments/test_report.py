@@ -11,7 +11,7 @@ from nc_study.config import StudyError
 from nc_study.record import RunResult, read_record
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
-from nc_study.reporting.report import build, main
+from nc_study.reporting.report import main, write
 from nc_study.reporting.runs import collect
 from study_helpers import EXPERIMENTS, run_script
 
@@ -44,7 +44,7 @@ def results(text, setting):
 
 
 def report_on(root, out):
-    return build([root], out).with_name("report.md").read_text()
+    return write(collect([root]), out).with_name("report.md").read_text()
 
 
 def test_the_table_holds_the_results_numbers_beside_the_papers(made_up, tmp_path, no_pictures):
@@ -120,7 +120,7 @@ def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch,
 def test_errors_are_told_in_a_line(made_up, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(StudyError, match="cannot write there"):
-        build([made_up().parent], tmp_path / "file" / "out")
+        write(collect([made_up().parent]), tmp_path / "file" / "out")
     assert main(None, [str(tmp_path / "absent")]) == 1
     assert capsys.readouterr() == ("", f"report.py: error: {tmp_path / 'absent'}: no such folder\n")
     with pytest.raises(SystemExit, match="2"):

@@ -8,6 +8,7 @@ from nc_study import figures
 from nc_study.config import StudyError
 from nc_study.reporting import pictures
 from nc_study.reporting.runs import collect
+from nc_study.rundir import write_arrays
 from study_helpers import made_up_result, made_up_settings
 
 
@@ -39,7 +40,7 @@ def test_seeds_become_a_mean_and_a_band_and_networks_differ_in_more_than_colour(
 )
 def test_the_solver_and_the_confusions_are_shown_by_group_and_class(given, groups):
     settings = made_up_settings(**given)
-    deq, majority = network("deq", **given), settings.majority_classes
+    deq, majority = network("deq", **given), settings.setting.majority_classes
     figure = figures.solver_figure({"heading": ([deq], majority)})
     evaluations, _, converged, radius = figure.subfigs[0].axes
     assert {group: values[0] for group, values in lines(evaluations).items()} == pytest.approx({"overall": 11} | groups)
@@ -54,12 +55,12 @@ def test_the_solver_and_the_confusions_are_shown_by_group_and_class(given, group
     assert np.allclose(explicit, both) and np.allclose(explicit.sum(1), 100)
 
 
-def test_features_are_sorted_by_class_and_refused_where_they_are_too_few(made_up, monkeypatch):
+def test_features_are_sorted_by_class_and_refused_where_they_are_too_few(made_up):
     path = made_up(model="deq", features=True) / "features.npz"
     features, labels = pictures.read_features(path, "deq")
     assert features.shape == (20, 4) and labels.tolist() == sorted(labels.tolist())
-    group = {"features": np.array([[1.0], [np.inf], [2.0], [3.0]], dtype=np.float16), "labels": np.array([1, 0, 0, 1])}
-    monkeypatch.setattr(pictures, "read_arrays", lambda _: {"deq": group})
+    few = np.array([[1.0], [np.inf], [2.0], [3.0]], dtype=np.float16)
+    write_arrays(path, {"deq/features": few, "deq/labels": np.array([1, 0, 0, 1])})
     with pytest.raises(StudyError, match="3 images with finite features"):
         pictures.read_features(path, "deq")
 

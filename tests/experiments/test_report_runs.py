@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 from nc_study.config import Setting, StudyError
-from nc_study.record import FORMAT, Failure, RunResult, read_record, to_json
+from nc_study.record import FORMAT, RunResult, read_record, to_json
 from nc_study.reporting.runs import collect
+from nc_study.rundir import RunDirectory
 
 SETTING = Setting("cifar10", 3, 10)
 
 
 def test_each_kind_of_folder_is_told_apart(made_up, tmp_path):
     whole = made_up()
-    for name in ("old", "new", "half", "mistyped", "unfinished", "failed"):
+    for name in ("old", "new", "half", "mistyped", "wrong", "unfinished", "failed"):
         made_up(name, seed=9)
     root = whole.parent
     result = json.loads((whole / "result.json").read_text())
@@ -23,12 +24,14 @@ def test_each_kind_of_folder_is_told_apart(made_up, tmp_path):
     (root / "new" / "result.json").write_text(json.dumps({**result, "format": FORMAT + 1}))
     (root / "half" / "result.json").write_text((whole / "result.json").read_text()[:500])
     (root / "mistyped" / "result.json").write_text(json.dumps({**result, "machine": "fast"}))
+    result["settings"]["lr"] = -1
+    (root / "wrong" / "result.json").write_text(json.dumps(result))
     (root / "unfinished" / "result.json").unlink()
     with open(root / "unfinished" / "deq.jsonl", "r+b") as log:
         log.truncate(len(log.readline()) + 7)
     (root / "failed" / "result.json").unlink()
     for path in (whole, root / "failed"):  # a run that failed once and then finished counts
-        (path / "failed.json").write_bytes(to_json(Failure("the disk is full", "x", "y")))
+        RunDirectory(path).fail("the disk is full")
     (root / "other").mkdir()
     found = collect([tmp_path])
     assert [run.path for group in found.groups for run in group.finished] == [whole]
@@ -38,6 +41,7 @@ def test_each_kind_of_folder_is_told_apart(made_up, tmp_path):
         "new": ("written by another version", "a newer version"),
         "half": ("unreadable", "half/result.json cannot be read"),
         "mistyped": ("unreadable", "$.machine"),
+        "wrong": ("unreadable", "--lr -1.0: more than 0"),
         "unfinished": ("unfinished", "explicit: 4 of 4 epochs, deq: 1 of 4 epochs"),
         "failed": ("failed", "the disk is full"),
     }

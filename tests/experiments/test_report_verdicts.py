@@ -82,7 +82,7 @@ def test_a_pair_without_the_metric_does_not_count(made_up):
     path = made_up() / "result.json"
     result = read_record(RunResult, path)
     deq = result.networks["deq"]
-    networks = {**result.networks, "deq": replace(deq, nc=replace(deq.nc, nc3=None))}
+    networks = {**result.networks, "deq": replace(deq, nc={**deq.nc, "nc3": None})}
     path.write_bytes(to_json(replace(result, networks=networks)))
     (found,) = collect([path.parent]).groups
     assert judge(found, NC3)[0] == "not enough runs (0)" and judge(found, NC2)[0] == "not enough runs (1)"

@@ -134,9 +134,9 @@ def test_an_explicit_network_has_features_and_no_radius(data, tmp_path):
     radius, arrays = analyse(build("explicit", SETTINGS), data)
     assert radius is None
     assert arrays["features"].shape == (3 * 50 + 7 * 10, 8) and arrays["labels"].shape == (220,)
-    write_arrays(tmp_path / "features.npz", {"explicit": arrays})
+    write_arrays(tmp_path / "features.npz", arrays)
     back = read_arrays(tmp_path / "features.npz")
-    assert (back["explicit"]["features"] == arrays["features"]).all() and list(back) == ["explicit"]
+    assert (back["features"] == arrays["features"]).all() and back.keys() == arrays.keys()
     (tmp_path / "features.npz").write_bytes(b"half")
     with pytest.raises(StudyError, match="features.npz cannot be read"):
         read_arrays(tmp_path / "features.npz")

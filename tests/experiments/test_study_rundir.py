@@ -20,21 +20,19 @@ def run(tmp_path):
     return directory
 
 
-def restored(run):
-    states = []
-    epoch = run.restore("deq", states.append)
-    return epoch, states[0]["weight"] if states else None
-
-
 def test_a_full_disk_leaves_the_last_checkpoint_and_no_litter(run, monkeypatch):
-    assert restored(run) == (0, None)
+    assert run.restore("deq") is None
     for epoch in (1, 2):
         run.save("deq", {"epoch": epoch, "weight": torch.full((100,), float(epoch))})
     full_disk(monkeypatch)
     with pytest.raises(StudyError, match="deq.ckpt: No space left on device; what was saved before is intact"):
         run.save("deq", {"epoch": 3, "weight": torch.zeros(5)})
-    epoch, weight = restored(run)
-    assert epoch == 2 and (weight == 2).all() and [path.name for path in run.path.iterdir()] == ["deq.ckpt"]
+    state = run.restore("deq")
+    assert (
+        state["epoch"] == 2
+        and (state["weight"] == 2).all()
+        and [path.name for path in run.path.iterdir()] == ["deq.ckpt"]
+    )
 
 
 class Harm:
@@ -55,7 +53,7 @@ def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(run, damage):
     else:
         path.write_bytes(content[:middle] + (b"\xff" + content[middle + 1 :] if damage == "flip" else b""))
     with pytest.raises(StudyError, match="deq.ckpt is damaged .* delete it, and --resume trains deq from the start"):
-        restored(run)
+        run.restore("deq")
 
 
 def test_lines_after_the_checkpoint_are_dropped(run):
@@ -84,6 +82,16 @@ def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run)
     (run.path / "result.json").write_text("{}")
     with pytest.raises(StudyError, match="holds a finished run"):
         run.start(made_up_settings(lr=0.3))
+
+
+def test_a_run_on_drawn_images_goes_on_with_the_same_drawing_alone(run, monkeypatch):
+    for dataset in ("cifar10", "shapes"):
+        run.start(made_up_settings(dataset=dataset))
+    run.save("deq", {"epoch": 1})
+    run.start(made_up_settings(dataset="shapes", resume=True))
+    monkeypatch.setattr("nc_study.config.DRAWING", 99)
+    with pytest.raises(StudyError, match="was begun with drawing 1, not 99"):
+        run.start(made_up_settings(dataset="shapes", resume=True))
 
 
 OLD = json.dumps({"format": FORMAT - 1})

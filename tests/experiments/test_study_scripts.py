@@ -58,10 +58,10 @@ def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(t
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
     arguments = [word for word in TINY if word not in ("--dataset", "shapes", "--ratio", "10")]
-    assert run_script("cifar_balanced.py", *arguments, "--epochs", "1", "--model", "explicit") == 0
+    assert run_script("cifar_balanced.py", *arguments, "--epochs", "1", "--n-majority", "5", "--model", "explicit") == 0
     printed = capsys.readouterr().out
     assert "data: shapes instead of CIFAR-10: not under data, and the download failed" in printed
-    assert "300 training images (10 classes of 30)" in printed
+    assert "50 training images (10 classes of 5)" in printed
     assert "93.05±0.17" in printed and "minority" not in printed
     assert (tmp_path / "runs" / "shapes-balanced-quick-explicit-broyden-jfb-seed0" / "result.json").exists()
     assert not list((tmp_path / "data").iterdir())

@@ -56,8 +56,8 @@ def test_the_tally_counts_every_kind_and_every_class():
     assert summary.converged == pytest.approx(3 / 8)
     assert summary.iterations == pytest.approx((21 + 3) / 8)
     assert summary.residual == pytest.approx((1e-4 + 0.5 + 1.5 + 0.2 + 1e-2 + 2e-4) / 7)  # of the finite ones
-    assert summary.per_class.iterations == pytest.approx(((1 + 2 + 2) / 3, (3 + 4 + 5) / 3, None, (6 + 1) / 2))
-    assert summary.per_class.converged == pytest.approx((2 / 3, 0, None, 1 / 2))
+    assert summary.per_class["iterations"] == pytest.approx(((1 + 2 + 2) / 3, (3 + 4 + 5) / 3, None, (6 + 1) / 2))
+    assert summary.per_class["converged"] == pytest.approx((2 / 3, 0, None, 1 / 2))
 
 
 def test_without_a_usable_sample_no_step_is_taken(monkeypatch):
@@ -133,7 +133,7 @@ def test_an_epochs_line_says_it_all():
     line = one.run_epoch(1, tqdm(disable=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert from_json(Epoch, to_json(line)) == line
-    assert line.train_solver and line.test_solver and line.nc.num_classes == 10 and line.confusion is None
+    assert line.train_solver and line.nc["num_classes"] == 10 and line.confusion is None
     assert one.network.classifier.weight.square().sum() <= 0.1 + 1e-6
 
 
@@ -149,11 +149,10 @@ def test_accuracy_is_the_mean_over_classes():
     truth = torch.arange(10).repeat_interleave(2)
     predictions = torch.where(truth < 3, truth, 0)
     predictions[truth == 5] = torch.tensor([5, 7])
-    found = accuracies(Inference(predictions, truth, torch.zeros(20, 1), None), data, last=True)
+    found = accuracies(Inference(predictions, truth, torch.zeros(20, 1)), data, last=True)
     assert found["majority"] == 100
     assert found["minority"] == pytest.approx(50 / 7)
     assert found["overall"] == pytest.approx(0.3 * 100 + 0.7 * 50 / 7)
-    assert found["per_class"][5] == 50
     assert sum(map(sum, found["confusion"])) == 20 and found["confusion"][5] == (0, 0, 0, 0, 0, 1, 0, 1, 0, 0)
     balanced = dataclasses.replace(data, majority=10)
-    assert accuracies(Inference(predictions, truth, torch.zeros(20, 1), None), balanced, last=False)["minority"] is None
+    assert accuracies(Inference(predictions, truth, torch.zeros(20, 1)), balanced, last=False)["minority"] is None

@@ -14,7 +14,6 @@ from ..config import MODELS, Setting, StudyError
 from ..paper import FIGURES
 from ..rundir import read_arrays
 from .runs import Group
-from .tables import name_of
 
 FEWEST_IMAGES = 10
 SEEDS = "With more than one seed a line is their mean, and the band their range."
@@ -55,7 +54,7 @@ def pictures(group: Group) -> Iterator[Picture]:
     for setting in group.settings:
         yield from _features(group, setting)
     networks = {setting: list(group.networks(setting, "deq").values()) for setting in group.settings}
-    rows = {_heading(group, one): (found, _majority(group, one)) for one, found in networks.items() if found}
+    rows = {_heading(group, one): (found, one.majority_classes) for one, found in networks.items() if found}
     if rows:
         yield Picture("solver", "Solver of the DEQ", SOLVER, figures.solver_figure(rows))
     yield Picture("confusion", "Confusions", CONFUSION, _confusion(group))
@@ -69,12 +68,7 @@ def _of_figure(group: Group, number: str) -> list[Setting]:
 
 
 def _heading(group: Group, setting: Setting) -> str:
-    return f"{group.experiment.dataset}, {name_of(setting)}; {group.experiment.preset} preset"
-
-
-def _majority(group: Group, setting: Setting) -> int:
-    classes = group.experiment.classes
-    return classes if setting.majority is None else setting.majority * classes // 10
+    return f"{setting}; {group.experiment.preset} preset"
 
 
 def _course(group: Group, settings: list[Setting]) -> Figure:
@@ -93,8 +87,7 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     if not left:
         return
     run, classes = runs[left[0]], group.experiment.classes
-    split = "balanced" if setting.majority is None else f"k{setting.majority}-r{setting.ratio}"
-    name, title = f"{split}-features", f"Features, {name_of(setting)}"
+    name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}"
     if setting in _of_figure(group, "2"):
         name, title = "figure2", "After figure 2 of the paper"
     try:
@@ -102,15 +95,15 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     except StudyError as error:
         yield Picture(name, title, f"Not drawn: {error}.", None)
         return
-    figure = figures.features_figure(features, classes, _majority(group, setting), _heading(group, setting))
+    figure = figures.features_figure(features, classes, setting.majority_classes, _heading(group, setting))
     yield Picture(name, title, FEATURES.format(seed=left[0]), figure)
 
 
 def read_features(path: Path, model: str) -> tuple[np.ndarray, np.ndarray]:
     """Read the features (N, D) and labels (N,) of a network, sorted by class, without the rows that are not finite.
     StudyError where they are damaged or too few."""
-    arrays = read_arrays(path)[model]
-    features, labels = arrays["features"], arrays["labels"]
+    arrays = read_arrays(path)
+    features, labels = arrays[f"{model}/features"], arrays[f"{model}/labels"]
     kept = np.isfinite(features).all(1)
     if kept.sum() < FEWEST_IMAGES:
         raise StudyError(f"{path}: {kept.sum()} images with finite features, and a t-SNE takes {FEWEST_IMAGES}")
@@ -123,7 +116,7 @@ def _confusion(group: Group) -> Figure:
     for setting in group.settings:
         for model in MODELS:
             if networks := group.networks(setting, model):
-                title = f"{name_of(setting)}, {figures.LABELS[model]}"
+                title = f"{setting.imbalance}, {figures.LABELS[model]}"
                 panels[title] = [network.confusion for network in networks.values()]
-                majority.append(_majority(group, setting))
+                majority.append(setting.majority_classes)
     return figures.confusion_figure(panels, majority)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..config import StudyError
+from ..cli import told
 from ..figures import png
 from ..paper import CLAIMS, RATIOS
 from ..record import AVERAGED
@@ -27,15 +26,13 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folder that holds runs, at any depth")
     parser.add_argument("--out", type=Path, help="folder for the report (default: report in the first of RUNS)")
     asked = parser.parse_args(argv)
-    out = asked.out or asked.runs[0] / "report"
-    try:
-        found = collect(asked.runs)
-        page = write(found, out)
-    except StudyError as error:
-        print(f"report.py: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return told("report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole")
+
+
+def show(runs: list[Path], out: Path) -> int:
+    """Write the report on the runs under some folders into `out`, and print the verdicts; 0."""
+    found = collect(runs)
+    page = write(found, out)
     for entry in found.rejected:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
     for group in found.groups:
@@ -43,11 +40,6 @@ def main(description: str | None, argv: Sequence[str] | None = None) -> int:
         print(f"{group.name}, {len(group.finished)} finished runs", *verdicts, sep="\n", end="\n\n")
     print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
-
-
-def build(runs: list[Path], out: Path) -> Path:
-    """Write the report on the runs under some folders into `out`; return the path of its HTML page."""
-    return write(collect(runs), out)
 
 
 def write(found: Collection, out: Path) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..config import MODELS, PRESETS, Experiment, Setting, StudyError, flag_of
+from ..config import MODELS, Experiment, Setting, StudyError, flag_of, preset_values
 from ..paper import differences
 from ..record import NetworkResult, OtherFormat, RunResult
 from ..rundir import RunDirectory
@@ -47,8 +47,7 @@ class Group:
     def name(self) -> str:
         """The preset, the data, the solver, the gradient, and every option in which it departs from the preset."""
         one = self.experiment
-        usual = {**USUAL, **PRESETS.get(one.preset, {}), "precision": "fp32"}
-        usual |= {name: value[one.classes] for name, value in usual.items() if isinstance(value, dict)}
+        usual = {**USUAL, **preset_values(one.preset, one.classes), "precision": "fp32"}
         named = ("preset", "dataset", "solver", "adjoint")
         apart = [(name, value) for name, value in identity(one) if name not in named and value != usual.get(name)]
         parts = [f"{one.preset} preset on {one.dataset}", one.solver, one.adjoint]
@@ -113,7 +112,7 @@ def collect(roots: Sequence[Path]) -> Collection:
             if folder.finished:
                 finished.append(Run(path, folder.result))
             elif failure := folder.failure:
-                rejected.append(Rejected(path, "failed", failure.error))
+                rejected.append(Rejected(path, "failed", failure))
             elif begun := folder.begun:
                 done = (f"{model}: {len(folder.epochs(model))} of {begun.epochs} epochs" for model in begun.models)
                 rejected.append(Rejected(path, "unfinished", ", ".join(done)))

@@ -13,12 +13,6 @@ Row = dict[str, object]
 NOTHING = "–"
 
 
-def name_of(setting: Setting) -> str:
-    """Name a setting where its data are known."""
-    split = f"({setting.majority},{10 - (setting.majority or 0)}) R = {setting.ratio}"
-    return "balanced" if setting.majority is None else split
-
-
 def verdict_rows(group: Group) -> list[Row]:
     """Judge every claim of the paper, with the numbers that a verdict rests on and the paper's own."""
     return [
@@ -45,7 +39,7 @@ def result_rows(group: Group) -> list[Row]:
 def _result(group: Group, setting: Setting, model: str) -> Row:
     networks = list(group.networks(setting, model).values())
     printed = PAPER.get(on_cifar(setting), {}).get(model)
-    row: Row = {"setting, number of seeds": f"{name_of(setting)}, {len(networks) or 'not run'}"}
+    row: Row = {"setting, number of seeds": f"{setting.imbalance}, {len(networks) or 'not run'}"}
     row["network"] = LABELS[model]
     for classes in GROUPS:
         paper = getattr(printed, classes, None)
