@@ -7,6 +7,7 @@ from torch import Tensor
 
 _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MAX_COUNTED_CLASSES = 1 << 20  # more are a wrong label, whose class means would not fit into memory
 _CENTERS = ("class-means", "samples")
 
 
@@ -45,6 +46,8 @@ def check_label_range(labels: Tensor, num_classes: int | None) -> int:
     low, high = torch.stack(labels.aminmax()).tolist()
     if num_classes is None:
         num_classes = high + 1
+        if num_classes > MAX_COUNTED_CLASSES:
+            raise ValueError(f"labels holds {high}, of {num_classes} classes; give num_classes where so many are meant")
     for value in (low, high):
         if not 0 <= value < num_classes:
             raise ValueError(f"labels holds {value}; every label must be in [0, {max(num_classes, 1)})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -208,6 +208,24 @@ class NeuralCollapse(Metric):
         whitening = between.whitening
         within = ((scatter @ whitening) * whitening).sum(0).clamp_min(0)
         return make_result(stats, between, within, weight, None, excluded, resolution)
+
+    def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> nn.Module:
+        """Move the metric with the model that holds it. A dtype is converted by ``set_dtype`` alone, and of features."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(fn(tensor.new_empty(0)).device)
+
+        own = [name for name in self._defaults if name != "features"]
+        # torchmetrics maps over what compute returned, Python numbers in a frozen dataclass.
+        caches, self._forward_cache, self._computed = (self._forward_cache, self._computed), None, None
+        super()._apply(fn if self._dtype_convert else move, [*exclude_state, *own])
+        self._forward_cache, self._computed = caches
+        for name in own:
+            state = getattr(self, name)
+            setattr(self, name, move(state) if isinstance(state, Tensor) else [move(part) for part in state])
+            default = self._defaults[name]
+            self._defaults[name] = move(default) if isinstance(default, Tensor) else default
+        return self
 
     def _wrap_compute(self, compute: Callable) -> Callable:
         # torchmetrics maps a function over the fields of what compute returns, which a frozen dataclass refuses.

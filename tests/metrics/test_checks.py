@@ -30,6 +30,7 @@ BAD = [
     ({"labels": torch.arange(5)}, ValueError, r"labels has shape \(5,\); it must be \(6,\)"),
     ({"labels": torch.zeros(6, 1, dtype=torch.int64)}, ValueError, r"labels has shape \(6, 1\)"),
     ({"labels": torch.tensor([0, 1, 2, 0, 1, -1])}, ValueError, r"labels holds -1; .*\[0, 3\)"),
+    ({"labels": torch.tensor([0, 1, 2, 0, 1, 2**33])}, ValueError, r"labels holds 8589934592, .*give num_classes"),
     ({"num_classes": 2}, ValueError, r"labels holds 2; .*\[0, 2\)"),
     ({"classifier_weight": torch.ones(2, 4)}, ValueError, r"labels holds 2; .*\[0, 2\)"),
     ({"num_classes": 0}, ValueError, r"num_classes is 0; it must be at least 1"),

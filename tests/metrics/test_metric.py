@@ -211,6 +211,25 @@ def test_inference_mode_and_gradients(streaming):
     assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
 
 
+@list_and_streaming
+def test_it_moves_and_converts_with_the_model_that_holds_it(streaming):
+    """Labels stay integers, moments float64; features become another dtype by ``set_dtype`` alone."""
+    features, labels = torch.randn(60, 4), torch.arange(60) % 3 + 2000
+    weight = torch.randn(2003, 4)
+    expected, model = NeuralCollapse(2003, weight, streaming=streaming), torch.nn.Module()
+    model.metric = NeuralCollapse(2003, weight, streaming=streaming)
+    expected.update(features, labels)
+    assert model.metric(features, labels) == expected.compute()  # which torchmetrics keeps
+    model.to(torch.bfloat16).half()
+    assert model.metric.compute() == expected.compute()
+    model.metric.set_dtype(torch.float16)
+    if streaming:
+        assert model.metric.compute() == expected.compute()
+    else:
+        assert model.metric.features[0].dtype == torch.float16 and torch.equal(model.metric.labels[0], labels)
+    assert model.metric.to("meta").device.type == "meta"
+
+
 def test_metric_collection():
     features, labels, weight = make_samples(777, 63, 10)
     both = MetricCollection({"list": NeuralCollapse(10, weight), "stream": NeuralCollapse(10, weight, streaming=True)})
