@@ -12,7 +12,10 @@ from torch.utils import _pytree as pytree
 
 from .adjoints import SHINE, Adjoint, Problem, Unrolled, as_adjoint
 from .graphs import Graphs
+from .grouping import Groups
+from .notice import Notice
 from .ops import check_kernel_name
+from .packing import Packing
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import check_count
@@ -37,6 +40,8 @@ class DEQBlock(nn.Module):
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
             or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
         trace: record the residual after every evaluation in ``Solution.trace``.
+        warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
+            are inconsistent, see ``Status``. On a GPU it is said one call late, so that nothing waits.
 
     Attributes:
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
@@ -72,6 +77,7 @@ class DEQBlock(nn.Module):
         compact: bool = False,
         cuda_graph: bool | str = False,
         trace: bool = False,
+        warn: bool = True,
     ):
         super().__init__()
         if not callable(cell):
@@ -91,6 +97,8 @@ class DEQBlock(nn.Module):
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         self._check_combination()
         self.backward_solution = None
+        self.warn = warn
+        self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._checked_training = False
 
     def _check_combination(self) -> None:
@@ -102,25 +110,27 @@ class DEQBlock(nn.Module):
         if isinstance(self.adjoint, Unrolled) and (records or self.graphs is not None):
             raise ValueError("Unrolled runs no solver: compact, trace and cuda_graph have no meaning for it")
 
-    def forward(self, x: Any, z0: Any = None, return_solution: bool = False) -> Any:
+    def forward(self, x: Any, z0: Any = None, return_solution: bool = False, groups: Tensor | str | None = None) -> Any:
         """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
 
         Args:
             x: what the cell takes: a tensor, or a pytree of them with the batch as dimension 0.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution beside the value.
+            groups: for a cell that couples rows of z: the sample of each, or "all", see ``solve``.
 
         Returns:
             z*, a tree like z0; with `return_solution` (z*, Solution).
         """
         if self.training and not self._checked_training:
             self._warn_of_changing_cells()
+        z0 = self._initial_state(x) if z0 is None else z0
         problem = Problem(
             cell=self.cell,
             x=x,
-            z0=self._initial_state(x) if z0 is None else z0,
+            z0=z0,
             solver=self.solver if self.training or self.eval_solver is None else self.eval_solver,
-            options={"kernel": self.kernel, "check_every": self.check_every},
+            options={"kernel": self.kernel, "check_every": self.check_every, "groups": self._grouping(groups, z0)},
             forward_options={"compact": self.compact, "trace": self.trace},
             graphs=self.graphs,
             on_backward=self._keep_backward_solution,
@@ -132,7 +142,16 @@ class DEQBlock(nn.Module):
             self._notify("cancel_solve", "end_solve")
             raise
         self._notify("end_solve")
+        if self.warn:
+            self._forward_notice.look(solution)
         return (value, solution) if return_solution else value
+
+    def _grouping(self, groups: Tensor | str | None, z0: Any) -> Groups | None:
+        if groups is None:
+            return None
+        if self.graphs is not None:
+            raise ValueError("cuda_graph cannot be combined with groups, which may change from call to call")
+        return Packing(z0, groups).groups
 
     def _notify(self, *events: str) -> None:
         """Call of every submodule of the cell the first of these hooks that it has."""
@@ -143,6 +162,8 @@ class DEQBlock(nn.Module):
 
     def _keep_backward_solution(self, solution: Solution) -> None:
         self.backward_solution = solution
+        if self.warn:
+            self._backward_notice.look(solution)
 
     def _initial_state(self, x: Any) -> Any:
         if self.init is not None:

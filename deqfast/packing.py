@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .grouping import Groups
+
 
 class _Leaf:
     """Shape, dtype and memory order of one tensor of the state; its samples are flattened in memory order."""
@@ -44,9 +46,12 @@ class _Leaf:
 
 
 class Packing:
-    """Map between the pytree that f takes and the rows (B, D) that the solvers work on."""
+    """Map between the pytree that f takes and the rows (B, D) that the solvers work on.
 
-    def __init__(self, z0: Any):
+    `groups`: samples of several rows of z0, see ``deqfast.solve``; None: each row is a sample.
+    """
+
+    def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None):
         leaves, self.spec = pytree.tree_flatten(z0)
         self.is_tensor = isinstance(z0, Tensor)
         if not leaves:
@@ -66,6 +71,12 @@ class Packing:
             raise ValueError("z0 must hold values, got tensors on the device meta")
         self.leaves = [_Leaf(leaf) for leaf in leaves]
         self.batch, self.device = len(leaves[0]), leaves[0].device
+        if isinstance(groups, Groups) or groups is None:
+            self.groups = groups
+        else:
+            self.groups = Groups(groups, self.batch, self.device)
+        if self.groups is not None:
+            self.batch = self.groups.count
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 
     def signature(self) -> tuple[Any, ...]:
@@ -81,7 +92,10 @@ class Packing:
 
     def pack(self, z: Any) -> Tensor:
         """Fresh rows (B, D) of z in the dtype of the solve."""
-        return self._joined(self.spec.flatten_up_to(z))
+        return self._gathered(self._joined(self.spec.flatten_up_to(z)))
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        return rows if self.groups is None else self.groups.gather(rows)
 
     def _joined(self, leaves: list[Tensor]) -> Tensor:
         rows = [leaf.rows(tensor).to(self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
@@ -111,12 +125,15 @@ class Packing:
         """Rows of f's output: a view of it where its dtype and memory order allow, never of the iterate `z`."""
         leaves = self.check_value(value)
         if len(leaves) > 1:
-            return self._joined(leaves)
+            return self._gathered(self._joined(leaves))
         rows = self.leaves[0].rows(leaves[0]).to(self.dtype).contiguous()
-        return rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
+        rows = rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
+        return self._gathered(rows)
 
     def unpack(self, rows: Tensor) -> Any:
         """Argument of f: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
+        if self.groups is not None:
+            rows = self.groups.scatter(rows)
         if self.is_tensor:
             return self.leaves[0].restore(rows).to(self.leaves[0].dtype)
         parts: Sequence[Tensor] = [rows]

@@ -18,6 +18,9 @@ class Status(IntEnum):
         CONVERGED: the residual met the tolerance.
         NONFINITE: f returned NaN or infinity.
         STALLED: a bfloat16 or float16 f came to its rounding floor above the tolerance.
+        INCONSISTENT: the residual met the tolerance in the solve, and did not when f was called again at the answer, as
+            the gradient needs it. Then f couples the samples, see `groups` of ``solve``, or is another function at
+            every call.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
@@ -31,6 +34,7 @@ class Status(IntEnum):
     CONVERGED = 1
     NONFINITE = 2
     STALLED = 3
+    INCONSISTENT = 4
 
     @property
     def message(self) -> str:
@@ -43,6 +47,7 @@ _MESSAGES = {
     Status.CONVERGED: "The residual met the tolerance.",
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
+    Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
 }
 
 

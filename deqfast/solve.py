@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .grouping import Groups
 from .ops import choose_kernel
 from .packing import Packing, evaluate
 from .solution import Solution
@@ -31,6 +32,7 @@ def solve(
     compact: bool = False,
     trace: bool = False,
     keep_inverse: bool = False,
+    groups: Groups | Tensor | str | None = None,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -49,6 +51,10 @@ def solve(
         compact: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is then
             called as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
         trace: record the residual of the best iterate after every evaluation.
+        groups: for an f that couples rows of z, as a graph does its nodes: (N,) integers, the sample that each of the N
+            rows of z0 belongs to, from 0, in any order; or "all", for one sample of all rows. Residual, history and
+            freezing are then those of such samples, whose number is the Solution's B. Samples are lengthened to the
+            longest with zeros, in memory and in time. None: each row is a sample, and f must not couple rows.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:
@@ -73,7 +79,9 @@ def solve(
         check_count("check_every", check_every)
     if keep_inverse and not isinstance(solver, Multisecant):
         raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
-    packing = Packing(z0)
+    if compact and groups is not None:
+        raise ValueError("compact cannot be combined with groups: f could not tell which rows are left")
+    packing = Packing(z0, groups)
     chosen = choose_kernel(kernel, packing.device)
     with torch.no_grad():
         with torch.inference_mode(False):  # or what f does in place would not be counted

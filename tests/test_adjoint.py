@@ -9,7 +9,20 @@ import weakref
 import pytest
 import torch
 
-from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, FCCell, Implicit, Phantom, Picard, ResidualCell, Status, Unrolled
+from deqfast import (
+    JFB,
+    SHINE,
+    Anderson,
+    Broyden,
+    DEQBlock,
+    FCCell,
+    Implicit,
+    Phantom,
+    Picard,
+    ResidualCell,
+    Status,
+    Unrolled,
+)
 from deqfast.adjoints import as_adjoint
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close, rounding
 
@@ -369,7 +382,7 @@ class TestIncomingGradients:
         assert torch.isfinite(toy.w.grad).all()
 
 
-# Routes to a derivative of z -> sum(z^2) of second order in x; those of autograd.functional take an absent one for zero.
+# Routes to a second derivative in x; those of autograd.functional take one that is absent for zero.
 ROUTES = {
     "grad": lambda f, x: torch.autograd.grad(torch.autograd.grad(f(x), x, create_graph=True)[0].sum(), x),
     "backward": lambda f, x: torch.autograd.grad(f(x), x, create_graph=True)[0].sum().backward(inputs=[x]),

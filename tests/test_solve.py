@@ -561,8 +561,16 @@ class TestErrors:
             ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
             ({"check_every": 1.5}, TypeError, "check_every must be an integer, got 1.5"),
             ({"check_every": True}, TypeError, "check_every must be an integer, got True"),
-            ({"z0": torch.zeros(4, 3, device="meta")}, ValueError, "z0 must hold values, got tensors on the device meta"),
-            ({"f": lambda z: z.to(torch.complex64)}, TypeError, "f must return floating-point tensors, got torch.complex64"),
+            (
+                {"z0": torch.zeros(4, 3, device="meta")},
+                ValueError,
+                "z0 must hold values, got tensors on the device meta",
+            ),
+            (
+                {"f": lambda z: z.to(torch.complex64)},
+                TypeError,
+                "f must return floating-point tensors, got torch.complex64",
+            ),
             ({"f": lambda z: z > 0}, TypeError, "f must return floating-point tensors, got torch.bool"),
             ({"f": lambda z: z.long()}, TypeError, "f must return floating-point tensors, got torch.int64"),
         ],
@@ -668,7 +676,10 @@ def test_an_f_that_works_in_place_on_its_argument_is_refused(f, leaves, compact,
         return f([z, z])[0] if leaves == 1 else f(z)
 
     z0 = torch.rand(4, 3)
-    with torch.inference_mode(inference), pytest.raises(ValueError, match=r"f must not modify its argument z, .*z\.clone\(\)"):
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(ValueError, match=r"f must not modify its argument z, .*z\.clone\(\)"),
+    ):
         solve(cell, z0 if leaves == 1 else [z0, z0.clone()], compact=compact)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import deqfast
 from deqfast.ops import Kernel
-from deqfast.solvers.multisecant import DEFAULT_HISTORY
+
 
 JUDGED_PASSES = 2  # of an evaluation that no step follows: reads z and f
 PICARD_PASSES = 3  # reads z and f, writes z
@@ -24,7 +24,7 @@ def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32)
 
 def window(solver: Any) -> int:
     """Pairs that Anderson or Broyden keeps at most."""
-    return min(solver.history or DEFAULT_HISTORY, solver.max_iter)
+    return min(solver.history or solver.max_iter, solver.max_iter)
 
 
 def multisecant_passes(pairs: int, width: float) -> float:

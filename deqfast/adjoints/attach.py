@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution, Status
+from ..solvers.base import STALL_UNITS
+
+if TYPE_CHECKING:
+    from .base import Problem
 
 Gradients = list[Tensor | None]
 
@@ -33,7 +39,7 @@ class Attachment:
         evaluate: the map (z, x) -> z whose graph is recorded.
         z: z*, a tree of detached tensors.
         x: the second argument of `evaluate`.
-        broken: (B,) mask of samples that get no gradient; None: all do.
+        broken: (N,) mask of the rows that get no gradient; None: all do.
     """
 
     def __init__(
@@ -43,6 +49,11 @@ class Attachment:
         self.evaluation: list[Tensor] = pytree.tree_leaves(evaluate(z, x))
         self.inputs = requiring_grad(x)
         self.others = _leaves_behind(self.evaluation, self.inputs, pytree.tree_leaves(z))
+
+    def attach_to(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
+        """The solution's value with the gradient, and the solution in the light of this evaluation."""
+        leaves = pytree.tree_leaves(self.z)
+        return self.attach(solution.value), confirmed(solution, problem, leaves, self.evaluation)
 
     def attach(self, value: Any) -> Any:
         """`value`, a tree like z, with the gradient; itself where there is nothing to differentiate in."""
@@ -159,7 +170,7 @@ def _requires_grad(leaf: Any) -> bool:
 def _leaves_behind(outputs: list[Tensor], inputs: list[Tensor], excluded: list[Tensor]) -> list[Tensor]:
     """The leaves that `outputs` depend on other than through the non-leaf `inputs`, without those `excluded`."""
     seen = {(x.grad_fn, x.output_nr) for x in inputs if not x.is_leaf}
-    edges = [get_gradient_edge(y)[:2] for y in outputs if y.requires_grad]
+    edges: list[Any] = [get_gradient_edge(y)[:2] for y in outputs if y.requires_grad]
     own, found = {id(leaf) for leaf in excluded}, []
     while edges:
         edge = edges.pop()
@@ -172,6 +183,34 @@ def _leaves_behind(outputs: list[Tensor], inputs: list[Tensor], excluded: list[T
         elif id(leaf) not in own:
             found.append(leaf)
     return found
+
+
+def sample_norms(leaves: Sequence[Tensor], groups: Groups | None) -> Tensor:
+    """Norms of the samples, (B,), in float32 or float64."""
+    squares = sum(leaf.flatten(1).to(torch.promote_types(leaf.dtype, torch.float32)).square().sum(1) for leaf in leaves)
+    assert isinstance(squares, Tensor)
+    return (squares if groups is None else groups.sums(squares)).sqrt()
+
+
+@torch.no_grad()
+def confirmed(solution: Solution, problem: Problem, z: list[Tensor], evaluation: list[Tensor]) -> Solution:
+    """The solution, with samples INCONSISTENT that its solve took for converged and this evaluation at z* does not.
+
+    Twice the residual or the tolerance is allowed, and the rounding of f. Nothing waits for the device.
+    """
+    if not len(solution.status):
+        return solution
+    device = z[0].device.type
+    dtypes = [y.dtype for y in evaluation]
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    rounding = STALL_UNITS * max(torch.finfo(dtype).eps for dtype in dtypes)
+    size = sample_norms(evaluation, problem.groups)
+    gap = sample_norms([y - one for y, one in zip(evaluation, z, strict=True)], problem.groups)
+    scale = size if problem.solver.stop == "rel" else torch.ones_like(size)
+    allowed = 2 * solution.residual.clamp_min(problem.solver.tol) * scale + rounding * size
+    moved = (solution.status == Status.CONVERGED) & ~(gap <= allowed)
+    return replace(solution, status=torch.where(moved, int(Status.INCONSISTENT), solution.status).to(torch.int8))
 
 
 def per_row(mask: Tensor, like: Tensor) -> Tensor:
@@ -191,9 +230,11 @@ def _stand_in(tree: Any, broken: Tensor, donor: Tensor, healthy: Tensor) -> Any:
     return pytree.tree_map(replace_rows, tree)
 
 
-def without_broken(x: Any, solution: Solution) -> tuple[Any, Any, Tensor]:
-    """(z*, x, broken) with stand-ins in the rows whose solve met a value that is not finite."""
+def without_broken(x: Any, solution: Solution, groups: Groups | None = None) -> tuple[Any, Any, Tensor]:
+    """(z*, x, broken) with stand-ins in the rows of samples whose solve met a value that is not finite."""
     broken = solution.status == Status.NONFINITE
+    if groups is not None:
+        broken = groups.of_rows(broken)
     if not len(broken) or (broken.device.type == "cpu" and not bool(broken.any())):
         return solution.value, x, broken
     healthy = ~broken

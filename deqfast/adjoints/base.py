@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..graphs import Graphs
+from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
@@ -25,7 +26,7 @@ class Problem:
         x: the injection, a tensor or a pytree.
         z0: start of the iteration.
         solver: the solver of the forward solve.
-        options: arguments of every ``solve``, forward and backward: kernel, check_every.
+        options: arguments of every ``solve``, forward and backward: kernel, check_every, groups.
         on_backward: called with the Solution of a backward solve.
         forward_options: further arguments of the forward ``solve``: compact, trace, keep_inverse.
         graphs: where given, these capture the forward solve and replay it.
@@ -40,16 +41,22 @@ class Problem:
     forward_options: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
 
+    @property
+    def groups(self) -> Groups | None:
+        """Samples of several rows, if any."""
+        return self.options.get("groups")
+
     def solve(self) -> Solution:
         """Solution of the forward solve: by the cell's own ``fixed_point``, by graphs or by the loop."""
         records = self.forward_options.get("trace") or self.forward_options.get("keep_inverse")
-        if hasattr(self.cell, "fixed_point") and not records:
+        if hasattr(self.cell, "fixed_point") and not records and self.groups is None:
             with torch.no_grad():
                 solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])
             if solution is not None:
                 return solution
         if self.graphs is not None:
-            return self.graphs.solve(self.cell, self.x, self.z0, self.solver, **self.options)
+            options = {name: value for name, value in self.options.items() if name != "groups"}
+            return self.graphs.solve(self.cell, self.x, self.z0, self.solver, **options)
 
         batch = len(pytree.tree_leaves(self.z0)[0])
 
@@ -71,10 +78,10 @@ class Adjoint:
         solution = problem.solve()
         if not torch.is_grad_enabled():
             return solution.value, solution
-        return self.differentiate(problem, solution), solution
+        return self.differentiate(problem, solution)
 
-    def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        """``solution.value`` with its gradient attached, see ``Attachment``."""
+    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
+        """``solution.value`` with its gradient, and the solution as the gradient's evaluation confirms it."""
         raise NotImplementedError
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,13 @@ from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solve import solve
-from ..solvers import Solver, as_solver
+from ..solvers import Broyden, Solver, as_solver
 from .attach import Attachment, Gradients, detached, per_row, vjp, without_broken
 from .base import Adjoint, Problem
+
+# With all of its history Broyden takes the fewest products to a gradient that is right to 1e-5 where J has a spectral
+# radius of 0.95 to 0.99; what converges before is not charged for the rest.
+DEFAULT_SOLVER = Broyden(tol=1e-6, max_iter=100)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Implicit(Adjoint):
 
     Args:
         solver: the solver of the backward solve or the name of one, with stop="rel", so that the scale of the loss
-            changes nothing; None takes the forward's with tol 1e-6.
+            changes nothing; None: ``Broyden(tol=1e-6, max_iter=100)``, whatever the forward's.
 
     Raises:
         ValueError: `solver` is no solver, or has stop="abs".
@@ -50,11 +54,11 @@ class Implicit(Adjoint):
             if self.solver.stop != "rel":  # type: ignore[union-attr]
                 raise ValueError(f"the solver of Implicit must have stop='rel', got {self.solver}")
 
-    def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem.x, solution)
-        solver = self.solver if self.solver is not None else replace(problem.solver, tol=1e-6, stop="rel")
-        settings = _Settings(as_solver(solver), problem.options, problem.on_backward)
-        return _Inverted(settings, problem.cell, detached(z, requires_grad=True), x, broken).attach(solution.value)
+    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = without_broken(problem.x, solution, problem.groups)
+        settings = _Settings(as_solver(self.solver or DEFAULT_SOLVER), problem.options, problem.on_backward)
+        attachment = _Inverted(settings, problem.cell, detached(z, requires_grad=True), x, broken)
+        return attachment.attach_to(problem, solution)
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,9 @@ class _Inverted(Attachment):
 
         def f(u: Any) -> Any:
             products = vjp(self.evaluation, leaves, pytree.tree_leaves(u))
-            return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, start, strict=True)], spec)
+            return pytree.tree_unflatten(
+                [g if p is None else p + g for p, g in zip(products, start, strict=True)], spec
+            )
 
         settings = self.settings
         with self.autocast():

@@ -24,6 +24,6 @@ class JFB(Adjoint):
         torch.Size([8, 8])
     """
 
-    def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem.x, solution)
-        return Attachment("JFB", problem.cell, detached(z), x, broken).attach(solution.value)
+    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = without_broken(problem.x, solution, problem.groups)
+        return Attachment("JFB", problem.cell, detached(z), x, broken).attach_to(problem, solution)

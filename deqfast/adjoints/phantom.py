@@ -39,12 +39,13 @@ class Phantom(Adjoint):
         check_count("steps", self.steps)
         check_number("damping", self.damping, 0.0, 1.0, low_open=True)
 
-    def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem.x, solution)
+    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = without_broken(problem.x, solution, problem.groups)
 
         def damped_calls(z: Any, x: Any) -> Any:
             for _ in range(self.steps):
                 z = pytree.tree_map(lambda a, b: a + self.damping * (b - a), z, problem.cell(z, x))
             return z
 
-        return Attachment("Phantom", damped_calls, detached(z), x, broken).attach(solution.value)
+        attachment = Attachment("Phantom", damped_calls, detached(z), x, broken)
+        return attachment.attach(solution.value), solution

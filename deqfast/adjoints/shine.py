@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..solution import Solution
-from .attach import Attachment, detached, without_broken
+from ..solvers.base import check_number
+from .attach import Attachment, detached, per_row, sample_norms, without_broken
 from .base import Adjoint, Problem
 
 
@@ -21,8 +22,13 @@ class SHINE(Adjoint):
     The history is kept until the backward pass. One more small kernel than JFB, no solve. Source: Ramzi et al., ICLR
     2022, here for the whole multisecant family.
 
+    Args:
+        fallback: samples whose gradient would be this many times as long as that of JFB get JFB's, as the paper does;
+            at least 1.
+
     Raises:
-        ValueError: at a differentiated call of the block, if the forward solver is not Anderson or Broyden.
+        TypeError, ValueError: `fallback` is no such number; at a differentiated call of the block, the forward solver
+            is not Anderson or Broyden.
 
     Examples:
         >>> solver = deqfast.Broyden(tol=1e-5, max_iter=30)
@@ -30,24 +36,32 @@ class SHINE(Adjoint):
         >>> block(torch.randn(4, 3)).sum().backward()
     """
 
+    fallback: float = 1.3
+
+    def __post_init__(self) -> None:
+        check_number("fallback", self.fallback, 1.0)
+
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
         if torch.is_grad_enabled():
             problem.forward_options = {**problem.forward_options, "keep_inverse": True}
         value, solution = super().__call__(problem)
         return value, replace(solution, transposed_inverse=None)  # or the history would live as long as the Solution
 
-    def differentiate(self, problem: Problem, solution: Solution) -> Any:
-        z, x, broken = without_broken(problem.x, solution)
-        return _Shared("SHINE", problem.cell, detached(z), x, broken, solution).attach(solution.value)
+    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = without_broken(problem.x, solution, problem.groups)
+        return _Shared(self.fallback, problem, detached(z), x, broken, solution).attach_to(problem, solution)
 
 
 class _Shared(Attachment):
-    """Attachment whose gradients pass the inverse of the forward solve."""
+    """Attachment whose gradients pass the inverse of the forward solve, where that is to be trusted."""
 
-    def __init__(self, name: str, evaluate: Any, z: Any, x: Any, broken: Tensor, solution: Solution) -> None:
-        super().__init__(name, evaluate, z, x, broken)
+    def __init__(self, fallback: float, problem: Problem, z: Any, x: Any, broken: Tensor, solution: Solution) -> None:
+        super().__init__("SHINE", problem.cell, z, x, broken)
         assert solution.transposed_inverse is not None
-        self.inverse = solution.transposed_inverse
+        self.fallback, self.groups, self.inverse = fallback, problem.groups, solution.transposed_inverse
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
-        return pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, pytree.tree_structure(self.z))))
+        shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, pytree.tree_structure(self.z))))
+        trusted = sample_norms(shared, self.groups) <= self.fallback * sample_norms(grads, self.groups)
+        trusted = trusted if self.groups is None else self.groups.of_rows(trusted)
+        return [torch.where(per_row(trusted, u), u, g) for u, g in zip(shared, grads, strict=True)]

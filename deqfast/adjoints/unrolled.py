@@ -45,7 +45,7 @@ class Unrolled(Adjoint):
             check_count("steps", self.steps)
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
-        packing = Packing(problem.z0)
+        packing = Packing(problem.z0, problem.groups)
         with torch.no_grad():
             finite_rows(packing, problem.z0)
         value, solution = self._unroll(problem, packing, problem.z0, problem.x)
@@ -54,7 +54,7 @@ class Unrolled(Adjoint):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
         stand_ins = replace(solution, value=problem.z0)
-        z0, x, _ = without_broken(problem.x, stand_ins)
+        z0, x, broken = without_broken(problem.x, stand_ins, problem.groups)
         healthy, _ = self._unroll(problem, packing, z0, x)
         value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, problem.z0)
         return value, replace(solution, value=detached(value))

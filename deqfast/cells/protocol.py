@@ -60,8 +60,9 @@ class CellHooks(Protocol):
     """Optional methods of a cell, none of which needs another.
 
     ``initial_state`` and ``fixed_point`` are looked for in the cell itself; ``begin_solve``, ``end_solve``,
-    ``cancel_solve`` and ``has_settled`` in every submodule of a cell that is an ``nn.Module``, the cell included. A description to read and
-    to type against, not a base class: a method inherited from here would count as one that the cell has.
+    ``cancel_solve`` and ``has_settled`` in every submodule of a cell that is an ``nn.Module``, the cell included. A
+    description to read and to type against, not a base class: a method inherited from here would count as one that the
+    cell has.
     """
 
     def initial_state(self, x: Any) -> Any:

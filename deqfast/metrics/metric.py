@@ -210,7 +210,7 @@ class NeuralCollapse(Metric):
         return make_result(stats, between, within, weight, None, excluded, resolution)
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> nn.Module:
-        """Move the metric with the model that holds it. A dtype is converted by ``set_dtype`` alone, and of features."""
+        """Move the metric with the model that holds it; its dtypes stay, but that of features in ``set_dtype``."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(fn(tensor.new_empty(0)).device)

@@ -20,9 +20,10 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, l
     """Raise unless `value` is a finite real number in [low, high] (or ]low, high])."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
+    number = float(value)
     bound = f"{'greater than' if low_open else 'at least'} {low:g}"
     bound += f" and at most {high:g}" if high < math.inf else ""
-    if not math.isfinite(value) or value > high or value < low or (low_open and value == low):
+    if not math.isfinite(number) or number > high or number < low or (low_open and number == low):
         raise ValueError(f"{name} must be finite and {bound}, got {value!r}")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.constants import BROYDEN_BAD, BROYDEN_GOOD
 from ..ops import Kernel, empty_history
 from .base import State, check_choice, check_number
-from .multisecant import DEFAULT_HISTORY, Multisecant
+from .multisecant import Multisecant
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Broyden(Multisecant):
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
         stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
-        history: pairs kept, at least 1, at most 32 on triton and cuda; None: max_iter, at most 20. A full window
-            slides, which is Broyden restarted from -I on its newest pairs.
+        history: pairs kept, at least 1, at most 32 on triton and cuda, the bound on the memory of a solve; None:
+            max_iter, or 32 there. A full window slides, which is Broyden restarted from -I on its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.
         step: length of the step, in ]0, 2].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
@@ -69,7 +69,8 @@ class Broyden(Multisecant):
 
     def keeps_steps_alone(self, dtype: torch.dtype, kernel: Kernel) -> bool:
         """Answer whether a solve of a state of this dtype on this kernel has no need of pairs."""
-        whole = (self.history or DEFAULT_HISTORY) >= self.max_iter - 1 and self.history_dtype in (None, dtype)
+        whole = self.history is None or self.history >= self.max_iter - 1
+        whole = whole and self.history_dtype in (None, dtype)
         return kernel.has_broyden_step and whole and self.kind == "good" and self.step == 1.0
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..ops import Kernel, empty_history
 from .base import Solver, State, check_count
 
-DEFAULT_HISTORY = 20
 HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -67,7 +66,7 @@ class Multisecant(Solver):
         raise NotImplementedError
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        history = self.history or DEFAULT_HISTORY
+        history = self.history or min(self.max_iter, kernel.max_history or self.max_iter)
         if kernel.max_history is not None and history > kernel.max_history:
             raise ValueError(f"history must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}")
         history = min(history, self.max_iter)  # more slots than iterations would stay empty

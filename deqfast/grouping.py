@@ -1,0 +1,78 @@
+"""Samples of several rows: which rows of a batch are judged, accelerated and frozen together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
+
+
+class Groups:
+    """Map between the rows of a batch and its samples.
+
+    The solvers get one row per sample, as long as the longest one; the others end in zeros, which stay zero.
+
+    Args:
+        groups: (N,) integers, the sample that each row belongs to, from 0; or "all" for one sample of all rows.
+        rows: N.
+        device: that of the batch.
+
+    Raises:
+        TypeError, ValueError: `groups` is not as above.
+    """
+
+    def __init__(self, groups: Tensor | str, rows: int, device: torch.device) -> None:
+        self.index = _checked(groups, rows, device)
+        self.rows, self.count = rows, 0
+        if rows:
+            low, high = torch.stack(self.index.aminmax()).tolist()
+            if low < 0 or high >= rows:
+                wrong = low if low < 0 else high
+                raise ValueError(
+                    f"groups must hold numbers of samples, from 0 and below its length {rows}, got {wrong}"
+                )
+            self.count = high + 1
+        sizes = self.index.bincount(minlength=self.count)
+        self.size = int(sizes.max()) if self.count else 0
+        order = self.index.argsort(stable=True)
+        within = torch.arange(rows, device=device) - (sizes.cumsum(0) - sizes)[self.index[order]]
+        # Where row i lies among the rows of all samples, each lengthened to `size`.
+        self.slots = torch.empty_like(order).index_copy_(0, order, self.index[order] * self.size + within)
+        self.is_whole = self.count * self.size == rows and bool((order == torch.arange(rows, device=device)).all())
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Samples (B, size * D) of rows (N, D); a view where all are equally long and in order."""
+        if not self.is_whole:
+            rows = rows.new_zeros(self.count * self.size, rows.shape[1]).index_copy_(0, self.slots, rows)
+        return rows.reshape(self.count, self.size * rows.shape[1])
+
+    def scatter(self, samples: Tensor) -> Tensor:
+        """Rows (N, D) of samples (B, size * D): the inverse of ``gather``."""
+        if not self.count:
+            return samples.reshape(0, 0)
+        rows = samples.reshape(self.count * self.size, -1)
+        return rows if self.is_whole else rows.index_select(0, self.slots)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums over the rows of each sample, (B,), of values of the rows (N,)."""
+        return self.gather(values[:, None]).sum(dim=1)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """What each row's sample has, (N,), of values of the samples (B,)."""
+        return values.index_select(0, self.index)
+
+
+def _checked(groups: Any, rows: int, device: torch.device) -> Tensor:
+    if isinstance(groups, str) and groups == "all":
+        return torch.zeros(rows, dtype=torch.int64, device=device)
+    if not isinstance(groups, Tensor) or groups.dtype not in _DTYPES:
+        got = f"a tensor of {groups.dtype}" if isinstance(groups, Tensor) else repr(groups)
+        raise TypeError(f"groups must be None, 'all' or a tensor of integers, got {got}")
+    if groups.shape != (rows,) or groups.device != device:
+        raise ValueError(
+            f"groups must have shape ({rows},) on {device}, as z0 has, got {tuple(groups.shape)} on {groups.device}"
+        )
+    return groups.long()

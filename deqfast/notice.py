@@ -1,0 +1,63 @@
+"""One warning of samples without an answer, without a wait for the device."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from .solution import Solution, Status
+
+_REMEDIES = {
+    Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tol, or make the cell contract more",
+    Status.NONFINITE: "look for NaN or overflow in x, the parameters or the cell",
+    Status.INCONSISTENT: "pass groups= if the cell couples the samples of a batch; hold fixed during a solve what "
+    "changes from call to call, such as dropout or spectral norm in training",
+}
+
+
+class Notice:
+    """Warning about the solves of one kind, given at most once.
+
+    Args:
+        kind: "forward" or "backward".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.is_given = kind, False
+        self.pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def look(self, solution: Solution) -> None:
+        """Look at the solution, on a GPU at the one before if it has arrived, and warn of what is wrong with it."""
+        if self.is_given:
+            return
+        on_gpu = solution.status.is_cuda
+        if not on_gpu and bool(solution.converged.all()):
+            return
+        counts = torch.stack([(solution.status == status).sum() for status in _REMEDIES])
+        if not on_gpu:
+            self._judge(counts)
+            return
+        if self.pending is not None and self.pending[1].query():
+            self._judge(self.pending[0])
+            self.pending = None
+        if self.pending is None:
+            arriving = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
+            self.pending = arriving, torch.cuda.current_stream(counts.device).record_event()
+
+    def _judge(self, counts: Tensor) -> None:
+        found = [(number, status) for number, status in zip(counts.tolist(), _REMEDIES, strict=True) if number]
+        if not found:
+            return
+        self.is_given = True
+        said = "; ".join(f"{number} samples {status.name}: {_REMEDIES[status]}" for number, status in found)
+        warnings.warn(
+            f"deqfast: in a {self.kind} solve, {said}. Said once; return_solution=True and backward_solution tell of "
+            "every solve, warn=False silences",
+            stacklevel=4,
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """State without what is under way on a device."""
+        return {**self.__dict__, "pending": None}

@@ -1,0 +1,170 @@
+"""Samples of several rows: coupled rows are judged, accelerated and frozen together, in the solve and its gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, Implicit, Picard, Status, Unrolled, solve
+from deqfast.grouping import Groups
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close
+
+GROUPS = torch.tensor([2, 0, 0, 1, 2, 2, 0])  # neither in order nor equally long
+TIGHT = Broyden(tol=1e-13, max_iter=60)
+
+
+def graph(groups: torch.Tensor, dtype: torch.dtype = torch.float64):
+    """Mixing matrix (N, N) of norm below 1 within the samples, and injection (N, 3)."""
+    generator = torch.Generator().manual_seed(0)
+    n = len(groups)
+    mixing = torch.rand(n, n, generator=generator, dtype=torch.float64) * (groups[:, None] == groups)
+    mixing *= 0.8 / torch.linalg.matrix_norm(mixing, 2)
+    return mixing.to(dtype), torch.randn(n, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_sample_of_several_rows_is_solved_as_alone(name, kernel, device):
+    mixing, x = (t.to(device) for t in graph(GROUPS, torch.float32))
+    solver = SOLVERS[name](tol=1e-4, max_iter=30)
+    groups = GROUPS.to(device)
+    together = solve(lambda z: torch.tanh(mixing @ z + x), torch.zeros_like(x), solver, kernel, groups=groups)
+    assert together.status.tolist() == [Status.CONVERGED] * 3 and together.residual.shape == (3,)
+    for number in range(3):
+        rows = groups == number
+        part, injection = mixing[rows][:, rows], x[rows]
+        alone = solve(
+            lambda z, part=part, injection=injection: torch.tanh(part @ z + injection),
+            torch.zeros_like(injection),
+            solver,
+            kernel,
+            groups="all",
+        )
+        assert alone.iterations.tolist() == [together.iterations[number]]
+        torch.testing.assert_close(together.value[rows], alone.value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_what_is_converged_is_so_in_truth(name):
+    """Without groups rows freeze while their neighbours move, and the answer is none."""
+    groups = torch.zeros(300, dtype=torch.int64)
+    mixing, x = graph(groups, torch.float32)
+
+    def f(z):
+        return torch.relu(1.2 * mixing @ z + x)
+
+    solution = solve(f, torch.zeros_like(x), SOLVERS[name](tol=1e-3, max_iter=200), groups="all")
+    gap = (f(solution.value) - solution.value).norm() / f(solution.value).norm()
+    assert solution.status.tolist() == [Status.CONVERGED] and gap <= 1.01e-3
+    torch.testing.assert_close(gap, solution.residual[0], rtol=1e-2, atol=0)
+
+
+def test_one_row_a_sample_is_the_ordinary_solve(kernel, device):
+    x = graph(GROUPS, torch.float32)[1].to(device)
+    z0 = {"a": x[:, :2].contiguous(), "b": torch.zeros(7, 5, 1, device=device)}
+    groups = torch.arange(7, device=device)
+
+    def f(z):
+        return {"a": 0.5 * z["a"].cos() + x[:, :2], "b": 0.5 * z["b"].sin() + x[:, 2:, None]}
+
+    ordinary, grouped = (solve(f, z0, "anderson", kernel, groups=given) for given in (None, groups))
+    assert torch.equal(ordinary.status, grouped.status) and torch.equal(ordinary.iterations, grouped.iterations)
+    assert all(torch.equal(ordinary.value[key], grouped.value[key]) for key in z0)
+
+
+def test_a_sample_without_rows_and_a_batch_without_samples():
+    solution = solve(torch.cos, torch.zeros(3, 2), groups=torch.tensor([0, 2, 2]))
+    assert solution.status.tolist() == [Status.CONVERGED] * 3 and solution.iterations.tolist()[1] == 1
+    for groups in ("all", torch.zeros(0, dtype=torch.int64)):
+        solution = solve(torch.cos, torch.zeros(0, 2), groups=groups)
+        assert solution.status.shape == (0,) and solution.value.shape == (0, 2)
+
+
+class TestGradient:
+    @pytest.mark.parametrize("groups", [GROUPS, "all"], ids=["ragged", "all"])
+    def test_three_ways(self, groups):
+        mixing, x = (t.requires_grad_() for t in graph(GROUPS))
+        inputs = (x, mixing)
+
+        def layer(adjoint):
+            return lambda x, mixing: DEQBlock(lambda z, x: torch.tanh(mixing @ z + x), TIGHT, adjoint)(x, groups=groups)
+
+        implicit, unrolled = (
+            torch.autograd.grad(layer(adjoint)(*inputs).sin().sum(), inputs)
+            for adjoint in (Implicit(TIGHT), Unrolled(steps=150))
+        )
+        assert_close(implicit, unrolled, GRADIENT)
+        assert torch.autograd.gradcheck(layer(Implicit(TIGHT)), inputs, **FINITE_DIFFERENCES)
+
+    @pytest.mark.parametrize("adjoint", [JFB(), Implicit(TIGHT), SHINE()])
+    def test_a_broken_sample_leaves_no_trace(self, adjoint):
+        mixing, x = graph(GROUPS)
+        x[3] = torch.nan  # all of sample 1
+        x.requires_grad_()
+        scale = torch.ones((), dtype=x.dtype, requires_grad=True)
+        block = DEQBlock(lambda z, x: torch.tanh(mixing @ z + scale * x), TIGHT, adjoint, warn=False)
+        z, solution = block(x, z0=torch.zeros_like(x), groups=GROUPS, return_solution=True)
+        assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE, Status.CONVERGED]
+        x_grad, scale_grad = torch.autograd.grad(z.sum(), (x, scale))
+        assert torch.isfinite(scale_grad) and not x_grad[3].any() and x_grad[[0, 1, 2, 4, 5, 6]].all()
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ([0, 1], TypeError, r"groups must be None, 'all' or a tensor of integers, got \[0, 1\]"),
+        ("whole", TypeError, "got 'whole'"),
+        (torch.zeros(3), TypeError, "got a tensor of torch.float32"),
+        (torch.zeros(2, dtype=torch.int64), ValueError, r"groups must have shape \(3,\) on cpu, .* got \(2,\) on cpu"),
+        (torch.tensor([0, -1, 0]), ValueError, "from 0 and below its length 3, got -1"),
+        (torch.tensor([0, 3, 0]), ValueError, "got 3"),
+    ],
+)
+def test_bad_groups(groups, error, message):
+    with pytest.raises(error, match=message):
+        solve(torch.cos, torch.zeros(3, 2), groups=groups)
+
+
+def test_combinations_without_meaning():
+    with pytest.raises(ValueError, match="compact cannot be combined with groups"):
+        solve(torch.cos, torch.zeros(3, 2), compact=True, groups="all")
+
+
+def test_gather_and_scatter_are_inverse():
+    groups, rows = Groups(GROUPS, 7, torch.device("cpu")), torch.randn(7, 4)
+    samples = groups.gather(rows)
+    assert samples.shape == (3, 12) and torch.equal(groups.scatter(samples), rows)
+    assert torch.equal(samples[1], torch.cat([rows[3], torch.zeros(8)]))
+    torch.testing.assert_close(groups.sums(rows[:, 0]), torch.stack([rows[GROUPS == k, 0].sum() for k in range(3)]))
+
+
+class TestInconsistency:
+    """What a solve takes for converged is judged once more by the evaluation that the gradient is made of."""
+
+    @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "shine"])
+    def test_coupled_rows(self, adjoint):
+        mixing, x = graph(torch.zeros(300, dtype=torch.int64), torch.float32)
+        block = DEQBlock(lambda z, x: torch.tanh(1.2 * mixing @ z + x), Anderson(tol=1e-3), adjoint)
+        with pytest.warns(UserWarning, match=r"forward solve, .*\d+ samples INCONSISTENT: pass groups= .* warn=False"):
+            _, solution = block(x.requires_grad_(), return_solution=True)
+        assert Status.INCONSISTENT in solution.status.tolist()
+        _, solution = block(x, groups="all", return_solution=True)
+        assert solution.status.tolist() == [Status.CONVERGED]
+
+    def test_dropout_that_no_module_tells_of(self):
+        class Cell(nn.Module):
+            def forward(self, z, x):
+                return nn.functional.dropout(0.5 * z + x, 0.3)
+
+        block = DEQBlock(Cell(), Picard(tol=0.5))
+        with pytest.warns(UserWarning, match="INCONSISTENT"):
+            _, solution = block(torch.ones(64, 8, requires_grad=True), return_solution=True)
+        assert Status.INCONSISTENT in solution.status.tolist()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+    @pytest.mark.parametrize("stop", ["rel", "abs"])
+    def test_nothing_is_said_of_a_cell_that_keeps_its_promise(self, dtype, stop, recwarn):
+        x = torch.randn(16, 5, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        solver = Broyden(tol=1e-2 if dtype == torch.bfloat16 else 1e-6, max_iter=30, stop=stop)
+        _, solution = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x), solver)(x, return_solution=True)
+        assert solution.converged.all() and not recwarn.list
