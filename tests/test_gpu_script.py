@@ -11,6 +11,10 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
+def a_record(row: dict[str, str]) -> str:
+    return json.dumps({"machine": {}, "command": "made up", "date": "2026-11-22", "remark": None, "rows": [row]})
+
+
 def run(*arguments, **environment):
     command = ["bash", str(BENCHMARKS / "gpu.sh"), *map(str, arguments)]
     unset = {"DEQFAST_WHEELS": "", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -21,7 +25,7 @@ def run(*arguments, **environment):
 def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
     kept = tmp_path / "cpu_neural_collapse.json"
     row = {"section": "nc", "case": "kept", "provider": "cpp", "fault": "made up"}
-    kept.write_text(json.dumps({"machine": {}, "rows": [row]}))
+    kept.write_text(a_record(row))
     result = run("--dry-run", "--out", tmp_path, "measure", "tests")
     assert result.returncode == 0, result.stdout + result.stderr
     *_, ops, collapse, tests = result.stdout.splitlines()
@@ -37,7 +41,7 @@ def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
 def test_a_phase_that_fails_is_named_does_not_stop_the_others_and_is_tried_again(tmp_path):
     python = tmp_path / "python"
     record, row = tmp_path / "cpu_ops.json", {"section": "ops", "case": "made-up", "provider": "cpp"}
-    written = f"echo '{json.dumps({'machine': {}, 'rows': [row]})}' >{record}"
+    written = f"echo '{a_record(row)}' >{record}"
     failing = f'case "$*" in *test_ops.py*) {written}; exit 3 ;; *"-m pytest"*) exit 3 ;; esac'
     python.write_text(f'#!/bin/sh\n{failing}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
