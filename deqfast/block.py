@@ -117,7 +117,7 @@ class DEQBlock(nn.Module):
             x: what the cell takes: a tensor, or a pytree of them with the batch as dimension 0.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution beside the value.
-            groups: for a cell that couples rows of z: the sample of each, or "all", see ``solve``.
+            groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``.
 
         Returns:
             z*, a tree like z0; with `return_solution` (z*, Solution).

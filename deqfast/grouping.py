@@ -16,7 +16,7 @@ class Groups:
     The solvers get one row per sample, as long as the longest one; the others end in zeros, which stay zero.
 
     Args:
-        groups: (N,) integers, the sample that each row belongs to, from 0; or "all" for one sample of all rows.
+        groups: (N,) integers, the sample that each row belongs to, from 0; or "batch" for one sample of all rows.
         rows: N.
         device: that of the batch.
 
@@ -66,11 +66,11 @@ class Groups:
 
 
 def _checked(groups: Any, rows: int, device: torch.device) -> Tensor:
-    if isinstance(groups, str) and groups == "all":
+    if isinstance(groups, str) and groups == "batch":
         return torch.zeros(rows, dtype=torch.int64, device=device)
     if not isinstance(groups, Tensor) or groups.dtype not in _DTYPES:
         got = f"a tensor of {groups.dtype}" if isinstance(groups, Tensor) else repr(groups)
-        raise TypeError(f"groups must be None, 'all' or a tensor of integers, got {got}")
+        raise TypeError(f"groups must be None, 'batch' or a tensor of integers, got {got}")
     if groups.shape != (rows,) or groups.device != device:
         raise ValueError(
             f"groups must have shape ({rows},) on {device}, as z0 has, got {tuple(groups.shape)} on {groups.device}"

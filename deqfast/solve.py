@@ -52,7 +52,7 @@ def solve(
             called as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
         trace: record the residual of the best iterate after every evaluation.
         groups: for an f that couples rows of z, as a graph does its nodes: (N,) integers, the sample that each of the N
-            rows of z0 belongs to, from 0, in any order; or "all", for one sample of all rows. Residual, history and
+            rows of z0 belongs to, from 0, in any order; or "batch", for one sample of all rows. Residual, history and
             freezing are then those of such samples, whose number is the Solution's B. Samples are lengthened to the
             longest with zeros, in memory and in time. None: each row is a sample, and f must not couple rows.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.

@@ -376,7 +376,7 @@ class TestIncomingGradients:
 
     def test_a_backward_solve_that_does_not_converge_returns_its_best(self):
         toy = Toy()
-        block = toy.block(Implicit(Picard(tol=TIGHT, max_iter=2)))
+        block = toy.block(Implicit(Picard(tol=TIGHT, max_iter=2)), warn=False)
         block(toy.x, z0=toy.z0).backward(toy.cotangent)
         assert block.backward_solution.status.tolist() == [Status.MAX_ITER] * 3
         assert torch.isfinite(toy.w.grad).all()
@@ -520,7 +520,7 @@ def test_ten_runs_give_the_same_bits(adjoint):
     cell, x = FCCell(8, 40), torch.randn(16, 8)
     runs = []
     for _ in range(10):
-        z = DEQBlock(cell, adjoint=adjoint)(x)
+        z = DEQBlock(cell, adjoint=adjoint, warn=False)(x)
         runs.append((z, *torch.autograd.grad(z.square().sum(), cell.parameters())))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))

@@ -38,7 +38,7 @@ def test_a_sample_of_several_rows_is_solved_as_alone(name, kernel, device):
             torch.zeros_like(injection),
             solver,
             kernel,
-            groups="all",
+            groups="batch",
         )
         assert alone.iterations.tolist() == [together.iterations[number]]
         torch.testing.assert_close(together.value[rows], alone.value, rtol=1e-5, atol=1e-6)
@@ -53,7 +53,7 @@ def test_what_is_converged_is_so_in_truth(name):
     def f(z):
         return torch.relu(1.2 * mixing @ z + x)
 
-    solution = solve(f, torch.zeros_like(x), SOLVERS[name](tol=1e-3, max_iter=200), groups="all")
+    solution = solve(f, torch.zeros_like(x), SOLVERS[name](tol=1e-3, max_iter=200), groups="batch")
     gap = (f(solution.value) - solution.value).norm() / f(solution.value).norm()
     assert solution.status.tolist() == [Status.CONVERGED] and gap <= 1.01e-3
     torch.testing.assert_close(gap, solution.residual[0], rtol=1e-2, atol=0)
@@ -75,13 +75,13 @@ def test_one_row_a_sample_is_the_ordinary_solve(kernel, device):
 def test_a_sample_without_rows_and_a_batch_without_samples():
     solution = solve(torch.cos, torch.zeros(3, 2), groups=torch.tensor([0, 2, 2]))
     assert solution.status.tolist() == [Status.CONVERGED] * 3 and solution.iterations.tolist()[1] == 1
-    for groups in ("all", torch.zeros(0, dtype=torch.int64)):
+    for groups in ("batch", torch.zeros(0, dtype=torch.int64)):
         solution = solve(torch.cos, torch.zeros(0, 2), groups=groups)
         assert solution.status.shape == (0,) and solution.value.shape == (0, 2)
 
 
 class TestGradient:
-    @pytest.mark.parametrize("groups", [GROUPS, "all"], ids=["ragged", "all"])
+    @pytest.mark.parametrize("groups", [GROUPS, "batch"], ids=["ragged", "batch"])
     def test_three_ways(self, groups):
         mixing, x = (t.requires_grad_() for t in graph(GROUPS))
         inputs = (x, mixing)
@@ -112,7 +112,7 @@ class TestGradient:
 @pytest.mark.parametrize(
     ("groups", "error", "message"),
     [
-        ([0, 1], TypeError, r"groups must be None, 'all' or a tensor of integers, got \[0, 1\]"),
+        ([0, 1], TypeError, r"groups must be None, 'batch' or a tensor of integers, got \[0, 1\]"),
         ("whole", TypeError, "got 'whole'"),
         (torch.zeros(3), TypeError, "got a tensor of torch.float32"),
         (torch.zeros(2, dtype=torch.int64), ValueError, r"groups must have shape \(3,\) on cpu, .* got \(2,\) on cpu"),
@@ -127,7 +127,7 @@ def test_bad_groups(groups, error, message):
 
 def test_combinations_without_meaning():
     with pytest.raises(ValueError, match="compact cannot be combined with groups"):
-        solve(torch.cos, torch.zeros(3, 2), compact=True, groups="all")
+        solve(torch.cos, torch.zeros(3, 2), compact=True, groups="batch")
 
 
 def test_gather_and_scatter_are_inverse():
@@ -148,7 +148,7 @@ class TestInconsistency:
         with pytest.warns(UserWarning, match=r"forward solve, .*\d+ samples INCONSISTENT: pass groups= .* warn=False"):
             _, solution = block(x.requires_grad_(), return_solution=True)
         assert Status.INCONSISTENT in solution.status.tolist()
-        _, solution = block(x, groups="all", return_solution=True)
+        _, solution = block(x, groups="batch", return_solution=True)
         assert solution.status.tolist() == [Status.CONVERGED]
 
     def test_dropout_that_no_module_tells_of(self):
