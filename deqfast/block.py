@@ -36,7 +36,10 @@ class DEQBlock(nn.Module):
         eval_solver: solver of evaluation mode; None: `solver`.
         check_every: iterations between looks at whether all samples are done, see ``solve``.
         compact: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every sample by
-            itself, and every tensor in x with B rows is taken for one row per sample.
+            itself.
+        per_sample: which tensors of x have one row per row of z, a tree like x of True and False. They lose rows by
+            `compact`, and in the gradient a healthy row takes the place of one whose sample broke down. None: every
+            dense tensor with as many rows as z that is no parameter and, unless it is all of x, no square matrix.
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
             or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
         trace: record the residual after every evaluation in ``Solution.trace``.
@@ -78,6 +81,7 @@ class DEQBlock(nn.Module):
         cuda_graph: bool | str = False,
         trace: bool = False,
         warn: bool = True,
+        per_sample: Any = None,
     ):
         super().__init__()
         if not callable(cell):
@@ -97,7 +101,7 @@ class DEQBlock(nn.Module):
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         self._check_combination()
         self.backward_solution = None
-        self.warn = warn
+        self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._checked_training = False
 
@@ -134,6 +138,7 @@ class DEQBlock(nn.Module):
             forward_options={"compact": self.compact, "trace": self.trace},
             graphs=self.graphs,
             on_backward=self._keep_backward_solution,
+            per_sample=self.per_sample,
         )
         try:
             self._notify("begin_solve")

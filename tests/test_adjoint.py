@@ -217,7 +217,8 @@ class TestCalls:
         z.backward(toy.cotangent)
         solution = block.backward_solution
         assert len(log) == solution.evaluations + 1
-        assert torch.equal(log[0][0], toy.cotangent) and torch.equal(log[-1][0], solution.value)
+        size = torch.ldexp(torch.ones(3), toy.cotangent.abs().amax(dim=1).frexp().exponent)[:, None]
+        assert torch.equal(log[0][0] * size, toy.cotangent) and torch.equal(log[-1][0], solution.value)
         assert all((cotangent != 0).any() for cotangent, _ in log)
         # u = J^T u + g, with J the Jacobian at the solution
         jacobian = (1 - z.detach() ** 2)[:, :, None] * toy.w.detach()
@@ -373,6 +374,16 @@ class TestIncomingGradients:
         assert not torch.isfinite(x_grad[1]).all() and torch.isfinite(x_grad[[0, 2]]).all()
         healthy = Toy()
         assert_close(x_grad[[0, 2]], healthy.gradients(adjoint)[0][[0, 2]], GRADIENT)
+
+    @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e20, 1e36])
+    def test_the_scale_of_the_loss_changes_nothing(self, scale):
+        cell, x = FCCell(3, 4), torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        block = DEQBlock(cell, Broyden(tol=1e-6, max_iter=60), Implicit())
+        exact, scaled = (
+            torch.autograd.grad(block(x), x, torch.full((6, 4), size))[0].double() / size for size in (1.0, scale)
+        )
+        assert_close(scaled, exact, rounding(torch.float32))
+        assert block.backward_solution.converged.all()
 
     def test_a_backward_solve_that_does_not_converge_returns_its_best(self):
         toy = Toy()

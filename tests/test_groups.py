@@ -135,7 +135,7 @@ def test_gather_and_scatter_are_inverse():
     samples = groups.gather(rows)
     assert samples.shape == (3, 12) and torch.equal(groups.scatter(samples), rows)
     assert torch.equal(samples[1], torch.cat([rows[3], torch.zeros(8)]))
-    torch.testing.assert_close(groups.sums(rows[:, 0]), torch.stack([rows[GROUPS == k, 0].sum() for k in range(3)]))
+    torch.testing.assert_close(groups.sums(rows[:, 0]), torch.stack([rows[k == GROUPS, 0].sum() for k in range(3)]))
 
 
 class TestInconsistency:

@@ -12,7 +12,6 @@ import torch
 import deqfast
 from deqfast.ops import Kernel
 
-
 JUDGED_PASSES = 2  # of an evaluation that no step follows: reads z and f
 PICARD_PASSES = 3  # reads z and f, writes z
 

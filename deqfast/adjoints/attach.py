@@ -24,6 +24,7 @@ from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution, Status
 from ..solvers.base import STALL_UNITS
+from .samples import per_row
 
 if TYPE_CHECKING:
     from .base import Problem
@@ -211,36 +212,6 @@ def confirmed(solution: Solution, problem: Problem, z: list[Tensor], evaluation:
     allowed = 2 * solution.residual.clamp_min(problem.solver.tol) * scale + rounding * size
     moved = (solution.status == Status.CONVERGED) & ~(gap <= allowed)
     return replace(solution, status=torch.where(moved, int(Status.INCONSISTENT), solution.status).to(torch.int8))
-
-
-def per_row(mask: Tensor, like: Tensor) -> Tensor:
-    """`mask` (B,) in a shape that broadcasts over the samples of `like`."""
-    return mask.view(-1, *([1] * (like.dim() - 1)))
-
-
-def _stand_in(tree: Any, broken: Tensor, donor: Tensor, healthy: Tensor) -> Any:
-    """`tree` with its broken rows replaced by row `donor`, or by zeros where no row is healthy."""
-
-    def replace_rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != len(broken):
-            return leaf
-        row = leaf.index_select(0, donor)
-        return torch.where(per_row(broken, leaf), torch.where(healthy, row, torch.zeros_like(row)), leaf)
-
-    return pytree.tree_map(replace_rows, tree)
-
-
-def without_broken(x: Any, solution: Solution, groups: Groups | None = None) -> tuple[Any, Any, Tensor]:
-    """(z*, x, broken) with stand-ins in the rows of samples whose solve met a value that is not finite."""
-    broken = solution.status == Status.NONFINITE
-    if groups is not None:
-        broken = groups.of_rows(broken)
-    if not len(broken) or (broken.device.type == "cpu" and not bool(broken.any())):
-        return solution.value, x, broken
-    healthy = ~broken
-    donor = healthy.to(torch.int8).argmax(keepdim=True)
-    stand_in = [_stand_in(tree, broken, donor, healthy.any()) for tree in (solution.value, x)]
-    return stand_in[0], stand_in[1], broken
 
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:

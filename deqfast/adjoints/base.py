@@ -15,6 +15,7 @@ from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
+from .samples import mark_samples, take_rows, without_broken
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Problem:
         on_backward: called with the Solution of a backward solve.
         forward_options: further arguments of the forward ``solve``: compact, trace, keep_inverse.
         graphs: where given, these capture the forward solve and replay it.
+        per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
     """
 
     cell: Callable[[Any, Any], Any]
@@ -40,6 +42,11 @@ class Problem:
     on_backward: Callable[[Solution], None]
     forward_options: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
+    per_sample: Any = None
+
+    def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor]:
+        """(z*, x, broken), see ``samples.without_broken``."""
+        return without_broken(self.x, solution, self.groups, self.per_sample)
 
     @property
     def groups(self) -> Groups | None:
@@ -58,10 +65,11 @@ class Problem:
             options = {name: value for name, value in self.options.items() if name != "groups"}
             return self.graphs.solve(self.cell, self.x, self.z0, self.solver, **options)
 
-        batch = len(pytree.tree_leaves(self.z0)[0])
+        compact = self.forward_options.get("compact")
+        marks = mark_samples(self.x, len(pytree.tree_leaves(self.z0)[0]), self.per_sample) if compact else []
 
         def f(z: Any, rows: Tensor | None = None) -> Any:
-            return self.cell(z, self.x if rows is None else _take_rows(self.x, rows, batch))
+            return self.cell(z, self.x if rows is None else take_rows(self.x, marks, rows))
 
         return solve(f, self.z0, self.solver, **self.options, **self.forward_options)
 
@@ -83,13 +91,3 @@ class Adjoint:
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         """``solution.value`` with its gradient, and the solution as the gradient's evaluation confirms it."""
         raise NotImplementedError
-
-
-def _take_rows(x: Any, rows: Tensor, batch: int) -> Any:
-    """Rows of those tensors in x that have the batch as their first dimension."""
-
-    def take(leaf: Any) -> Any:
-        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch
-        return leaf.index_select(0, rows) if has_batch else leaf
-
-    return pytree.tree_map(take, x)

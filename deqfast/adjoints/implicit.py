@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Broyden, Solver, as_solver
-from .attach import Attachment, Gradients, detached, per_row, vjp, without_broken
+from .attach import Attachment, Gradients, detached, vjp
 from .base import Adjoint, Problem
+from .samples import per_row
 
 # With all of its history Broyden takes the fewest products to a gradient that is right to 1e-5 where J has a spectral
 # radius of 0.95 to 0.99; what converges before is not charged for the rest.
@@ -55,7 +57,7 @@ class Implicit(Adjoint):
                 raise ValueError(f"the solver of Implicit must have stop='rel', got {self.solver}")
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = without_broken(problem.x, solution, problem.groups)
+        z, x, broken = problem.without_broken(solution)
         settings = _Settings(as_solver(self.solver or DEFAULT_SOLVER), problem.options, problem.on_backward)
         attachment = _Inverted(settings, problem.cell, detached(z, requires_grad=True), x, broken)
         return attachment.attach_to(problem, solution)
@@ -68,6 +70,10 @@ class _Settings:
     solver: Solver
     options: dict[str, Any]
     on_backward: Callable[[Solution], None]
+
+    @property
+    def groups(self) -> Groups | None:
+        return self.options.get("groups")
 
 
 class _Inverted(Attachment):
@@ -87,6 +93,11 @@ class _Inverted(Attachment):
         # A gradient that is not finite is not solved for but passed on: a GradScaler must see it.
         finite = torch.stack([torch.isfinite(g.flatten(1)).all(dim=1) for g in grads]).all(dim=0)
         start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in grads]
+        # The system is linear: solved with gradients of size 1, the scale of the loss is none of the solver's business.
+        groups = self.settings.groups
+        exponent = _exponents(start, groups)
+        rows = exponent if groups is None else groups.of_rows(exponent)
+        start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
 
         def f(u: Any) -> Any:
             products = vjp(self.evaluation, leaves, pytree.tree_leaves(u))
@@ -97,8 +108,9 @@ class _Inverted(Attachment):
         settings = self.settings
         with self.autocast():
             solution = solve(f, pytree.tree_unflatten(start, spec), settings.solver, **settings.options)
-        settings.on_backward(solution)
-        values = pytree.tree_leaves(solution.value)
+        values = [torch.ldexp(u, per_row(rows, u)) for u in pytree.tree_leaves(solution.value)]
+        residual = torch.ldexp(solution.residual_abs, exponent)
+        settings.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
         return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, grads, strict=True)]
 
     def gradients(self, grads: list[Tensor]) -> Gradients:
@@ -120,3 +132,12 @@ class _Inverted(Attachment):
             evaluation = pytree.tree_leaves(self.evaluate(z, x))
             products = vjp(evaluation, leaves, pytree.tree_leaves(u), create_graph=True)
         return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, grads, strict=True)], spec)
+
+
+def _exponents(grads: list[Tensor], groups: Groups | None) -> Tensor:
+    """Binary exponent of the largest element of each sample, (B,)."""
+    rows = [nn.functional.pad(g.flatten(1).abs().float(), (0, 1)).amax(dim=1) for g in grads]
+    largest = torch.stack(rows).amax(dim=0)
+    if groups is not None:
+        largest = nn.functional.pad(groups.gather(largest[:, None]), (0, 1)).amax(dim=1)
+    return torch.frexp(largest).exponent.clamp(-100, 100)  # beyond, the factor would not be representable

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..solution import Solution
-from .attach import Attachment, detached, without_broken
+from .attach import Attachment, detached
 from .base import Adjoint, Problem
 
 
@@ -25,5 +25,5 @@ class JFB(Adjoint):
     """
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = without_broken(problem.x, solution, problem.groups)
+        z, x, broken = problem.without_broken(solution)
         return Attachment("JFB", problem.cell, detached(z), x, broken).attach_to(problem, solution)

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solvers.base import check_count, check_number
-from .attach import Attachment, detached, without_broken
+from .attach import Attachment, detached
 from .base import Adjoint, Problem
 
 
@@ -40,7 +40,7 @@ class Phantom(Adjoint):
         check_number("damping", self.damping, 0.0, 1.0, low_open=True)
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = without_broken(problem.x, solution, problem.groups)
+        z, x, broken = problem.without_broken(solution)
 
         def damped_calls(z: Any, x: Any) -> Any:
             for _ in range(self.steps):

@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solvers.base import check_number
-from .attach import Attachment, detached, per_row, sample_norms, without_broken
+from .attach import Attachment, detached, sample_norms
 from .base import Adjoint, Problem
+from .samples import per_row
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SHINE(Adjoint):
         return value, replace(solution, transposed_inverse=None)  # or the history would live as long as the Solution
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = without_broken(problem.x, solution, problem.groups)
+        z, x, broken = problem.without_broken(solution)
         return _Shared(self.fallback, problem, detached(z), x, broken, solution).attach_to(problem, solution)
 
 

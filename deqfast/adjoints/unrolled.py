@@ -14,8 +14,9 @@ from ..solution import Solution, Status
 from ..solve import finite_rows
 from ..solvers import Solver
 from ..solvers.base import check_count
-from .attach import detached, per_row, without_broken
+from .attach import detached
 from .base import Adjoint, Problem
+from .samples import per_row
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Unrolled(Adjoint):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
         stand_ins = replace(solution, value=problem.z0)
-        z0, x, broken = without_broken(problem.x, stand_ins, problem.groups)
+        z0, x, broken = problem.without_broken(stand_ins)
         healthy, _ = self._unroll(problem, packing, z0, x)
         value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, problem.z0)
         return value, replace(solution, value=detached(value))
