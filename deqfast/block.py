@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from .adjoints import SHINE, Adjoint, Problem, Unrolled, as_adjoint
@@ -142,7 +145,8 @@ class DEQBlock(nn.Module):
         )
         try:
             self._notify("begin_solve")
-            value, solution = self.adjoint(problem)
+            with _held_parametrizations(self.cell):
+                value, solution = self.adjoint(problem)
         except BaseException:
             self._notify("cancel_solve", "end_solve")
             raise
@@ -187,9 +191,7 @@ class DEQBlock(nn.Module):
         """Warn, once, of a cell that is another function at every call, and so has no fixed point."""
         self._checked_training = True
         for name, module in self.named_modules():
-            drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-            normalises = isinstance(module, nn.modules.batchnorm._BatchNorm)
-            if module.training and (drops or normalises):
+            if module.training and _changes_with_calls(module):
                 warnings.warn(
                     f"deqfast: {name} ({type(module).__name__}) in training mode makes the cell another function at "
                     "every call, which has no fixed point; use GroupNorm, frozen statistics, or a mask fixed per solve",
@@ -199,3 +201,28 @@ class DEQBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
+
+
+def _changes_with_calls(module: nn.Module) -> bool:
+    """Answer whether the module, in training, is another function at every call."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return module.dropout > 0
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+
+
+@contextmanager
+def _held_parametrizations(cell: Any) -> Iterator[None]:
+    """Context in which parametrized weights are computed once, with their gradient where one is recorded."""
+    modules = cell.modules() if isinstance(cell, nn.Module) else ()
+    parametrized = [module for module in modules if parametrize.is_parametrized(module)]
+    if not parametrized:
+        yield
+        return
+    with parametrize.cached():
+        for module in parametrized:
+            for name in module.parametrizations:  # type: ignore[union-attr]  # a ModuleDict, by is_parametrized
+                getattr(module, name)
+        yield

@@ -237,6 +237,8 @@ class TestWarnings:
             (nn.AlphaDropout(0.1), "AlphaDropout"),
             (nn.BatchNorm1d(3), "BatchNorm1d"),
             (nn.SyncBatchNorm(3), "SyncBatchNorm"),
+            (nn.MultiheadAttention(3, 1, dropout=0.1), "MultiheadAttention"),
+            (nn.utils.spectral_norm(nn.Linear(3, 3)), "Linear"),
         ],
     )
     def test_once_in_training(self, layer, name):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..grouping import Groups
@@ -82,7 +83,9 @@ class _Inverted(Attachment):
     def __init__(
         self, settings: _Settings, evaluate: Callable[[Any, Any], Any], z: Any, x: Any, broken: Tensor | None = None
     ) -> None:
-        super().__init__("Implicit", evaluate, z, x, broken)
+        # What this evaluation saves is saved as it is: checkpointing would compute all anew for every product with it.
+        with saved_tensors_hooks(_same, _same):
+            super().__init__("Implicit", evaluate, z, x, broken)
         self.settings = settings
         device = pytree.tree_leaves(z)[0].device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -132,6 +135,10 @@ class _Inverted(Attachment):
             evaluation = pytree.tree_leaves(self.evaluate(z, x))
             products = vjp(evaluation, leaves, pytree.tree_leaves(u), create_graph=True)
         return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, grads, strict=True)], spec)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _exponents(grads: list[Tensor], groups: Groups | None) -> Tensor:
