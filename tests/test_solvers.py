@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
 import torch
 
@@ -418,3 +419,10 @@ def test_names_stand_for_default_solvers():
     assert (default.tol, default.max_iter, default.stop) == (1e-3, 20, "rel")
     assert (default.history, default.kind, default.mixing, default.ridge) == (6, "II", 1.0, 1e-6)
     assert (Broyden().history, Broyden().kind, Broyden().step, Picard().damping) == (None, "good", 1.0, 1.0)
+
+
+@every_solver
+def test_numbers_of_numpy_are_python_numbers(name):
+    given = SOLVERS[name](tol=np.float32(0.25), max_iter=np.int64(7))
+    assert given == SOLVERS[name](tol=0.25, max_iter=7) and type(given.tol) is float and type(given.max_iter) is int
+    assert solve(torch.cos, torch.zeros(1, 2), given).converged.all()
