@@ -84,7 +84,7 @@ def solve(
     packing = Packing(z0, groups)
     chosen = choose_kernel(kernel, packing.device)
     with torch.no_grad():
-        with torch.inference_mode(False):  # or what f does in place would not be counted
+        with torch.inference_mode(False), torch.no_grad():  # or what f does in place would not be counted
             state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)

@@ -700,8 +700,9 @@ def test_solution_speaks_plainly():
         "CONVERGED": 1,
         "NONFINITE": 2,
         "STALLED": 3,
+        "INCONSISTENT": 4,
     }
     for status in Status:
         assert status.message.endswith(".") and " " in status.message
-    assert len({status.message for status in Status}) == 4
+    assert len({status.message for status in Status}) == 5
     assert solution.status.dtype == torch.int8 and solution.iterations.dtype == torch.int32

@@ -314,7 +314,7 @@ def test_a_history_of_pairs_takes_the_memory_it_says(name):
     for settings, slots, dtype in [
         ({}, 6 if "anderson" in name else 20, torch.float32),
         ({"max_iter": 4}, 4, torch.float32),
-        ({"max_iter": 100, "history": None}, 20, torch.float32),
+        ({"max_iter": 100, "history": None}, 100, torch.float32),
         ({"max_iter": 100, "history": 33, "history_dtype": torch.bfloat16}, 33, torch.bfloat16),
     ]:
         state = SOLVERS[name](**settings).init(z.clone(), kernel, keep_inverse=True)
@@ -330,6 +330,13 @@ def test_a_window_longer_than_a_gpu_kernel_holds_is_an_error(name):
     with pytest.raises(ValueError, match="history must be at most 32 on kernel='triton', got 33"):
         solver.init(problem.z0, choose_kernel("triton", torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     assert solve(problem.f, problem.z0, solver, "cpp").converged.all()
+
+
+@multisecant
+def test_the_default_window_holds_what_a_gpu_kernel_can(name):
+    solver = SOLVERS[name](max_iter=40, history=None)
+    kernel = choose_kernel("triton", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assert solver.init(linear().z0, kernel).left.shape[1] == 32
 
 
 @multisecant
