@@ -188,9 +188,11 @@ def _leaves_behind(outputs: list[Tensor], inputs: list[Tensor], excluded: list[T
 
 def sample_norms(leaves: Sequence[Tensor], groups: Groups | None) -> Tensor:
     """Norms of the samples, (B,), in float32 or float64."""
-    squares = sum(leaf.flatten(1).to(torch.promote_types(leaf.dtype, torch.float32)).square().sum(1) for leaf in leaves)
-    assert isinstance(squares, Tensor)
-    return (squares if groups is None else groups.sums(squares)).sqrt()
+    dtype = torch.promote_types(leaves[0].dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(leaf.flatten(1), dim=1, dtype=dtype) for leaf in leaves]
+    if groups is not None:
+        return groups.sums(sum(norm.square() for norm in norms)).sqrt()
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 @torch.no_grad()
@@ -208,10 +210,10 @@ def confirmed(solution: Solution, problem: Problem, z: list[Tensor], evaluation:
     rounding = STALL_UNITS * max(torch.finfo(dtype).eps for dtype in dtypes)
     size = sample_norms(evaluation, problem.groups)
     gap = sample_norms([y - one for y, one in zip(evaluation, z, strict=True)], problem.groups)
-    scale = size if problem.solver.stop == "rel" else torch.ones_like(size)
-    allowed = 2 * solution.residual.clamp_min(problem.solver.tol) * scale + rounding * size
+    allowed = solution.residual.clamp_min(problem.solver.tol).mul_(2)
+    allowed = (allowed + rounding) * size if problem.solver.stop == "rel" else allowed + rounding * size
     moved = (solution.status == Status.CONVERGED) & ~(gap <= allowed)
-    return replace(solution, status=torch.where(moved, int(Status.INCONSISTENT), solution.status).to(torch.int8))
+    return replace(solution, status=solution.status.masked_fill(moved, Status.INCONSISTENT))
 
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:
