@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
@@ -42,7 +40,8 @@ class DEQBlock(nn.Module):
             itself.
         per_sample: which tensors of x have one row per row of z, a tree like x of True and False. They lose rows by
             `compact`, and in the gradient a healthy row takes the place of one whose sample broke down. None: every
-            dense tensor with as many rows as z that is no parameter and, unless it is all of x, no square matrix.
+            dense tensor with as many rows as z that is no parameter. A square matrix beside other leaves of x counts
+            only in its rows that are not finite, and is not cut.
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
             or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
         trace: record the residual after every evaluation in ``Solution.trace``.
@@ -143,10 +142,9 @@ class DEQBlock(nn.Module):
             on_backward=self._keep_backward_solution,
             per_sample=self.per_sample,
         )
+        self._notify("begin_solve")
         try:
-            self._notify("begin_solve")
-            with _held_parametrizations(self.cell):
-                value, solution = self.adjoint(problem)
+            value, solution = self.adjoint(problem)
         except BaseException:
             self._notify("cancel_solve", "end_solve")
             raise
@@ -211,18 +209,3 @@ def _changes_with_calls(module: nn.Module) -> bool:
         return module.dropout > 0
     hooks = module._forward_pre_hooks.values()
     return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
-
-
-@contextmanager
-def _held_parametrizations(cell: Any) -> Iterator[None]:
-    """Context in which parametrized weights are computed once, with their gradient where one is recorded."""
-    modules = cell.modules() if isinstance(cell, nn.Module) else ()
-    parametrized = [module for module in modules if parametrize.is_parametrized(module)]
-    if not parametrized:
-        yield
-        return
-    with parametrize.cached():
-        for module in parametrized:
-            for name in module.parametrizations:  # type: ignore[union-attr]  # a ModuleDict, by is_parametrized
-                getattr(module, name)
-        yield

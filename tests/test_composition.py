@@ -1,78 +1,28 @@
-"""Blocks in models: parametrized weights, activation checkpointing."""
+"""Blocks in models: what runs around a forward pass, between it and the backward, or once more."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from deqfast import Anderson, Broyden, DEQBlock, Implicit, Status
+from deqfast import Anderson, Broyden, DEQBlock, Implicit, Unrolled
 from deqfast.testing import GRADIENT, assert_close
 
 TIGHT = Broyden(tol=1e-12, max_iter=60)
 
 
 class Cell(nn.Module):
-    """z = tanh(0.5 W z + x), W parametrized."""
+    """z = tanh(0.5 W z + x)."""
 
-    def __init__(self, parametrization):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.linear = parametrization(nn.Linear(4, 4, bias=False, dtype=torch.float64))
+        self.linear = nn.Linear(4, 4, bias=False, dtype=torch.float64)
 
     def forward(self, z, x):
         return torch.tanh(0.5 * self.linear(z) + x)
-
-
-class Counted(nn.Module):
-    """Halves a weight, and counts how often."""
-
-    calls = 0
-
-    def forward(self, weight):
-        self.calls += 1
-        return weight / 2
-
-
-class TestParametrizations:
-    @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
-    @pytest.mark.parametrize("cached", [False, True])
-    @pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT)], ids=["jfb", "implicit"])
-    def test_the_gradient_is_kept(self, name, cached, adjoint):
-        """Also inside of ``parametrize.cached()``, where the solve would leave a weight without a gradient behind."""
-        x = torch.randn(3, 4, dtype=torch.float64)
-        gradients = []
-        for inside in (cached, False):
-            block = DEQBlock(Cell(getattr(parametrizations, name)), TIGHT, adjoint).eval()
-            if inside:
-                with parametrize.cached():
-                    block(x).square().sum().backward()
-            else:
-                block(x).square().sum().backward()
-            gradients.append([p.grad for p in block.parameters()])
-        assert all(g is not None and g.any() for g in gradients[0])
-        assert_close(gradients[0], gradients[1], GRADIENT)
-
-    def test_a_weight_is_computed_once_in_a_solve(self):
-        counted = Counted()
-
-        def parametrized(linear):
-            parametrize.register_parametrization(linear, "weight", counted)
-            return linear
-
-        block = DEQBlock(Cell(parametrized), Broyden(tol=1e-6), "implicit")
-        counted.calls = 0
-        block(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
-        assert counted.calls == 1
-
-    def test_spectral_norm_in_training_stands_still_during_a_solve(self, recwarn):
-        block = DEQBlock(Cell(parametrizations.spectral_norm), Broyden(tol=1e-10, max_iter=60))
-        for _ in range(3):
-            _, solution = block(torch.randn(3, 4, dtype=torch.float64), return_solution=True)
-            assert solution.status.tolist() == [Status.CONVERGED] * 3
-        assert not recwarn.list
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -84,7 +34,7 @@ def test_checkpointing_changes_no_gradient_and_solves_at_most_once_more(adjoint,
         nonlocal calls
         calls += 1
 
-    block = DEQBlock(Cell(nn.Identity()), Anderson(tol=1e-5), adjoint)
+    block = DEQBlock(Cell(), Anderson(tol=1e-5), adjoint)
     block.cell.register_forward_pre_hook(count)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     gradients, counts = [], []
@@ -97,3 +47,92 @@ def test_checkpointing_changes_no_gradient_and_solves_at_most_once_more(adjoint,
         block.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert counts[1] <= 2 * counts[0]
+
+
+class MaskedCell(nn.Module):
+    """A mask for each solve."""
+
+    def forward(self, z, x):
+        return self.mask * (0.5 * z.tanh() + x)
+
+    def begin_solve(self):
+        self.mask = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
+
+    def end_solve(self):
+        self.mask = torch.ones(3, dtype=torch.float64)
+
+
+ATTACHED = pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT), "phantom", "shine"], ids=str)
+
+
+class TestCreateGraph:
+    """The first derivative is the recorded one; a second is right or an error."""
+
+    @ATTACHED
+    def test_a_cell_that_is_another_function_afterwards(self, adjoint):
+        x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+        block = DEQBlock(MaskedCell(), TIGHT, adjoint)
+        found = [torch.autograd.grad(block(x).sum(), x, create_graph=given)[0] for given in (False, True)]
+        assert torch.equal(*(grad.detach() for grad in found))
+        with pytest.raises(RuntimeError, match="double backward through .* is not supported"):
+            found[1].sum().backward()
+
+    @ATTACHED
+    def test_a_functional_call_that_has_ended(self, adjoint):
+        block, x = DEQBlock(Cell(), TIGHT, adjoint), torch.randn(3, 4, dtype=torch.float64)
+        weights = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
+        found = []
+        for given in (False, True):
+            z = torch.func.functional_call(block, weights, (x,))
+            found.append(torch.autograd.grad(z.sum(), list(weights.values()), create_graph=given)[0])
+        assert torch.equal(*(grad.detach() for grad in found))
+        with pytest.raises(RuntimeError, match="double backward through .* is not supported"):
+            found[1].sum().backward()
+
+    @pytest.mark.parametrize("leaf", [False, True])
+    def test_a_tensor_in_x_that_the_cell_holds_too(self, leaf):
+        """The cell may hold leaves; what was computed outside of it is refused, not lost."""
+        x = torch.full((1, 1), 0.7, dtype=torch.float64, requires_grad=True)
+
+        def derivatives(adjoint):
+            h = x if leaf else x.sin()
+            z = DEQBlock(lambda z, y: 0.5 * z.sin() + h * y, TIGHT, adjoint)(h)
+            (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+            return first.detach(), torch.autograd.grad(first.sum(), x)[0]
+
+        if leaf:
+            assert_close(derivatives(Implicit(TIGHT)), derivatives(Unrolled(80)), GRADIENT)
+        else:
+            with pytest.raises(RuntimeError, match="holds a tensor computed outside of it.*in x"):
+                derivatives(Implicit(TIGHT))
+
+
+@ATTACHED
+def test_a_state_of_numbers(adjoint):
+    x = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    z = DEQBlock(lambda z, x: 0.5 * z.cos() + x, TIGHT, adjoint)(x)
+    (grad,) = torch.autograd.grad(z.sum(), x)
+    assert grad.shape == (4,) and bool((grad != 0).all())
+
+
+@ATTACHED
+def test_a_dict_in_another_order_has_its_own_gradients(adjoint):
+    x = torch.tensor([[1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    z0 = {"a": torch.zeros_like(x), "b": torch.zeros_like(x)}
+
+    def gradient(cell):
+        z = DEQBlock(cell, TIGHT, adjoint)(x, z0)
+        return torch.autograd.grad(z["a"].sum(), x)[0]
+
+    ordered = gradient(lambda z, x: {"a": 0.2 * z["a"] + x, "b": 0.5 * z["b"] + x * x})
+    assert_close(gradient(lambda z, x: {"b": 0.5 * z["b"] + x * x, "a": 0.2 * z["a"] + x}), ordered, GRADIENT)
+
+
+def test_a_weight_changed_in_place_before_the_backward_is_noticed():
+    """By ``Implicit`` too, which keeps what its evaluation saves from the hooks of others."""
+    block, x = DEQBlock(Cell(), TIGHT, Implicit(TIGHT)), torch.randn(3, 4, dtype=torch.float64)
+    value = block(x).sum()
+    with torch.no_grad():
+        block.cell.linear.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()

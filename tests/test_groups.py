@@ -141,7 +141,7 @@ def test_gather_and_scatter_are_inverse():
 class TestInconsistency:
     """What a solve takes for converged is judged once more by the evaluation that the gradient is made of."""
 
-    @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "shine"])
+    @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "shine"])
     def test_coupled_rows(self, adjoint):
         mixing, x = graph(torch.zeros(300, dtype=torch.int64), torch.float32)
         block = DEQBlock(lambda z, x: torch.tanh(1.2 * mixing @ z + x), Anderson(tol=1e-3), adjoint)
@@ -150,6 +150,11 @@ class TestInconsistency:
         assert Status.INCONSISTENT in solution.status.tolist()
         _, solution = block(x, groups="batch", return_solution=True)
         assert solution.status.tolist() == [Status.CONVERGED]
+
+    def test_squares_that_underflow(self):
+        x = torch.zeros(1, 3, requires_grad=True)
+        block = DEQBlock(lambda z, x: 0.9 * z + 1e-25 + x, warn=False)
+        assert block(x, return_solution=True)[1].status.tolist() == [Status.INCONSISTENT]
 
     def test_dropout_that_no_module_tells_of(self):
         class Cell(nn.Module):

@@ -4,8 +4,9 @@ The forward value is the solver's z*, in training and evaluation alike. Gradient
 cell at z*, in which samples whose solve broke down are replaced by a healthy one, and then get no gradient: one NaN
 row of x cannot turn a weight gradient into NaN.
 
-That evaluation's own graph serves first derivatives. It is blind to how z* moves, so with create_graph=True the
-gradients go past it, straight to the tensors it depends on, as a differentiable function of these or as an error.
+That evaluation's own graph gives the first derivatives. It is blind to how z* moves: with create_graph=True what is
+missing for a second derivative, or an error in its place, goes past it, to the tensors it depends on, as a gradient
+whose value is zero.
 """
 
 from __future__ import annotations
@@ -24,98 +25,109 @@ from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution, Status
 from ..solvers.base import STALL_UNITS
-from .samples import per_row
+from .samples import per_row, rows_of
 
 if TYPE_CHECKING:
     from .base import Problem
 
 Gradients = list[Tensor | None]
+Evaluate = Callable[[Any, Any], Any]
 
 
-class Attachment:
-    """Evaluation at z* that gradients enter as they come; a subclass transforms them before. Not differentiable twice.
+class Recorded:
+    """Evaluation at z* with its graph.
+
+    Attributes:
+        outputs: its leaves, in the order of z's.
+        sources: the tensors outside that it depends on: those of x, then the leaves that the cell holds.
+        hides: the cell holds a tensor that is no leaf either.
+    """
+
+    def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
+        first = torch.zeros(0, requires_grad=True).view(0).grad_fn._sequence_nr()  # type: ignore[union-attr]
+        valve = Valve()
+        behind = valve(x)  # or a tensor of x could not be told from the same one held by the cell
+        self.outputs = in_order_of(z, evaluate(z, behind))
+        inputs = requiring_grad(behind)
+        held, self.hides = _held(self.outputs, [*inputs, *pytree.tree_leaves(z)], first)
+        self.sources = [*requiring_grad(x), *held]
+        self.held = held
+
+
+class Rule:
+    """How gradients of z* enter the evaluation: as they come. Not differentiable twice.
 
     Args:
         name: what the error of a double backward calls it.
-        evaluate: the map (z, x) -> z whose graph is recorded.
-        z: z*, a tree of detached tensors.
-        x: the second argument of `evaluate`.
-        broken: (N,) mask of the rows that get no gradient; None: all do.
     """
 
-    def __init__(
-        self, name: str, evaluate: Callable[[Any, Any], Any], z: Any, x: Any, broken: Tensor | None = None
-    ) -> None:
-        self.name, self.evaluate, self.z, self.x, self.broken = name, evaluate, z, x, broken
-        self.evaluation: list[Tensor] = pytree.tree_leaves(evaluate(z, x))
-        self.inputs = requiring_grad(x)
-        self.others = _leaves_behind(self.evaluation, self.inputs, pytree.tree_leaves(z))
-
-    def attach_to(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        """The solution's value with the gradient, and the solution in the light of this evaluation."""
-        leaves = pytree.tree_leaves(self.z)
-        return self.attach(solution.value), confirmed(solution, problem, leaves, self.evaluation)
-
-    def attach(self, value: Any) -> Any:
-        """`value`, a tree like z, with the gradient; itself where there is nothing to differentiate in."""
-        if not self.inputs and not self.others:
-            return value
-        values, spec = pytree.tree_flatten(value)
-        return pytree.tree_unflatten(list(_Attach.apply(self, *values, *self.evaluation, *self.sources)), spec)
-
-    @property
-    def sources(self) -> list[Tensor]:
-        """The tensors outside that the evaluation depends on: those in x, and the leaves that the cell holds."""
-        return [*self.inputs, *self.others]
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         """What enters the evaluation for these gradients of z*, without graph."""
         return grads
 
-    def gradients(self, grads: list[Tensor]) -> Gradients:
-        """Gradients in the sources as functions of these, whose own derivatives are right or an error."""
+    def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
+        """What enters the evaluation, and what goes past it to the sources."""
         with torch.no_grad():
-            found = self.products(self.z, self.pull(grads))
-        return [g if g is None else NoDoubleBackward.apply(g, self.name, *self.sources) for g in found]
+            pulled = self.pull(grads)
+        return [self.refuse(u, sources) for u in pulled], [self.refuse(torch.zeros_like(s), sources) for s in sources]
 
-    def products(self, z: Any, grads: list[Tensor]) -> Gradients:
-        """Products of `grads` with the Jacobian in the sources of an evaluation at `z`; with graph where that is on."""
-        create_graph, valve = torch.is_grad_enabled(), Valve()
-        with torch.enable_grad():
-            x = valve(self.x)
-            evaluation = pytree.tree_leaves(self.evaluate(valve(z), x))
-        with valve.closed():
-            return vjp(evaluation, [*requiring_grad(x), *self.others], grads, create_graph=create_graph)
+    def refuse(self, grad: Tensor, sources: Sequence[Tensor]) -> Tensor:
+        """The gradient, whose own derivative is an error."""
+        return NoDoubleBackward.apply(grad, self.name, *sources)
 
-    def masked(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """`grads` with zeros for the broken samples."""
-        if self.broken is None:
-            return list(grads)
-        return [torch.where(per_row(self.broken, g), torch.zeros_like(g), g) for g in grads]
+
+def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = None) -> Any:
+    """`value`, a tree like z, with its gradient; itself where there is nothing to differentiate in.
+
+    broken: (N,) mask of the rows that get no gradient; None: all do.
+    """
+    if not recorded.sources and not recorded.hides:
+        return value
+    values, spec = pytree.tree_flatten(value)
+    tensors = (*values, *recorded.outputs, *recorded.sources)
+    return pytree.tree_unflatten(list(_Attach.apply(rule, broken, recorded.hides, len(values), *tensors)), spec)
 
 
 class _Attach(torch.autograd.Function):
-    """Forward: the solver's values. Backward: gradients of the evaluation or, differentiable, of its sources."""
+    """Forward: the solver's values. Backward: what the rule makes of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, attachment: Attachment, *tensors: Tensor) -> Any:
-        ctx.attachment = attachment
+    def forward(ctx: Any, rule: Rule, broken: Tensor | None, hides: bool, count: int, *tensors: Tensor) -> Any:
+        ctx.rule, ctx.broken, ctx.hides, ctx.count = rule, broken, hides, count
+        ctx.meta = [(tensor.shape, tensor.dtype) for tensor in tensors[: 2 * count]]
+        ctx.save_for_backward(*tensors[2 * count :])
         ctx.set_materialize_grads(False)
         # Copies, not views: users may work in place on the output of a layer.
-        return tuple(value.clone() for value in tensors[: len(attachment.evaluation)])
+        return tuple(value.clone() for value in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        a: Attachment = ctx.attachment
-        nothing = [None] * len(a.evaluation)
-        if all(g is None for g in grads):  # behind a closed valve
-            return (None, *nothing, *nothing, *[None] * len(a.sources))
-        masked = a.masked([torch.zeros_like(y) if g is None else g for g, y in zip(grads, a.evaluation, strict=True)])
-        if torch.is_grad_enabled():  # create_graph=True
-            return (None, *nothing, *nothing, *a.gradients(masked))
-        with torch.no_grad():
-            pulled = [g.to(y.dtype) for g, y in zip(a.pull(masked), a.evaluation, strict=True)]
-        return (None, *nothing, *pulled, *[None] * len(a.sources))
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given = next((g for g in grads if g is not None), None)
+        if given is None:  # behind a closed valve
+            return (None,) * len(ctx.needs_input_grad)
+        shapes, dtypes = [shape for shape, _ in ctx.meta[: ctx.count]], [dtype for _, dtype in ctx.meta[ctx.count :]]
+        full = [given.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
+        if ctx.broken is not None:
+            full = [torch.where(per_row(ctx.broken, g), torch.zeros_like(g), g) for g in full]
+        nothing = [None] * (4 + ctx.count)
+        if not torch.is_grad_enabled():
+            pulled, past = ctx.rule.pull(full), [None] * (len(ctx.needs_input_grad) - 4 - 2 * ctx.count)
+        elif ctx.hides:
+            raise RuntimeError(
+                f"deqfast: create_graph=True through {ctx.rule.name} of a cell that holds a tensor computed outside of "
+                "it, whose part in second derivatives would be lost: give it to the block in x"
+            )
+        else:
+            pulled, past = ctx.rule.pull_with_graph(full, ctx.saved_tensors)
+        return (*nothing, *[g.to(dtype) for g, dtype in zip(pulled, dtypes, strict=True)], *past)
+
+
+def in_order_of(z: Any, value: Any) -> list[Tensor]:
+    """Leaves of `value` in the order of those of the tree `z`, by their keys."""
+    return [value] if isinstance(value, Tensor) else pytree.tree_structure(z).flatten_up_to(value)
 
 
 class Valve:
@@ -140,7 +152,7 @@ class _Valve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, valve: Valve, tensor: Tensor) -> Tensor:
         ctx.valve = valve
-        return tensor.view_as(tensor)
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -168,48 +180,52 @@ def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _leaves_behind(outputs: list[Tensor], inputs: list[Tensor], excluded: list[Tensor]) -> list[Tensor]:
-    """The leaves that `outputs` depend on other than through the non-leaf `inputs`, without those `excluded`."""
-    seen = {(x.grad_fn, x.output_nr) for x in inputs if not x.is_leaf}
+def _held(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
+    """Leaves that `outputs` depend on other than through those `excluded`; whether on more that is older than `first`,
+    the number of a node."""
     edges: list[Any] = [get_gradient_edge(y)[:2] for y in outputs if y.requires_grad]
-    own, found = {id(leaf) for leaf in excluded}, []
+    seen = {tuple(get_gradient_edge(tensor)[:2]) for tensor in excluded if tensor.requires_grad}
+    found, hides = [], False
     while edges:
         edge = edges.pop()
         if edge in seen or edge[0] is None:
             continue
         seen.add(edge)
-        leaf = getattr(edge[0], "variable", None)
-        if leaf is None:
+        if edge[0].name() == "torch::autograd::AccumulateGrad":
+            found.append(edge[0].variable)
+        elif (
+            edge[0]._sequence_nr() < first and edge[0].name() != "ToCopyBackward0"
+        ):  # a weight that autocast keeps cast
+            hides = True
+        else:
             edges.extend(edge[0].next_functions)
-        elif id(leaf) not in own:
-            found.append(leaf)
-    return found
+    return found, hides
 
 
 def sample_norms(leaves: Sequence[Tensor], groups: Groups | None) -> Tensor:
-    """Norms of the samples, (B,), in float32 or float64."""
-    dtype = torch.promote_types(leaves[0].dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(leaf.flatten(1), dim=1, dtype=dtype) for leaf in leaves]
+    """Norms of the samples, (B,) float64, which no square of a float32 leaves."""
+    norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
     if groups is not None:
         return groups.sums(sum(norm.square() for norm in norms)).sqrt()
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 @torch.no_grad()
-def confirmed(solution: Solution, problem: Problem, z: list[Tensor], evaluation: list[Tensor]) -> Solution:
+def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Tensor]) -> Solution:
     """The solution, with samples INCONSISTENT that its solve took for converged and this evaluation at z* does not.
 
     Twice the residual or the tolerance is allowed, and the rounding of f. Nothing waits for the device.
     """
     if not len(solution.status):
         return solution
-    device = z[0].device.type
+    leaves = pytree.tree_leaves(z)
+    device = leaves[0].device.type
     dtypes = [y.dtype for y in evaluation]
     if torch.is_autocast_enabled(device):
         dtypes.append(torch.get_autocast_dtype(device))
     rounding = STALL_UNITS * max(torch.finfo(dtype).eps for dtype in dtypes)
     size = sample_norms(evaluation, problem.groups)
-    gap = sample_norms([y - one for y, one in zip(evaluation, z, strict=True)], problem.groups)
+    gap = sample_norms([y - one for y, one in zip(evaluation, leaves, strict=True)], problem.groups)
     allowed = solution.residual.clamp_min(problem.solver.tol).mul_(2)
     allowed = (allowed + rounding) * size if problem.solver.stop == "rel" else allowed + rounding * size
     moved = (solution.status == Status.CONVERGED) & ~(gap <= allowed)

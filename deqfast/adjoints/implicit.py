@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,21 @@ from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Broyden, Solver, as_solver
-from .attach import Attachment, Gradients, detached, vjp
+from .attach import (
+    Evaluate,
+    Gradients,
+    Recorded,
+    Rule,
+    Valve,
+    attach,
+    confirmed,
+    detached,
+    in_order_of,
+    requiring_grad,
+    vjp,
+)
 from .base import Adjoint, Problem
-from .samples import per_row
+from .samples import per_row, rows_of
 
 # With all of its history Broyden takes the fewest products to a gradient that is right to 1e-5 where J has a spectral
 # radius of 0.95 to 0.99; what converges before is not charged for the rest.
@@ -60,8 +72,9 @@ class Implicit(Adjoint):
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)
         settings = _Settings(as_solver(self.solver or DEFAULT_SOLVER), problem.options, problem.on_backward)
-        attachment = _Inverted(settings, problem.cell, detached(z, requires_grad=True), x, broken)
-        return attachment.attach_to(problem, solution)
+        rule = _Inverted(settings, problem.cell, z, x)
+        value = attach(solution.value, rule.recorded, rule, broken)
+        return value, confirmed(solution, problem, z, rule.recorded.outputs)
 
 
 @dataclass(frozen=True)
@@ -77,16 +90,23 @@ class _Settings:
         return self.options.get("groups")
 
 
-class _Inverted(Attachment):
-    """Attachment whose gradients pass (I - J^T)^-1, J the Jacobian of the evaluation in z."""
+class _Inverted(Rule):
+    """Gradients pass (I - J^T)^-1, J the Jacobian of `evaluate` in z. Differentiable any number of times.
 
-    def __init__(
-        self, settings: _Settings, evaluate: Callable[[Any, Any], Any], z: Any, x: Any, broken: Tensor | None = None
-    ) -> None:
-        # What this evaluation saves is saved as it is: checkpointing would compute all anew for every product with it.
-        with saved_tensors_hooks(_same, _same):
-            super().__init__("Implicit", evaluate, z, x, broken)
-        self.settings = settings
+    Args:
+        settings: of the solves.
+        evaluate: the map (z, x) -> z.
+        z: z*, a tree.
+        x: the second argument of `evaluate`.
+    """
+
+    def __init__(self, settings: _Settings, evaluate: Evaluate, z: Any, x: Any) -> None:
+        super().__init__("Implicit")
+        self.settings, self.evaluate, self.x = settings, evaluate, x
+        self.z = detached(z, requires_grad=True)
+        # Checkpointing would compute what this evaluation saves anew for every product with it.
+        with saved_tensors_hooks(_keep, _kept):
+            self.recorded = Recorded(evaluate, self.z, x)
         device = pytree.tree_leaves(z)[0].device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.autocast = partial(torch.autocast, device, enabled=enabled, dtype=dtype)  # that of the forward pass
@@ -94,7 +114,7 @@ class _Inverted(Attachment):
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
         # A gradient that is not finite is not solved for but passed on: a GradScaler must see it.
-        finite = torch.stack([torch.isfinite(g.flatten(1)).all(dim=1) for g in grads]).all(dim=0)
+        finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in grads]).all(dim=0)
         start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in grads]
         # The system is linear: solved with gradients of size 1, the scale of the loss is none of the solver's business.
         groups = self.settings.groups
@@ -103,7 +123,7 @@ class _Inverted(Attachment):
         start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
 
         def f(u: Any) -> Any:
-            products = vjp(self.evaluation, leaves, pytree.tree_leaves(u))
+            products = vjp(self.recorded.outputs, leaves, pytree.tree_leaves(u))
             return pytree.tree_unflatten(
                 [g if p is None else p + g for p, g in zip(products, start, strict=True)], spec
             )
@@ -116,34 +136,70 @@ class _Inverted(Attachment):
         settings.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
         return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, grads, strict=True)]
 
-    def gradients(self, grads: list[Tensor]) -> Gradients:
-        """u = (I - J^T)^-1 g is the fixed point of u -> J^T u + g, and as such differentiable in g, z* and x."""
+    def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
+        """u = (I - J^T)^-1 g, the fixed point of u -> J^T u + g and as such differentiable in g, z* and x.
+
+        Past the recorded evaluation goes how its products with u move with z*: the difference of the products at a z*
+        that moves with the sources, and at one that does not, which is zero.
+        """
         spec = pytree.tree_structure(self.z)
         with torch.no_grad():
             u = pytree.tree_unflatten(self.pull(grads), spec)
-        z = self.attach(detached(self.z))
         with self.autocast():
-            adjoint = _Inverted(self.settings, self._adjoint_map, detached(u, requires_grad=True), (grads, z, self.x))
-            return self.products(z, pytree.tree_leaves(adjoint.attach(u)))
+            moving = attach(detached(self.z), self.recorded, self)
+            rule = _Inverted(self.settings, self._adjoint_map, u, (grads, moving, self.x))
+            u = pytree.tree_leaves(attach(u, rule.recorded, rule))
+            if not self._is_repeatable():
+                return u, [self.refuse(torch.zeros_like(source), sources) for source in sources]
+            pairs = zip(self._products(moving, u), self._products(detached(self.z), u), strict=True)
+            gaps = [None if a is None or b is None else a - b for a, b in pairs]
+        return u, [None if gap is None else gap - gap.detach() for gap in gaps]
+
+    @torch.no_grad()
+    def _is_repeatable(self) -> bool:
+        """Answer whether the cell is still the function that was recorded: hooks, masks or weights may have changed."""
+        again = in_order_of(self.z, self.evaluate(self.z, self.x))
+        return all(
+            torch.allclose(a, b, rtol=1e3 * torch.finfo(b.dtype).eps, atol=1e3 * torch.finfo(b.dtype).eps)
+            for a, b in zip(again, self.recorded.outputs, strict=True)
+        )
+
+    def _products(self, z: Any, u: list[Tensor]) -> Gradients:
+        """Products of u with the Jacobian in the sources of an evaluation at z, with a graph."""
+        valve = Valve()
+        x = valve(self.x)
+        evaluation = in_order_of(self.z, self.evaluate(valve(z), x))
+        with valve.closed():
+            return vjp(evaluation, [*requiring_grad(x), *self.recorded.held], u, create_graph=True)
 
     def _adjoint_map(self, u: Any, given: tuple[list[Tensor], Any, Any]) -> Any:
         """u -> J^T u + g with a graph, given (g, z, x)."""
         grads, z, x = given
-        z = pytree.tree_map(lambda t: t if t.requires_grad else t.detach().requires_grad_(), z)
-        leaves, spec = pytree.tree_flatten(z)
         with torch.enable_grad():
-            evaluation = pytree.tree_leaves(self.evaluate(z, x))
-            products = vjp(evaluation, leaves, pytree.tree_leaves(u), create_graph=True)
-        return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, grads, strict=True)], spec)
+            z = pytree.tree_map(lambda t: t if t.requires_grad else t.detach().requires_grad_(), z)
+            evaluation = in_order_of(self.z, self.evaluate(z, x))
+            products = vjp(evaluation, pytree.tree_leaves(z), pytree.tree_leaves(u), create_graph=True)
+        leaves = [g if p is None else p + g for p, g in zip(products, grads, strict=True)]
+        return pytree.tree_unflatten(leaves, pytree.tree_structure(self.z))
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _kept(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "deqfast: a tensor that the gradient of Implicit needs has been modified by an inplace operation: "
+            f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
+        )
     return tensor
 
 
 def _exponents(grads: list[Tensor], groups: Groups | None) -> Tensor:
     """Binary exponent of the largest element of each sample, (B,)."""
-    rows = [nn.functional.pad(g.flatten(1).abs().float(), (0, 1)).amax(dim=1) for g in grads]
+    rows = [nn.functional.pad(rows_of(g).abs().float(), (0, 1)).amax(dim=1) for g in grads]
     largest = torch.stack(rows).amax(dim=0)
     if groups is not None:
         largest = nn.functional.pad(groups.gather(largest[:, None]), (0, 1)).amax(dim=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..solution import Solution
-from .attach import Attachment, detached
+from .attach import Recorded, Rule, attach, confirmed, detached
 from .base import Adjoint, Problem
 
 
@@ -26,4 +26,6 @@ class JFB(Adjoint):
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)
-        return Attachment("JFB", problem.cell, detached(z), x, broken).attach_to(problem, solution)
+        recorded = Recorded(problem.cell, detached(z), x)
+        value = attach(solution.value, recorded, Rule("JFB"), broken)
+        return value, confirmed(solution, problem, z, recorded.outputs)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solvers.base import check_count, check_number
-from .attach import Attachment, detached
+from .attach import Recorded, Rule, attach, confirmed, detached, in_order_of
 from .base import Adjoint, Problem
 
 
@@ -41,11 +42,17 @@ class Phantom(Adjoint):
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)
+        first: list[Tensor] = []
 
         def damped_calls(z: Any, x: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(z)
             for _ in range(self.steps):
-                z = pytree.tree_map(lambda a, b: a + self.damping * (b - a), z, problem.cell(z, x))
+                values = in_order_of(z, problem.cell(z, x))
+                first[:] = first or values
+                leaves = [a + self.damping * (b - a) for a, b in zip(leaves, values, strict=True)]
+                z = pytree.tree_unflatten(leaves, spec)
             return z
 
-        attachment = Attachment("Phantom", damped_calls, detached(z), x, broken)
-        return attachment.attach(solution.value), solution
+        recorded = Recorded(damped_calls, detached(z), x)
+        value = attach(solution.value, recorded, Rule("Phantom"), broken)
+        return value, confirmed(solution, problem, z, first)

@@ -17,11 +17,16 @@ def per_row(mask: Tensor, like: Tensor) -> Tensor:
     return mask.view(-1, *([1] * (like.dim() - 1)))
 
 
-def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool]:
-    """Whether each leaf of x has one row per row of z.
+def rows_of(leaf: Tensor) -> Tensor:
+    """The rows of `leaf` as a matrix (N, D)."""
+    return leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
 
-    As `declared`, a tree like x of truth values; else every dense tensor of `rows` rows that is no parameter and,
-    beside others, no (rows, rows) matrix, which may as well be a weight or an adjacency.
+
+def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
+    """Whether each leaf of x has one row per row of z; None: it may have.
+
+    As `declared`, a tree like x of truth values; else every dense tensor of `rows` rows that is no parameter. A
+    (rows, rows) matrix beside other leaves may have: it may as well be a weight or an adjacency.
 
     Raises:
         ValueError: `declared` has not the structure of x, or declares a tensor of another number of rows.
@@ -39,13 +44,15 @@ def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool]:
     return marks
 
 
-def _looks_per_sample(leaf: Any, rows: int, alone: bool) -> bool:
+def _looks_per_sample(leaf: Any, rows: int, alone: bool) -> bool | None:
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or leaf.layout != torch.strided:
         return False
-    return leaf.dim() > 0 and len(leaf) == rows and (alone or leaf.shape != (rows, rows))
+    if not alone and leaf.shape == (rows, rows):
+        return None
+    return leaf.dim() > 0 and len(leaf) == rows
 
 
-def take_rows(x: Any, marks: list[bool], rows: Tensor) -> Any:
+def take_rows(x: Any, marks: list[bool | None], rows: Tensor) -> Any:
     """x with these rows (b,) alone of the tensors marked."""
     leaves, spec = pytree.tree_flatten(x)
     taken = [leaf.index_select(0, rows) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]
@@ -65,10 +72,14 @@ def without_broken(
     healthy = ~broken
     donor = healthy.to(torch.int8).argmax(keepdim=True)
 
-    def stand_in(leaf: Tensor) -> Tensor:
+    def stand_in(leaf: Tensor, mark: bool | None = True) -> Tensor:
+        if mark is False:
+            return leaf
         row = leaf.index_select(0, donor)
-        return torch.where(per_row(broken, leaf), torch.where(healthy.any(), row, torch.zeros_like(row)), leaf)
+        # Of what may be a weight only rows that break their own samples alone: a weight's would break all.
+        gone = broken if mark else broken & ~torch.isfinite(leaf).all(dim=1)
+        return torch.where(per_row(gone, leaf), torch.where(healthy.any(), row, torch.zeros_like(row)), leaf)
 
     leaves, spec = pytree.tree_flatten(x)
-    replaced = [stand_in(leaf) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]
+    replaced = [stand_in(leaf, mark) for leaf, mark in zip(leaves, marks, strict=True)]
     return pytree.tree_map(stand_in, solution.value), pytree.tree_unflatten(replaced, spec), broken

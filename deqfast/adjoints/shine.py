@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..grouping import Groups
 from ..solution import Solution
 from ..solvers.base import check_number
-from .attach import Attachment, detached, sample_norms
+from .attach import Recorded, Rule, attach, confirmed, detached, sample_norms
 from .base import Adjoint, Problem
 from .samples import per_row
 
@@ -50,19 +51,22 @@ class SHINE(Adjoint):
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)
-        return _Shared(self.fallback, problem, detached(z), x, broken, solution).attach_to(problem, solution)
+        recorded = Recorded(problem.cell, detached(z), x)
+        rule = _Shared(self.fallback, solution, problem.groups)
+        return attach(solution.value, recorded, rule, broken), confirmed(solution, problem, z, recorded.outputs)
 
 
-class _Shared(Attachment):
-    """Attachment whose gradients pass the inverse of the forward solve, where that is to be trusted."""
+class _Shared(Rule):
+    """Gradients pass the inverse of the forward solve, where that is to be trusted."""
 
-    def __init__(self, fallback: float, problem: Problem, z: Any, x: Any, broken: Tensor, solution: Solution) -> None:
-        super().__init__("SHINE", problem.cell, z, x, broken)
+    def __init__(self, fallback: float, solution: Solution, groups: Groups | None) -> None:
+        super().__init__("SHINE")
         assert solution.transposed_inverse is not None
-        self.fallback, self.groups, self.inverse = fallback, problem.groups, solution.transposed_inverse
+        self.fallback, self.groups, self.inverse = fallback, groups, solution.transposed_inverse
+        self.spec = pytree.tree_structure(solution.value)
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
-        shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, pytree.tree_structure(self.z))))
+        shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, self.spec)))
         trusted = sample_norms(shared, self.groups) <= self.fallback * sample_norms(grads, self.groups)
         trusted = trusted if self.groups is None else self.groups.of_rows(trusted)
         return [torch.where(per_row(trusted, u), u, g) for u, g in zip(shared, grads, strict=True)]

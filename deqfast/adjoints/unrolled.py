@@ -36,7 +36,7 @@ class Unrolled(Adjoint):
         >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Unrolled(steps=30))
         >>> x = torch.randn(4, 3, requires_grad=True)
         >>> (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
-        >>> gradient.square().sum().backward()  # a second derivative, which only this adjoint has
+        >>> gradient.square().sum().backward()  # a second derivative
     """
 
     steps: int | None = None

@@ -23,5 +23,5 @@ class NoDoubleBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
             f"deqfast: double backward through {ctx.adjoint} is not supported: its gradient is not differentiable. "
-            "Use Unrolled() where second derivatives are needed"
+            "Use Implicit(), with a cell that is the same function in the backward pass, or Unrolled()"
         )
