@@ -236,3 +236,26 @@ def test_it_needs_a_history_and_no_graph():
         value = deqfast.DEQBlock(deqfast.LinearCell(3), adjoint="shine")(x)
         (grad,) = torch.autograd.grad(value.sum(), x, create_graph=True)
         grad.sum().backward()
+
+
+class TestFallback:
+    """Where the inverse of the history makes too much of a gradient, that of JFB is taken, sample by sample."""
+
+    def gradients(self, adjoint):
+        """Of samples of slopes near 0 and near 1, whose inverse is 1 and 20."""
+        slope = torch.tensor([[0.05], [0.95]], dtype=torch.float64)
+        x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+        block = deqfast.DEQBlock(lambda z, x: slope * z + x, deqfast.Broyden(tol=1e-10), adjoint)
+        return torch.autograd.grad(block(x).sum(), x)[0]
+
+    def test_of_the_samples_that_leave_it(self):
+        jfb, free, bounded = (
+            self.gradients(adjoint) for adjoint in ("jfb", deqfast.SHINE(fallback=1e9), deqfast.SHINE(fallback=5))
+        )
+        assert (free[1] > 15 * jfb[1]).all() and torch.equal(bounded[1], jfb[1])
+        assert torch.equal(bounded[0], free[0]) and not torch.equal(free[0], jfb[0])
+
+    @pytest.mark.parametrize(("value", "error"), [(0.9, ValueError), ("2", TypeError), (float("nan"), ValueError)])
+    def test_bad_values(self, value, error):
+        with pytest.raises(error, match="fallback must be"):
+            deqfast.SHINE(fallback=value)
