@@ -41,7 +41,7 @@ def test_a_sample_of_several_rows_is_solved_as_alone(name, kernel, device):
             groups="batch",
         )
         assert alone.iterations.tolist() == [together.iterations[number]]
-        torch.testing.assert_close(together.value[rows], alone.value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(together.value[rows], alone.value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
