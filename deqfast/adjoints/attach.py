@@ -44,12 +44,12 @@ class Recorded:
     """
 
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
-        first = torch.zeros(0, requires_grad=True).view(0).grad_fn._sequence_nr()  # type: ignore[union-attr]
+        newest: Any = get_gradient_edge(torch.zeros(0, requires_grad=True).view(0)).node
         valve = Valve()
         behind = valve(x)  # or a tensor of x could not be told from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(z, behind))
         inputs = requiring_grad(behind)
-        held, self.hides = _held(self.outputs, [*inputs, *pytree.tree_leaves(z)], first)
+        held, self.hides = _held(self.outputs, [*inputs, *pytree.tree_leaves(z)], newest._sequence_nr())
         self.sources = [*requiring_grad(x), *held]
         self.held = held
 

@@ -44,7 +44,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Arrays by name as one compressed .npz, atomically."""
     content = io.BytesIO()
-    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]  # a name might be that of an argument; none is
     write_atomically(path, content.getvalue())
 
 
