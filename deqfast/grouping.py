@@ -27,6 +27,9 @@ class Groups:
     def __init__(self, groups: Tensor | str, rows: int, device: torch.device) -> None:
         self.index = _checked(groups, rows, device)
         self.rows, self.count = rows, 0
+        if isinstance(groups, str):  # one sample, known without a look at the device
+            self.count, self.size, self.slots, self.is_whole = min(rows, 1), rows, self.index, True
+            return
         if rows:
             low, high = torch.stack(self.index.aminmax()).tolist()
             if low < 0 or high >= rows:
