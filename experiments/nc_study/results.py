@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
+
+import deqfast
+from deqfast.testing.records import commit, processor
 
 from . import distributed
 from .config import Settings
 from .paper import INCONSISTENT, PAPER, differences, on_cifar
-from .provenance import provenance
 from .record import (
     AVERAGED,
     COLLAPSE,
@@ -24,12 +33,12 @@ from .record import (
     Curves,
     Epoch,
     KernelChoice,
+    Machine,
     NetworkResult,
     Number,
     RunResult,
     Seconds,
     SolverSummary,
-    SpectralRadius,
     Spread,
 )
 
@@ -49,12 +58,31 @@ def run_result(
     )
 
 
-def network_result(
-    parameters: int, epochs: Sequence[Epoch], majority: int, spectral_radius: SpectralRadius | None
-) -> NetworkResult:
-    """What came of one network; the first `majority` classes are the majority."""
+def provenance(threads: int, device: str, processes: int = 1) -> dict[str, Any]:
+    """The machine, versions, commit and time (UTC, ISO 8601) of a result; `device` is "cpu" or "cuda"."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {
+        "machine": Machine(cpu=processor(), cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes),
+        "versions": versions(),
+        "commit": commit(Path(__file__).parent),
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what computes; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "deqfast": deqfast.__version__}
+    for package in ("torch", "triton", "numpy", "torchvision"):
+        found[package] = None
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def network_result(parameters: int, epochs: Sequence[Epoch]) -> NetworkResult:
+    """What came of one network."""
     last, final = epochs[-AVERAGED:], epochs[-1]
-    assert final.confusion is not None and final.nc is not None  # the last epoch has both
+    assert final.nc is not None  # the last epoch has it
     groups = {group: [getattr(epoch, group) for epoch in last] for group in GROUPS}
     spent = [round(sum(getattr(one.seconds, part) for one in epochs), 1) for part in ("train", "test", "metrics")]
     solves = [epoch.train_solver for epoch in epochs if epoch.train_solver]
@@ -67,27 +95,18 @@ def network_result(
         parameters=parameters,
         accuracy=Accuracy(**{group: Spread.of(values) for group, values in groups.items() if None not in values}),
         epochs_averaged=len(last),
-        confusion=final.confusion,
         nc=final.nc,
         solver=solver,
         seconds=Seconds(*spent),
-        curves=curves(epochs, majority),
-        spectral_radius=spectral_radius,
+        curves=curves(epochs),
     )
 
 
-def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
-    """Columns named after the fields of `Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of the
-    solves in training; `iterations_majority` and the like are means over the classes of a group."""
+def curves(epochs: Sequence[Epoch]) -> Curves:
+    """Columns named after the fields of `Epoch` and of its `nc` (None where it was not measured)."""
     names = ("epoch", "lr", "loss", "train_accuracy", *GROUPS)
     found: Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in COLLAPSE}
-    if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
-        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in (*SOLVER_MEANS, "skipped")}
-        for group, part in (("majority", slice(majority)), ("minority", slice(majority, None))):
-            for name in SOLVER_MEANS:
-                found[f"{name}_{group}"] = tuple(_mean(solve.per_class[name][part]) for solve in solves)
-    return found
+    return found | {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in COLLAPSE}
 
 
 def _mean(values: Iterable[Number]) -> Number:

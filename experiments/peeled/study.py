@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 from nc_study.config import MODELS, SettingsError, check_field, flag_of, option
-from nc_study.provenance import provenance
+from nc_study.results import provenance
 from torch import Tensor
 from tqdm import tqdm
 
@@ -40,7 +40,7 @@ class PeeledSettings:
     steps: int = option("machine", "most L-BFGS steps of a solve", 400, minimum=1)
     tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, above=0)
     threads: int = option("machine", "CPU threads; the matrices are small", 1, minimum=1)
-    out: str = option("machine", "folder for layer_peeled.json, .md and the figure", "runs/layer_peeled")
+    out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled")
 
     def __post_init__(self) -> None:
         for spec in fields(self):

@@ -9,14 +9,13 @@ import pytest
 from nc_study.config import Setting, StudyError
 from nc_study.record import FORMAT, RunResult, read_record, to_json
 from nc_study.reporting.runs import collect
-from nc_study.rundir import RunDirectory
 
 SETTING = Setting("cifar10", 3, 10)
 
 
 def test_each_kind_of_folder_is_told_apart(made_up, tmp_path):
     whole = made_up()
-    for name in ("old", "new", "half", "mistyped", "wrong", "unfinished", "failed"):
+    for name in ("old", "new", "half", "mistyped", "wrong", "unfinished"):
         made_up(name, seed=9)
     root = whole.parent
     result = json.loads((whole / "result.json").read_text())
@@ -29,21 +28,17 @@ def test_each_kind_of_folder_is_told_apart(made_up, tmp_path):
     (root / "unfinished" / "result.json").unlink()
     with open(root / "unfinished" / "deq.jsonl", "r+b") as log:
         log.truncate(len(log.readline()) + 7)
-    (root / "failed" / "result.json").unlink()
-    for path in (whole, root / "failed"):  # a run that failed once and then finished counts
-        RunDirectory(path).fail("the disk is full")
     (root / "other").mkdir()
     found = collect([tmp_path])
     assert [run.path for group in found.groups for run in group.finished] == [whole]
     told = {entry.folder.name: (entry.state, entry.reason) for entry in found.rejected}
     expected = {
-        "old": ("written by another version", "an older version"),
-        "new": ("written by another version", "a newer version"),
+        "old": ("unreadable", "an older version"),
+        "new": ("unreadable", "a newer version"),
         "half": ("unreadable", "half/result.json cannot be read"),
         "mistyped": ("unreadable", "$.machine"),
         "wrong": ("unreadable", "--lr -1.0: more than 0"),
         "unfinished": ("unfinished", "explicit: 4 of 4 epochs, deq: 1 of 4 epochs"),
-        "failed": ("failed", "the disk is full"),
     }
     assert told.keys() == expected.keys()
     for name, (state, reason) in expected.items():
