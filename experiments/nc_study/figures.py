@@ -87,9 +87,8 @@ def features_figure(
 ) -> Figure:
     """Draw a column for each network's features (N, D) and their labels (N,), sorted by class: a t-SNE, and the Gram
     matrix of the features at unit length. `majority`: how many of the first classes are the majority."""
-    figure, axes = plt.subplots(
-        2, len(features), figsize=(4.6 * len(features), 8.2), layout="constrained", squeeze=False
-    )
+    size = (4.6 * len(features), 8.2)
+    figure, axes = plt.subplots(2, len(features), figsize=size, layout="constrained", squeeze=False)
     figure.suptitle(heading)
     for (above, below), (model, (points, labels)) in zip(axes.T, features.items(), strict=True):
         for axis in (above, below):

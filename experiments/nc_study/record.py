@@ -165,11 +165,6 @@ class RunResult:
         """Its place in the paper's tables."""
         return self.settings.setting
 
-    @property
-    def seconds(self) -> float:
-        """Wall-clock time of all networks."""
-        return sum(network.seconds.total for network in self.networks.values())
-
 
 @dataclass(frozen=True)
 class Begun:

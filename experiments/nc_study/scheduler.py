@@ -38,11 +38,6 @@ class Task:
     def __str__(self) -> str:
         return f"{self.settings.setting}, seed {self.settings.seed}"
 
-    @property
-    def script(self) -> str:
-        """The file name of the script that runs it."""
-        return f"{self.settings.study}.py"
-
     def conflict(self) -> str | None:
         """Why the folder's run, if there is one, cannot be gone on with under these settings."""
         try:
@@ -142,7 +137,12 @@ def _start(task: Task, processes: int, slot: int) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     with open(task.run.log, "wb") as log:
         return subprocess.Popen(
-            [sys.executable, *(launcher if processes > 1 else ()), str(SCRIPTS / task.script), *task.arguments],
+            [
+                sys.executable,
+                *(launcher if processes > 1 else ()),
+                str(SCRIPTS / f"{task.settings.study}.py"),
+                *task.arguments,
+            ],
             env=environment | gpus_of(slot, processes),
             stdin=subprocess.DEVNULL,
             stdout=log,

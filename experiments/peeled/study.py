@@ -50,7 +50,6 @@ class PeeledSettings:
         self._check(min(e_w) > 0, "e_w", "each more than 0")
         self._check(min(e_h) > 0 and max(e_h) < 1, "e_h", "each between 0 and 1, where the DEQ's series converges")
         self._check(len(e_w) == len(e_h), "e_h", f"as many as --e-w {self.e_w}")
-        self._check(len(set(zip(e_w, e_h, strict=True))) == len(e_w), "e_h", f"each pair with --e-w {self.e_w} once")
         self._check(min(self.numbers("ratios")) > 1, "ratios", "each more than 1")
         self._check(self.dimension >= self.classes, "dimension", f"at least --classes {self.classes}")
         self._check(self.majority < self.classes, "majority", f"less than --classes {self.classes}")

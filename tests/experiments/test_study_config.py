@@ -16,15 +16,6 @@ def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
         assert settings_from("cifar_lt", precision="fp32").precision == "fp32"
 
 
-def test_the_paper_preset_is_the_papers_recipe():
-    settings = settings_from("cifar_lt", preset="paper", device="cpu")
-    assert (settings.width, settings.epochs, settings.batch_size, settings.n_majority) == (64, 100, 128, 5000)
-    assert (settings.lr, settings.momentum, settings.weight_decay) == (1e-4, 0.9, 5e-4)
-    assert (settings.solver, settings.tol, settings.max_iter) == ("broyden", 1e-3, 20)
-    assert settings.e_w is None and settings.e_h is None
-    assert settings_from("cifar_lt", preset="paper", dataset="cifar100", device="cpu").n_majority == 500
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ..config import MODELS, Setting
 from ..figures import LABELS
 from ..paper import CLAIMS, INCONSISTENT, PAPER, TABLES
@@ -29,12 +31,7 @@ def verdict_rows(group: Group) -> list[Row]:
 def result_rows(group: Group) -> list[Row]:
     """Tell of every network in every setting: accuracy over the last epochs beside the paper's, all else at the end,
     each over seeds."""
-    return [
-        _result(group, setting, model)
-        for setting in group.settings
-        for model in MODELS
-        if (setting, model) in group.runs
-    ]
+    return [_result(group, *key) for key in product(group.settings, MODELS) if key in group.runs]
 
 
 def missing(group: Group) -> list[str]:
@@ -78,7 +75,6 @@ def provenance(run: Run) -> Row:
     return {
         "folder": run.path,
         "kernel": result.kernel.used,
-        "seconds in all": f"{result.seconds:.0f}",
         "machine": f"{machine.gpu or machine.cpu}, {machine.processes} × {machine.threads} threads",
         "versions": ", ".join(f"{name} {one}" for name, one in result.versions.items() if one),
         "commit": (result.commit or "unknown")[:12],
