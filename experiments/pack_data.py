@@ -6,6 +6,7 @@ The pieces, put together in the order of their names, are a .tar.gz. Files are c
 from __future__ import annotations
 
 import argparse
+import gzip
 import io
 import sys
 import tarfile
@@ -54,8 +55,9 @@ def unpack(pieces: Path, root: Path) -> list[Path]:
                 if not (Path(temporary) / folder).is_dir():
                     raise StudyError(f"{folder} is not in it")
                 find_source(dataset, Path(temporary))
-            except (tarfile.TarError, EOFError, zlib.error, OSError, StudyError) as error:
-                raise StudyError(f"{pieces}: a piece of {dataset} is missing or damaged ({error})") from error
+            except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, StudyError) as error:
+                reason = "a piece is missing or damaged, or its files are not the published ones"
+                raise StudyError(f"{pieces}, {dataset}: {reason}") from error
             written.append((Path(temporary) / folder).rename(root / folder))
     return written
 
