@@ -69,14 +69,6 @@ def test_what_cannot_be_compared_is_not(made_up, tmp_path, no_pictures):
     assert "Not comparable" not in text and results(text, "(3,7) R = 10,")[0]["overall, paper"] == "72.57±0.25"
 
 
-def test_what_counts_in_no_table_is_listed_with_its_reason(made_up, tmp_path, no_pictures):
-    root = made_up("good").parent
-    (made_up("<b>bad|name", seed=1) / "result.json").write_text("{")
-    (row,) = table(report_on(root, tmp_path / "out"), "Runs that count in no table")
-    assert row["state"] == "unreadable" and row["folder"].endswith("&lt;b&gt;bad\\|name")
-    assert str(root / "<b>bad|name") in text_of((tmp_path / "out/report.html").read_text())
-
-
 def test_tables_escape_what_they_hold_and_align_numbers():
     names = {NASTY: "1.0", "x": "not run", Source("**bold**"): "–"}
     text = markdown_table([{"name": name, "n": value} for name, value in names.items()])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from nc_study import figures
-from nc_study.reporting import pictures
-from nc_study.reporting.runs import collect
 from study_helpers import made_up_result, made_up_settings
 
 
@@ -38,16 +36,3 @@ def test_the_features_figure_holds_cosines():
     cosines = figure.axes[1].images[0].get_array()
     assert np.allclose(cosines[:3, :3], [[1, 0, 0], [0, 1, 0], [0, 0, 0]], atol=1e-6)
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list("0123456789")
-
-
-def test_pictures_are_of_what_there_is_and_the_papers_have_their_names(made_up, monkeypatch):
-    for name in ("study_figure", "features_figure"):
-        monkeypatch.setattr(figures, name, lambda *_: None)
-    for majority, ratio in ((5, 100), (3, 100), (7, 100), (3, 10), (7, 10)):
-        root = made_up(majority=majority, ratio=ratio, features=True).parent
-    made_up("cifar100", dataset="cifar100", ratio=100, features=True)
-    made_up("alone", study="cifar_balanced", lr=0.5, model="explicit")
-    drawn = [{picture.name for picture in pictures.pictures(group)} for group in collect([root]).groups]
-    papers = {"figure2", "figure3", "figure4", "figure5"}
-    features = {f"k{one}-features" for one in ("5-r100", "3-r100", "7-r100", "7-r10")}
-    assert sorted(drawn, key=len) == [{"figure3"}, {"courses", "k3-r100-features"}, papers | features | {"courses"}]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
-from nc_study.config import Setting, StudyError
+from nc_study.config import Setting
 from nc_study.record import FORMAT, RunResult, read_record, to_json
 from nc_study.reporting.runs import collect
 
@@ -86,10 +85,3 @@ def test_a_run_found_twice_counts_once(made_up, tmp_path):
     assert [run.path.name for run in found.groups[0].finished] == ["a"]
     assert {(entry.folder.name, entry.state) for entry in found.rejected} == {("b", "duplicate")}
     assert "seed 0" in found.rejected[0].reason and str(root / "a") in found.rejected[0].reason
-
-
-def test_folders_without_runs_are_errors(tmp_path):
-    (tmp_path / "file").touch()
-    for name, message in (("absent", "no such folder"), ("file", "not a folder"), ("", "no runs under")):
-        with pytest.raises(StudyError, match=message):
-            collect([tmp_path / name])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from nc_study import training
 from nc_study.config import StudyError, settings_from
-from nc_study.record import Epoch, from_json, to_json
 from nc_study.training import Inference, SolverTally, Trainer, accuracies, learning_rate, shown_features, usable
 from study_helpers import CPU, assert_same, float64, shapes_data
 from tqdm import tqdm
@@ -126,16 +125,6 @@ def test_learning_rates():
     assert 0 < rates[0] < 0.02 and max(rates) == pytest.approx(0.3, rel=0.02) and rates[-1] < 1e-4
     peak = rates.index(max(rates))
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
-
-
-def test_an_epochs_line_says_it_all():
-    one = trainer(e_w=0.01, e_h=0.5)
-    state = torch.get_rng_state()
-    line = one.run_epoch(1, tqdm(disable=True))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert from_json(Epoch, to_json(line)) == line
-    assert line.train_solver and line.nc["num_classes"] == 10
-    assert one.network.classifier.weight.square().sum() <= 0.1 + 1e-6
 
 
 def test_metrics_are_measured_when_due_and_at_both_ends():
