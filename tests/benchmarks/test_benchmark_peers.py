@@ -22,7 +22,7 @@ def problem():
     return f
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS[:3], ids=str)
 def test_the_eager_solve_makes_the_iterates_of_deqfast(solver, problem):
     z0 = torch.zeros(3, 24, dtype=torch.float64)
     expected = deqfast.solve(problem, z0, solver, "torch").value

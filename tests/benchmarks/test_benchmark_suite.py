@@ -42,8 +42,6 @@ class TestTraffic:
         assert traffic.solve_passes(solver, evaluations, provider) == passes + 2
 
     def test_others(self):
-        assert traffic.transposed_passes(20, 1) == 43
-        assert traffic.fc_vjp_bytes(2, 3) == 72
         means, scatter = 10 * 16 + 10 * 8 + 3 * 4 * 8, 10 * 8 + 10 * 8 + 4 * 8 * (3 + 2)
         assert traffic.collapse_bytes(10, 4, 3, 2, classifier=False) == means - 10 * 8 + scatter
         assert traffic.collapse_bytes(10, 4, 3, 2, classifier=True) == means + scatter
@@ -234,8 +232,9 @@ def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(
     monkeypatch.setattr(suite, "buffers", lambda nbytes: 3)
     contender = Contender(lambda: made.append("own"), {"bytes": 8}, another=lambda: lambda: made.append("other"))
     (graph,) = suite.parts_of(contender, "cuda").values()
-    assert made == ["own", "other", "other"] * 7
-    assert timing.seconds_of(graph, 3, "cuda") == pytest.approx(0.06 / 3 / 21) and len(made) == 4 * 21
+    assert made[-21:] == ["own", "other", "other"] * 7
+    made.clear()
+    assert timing.seconds_of(graph, 3, "cuda") == pytest.approx(0.06 / 3 / 21) and len(made) == 3 * 21
     assert suite.parts_of(contender, "cpu") == {"whole": contender.call}
     of_host = Contender(lambda: None, {"bytes": 8}, f=lambda: None)
     assert suite.parts_of(of_host, "cuda") == {"whole": of_host.call, "f": of_host.f}
