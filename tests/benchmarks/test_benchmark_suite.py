@@ -77,12 +77,6 @@ class TestRegistry:
     def test_small_cases_are_of_every_section(self):
         assert {case.section for case in SMALL} == {case.section for case in cases.CASES} - {"scaling"}
 
-    def test_a_provider_is_asked_for_where_it_can_be(self):
-        case = cases.find("solves", "picard-128x8192")
-        assert case.providers_on("cpu") == ["torch", "cpp", "torchdeq", "eager"]
-        on_gpu = ["torch", "triton", "cuda", "triton-graph", "cuda-graph", "torchdeq", "eager"]
-        assert case.providers_on("cuda") == on_gpu
-
     def test_the_cases_with_targets_are_measured(self):
         for target in (*targets.TARGETS, *targets.GPU_TARGETS):
             if target.section == "training step":

@@ -34,15 +34,6 @@ def test_spectra_have_their_radius_and_are_spread_as_named():
     assert sorted(found[found.abs() > 0.7].real.tolist()) == pytest.approx(sorted(values), abs=0.1)
 
 
-@pytest.mark.parametrize("build", [problems.triangular, problems.chains])
-def test_non_normal_maps_are_contractive_in_the_end_only(build):
-    matrix = build(32, generator(), 1.0)
-    nilpotent = matrix - problems.WELL_INSIDE * torch.eye(32, dtype=torch.float64)
-    # All eigenvalues are the same: they are not computed, being ill-conditioned.
-    assert float(torch.linalg.matrix_power(nilpotent, 32).abs().max()) < 1e-9
-    assert float(torch.linalg.matrix_norm(matrix, 2)) > 1
-
-
 def test_fixed_points_exist_and_residuals_are_of_float64():
     cheap = [name for name, (dim, *_) in problems.MAPS.items() if dim <= 256]
     for problem in (problem for name in cheap for problem in problems.suite(name, batch=2)):
