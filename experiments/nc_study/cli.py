@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from . import distributed
+from .analysis import last_block_radius, shown_features
 from .config import Settings, StudyError, parse
 from .data import Source, find_source, load
 from .models import choose_kernel
 from .record import KernelChoice, NetworkResult
 from .results import network_result, report, run_result
 from .rundir import RunDirectory, prepare_out, write_arrays
-from .training import shown_features, train
+from .training import train
 
 
 def main(study: str, description: str | None, argv: Sequence[str] | None = None) -> int:
@@ -115,7 +116,7 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
         for model, network in networks.items():
             arrays |= {f"{model}/{name}": array for name, array in shown_features(network, data).items()}
             parameters = sum(parameter.numel() for parameter in network.parameters())
-            results[model] = network_result(parameters, run.epochs(model))
+            results[model] = network_result(parameters, run.epochs(model), last_block_radius(network, data))
         write_arrays(run.features, arrays)
         run.conclude(run_result(settings, kernel, data.counts, results))
 

@@ -105,6 +105,14 @@ class Epoch:
 
 
 @dataclass(frozen=True)
+class SpectralRadius:
+    """Radius of the Jacobian df/dz at the fixed points of some training images, and the classes of these."""
+
+    labels: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class NetworkResult:
     """What came of one network: accuracy over the last `epochs_averaged` epochs, all else after the last one."""
 
@@ -115,6 +123,7 @@ class NetworkResult:
     solver: SolverSummary | None
     seconds: Seconds
     curves: Curves
+    spectral_radius: SpectralRadius | None
 
     def quantity(self, name: str) -> Number:
         """What a claim is about: an accuracy by the name of its group, or a metric of neural collapse."""

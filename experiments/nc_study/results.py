@@ -54,7 +54,9 @@ def provenance(threads: int, device: str, processes: int = 1) -> dict[str, Any]:
     }
 
 
-def network_result(parameters: int, epochs: Sequence[record.Epoch]) -> record.NetworkResult:
+def network_result(
+    parameters: int, epochs: Sequence[record.Epoch], radius: record.SpectralRadius | None
+) -> record.NetworkResult:
     """What came of one network."""
     last, final = epochs[-record.AVERAGED :], epochs[-1]
     assert final.nc is not None  # the last epoch has it
@@ -75,14 +77,20 @@ def network_result(parameters: int, epochs: Sequence[record.Epoch]) -> record.Ne
         solver=solver,
         seconds=record.Seconds(*spent),
         curves=curves(epochs),
+        spectral_radius=radius,
     )
 
 
 def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
-    """Columns named after the fields of `record.Epoch` and of its `nc` (None where it was not measured)."""
+    """Columns named after the fields of `record.Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of
+    the solves in training."""
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS)
     found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    return found | {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.COLLAPSE}
+    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.COLLAPSE}
+    if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
+        names = (*record.SOLVER_MEANS, "skipped")
+        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in names}
+    return found
 
 
 def _mean(values: Iterable[record.Number]) -> record.Number:
@@ -129,6 +137,7 @@ def _costs(result: record.RunResult, model: str) -> str:
         text += (
             f"\n  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
             f"{solver.iterations:.1f} evaluations a sample, {100 * (solver.converged or 0):.2f} % converged, "
-            f"{solver.skipped} samples left out of the loss"
+            f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
+            f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
         )
     return text

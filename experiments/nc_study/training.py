@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,12 +18,11 @@ import deqfast
 from . import distributed
 from .config import Settings, StudyError
 from .data import StudyData
-from .models import ResNet18, build, project, widened
+from .models import build, project, widened
 from .record import SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 256
-FEATURE_IMAGES = 500
 WARM_UP = 0.05
 
 
@@ -232,16 +230,6 @@ def accuracies(test: Inference, data: StudyData) -> dict[str, Any]:
         "majority": per_class[: data.majority].mean().item() if split else None,
         "minority": per_class[data.majority :].mean().item() if split else None,
     }
-
-
-def shown_features(network: ResNet18, data: StudyData) -> dict[str, np.ndarray]:
-    """Features (N, D) in half precision and labels (N,) of the first training images of every class, for a figure."""
-    each = max(1, FEATURE_IMAGES // data.classes)
-    shown = torch.cat([(data.train_labels == label).nonzero()[:each, 0] for label in range(data.classes)])
-    network.eval()
-    with torch.no_grad():
-        features = network(data.normalise(data.train_images[shown])).features
-    return {"features": features.half().cpu().numpy(), "labels": data.train_labels[shown].cpu().numpy()}
 
 
 def autocast(settings: Settings) -> torch.autocast:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from nc_study.config import Settings, settings_from
 from nc_study.data import Source, StudyData, class_sizes, load
-from nc_study.record import Epoch, KernelChoice, RunResult, Seconds, SolverSummary
+from nc_study.record import Epoch, KernelChoice, RunResult, Seconds, SolverSummary, SpectralRadius
 from nc_study.results import network_result, run_result
 from torch.utils._pytree import tree_flatten
 
@@ -176,7 +176,7 @@ def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunR
     networks = {}
     for model in settings.models:
         epochs = [made_up_epoch(number, settings, model == "deq", shift) for number in range(1, settings.epochs + 1)]
-        networks[model] = network_result(123, epochs)
+        networks[model] = network_result(123, epochs, SpectralRadius((0, 1), (0.5, 0.75)) if model == "deq" else None)
     kernel = KernelChoice("triton", "cpp", "no GPU")
     return replace(run_result(settings, kernel, tuple(class_sizes(settings)), networks), **given)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nc_study.analysis import spectral_radius
 from nc_study.config import settings_from
 from nc_study.models import build, choose_kernel, project
+from study_helpers import shapes_data
 
 import deqfast
 
@@ -85,3 +87,19 @@ def test_the_kernel_asked_for_is_taken_or_another_comes_with_the_reason(monkeypa
     name, reason = choose_kernel("triton", "cpu")
     assert name == choose_kernel("auto", "cpu")[0] == ("cpp" if deqfast.backends()["cpp"] else "torch")
     assert "triton" in reason
+
+
+def test_the_spectral_radius_is_that_of_the_whole_jacobian():
+    settings = settings_from("cifar_lt", dataset="shapes", device="cpu", kernel="torch", width=1, test_images=20)
+    data = shapes_data(settings)
+    network = build("deq", settings).double().eval()
+    images = data.normalise(data.train_images[:3]).double()
+    found = spectral_radius(network, images)
+    with torch.no_grad():
+        x = network.trunk(network.stem(images))
+        z = network.last(x)
+    for i in range(3):
+        one, at = x[i : i + 1], z[i : i + 1]
+        flat = torch.autograd.functional.jacobian(lambda v, one=one: network.last.cell(v, one), at)
+        exact = torch.linalg.eigvals(flat.reshape(z[i].numel(), -1)).abs().max()
+        assert found[i].item() == pytest.approx(exact.item(), rel=0.05)

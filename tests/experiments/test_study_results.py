@@ -42,12 +42,12 @@ def epochs(number, model="deq", **given):
 
 def test_a_network_is_summed_up_over_its_last_ten_epochs():
     assert Spread.of([1.0, 2.0, 3.0]) == Spread(2.0, 1.0) and Spread.of([4.0]) == Spread(4.0, 0.0)
-    network = network_result(1, epochs(12))
+    network = network_result(1, epochs(12), None)
     assert network.epochs_averaged == 10
     assert network.accuracy.overall.mean == pytest.approx(41.75) and network.accuracy.majority == Spread(81.0, 0.0)
     assert network.solver.skipped == 12 and network.solver.iterations == 11
     assert (network.seconds.train, network.seconds.test, network.seconds.metrics) == (12.0, 3.0, 6.0)
-    short = network_result(1, epochs(4, "explicit"))
+    short = network_result(1, epochs(4, "explicit"), None)
     assert short.epochs_averaged == 4 and short.solver is None
     assert (
         network.quantity("minority") == network.accuracy.minority.mean and network.quantity("nc2") == network.nc["nc2"]

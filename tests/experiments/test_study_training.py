@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from nc_study import training
+from nc_study.analysis import shown_features
 from nc_study.config import StudyError, settings_from
-from nc_study.training import Inference, SolverTally, Trainer, accuracies, learning_rate, shown_features, usable
+from nc_study.training import Inference, SolverTally, Trainer, accuracies, learning_rate, usable
 from study_helpers import CPU, assert_same, float64, shapes_data
 from tqdm import tqdm
 

@@ -56,6 +56,8 @@ def _result(group: Group, setting: Setting, model: str) -> Row:
     row["evaluations a sample"] = over_seeds([one.iterations for one in solvers])
     shares = [one.converged for one in solvers]
     row["converged, %"] = over_seeds([None if share is None else 100 * share for share in shares])
+    radii = [max(one.spectral_radius.values, default=None) for one in networks if one.spectral_radius]
+    row["spectral radius of ∂f/∂z at z*, largest"] = over_seeds(radii)
     row["left out"] = str(sum(one.skipped for one in solvers)) if solvers else NOTHING
     return row
 

@@ -1,0 +1,62 @@
+"""What is measured once, of a trained network: its features of some images, and the Jacobian of its last block."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import deqfast
+
+from .data import StudyData
+from .models import ResNet18
+from .record import SpectralRadius
+
+FEATURE_IMAGES = 500
+RADIUS_IMAGES = 50
+POWER_STEPS = 60
+SETTLING_STEPS = 20
+
+
+def shown_features(network: ResNet18, data: StudyData) -> dict[str, np.ndarray]:
+    """Features (N, D) in half precision and labels (N,) of the first training images of every class, for a figure."""
+    shown = _first_images(data, FEATURE_IMAGES)
+    network.eval()
+    with torch.no_grad():
+        features = network(data.normalise(data.train_images[shown])).features
+    return {"features": features.half().cpu().numpy(), "labels": data.train_labels[shown].cpu().numpy()}
+
+
+def last_block_radius(network: ResNet18, data: StudyData) -> SpectralRadius | None:
+    """Spectral radius at the first training images of every class, where it is finite; None for no fixed point."""
+    if not isinstance(network.last, deqfast.DEQBlock):
+        return None
+    chosen = _first_images(data, RADIUS_IMAGES)
+    network.eval()
+    found = spectral_radius(network, data.normalise(data.train_images[chosen]))
+    known = found.isfinite()
+    return SpectralRadius(tuple(data.train_labels[chosen][known].tolist()), tuple(found[known].tolist()))
+
+
+def _first_images(data: StudyData, total: int) -> Tensor:
+    """Indices of the first training images of every class, at most `total`, equally many where the class has them."""
+    each = max(1, total // data.classes)
+    return torch.cat([(data.train_labels == label).nonzero()[:each, 0] for label in range(data.classes)])
+
+
+def spectral_radius(network: ResNet18, images: Tensor) -> Tensor:
+    """(B,) largest modulus of the eigenvalues of df/dz at each image's fixed point, by power iteration on the
+    transposed Jacobian: the mean growth over the steps after the first few, which also holds for a complex pair."""
+    with torch.no_grad():
+        x = network.trunk(network.stem(images))
+        z = network.last(x)
+    z.requires_grad_()
+    value = network.last.cell(z, x)  # type: ignore[operator, union-attr]
+    vector = torch.randn(z.shape, generator=torch.Generator().manual_seed(0)).to(z)
+    logarithms = []
+    for _ in range(POWER_STEPS):
+        norm = vector.flatten(1).norm(dim=1)
+        logarithms.append(norm.double().log())
+        vector = vector / norm.clamp(min=torch.finfo(norm.dtype).tiny)[:, None, None, None]
+        (vector,) = torch.autograd.grad(value, z, vector, retain_graph=True)
+    return torch.stack(logarithms[SETTLING_STEPS:]).mean(0).exp()
