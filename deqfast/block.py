@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .packing import Packing
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import check_count
+from .weights import hold_weights
 
 
 class DEQBlock(nn.Module):
@@ -144,7 +146,8 @@ class DEQBlock(nn.Module):
         )
         self._notify("begin_solve")
         try:
-            value, solution = self.adjoint(problem)
+            with hold_weights(self.cell) if self.graphs is None else nullcontext():
+                value, solution = self.adjoint(problem)
         except BaseException:
             self._notify("cancel_solve", "end_solve")
             raise
