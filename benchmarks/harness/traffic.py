@@ -21,9 +21,9 @@ def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32)
     return (history_dtype or state).itemsize / state.itemsize
 
 
-def window(solver: Any) -> int:
+def window(solver: Any, kernel: str = "torch") -> int:
     """Pairs that Anderson or Broyden keeps at most."""
-    return min(solver.history or solver.max_iter, solver.max_iter)
+    return min(solver.history or Kernel(kernel).max_history or solver.max_iter, solver.max_iter)
 
 
 def multisecant_passes(pairs: int, width: float) -> float:
@@ -57,7 +57,7 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     if keeps_steps_alone(solver, kernel):
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
     wide = width(None if kernel == "torchdeq" else solver.history_dtype)
-    return sum(multisecant_passes(min(k, window(solver)), wide) for k in steps) + JUDGED_PASSES
+    return sum(multisecant_passes(min(k, window(solver, kernel)), wide) for k in steps) + JUDGED_PASSES
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:

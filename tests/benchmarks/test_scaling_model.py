@@ -12,7 +12,7 @@ from harness.maps import NEVER, Contraction
 from harness.solves import solve_by
 
 import deqfast
-from deqfast.ops import choose_kernel
+from deqfast.ops import Kernel
 
 
 def test_cases_of_scaling_change_one_variable():
@@ -52,11 +52,15 @@ def test_bytes_of_torchdeq_are_the_models(name, evaluations):
     assert moved / z0.nbytes == pytest.approx(model.passes(name, evaluations, ours=False), rel=0.01)
 
 
-def test_window_is_the_solvers():
-    bad = [deqfast.Broyden(max_iter=n, kind="bad") for n in (9, 30)]  # keeps pairs on every kernel
-    for solver in (*bad, deqfast.Anderson(max_iter=30)):
-        state = solver.init(torch.zeros(1, 4), choose_kernel("torch", torch.device("cpu")))
-        assert traffic.window(solver) == state.df.shape[1]
+@pytest.mark.parametrize("kernel", ["torch", "triton", "cuda"])
+def test_window_is_the_solvers(kernel):
+    bad = [deqfast.Broyden(max_iter=n, kind="bad") for n in (9, 30, 50)]  # keeps pairs on every kernel
+    for solver in (*bad, deqfast.Anderson(max_iter=30), deqfast.Anderson(max_iter=50, history=None)):
+        state = solver.init(torch.zeros(1, 4), Kernel(kernel))
+        assert traffic.window(solver, kernel) == state.df.shape[1]
+    steps = range(49)  # the window of the last solver is full after 32, on a GPU
+    passes = sum(8 + 2 * min(k, 50 if kernel == "torch" else 32) for k in steps) + 2
+    assert traffic.solve_passes(solver, 50, kernel) == passes
 
 
 def test_sums_and_operations_by_hand(monkeypatch):
