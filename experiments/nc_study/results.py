@@ -88,8 +88,8 @@ def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
     found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
     found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.COLLAPSE}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
-        names = (*record.SOLVER_MEANS, "skipped")
-        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in names}
+        means = (*record.SOLVER_MEANS, "skipped")
+        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in means}
     return found
 
 
