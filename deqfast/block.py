@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
+from . import tracing
 from .adjoints import SHINE, Adjoint, Problem, Unrolled, as_adjoint
+from .exporting import is_exporting
 from .graphs import Graphs
 from .grouping import Groups
 from .notice import Notice
@@ -108,6 +110,11 @@ class DEQBlock(nn.Module):
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._checked_training = False
+        self._number = tracing.new_number(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = tracing.new_number(self)  # a copy is another block
 
     def _check_combination(self) -> None:
         records = self.compact or self.trace
@@ -133,14 +140,18 @@ class DEQBlock(nn.Module):
         Returns:
             z*, a tree like z0; with `return_solution` (z*, Solution).
         """
+        z0 = self._initial_state(x) if z0 is None else z0
+        if is_exporting():
+            return tracing.solve_exported(self, x, z0, return_solution, self._grouping(groups, z0))
+        if torch.compiler.is_compiling():
+            return tracing.solve_traced(self, x, z0, return_solution, groups)
         if self.training and not self._checked_training:
             self._warn_of_changing_cells()
-        z0 = self._initial_state(x) if z0 is None else z0
         problem = Problem(
             cell=self.cell,
             x=x,
             z0=z0,
-            solver=self.solver if self.training or self.eval_solver is None else self.eval_solver,
+            solver=self.current_solver,
             options={"kernel": self.kernel, "check_every": self.check_every, "groups": self._grouping(groups, z0)},
             forward_options={"compact": self.compact, "trace": self.trace},
             graphs=self.graphs,
@@ -158,6 +169,11 @@ class DEQBlock(nn.Module):
         if self.warn:
             self._forward_notice.look(solution)
         return (value, solution) if return_solution else value
+
+    @property
+    def current_solver(self) -> Solver:
+        """Solver of the mode, training or evaluation, that the block is in."""
+        return self.solver if self.training or self.eval_solver is None else self.eval_solver
 
     def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
         if groups is None:

@@ -13,15 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _extension
-from .ops import ACTIVATIONS, Kernel, choose_kernel
+from .exporting import is_exporting
+from .ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
 from .ops.fc import STATE, reference
 from .ops.fc.autograd import JacobianFree
+from .ops.registry import library
 from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
 from .solvers.base import STALL_UNITS, check_choice
 
 _STATE_DTYPES = tuple(STATE.beside)
+_DEFAULT_SOLVER = Picard()
 # Products per evaluation up to which "auto" takes the one launch on a GPU: above, the matrix units of the ordinary loop
 # should outweigh its launches. From the cost model; not yet measured.
 MAX_AUTO_PRODUCTS = 1 << 28
@@ -158,17 +161,26 @@ def fc_fixed_point(
     """
     _check(weight, c, z0)
     check_choice("activation", activation, ACTIVATIONS)
-    solver = Picard() if solver is None else as_solver(solver)
+    solver = _DEFAULT_SOLVER if solver is None else as_solver(solver)
     if type(solver) is not Picard or solver.damping != 1:
         raise ValueError(f"solver must be Picard with damping 1, got {solver}")
     z0 = torch.zeros_like(c) if z0 is None else z0
-    chosen = choose_kernel(kernel, c.device)
-    if kernel == "auto" and not serves(kernel, chosen, weight, c):
-        solution = _solve_in_a_loop(weight, c, z0, activation, solver, chosen)
+    if torch.compiler.is_compiling():
+        solution = _solve_traced(weight, c, z0, activation, solver, kernel)
+        chosen = Kernel(kernel_name(kernel, c.device.type))
     else:
-        solution = _solve(weight, c, z0, activation, solver, chosen, 0.0)
+        chosen = choose_kernel(kernel, c.device)
+        solution = _solve_chosen(weight, c, z0, activation, solver, kernel, chosen)
     value = JacobianFree.apply(weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen)
     return value, solution
+
+
+def _solve_chosen(
+    weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
+) -> Solution:
+    if requested == "auto" and not serves(requested, kernel, weight, c):
+        return _solve_in_a_loop(weight, c, z0, activation, solver, kernel)
+    return _solve(weight, c, z0, activation, solver, kernel, 0.0)
 
 
 def _solve_in_a_loop(
@@ -177,3 +189,40 @@ def _solve_in_a_loop(
     wide, function = weight.detach().to(c.dtype), reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
     with torch.autocast(c.device.type, enabled=False):
         return solve(lambda z: function(F.linear(z, wide) + c), z0, solver, kernel.name)
+
+
+def _solve_traced(weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: str) -> Solution:
+    """The solve as one op of a graph, or, in an export, as all of its iterations."""
+    if is_exporting():
+        return _solve_in_a_loop(weight, c, z0, activation, solver, Kernel(kernel_name(kernel, c.device.type)))
+    settings = solver.tol, solver.max_iter, solver.stop
+    value, status, iterations, relative, absolute, calls = torch.ops.deqfast.solve_fc(
+        weight.detach(), c.detach(), z0.detach(), activation, *settings, kernel
+    )
+    residual = absolute if solver.stop == "abs" else relative
+    return Solution(value, status, iterations, residual, relative, absolute, calls[0], calls[1])
+
+
+def _solve_op(
+    weight: Tensor, c: Tensor, z0: Tensor, activation: str, tol: float, max_iter: int, stop: str, kernel: str
+) -> list[Tensor]:
+    chosen = choose_kernel(kernel, c.device)
+    found = _solve_chosen(weight, c, z0, activation, Picard(tol, max_iter, stop), kernel, chosen)
+    calls = torch.tensor([found.evaluations, found.sample_evaluations])
+    # Copies of what are rows of one tensor: results of an op may not share memory.
+    residuals = [found.residual_rel.clone(), found.residual_abs.clone()]
+    return [found.value.contiguous(), found.status, found.iterations, *residuals, calls]
+
+
+def _fake_solve_op(weight: Tensor, c: Tensor, *settings: Any) -> list[Tensor]:
+    rows = [c.new_empty(c.shape[0], dtype=dtype) for dtype in (torch.int8, torch.int32, c.dtype, c.dtype)]
+    return [c.new_empty(c.shape), *rows, torch.empty(2, dtype=torch.int64)]
+
+
+library.define(
+    "solve_fc(Tensor weight, Tensor c, Tensor z0, str activation, float tol, int max_iter, str stop, str kernel)"
+    " -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),  # it looks at the device
+)
+library.impl("solve_fc", _solve_op, "CompositeExplicitAutograd")
+torch.library.register_fake("deqfast::solve_fc", _fake_solve_op, lib=library)

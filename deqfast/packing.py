@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .exporting import is_exporting
 from .grouping import Groups
 
 
@@ -24,7 +25,7 @@ class _Leaf:
         self.order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])
         self.inverse = [0, *(1 + self.order.index(d) for d in range(1, tensor.dim()))]
         self.in_order = self.inverse == [*range(tensor.dim())]  # nothing to permute: this runs in every iteration
-        self.width = tensor[0].numel() if len(tensor) else 0
+        self.width = tensor[0].numel() if tensor.shape[0] else 0
 
     def resized(self, batch: int) -> _Leaf:
         leaf = copy.copy(self)
@@ -62,7 +63,7 @@ class Packing:
                 raise TypeError(f"z0 must hold floating-point tensors only, got {got}")
             if leaf.dim() == 0:
                 raise ValueError("z0 must have the batch as its first dimension, got a tensor without dimensions")
-            if len(leaf) != len(leaves[0]) or leaf.device != leaves[0].device:
+            if leaf.shape[0] != leaves[0].shape[0] or leaf.device != leaves[0].device:
                 raise ValueError(
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
@@ -70,7 +71,7 @@ class Packing:
         if leaves[0].device.type == "meta":
             raise ValueError("z0 must hold values, got tensors on the device meta")
         self.leaves = [_Leaf(leaf) for leaf in leaves]
-        self.batch, self.device = len(leaves[0]), leaves[0].device
+        self.batch, self.device = leaves[0].shape[0], leaves[0].device
         self.groups = (
             groups if isinstance(groups, Groups) or groups is None else Groups(groups, self.batch, self.device)
         )
@@ -127,8 +128,7 @@ class Packing:
         if len(leaves) > 1:
             return self._gathered(self._joined(leaves))
         rows = self.leaves[0].rows(leaves[0]).to(self.dtype).contiguous()
-        rows = rows.clone() if rows.untyped_storage().data_ptr() == z.untyped_storage().data_ptr() else rows
-        return self._gathered(rows)
+        return self._gathered(rows.clone() if _shares_memory(rows, z) else rows)
 
     def unpack(self, rows: Tensor) -> Any:
         """Argument of f: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
@@ -165,6 +165,11 @@ def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
             "in place, such as z.mul(2) for z.mul_(2), ReLU() for ReLU(inplace=True), or with z.clone()"
         )
     return value
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Answer whether the tensors may lie in one memory; that of an export is not known."""
+    return is_exporting() or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _version(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .exporting import is_exporting
 from .grouping import Groups
 from .ops import choose_kernel
 from .packing import Packing, evaluate
@@ -99,8 +100,10 @@ def solve(
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:
-    """Rows (B, D) of z0; ValueError naming those that are not finite."""
+    """Rows (B, D) of z0; ValueError naming those that are not finite, but for an export, which cannot look."""
     z = packing.pack(z0)
+    if is_exporting():
+        return z
     finite = torch.isfinite(z).all(dim=1)
     if not bool(finite.all()):
         raise not_finite(finite)
@@ -121,6 +124,8 @@ def _inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any
 
 def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number."""
+    if is_exporting():
+        check_every = max_iter
     check_every = check_every or (CHECK_EVERY_ON_GPU if watch.active.is_cuda else 1)
     for first in range(0, max_iter, check_every):
         until = min(first + check_every, max_iter)

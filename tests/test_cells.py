@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from deqfast import Broyden, CellHooks, DEQBlock, FCCell, LinearCell, ResidualCell, solve
-from deqfast.cells import residual
 from deqfast.ops import choice
 from deqfast.testing import assert_close, rounding, solved
 
@@ -131,7 +130,7 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     """The look-up asks what is available: it may import triton and ask for CUDA."""
     lookups, look_up = [], choice._availability
     monkeypatch.setattr(choice, "_availability", lambda kernel: lookups.append(kernel) or look_up(kernel))
-    residual._looked_up.cache_clear()
+    choice.looked_up.cache_clear()
     block = DEQBlock(ResidualCell(8), Broyden(tol=1e-30, max_iter=30))
     for most in (2, 1):  # of the solve, and, the first time only, of the cell
         lookups.clear()
@@ -142,7 +141,7 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_a_cell_is_compiled_once_whole_and_for_good(kernel):
     """The look-up of the kernel is no part of the graph, and the graph no other after it."""
-    residual._looked_up.cache_clear()
+    choice.looked_up.cache_clear()
     graphs = []
     torch.compiler.reset()
     cell = torch.compile(

@@ -50,7 +50,7 @@ class Recorded:
         behind = valve(x)  # or a tensor of x could not be told from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(z, behind))
         inputs = requiring_grad(behind)
-        held, self.hides = _held(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
+        held, self.hides = leaves_behind(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
         self.sources = [*requiring_grad(x), *held]
         self.held = held
 
@@ -181,7 +181,7 @@ def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _held(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
+def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
     """Leaves that `outputs` depend on other than through those `excluded`; whether on more that is older than `first`,
     the number of a node. Weights held for the solve are no older than what they are made of."""
     edges: list[Any] = [(get_gradient_edge(y)[:2], first) for y in outputs if y.requires_grad]
@@ -203,6 +203,13 @@ def _held(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[li
         else:
             edges.extend((behind, first) for behind in edge[0].next_functions)
     return found, hides
+
+
+def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
+    """Answer whether the values of an adjoint depend on tensors that require a gradient other than through `leaves`."""
+    attached: list[Any] = [v.grad_fn for v in values if getattr(v.grad_fn, "_forward_cls", None) is _Attach]
+    sources = [source for node in attached for source in node.saved_tensors] if attached else values
+    return any(node.hides for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])
 
 
 def sample_norms(leaves: Sequence[Tensor], groups: Groups | None) -> Tensor:

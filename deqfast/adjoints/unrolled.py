@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..exporting import is_exporting
 from ..packing import Packing, evaluate
 from ..solution import Solution, Status
 from ..solve import finite_rows
@@ -51,6 +52,9 @@ class Unrolled(Adjoint):
             finite_rows(packing, problem.z0)
         value, solution = self._unroll(problem, packing, problem.z0, problem.x)
         broken = solution.status == Status.NONFINITE
+        if is_exporting():
+            value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z, v), value, problem.z0)
+            return value, replace(solution, value=value)
         if not bool(broken.any()):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.

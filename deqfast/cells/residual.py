@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
-from ..ops import Kernel, check_kernel_name, choose_kernel
+from ..ops import Kernel, check_kernel_name, kernel_name
 from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
 from ..solvers.base import check_count
-
-
-@functools.cache
-def _looked_up(name: str, device_type: str) -> str:
-    """Name of the kernel that `name` stands for; once in a process, as it may import triton and ask for CUDA."""
-    return choose_kernel(name, torch.device(device_type)).name
-
-
-@torch.compiler.assume_constant_result  # or a trace would run through the look-up
-def _kernel_name(name: str, device_type: str) -> str:
-    return _looked_up(name, device_type)
 
 
 class ResidualCell(nn.Module):
@@ -87,7 +74,7 @@ class ResidualCell(nn.Module):
                 f"with equal groups and eps, got {norms}"
             )
         served = fit and (y.dtype in DTYPES or self.kernel != "auto")
-        return Kernel(_kernel_name(self.kernel if served else "torch", y.device.type))
+        return Kernel(kernel_name(self.kernel if served else "torch", y.device.type))
 
     def extra_repr(self) -> str:
         return f"kernel={self.kernel!r}"

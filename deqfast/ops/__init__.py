@@ -5,7 +5,7 @@ from . import collapse, fc, norm_act, steps  # noqa: F401  (schemas come before 
 # isort: split
 from .._extension import Availability
 from ..kernels.constants import MAX_GPU_HISTORY
-from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel
+from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel, kernel_name
 from .fc import ACTIVATIONS
 from .memory import empty_history, release_memory
 
@@ -19,5 +19,6 @@ __all__ = [
     "check_kernel_name",
     "choose_kernel",
     "empty_history",
+    "kernel_name",
     "release_memory",
 ]

@@ -14,6 +14,7 @@ import torch
 
 from .. import _extension
 from .._extension import Availability
+from ..exporting import is_exporting
 from ..kernels.constants import MAX_GPU_HISTORY
 from .registry import OPS
 
@@ -54,6 +55,12 @@ def backends() -> dict[str, Availability]:
     return {kernel: _availability(kernel) for kernel in ("torch", "cpp", "triton", "cuda")}
 
 
+@torch.compiler.assume_constant_result  # or a trace would run through imports
+def reference_of(name: str) -> Callable[..., Any]:
+    """The op `name` in plain torch."""
+    return OPS[name].reference
+
+
 @dataclass(frozen=True)
 class Kernel:
     """The chosen implementation of every op."""
@@ -63,7 +70,7 @@ class Kernel:
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
         if self.name == "torch":
-            return OPS[name].reference
+            return reference_of(name)
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
     @property
@@ -92,13 +99,20 @@ def _warn_of_fallback(reasons: str) -> None:
     warnings.warn(f"deqfast: kernel='auto' takes the slower torch, for {reasons}", stacklevel=4)
 
 
+def _is_exported(kernel: str) -> bool:
+    """Answer whether this is an export that asks for no kernel by name; plain torch then runs without deqfast."""
+    return kernel == "auto" and is_exporting()
+
+
 def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     """Resolve `kernel` for tensors on `device`.
 
-    "auto" takes cuda, then triton, on CUDA tensors and cpp on CPU tensors, else torch, with one warning. A kernel asked
-    for by name that cannot serve raises RuntimeError with the reason.
+    "auto" takes cuda, then triton, on CUDA tensors and cpp on CPU tensors, else torch, with one warning; in an export
+    torch. A kernel asked for by name that cannot serve raises RuntimeError with the reason.
     """
     check_kernel_name(kernel)
+    if _is_exported(kernel):
+        return Kernel("torch")
     if kernel == "auto":
         preferred = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}.get(device.type, ())
         name = next((name for name in preferred if _availability(name)), "torch")
@@ -112,3 +126,19 @@ def choose_kernel(kernel: str, device: torch.device) -> Kernel:
     if device.type not in serves.get(kernel, (device.type,)):
         raise RuntimeError(f"kernel={kernel!r} does not run on {device.type} tensors, only on {serves[kernel][0]}")
     return Kernel(kernel)
+
+
+@functools.cache
+def looked_up(name: str, device_type: str) -> str:
+    """Name of the kernel that `name` stands for; once in a process, as it may import triton and ask for CUDA."""
+    return choose_kernel(name, torch.device(device_type)).name
+
+
+@torch.compiler.assume_constant_result  # or a trace would run through the look-up
+def _constant_name(name: str, device_type: str) -> str:
+    return looked_up(name, device_type)
+
+
+def kernel_name(name: str, device_type: str) -> str:
+    """Name of the kernel that `name` stands for, a constant in a trace."""
+    return "torch" if _is_exported(name) else _constant_name(name, device_type)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _extension
+from ..exporting import is_exporting
 
 SMALLEST = 1 << 20  # bytes: smaller blocks come from memory that the process has already
 PATIENCE = 8  # requests that a free block waits to be the one that fits
@@ -61,7 +62,7 @@ def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     On the CPU the tensor owns its memory for as long as it lives itself: a view may not outlive it.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < SMALLEST:
+    if is_exporting() or device.type != "cpu" or nbytes < SMALLEST:
         return torch.empty(shape, dtype=dtype, device=device)
     block = _blocks.free(nbytes)
     memory = block.memory if block else torch.empty(nbytes, dtype=torch.uint8)

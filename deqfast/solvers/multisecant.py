@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..exporting import is_exporting
 from ..ops import Kernel, empty_history
 from .base import Solver, State, check_count
 
@@ -40,6 +41,8 @@ class MultisecantState(State):
 
     def check_buffer(self, fz: Tensor, k: int) -> None:
         """Notice an f that returns its previous value's memory; the first value was copied for this case."""
+        if is_exporting():  # values of a graph have memory of their own
+            return
         if self.raw is None or fz.data_ptr() != self.raw.data_ptr() or self.reuses_buffer:
             return
         if k > 1:

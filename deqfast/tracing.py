@@ -1,0 +1,286 @@
+"""Blocks in compiled regions: a whole solve is one op of the graph.
+
+``torch.compile`` traces tensors, not the choices of a solve: how many evaluations it takes, which kernel serves. A
+traced block therefore becomes the op ``solve_block``, which runs the block as it runs without compilation, and its
+gradient becomes ``pull_block``. Tensors that the block reads are arguments of the op: those of x, z0 and `groups`, and
+the parameters and buffers of the cell. The rest, such as solver and hooks, is found in the live block by its number.
+
+The graph that autograd records in ``solve_block`` waits for ``pull_block`` for as long as the op's last output lives, a
+ticket that is saved for the backward pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import block as blocks
+from .adjoints import Problem, Unrolled
+from .adjoints.attach import depends_on_others, detached, vjp
+from .grouping import Groups
+from .ops.registry import library
+from .solution import Solution
+from .solve import solve
+
+# What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
+_TENSOR, _PARAMETER = b"tensor", b"parameter"
+
+_numbers = itertools.count(1)
+_live: weakref.WeakValueDictionary[int, blocks.DEQBlock] = weakref.WeakValueDictionary()
+_recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: values with their graph, its leaves
+
+
+def new_number(block: blocks.DEQBlock) -> int:
+    """Number by which compiled code finds the block for as long as it lives; no other block has had it."""
+    number = next(_numbers)
+    _live[number] = block
+    return number
+
+
+def solve_traced(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Tensor | str | None) -> Any:
+    """``DEQBlock.forward`` in a region that ``torch.compile`` traces.
+
+    Raises:
+        ValueError: trace=True, whose length a graph cannot know, with `return_solution`.
+        TypeError: x or z0 holds something else than tensors, None, truth values and strings in dicts, lists and tuples.
+    """
+    if block.trace and return_solution:
+        raise ValueError("trace=True is not served under torch.compile with return_solution=True: compile without it")
+    if not isinstance(block.adjoint, Unrolled):
+        z0 = detached(z0)
+    cell = block.cell if isinstance(block.cell, nn.Module) else None
+    call = {
+        "x": x,
+        "z0": z0,
+        "groups": groups,
+        "parameters": dict(cell.named_parameters()) if cell is not None else {},
+        "buffers": dict(cell.named_buffers()) if cell is not None else {},
+    }
+    tensors: list[Tensor] = []
+    described = _describe(call, tensors)
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
+    device = pytree.tree_leaves(z0)[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    *values, status, iterations, relative, absolute, calls = _Solve.apply(
+        block._number, described, wanted, autocast, *tensors
+    )
+    value = pytree.tree_unflatten(values, pytree.tree_structure(z0))
+    if not return_solution:
+        return value
+    solver = block.current_solver
+    residual = absolute if solver.stop == "abs" else relative
+    return value, Solution(detached(value), status, iterations, residual, relative, absolute, calls[0], calls[1])
+
+
+def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | None) -> Any:
+    """``DEQBlock.forward`` in an export: all evaluations that the solver may make, without a look at what they give.
+
+    A sample that is done is frozen, so that the value is that of the solve which stops early.
+
+    Raises:
+        ValueError: the block is in training mode, whose gradients an export does not hold.
+    """
+    if block.training:
+        raise ValueError("torch.export of a DEQBlock serves inference: call eval() before")
+    problem = Problem(
+        block.cell, x, z0, block.current_solver, {"kernel": block.kernel, "groups": groups}, lambda _: None
+    )
+    block._notify("begin_solve")
+    if isinstance(block.adjoint, Unrolled):  # the one adjoint with a value of its own
+        value, solution = block.adjoint(problem)
+    else:
+        solution = solve(lambda z: block.cell(z, x), z0, problem.solver, **problem.options)
+        value = solution.value
+    block._notify("end_solve")
+    return (value, solution) if return_solution else value
+
+
+def _describe(tree: Any, tensors: list[Tensor]) -> str:
+    """Literal of the tree with marks in the place of its tensors, which are appended to `tensors` in its order."""
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return repr(_PARAMETER if isinstance(tree, nn.Parameter) else _TENSOR)
+    if type(tree) is dict:
+        return "{" + ", ".join([f"{key!r}: {_describe(value, tensors)}" for key, value in tree.items()]) + "}"
+    if type(tree) is list:
+        return "[" + ", ".join([_describe(value, tensors) for value in tree]) + "]"
+    if type(tree) is tuple:
+        return "(" + "".join([_describe(value, tensors) + ", " for value in tree]) + ")"
+    if tree is None or isinstance(tree, (bool, str)):
+        return repr(tree)
+    raise TypeError(
+        "under torch.compile x and z0 must hold tensors, None, truth values and strings in dicts, lists and tuples, "
+        f"got {type(tree).__name__}"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(described: str) -> Any:
+    return ast.literal_eval(described)
+
+
+def _rebuild(described: str, take: Callable[[bytes], Any]) -> Any:
+    """Tree that ``_describe`` has described, with `take(mark)`, called in order, in the place of the marks."""
+    return pytree.tree_map(lambda leaf: take(leaf) if isinstance(leaf, bytes) else leaf, _parsed(described))
+
+
+class _Solve(torch.autograd.Function):
+    """``solve_block`` with ``pull_block`` as its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, number: int, described: str, wanted: list[bool], autocast: torch.dtype | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        *results, ticket = torch.ops.deqfast.solve_block(number, described, tensors, wanted, autocast)
+        ctx.save_for_backward(ticket, *[tensor for tensor, want in zip(tensors, wanted, strict=True) if want])
+        ctx.wanted, ctx.values = wanted, len(results) - 5
+        ctx.mark_non_differentiable(*results[-5:])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ticket, *inputs = ctx.saved_tensors
+        pulled = torch.ops.deqfast.pull_block(ticket, inputs, grads[: ctx.values])
+        results, position = [], 0
+        for want in ctx.wanted:
+            results.append(pulled[position] if want else None)
+            position += want
+        return None, None, None, None, *results
+
+
+def _with_autograd() -> Any:
+    """Context in which operations are recorded as usual, which they are not inside of an op that a graph calls."""
+    guards: Any = torch._C  # no public way leads back above autograd
+    excluded = guards._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(guards.DispatchKey, key))
+    return guards._ForceDispatchKeyGuard(guards._dispatch_tls_local_include_set(), excluded)
+
+
+class _Plain(nn.Module):
+    """The block's own forward, without the hooks and the subclass around it, which are traced."""
+
+    def __init__(self, block: blocks.DEQBlock) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Any, z0: Any, groups: Any) -> tuple[Any, Solution]:
+        return blocks.DEQBlock.forward(self.block, x, z0, True, groups)
+
+
+def _solve_block(
+    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+) -> list[Tensor]:
+    block = _live.get(number)
+    if block is None:
+        raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
+    with _with_autograd(), torch.set_grad_enabled(any(wanted)):
+        return _solved(block, described, tensors, wanted, autocast)
+
+
+def _solved(
+    block: blocks.DEQBlock, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+) -> list[Tensor]:
+    differentiates, given, leaves = any(wanted), iter(zip(tensors, wanted, strict=True)), []
+
+    def fresh(mark: bytes) -> Tensor:
+        tensor, want = next(given)
+        leaf = nn.Parameter(tensor.detach(), want) if mark == _PARAMETER else tensor.detach().requires_grad_(want)
+        leaves.extend([leaf] if want else [])
+        return leaf
+
+    call = _rebuild(described, fresh)
+    held = {f"block.cell.{name}": tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
+    device = pytree.tree_leaves(call["z0"])[0].device.type
+    plain = _Plain(block)
+    if not differentiates:  # the block's own tensors serve, as long as they are what the graph was given
+        own = dict(plain.named_parameters()) | dict(plain.named_buffers())
+        held = {name: tensor for name, tensor in held.items() if not own[name].is_set_to(tensor)}
+    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        value, solution = torch.func.functional_call(plain, held, (call["x"], call["z0"], call["groups"]))
+    starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
+    ticket = torch.tensor(next(_numbers))
+    if differentiates:
+        _keep(values, leaves, ticket)
+    calls = torch.tensor([solution.evaluations, solution.sample_evaluations])
+    # Copies of what are rows of one tensor: results of an op may not share memory.
+    residuals = [solution.residual_rel.clone(), solution.residual_abs.clone()]
+    found = [_like(z0, z.detach()) for z0, z in zip(starts, values, strict=True)]
+    return [*found, solution.status, solution.iterations, *residuals, calls, ticket]
+
+
+def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
+    """Keep the graph of the values until the ticket is gone; RuntimeError where it leads to other leaves too."""
+    if depends_on_others(values, leaves):
+        raise RuntimeError(
+            "deqfast: under torch.compile the cell depends on a tensor that requires a gradient and is neither in x "
+            "nor a parameter of the cell, so that its gradient would be lost: register it, or give it to the block in x"
+        )
+    _recorded[int(ticket)] = values, leaves
+    weakref.finalize(ticket, _recorded.pop, int(ticket), None).atexit = False
+
+
+def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor` in the memory order that ``torch.empty_like(pattern)`` has, as the op has promised."""
+    result = torch.empty_like(pattern)
+    return tensor if tensor.stride() == result.stride() else result.copy_(tensor)
+
+
+def _fake_solve_block(
+    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+) -> list[Tensor]:
+    given = iter(tensors)
+    call = _rebuild(described, lambda mark: next(given))
+    starts = pytree.tree_leaves(call["z0"])
+    samples = starts[0].shape[0]
+    if isinstance(call["groups"], Tensor):
+        samples = torch.library.get_ctx().new_dynamic_size()
+    elif call["groups"] is not None:
+        samples = torch.sym_min(samples, 1)
+    state = torch.float64 if any(z0.dtype == torch.float64 for z0 in starts) else torch.float32
+    rows = [starts[0].new_empty(samples, dtype=dtype) for dtype in (torch.int8, torch.int32, state, state)]
+    host = [torch.empty(shape, dtype=torch.int64) for shape in ((2,), ())]
+    return [torch.empty_like(z0) for z0 in starts] + rows + host
+
+
+def _pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    if int(ticket) not in _recorded:
+        raise RuntimeError(
+            "deqfast: the graph of a block in a compiled region is gone: hooks on saved tensors must keep its ticket, "
+            "an integer, as it is"
+        )
+    values, leaves = _recorded[int(ticket)]
+    with _with_autograd():
+        pulled = vjp(values, leaves, grads)
+    return [
+        torch.zeros_like(tensor) if grad is None else _like(tensor, grad)
+        for tensor, grad in zip(inputs, pulled, strict=True)
+    ]
+
+
+def _fake_pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in inputs]
+
+
+def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # It looks at the device, which a CUDA graph cannot.
+    library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
+    library.impl(name, run, "CompositeExplicitAutograd")  # autograd works inside, as in the block without compilation
+    torch.library.register_fake(f"deqfast::{name}", fake, lib=library)
+
+
+_register(
+    "solve_block",
+    "(int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
+    _solve_block,
+    _fake_solve_block,
+)
+_register("pull_block", "(Tensor ticket, Tensor[] inputs, Tensor[] grads) -> Tensor[]", _pull_block, _fake_pull_block)

@@ -1,0 +1,222 @@
+"""Compiled and exported models: whole graphs, the values and gradients of eager mode, one graph for all batches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from deqfast import Anderson, Broyden, DEQBlock, Picard, ResidualCell, Status, fc_fixed_point, tracing
+from deqfast.testing import GRADIENT, assert_close
+
+
+class Cell(nn.Module):
+    """z = tanh(scale W z + x), with a scale that is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, z, x):
+        return torch.tanh(self.scale * self.linear(z) + x)
+
+
+class Model(nn.Module):
+    """A block between two layers."""
+
+    def __init__(self, *settings, cell=None, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.block = DEQBlock(Cell() if cell is None else cell, *settings, **options)
+
+    def forward(self, x, **more):
+        return self.decoder(self.block(self.encoder(x), **more))
+
+
+@pytest.fixture
+def compiled():
+    """torch.compile of a whole graph of any batch, without what was compiled before."""
+    torch.compiler.reset()
+    return lambda f, backend="aot_eager": torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
+
+
+def derivatives(f, x, parameters):
+    """Value of f(x), gradient of x, gradients of the parameters."""
+    x = x.clone().requires_grad_()
+    value = f(x)
+    return value.detach(), *torch.autograd.grad(value.square().sum(), [x, *parameters])
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom", "shine", "unrolled"])
+def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evaluations(adjoint, compiled):
+    model = Model("anderson", adjoint)
+    fast, parameters = compiled(model), [*model.parameters()]
+    for i, batch in enumerate((5, 7, 2)):
+        model.block.solver = Anderson(tol=10.0 ** -(2 + i))
+        x = torch.randn(batch, 3)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            found = derivatives(fast, x, parameters)
+        assert all(torch.equal(*pair) for pair in zip(found, derivatives(model, x, parameters), strict=True))
+    assert not tracing._recorded  # no graph outlives its backward pass
+
+
+def test_inductor(compiled):
+    """A cell that is compiled by itself is called so within the op."""
+    model = Model("anderson", "implicit")
+    x, parameters = torch.randn(6, 3), [*model.parameters()]
+    plain = derivatives(model, x, parameters)
+    model.block.cell.compile(dynamic=True)
+    found = derivatives(compiled(model, "inductor"), x, parameters)
+    assert_close(found, plain, GRADIENT)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("what", ["cell", "residual", "fc"])
+def test_cells_and_the_fully_connected_solve(what, kernel, compiled):
+    torch.manual_seed(0)
+    if what == "fc":
+        parameters, shape = [(0.1 * torch.randn(8, 8)).requires_grad_()], (8,)
+
+        def f(x):
+            return fc_fixed_point(parameters[0], x, kernel=kernel)[0]
+    else:
+        cell, shape = (Cell(), (4,)) if what == "cell" else (ResidualCell(8, kernel=kernel), (8, 3, 5))
+        parameters = [*cell.parameters()]
+
+        def f(x):
+            return cell(0.5 * x, x)
+
+    fast = compiled(f)
+    for i, batch in enumerate((6, 7)):
+        x = torch.randn(batch, *shape)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            found = derivatives(fast, x, parameters)
+        assert all(torch.equal(*pair) for pair in zip(found, derivatives(f, x, parameters), strict=True))
+
+
+class TestOfABlock:
+    def test_the_solution_is_returned(self, compiled):
+        block = DEQBlock(Cell(), "anderson")
+        x = torch.randn(5, 4)
+        (value, found), (plain, expected) = compiled(block)(x, return_solution=True), block(x, return_solution=True)
+        assert torch.equal(value, plain)
+        for name in ("status", "iterations", "residual", "residual_rel", "residual_abs", "value"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert int(found.evaluations) == expected.evaluations and bool(found.converged.all())
+
+    @pytest.mark.parametrize("groups", ["batch", torch.tensor([1, 0, 0, 2, 2])], ids=["batch", "rows"])
+    def test_groups(self, groups, compiled):
+        block, x = DEQBlock(Cell(), "anderson"), torch.randn(5, 4)
+        call = compiled(lambda x: block(x, groups=groups, return_solution=True))
+        (value, found), (plain, expected) = call(x), block(x, groups=groups, return_solution=True)
+        assert torch.equal(value, plain) and torch.equal(found.residual, expected.residual)
+
+    def test_trees_autocast_and_inference(self, compiled):
+        """x holds a constant and a parameter; the state is in another memory order than contiguous."""
+        weight = nn.Parameter(torch.randn(2, 2))
+
+        class Tree(nn.Module):
+            def forward(self, z, x):
+                return {"a": 0.5 * torch.tanh(z["b"].mT) + x[0], "b": 0.25 * (z["a"] @ x[1]).mT if x[2] else z["b"]}
+
+        block = DEQBlock(Tree(), compact=True, warn=False)
+        z0 = {"a": torch.zeros(2, 3, 2), "b": torch.zeros(2, 3, 2).mT}
+        call, x = compiled(block), [torch.randn(2, 3, 2), weight, True]
+        for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
+            with context:
+                found, plain = call(x, z0), block(x, z0)
+            assert all(torch.equal(found[k], plain[k]) and found[k].stride() == plain[k].stride() for k in z0)
+
+    def test_backward_solution_and_modes_are_those_of_the_live_block(self, compiled):
+        model = Model("anderson", "implicit", eval_solver=Picard(max_iter=3), warn=False)
+        fast, x = compiled(model), torch.randn(5, 3)
+        fast(x).sum().backward()
+        assert bool(model.block.backward_solution.converged.all())
+        model.eval()
+        assert torch.equal(fast(x), model(x))
+
+    def test_copies_have_their_own_number_and_the_dead_none(self, compiled):
+        block = DEQBlock(Cell())
+        copies = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
+        numbers = {one._number for one in (block, *copies)}
+        assert len(numbers) == 3 and numbers <= set(tracing._live)
+        x = torch.randn(2, 4)
+        with torch.no_grad():
+            copies[0].cell.linear.weight.mul_(0.1)
+        assert not torch.equal(*(torch.compile(one, backend="eager")(x) for one in (block, copies[0])))
+        torch.compiler.reset()
+        del block, copies
+        gc.collect()
+        assert not numbers & set(tracing._live)
+
+    def test_a_value_that_nobody_differentiates_keeps_no_graph(self, compiled):
+        value = compiled(Model())(torch.randn(2, 3))
+        assert len(tracing._recorded) == 1
+        del value
+        assert not tracing._recorded
+
+    def test_what_is_not_served_is_an_error(self, compiled):
+        x, hidden = torch.randn(2, 4), torch.ones(4, requires_grad=True)
+        with pytest.raises(RuntimeError, match="neither in x nor a parameter of the cell"):
+            compiled(DEQBlock(lambda z, x: 0.5 * z.tanh() + hidden.exp() * x))(x.requires_grad_())
+        with pytest.raises(Exception, match="trace=True is not served under torch.compile"):
+            compiled(DEQBlock(Cell(), trace=True))(x, return_solution=True)
+        with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
+            (first,) = torch.autograd.grad(compiled(DEQBlock(Cell()))(x).square().sum(), x, create_graph=True)
+            torch.autograd.grad(first.sum(), x)
+
+    def test_a_start_that_is_not_finite(self, compiled):
+        for f in (DEQBlock(Cell()), lambda x, z0: fc_fixed_point(0.1 * torch.eye(4), x, z0)[0]):
+            with pytest.raises(ValueError, match="z0 must be finite"):
+                compiled(f)(torch.ones(2, 4), torch.full((2, 4), torch.nan))
+
+
+class TestExport:
+    @pytest.mark.parametrize("solver", [Picard(max_iter=4), Anderson(max_iter=4), Broyden(max_iter=4)], ids=str)
+    def test_the_answer_is_that_of_eager_mode(self, solver):
+        """For samples that end early, run out of evaluations or break down."""
+        model = Model(solver, kernel="torch", warn=False).eval()
+        program = torch.export.export(model, (torch.randn(5, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        x = torch.randn(7, 3)
+        x[0], x[1] = 1e6, torch.nan
+        assert torch.equal(program.module()(x).nan_to_num(7), model(x).nan_to_num(7))
+
+    def test_a_saved_model_runs_where_deqfast_is_not(self, tmp_path):
+        model, x = Model(Picard(max_iter=3), warn=False).eval(), torch.randn(4, 3)
+        program = torch.export.export(model, (torch.randn(5, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        torch.export.save(program, tmp_path / "model.pt2")
+        torch.save(x, tmp_path / "x.pt")
+        run = (
+            "import sys, torch; y = torch.export.load('model.pt2').module()(torch.load('x.pt')); "
+            "torch.save(y.detach(), 'y.pt'); assert 'deqfast' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True)
+        assert_close(torch.load(tmp_path / "y.pt"), model(x), GRADIENT)
+
+    def test_unrolled_and_the_solution(self):
+        class Judged(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.block = DEQBlock(Cell(), Picard(max_iter=3), "unrolled", warn=False)
+
+            def forward(self, x):
+                z, solution = self.block(x, return_solution=True)
+                return z, solution.status
+
+        model, x = Judged().eval(), torch.tensor([[1.0] * 4, [torch.nan] * 4])
+        program = torch.export.export(model, (torch.randn(2, 4),))
+        (value, status), (plain, expected) = program.module()(x), model(x)
+        assert torch.equal(value, plain) and torch.equal(status, expected)
+        assert int(status[1]) == Status.NONFINITE
+
+    def test_training_is_refused(self):
+        with pytest.raises(ValueError, match=r"serves inference: call eval\(\)"):
+            torch.export.export(Model(), (torch.randn(5, 3),))
