@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .packing import Packing
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import check_count
+from .transforms import values
 
 
 class DEQBlock(nn.Module):
@@ -150,7 +152,7 @@ class DEQBlock(nn.Module):
             raise
         self._notify("end_solve")
         if self.warn:
-            self._forward_notice.look(solution)
+            self._forward_notice.look(replace(solution, status=values(solution.status)))
         return (value, solution) if return_solution else value
 
     def _grouping(self, groups: Tensor | str | None, z0: Any) -> Groups | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .grouping import Groups
+from .transforms import has_values
 
 
 class _Leaf:
@@ -67,8 +68,9 @@ class Packing:
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
                 )
-        if leaves[0].device.type == "meta":
-            raise ValueError("z0 must hold values, got tensors on the device meta")
+        if not has_values(leaves[0]):
+            kind = "tensors on the device meta" if leaves[0].is_meta else "fake tensors (FakeTensorMode)"
+            raise ValueError(f"z0 must hold values, which a solve looks at, got {kind}")
         self.leaves = [_Leaf(leaf) for leaf in leaves]
         self.batch, self.device = len(leaves[0]), leaves[0].device
         if isinstance(groups, Groups) or groups is None:

@@ -16,6 +16,7 @@ from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import STALL_UNITS, State, check_count
 from .solvers.multisecant import Multisecant
+from .transforms import check_plain, values
 
 # On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
 CHECK_EVERY_ON_GPU = 2
@@ -81,6 +82,7 @@ def solve(
         raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
     if compact and groups is not None:
         raise ValueError("compact cannot be combined with groups: f could not tell which rows are left")
+    check_plain("solve", z0)
     packing = Packing(z0, groups)
     chosen = choose_kernel(kernel, packing.device)
     with torch.no_grad():
@@ -101,7 +103,7 @@ def finite_rows(packing: Packing, z0: Any) -> Tensor:
     """Rows (B, D) of z0; ValueError naming those that are not finite."""
     z = packing.pack(z0)
     finite = torch.isfinite(z).all(dim=1)
-    if not bool(finite.all()):
+    if not bool(values(finite).all()):
         raise not_finite(finite)
     return z
 
