@@ -20,6 +20,7 @@ from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
 from .solvers.base import STALL_UNITS, check_choice
+from .transforms import check_plain
 
 _STATE_DTYPES = tuple(STATE.beside)
 # Products per evaluation up to which "auto" takes the one launch on a GPU: above, the matrix units of the ordinary loop
@@ -145,7 +146,8 @@ def fc_fixed_point(
 
     Raises:
         TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
-        RuntimeError: `kernel` was asked for by name and does not serve (triton: ValueError).
+        RuntimeError: `kernel` was asked for by name and does not serve (triton: ValueError); a tensor belongs to
+            torch.func or forward-mode AD.
 
     Examples:
         >>> weight = (0.1 * torch.randn(16, 16)).requires_grad_()
@@ -157,6 +159,7 @@ def fc_fixed_point(
         torch.Size([16, 16])
     """
     _check(weight, c, z0)
+    check_plain("fc_fixed_point", (weight, c, z0))
     check_choice("activation", activation, ACTIVATIONS)
     solver = Picard() if solver is None else as_solver(solver)
     if type(solver) is not Picard or solver.damping != 1:

@@ -64,7 +64,7 @@ def solve(
     Raises:
         TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape
             or works in place on its argument.
-        RuntimeError: a kernel asked for by name cannot serve.
+        RuntimeError: a kernel asked for by name cannot serve; z0 belongs to torch.func or forward-mode AD.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Anderson(tol=1e-5))

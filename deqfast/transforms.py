@@ -1,11 +1,13 @@
 """Tensors under transforms: what torch.func, vmaps and forward-mode AD hide. The one place that looks behind them.
 
-No public API of torch tells whether a tensor belongs to a transform, so names of ``torch._C`` stand here, and only here.
+No public API of torch tells whether a tensor belongs to a transform, so names of ``torch._C`` stand here, and
+only here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,6 +36,16 @@ def is_wrapped(tensor: Tensor) -> bool:
 def has_tangent(tensor: Tensor) -> bool:
     """Answer whether forward-mode AD differentiates in the tensor."""
     return in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def without_tangent(tensor: Tensor) -> Tensor:
+    """Tensor without the tangent of the innermost level of forward-mode AD."""
+    return forward_ad.unpack_dual(tensor).primal if has_tangent(tensor) else tensor
+
+
+def forward_mode() -> AbstractContextManager[None]:
+    """Context in which all open levels of forward-mode AD follow what is computed."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -70,8 +82,7 @@ def check_plain(name: str, tree: Any) -> None:
     """Raise RuntimeError if a tensor of `tree`, what `name` works on, belongs to a transform."""
     if any(isinstance(leaf, Tensor) and (is_wrapped(leaf) or has_tangent(leaf)) for leaf in pytree.tree_leaves(tree)):
         raise RuntimeError(
-            f"deqfast: {name} has no gradient and runs outside of torch.func and of forward-mode AD; a DEQBlock serves "
-            "inside of them"
+            f"deqfast: {name} does not run under torch.func and in forward-mode AD: use a DEQBlock, which does"
         )
 
 
@@ -114,4 +125,3 @@ class Members:
     def wrap(self, grads: Tensor) -> Tensor:
         """Gradient as it goes on: the inverse of ``unwrap``."""
         return torch._add_batch_dim(grads, 0, self.level)
-

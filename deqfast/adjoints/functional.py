@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from ..ops.double_backward import NoDoubleBackward
 from ..packing import Packing
-from ..solution import Solution, Status
+from ..solution import Solution
 from ..solve import solve
-from ..transforms import constant, is_transformed, over_members
-from .attach import confirmed, detached
+from ..transforms import constant, forward_mode, is_transformed, over_members, without_tangent
+from .attach import confirmed
 from .samples import per_row
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ class Cell(Map):
         self.in_x = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         held: dict[str, Tensor] = {}
         if isinstance(self.cell, nn.Module):
-            held = {**dict(self.cell.named_parameters(remove_duplicate=False)), **dict(self.cell.named_buffers(remove_duplicate=False))}
+            held = {
+                **dict(self.cell.named_parameters(remove_duplicate=False)),
+                **dict(self.cell.named_buffers(remove_duplicate=False)),
+            }
         self.names = list(held)
         self.others = [*(leaves[i] for i in self.in_x), *held.values()]
         device = self.packing.device.type
@@ -111,18 +114,9 @@ class _OfValues(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, task: Task, states: int, rows: int, *tensors: Tensor) -> Any:
-        of_rows = states + rows
-        dims, members = in_dims[3:], info.batch_size
-        moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
-        folded = [
-            (t if dim is not None else t.expand(members, *t.shape)).flatten(0, 1)
-            for t, dim in zip(moved[:of_rows], dims, strict=False)
-        ]
-        others = [None if dim is None else 0 for dim in dims[of_rows:]]
-        results = _OfValues.apply(
-            task.folded(members, others, info.randomness), states, rows, *folded, *moved[of_rows:]
-        )
-        return tuple(unfold(results, members)), (0,) * len(results)
+        folded, dims = _fold(tensors, in_dims[3:], states + rows, info.batch_size)
+        results = _OfValues.apply(task.folded(info.batch_size, dims, info.randomness), states, rows, *folded)
+        return tuple(unfold(results, info.batch_size)), (0,) * len(results)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -179,12 +173,14 @@ class At:
     Attributes:
         state, rows, others: its arguments.
         chosen: positions, among rows and others, of those to differentiate in.
+        members: number of members of vmaps folded into the rows.
     """
 
     state: Tensors
     rows: Tensors
     others: Tensors
     chosen: list[int]
+    members: int
 
     @property
     def given(self) -> Tensors:
@@ -207,50 +203,67 @@ class At:
 class _Attached(torch.autograd.Function):
     """Copy of a state, with its derivative."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(derivative: Derivative, base: Map, states: int, rows: int, *tensors: Tensor) -> Any:
+    def forward(derivative: Derivative, base: Map, members: int, states: int, rows: int, *tensors: Tensor) -> Any:
         return tuple(tensor.clone() for tensor in tensors[:states])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.derivative, ctx.base, ctx.states, ctx.rows, *tensors = inputs
+        ctx.derivative, ctx.base, ctx.members, ctx.states, ctx.rows, *tensors = inputs
         ctx.save_for_backward(*output, *tensors[ctx.states :])
         ctx.save_for_forward(*output, *tensors[ctx.states :])
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        derivative: Derivative,
+        base: Map,
+        members: int,
+        states: int,
+        rows: int,
+        *tensors: Tensor,
+    ) -> Any:
+        folded, dims = _fold(tensors, in_dims[5:], states + rows, info.batch_size)
+        base = base.folded(info.batch_size, dims, info.randomness)
+        found = _Attached.apply(derivative, base, info.batch_size * members, states, rows, *folded)
+        return tuple(unfold(found, info.batch_size)), (0,) * len(found)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        needed = ctx.needs_input_grad[4 + ctx.states :]
+        needed = ctx.needs_input_grad[5 + ctx.states :]
         found: list[Tensor | None] = [None] * len(needed)
         if any(grad is not None for grad in grads):
-            at = _point(ctx, needed)
+            at = _point(ctx, list(ctx.saved_tensors), needed)
             full = [torch.zeros_like(z) if g is None else g for g, z in zip(grads, at.state, strict=True)]
             pulled = over_members(lambda grads: ctx.derivative.pull(ctx.base, grads, at), full)
             for i, grad in zip(at.chosen, pulled, strict=True):
                 found[i] = grad
-        return (*[None] * (4 + ctx.states), *found)
+        return (*[None] * (5 + ctx.states), *found)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        given = tangents[4 + ctx.states :]
-        at = _point(ctx, [tangent is not None for tangent in given])
+        given = tangents[5 + ctx.states :]
         chosen = [t for t in given if t is not None]
-        return tuple(over_members(lambda tangents: ctx.derivative.push(ctx.base, tangents, at), chosen))
+        with forward_mode():  # which torch closes for this call, and so would lose what outer levels differentiate
+            saved = [without_tangent(tensor) for tensor in ctx.saved_tensors]
+            at = _point(ctx, saved, [tangent is not None for tangent in given])
+            return tuple(over_members(lambda tangents: ctx.derivative.push(ctx.base, tangents, at), chosen))
 
 
-def _point(ctx: Any, needed: Sequence[bool]) -> At:
-    tensors = list(ctx.saved_tensors)
+def _point(ctx: Any, tensors: Tensors, needed: Sequence[bool]) -> At:
     split = ctx.states + ctx.rows
     given = tensors[ctx.states :]
     chosen = [i for i, need in enumerate(needed) if need and given[i].is_floating_point()]
-    return At(tensors[: ctx.states], tensors[ctx.states : split], tensors[split:], chosen)
+    return At(tensors[: ctx.states], tensors[ctx.states : split], tensors[split:], chosen, ctx.members)
 
 
-def attached(derivative: Derivative, base: Map, state: Tensors, rows: Tensors, others: Tensors) -> Tensors:
+def attached(
+    derivative: Derivative, base: Map, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
+) -> Tensors:
     """Copy of the state, differentiable in `rows` and `others` as `derivative` says."""
-    return list(_Attached.apply(derivative, base, len(state), len(rows), *state, *rows, *others))
+    return list(_Attached.apply(derivative, base, members, len(state), len(rows), *state, *rows, *others))
 
 
 class Once(Derivative):
@@ -293,7 +306,9 @@ def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution
     """Value of a block whose tensors belong to transforms, with its derivative, and the Solution."""
     refused = [name for name in ("compact", "trace") if problem.forward_options.get(name)]
     if refused or problem.graphs is not None:
-        raise ValueError(f"{refused[0] if refused else 'cuda_graph'} cannot be used under torch.func or forward-mode AD")
+        raise ValueError(
+            f"{refused[0] if refused else 'cuda_graph'} cannot be used under torch.func or forward-mode AD"
+        )
     base, z0 = Cell(problem), pytree.tree_leaves(problem.z0)
     _check_held(base, z0)
     forward = _Forward(problem, base.packing.spec)
@@ -373,6 +388,16 @@ def transpose(product: Callable[[Tensors], Any], at: Tensors) -> Callable[[Tenso
 def in_dtypes_of(state: Tensors, found: Tensors) -> Tensors:
     """`found` in the dtypes of the state."""
     return [y.to(z.dtype) for y, z in zip(found, state, strict=True)]
+
+
+def _fold(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], of_rows: int, members: int
+) -> tuple[Tensors, list[int | None]]:
+    """Tensors of a vmap outside of it, the first `of_rows` with the rows of all members; its dimensions in the others."""
+    moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
+    for i in range(of_rows):
+        moved[i] = (moved[i] if dims[i] is not None else moved[i].expand(members, *moved[i].shape)).flatten(0, 1)
+    return moved, [None if dim is None else 0 for dim in dims[of_rows:]]
 
 
 def unfold(tensors: Sequence[Tensor], members: int) -> Tensors:

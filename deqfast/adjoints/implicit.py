@@ -225,8 +225,8 @@ class _Implicitly(Derivative):
     def _solve(self, product: Map, right: list[Tensor], at: At) -> list[Tensor]:
         """u = product(u) + right."""
         rows = [*at.state, *at.rows]
-        solved = Task(product, self._work).run(right, rows, at.others)
-        return attached(self, _Affine(product), solved, [*right, *rows], at.others)
+        solved = Task(product, self._work, at.members).run(right, rows, at.others)
+        return attached(self, _Affine(product), solved, [*right, *rows], at.others, at.members)
 
     def _work(self, f: Callable[[list[Tensor]], list[Tensor]], right: list[Tensor], members: int) -> list[Tensor]:
         return _invert(f, right, self.spec, self.settings, members)
