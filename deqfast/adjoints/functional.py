@@ -393,7 +393,7 @@ def in_dtypes_of(state: Tensors, found: Tensors) -> Tensors:
 def _fold(
     tensors: Sequence[Tensor], dims: Sequence[int | None], of_rows: int, members: int
 ) -> tuple[Tensors, list[int | None]]:
-    """Tensors of a vmap outside of it, the first `of_rows` with the rows of all members; its dimensions in the others."""
+    """Tensors of a vmap outside of it, the first `of_rows` folded; dimensions of the vmap in the others."""
     moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
     for i in range(of_rows):
         moved[i] = (moved[i] if dims[i] is not None else moved[i].expand(members, *moved[i].shape)).flatten(0, 1)
