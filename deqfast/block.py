@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .packing import Packing
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import check_count
+from .transforms import values
 from .weights import hold_weights
 
 
@@ -167,7 +169,7 @@ class DEQBlock(nn.Module):
             raise
         self._notify("end_solve")
         if self.warn:
-            self._forward_notice.look(solution)
+            self._forward_notice.look(replace(solution, status=values(solution.status)))
         return (value, solution) if return_solution else value
 
     @property

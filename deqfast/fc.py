@@ -22,6 +22,7 @@ from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
 from .solvers.base import STALL_UNITS, check_choice
+from .transforms import check_plain
 
 _STATE_DTYPES = tuple(STATE.beside)
 _DEFAULT_SOLVER = Picard()
@@ -148,7 +149,8 @@ def fc_fixed_point(
 
     Raises:
         TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
-        RuntimeError: `kernel` was asked for by name and does not serve (triton: ValueError).
+        RuntimeError: `kernel` was asked for by name and does not serve (triton: ValueError); a tensor belongs to
+            torch.func or forward-mode AD.
 
     Examples:
         >>> weight = (0.1 * torch.randn(16, 16)).requires_grad_()
@@ -160,6 +162,7 @@ def fc_fixed_point(
         torch.Size([16, 16])
     """
     _check(weight, c, z0)
+    check_plain("fc_fixed_point", (weight, c, z0))
     check_choice("activation", activation, ACTIVATIONS)
     solver = _DEFAULT_SOLVER if solver is None else as_solver(solver)
     if type(solver) is not Picard or solver.damping != 1:

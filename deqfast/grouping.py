@@ -80,6 +80,11 @@ class Groups:
         rows = samples.reshape(self.count * self.size, -1)
         return rows if self.is_whole else rows.index_select(0, self.slots)
 
+    def repeated(self, times: int) -> Groups:
+        """Samples of a batch that holds the rows of this one so many times, each time as samples of their own."""
+        shifts = self.count * torch.arange(times, device=self.index.device)
+        return Groups((self.index + shifts[:, None]).flatten(), times * self.rows, self.index.device)
+
     def sums(self, values: Tensor) -> Tensor:
         """Sums over the rows of each sample, (B,), of values of the rows (N,)."""
         return self.gather(values[:, None]).sum(dim=1)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .exporting import is_exporting
 from .grouping import Groups
+from .transforms import has_values
 
 
 class _Leaf:
@@ -68,8 +69,9 @@ class Packing:
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
                 )
-        if leaves[0].device.type == "meta":
-            raise ValueError("z0 must hold values, got tensors on the device meta")
+        if not has_values(leaves[0]):
+            kind = "tensors on the device meta" if leaves[0].is_meta else "fake tensors (FakeTensorMode)"
+            raise ValueError(f"z0 must hold values, which a solve looks at, got {kind}")
         self.leaves = [_Leaf(leaf) for leaf in leaves]
         self.batch, self.device = leaves[0].shape[0], leaves[0].device
         self.groups = (

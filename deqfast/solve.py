@@ -17,6 +17,7 @@ from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import STALL_UNITS, State, check_count
 from .solvers.multisecant import Multisecant
+from .transforms import check_plain, values
 
 # On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
 CHECK_EVERY_ON_GPU = 2
@@ -65,7 +66,7 @@ def solve(
     Raises:
         TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape
             or works in place on its argument.
-        RuntimeError: a kernel asked for by name cannot serve.
+        RuntimeError: a kernel asked for by name cannot serve; z0 belongs to torch.func or forward-mode AD.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Anderson(tol=1e-5))
@@ -83,6 +84,7 @@ def solve(
         raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
     if compact and groups is not None:
         raise ValueError("compact cannot be combined with groups: f could not tell which rows are left")
+    check_plain("solve", z0)
     packing = Packing(z0, groups)
     chosen = choose_kernel(kernel, packing.device)
     with torch.no_grad():
@@ -105,7 +107,7 @@ def finite_rows(packing: Packing, z0: Any) -> Tensor:
     if is_exporting():
         return z
     finite = torch.isfinite(z).all(dim=1)
-    if not bool(finite.all()):
+    if not bool(values(finite).all()):
         raise not_finite(finite)
     return z
 

@@ -25,6 +25,7 @@ from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution, Status
 from ..solvers.base import STALL_UNITS
+from ..transforms import Members
 from ..weights import held_nodes, next_node
 from .samples import per_row, rows_of
 
@@ -68,6 +69,11 @@ class Rule:
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         """What enters the evaluation for these gradients of z*, without graph."""
         return grads
+
+    def pull_members(self, grads: list[Tensor], members: Members) -> list[Tensor]:
+        """What enters for those of each member of a batch, (V, ...)."""
+        pulled = [self.pull([g[i] for g in grads]) for i in range(members.count)]
+        return [torch.stack(of_one) for of_one in zip(*pulled, strict=True)]
 
     def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
         """What enters the evaluation, and what goes past it to the sources."""
@@ -115,7 +121,7 @@ class _Attach(torch.autograd.Function):
             full = [torch.where(per_row(ctx.broken, g), torch.zeros_like(g), g) for g in full]
         nothing = [None] * (4 + ctx.count)
         if not torch.is_grad_enabled():
-            pulled, past = ctx.rule.pull(full), [None] * (len(ctx.needs_input_grad) - 4 - 2 * ctx.count)
+            pulled, past = _pulled(ctx.rule, full), [None] * (len(ctx.needs_input_grad) - 4 - 2 * ctx.count)
         elif ctx.hides:
             raise RuntimeError(
                 f"deqfast: create_graph=True through {ctx.rule.name} of a cell that holds a tensor computed outside of "
@@ -124,6 +130,13 @@ class _Attach(torch.autograd.Function):
         else:
             pulled, past = ctx.rule.pull_with_graph(full, ctx.saved_tensors)
         return (*nothing, *[g.to(dtype) for g, dtype in zip(pulled, dtypes, strict=True)], *past)
+
+
+def _pulled(rule: Rule, grads: list[Tensor]) -> list[Tensor]:
+    members = Members.of(grads)
+    if members is None:
+        return rule.pull(grads)
+    return [members.wrap(u) for u in rule.pull_members([members.unwrap(g) for g in grads], members)]
 
 
 def in_order_of(z: Any, value: Any) -> list[Tensor]:
@@ -244,4 +257,4 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:
     """`tree` with its tensors cut from their graphs, as fresh leaves where `requires_grad`."""
-    return pytree.tree_map(lambda t: t.detach().requires_grad_(requires_grad), tree)
+    return pytree.tree_map(lambda t: t.detach().requires_grad_() if requires_grad else t.detach(), tree)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..graphs import Graphs
@@ -15,6 +15,8 @@ from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
+from ..transforms import has_tangent, in_forward_mode, in_torch_func
+from .functional import Derivative, solve_transformed
 from .samples import mark_samples, take_rows, without_broken
 
 
@@ -48,6 +50,15 @@ class Problem:
         """(z*, x, broken), see ``samples.without_broken``."""
         return without_broken(self.x, solution, self.groups, self.per_sample)
 
+    def is_transformed(self) -> bool:
+        """Answer whether torch.func or forward-mode AD goes through this forward pass."""
+        if in_torch_func():
+            return True
+        if not in_forward_mode():
+            return False
+        held = [*self.cell.parameters(), *self.cell.buffers()] if isinstance(self.cell, nn.Module) else []
+        return any(isinstance(t, Tensor) and has_tangent(t) for t in pytree.tree_leaves((self.x, self.z0, held)))
+
     @property
     def groups(self) -> Groups | None:
         """Samples of several rows, if any."""
@@ -78,11 +89,13 @@ class Problem:
 class Adjoint:
     """Base of the adjoints, which attach a gradient to the value of a problem.
 
-    A subclass is a frozen dataclass of its settings and defines ``differentiate``.
+    A subclass is a frozen dataclass of its settings and defines ``differentiate`` and ``derivative``.
     """
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
         """Value of the problem, with its gradient where one is recorded, and the Solution of the forward solve."""
+        if problem.is_transformed():
+            return solve_transformed(problem, self)
         solution = problem.solve()
         if not torch.is_grad_enabled():
             return solution.value, solution
@@ -90,4 +103,8 @@ class Adjoint:
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         """``solution.value`` with its gradient, and the solution as the gradient's evaluation confirms it."""
+        raise NotImplementedError
+
+    def derivative(self, problem: Problem) -> Derivative:
+        """Derivative of the value under torch.func and in forward-mode AD."""
         raise NotImplementedError

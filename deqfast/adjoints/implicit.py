@@ -16,6 +16,7 @@ from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Broyden, Solver, as_solver
+from ..transforms import Members
 from .attach import (
     Evaluate,
     Gradients,
@@ -30,6 +31,7 @@ from .attach import (
     vjp,
 )
 from .base import Adjoint, Problem
+from .functional import At, Derivative, Map, Task, attached, for_members, in_dtypes_of, jvp, transpose, unfold
 from .samples import per_row, rows_of
 
 # With all of its history Broyden takes the fewest products to a gradient that is right to 1e-5 where J has a spectral
@@ -76,6 +78,10 @@ class Implicit(Adjoint):
         value = attach(solution.value, rule.recorded, rule, broken)
         return value, confirmed(solution, problem, z, rule.recorded.outputs)
 
+    def derivative(self, problem: Problem) -> Derivative:
+        settings = _Settings(as_solver(self.solver or DEFAULT_SOLVER), problem.options, problem.on_backward)
+        return _Implicitly(settings, pytree.tree_structure(problem.z0))
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -84,10 +90,6 @@ class _Settings:
     solver: Solver
     options: dict[str, Any]
     on_backward: Callable[[Solution], None]
-
-    @property
-    def groups(self) -> Groups | None:
-        return self.options.get("groups")
 
 
 class _Inverted(Rule):
@@ -113,28 +115,19 @@ class _Inverted(Rule):
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
-        # A gradient that is not finite is not solved for but passed on: a GradScaler must see it.
-        finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in grads]).all(dim=0)
-        start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in grads]
-        # The system is linear: solved with gradients of size 1, the scale of the loss is none of the solver's business.
-        groups = self.settings.groups
-        exponent = _exponents(start, groups)
-        rows = exponent if groups is None else groups.of_rows(exponent)
-        start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
-
-        def f(u: Any) -> Any:
-            products = vjp(self.recorded.outputs, leaves, pytree.tree_leaves(u))
-            return pytree.tree_unflatten(
-                [g if p is None else p + g for p, g in zip(products, start, strict=True)], spec
-            )
-
-        settings = self.settings
         with self.autocast():
-            solution = solve(f, pytree.tree_unflatten(start, spec), settings.solver, **settings.options)
-        values = [torch.ldexp(u, per_row(rows, u)) for u in pytree.tree_leaves(solution.value)]
-        residual = torch.ldexp(solution.residual_abs, exponent)
-        settings.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
-        return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, grads, strict=True)]
+            return _invert(partial(vjp, self.recorded.outputs, leaves), grads, spec, self.settings)
+
+    def pull_members(self, grads: list[Tensor], members: Members) -> list[Tensor]:
+        leaves, spec = pytree.tree_flatten(self.z)
+
+        def products(u: list[Tensor]) -> Gradients:
+            found = vjp(self.recorded.outputs, leaves, unfold(u, members.count), is_grads_batched=True)
+            return [None if p is None else p.flatten(0, 1) for p in found]
+
+        with self.autocast():
+            solved = _invert(products, [g.flatten(0, 1) for g in grads], spec, self.settings, members.count)
+        return unfold(solved, members.count)
 
     def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
         """u = (I - J^T)^-1 g, the fixed point of u -> J^T u + g and as such differentiable in g, z* and x.
@@ -181,6 +174,94 @@ class _Inverted(Rule):
             products = vjp(evaluation, pytree.tree_leaves(z), pytree.tree_leaves(u), create_graph=True)
         leaves = [g if p is None else p + g for p, g in zip(products, grads, strict=True)]
         return pytree.tree_unflatten(leaves, pytree.tree_structure(self.z))
+
+
+def _invert(
+    product: Callable[[list[Tensor]], Gradients],
+    grads: list[Tensor],
+    spec: pytree.TreeSpec,
+    settings: _Settings,
+    members: int = 1,
+) -> list[Tensor]:
+    """u = product(u) + grads for a linear product, solved with the rows of so many members of a vmap in one batch."""
+    # A gradient that is not finite is not solved for but passed on: a GradScaler must see it.
+    finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in grads]).all(dim=0)
+    start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in grads]
+    # The system is linear: solved with gradients of size 1, the scale of the loss is none of the solver's business.
+    options = for_members(settings.options, members)
+    groups = options.get("groups")
+    exponent = _exponents(start, groups)
+    rows = exponent if groups is None else groups.of_rows(exponent)
+    start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
+
+    def f(u: Any) -> Any:
+        products = product(pytree.tree_leaves(u))
+        return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, start, strict=True)], spec)
+
+    solution = solve(f, pytree.tree_unflatten(start, spec), settings.solver, **options)
+    values = [torch.ldexp(u, per_row(rows, u)) for u in pytree.tree_leaves(solution.value)]
+    residual = torch.ldexp(solution.residual_abs, exponent)
+    settings.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
+    return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, grads, strict=True)]
+
+
+class _Implicitly(Derivative):
+    """Derivatives by the implicit function theorem, as solves that are differentiable in the same way.
+
+    dz = (I - J)^-1 (the map's derivative in all but the state), and its transpose for gradients.
+    """
+
+    def __init__(self, settings: _Settings, spec: pytree.TreeSpec) -> None:
+        self.settings, self.spec = settings, spec
+
+    def pull(self, base: Map, grads: list[Tensor], at: At) -> list[Tensor]:
+        u = self._solve(_Product(base, len(grads), transposed=True), grads, at)
+        return torch.func.vjp(at.of_given(base), at.given)[1](u)[0]
+
+    def push(self, base: Map, tangents: list[Tensor], at: At) -> list[Tensor]:
+        pushed = jvp(at.of_given(base), at.given, tangents)
+        return self._solve(_Product(base, len(pushed), transposed=False), pushed, at)
+
+    def _solve(self, product: Map, right: list[Tensor], at: At) -> list[Tensor]:
+        """u = product(u) + right."""
+        rows = [*at.state, *at.rows]
+        solved = Task(product, self._work, at.members).run(right, rows, at.others)
+        return attached(self, _Affine(product), solved, [*right, *rows], at.others, at.members)
+
+    def _work(self, f: Callable[[list[Tensor]], list[Tensor]], right: list[Tensor], members: int) -> list[Tensor]:
+        return _invert(f, right, self.spec, self.settings, members)
+
+
+@dataclass(frozen=True)
+class _Product(Map):
+    """Product of a state with the Jacobian of `base` at the `count` tensors of its state, with which `rows` begin."""
+
+    base: Map
+    count: int
+    transposed: bool
+
+    def bind(self, rows: list[Tensor], others: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+        z, rest = rows[: self.count], rows[self.count :]
+        _, transposed = torch.func.vjp(lambda z: in_dtypes_of(z, self.base(z, rest, others)), z)
+        product = transposed if self.transposed else transpose(transposed, z)
+        return lambda state: product(state)[0]
+
+    def folded(self, members: int, dims: list[int | None], randomness: str) -> Map:
+        return replace(self, base=self.base.folded(members, dims, randomness))
+
+
+@dataclass(frozen=True)
+class _Affine(Map):
+    """Sum of a product and of what its `rows` begin with."""
+
+    product: Map
+
+    def __call__(self, state: list[Tensor], rows: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+        right, rest = rows[: len(state)], rows[len(state) :]
+        return [p + g for p, g in zip(self.product(state, rest, others), right, strict=True)]
+
+    def folded(self, members: int, dims: list[int | None], randomness: str) -> Map:
+        return _Affine(self.product.folded(members, dims, randomness))
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:

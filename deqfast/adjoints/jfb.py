@@ -8,6 +8,7 @@ from typing import Any
 from ..solution import Solution
 from .attach import Recorded, Rule, attach, confirmed, detached
 from .base import Adjoint, Problem
+from .functional import Derivative, Once
 
 
 @dataclass(frozen=True)
@@ -29,3 +30,6 @@ class JFB(Adjoint):
         recorded = Recorded(problem.cell, detached(z), x)
         value = attach(solution.value, recorded, Rule("JFB"), broken)
         return value, confirmed(solution, problem, z, recorded.outputs)
+
+    def derivative(self, problem: Problem) -> Derivative:
+        return Once("JFB")

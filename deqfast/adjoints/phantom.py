@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..solution import Solution
 from ..solvers.base import check_count, check_number
 from .attach import Recorded, Rule, attach, confirmed, detached, in_order_of
 from .base import Adjoint, Problem
+from .functional import Derivative, Map, Once
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,34 @@ class Phantom(Adjoint):
 
         def damped_calls(z: Any, x: Any) -> Any:
             leaves, spec = pytree.tree_flatten(z)
-            for _ in range(self.steps):
-                values = in_order_of(z, problem.cell(z, x))
+
+            def call(leaves: list[Tensor]) -> list[Tensor]:
+                values = in_order_of(z, problem.cell(pytree.tree_unflatten(leaves, spec), x))
                 first[:] = first or values
-                leaves = [a + self.damping * (b - a) for a, b in zip(leaves, values, strict=True)]
-                z = pytree.tree_unflatten(leaves, spec)
-            return z
+                return values
+
+            return pytree.tree_unflatten(self.damped(call, leaves), spec)
 
         recorded = Recorded(damped_calls, detached(z), x)
         value = attach(solution.value, recorded, Rule("Phantom"), broken)
         return value, confirmed(solution, problem, z, first)
+
+    def damped(self, f: Callable[[list[Tensor]], list[Tensor]], z: list[Tensor]) -> list[Tensor]:
+        """The last of the damped calls of f from z."""
+        for _ in range(self.steps):
+            z = [a + self.damping * (b - a) for a, b in zip(z, f(z), strict=True)]
+        return z
+
+    def derivative(self, problem: Problem) -> Derivative:
+        return Once("Phantom", lambda base: _Damped(base, self))
+
+
+@dataclass(frozen=True)
+class _Damped(Map):
+    """Damped calls of a map."""
+
+    base: Map
+    phantom: Phantom
+
+    def __call__(self, state: list[Tensor], rows: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+        return self.phantom.damped(lambda z: self.base(z, rows, others), state)

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ..grouping import Groups
 from ..solution import Solution, Status
+from ..transforms import values
 
 
 def per_row(mask: Tensor, like: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def without_broken(
     broken = solution.status == Status.NONFINITE
     if groups is not None:
         broken = groups.of_rows(broken)
-    if not len(broken) or (broken.device.type == "cpu" and not bool(broken.any())):
+    if not len(broken) or (broken.device.type == "cpu" and not bool(values(broken).any())):
         return solution.value, x, broken
     marks = mark_samples(x, len(broken), declared)
     healthy = ~broken

@@ -15,6 +15,7 @@ from ..solution import Solution, Status
 from ..solve import finite_rows
 from ..solvers import Solver
 from ..solvers.base import check_count
+from ..transforms import values
 from .attach import detached
 from .base import Adjoint, Problem
 from .samples import per_row
@@ -55,7 +56,7 @@ class Unrolled(Adjoint):
         if is_exporting():
             value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z, v), value, problem.z0)
             return value, replace(solution, value=value)
-        if not bool(broken.any()):
+        if not bool(values(broken).any()):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
         stand_ins = replace(solution, value=problem.z0)

@@ -9,6 +9,7 @@ from ..ops import Kernel, check_kernel_name, kernel_name
 from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
 from ..solvers.base import check_count
+from ..transforms import in_forward_mode, in_torch_func
 
 
 class ResidualCell(nn.Module):
@@ -25,13 +26,14 @@ class ResidualCell(nn.Module):
         groups: groups of the GroupNorm, a divisor of `channels`.
         kernel: serves what surrounds the convolutions, under the names of ``DEQBlock``; "torch" calls the plain
             modules, the others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They exist for
-            float32, bfloat16 and float64, and for normalisations that are GroupNorm still; for anything else "auto" is
-            "torch".
+            float32, bfloat16 and float64, and for normalisations that are GroupNorm still; for anything else, and under
+            torch.func and forward-mode AD, "auto" is "torch".
 
     Raises:
         TypeError, ValueError: an argument is not as above; at a call, x has another shape, or `kernel` was asked for by
             name and does not serve these normalisations.
-        RuntimeError: at a call, `kernel` is not available.
+        RuntimeError: at a call, `kernel` is not available, or was asked for by name under torch.func or forward-mode
+            AD.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.ResidualCell(channels=8, groups=4))
@@ -73,6 +75,12 @@ class ResidualCell(nn.Module):
                 f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights, the last two "
                 f"with equal groups and eps, got {norms}"
             )
+        if in_torch_func() or in_forward_mode():  # which no kernel knows
+            if self.kernel not in ("auto", "torch"):
+                raise RuntimeError(
+                    f"kernel={self.kernel!r} does not run under torch.func or forward-mode AD: use 'auto' or 'torch'"
+                )
+            return Kernel("torch")
         served = fit and (y.dtype in DTYPES or self.kernel != "auto")
         return Kernel(kernel_name(self.kernel if served else "torch", y.device.type))
 

@@ -14,10 +14,15 @@ class NoDoubleBackward(torch.autograd.Function):
     `sources` are the tensors that the gradient depends on, so that the error lies on every way back to them.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, name: str, *sources: Tensor) -> Tensor:
-        ctx.adjoint = name
+    def forward(grad: Tensor, name: str, *sources: Tensor) -> Tensor:
         return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.adjoint = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -25,3 +30,5 @@ class NoDoubleBackward(torch.autograd.Function):
             f"deqfast: double backward through {ctx.adjoint} is not supported: its gradient is not differentiable. "
             "Use Implicit(), with a cell that is the same function in the backward pass, or Unrolled()"
         )
+
+    jvp = backward

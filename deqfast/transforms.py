@@ -1,0 +1,127 @@
+"""Tensors under transforms: what torch.func, vmaps and forward-mode AD hide. The one place that looks behind them.
+
+No public API of torch tells whether a tensor belongs to a transform, so names of ``torch._C`` stand here, and
+only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+
+def in_torch_func() -> bool:
+    """Answer whether a transform of torch.func runs."""
+    return bool(torch._C._are_functorch_transforms_active())  # type: ignore[attr-defined]  # of no stub
+
+
+def in_forward_mode() -> bool:
+    """Answer whether a level of forward-mode AD is open."""
+    return forward_ad._current_level >= 0
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Answer whether a transform of torch.func holds the tensor."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Answer whether forward-mode AD differentiates in the tensor."""
+    return in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def without_tangent(tensor: Tensor) -> Tensor:
+    """Tensor without the tangent of the innermost level of forward-mode AD."""
+    return forward_ad.unpack_dual(tensor).primal if has_tangent(tensor) else tensor
+
+
+def forward_mode() -> AbstractContextManager[None]:
+    """Context in which all open levels of forward-mode AD follow what is computed."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Answer whether the tensor holds numbers, as one of FakeTensorMode or on the device meta does not."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def values(tensor: Tensor) -> Tensor:
+    """Numbers of the tensor under all transforms, those of all members of a vmap."""
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """Tensor of the same shape that no transform and no graph knows, with the numbers of the first member of a vmap."""
+    while is_wrapped(tensor):
+        dim = _functorch.maybe_get_bdim(tensor) if _functorch.is_batchedtensor(tensor) else None
+        tensor = _functorch.get_unwrapped(tensor)
+        tensor = tensor if dim is None else tensor.select(dim, 0)
+    return forward_ad.unpack_dual(tensor).primal.detach()
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Answer whether the tensor differs between members of a vmap, or anything differentiates in it."""
+    while not (tensor.requires_grad or has_tangent(tensor) or _functorch.is_batchedtensor(tensor)):
+        if not is_wrapped(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)  # every operation inside of a gradient's transform wraps its result
+    return True
+
+
+def check_plain(name: str, tree: Any) -> None:
+    """Raise RuntimeError if a tensor of `tree`, what `name` works on, belongs to a transform."""
+    if any(isinstance(leaf, Tensor) and (is_wrapped(leaf) or has_tangent(leaf)) for leaf in pytree.tree_leaves(tree)):
+        raise RuntimeError(
+            f"deqfast: {name} does not run under torch.func and in forward-mode AD: use a DEQBlock, which does"
+        )
+
+
+def over_members(function: Callable[[list[Tensor]], list[Tensor]], tensors: list[Tensor]) -> list[Tensor]:
+    """`function` of gradients or tangents, or of each of those of a batch, see ``Members``."""
+    members = Members.of(tensors)
+    if members is None:
+        return function(tensors)
+    return [members.wrap(t) for t in torch.vmap(function)([members.unwrap(t) for t in tensors])]
+
+
+class Members:
+    """Batch of gradients or tangents that is_grads_batched=True or vectorize=True sends through a derivative.
+
+    torch.autograd does so by a vmap older than that of torch.func.
+
+    Args:
+        batched: one of them.
+    """
+
+    def __init__(self, batched: Tensor) -> None:
+        # Of vmaps around vmaps the innermost is the only one here: what is made here has met no other.
+        for self.level in range(1, 64):
+            plain = torch._remove_batch_dim(batched, self.level, 1, 0)
+            if not _functorch.is_legacy_batchedtensor(plain):
+                self.count = len(plain)
+                return
+        raise RuntimeError("deqfast: a gradient that is batched twice by is_grads_batched is not supported")
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Members | None:
+        """Batch that these belong to, if any."""
+        batched = next((t for t in tensors if _functorch.is_legacy_batchedtensor(t)), None)
+        return None if batched is None else cls(batched)
+
+    def unwrap(self, grad: Tensor) -> Tensor:
+        """Gradients of all members (V, ...)."""
+        return torch._remove_batch_dim(grad, self.level, self.count, 0)
+
+    def wrap(self, grads: Tensor) -> Tensor:
+        """Gradient as it goes on: the inverse of ``unwrap``."""
+        return torch._add_batch_dim(grads, 0, self.level)

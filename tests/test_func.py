@@ -1,0 +1,342 @@
+"""Blocks under torch.func and forward-mode AD, against loops, eager autograd and finite differences."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+
+from deqfast import (
+    JFB,
+    Anderson,
+    Broyden,
+    DEQBlock,
+    FCCell,
+    Implicit,
+    Phantom,
+    ResidualCell,
+    Status,
+    Unrolled,
+    fc_fixed_point,
+    solve,
+)
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close
+
+TIGHT = Broyden(tol=1e-13, max_iter=60)
+ADJOINTS = {
+    "jfb": JFB(),
+    "implicit": Implicit(TIGHT),
+    "phantom": Phantom(steps=3),
+    "unrolled": Unrolled(steps=80),
+}
+every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOINTS)
+exact = pytest.mark.parametrize("adjoint", [ADJOINTS["implicit"], ADJOINTS["unrolled"]], ids=["implicit", "unrolled"])
+
+
+def block_of(adjoint, seed=0, **options):
+    torch.manual_seed(seed)
+    return DEQBlock(FCCell(3, 4), TIGHT, adjoint, **options).double()
+
+
+def data(*shape):
+    return torch.randn(*shape, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(block):
+    def loss(parameters, x):
+        return functional_call(block, parameters, (x[None],)).square().sum()
+
+    return loss
+
+
+def eager_gradients(block, x):
+    return dict(
+        zip(
+            dict(block.named_parameters()),
+            torch.autograd.grad(block(x).square().sum(), block.parameters()),
+            strict=True,
+        )
+    )
+
+
+class TestReverse:
+    @every_adjoint
+    def test_gradients_of_each_sample(self, adjoint):
+        block, x = block_of(adjoint), data(5)
+        parameters = {name: p.detach() for name, p in block.named_parameters()}
+        found = vmap(grad(loss_of(block)), (None, 0))(parameters, x)
+        for i in range(5):
+            assert_close({name: g[i] for name, g in found.items()}, eager_gradients(block, x[i : i + 1]), GRADIENT)
+
+    @every_adjoint
+    def test_an_ensemble_trains(self, adjoint):
+        """Members of their own, samples of their own: a vmap of vmaps, within eager autograd."""
+        blocks, x = [block_of(adjoint, seed) for seed in range(3)], data(3, 2)
+        parameters, buffers = stack_module_state(blocks)
+
+        def member(parameters, buffers, x):
+            return functional_call(blocks[0], (parameters, buffers), (x,))
+
+        z = vmap(member)(parameters, buffers, x)
+        z.square().sum().backward()
+        for i, block in enumerate(blocks):
+            assert_close(z[i], block(x[i]), GRADIENT)
+            found = {name: p.grad[i] for name, p in parameters.items()}
+            assert_close(found, eager_gradients(block, x[i]), GRADIENT)
+
+    @every_adjoint
+    def test_jacobians(self, adjoint):
+        block, x = block_of(adjoint), data(2)
+        expected = torch.stack(
+            [torch.autograd.grad(block(y := x.clone().requires_grad_()).flatten()[i], y)[0] for i in range(8)]
+        )
+        assert_close(jacrev(block)(x).flatten(0, 1), expected, GRADIENT)
+        assert_close(jacfwd(block)(x).flatten(0, 1), expected, GRADIENT)
+        for strategy in ("reverse-mode", "forward-mode"):
+            found = torch.autograd.functional.jacobian(block, x, vectorize=True, strategy=strategy)
+            assert_close(found.flatten(0, 1), expected, GRADIENT)
+
+
+class TestForward:
+    @exact
+    @pytest.mark.parametrize("in_parameters", [False, True])
+    def test_against_finite_differences(self, adjoint, in_parameters):
+        """Tangents, batches of tangents and batches of gradients."""
+        block, x = block_of(adjoint), data(2)
+        names, parameters = zip(*block.named_parameters(), strict=True)
+
+        def call(x, *parameters):
+            return functional_call(block, dict(zip(names, parameters, strict=True)), (x,))
+
+        inputs = (x, *parameters) if in_parameters else (x.requires_grad_(), *(p.detach() for p in parameters))
+        batched = {"check_batched_grad": True, "check_batched_forward_grad": not in_parameters}
+        assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, **batched, **FINITE_DIFFERENCES)
+
+    @every_adjoint
+    def test_is_the_transpose_of_reverse_mode(self, adjoint):
+        block, x, tangent = block_of(adjoint), data(4), data(4).cos()
+        with torch.no_grad():
+            value, pushed = jvp(block, (x,), (tangent,))
+        _, pull = vjp(block, x)
+        cotangent = pushed.cos()
+        assert_close((pushed * cotangent).sum(), (pull(cotangent)[0] * tangent).sum(), GRADIENT)
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(block(forward_ad.make_dual(x, tangent)))
+            assert_close((dual.primal, dual.tangent), (value, pushed), GRADIENT)
+
+
+SECOND = {
+    "reverse over reverse": lambda f: jacrev(jacrev(f)),
+    "forward over reverse": hessian,
+    "reverse over forward": lambda f: jacrev(jacfwd(f)),
+    "forward over forward": lambda f: jacfwd(jacfwd(f)),
+}
+
+
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
+class TestSecondDerivatives:
+    @exact
+    def test_are_those_of_eager_mode(self, adjoint, second):
+        block, x = block_of(adjoint), data(1)
+
+        def loss(x):
+            return block(x).pow(3).sum()
+
+        assert_close(second(loss)(x), torch.autograd.functional.hessian(loss, x), GRADIENT)
+
+    @pytest.mark.parametrize("adjoint", [ADJOINTS["jfb"], ADJOINTS["phantom"]], ids=["jfb", "phantom"])
+    def test_are_refused(self, adjoint, second):
+        block = block_of(adjoint)
+        with pytest.raises(RuntimeError, match="double backward through (JFB|Phantom) is not supported"):
+            second(lambda x: block(x).sum())(data(1))
+
+
+def test_third_derivatives_and_vmaps_of_vmaps():
+    block, x = block_of(Implicit(TIGHT)), data(2, 2)
+    unrolled = DEQBlock(block.cell, adjoint=Unrolled(80))
+
+    def third(block):
+        return vmap(vmap(grad(lambda x: jvp(grad(lambda x: block(x[None]).pow(3).sum()), (x,), (x.cos(),))[1].sum())))(
+            x
+        )
+
+    assert_close(third(block), third(unrolled), GRADIENT)
+
+
+class TestMembers:
+    """Every sample of every member is solved as if alone."""
+
+    @pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT)], ids=str)
+    def test_a_broken_sample_harms_no_other(self, adjoint):
+        block = block_of(adjoint, warn=False)
+        block.solver = Anderson(tol=1e-6)
+        x = data(2, 3)
+        x[0, 1] = torch.nan
+
+        def call(x):
+            value, solution = block(x, return_solution=True)
+            return value, solution.status, solution.iterations, solution.residual
+
+        found = vmap(call)(x)
+        for i in range(2):
+            assert all(torch.equal(a[i], b) for a, b in zip(found[1:3], call(x[i])[1:3], strict=True))
+            assert_close((found[0][i], found[3][i]), (call(x[i])[0], call(x[i])[3]), GRADIENT)
+        assert (found[1] == Status.NONFINITE).tolist() == [[False, True, False], [False] * 3]
+        gradients = vmap(jacrev(lambda p, x: functional_call(block, p, (x,)).sum(0)), (None, 0))
+        gradients = gradients({name: p.detach() for name, p in block.named_parameters()}, x)
+        _, *expected = torch.autograd.functional.jacobian(
+            lambda x, *p: functional_call(block, dict(zip(gradients, p, strict=True)), (x,)).sum(0),
+            (x[0], *block.parameters()),
+        )
+        assert_close([g[0] for g in gradients.values()], expected, GRADIENT)
+
+    @pytest.mark.parametrize("groups", ["batch", torch.tensor([0, 1, 0, 1])], ids=["batch", "indices"])
+    def test_groups(self, groups):
+        mix = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.float64)
+        block, x = DEQBlock(lambda z, x: torch.tanh(0.4 * mix @ z + x), TIGHT, Implicit(TIGHT)), data(3, 4)
+
+        def call(x):
+            value, solution = block(x, groups=groups, return_solution=True)
+            return value.square().sum(), (solution.status, solution.iterations)
+
+        gradients, (status, iterations) = vmap(grad(call, has_aux=True))(x)
+        for i in range(3):
+            y = x[i].clone().requires_grad_()
+            loss, (_, alone) = call(y)
+            assert_close(gradients[i], torch.autograd.grad(loss, y)[0], GRADIENT)
+            assert torch.equal(alone, iterations[i]) and (status == Status.CONVERGED).all()
+
+
+class TreeCell(nn.Module):
+    """A tree of a state, of an x with an index that picks a row of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.register_buffer("table", torch.tensor([0.1, 0.5], dtype=torch.float64))
+
+    def forward(self, z, x):
+        a = 0.5 * torch.tanh(self.linear(z["b"])) + x["x"]
+        return {"b": self.table[x["kind"]][:, None] * z["a"].sin() + x["scale"], "a": a}
+
+    def initial_state(self, x):
+        return {"a": torch.zeros_like(x["x"]), "b": torch.zeros_like(x["x"])}
+
+
+@every_adjoint
+def test_trees_indices_and_buffers(adjoint):
+    torch.manual_seed(0)
+    cells = [TreeCell() for _ in range(2)]
+    cells[1].table.mul_(0.5)
+    blocks, x = [DEQBlock(cell, TIGHT, adjoint) for cell in cells], data(2, 3)
+    kind, parameters = torch.tensor([0, 1, 1]), stack_module_state(blocks)
+
+    def call(parameters, x):
+        z = functional_call(blocks[0], parameters, ({"x": x, "kind": kind, "scale": 2.0},))
+        return (z["a"] * z["b"]).sum()
+
+    found = vmap(grad(call, argnums=1))(parameters, x)
+    for i in range(2):
+        y = x[i].clone().requires_grad_()
+        z = blocks[i]({"x": y, "kind": kind, "scale": 2.0})
+        assert_close(found[i], torch.autograd.grad((z["a"] * z["b"]).sum(), y)[0], GRADIENT)
+
+
+def test_a_residual_cell():
+    torch.manual_seed(0)
+    block = DEQBlock(ResidualCell(2, groups=2).double(), TIGHT, Implicit(TIGHT))
+    x = torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    parameters = {name: p.detach() for name, p in block.named_parameters()}
+    cotangent = torch.randn_like(x)
+
+    def loss(parameters, x, cotangent):
+        return (functional_call(block, parameters, (x[None],)) * cotangent).sum()
+
+    found = vmap(grad(loss), (None, 0, 0))(parameters, x, cotangent)
+    for i in range(2):
+        expected = torch.autograd.grad(block(x[i : i + 1]), block.parameters(), cotangent[i : i + 1])
+        assert_close([g[i] for g in found.values()], list(expected), GRADIENT)
+    block.cell.kernel = "cpp"
+    with pytest.raises(RuntimeError, match="kernel='cpp' does not run under torch.func"):
+        jvp(block.cell, (x, x), (x, x))
+
+
+@pytest.mark.parametrize("adjoint", ["shine", Implicit(TIGHT)], ids=["shine", "implicit"])
+def test_batches_of_gradients_of_coupled_rows(adjoint):
+    """As is_grads_batched sends them through a backward pass of eager mode."""
+    block, x = DEQBlock(lambda z, x: torch.tanh(0.4 * z.flip(0) + x), TIGHT, adjoint), data(4).requires_grad_()
+    z, cotangents = block(x, groups=torch.tensor([0, 1, 1, 0])), data(5, 4)
+    found = torch.autograd.grad(z, x, cotangents, is_grads_batched=True, retain_graph=True)[0]
+    for i in range(5):
+        assert_close(found[i], torch.autograd.grad(z, x, cotangents[i], retain_graph=True)[0], GRADIENT)
+    if adjoint != "shine":
+        assert len(block.backward_solution.status) == 2
+
+
+def test_under_autocast():
+    torch.manual_seed(0)
+    block = DEQBlock(FCCell(3, 4), adjoint="implicit", warn=False)
+    x = data(3, 2).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = vmap(grad(lambda x: block(x).sum()))(x)
+        y = x.clone().requires_grad_()
+        loss = sum(block(y[i]).sum() for i in range(3))
+    assert_close(found, torch.autograd.grad(loss, y)[0], 2.0**-5)
+
+
+class TestErrors:
+    @every_adjoint
+    @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "eager"])
+    def test_a_tensor_that_only_the_cell_holds(self, adjoint, transform):
+        x = data(2)
+
+        def call(w):
+            return DEQBlock(lambda z, x: torch.tanh(w * z + x), TIGHT, adjoint)(x).sum()
+
+        w = torch.full((3,), 0.3, dtype=torch.float64)
+        weight = w.clone().requires_grad_()
+        calls = {
+            "grad": lambda: grad(call)(w),
+            "jvp": lambda: jvp(call, (w,), (w,))[1],
+            "vmap": lambda: vmap(call)(torch.stack([w, w])),
+            "eager": lambda: vmap(lambda x: call(weight) + x)(x),
+        }
+        if isinstance(adjoint, Unrolled):
+            calls[transform]()
+            return
+        with pytest.raises(
+            RuntimeError, match="the cell may hold no tensor that is transformed .* give it to the block"
+        ):
+            calls[transform]()
+
+    @pytest.mark.parametrize("of", [grad, lambda f: functools.partial(jvp, f)], ids=["grad", "jvp"])
+    def test_shine(self, of):
+        block, x = block_of("shine"), data(2)
+        assert_close(vmap(block)(x[None])[0], block(x), GRADIENT)
+        arguments = (x,) if of is grad else ((x,), (x,))
+        with pytest.raises(RuntimeError, match="SHINE has no derivative under torch.func.*use Implicit"):
+            of(lambda x: block(x).sum())(*arguments)
+
+    @pytest.mark.parametrize("option", ["compact", "trace"])
+    def test_options(self, option):
+        with pytest.raises(ValueError, match=f"{option} cannot be used under torch.func"):
+            vmap(block_of("jfb", **{option: True}))(data(2, 2))
+
+    def test_what_is_no_block(self):
+        x = data(2, 2)
+        for name, call in {
+            "solve": lambda x: solve(lambda z: 0.5 * z, x).value,
+            "fc_fixed_point": lambda x: fc_fixed_point(torch.zeros(3, 3, dtype=torch.float64), x)[0],
+        }.items():
+            with pytest.raises(RuntimeError, match=f"{name} does not run under torch.func.*use a DEQBlock"):
+                vmap(call)(x)
+
+    @every_adjoint
+    def test_fake_tensors(self, adjoint):
+        with FakeTensorMode(), pytest.raises(ValueError, match="z0 must hold values.* got fake tensors"):
+            DEQBlock(lambda z, x: 0.5 * z + x, TIGHT, adjoint)(torch.ones(2, 3))
