@@ -162,7 +162,7 @@ class DEQBlock(nn.Module):
         )
         self._notify("begin_solve")
         try:
-            with hold_weights(self.cell) if self.graphs is None else nullcontext():
+            with nullcontext() if self.graphs is not None or problem.is_transformed() else hold_weights(self.cell):
                 value, solution = self.adjoint(problem)
         except BaseException:
             self._notify("cancel_solve", "end_solve")

@@ -45,7 +45,9 @@ def new_number(block: blocks.DEQBlock) -> int:
     return number
 
 
-def solve_traced(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Tensor | str | None) -> Any:
+def solve_traced(
+    block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | Tensor | str | None
+) -> Any:
     """``DEQBlock.forward`` in a region that ``torch.compile`` traces.
 
     Raises:

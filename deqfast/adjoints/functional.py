@@ -9,7 +9,7 @@ the values that come back, and are made of solves and calls of the cell that are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -299,7 +299,8 @@ class Refused(Derivative):
     def pull(self, base: Map, grads: Tensors, at: At) -> Tensors:
         raise RuntimeError(self.reason)
 
-    push = pull
+    def push(self, base: Map, tangents: Tensors, at: At) -> Tensors:
+        raise RuntimeError(self.reason)
 
 
 def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution]:
@@ -320,7 +321,8 @@ def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution
         residual=residual,
         residual_rel=relative,
         residual_abs=absolute,
-        **forward.counts,
+        evaluations=forward.evaluations,
+        sample_evaluations=forward.sample_evaluations,
     )
     z, x, broken = problem.without_broken(solution)
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
@@ -332,11 +334,12 @@ def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution
 
 @dataclass
 class _Forward:
-    """The forward solve on the values of all members. `counts`: the evaluations, once it is done."""
+    """The forward solve on the values of all members, with the number of evaluations once it is done."""
 
     problem: Problem
     spec: pytree.TreeSpec
-    counts: dict[str, int] = field(default_factory=dict)
+    evaluations: int = 0
+    sample_evaluations: int = 0
 
     def __call__(self, f: Callable[[Tensors], Tensors], z0: Tensors, members: int) -> Sequence[Tensor]:
         spec = self.spec
@@ -348,7 +351,7 @@ class _Forward:
         solution = solve(cell, pytree.tree_unflatten(z0, spec), problem.solver, **problem.options)
         leaves = pytree.tree_leaves(solution.value)
         solution = confirmed(solution, problem, solution.value, f(leaves))
-        self.counts |= {"evaluations": solution.evaluations, "sample_evaluations": solution.sample_evaluations}
+        self.evaluations, self.sample_evaluations = solution.evaluations, solution.sample_evaluations
         measures = solution.residual, solution.residual_rel, solution.residual_abs
         return [*leaves, solution.status, solution.iterations, *(m.clone() for m in measures)]
 
@@ -376,7 +379,7 @@ def jvp(f: Callable[[Tensors], Tensors], given: Tensors, tangents: Tensors) -> T
 
     By two transpositions: forward-mode AD does not nest in itself.
     """
-    value, product = torch.func.vjp(f, given)
+    value, product = torch.func.vjp(f, given)[:2]
     return transpose(product, value)(tangents)[0]
 
 

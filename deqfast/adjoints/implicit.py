@@ -177,7 +177,7 @@ class _Inverted(Rule):
 
 
 def _invert(
-    product: Callable[[list[Tensor]], Gradients],
+    product: Callable[[list[Tensor]], Sequence[Tensor | None]],
     grads: list[Tensor],
     spec: pytree.TreeSpec,
     settings: _Settings,
@@ -242,7 +242,7 @@ class _Product(Map):
 
     def bind(self, rows: list[Tensor], others: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
         z, rest = rows[: self.count], rows[self.count :]
-        _, transposed = torch.func.vjp(lambda z: in_dtypes_of(z, self.base(z, rest, others)), z)
+        transposed = torch.func.vjp(lambda z: in_dtypes_of(z, self.base(z, rest, others)), z)[1]
         product = transposed if self.transposed else transpose(transposed, z)
         return lambda state: product(state)[0]
 
