@@ -87,7 +87,7 @@ class TestOp:
         weight = torch.diag(torch.tensor([0.5, 0.995, 0.5]))
         c = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
         z0 = torch.tensor([[0.0, 199.0, 0.0], [0.0, 0.0, 0.0]])  # near to 200, and slow
-        settings = (0, 1e-5, False, 40, 0.1)
+        settings = (0, 1e-5, False, 40, 0.1, 0.0, False)
         outcome = [t.tolist() for t in op(weight.to(device), c.to(device), z0.to(device), *settings)]
         assert outcome[1] == [Status.STALLED, Status.CONVERGED]
         assert outcome[2] == TORCH.op("fc_fixed_point")(weight, c, z0, *settings)[2].tolist() == [6, 17]

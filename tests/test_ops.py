@@ -193,7 +193,7 @@ class TestArguments:
         tensors = [state[name] for name in case.names]
         scalars = list(case.scalars())
         with pytest.raises(RuntimeError, match="`method` must be 0 to 3, got 4"):
-            torch.ops.deqfast.multisecant_step(*tensors, *scalars[:5], 4, *scalars[6:])
+            torch.ops.deqfast.multisecant_step(*tensors, *scalars[:7], 4, *scalars[8:])
         with pytest.raises(RuntimeError, match="`k` must not be negative, got -1"):
             torch.ops.deqfast.multisecant_step(*tensors, -1, *scalars[1:])
 
