@@ -20,7 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from . import constants
-from .common import STALL_GAIN, STALL_ITERATIONS, is_finite, is_sound, length_of, magnitude, relative, scalar, scale_of, square_root
+from .common import (
+    STALL_GAIN,
+    STALL_ITERATIONS,
+    is_finite,
+    is_sound,
+    length_of,
+    magnitude,
+    relative,
+    scalar,
+    scale_of,
+    square_root,
+)
 from .config import FC_ROWS, device_guard, fc_config, fc_registers, picard_config
 
 RELU = tl.constexpr(constants.RELU)

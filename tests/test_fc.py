@@ -26,6 +26,7 @@ from deqfast.ops import ACTIVATIONS, Kernel, choose_kernel
 from deqfast.ops.fc import reference
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_accurate, assert_close, rounding
 from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, same_alone
+from deqfast.testing.states import RULES
 
 TORCH = Kernel("torch")
 EPS = rounding(torch.float32)
@@ -62,17 +63,16 @@ class TestOp:
         check_solve(op, FCCase(size=size, batch=batch, warm=True, **DTYPES[dtype]), device)
 
     @every_dtype
-    @pytest.mark.parametrize("absolute", [False, True])
+    @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
     @pytest.mark.parametrize("max_iter", [1, 2, 30])
-    def test_what_can_befall_a_sample(self, max_iter, absolute, dtype, op, kernel, device):
+    def test_what_can_befall_a_sample(self, max_iter, rule, dtype, op, kernel, device):
         skip_unserved(kernel, dtype)
-        rows = tuple(event for event in EVENTS if dtype != "fp64" or event != "overflow")
-        settings = {"absolute": absolute, "max_iter": max_iter, "rows": rows, **DTYPES[dtype]}
-        case = FCCase(size=9, batch=len(rows) + 1, activation="relu", **settings)
+        settings = {"max_iter": max_iter, "rows": EVENTS, **rule, **DTYPES[dtype]}
+        case = FCCase(size=9, batch=len(EVENTS) + 1, activation="relu", **settings)
         outcome = check_solve(op, case, device)
-        broken = [event in ("nan", "inf", "overflow", "start") for event in rows]
+        broken = [event in ("nan", "inf", "start") for event in EVENTS]
         assert [status == Status.NONFINITE for status in outcome[1].tolist()] == [*broken, False]
-        assert torch.isinf(outcome[3][:, : len(rows)]).all(dim=0).tolist() == broken
+        assert torch.isinf(outcome[3][:, : len(EVENTS)]).all(dim=0).tolist() == broken
 
     @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter's numpy
     def test_a_sample_that_diverges_keeps_its_best_iterate(self, op, device):

@@ -79,6 +79,22 @@ class TestPicardStep:
         assert after["z"] == after["best"] == [9, 9]
         assert after["residual"] == [0.5, 5.0] and after["gain"] == [0.5, 1.0]
 
+    @pytest.mark.parametrize("scale", [1e-40, 1e-25, 1.0, 1e20, 1e37])
+    @pytest.mark.parametrize(("maximum", "absolute"), [(False, 5.0), (True, 4.0)])
+    def test_any_scale(self, maximum, absolute, scale):
+        after = self.step([3 * scale, 4 * scale], [6 * scale, 8 * scale], maximum=maximum)
+        relative, length = after["residual"]
+        assert (relative, length / scale) == pytest.approx((0.5, absolute), rel=1e-4) and after["status"] == [0]
+
+    def test_a_length_beyond_the_dtype_is_its_largest_number(self):
+        largest = torch.finfo(torch.float32).max
+        assert self.step([0, 0], [largest, largest])["residual"] == [1.0, largest]
+
+    @pytest.mark.parametrize("tol", [0.4, 0.42])
+    def test_the_offset_is_added_to_the_size(self, tol):
+        after = self.step([3, 4], [6, 8], offset=2.0, tol=tol)  # 5 / (10 + 2)
+        assert after["residual"] == [pytest.approx(5 / 12), 5.0] and after["status"] == [tol > 5 / 12]
+
     def test_zero_over_zero(self):
         after = self.step([0, 0], [0, 0])
         assert after["status"] == [Status.CONVERGED] and after["residual"] == [0, 0]

@@ -47,8 +47,8 @@ class Implicit(Adjoint):
     al., NeurIPS 2019.
 
     Args:
-        solver: the solver of the backward solve or the name of one, with stop="rel" and atol=0, so that the scale of the
-            loss changes nothing; None: ``Broyden(tol=1e-6, max_iter=100)``, whatever the forward's.
+        solver: the solver of the backward solve or the name of one, with stop="rel" and atol=0, so that the scale of
+            the loss changes nothing; None: ``Broyden(tol=1e-6, max_iter=100)``, whatever the forward's.
 
     Raises:
         ValueError: `solver` is no solver, or has an absolute tolerance.

@@ -84,7 +84,8 @@ def check_solve(op: Callable[..., Any], case: FCCase, device: str = "cpu") -> li
         assert actual.shape == like.shape and actual.dtype == like.dtype
     assert torch.equal(outcome[1], exact[1]), f"status {outcome[1].tolist()}, expected {exact[1].tolist()}"
     assert torch.equal(outcome[2], exact[2]), f"iterations {outcome[2].tolist()}, expected {exact[2].tolist()}"
-    assert_accurate(outcome[0], plain[0], exact[0])
+    for values in zip(outcome[0], plain[0], exact[0], strict=True):
+        assert_accurate(*values)
     scale = torch.stack([torch.ones(case.batch), exact[0].nan_to_num().norm(dim=1) + 1])
     for actual, like, true, size in zip(outcome[3], plain[3], exact[3], scale, strict=True):
         finite = torch.isfinite(true)

@@ -23,6 +23,7 @@ METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2":
 MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "gain", "active")
 WINDOW = ("f_prev", "left", "df", "gram")
 COLUMNS = ("z", "fz", "best", "f_prev", "left", "df", "steps")  # tensors whose last dimension is that of the state
+RULES = {"rel": {}, "abs": {"absolute": True}, "max": {"maximum": True, "offset": 0.5}}  # of a case
 SLACK = 16  # eps of the state's dtype, relative to the length of what is compared
 
 
@@ -162,7 +163,7 @@ def strike(state: State, row: int, event: str, case: Case) -> None:
     elif event == "inf":
         fz[-1] = float("inf")
     elif event == "overflow":  # finite, but not its square
-        fz[0] = torch.finfo(case.dtype).max / 4
+        fz[0] = 16 * torch.finfo(case.dtype).max ** 0.5
     elif event == "tiny":  # as are its squares: 0 in the dtype of the state
         small = torch.finfo(case.dtype).tiny ** 0.75
         z.mul_(small)

@@ -39,7 +39,7 @@ def _is_sound(square: Tensor) -> Tensor:
 
 
 def _norm(v: Tensor, maximum: bool) -> Tensor:
-    """Norms (B,) of rows (B, D): largest magnitudes, or Euclidean norms at any scale; not finite where an element is not."""
+    """Largest magnitudes (B,) of rows (B, D), or Euclidean norms at any scale; not finite where an element is not."""
     limits = torch.finfo(v.dtype)
     largest = torch.linalg.vector_norm(v, math.inf, dim=1) if v.shape[1] else v.new_zeros(len(v))
     if maximum:
