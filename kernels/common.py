@@ -82,13 +82,14 @@ def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr):
     squares of both over a scale, where the plain sums do not do.
     """
     dtype: tl.constexpr = b_gg.dtype
+    PART: tl.constexpr = BLK if BLK < 1024 else 1024  # few registers beside the rows that the caller may hold
     res_norm = square_root(b_gg)
     f_norm = square_root(b_ff)
     if (maximum != 0) | (is_sound(b_gg) == 0) | (is_sound(b_ff) == 0):
-        b_res = tl.zeros([BLK], dtype)
-        b_f = tl.zeros([BLK], dtype)
-        for start in range(0, D, BLK):
-            o_d = start + tl.arange(0, BLK)
+        b_res = tl.zeros([PART], dtype)
+        b_f = tl.zeros([PART], dtype)
+        for start in range(0, D, PART):
+            o_d = start + tl.arange(0, PART)
             m_d = o_d < D
             b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
             b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
@@ -99,10 +100,10 @@ def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr):
         if maximum == 0:
             res_scale = scale_of(res_norm)
             f_scale = scale_of(f_norm)
-            b_res = tl.zeros([BLK], dtype)
-            b_f = tl.zeros([BLK], dtype)
-            for start in range(0, D, BLK):
-                o_d = start + tl.arange(0, BLK)
+            b_res = tl.zeros([PART], dtype)
+            b_f = tl.zeros([PART], dtype)
+            for start in range(0, D, PART):
+                o_d = start + tl.arange(0, PART)
                 m_d = o_d < D
                 b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
                 b_g = (b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)) / res_scale
