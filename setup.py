@@ -28,7 +28,13 @@ SOURCES = (
 CPU_ONLY = ("broyden_step",)
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
-CUDA_ARCHITECTURES = "8.0;8.6;9.0+PTX"
+# One pass of the compiler serves sm_80 and sm_86, a third less to compile.
+ARCHITECTURES = [
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_80,code=sm_86",
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90,code=compute_90",
+]
 # Without gcse: it eliminates next to nothing in vector code that is unrolled by hand, and takes a third of the time.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fno-gcse", "-fno-gcse-after-reload", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
@@ -119,9 +125,9 @@ def extensions() -> dict:
         )
     ]
     if reason is None:
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)  # without a GPU torch cannot ask for one
+        architectures = [] if os.environ.get("TORCH_CUDA_ARCH_LIST") else ARCHITECTURES
         cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{name}_cuda.cu" for name in SOURCES)]
-        flags = {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS}
+        flags = {"cxx": CXX_FLAGS, "nvcc": [*NVCC_FLAGS, *architectures]}
         macros = [*MACROS, ("USE_CUDA", None)]
         modules.append(
             CUDAExtension(

@@ -3,33 +3,33 @@
     python benchmarks/internet_scale.py
 
 prints images per second and writes benchmarks/results/internet_scale.json, where every input is a row with its source.
-
-A training step is taken apart into operations. Each takes the longer of its bytes at the copy rate and its
-floating-point operations at a share of a matrix product's rate; launches, host waits and reading images are left out,
-for deqfast and torchdeq 0.1.0 alike: the model is optimistic for both. The network's operations are counted by running
-it on tensors without data; those of the solvers are deqfast's own formula and what torchdeq moves.
+A training step's operations each take the longer of their bytes at the copy rate and their arithmetic at a share of a
+matrix product's rate. Launches, host waits and reading images are left out: optimistic for deqfast and torchdeq 0.1.0
+alike. The network, of https://arxiv.org/abs/2006.08656, is run on tensors without data; what solvers move is a formula.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from harness.record import RESULTS, Row, write_record
-from harness.traffic import JUDGED_PASSES, multisecant_passes
+from harness.traffic import solve_passes
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+import deqfast
+
 SYSTEM = "H200-SXM-141GBx8 in github.com/mlcommons/inference_results_v4.1"
 CONFIGURATION = "cls_mdeq_{SMALL,LARGE,XL}.yaml in github.com/locuslab/deq, MDEQ-Vision/experiments/imagenet"
 RATE = "recorded on an H200 outside this repository, not by gpu.sh"
+OPTIMIZER = "SGD in fp32: reads weight, gradient, momentum, writes two, one bf16"
 INPUTS = {  # value, unit, source
     "copy_rate": (4.3e12, "bytes/s read and written", f"a large copy, {RATE}"),
     "product_rate": (790e12, "FLOP/s", f"a large bf16 matrix product, {RATE}"),
@@ -42,40 +42,31 @@ INPUTS = {  # value, unit, source
     "backward_evaluations": (27, "evaluations", f"B_THRES of {CONFIGURATION}"),
     "anderson_history": (6, "pairs", "the default of both libraries"),
     "state_bytes": (4, "bytes of an element", "the state stays in fp32 beside a bf16 f"),
-    "optimizer_bytes": (
-        22,
-        "bytes per parameter",
-        "SGD in fp32: reads weight, gradient, momentum, writes two, one bf16",
-    ),
+    "optimizer_bytes": (22, "bytes per parameter", OPTIMIZER),
     "gradient_bytes": (4, "bytes summed per parameter", "gradients in fp32"),
     "internet": (5_850_000_000, "images", "LAION-5B, Schuhmann et al., NeurIPS 2022"),
 }
 GIVEN = SimpleNamespace(**{name: value for name, (value, _, _) in INPUTS.items()})
 
 
-@dataclass
+NETWORKS = {  # channels of the resolutions, and of the classifier's bottlenecks
+    "MDEQ-small": ((32, 64, 128, 256), (24, 48, 96, 192)),
+    "MDEQ-large": ((80, 160, 320, 640), (32, 64, 128, 256)),
+    "MDEQ-XL": ((88, 176, 352, 704), (32, 64, 128, 256)),
+}
+
+
 class Network:
-    """MDEQ (Bai, Koltun and Kolter, NeurIPS 2020) on tensors without data: every call of a layer makes its weights.
+    """MDEQ, in which every call of a layer makes its weights; without weight normalisation and dropout."""
 
-    Sizes and layers follow https://arxiv.org/abs/2006.08656 and the authors' configurations. Left out: weight
-    normalisation (once per solve) and dropout (0 there). channels: of the resolutions, each half as large as the one
-    before, the first a quarter of the image; head: of the classifier's bottlenecks.
-    """
-
-    name: str
-    channels: tuple[int, ...]
-    head: tuple[int, ...]
-    image: int = 224
-    weights: list[Tensor] = field(default_factory=list)
-
-    def sizes(self) -> list[int]:
-        """Elements of each resolution."""
-        return [channels * (self.image // 2 ** (i + 2)) ** 2 for i, channels in enumerate(self.channels)]
+    def __init__(self, channels: tuple[int, ...], head: tuple[int, ...], image: int = 224) -> None:
+        self.head, self.weights = head, list[Tensor]()
+        self.shapes = [(count, image >> (2 + i), image >> (2 + i)) for i, count in enumerate(channels)]
 
     def parts(self, z: Tensor) -> list[Tensor]:
         """The resolutions (B, C, H, W) of a state (B, D)."""
-        parts = enumerate(zip(z.split(self.sizes(), dim=1), self.channels, strict=True))
-        return [part.reshape(len(z), channels, self.image // 2 ** (i + 2), -1) for i, (part, channels) in parts]
+        pieces = z.split([channels * side * side for channels, side, _ in self.shapes], dim=1)
+        return [piece.reshape(len(z), *shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def weight(self, *shape: int) -> Tensor:
         self.weights.append(torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True))
@@ -94,29 +85,29 @@ class Network:
         return F.relu(y, inplace=True) if relu else y
 
     def stem(self, images: Tensor) -> Tensor:
-        first = self.channels[0]
+        first = self.shapes[0][0]
         return self.normed(self.normed(self.normed(images, first, 3, 2), first, 3, 2), first, 1)
 
     def block(self, z: Tensor, injection: Tensor | None) -> Tensor:
         """A residual block at one resolution, five times as wide within."""
-        channels = z.shape[1]
-        y = self.conv(F.relu(self.norm(self.conv(z, 5 * channels)), inplace=True), channels)
+        y = self.conv(F.relu(self.norm(self.conv(z, 5 * z.shape[1])), inplace=True), z.shape[1])
         y = self.norm(y if injection is None else y + injection)
         return self.norm(F.relu(y + z, inplace=True))
 
     def transfer(self, y: Tensor, source: int, target: int) -> Tensor:
         """Change of resolution: 1x1 convolution and repetition up, 3x3 convolutions of stride 2 down."""
+        channels = self.shapes[target][0]
         if source > target:
-            up = self.norm(self.conv(y, self.channels[target], 1))
+            up = self.norm(self.conv(y, channels, 1))
             return F.interpolate(up, scale_factor=2 ** (source - target), mode="nearest")
         for _ in range(source + 1, target):
             y = F.relu(self.norm(self.conv(y, y.shape[1], 3, 2)), inplace=True)
-        return self.norm(self.conv(y, self.channels[target], 3, 2)) if source < target else y
+        return self.norm(self.conv(y, channels, 3, 2)) if source < target else y
 
     def f(self, z: Tensor, x: Tensor) -> Tensor:
         """The cell on the state (B, D) in fp32, computed in the dtype of x: blocks, then sums over all resolutions."""
-        levels = range(len(self.channels))
-        y = [self.block(part.to(x.dtype), x if i == 0 else None) for i, part in enumerate(self.parts(z))]
+        y = [self.block(part.to(x.dtype), None if i else x) for i, part in enumerate(self.parts(z))]
+        levels = range(len(y))
         sums: list[Any] = [sum(self.transfer(y[i], i, j) for i in levels) for j in levels]  # from 0, as the authors'
         mixed = [self.norm(self.conv(F.relu(total), total.shape[1], 1), 4).flatten(1) for total in sums]
         return torch.cat(mixed, dim=1).to(z.dtype)
@@ -132,28 +123,17 @@ class Network:
         return F.linear(pooled, self.weight(1000, 2048), self.weight(1000))
 
 
-NETWORKS = (
-    Network("MDEQ-small", (32, 64, 128, 256), (24, 48, 96, 192)),
-    Network("MDEQ-large", (80, 160, 320, 640), (32, 64, 128, 256)),
-    Network("MDEQ-XL", (88, 176, 352, 704), (32, 64, 128, 256)),
-)
-
-
 class Traffic(TorchDispatchMode):
-    """Totals of the operations that touch memory: each reads its inputs and writes its outputs once.
-
-    seconds: the sum over operations of the longer of their arithmetic and their bytes.
-    """
+    """Totals of the operations that touch memory: each reads its inputs and writes its outputs once."""
 
     flops = moved = seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if not (func.is_view or "empty" in name or name == "detach"):
             formula = flop_registry.get(func.overloadpacket)
-            flops = formula(*args, **kwargs, out_val=out) if formula else 0
+            flops = formula(*args, **(kwargs or {}), out_val=out) if formula else 0
             read = args[1:] if name in ("copy_", "fill_", "zero_") else args  # these only write their first argument
             moved = sum(leaf.nbytes for leaf in pytree.tree_leaves((read, kwargs, out)) if isinstance(leaf, Tensor))
             self.flops, self.moved = self.flops + flops, self.moved + moved
@@ -161,20 +141,12 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-class Counted(NamedTuple):
-    """Traffic of f, of its product with a vector, and of all that is differentiated once in a training step."""
-
-    f: Traffic
-    vjp: Traffic
-    gradient: Traffic
-    dim: int
-    parameters: int
-
-
-def count(network: Network, batch: int) -> Counted:
-    """Count a step in bf16 by running it on tensors without data."""
-    images = torch.zeros(batch, 3, network.image, network.image, device="meta", dtype=torch.bfloat16)
-    z, labels = torch.zeros(batch, sum(network.sizes()), device="meta"), torch.zeros(batch, device="meta").long()
+def count(network: Network, batch: int) -> tuple[Traffic, Traffic, Traffic, int, int]:
+    """Traffic of f, of its product with a vector, of all differentiated once in a step; state size; parameters."""
+    channels, side, _ = network.shapes[0]
+    images = torch.zeros(batch, 3, 4 * side, 4 * side, device="meta", dtype=torch.bfloat16)
+    dim = sum(channels * side * side for channels, side, _ in network.shapes)
+    z, labels = torch.zeros(batch, dim, device="meta"), torch.zeros(batch, device="meta").long()
     with torch.no_grad():
         x = network.stem(images)
         with Traffic() as f:
@@ -187,34 +159,25 @@ def count(network: Network, batch: int) -> Counted:
     with Traffic() as gradient:
         state = network.f(start, network.stem(images))
         F.cross_entropy(network.classify(state.to(x.dtype)).float(), labels).backward()
-    return Counted(f, vjp, gradient, z.shape[1], sum(weight.numel() for weight in network.weights))
+    return f, vjp, gradient, dim, sum(weight.numel() for weight in network.weights)
 
 
-M = GIVEN.anderson_history
+M, MOST = GIVEN.anderson_history, max(GIVEN.forward_evaluations, GIVEN.backward_evaluations)
+OURS: dict[str, Any] = {  # on the kernel cuda
+    f"anderson m={M} bf16": deqfast.Anderson(max_iter=MOST, history=M, history_dtype=torch.bfloat16),
+    "broyden": deqfast.Broyden(max_iter=MOST, history=MOST),
+}
+THEIRS = {  # passes over the state in step k of torchdeq, whose history has its dtype
+    f"anderson m={M}": lambda k: 31 + 7 * min(k + 1, M) if k else 20,
+    "broyden": lambda k: 72 + 6 * (k + 1) if k else 75,
+}
 
 
-class Side(NamedTuple):
-    """A library's solver. passes: over the state in step k (from 0); judged: of an evaluation that no step follows."""
-
-    provider: str
-    solver: str
-    passes: Callable[[int], float]
-    judged: int = 0
-
-    def solve_passes(self, evaluations: int) -> float:
-        return sum(map(self.passes, range(evaluations - 1))) + (self.judged if evaluations else 0)
-
-
-PAIRS = (  # torchdeq's history has the dtype of the state and no other
-    (
-        Side("torchdeq", f"anderson m={M}", lambda k: 31 + 7 * min(k + 1, M) if k else 20),
-        Side("deqfast", f"anderson m={M} bf16", lambda k: multisecant_passes(min(k, M), 0.5), JUDGED_PASSES),
-    ),
-    (
-        Side("torchdeq", "broyden", lambda k: 72 + 6 * (k + 1) if k else 75),
-        Side("deqfast", "broyden", lambda k: multisecant_passes(k, 1), JUDGED_PASSES),
-    ),
-)
+def passes(solver: str, evaluations: int, ours: bool) -> float:
+    """Passes over the state of a solve."""
+    if ours and evaluations:
+        return solve_passes(OURS[solver], evaluations, "cuda")
+    return sum(map(THEIRS[solver], range(evaluations - 1))) if evaluations else 0
 
 
 def all_reduce_seconds(gpus: int, moved: float) -> float:
@@ -225,40 +188,39 @@ def all_reduce_seconds(gpus: int, moved: float) -> float:
     return within + 2 * (nodes - 1) / nodes * moved / inside / GIVEN.network_rate
 
 
-def step_seconds(counts: Counted, side: Side, adjoint: str, gpus: int) -> float:
-    """A training step on `gpus` GPUs."""
-    forward, backward = GIVEN.forward_evaluations, GIVEN.backward_evaluations if adjoint == "implicit" else 0
-    passes = side.solve_passes(forward) + side.solve_passes(backward)
-    moved = passes * GIVEN.batch * counts.dim * GIVEN.state_bytes + GIVEN.optimizer_bytes * counts.parameters
-    evaluated = forward * counts.f.seconds + backward * counts.vjp.seconds + counts.gradient.seconds
-    return evaluated + moved / GIVEN.copy_rate + all_reduce_seconds(gpus, GIVEN.gradient_bytes * counts.parameters)
-
-
-def rows_of(network: Network) -> Iterator[Row]:
+def rows_of(name: str) -> Iterator[Row]:
     """Every gradient, solver and number of GPUs, torchdeq's before ours, whose `gain` is over it."""
-    counts = count(network, GIVEN.batch)
-    for adjoint, pair, gpus in itertools.product(("implicit", "jfb"), PAIRS, (1, 8, 64)):
-        theirs, _ = durations = [step_seconds(counts, side, adjoint, gpus) for side in pair]
-        for side, duration in zip(pair, durations, strict=True):
-            rate = gpus * GIVEN.batch / duration
-            about = {"section": "internet scale (model)", "case": f"{network.name}, {adjoint}, {side.solver}"}
-            about |= {"provider": side.provider, "size": network.name, "adjoint": adjoint, "solver": side.solver}
-            gain = {"gain": theirs / duration} if side.provider == "deqfast" else {}
-            found = {"ms": 1e3 * duration, "images_per_second": rate, "internet_s": GIVEN.internet / rate}
-            yield about | {"gpus": gpus} | found | gain
+    f, vjp, gradient, dim, parameters = count(Network(*NETWORKS[name]), GIVEN.batch)
+    for adjoint, pair, gpus in itertools.product(("implicit", "jfb"), zip(THEIRS, OURS, strict=True), (1, 8, 64)):
+        forward, backward = GIVEN.forward_evaluations, GIVEN.backward_evaluations if adjoint == "implicit" else 0
+        evaluated = forward * f.seconds + backward * vjp.seconds + gradient.seconds
+        summed = all_reduce_seconds(gpus, GIVEN.gradient_bytes * parameters)
+        steps: list[float] = []
+        for provider, solver in zip(("torchdeq", "deqfast"), pair, strict=True):
+            read = sum(passes(solver, evaluations, provider == "deqfast") for evaluations in (forward, backward))
+            moved = read * GIVEN.batch * dim * GIVEN.state_bytes + GIVEN.optimizer_bytes * parameters
+            steps.append(evaluated + moved / GIVEN.copy_rate + summed)
+            rate = gpus * GIVEN.batch / steps[-1]
+            row: Row = {
+                "section": "internet scale (model)",
+                "case": f"{name}, {adjoint}, {solver}",
+                "provider": provider,
+            }
+            row |= {"size": name, "adjoint": adjoint, "solver": solver, "gpus": gpus, "ms": 1e3 * steps[-1]}
+            row |= {"images_per_second": rate, "internet_s": GIVEN.internet / rate}
+            yield row | ({"gain": steps[0] / steps[1]} if steps[1:] else {})
 
 
 def main() -> None:
+    inputs = {"section": "internet scale (inputs)", "provider": "model"}
     rows: list[Row] = [
-        {"section": "internet scale (inputs)", "provider": "model", "case": name, "value": value, "unit": unit}
-        | {"source": source}
+        inputs | {"case": name, "value": value, "unit": unit, "source": source}
         for name, (value, unit, source) in INPUTS.items()
     ]
-    rows += (row for network in NETWORKS for row in rows_of(network))
+    rows += (row for name in NETWORKS for row in rows_of(name))
     write_record(RESULTS / "internet_scale.json", rows, remark="a model: nothing was measured")
     for row in (row for row in rows if "gain" in row):
-        rate = f"{row['images_per_second']:>10,.0f} images/s"
-        print(f"{row['case']:<42}{row['gpus']:>3} GPUs {rate} {row['gain']:.2f}x")
+        print(f"{row['case']}, {row['gpus']} GPUs: {row['images_per_second']:,.0f} images/s, {row['gain']:.2f}x")
 
 
 if __name__ == "__main__":

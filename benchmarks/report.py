@@ -334,12 +334,6 @@ def on_gpus(results: Results) -> list[Table]:
     return [table(rows, gpu) for gpu, rows in kinds.items()]
 
 
-def faults(results: Results) -> Table:
-    rows = [row for record in results.on_gpu(False) for row in record.rows if "fault" in row]
-    lines = [{"row": f"{row['section']} {row['case']} {row['provider']}", "fault": row["fault"]} for row in rows]
-    return Table("Faults", lines)
-
-
 def sources(results: Results) -> Table:
     rows = [
         {
@@ -355,15 +349,18 @@ def sources(results: Results) -> Table:
 
 def tables(results: Results) -> list[Table]:
     found = [targets(results), *suite(results), *races(results), steps(results), scaling(results), model(results)]
-    return [*found, faults(results), sources(results), *on_gpus(results)]
+    return [*found, sources(results), *on_gpus(results)]
 
 
 def blocks(results: Results) -> dict[str, list[str]]:
     """The lines of each block of numbers by its name: of every table, and what README and the documentation show."""
     found = {slug(one.title): one.lines() for one in tables(results)}
+    promised = targets(results)
+    told = replace(promised, rows=[row for row in promised.rows if row["measured"]])
     solves, residual = suite(results)[0], races(results)[0]
     few = ["deqfast", "torchdeq", "gain over torchdeq", "memory of torchdeq's"]
     return found | {
+        "targets": told.lines(),
         "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
         "residual and machine": [*residual.lines(), "", results.origin("residual")],

@@ -5,6 +5,7 @@ from .adjoints import JFB, SHINE, Implicit, Phantom, Unrolled
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, ResidualCell
 from .fc import fc_fixed_point
+from .grouping import Groups
 from .metrics import NCResult, NeuralCollapse, neural_collapse
 from .ops import Availability, backends, release_memory
 from .solution import Solution, Status
@@ -21,6 +22,7 @@ __all__ = [
     "CellHooks",
     "DEQBlock",
     "FCCell",
+    "Groups",
     "Implicit",
     "JFB",
     "LinearCell",

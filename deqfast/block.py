@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .packing import Packing
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .solvers.base import check_count
+from .weights import hold_weights
 
 
 class DEQBlock(nn.Module):
@@ -116,14 +118,17 @@ class DEQBlock(nn.Module):
         if isinstance(self.adjoint, Unrolled) and (records or self.graphs is not None):
             raise ValueError("Unrolled runs no solver: compact, trace and cuda_graph have no meaning for it")
 
-    def forward(self, x: Any, z0: Any = None, return_solution: bool = False, groups: Tensor | str | None = None) -> Any:
+    def forward(
+        self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None
+    ) -> Any:
         """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
 
         Args:
             x: what the cell takes: a tensor, or a pytree of them with the batch as dimension 0.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution beside the value.
-            groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``.
+            groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``; or ``Groups``, so
+                that repeated calls do not wait for the device.
 
         Returns:
             z*, a tree like z0; with `return_solution` (z*, Solution).
@@ -144,7 +149,8 @@ class DEQBlock(nn.Module):
         )
         self._notify("begin_solve")
         try:
-            value, solution = self.adjoint(problem)
+            with hold_weights(self.cell) if self.graphs is None else nullcontext():
+                value, solution = self.adjoint(problem)
         except BaseException:
             self._notify("cancel_solve", "end_solve")
             raise
@@ -153,7 +159,7 @@ class DEQBlock(nn.Module):
             self._forward_notice.look(solution)
         return (value, solution) if return_solution else value
 
-    def _grouping(self, groups: Tensor | str | None, z0: Any) -> Groups | None:
+    def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
         if groups is None:
             return None
         if self.graphs is not None:

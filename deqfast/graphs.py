@@ -30,6 +30,7 @@ from .solution import Solution
 from .solve import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, solve, watch_of
 from .solvers import Solver
 from .solvers.base import State
+from .weights import check_not_cached
 
 # Each holds the memory of a solve. A training run needs two or three: batches, the last batch, evaluation.
 MAX_GRAPHS = 8
@@ -61,6 +62,7 @@ class Graphs:
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
         _check_cell(cell)
+        check_not_cached(cell)
         packing = Packing(z0)
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")

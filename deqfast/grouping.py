@@ -11,20 +11,34 @@ _DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
 
 
 class Groups:
-    """Map between the rows of a batch and its samples.
+    """Map between the rows of a batch and its samples, to be made once where many calls have the same.
 
-    The solvers get one row per sample, as long as the longest one; the others end in zeros, which stay zero.
+    What is made of a tensor anew at each call waits for the device three times. The solvers get one row per sample, as
+    long as the longest one; the others end in zeros, which stay zero.
 
     Args:
         groups: (N,) integers, the sample that each row belongs to, from 0; or "batch" for one sample of all rows.
-        rows: N.
-        device: that of the batch.
+        rows: N; None: the length of `groups`.
+        device: that of the batch; None: that of `groups`, or the CPU.
 
     Raises:
-        TypeError, ValueError: `groups` is not as above.
+        TypeError, ValueError: `groups` is not as above; at a call, z0 has another number of rows or device.
+
+    Examples:
+        >>> groups = deqfast.Groups(torch.tensor([0, 0, 1]))
+        >>> block = deqfast.DEQBlock(lambda z, x: 0.5 * torch.cos(z) + x)
+        >>> for x in torch.randn(2, 3, 4):
+        ...     print(block(x, groups=groups, return_solution=True)[1].status.shape)
+        torch.Size([2])
+        torch.Size([2])
     """
 
-    def __init__(self, groups: Tensor | str, rows: int, device: torch.device) -> None:
+    def __init__(self, groups: Tensor | str, rows: int | None = None, device: torch.device | str | None = None) -> None:
+        if rows is None:
+            if not isinstance(groups, Tensor) or groups.dim() != 1:
+                raise ValueError(f"rows must be given where groups is no tensor (N,), got {groups!r}")
+            rows = len(groups)
+        device = torch.device(device or (groups.device if isinstance(groups, Tensor) else "cpu"))
         self.index = _checked(groups, rows, device)
         self.rows, self.count = rows, 0
         if isinstance(groups, str):  # one sample, known without a look at the device
@@ -45,6 +59,13 @@ class Groups:
         # Where row i lies among the rows of all samples, each lengthened to `size`.
         self.slots = torch.empty_like(order).index_copy_(0, order, self.index[order] * self.size + within)
         self.is_whole = self.count * self.size == rows and bool((order == torch.arange(rows, device=device)).all())
+
+    def check(self, rows: int, device: torch.device) -> None:
+        """Raise ValueError unless these are the number of rows and the device."""
+        if (rows, device) != (self.rows, self.index.device):
+            raise ValueError(
+                f"groups of {self.rows} rows on {self.index.device} cannot serve a z0 of {rows} rows on {device}"
+            )
 
     def gather(self, rows: Tensor) -> Tensor:
         """Samples (B, size * D) of rows (N, D); a view where all are equally long and in order."""

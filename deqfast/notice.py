@@ -17,6 +17,11 @@ _REMEDIES = {
 }
 
 
+def is_late(status: Tensor) -> bool:
+    """Answer whether a look at `status` would wait for the device, and is taken one call late."""
+    return status.is_cuda
+
+
 class Notice:
     """Warning about the solves of one kind, given at most once.
 
@@ -32,19 +37,22 @@ class Notice:
         """Look at the solution, on a GPU at the one before if it has arrived, and warn of what is wrong with it."""
         if self.is_given:
             return
-        on_gpu = solution.status.is_cuda
-        if not on_gpu and bool(solution.converged.all()):
+        late = is_late(solution.status)
+        if not late and bool(solution.converged.all()):
             return
         counts = torch.stack([(solution.status == status).sum() for status in _REMEDIES])
-        if not on_gpu:
+        if not late:
             self._judge(counts)
             return
         if self.pending is not None and self.pending[1].query():
             self._judge(self.pending[0])
             self.pending = None
-        if self.pending is None:
-            arriving = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
-            self.pending = arriving, torch.cuda.current_stream(counts.device).record_event()
+        if self.pending is None and not self.is_given:
+            pinned = torch.empty_like(counts, device="cpu", pin_memory=counts.is_cuda)
+            self.pending = (
+                pinned.copy_(counts, non_blocking=True),
+                torch.cuda.current_stream(counts.device).record_event(),
+            )
 
     def _judge(self, counts: Tensor) -> None:
         found = [(number, status) for number, status in zip(counts.tolist(), _REMEDIES, strict=True) if number]

@@ -71,11 +71,11 @@ class Packing:
             raise ValueError("z0 must hold values, got tensors on the device meta")
         self.leaves = [_Leaf(leaf) for leaf in leaves]
         self.batch, self.device = len(leaves[0]), leaves[0].device
-        if isinstance(groups, Groups) or groups is None:
-            self.groups = groups
-        else:
-            self.groups = Groups(groups, self.batch, self.device)
+        self.groups = (
+            groups if isinstance(groups, Groups) or groups is None else Groups(groups, self.batch, self.device)
+        )
         if self.groups is not None:
+            self.groups.check(self.batch, self.device)
             self.batch = self.groups.count
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 

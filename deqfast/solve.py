@@ -55,7 +55,8 @@ def solve(
         groups: for an f that couples rows of z, as a graph does its nodes: (N,) integers, the sample that each of the N
             rows of z0 belongs to, from 0, in any order; or "batch", for one sample of all rows. Residual, history and
             freezing are then those of such samples, whose number is the Solution's B. Samples are lengthened to the
-            longest with zeros, in memory and in time. None: each row is a sample, and f must not couple rows.
+            longest with zeros, in memory and in time. ``Groups`` are made once for many solves. None: each row is a
+            sample, and f must not couple rows.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:

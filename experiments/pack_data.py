@@ -1,21 +1,21 @@
 """CIFAR files in small pieces: pack them where they are, carry the pieces over, unpack them there.
 
-The pieces, put together in the order of their names, are a .tar.gz. Every file is compared with its published checksum.
+The pieces, put together in the order of their names, are a .tar.gz. Files are compared with their published checksums.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import hashlib
 import io
 import sys
 import tarfile
+import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 from nc_study.config import StudyError
+from nc_study.data import find_source
 from nc_study.rundir import write_atomically
 from torchvision import datasets
 
@@ -24,14 +24,12 @@ KINDS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 
 def pack(root: Path, out: Path, dataset: str, limit: int) -> list[Path]:
     """Write the pieces of a data set under `root`, none above `limit` bytes; their paths."""
+    if not (root / KINDS[dataset].base_folder).is_dir():
+        raise StudyError(f"{root} does not hold {dataset}")
+    find_source(dataset, root)  # an error where a file is damaged
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as members:
-        for name, checksum in checksums(dataset).items():
-            if not (root / name).is_file():
-                raise StudyError(f"{root / name} is missing: {root} does not hold {dataset}")
-            if hashlib.md5((root / name).read_bytes()).hexdigest() != checksum:
-                raise StudyError(f"{root / name} is not the published file")
-            members.add(root / name, name)
+        members.add(root / KINDS[dataset].base_folder, KINDS[dataset].base_folder)
     out.mkdir(parents=True, exist_ok=True)
     content = archive.getvalue()
     written: list[Path] = []
@@ -42,34 +40,26 @@ def pack(root: Path, out: Path, dataset: str, limit: int) -> list[Path]:
 
 
 def unpack(pieces: Path, root: Path) -> list[Path]:
-    """Write the files whose pieces are in the folder `pieces` under `root`, each checked; their paths."""
-    written = []
-    for dataset in KINDS:
-        if not (found := sorted(pieces.glob(f"{dataset}-*.piece"))):
-            continue
-        try:
-            with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in found))) as members:
-                for name, checksum in checksums(dataset).items():
-                    if (member := members.extractfile(name)) is None:
-                        raise KeyError(f"{name} is not a file")
-                    content = member.read()
-                    if hashlib.md5(content).hexdigest() != checksum:
-                        raise StudyError(f"{name} in {pieces} is not the published file")
-                    (root / name).parent.mkdir(parents=True, exist_ok=True)
-                    write_atomically(root / name, content)
-                    written.append(root / name)
-        except (tarfile.TarError, gzip.BadGzipFile, EOFError, KeyError, zlib.error) as error:
-            raise StudyError(f"{pieces}: a piece of {dataset} is missing or damaged ({error})") from error
-    if not written:
+    """Write the files whose pieces are in the folder `pieces` under `root`, checked; the data sets' folders."""
+    found = {dataset: sorted(pieces.glob(f"{dataset}-*.piece")) for dataset in KINDS}
+    if not any(found.values()):
         raise StudyError(f"{pieces} holds no pieces (*.piece)")
+    root.mkdir(parents=True, exist_ok=True)
+    written = []
+    for dataset in filter(found.get, KINDS):
+        folder = KINDS[dataset].base_folder
+        with tempfile.TemporaryDirectory(dir=root) as temporary:  # so that half a data set never looks like one
+            try:
+                with tarfile.open(fileobj=io.BytesIO(b"".join(map(Path.read_bytes, found[dataset])))) as members:
+                    members.extractall(temporary, filter="data")
+                if not (Path(temporary) / folder).is_dir():
+                    raise StudyError(f"{folder} is not in it")
+                find_source(dataset, Path(temporary))
+            except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error, StudyError) as error:
+                reason = "a piece is missing or damaged, or its files are not the published ones"
+                raise StudyError(f"{pieces}, {dataset}: {reason}") from error
+            written.append((Path(temporary) / folder).rename(root / folder))
     return written
-
-
-def checksums(dataset: str) -> dict[str, str]:
-    """The published MD5 sum of each file of a data set, by its path under the root."""
-    kind: Any = KINDS[dataset]
-    files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-    return {f"{kind.base_folder}/{name}": checksum for name, checksum in files}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pack_data.py: error: {error}", file=sys.stderr)
         return 1
     for path in written:
-        print(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
+        print(path)
     return 0
 
 

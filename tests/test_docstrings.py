@@ -23,6 +23,7 @@ MAIN = {
     "Cell",
     "DEQBlock",
     "FCCell",
+    "Groups",
     "Implicit",
     "JFB",
     "LinearCell",

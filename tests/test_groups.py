@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.counters import count
 from torch import nn
 
-from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, Implicit, Picard, Status, Unrolled, solve
-from deqfast.grouping import Groups
+from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, Groups, Implicit, Picard, Status, Unrolled, solve
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close
 
 GROUPS = torch.tensor([2, 0, 0, 1, 2, 2, 0])  # neither in order nor equally long
@@ -123,6 +123,32 @@ class TestGradient:
 def test_bad_groups(groups, error, message):
     with pytest.raises(error, match=message):
         solve(torch.cos, torch.zeros(3, 2), groups=groups)
+
+
+@pytest.mark.parametrize("adjoint", [JFB(), Implicit(Broyden(tol=1e-30, max_iter=5)), SHINE(), Unrolled()])
+def test_groups_made_once_wait_for_nothing(adjoint):
+    """A call with them waits no more often than one without; ragged ones that are made anew wait three times."""
+    mixing, x = graph(GROUPS)
+    block = DEQBlock(lambda z, x: torch.tanh(mixing @ z + x), Broyden(tol=1e-30, max_iter=5), adjoint, warn=False)
+    x.requires_grad_()
+    made = Groups(GROUPS)
+
+    def waits(groups):
+        def step(f):
+            return torch.autograd.grad(block(x, groups=groups).sum(), x)
+
+        return count(step, lambda: None, "cpu").host_waits
+
+    none, once, anew = (waits(groups) for groups in (None, made, GROUPS))
+    assert none == once < anew
+
+
+def test_groups_of_another_batch():
+    for groups in (Groups(GROUPS), Groups("batch", 7)):
+        with pytest.raises(ValueError, match="groups of 7 rows on cpu cannot serve a z0 of 3 rows"):
+            solve(torch.cos, torch.zeros(3, 2), groups=groups)
+    with pytest.raises(ValueError, match="rows must be given"):
+        Groups("batch")
 
 
 def test_combinations_without_meaning():

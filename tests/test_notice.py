@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
 import torch
+from harness.counters import count
 
 from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard
 
@@ -56,3 +58,92 @@ class TestBackward:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             layer(torch.randn(5, 6)).sum().backward()
+
+
+class Device:
+    """Stand-in for a GPU that lags behind: copies that the host does not wait for arrive, and events with them, when
+    it is told to catch up."""
+
+    def __init__(self, monkeypatch):
+        self.copies, self.events = [], []
+        copy_ = torch.Tensor.copy_
+
+        def queued(target, source, non_blocking=False):
+            if not non_blocking:
+                return copy_(target, source)
+            self.copies.append(lambda: copy_(target, source))
+            return target
+
+        monkeypatch.setattr(torch.Tensor, "copy_", queued)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr("deqfast.notice.is_late", lambda status: True)
+
+    def record_event(self):
+        self.events.append(Event())
+        return self.events[-1]
+
+    def catch_up(self):
+        for arrive in self.copies:
+            arrive()
+        for event in self.events:
+            event.is_done = True
+        self.copies, self.events = [], []
+
+
+class Event:
+    """One that can be asked and not waited for, nor copied."""
+
+    def __init__(self):
+        self.is_done, self.lock = False, threading.Lock()
+
+    def query(self):
+        return self.is_done
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+class TestLate:
+    """On a GPU: one call late, or later where that has not arrived, so that nothing waits."""
+
+    @pytest.fixture
+    def lagging(self, monkeypatch):
+        return Device(monkeypatch)
+
+    def test_forward(self, lagging, recwarn):
+        layer, x = block(solver=Broyden(tol=1e-6, max_iter=30)), torch.randn(5, 6)
+        broken = x.clone()
+        broken[1:3] = torch.nan
+        start = torch.zeros(5, 6)
+        layer(x)  # well
+        lagging.catch_up()
+        layer(broken, z0=start)  # judges the call before, and sends its own
+        for _ in range(3):
+            layer(x)
+        assert len(lagging.copies) == 1  # what is on its way is waited for by no further one
+        assert not recwarn.list
+        lagging.catch_up()
+        with pytest.warns(UserWarning, match="in a forward solve, 2 samples NONFINITE"):
+            layer(x)
+        recwarn.clear()
+        layer(broken, z0=start)
+        assert not recwarn.list and not lagging.copies
+
+    def test_backward(self, lagging, recwarn):
+        layer, x = block(adjoint=Implicit(Picard(tol=1e-6, max_iter=2))), torch.randn(5, 6)
+        layer(x).sum().backward()
+        assert not recwarn.list
+        lagging.catch_up()
+        with pytest.warns(UserWarning, match="in a backward solve, 5 samples MAX_ITER"):
+            layer(x).sum().backward()
+
+    def test_nothing_waits(self, lagging):
+        def waits(warn):
+            layer, x = block(warn=warn), torch.randn(5, 6)
+            return count(lambda f: layer(x).sum().backward(), lambda: None, "cpu").host_waits
+
+        assert waits(True) == waits(False)
+
+    def test_what_is_under_way_is_not_copied_with_the_block(self, lagging):
+        layer, x = block(), torch.randn(5, 6)
+        value = layer(x)
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(other(x), value)

@@ -57,20 +57,17 @@ def collapse_case(
 
     def contender(provider: str, device: str) -> Contender:
         features, labels, weight = (tensor.to(device) for tensor in clusters(samples, dim, classes))
-        features, weight = features.to(dtype), weight.to(dtype)
-        given = weight if classifier else None
+        features, given = features.to(dtype), weight.to(dtype) if classifier else None
         if provider == "pinv":  # of a matrix of rank K - 1, in float64
             wide = features.double(), labels, None if given is None else given.double()
-
-            def measure() -> float:
-                """NC1, measured with the others."""
-                return pinv_collapse(*wide)["nc1"]
         else:
             kernel = kernel_of(provider, device).name
 
-            def measure() -> float:
-                """NC1, measured with the others."""
-                return deqfast.neural_collapse(features, labels, given, kernel=kernel).nc1
+        def measure() -> float:
+            """NC1, measured with the others."""
+            if provider == "pinv":
+                return pinv_collapse(*wide)["nc1"]
+            return deqfast.neural_collapse(features, labels, given, kernel=kernel).nc1
 
         values: list[float] = []
         peak = memory(lambda: values.append(measure()))[1]

@@ -31,13 +31,10 @@ MARGIN = 1.15
 PAIRS, MORE_PAIRS, BASELINE_PAIRS = 11, 61, 21
 # Chance, at most, that a ratio at the very margin is called worse; of one below it that is far smaller.
 ERROR = 0.05
-GATE_HELP = """judge by the committed baselines, on the CPU, instead of measuring the suite: `counters` (exact: calls of
-f, operations, host waits, allocations of our own code, on any supported torch; registers, stack, shared memory of
-compiled kernels; none may rise; two minutes) or `all`, the default, with ratios of times taken in turns (two minutes
-more, on a quiet machine). Kernels of a compiler without a baseline are judged by the limits of the hardware alone, and
-ratios not at all on another machine than the baseline's; both is said"""
-UPDATE_HELP = """with --gate[=counters]: write what is measured to benchmarks/baselines/, to be committed; judge nothing
-but the limits of the hardware"""
+GATE_HELP = """judge by the committed baselines, on the CPU, instead of measuring the suite: `counters` (exact, on any
+supported torch, two minutes) or `all`, the default, with ratios of times taken in turns (two minutes more, on a quiet
+machine). What a baseline of another compiler or machine cannot judge is said"""
+UPDATE_HELP = "with --gate[=counters]: write what is measured to benchmarks/baselines/, to commit; judges limits alone"
 WORSE, MISSING, BETTER, SAME, NOT_JUDGED = "worse", "missing", "better", "same", "not judged"
 
 Counters = dict[str, Any]  # counter -> value
@@ -154,7 +151,7 @@ def shown(hits: Iterable[bool]) -> bool:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gate", "deqfast's regression gate")
     group.addoption("--gate", nargs="?", const="all", choices=("all", "counters"), help=" ".join(GATE_HELP.split()))
-    group.addoption("--update-baseline", action="store_true", help=" ".join(UPDATE_HELP.split()))
+    group.addoption("--update-baseline", action="store_true", help=UPDATE_HELP)
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""Cases of single ops: one call, in place where the op works in place, by every kernel."""
+"""Cases of single ops: one call by every kernel, its results compared with the reference in float64."""
 
 from __future__ import annotations
 
@@ -24,11 +24,6 @@ STILL = 2.0**-20  # damping of a step that leaves z where it is, so that every c
 LABELS = {"and2": "anderson-m", "good": "broyden-n"}
 
 
-def op_case(name: str, size: Row, contender: Callable[[str, str], Contender], **given: Any) -> Case:
-    """An op, whose results are compared with the reference in float64. given: the other arguments of ``Case``."""
-    return Case("ops", name, size, KERNELS, ("torch",), contender, **given)
-
-
 def counted(call: Any, moved: float, facts: Row, another: Any, **more: Any) -> Contender:
     """A contender with what one call asks of torch; what waits for the host no graph can hold.
 
@@ -52,7 +47,7 @@ def function_case(name: str, size: Row, op: str, moved: float, arguments: Callab
 
         return counted(partial(function, *given), moved, check_results(*results), another)
 
-    return op_case(name, size, contender)
+    return Case("ops", name, size, KERNELS, ("torch",), contender)
 
 
 def full_window(method: str | None, batch: int, dim: int, history: int, history_dtype: Any = None) -> states.Case:
@@ -82,14 +77,16 @@ def step_case(
         passes = traffic.multisecant_passes(history, traffic.width(history_dtype))
     name = f"{kind}{'-bf16' if history_dtype else ''}-step{'-improving' if improving else ''}-{batch}x{dim}"
     size = size_of((batch, dim), **({"history_dtype": short(history_dtype)} if history_dtype else {}))
-    return op_case(name, size, partial(step_contender, op, step, passes + improving, improving), **given)
+    contender = partial(step_contender, op, step, passes + improving, improving)
+    return Case("ops", name, size, KERNELS, ("torch",), contender, **given)
 
 
 def broyden_step_case(batch: int, dim: int, evaluations: int = 20) -> Case:
     """The last step of a solve of so many evaluations by Broyden's method, which has the steps before it alone."""
     step = states.StepsCase(None, batch, dim, evaluations, k=evaluations - 1, tol=0.0, wobble=0.5)
     contender = partial(step_contender, "broyden_step", step, traffic.steps_passes(step.k), False)
-    return op_case(f"broyden-steps{step.k}-step-{batch}x{dim}", size_of((batch, dim)), contender)
+    name = f"broyden-steps{step.k}-step-{batch}x{dim}"
+    return Case("ops", name, size_of((batch, dim)), KERNELS, ("torch",), contender)
 
 
 def step_contender(op: str, step: states.Case, passes: float, improving: bool, provider: str, device: str) -> Contender:
@@ -143,7 +140,7 @@ def transposed_case(batch: int, dim: int, history: int = 20) -> Case:
         pairs = torch.full_like(newest, history - 1)  # the pair of the last step has no df yet
         return [*(state[name] for name in ("z", "left", "df", "gram")), newest, pairs, *step.scalars()[-4:]]
 
-    moved = traffic.transposed_passes(history, 1.0) * batch * dim * 4
+    moved = (3 + 2 * history) * batch * dim * 4  # reads v twice and both halves of the history, writes the product
     name = f"broyden-n{history}-transposed-{batch}x{dim}"
     return function_case(name, size_of((batch, dim)), "multisecant_transposed", moved, arguments)
 
@@ -168,5 +165,5 @@ def fc_vjp_case(batch: int, dim: int) -> Case:
         tensors = [torch.randn(batch, dim, generator=generator) for _ in range(2)]
         return [*on(device, tensors), ACTIVATIONS.index("tanh")]
 
-    moved = traffic.fc_vjp_bytes(batch, dim)
+    moved = 3 * batch * dim * 4  # reads the argument of the activation and the gradient, writes a gradient
     return function_case(f"fc_vjp-{batch}x{dim}", size_of((batch, dim)), "fc_vjp", moved, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .entry import Case, Contender, check, size_of
 from .maps import NEVER, Contraction
 from .problems import suite
 from .record import Row
-from .training import EXACT, Layer, Setup, exact_gradient, flat
+from .training import EXACT, Layer, Setup, block_step, exact_gradient, flat
 
 BOTH = ("cpu", "cuda")
 
@@ -125,9 +126,7 @@ def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
     def contender(provider: str, device: str) -> Contender:
         setup = Setup(layer, "auto", device)
         block = deqfast.DEQBlock(setup.cell, solver, ADJOINTS[provider])
-
-        def function(x: Tensor, z0: Tensor) -> Tensor:
-            return block(x, z0=z0)
+        function = partial(block_step, block)
 
         def step() -> Any:
             return setup.step(function)

@@ -82,10 +82,8 @@ def eager_solve(solver: Any) -> Solve:
     own."""
 
     def solve(f: Map, z0: Tensor) -> Tensor:
-        if isinstance(solver, deqfast.Picard):
-            return _rows(_picard, f, z0, solver)
-        alone = traffic.keeps_steps_alone(solver, "eager", z0.dtype)
-        return _rows(_broyden if alone else _multisecant, f, z0, solver)
+        method = {deqfast.Picard: _picard, deqfast.Anderson: _anderson, deqfast.Broyden: _broyden}[type(solver)]
+        return _rows(method, f, z0, solver)
 
     return solve
 
@@ -114,7 +112,7 @@ def _picard(f: Map, z0: Tensor, solver: Any) -> Tensor:
 
 
 def _broyden(f: Map, z0: Tensor, solver: Any) -> Tensor:
-    """Broyden's method from its steps alone: see ``broyden_step`` in ``deqfast.ops.steps``.
+    """Broyden's method from all its steps, whatever the solver's window: ``broyden_step`` in ``deqfast.ops.steps``.
 
     N c = S g with N lower triangular: N_jj = |s_j|^2, N_ji = -s_j . s_{i+1}. Row k of the steps holds g first, so that
     one product with the history serves both the newest step and g, and another makes the next step.
@@ -140,12 +138,11 @@ def _broyden(f: Map, z0: Tensor, solver: Any) -> Tensor:
     return best.z
 
 
-def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
-    """z <- z + g - DF gamma with N gamma = L^T g: see ``deqfast.solvers.multisecant``.
+def _anderson(f: Map, z0: Tensor, solver: Any) -> Tensor:
+    """Anderson II: z <- z + g - DF gamma with L L^T gamma = L g, L the differences of g.
 
-    L holds the steps and N their dots with y (Broyden), or both hold the differences of g (Anderson II).
+    The system is scaled to a unit diagonal and solved without the wait of ``torch.linalg.solve`` for its own check.
     """
-    broyden = isinstance(solver, deqfast.Broyden)
     batch, dim = z0.shape
     window = traffic.window(solver)
     left, df = (empty_history((batch, window, dim), solver.history_dtype or z0.dtype, z0.device) for _ in range(2))
@@ -158,36 +155,24 @@ def _multisecant(f: Map, z0: Tensor, solver: Any) -> Tensor:
         fz = f(z)
         if best.judge(z, fz, torch.sub(fz, z, out=g), solver.tol) or k + 1 == solver.max_iter:
             break
-        n, newest, slot = min(k, window), (k - 1) % window, k % window
+        n, newest = min(k, window), (k - 1) % window
         z_next = next(buffer for buffer in buffers if buffer is not z and buffer is not best.z)
         torch.add(z, g, out=z_next)
         if n:
             torch.sub(fz, f_prev, out=y)
             df[:, newest] = y
             y.sub_(left[:, newest])
-            if not broyden:
-                left[:, newest] = y
+            left[:, newest] = y
             dots = left[:, :n].to(z0.dtype) @ pair.mT
-            matrix[:, :n, newest] = dots[:, :, 0]
-            if not broyden:
-                matrix[:, newest, :n] = dots[:, :, 0]
-            gamma = _solve_window(matrix[:, :n, :n], dots[:, :, 1], 0.0 if broyden else solver.ridge)
+            matrix[:, :n, newest] = matrix[:, newest, :n] = dots[:, :, 0]
+            scale = matrix[:, :n, :n].diagonal(dim1=1, dim2=2).rsqrt()
+            scaled = matrix[:, :n, :n] * scale[:, :, None] * scale[:, None, :]
+            scaled.diagonal(dim1=1, dim2=2).mul_(1 + solver.ridge)
+            gamma = torch.linalg.solve_ex(scaled, dots[:, :, 1] * scale)[0] * scale
             z_next.unsqueeze(1).baddbmm_(gamma.unsqueeze(1), df[:, :n].to(z0.dtype), alpha=-1)
-        step = torch.sub(z_next, z, out=y)
-        left[:, slot] = step
-        if n and broyden:
-            matrix[:, slot, :n] = (df[:, :n].to(z0.dtype) @ step.unsqueeze(2)).squeeze(2)
+        left[:, k % window] = torch.sub(z_next, z, out=y)
         z, f_prev = z_next, fz
     return best.z
-
-
-def _solve_window(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
-    """N gamma = t, scaled to a unit diagonal; without the wait of ``torch.linalg.solve`` for its own check."""
-    scale = matrix.diagonal(dim1=1, dim2=2).abs().rsqrt()
-    scaled = matrix * scale[:, :, None] * scale[:, None, :]
-    if ridge:
-        scaled.diagonal(dim1=1, dim2=2).mul_(1 + ridge)
-    return torch.linalg.solve_ex(scaled, right * scale)[0] * scale
 
 
 def eager_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -36,13 +36,12 @@ class Provider:
     solve: Callable[[float], Solve]
 
 
-def solve_to(make: Callable[..., Any], kernel: str, tol: float) -> Solve:
-    """A solve by a kernel of deqfast, or by torchdeq as it ships."""
-    return solve_by(kernel, make(tol, EVALUATIONS), "cpu")
-
-
 def providers(on_torch: bool = False) -> list[Provider]:
     """All solvers, torchdeq's last; `on_torch`: and before them the default ones with kernel="torch"."""
+
+    def raced(make: Callable[..., Any], kernel: str) -> Callable[[float], Solve]:
+        return lambda tol: solve_by(kernel, make(tol, EVALUATIONS), "cpu")
+
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
     whole = partial(deqfast.Broyden, history=EVALUATIONS)  # which is torchdeq's default
     ours: list[tuple[str, str, Callable[..., Any]]] = [
@@ -56,9 +55,9 @@ def providers(on_torch: bool = False) -> list[Provider]:
     plain = [one for one in ours if on_torch and one[0] in ("picard", "anderson m=6", "broyden n=20")]
     theirs: dict[str, Callable[..., Any]] = {picard: deqfast.Picard, anderson: deqfast.Anderson, broyden: whole}
     return [
-        *(Provider(f"deqfast {name}", peer, partial(solve_to, make, "cpp")) for name, peer, make in ours),
-        *(Provider(f"torch {name}", peer, partial(solve_to, make, "torch")) for name, peer, make in plain),
-        *(Provider(name, name, partial(solve_to, make, "torchdeq")) for name, make in theirs.items()),
+        *(Provider(f"deqfast {name}", peer, raced(make, "cpp")) for name, peer, make in ours),
+        *(Provider(f"torch {name}", peer, raced(make, "torch")) for name, peer, make in plain),
+        *(Provider(name, name, raced(make, "torchdeq")) for name, make in theirs.items()),
         Provider(SMALL_RIDGE, SMALL_RIDGE, lambda tol: torchdeq_solve(deqfast.Anderson(tol, EVALUATIONS), lam=1e-8)),
     ]
 

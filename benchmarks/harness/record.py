@@ -4,28 +4,21 @@
 `section`, `case` and `provider`, and of these what applies (ms: milliseconds):
 
 ===================  ==================================================================================================
-batch, dim, dtype    the case; `threads` where it is not the machine's
 history_dtype        of a solver's history where it is not the state's; iterations: calls of f that were asked for
-classes              of neural collapse, whose features are (batch, dim)
 ms, ms_min           of the whole call: median and least of so many `rounds`; ms_quartiles: [first, third]
 copy_gb_per_s        the copy rate: of rounds taken in turns with these
 f_ms                 of that, f alone: as many calls of f as the solve made
 solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per iteration; share_of_f: all of it / f_ms
 bytes                what the algorithm must move per call (without f)
 floor_ms, floor_x    the time of these bytes at the copy rate of the same run, and how many times as long it took
-evaluations          calls of f
 residual             largest relative residual of the batch, in float64
 error, allowed       relative error against float64, and the bound under which a time is recorded at all
 peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
 launches             kernels and copies that a GPU launched outside f, per iteration; on the CPU torch operations
 host_waits           times per call that the host has to know a value of the device
-gain                 the time of `peer` / this one, in the same rounds: solver_ms where there is one, else ms_min
-gains                the same for every peer of the case: {provider: gain}
-tol, reached         of section "residual": the tolerance, and whether `residual` is within it; its `gain` is of `ms`
+gain, gains          the time of `peer`, of every peer / this one: solver_ms where there is one, else ms_min; of section
+                     "residual" ms, where `reached` says whether `residual` is within `tol`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
-cosine               of a gradient and the exact implicit one
-most_evaluations     of section "residual": of a solve
-mean_evaluations     of a sample until it was done; samples_missed: samples above the tolerance
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
 flop, nc_share ...   of section "training step": see harness/study_step.py
@@ -149,10 +142,10 @@ def processor_details() -> str:
     """What tells processors of one name apart: "family 25, model 17, stepping 1, L2 1024K, L3 32768K"."""
     fields = records.cpu_fields()
     names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
-    sizes = [(size.with_name("level"), size) for size in CACHES.glob("index*/size")]
-    caches = [[path.read_text().strip() for path in of] for of in sizes]
     parts = [f"{short} {fields[name]}" for short, name in names.items() if name in fields]
-    return ", ".join(parts + [f"L{level} {size}" for level, size in sorted(caches) if level != "1"])
+    folders = sorted(CACHES.glob("index*"), key=lambda folder: (folder / "level").read_text())
+    caches = [[(folder / name).read_text().strip() for name in ("level", "size")] for folder in folders]
+    return ", ".join(parts + [f"L{level} {size}" for level, size in caches if level != "1"])
 
 
 @functools.cache

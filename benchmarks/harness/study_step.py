@@ -84,12 +84,10 @@ def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
     calls = {model: stepper.step for model, stepper in steppers.items()}
     spent = in_turns(calls, device, rounds=steps, seconds=seconds)
     told: Row = {"section": "training step", "case": f"width {settings.width}, batch {batch}, {settings.adjoint}"}
-    told |= {"batch": batch} | {
-        name: getattr(settings, name) for name in ("width", "device", "precision", "adjoint", "threads")
-    }
+    told |= {name: getattr(settings, name) for name in ("width", "device", "precision", "adjoint", "threads")}
     rows: list[Row] = []
     for model, stepper in steppers.items():
-        row = {**told, "provider": model, **columns_of(spent[model])}
+        row = {**told, "batch": batch, "provider": model, **columns_of(spent[model])}
         if stepper.evaluations:
             row["evaluations"] = statistics.fmean(stepper.evaluations)
         row["flop"] = stepper.flop()

@@ -28,41 +28,37 @@ def measure(
 
     turns: arguments of ``in_turns``.
     """
-    rows: dict[str, Row] = {}
+    about = {"section": case.section, "case": case.name}
+    rows: dict[str, Row] = {provider: {**about, "provider": provider, **case.size} for provider in providers}
     failed: dict[str, Exception] = {}
     contenders: dict[str, Contender] = {}
     calls: dict[Any, Callable[[], Any]] = {}
-    for provider in providers:
-        rows[provider] = {"section": case.section, "case": case.name, "provider": provider, **case.size}
+    for provider, row in rows.items():
         try:
             contender = case.contender(provider, device)
             calls |= {(provider, part): call for part, call in parts_of(contender, device).items()}
-            rows[provider] |= contender.facts
+            row |= contender.facts
             contenders[provider] = contender
         except Skipped as reason:
-            rows[provider]["skipped"] = str(reason)
+            row["skipped"] = str(reason)
         except Exception as error:  # one provider must not cost the others their rows
             failed[provider] = error
     if contenders:
         calls[COPY] = Graph([copy]) if device == "cuda" else copy
         times = in_turns(calls, device, **turns)
-    for provider, contender in list(contenders.items()):
+    for provider, contender in contenders.items():
         try:
             contender.verify()
         except AssertionError as error:
             failed[provider] = error
-            del contenders[provider]
         else:
             own = {part: seconds for (name, part), seconds in times.items() if name == provider}
             add_times(rows[provider], own, copy.rate(min(times[COPY])))
     compare(case, list(rows.values()))
-    outcomes: dict[str, Outcome] = {}
-    for provider, row in rows.items():
-        wrong = failed.get(provider)
-        if wrong and provider in FOREIGN:  # others' code: a row says so
-            row["fault"] = f"{type(wrong).__name__}: {(str(wrong).splitlines() or [''])[0]}"
-        outcomes[provider] = wrong if wrong and provider not in FOREIGN else row
-    return outcomes, contenders
+    for provider in set(failed) & set(FOREIGN):  # others' code: a row says so
+        wrong = failed.pop(provider)
+        rows[provider]["fault"] = f"{type(wrong).__name__}: {(str(wrong).splitlines() or [''])[0]}"
+    return rows | failed, contenders
 
 
 def parts_of(contender: Contender, device: str) -> dict[str, Callable[[], Any]]:

@@ -21,9 +21,9 @@ def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32)
     return (history_dtype or state).itemsize / state.itemsize
 
 
-def window(solver: Any) -> int:
+def window(solver: Any, kernel: str = "torch") -> int:
     """Pairs that Anderson or Broyden keeps at most."""
-    return min(solver.history or solver.max_iter, solver.max_iter)
+    return min(solver.history or Kernel(kernel).max_history or solver.max_iter, solver.max_iter)
 
 
 def multisecant_passes(pairs: int, width: float) -> float:
@@ -36,16 +36,8 @@ def multisecant_passes(pairs: int, width: float) -> float:
 
 
 def steps_passes(steps: int) -> int:
-    """Passes of one step of Broyden's method from `steps` steps alone.
-
-    Two sweeps read f and z and the second writes z and a step; it finds the steps that the first has read in the cache.
-    """
+    """Passes of one step of Broyden's method from `steps` steps alone: f and z twice, z, a step, and all steps once."""
     return 6 + steps
-
-
-def transposed_passes(pairs: int, width: float) -> float:
-    """Passes of the transposed product: it reads v twice and both halves of the history, and writes the product."""
-    return 3 + 2 * width * pairs
 
 
 def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float32) -> bool:
@@ -65,7 +57,7 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     if keeps_steps_alone(solver, kernel):
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
     wide = width(None if kernel == "torchdeq" else solver.history_dtype)
-    return sum(multisecant_passes(min(k, window(solver)), wide) for k in steps) + JUDGED_PASSES
+    return sum(multisecant_passes(min(k, window(solver, kernel)), wide) for k in steps) + JUDGED_PASSES
 
 
 def norm_bytes(op: str, elements: int, y: int, z: int) -> int:
@@ -81,11 +73,6 @@ def norm_bytes(op: str, elements: int, y: int, z: int) -> int:
         "norm_act_residual_backward": accumulation + y + 4 * z,  # reads grad, y, x, z, writes grad_sum and grad_z
     }
     return elements * per_element[op]
-
-
-def fc_vjp_bytes(batch: int, dim: int) -> int:
-    """Reads the argument of the activation and the gradient, writes a gradient."""
-    return 3 * batch * dim * 4
 
 
 def collapse_bytes(samples: int, dim: int, classes: int, item: int, classifier: bool) -> int:

@@ -25,6 +25,7 @@ from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution, Status
 from ..solvers.base import STALL_UNITS
+from ..weights import held_nodes, next_node
 from .samples import per_row, rows_of
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ class Recorded:
     """
 
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
-        newest: Any = get_gradient_edge(torch.zeros(0, requires_grad=True).view(0)).node
+        begin = next_node()
         valve = Valve()
         behind = valve(x)  # or a tensor of x could not be told from the same one held by the cell
         self.outputs = in_order_of(z, evaluate(z, behind))
         inputs = requiring_grad(behind)
-        held, self.hides = _held(self.outputs, [*inputs, *pytree.tree_leaves(z)], newest._sequence_nr())
+        held, self.hides = _held(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
         self.sources = [*requiring_grad(x), *held]
         self.held = held
 
@@ -182,15 +183,17 @@ def _requires_grad(leaf: Any) -> bool:
 
 def _held(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
     """Leaves that `outputs` depend on other than through those `excluded`; whether on more that is older than `first`,
-    the number of a node."""
-    edges: list[Any] = [get_gradient_edge(y)[:2] for y in outputs if y.requires_grad]
+    the number of a node. Weights held for the solve are no older than what they are made of."""
+    edges: list[Any] = [(get_gradient_edge(y)[:2], first) for y in outputs if y.requires_grad]
+    begins = held_nodes()
     seen = {tuple(get_gradient_edge(tensor)[:2]) for tensor in excluded if tensor.requires_grad}
     found, hides = [], False
     while edges:
-        edge = edges.pop()
+        edge, first = edges.pop()
         if edge in seen or edge[0] is None:
             continue
         seen.add(edge)
+        first = begins.get(edge[0], first)
         if edge[0].name() == "torch::autograd::AccumulateGrad":
             found.append(edge[0].variable)
         elif (
@@ -198,7 +201,7 @@ def _held(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[li
         ):  # a weight that autocast keeps cast
             hides = True
         else:
-            edges.extend(edge[0].next_functions)
+            edges.extend((behind, first) for behind in edge[0].next_functions)
     return found, hides
 
 

@@ -18,30 +18,30 @@ POWER_STEPS = 60
 SETTLING_STEPS = 20
 
 
-def analyse(network: ResNet18, data: StudyData) -> tuple[SpectralRadius | None, dict[str, np.ndarray]]:
-    """The spectral radius at some training images (None for an explicit network), and arrays: features (N, D) in half
-    precision and labels (N,) of the first training images of every class.
-
-    The network computes in float32 here, whatever it was trained in."""
+def shown_features(network: ResNet18, data: StudyData) -> dict[str, np.ndarray]:
+    """Features (N, D) in half precision and labels (N,) of the first training images of every class, for a figure."""
+    shown = _first_images(data, FEATURE_IMAGES)
     network.eval()
-    shown = first_images(data, FEATURE_IMAGES)
     with torch.no_grad():
         features = network(data.normalise(data.train_images[shown])).features
-    arrays = {"features": features.half().cpu().numpy(), "labels": data.train_labels[shown].cpu().numpy()}
-    radius = None
-    if isinstance(network.last, deqfast.DEQBlock):
-        chosen = first_images(data, RADIUS_IMAGES)
-        found = spectral_radius(network, data.normalise(data.train_images[chosen]))
-        known = found.isfinite()
-        radius = SpectralRadius(tuple(data.train_labels[chosen][known].tolist()), tuple(found[known].tolist()))
-    return radius, arrays
+    return {"features": features.half().cpu().numpy(), "labels": data.train_labels[shown].cpu().numpy()}
 
 
-def first_images(data: StudyData, total: int) -> Tensor:
+def last_block_radius(network: ResNet18, data: StudyData) -> SpectralRadius | None:
+    """Spectral radius at the first training images of every class, where it is finite; None for no fixed point."""
+    if not isinstance(network.last, deqfast.DEQBlock):
+        return None
+    chosen = _first_images(data, RADIUS_IMAGES)
+    network.eval()
+    found = spectral_radius(network, data.normalise(data.train_images[chosen]))
+    known = found.isfinite()
+    return SpectralRadius(tuple(data.train_labels[chosen][known].tolist()), tuple(found[known].tolist()))
+
+
+def _first_images(data: StudyData, total: int) -> Tensor:
     """Indices of the first training images of every class, at most `total`, equally many where the class has them."""
     each = max(1, total // data.classes)
-    ranks = [(data.train_labels == label).nonzero()[:each, 0] for label in range(data.classes)]
-    return torch.cat(ranks)
+    return torch.cat([(data.train_labels == label).nonzero()[:each, 0] for label in range(data.classes)])
 
 
 def spectral_radius(network: ResNet18, images: Tensor) -> Tensor:

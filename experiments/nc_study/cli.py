@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from . import distributed
-from .analysis import analyse
+from .analysis import last_block_radius, shown_features
 from .config import Settings, StudyError, parse
 from .data import Source, find_source, load
 from .models import choose_kernel
@@ -114,10 +114,9 @@ def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
         results: dict[str, NetworkResult] = {}
         arrays: dict[str, np.ndarray] = {}
         for model, network in networks.items():
-            radius, measured = analyse(network, data)
-            arrays |= {f"{model}/{name}": array for name, array in measured.items()}
+            arrays |= {f"{model}/{name}": array for name, array in shown_features(network, data).items()}
             parameters = sum(parameter.numel() for parameter in network.parameters())
-            results[model] = network_result(parameters, run.epochs(model), data.majority, radius)
+            results[model] = network_result(parameters, run.epochs(model), last_block_radius(network, data))
         write_arrays(run.features, arrays)
         run.conclude(run_result(settings, kernel, data.counts, results))
 

@@ -173,16 +173,8 @@ class Experiment:
     @property
     def run_name(self) -> str:
         """Name of the run's folder: what distinguishes the runs of one table or of several seeds."""
-        parts = (
-            self.dataset,
-            self.setting.slug,
-            self.preset,
-            self.model,
-            self.solver,
-            self.adjoint,
-            f"seed{self.seed}",
-        )
-        return "-".join(parts)
+        choices = f"{self.preset}-{self.model}-{self.solver}-{self.adjoint}"
+        return f"{self.dataset}-{self.setting.slug}-{choices}-seed{self.seed}"
 
     @property
     def setting(self) -> Setting:
@@ -214,8 +206,6 @@ def check_field(spec: Field[Any], value: Any) -> None:
         return
     if value not in checks.get("choices", (value,)):
         allowed = f"one of {', '.join(checks['choices'])}"
-    elif value == "":
-        value, allowed = "''", "must not be empty"
     elif isinstance(value, float) and not math.isfinite(value):
         allowed = "a finite number"
     for name, (met, words) in LIMITS.items():

@@ -32,10 +32,6 @@ Collapse = dict[str, int | float | None]
 T = TypeVar("T")
 
 
-class OtherFormat(StudyError):
-    """A file that another version of this project has written."""
-
-
 @dataclass(frozen=True)
 class Spread:
     """Mean and sample standard deviation."""
@@ -94,8 +90,7 @@ class Seconds:
 @dataclass(frozen=True)
 class Epoch:
     """The line of a finished epoch. Accuracies are in percent, of the test images but for the training's; loss and
-    training accuracy are None if no sample was kept. `confusion`, after the last epoch, counts in row i the images of
-    class i by the class they were taken for."""
+    training accuracy are None if no sample was kept."""
 
     epoch: int
     lr: float
@@ -104,7 +99,6 @@ class Epoch:
     overall: float
     majority: Number
     minority: Number
-    confusion: tuple[tuple[int, ...], ...] | None
     train_solver: SolverSummary | None
     nc: Collapse | None
     seconds: Seconds
@@ -125,7 +119,6 @@ class NetworkResult:
     parameters: int
     accuracy: Accuracy
     epochs_averaged: int
-    confusion: tuple[tuple[int, ...], ...]
     nc: Collapse
     solver: SolverSummary | None
     seconds: Seconds
@@ -181,11 +174,6 @@ class RunResult:
         """Its place in the paper's tables."""
         return self.settings.setting
 
-    @property
-    def seconds(self) -> float:
-        """Wall-clock time of all networks."""
-        return sum(network.seconds.total for network in self.networks.values())
-
 
 @dataclass(frozen=True)
 class Begun:
@@ -208,13 +196,12 @@ def from_json(kind: type[T], line: bytes) -> T:
 
 
 def read_record(kind: type[T], path: Path) -> T:
-    """The RunResult or Begun in a file: OtherFormat if another version of this project wrote it, StudyError if it is
-    damaged."""
+    """The RunResult or Begun in a file: StudyError if another version of this project wrote it, or it is damaged."""
     try:
         content = path.read_bytes()
         if (version := from_json(dict[str, Any], content).get("format", 1)) != FORMAT:
             age = "an older" if version < FORMAT else "a newer"
-            raise OtherFormat(f"{path} was written by {age} version of this project: format {version}, not {FORMAT}")
+            raise StudyError(f"{path} was written by {age} version of this project: start anew in another --out")
         return from_json(kind, content)
     except (OSError, ValueError) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error

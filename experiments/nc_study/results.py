@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
 
-from . import distributed
+import deqfast
+from deqfast.testing.records import commit, processor
+
+from . import distributed, record
 from .config import Settings
-from .paper import INCONSISTENT, PAPER, differences, on_cifar
-from .provenance import provenance
-from .record import (
-    AVERAGED,
-    COLLAPSE,
-    FORMAT,
-    GROUPS,
-    SOLVER_COUNTS,
-    SOLVER_MEANS,
-    Accuracy,
-    Curves,
-    Epoch,
-    KernelChoice,
-    NetworkResult,
-    Number,
-    RunResult,
-    Seconds,
-    SolverSummary,
-    SpectralRadius,
-    Spread,
-)
+from .paper import PAPER, differences, on_cifar
 
 
 def run_result(
-    settings: Settings, kernel: KernelChoice, counts: tuple[int, ...], networks: dict[str, NetworkResult]
-) -> RunResult:
+    settings: Settings, kernel: record.KernelChoice, counts: tuple[int, ...], networks: dict[str, record.NetworkResult]
+) -> record.RunResult:
     """The record of a run; `counts`: training images of each class."""
-    return RunResult(
-        format=FORMAT,
+    return record.RunResult(
+        format=record.FORMAT,
         settings=settings.experiment,
         train_images_per_class=counts,
         kernel=kernel,
@@ -49,87 +39,94 @@ def run_result(
     )
 
 
+def provenance(threads: int, device: str, processes: int = 1) -> dict[str, Any]:
+    """The machine, versions, commit and time (UTC, ISO 8601) of a result; `device` is "cpu" or "cuda"."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    versions = {"python": platform.python_version(), "deqfast": deqfast.__version__}
+    for package in ("torch", "triton", "numpy", "torchvision"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "machine": record.Machine(cpu=processor(), cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes),
+        "versions": versions,
+        "commit": commit(Path(__file__).parent),
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
 def network_result(
-    parameters: int, epochs: Sequence[Epoch], majority: int, spectral_radius: SpectralRadius | None
-) -> NetworkResult:
-    """What came of one network; the first `majority` classes are the majority."""
-    last, final = epochs[-AVERAGED:], epochs[-1]
-    assert final.confusion is not None and final.nc is not None  # the last epoch has both
-    groups = {group: [getattr(epoch, group) for epoch in last] for group in GROUPS}
+    parameters: int, epochs: Sequence[record.Epoch], radius: record.SpectralRadius | None
+) -> record.NetworkResult:
+    """What came of one network."""
+    last, final = epochs[-record.AVERAGED :], epochs[-1]
+    assert final.nc is not None  # the last epoch has it
+    groups = {group: [getattr(epoch, group) for epoch in last] for group in record.GROUPS}
+    accuracy = {group: record.Spread.of(values) for group, values in groups.items() if None not in values}
     spent = [round(sum(getattr(one.seconds, part) for one in epochs), 1) for part in ("train", "test", "metrics")]
     solves = [epoch.train_solver for epoch in epochs if epoch.train_solver]
     solver = None
     if solves:
-        means: dict[str, Any] = {name: _mean(getattr(solve, name) for solve in solves) for name in SOLVER_MEANS}
-        counts = {name: sum(getattr(solve, name) for solve in solves) for name in SOLVER_COUNTS}
-        solver = SolverSummary(**means, **counts, per_class=solves[-1].per_class)
-    return NetworkResult(
+        means: dict[str, Any] = {name: _mean(getattr(solve, name) for solve in solves) for name in record.SOLVER_MEANS}
+        counts = {name: sum(getattr(solve, name) for solve in solves) for name in record.SOLVER_COUNTS}
+        solver = record.SolverSummary(**means, **counts, per_class=solves[-1].per_class)
+    return record.NetworkResult(
         parameters=parameters,
-        accuracy=Accuracy(**{group: Spread.of(values) for group, values in groups.items() if None not in values}),
+        accuracy=record.Accuracy(**accuracy),
         epochs_averaged=len(last),
-        confusion=final.confusion,
         nc=final.nc,
         solver=solver,
-        seconds=Seconds(*spent),
-        curves=curves(epochs, majority),
-        spectral_radius=spectral_radius,
+        seconds=record.Seconds(*spent),
+        curves=curves(epochs),
+        spectral_radius=radius,
     )
 
 
-def curves(epochs: Sequence[Epoch], majority: int) -> Curves:
-    """Columns named after the fields of `Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of the
-    solves in training; `iterations_majority` and the like are means over the classes of a group."""
-    names = ("epoch", "lr", "loss", "train_accuracy", *GROUPS)
-    found: Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in COLLAPSE}
+def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
+    """Columns named after the fields of `record.Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of
+    the solves in training."""
+    names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS)
+    found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
+    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.COLLAPSE}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
-        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in (*SOLVER_MEANS, "skipped")}
-        for group, part in (("majority", slice(majority)), ("minority", slice(majority, None))):
-            for name in SOLVER_MEANS:
-                found[f"{name}_{group}"] = tuple(_mean(solve.per_class[name][part]) for solve in solves)
+        means = (*record.SOLVER_MEANS, "skipped")
+        found |= {name: tuple(getattr(solve, name) for solve in solves) for name in means}
     return found
 
 
-def _mean(values: Iterable[Number]) -> Number:
+def _mean(values: Iterable[record.Number]) -> record.Number:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
-def report(result: RunResult) -> str:
+def report(result: record.RunResult) -> str:
     """A result as text: accuracy and NC1-NC4 beside the paper's accuracy, and how the solver fared."""
-    notes, setting, settings = [], on_cifar(result.setting), result.settings
-    groups = GROUPS if setting.majority is not None else GROUPS[:1]
+    setting, settings = on_cifar(result.setting), result.settings
+    groups = record.GROUPS if setting.majority is not None else record.GROUPS[:1]
     rows = []
     for model, network in result.networks.items():
-        metrics = [network.quantity(name) for name in COLLAPSE]
+        metrics = [network.quantity(name) for name in record.COLLAPSE]
         shown = ["undefined" if value is None else f"{value:.4g}" for value in metrics]
         rows.append([model, *(str(getattr(network.accuracy, group)) for group in groups), *shown])
     for model in result.networks if setting in PAPER else ():
-        mark = "†" if (setting, model) in INCONSISTENT else ""
-        rows.append([f"paper, {model}{mark}", *(str(getattr(PAPER[setting][model], group)) for group in groups)])
-        if mark:
-            notes = ["† as printed: the overall accuracy is not the class mean of the other two"]
-    if setting not in PAPER:
-        notes.append("the paper has no entry for this imbalance")
-    elif apart := differences(settings):
-        notes.append(f"not comparable with the paper: {', '.join(apart)}")
+        rows.append([f"paper, {model}", *(str(getattr(PAPER[setting][model], group)) for group in groups)])
+    apart = differences(settings) if setting in PAPER else ["it has no entry for this imbalance"]
     averaged = next(iter(result.networks.values())).epochs_averaged
-    columns = ("", *groups, *map(str.upper, COLLAPSE))
-    aligned = ("left", *("right" for _ in columns[1:]))
+    columns = ("", *groups, *map(str.upper, record.COLLAPSE))
+    aligned = ("left", *["right"] * (len(columns) - 1))
     table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)
     return "\n".join(
         (
             f"Test accuracy in % on {result.setting}: mean±deviation over the last {averaged}",
             f"of {settings.epochs} epochs; neural collapse of the training images after the last",
             textwrap.indent(table, "  "),
-            *(f"  {note}" for note in notes),
+            f"  not comparable with the paper: {', '.join(apart)}" if apart else "",
             "",
             *(_costs(result, model) for model in result.networks),
         )
     )
 
 
-def _costs(result: RunResult, model: str) -> str:
+def _costs(result: record.RunResult, model: str) -> str:
     settings, network = result.settings, result.networks[model]
     seconds, solver = network.seconds, network.solver
     text = (

@@ -4,7 +4,7 @@
 - <model>.jsonl: one line per finished epoch
 - <model>.ckpt: the state after the last finished epoch, replaced at once or not at all
 - features.npz, result.json, figure.png: written at the end
-- log.txt: what its last attempt printed when study.py ran it, and at the end why it failed if it did
+- log.txt: what its last attempt printed when study.py ran it
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ import torch
 from deqfast.testing.records import write_bytes
 
 from .config import MODELS, Experiment, Settings, StudyError, flag_of
-from .record import FORMAT, Begun, Epoch, OtherFormat, RunResult, from_json, read_record, to_json
-
-FAILED = "failed: "  # begins the line that study.py adds to the log of a run that failed
+from .record import FORMAT, Begun, Epoch, RunResult, from_json, read_record, to_json
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -96,17 +94,6 @@ class RunDirectory:
             return self.result.settings
         return read_record(Begun, self._begun).settings if self._begun.exists() else None
 
-    @property
-    def failure(self) -> str | None:
-        """Why the last attempt of study.py failed, None if it did not."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return lines[-1].removeprefix(FAILED) if lines and lines[-1].startswith(FAILED) else None
-
-    def fail(self, reason: str) -> None:
-        """Write down why study.py's attempt failed."""
-        with open(self.log, "a") as log:
-            log.write(f"\n{FAILED}{reason}\n")
-
     def conclude(self, result: RunResult) -> None:
         """Write the result, which makes the run a finished one."""
         write_atomically(self._result, to_json(result))
@@ -126,10 +113,7 @@ class RunDirectory:
 
     def check(self, settings: Settings) -> None:
         """StudyError that names the option in which the run that is here, if any, differs from these settings."""
-        try:
-            before = self.begun
-        except OtherFormat as error:
-            raise StudyError(f"{error}; start anew in another --out") from error
+        before = self.begun
         if before is None and self._trained():
             raise StudyError(f"{self._begun} is missing: start anew in another --out")
         for spec in fields(Experiment) if before else ():

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,11 +38,6 @@ class Task:
     def __str__(self) -> str:
         return f"{self.settings.setting}, seed {self.settings.seed}"
 
-    @property
-    def script(self) -> str:
-        """The file name of the script that runs it."""
-        return f"{self.settings.study}.py"
-
     def conflict(self) -> str | None:
         """Why the folder's run, if there is one, cannot be gone on with under these settings."""
         try:
@@ -53,13 +47,11 @@ class Task:
         return None
 
     def state(self) -> str:
-        """Where the run stands: finished, failed and why, begun and how far, or not begun."""
+        """Where the run stands: finished, begun and how far, or not begun."""
         if self.run.finished:
             return "finished"
         done = {model: len(self.run.epochs(model)) for model in self.settings.models}
         begun = ", ".join(f"{model} {count}/{self.settings.epochs}" for model, count in done.items())
-        if failure := self.run.failure:
-            return f"failed ({failure}), to be tried again at {begun}"
         return f"begun, to be resumed at {begun}" if any(done.values()) else "to be run"
 
 
@@ -145,7 +137,12 @@ def _start(task: Task, processes: int, slot: int) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     with open(task.run.log, "wb") as log:
         return subprocess.Popen(
-            [sys.executable, *(launcher if processes > 1 else ()), str(SCRIPTS / task.script), *task.arguments],
+            [
+                sys.executable,
+                *(launcher if processes > 1 else ()),
+                str(SCRIPTS / f"{task.settings.study}.py"),
+                *task.arguments,
+            ],
             env=environment | gpus_of(slot, processes),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -155,7 +152,7 @@ def _start(task: Task, processes: int, slot: int) -> subprocess.Popen[bytes]:
 
 
 def _conclude(task: Task, failure: str | None, failed: dict[Task, str]) -> str:
-    """Say in a line what a run came to, and keep why it failed if it did."""
+    """Say in a line what a run came to; why it failed goes into `failed`."""
     if failure is None:
         try:
             networks = task.run.result.networks
@@ -163,8 +160,6 @@ def _conclude(task: Task, failure: str | None, failed: dict[Task, str]) -> str:
         except StudyError as error:  # a result that cannot be read is this run's failure, not the study's
             failure = str(error)
     failed[task] = failure
-    with suppress(OSError):  # a full disk, say: the reason is told at the end all the same
-        task.run.fail(failure)
     return f"{task}: FAILED, {failure}"
 
 

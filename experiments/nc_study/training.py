@@ -124,10 +124,10 @@ class Trainer:
         start = time.perf_counter()
         trained = self.train_epoch(epoch, progress)
         middle = time.perf_counter()
-        last, every = self.settings.epochs, self.settings.metrics_every
-        tested = accuracies(self.infer("test"), self.data, epoch == last)
+        tested = accuracies(self.infer("test"), self.data)
         end = time.perf_counter()
-        collapse = self.measure_collapse() if epoch in (1, last) or epoch % every == 0 else None
+        due = epoch in (1, self.settings.epochs) or epoch % self.settings.metrics_every == 0
+        collapse = self.measure_collapse() if due else None
         seconds = (middle - start, end - middle, time.perf_counter() - end)
         spent = Seconds(*(round(part, 3) for part in seconds))
         return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent)
@@ -220,17 +220,15 @@ def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) ->
     return trainer
 
 
-def accuracies(test: Inference, data: StudyData, last: bool) -> dict[str, Any]:
+def accuracies(test: Inference, data: StudyData) -> dict[str, Any]:
     """The fields of `Epoch` that come of the test images: a group's accuracy is the mean over its classes."""
-    truth = test.labels * data.classes + test.predictions
-    confusion = torch.bincount(truth, minlength=data.classes**2).view(data.classes, data.classes)
-    per_class = 100 * confusion.diagonal().double() / confusion.sum(1)
+    right = torch.bincount(test.labels[test.predictions == test.labels], minlength=data.classes)
+    per_class = 100 * right.double() / torch.bincount(test.labels, minlength=data.classes)
     split = data.majority < data.classes
     return {
         "overall": per_class.mean().item(),
         "majority": per_class[: data.majority].mean().item() if split else None,
         "minority": per_class[data.majority :].mean().item() if split else None,
-        "confusion": tuple(map(tuple, confusion.tolist())) if last else None,
     }
 
 

@@ -1,17 +1,14 @@
-"""The result of the layer-peeled study as tables and a figure."""
+"""The result of the layer-peeled study as tables."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 from nc_study.config import MODELS
-from nc_study.figures import COLOURS, LABELS, MARKERS, png
+from nc_study.figures import LABELS
 from nc_study.record import to_json
 from nc_study.reporting.document import Source, render
 from nc_study.rundir import write_atomically
@@ -21,15 +18,13 @@ from .theory import CONDITION, FAILS, HOLDS, ROUNDING, SAME, ZERO
 
 Row = dict[str, Any]  # of a table: column -> value
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "condition not met", ROUNDING: "no difference"}
-FLOOR = SAME  # what is smaller is 0 to the accuracy of the solves, and drawn here on a logarithmic axis
 
 
 def write(result: Part, out: Path) -> list[Path]:
-    """Write layer_peeled.json, layer_peeled.md and the figure; return the paths."""
+    """Write layer_peeled.json and layer_peeled.md; return the paths."""
     contents = {
         "layer_peeled.json": to_json(result),
         "layer_peeled.md": markdown(result).encode(),
-        "layer_peeled_limit.png": png(limit_figure(result["limit"])),
     }
     for name, content in contents.items():
         write_atomically(out / name, content)
@@ -98,32 +93,3 @@ def _verdicts(claims: list[Part]) -> list[Row]:
         row = rows.setdefault(tuple(names.values()), {**names, **places})
         row[place(one)] = Source(f"{SHORT[one['verdict']]} ({_number(one['value'])})")
     return list(rows.values())
-
-
-def limit_figure(part: Part) -> Figure:
-    """Draw the norm of minority classifiers and features against R, relative to the majority's. Markers of the DEQ are
-    open: the curves often lie on one another."""
-    count = len(part["bounds"])
-    size = (3.4 * count + 0.6, 3.6)
-    figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", sharey=True, squeeze=False)
-    for axis, bounds in zip(axes[0], part["bounds"], strict=True):
-        finite = [row["ratio"] for row in bounds["rows"] if row["ratio"] is not None]
-        places = [*finite, 30 * max(finite)]
-        for name, dash, what in (("minority_weight", "-", "w"), ("minority_feature", ":", "h")):
-            for model, colour in COLOURS.items():
-                values = [max(row["models"][model][name], FLOOR) for row in bounds["rows"]]
-                style = {"marker": MARKERS[model], "mfc": "none" if model == "deq" else colour, "color": colour}
-                axis.plot(places, values, dash, label=f"{what}, {LABELS[model]}", **style)
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_xticks(places, [*(f"$10^{{{math.log10(r):.3g}}}$" for r in finite), "∞"], minor=False)
-        axis.minorticks_off()
-        axis.set_title(
-            f"bound on {bounds['features']} features\nE_W = {bounds['e_w']:g}, E_H = {bounds['e_h']:g}", size=10
-        )
-        axis.grid(alpha=0.3)
-        axis.set_xlabel("R = n_A / n_B")
-    axes[0, 0].set_ylabel(f"minority norm / majority norm\n({FLOOR:g}: 0, to the accuracy of the solves)")
-    axes[0, -1].legend(fontsize="small")
-    figure.suptitle("Rising imbalance: largest minority classifier (w) and class mean (h)")
-    return figure

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 from nc_study.config import MODELS, SettingsError, check_field, flag_of, option
-from nc_study.provenance import provenance
+from nc_study.results import provenance
 from torch import Tensor
 from tqdm import tqdm
 
@@ -40,7 +40,7 @@ class PeeledSettings:
     steps: int = option("machine", "most L-BFGS steps of a solve", 400, minimum=1)
     tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, above=0)
     threads: int = option("machine", "CPU threads; the matrices are small", 1, minimum=1)
-    out: str = option("machine", "folder for layer_peeled.json, .md and the figure", "runs/layer_peeled")
+    out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -50,7 +50,6 @@ class PeeledSettings:
         self._check(min(e_w) > 0, "e_w", "each more than 0")
         self._check(min(e_h) > 0 and max(e_h) < 1, "e_h", "each between 0 and 1, where the DEQ's series converges")
         self._check(len(e_w) == len(e_h), "e_h", f"as many as --e-w {self.e_w}")
-        self._check(len(set(zip(e_w, e_h, strict=True))) == len(e_w), "e_h", f"each pair with --e-w {self.e_w} once")
         self._check(min(self.numbers("ratios")) > 1, "ratios", "each more than 1")
         self._check(self.dimension >= self.classes, "dimension", f"at least --classes {self.classes}")
         self._check(self.majority < self.classes, "majority", f"less than --classes {self.classes}")

@@ -166,10 +166,10 @@ def _judged(
     bounds: Part, key: str, verdict: str, value: float | None, model: str | None = None, **variant: str
 ) -> Part:
     """Make the row of a claim of THEORY, with the number that the verdict rests on; `variant` fills in its text."""
-    claim = THEORY[key]
+    source, text = THEORY[key]
     return {
-        "source": claim.source,
-        "claim": claim.text.format(**variant),
+        "source": source,
+        "claim": text.format(**variant),
         "model": model,
         **{name: bounds[name] for name in ("features", "e_w", "e_h")},
         "verdict": verdict,

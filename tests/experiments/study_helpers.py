@@ -153,8 +153,7 @@ def solver_summary(classes: int) -> SolverSummary:
 
 def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0) -> Epoch:
     """A made-up epoch; the DEQ's accuracies are higher by `shift`, its NC2 and NC3 lower by `shift` / 10."""
-    classes, gain = settings.classes, shift if deq else 0.0
-    random = np.random.default_rng([number, deq, settings.seed])
+    gain = shift if deq else 0.0
     split = settings.majority is not None
     centred = {"nc2_centered": 1.0, "nc3_centered": 0.8}
     collapse = {"nc1": 3 / number, "nc2": 1.0 - gain / 10, "nc3": 0.9 - gain / 10, "nc4": 0.5, **centred}
@@ -166,8 +165,7 @@ def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0
         overall=40 + settings.seed + number / 10 + gain,
         majority=80.0 + gain if split else None,
         minority=20 + settings.seed / 10 + gain if split else None,
-        confusion=tuple(map(tuple, random.integers(0, 9, (classes, classes)).tolist())),
-        train_solver=solver_summary(classes) if deq else None,
+        train_solver=solver_summary(settings.classes) if deq else None,
         nc=collapse if number % 2 == 0 else None,
         seconds=Seconds(train=1.0, test=0.25, metrics=0.5),
     )
@@ -175,13 +173,10 @@ def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0
 
 def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunResult:
     """The result of made-up epochs; `given` replaces fields of it."""
-    labels = [k for k in range(settings.classes) for _ in range(2)]
-    radius = SpectralRadius(tuple(labels), tuple(np.linspace(0.5, 1.1, len(labels)).tolist()))
     networks = {}
     for model in settings.models:
-        deq = model == "deq"
-        epochs = [made_up_epoch(number, settings, deq, shift) for number in range(1, settings.epochs + 1)]
-        networks[model] = network_result(123, epochs, settings.setting.majority_classes, radius if deq else None)
+        epochs = [made_up_epoch(number, settings, model == "deq", shift) for number in range(1, settings.epochs + 1)]
+        networks[model] = network_result(123, epochs, SpectralRadius((0, 1), (0.5, 0.75)) if model == "deq" else None)
     kernel = KernelChoice("triton", "cpp", "no GPU")
     return replace(run_result(settings, kernel, tuple(class_sizes(settings)), networks), **given)
 

@@ -129,12 +129,3 @@ def test_a_process_without_a_gpu_of_its_own_is_an_error(monkeypatch):
         distributed.processes("cuda"),
     ):
         pass
-
-
-def test_gpus_share_batch_statistics(monkeypatch):
-    """What a network on a GPU becomes, with a stand-in for the device."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "DistributedDataParallel", lambda network: network)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    converted = distributed.parallel(torch.nn.Sequential(torch.nn.BatchNorm2d(3)))
-    assert type(converted[0]) is torch.nn.SyncBatchNorm

@@ -5,10 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from nc_study import figures
-from nc_study.config import StudyError
-from nc_study.reporting import pictures
-from nc_study.reporting.runs import collect
-from nc_study.rundir import write_arrays
 from study_helpers import made_up_result, made_up_settings
 
 
@@ -25,44 +21,10 @@ def test_seeds_become_a_mean_and_a_band_and_networks_differ_in_more_than_colour(
     figure = figures.study_figure({"above": curves, "below": curves})
     assert len(figure.subfigs) == 2 and len(figure.subfigs[0].axes) == 4
     accuracy, nc1, nc2, _ = figure.subfigs[0].axes
-    assert lines(accuracy)["DEQ, overall"] == pytest.approx([41.6, 41.7, 41.8, 41.9])
+    assert lines(accuracy)["DEQ"] == pytest.approx([41.6, 41.7, 41.8, 41.9])
     assert len(accuracy.collections) == 6, "a band for each network and group of classes"
     assert list(nc1.lines[0].get_xdata()) == [2, 4] and nc1.get_yscale() == "log"
     assert {(line.get_color(), line.get_marker()) for line in nc2.lines} == {("#0072B2", "o"), ("#D55E00", "s")}
-
-
-@pytest.mark.parametrize(
-    "given, groups",
-    [
-        ({"study": "cifar_balanced"}, {"majority": 11 * 1.045}),
-        ({"dataset": "cifar100"}, {"majority": 11 * 1.145, "minority": 11 * 1.645}),
-    ],
-)
-def test_the_solver_and_the_confusions_are_shown_by_group_and_class(given, groups):
-    settings = made_up_settings(**given)
-    deq, majority = network("deq", **given), settings.setting.majority_classes
-    figure = figures.solver_figure({"heading": ([deq], majority)})
-    evaluations, _, converged, radius = figure.subfigs[0].axes
-    assert {group: values[0] for group, values in lines(evaluations).items()} == pytest.approx({"overall": 11} | groups)
-    assert lines(converged)["overall"] == pytest.approx([0.9] * 4)
-    shown = np.concatenate([points.get_offsets() for points in radius.collections])
-    radii = deq.spectral_radius
-    assert shown.tolist() == [list(pair) for pair in zip(radii.labels, radii.values, strict=True)]
-    assert figures.png(figure).startswith(b"\x89PNG")
-    counts = np.arange(settings.classes**2).reshape(settings.classes, settings.classes)
-    figure = figures.confusion_figure({"explicit": [counts], "DEQ": [counts] * 2}, [majority] * 2)
-    explicit, both = (axis.images[0].get_array() for axis in figure.axes[:2])
-    assert np.allclose(explicit, both) and np.allclose(explicit.sum(1), 100)
-
-
-def test_features_are_sorted_by_class_and_refused_where_they_are_too_few(made_up):
-    path = made_up(model="deq", features=True) / "features.npz"
-    features, labels = pictures.read_features(path, "deq")
-    assert features.shape == (20, 4) and labels.tolist() == sorted(labels.tolist())
-    few = np.array([[1.0], [np.inf], [2.0], [3.0]], dtype=np.float16)
-    write_arrays(path, {"deq/features": few, "deq/labels": np.array([1, 0, 0, 1])})
-    with pytest.raises(StudyError, match="3 images with finite features"):
-        pictures.read_features(path, "deq")
 
 
 def test_the_features_figure_holds_cosines():
@@ -74,18 +36,3 @@ def test_the_features_figure_holds_cosines():
     cosines = figure.axes[1].images[0].get_array()
     assert np.allclose(cosines[:3, :3], [[1, 0, 0], [0, 1, 0], [0, 0, 0]], atol=1e-6)
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == list("0123456789")
-
-
-def test_pictures_are_of_what_there_is_and_the_papers_have_their_names(made_up, monkeypatch):
-    for name in ("study_figure", "features_figure", "solver_figure", "confusion_figure"):
-        monkeypatch.setattr(figures, name, lambda *_: None)
-    for majority, ratio in ((5, 100), (3, 100), (7, 100), (3, 10), (7, 10)):
-        root = made_up(majority=majority, ratio=ratio, features=True).parent
-    made_up("cifar100", dataset="cifar100", ratio=100, features=True)
-    made_up("alone", study="cifar_balanced", lr=0.5, model="explicit")
-    drawn = [{picture.name for picture in pictures.pictures(group)} for group in collect([root]).groups]
-    papers = {"figure2", "figure3", "figure4", "figure5"}
-    features = {f"k{one}-features" for one in ("5-r100", "3-r100", "7-r100", "7-r10")}
-    both = {"courses", "solver", "confusion"}
-    assert len(drawn) == 3 and papers | features | both in drawn
-    assert both | {"k3-r100-features"} in drawn and {"figure3", "confusion"} in drawn

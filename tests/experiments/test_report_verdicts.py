@@ -67,17 +67,6 @@ def test_verdicts_of_runs_whose_deq_is_ahead_by_so_much(made_up, imbalances, ver
     assert {claim: judge(group, claim)[0] for claim in verdicts} == verdicts
 
 
-def test_the_numbers_behind_a_verdict(made_up):
-    for seed in range(3):
-        made_up(seed=seed, shift=1.0 + seed / 5)
-        path = made_up(study="cifar_balanced", seed=seed, shift=1.0 + seed / 10)
-    (group,) = collect([path.parent]).groups
-    where = "on average over 1 settings (3 pairs); higher in 1, lower in 0; of 1 with 3 or more seeds: holds in 1"
-    assert judge(group, OVERALL)[1] == f"DEQ - explicit +1.20 points {where}"
-    ratio = math.prod(1 - shift / 10 for shift in (1.0, 1.1, 1.2)) ** (1 / 3)
-    assert judge(group, BALANCED_NC2)[1].startswith(f"DEQ / explicit ×{ratio:.3g} on average")
-
-
 def test_a_pair_without_the_metric_does_not_count(made_up):
     path = made_up() / "result.json"
     result = read_record(RunResult, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
-import sys
 import tarfile
 import threading
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from nc_study import data
 from nc_study.config import StudyError, settings_from
-from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
+from nc_study.data import class_sizes, crop_and_flip, find_source, load, select_images
 from nc_study.shapes import draw_shapes
 from study_helpers import CPU, shapes_data, write_cifar
 from torchvision.datasets import CIFAR10, CIFAR100
@@ -140,10 +139,3 @@ def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(serv
     assert [path.name for path in root.iterdir()] == [CIFAR10.base_folder]
     monkeypatch.setattr(data, "_download", lambda *_: pytest.fail("network"))
     assert find_source("cifar10", root).name == find_source("auto", served).name == "cifar10"
-
-
-def test_a_torchvision_that_cannot_be_imported_is_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    source = find_source("auto", tmp_path)
-    assert source.name == "shapes" and "torchvision" in source.reason
-    assert find_source("shapes100", tmp_path) == Source("shapes100", "")

@@ -1,19 +1,15 @@
-"""The networks: sizes, common initial weights, constraints, the choice of kernel, and what is measured of them."""
+"""The networks: sizes, common initial weights, constraints, and the choice of kernel."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from nc_study.analysis import analyse, first_images, spectral_radius
-from nc_study.config import StudyError, settings_from
+from nc_study.analysis import spectral_radius
+from nc_study.config import settings_from
 from nc_study.models import build, choose_kernel, project
-from nc_study.rundir import read_arrays, write_arrays
 from study_helpers import shapes_data
 
 import deqfast
-
-TINY = {"dataset": "shapes", "device": "cpu", "kernel": "torch", "width": 1, "n_majority": 80, "ratio": 8}
-SETTINGS = settings_from("cifar_lt", test_images=20, **TINY)
 
 
 def make(model, **given):
@@ -58,18 +54,6 @@ def test_the_deq_network_takes_its_settings(solver, adjoint):
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
-def test_the_features_are_the_pooled_fixed_point():
-    network = make("deq", width=4).eval()
-    images = torch.randn(4, 3, 32, 32)
-    with torch.no_grad():
-        output = network(images)
-        x = network.trunk(network.stem(images))
-        again = network.last.cell(output.solution.value, x)
-    residual = (again - output.solution.value).flatten(1).norm(dim=1) / again.flatten(1).norm(dim=1)
-    torch.testing.assert_close(residual, output.solution.residual_rel, rtol=1e-2, atol=1e-5)
-    torch.testing.assert_close(output.solution.value.mean((2, 3)), output.features)
-
-
 @pytest.mark.parametrize(("model", "last"), [("explicit", torch.bfloat16), ("deq", torch.float32)])
 def test_under_autocast_all_but_the_fixed_point_is_in_bfloat16(model, last):
     network, seen = make(model, width=1), {}
@@ -105,19 +89,10 @@ def test_the_kernel_asked_for_is_taken_or_another_comes_with_the_reason(monkeypa
     assert "triton" in reason
 
 
-@pytest.fixture(scope="module")
-def data():
-    return shapes_data(SETTINGS)
-
-
-def test_every_class_is_shown_equally_often_where_it_has_the_images(data):
-    counts = torch.bincount(data.train_labels[first_images(data, 200)])
-    assert counts.tolist() == [20] * 3 + [10] * 7
-    assert torch.bincount(data.train_labels[first_images(data, 3)]).tolist() == [1] * 10
-
-
-def test_the_spectral_radius_is_that_of_the_whole_jacobian(data):
-    network = build("deq", SETTINGS).double().eval()
+def test_the_spectral_radius_is_that_of_the_whole_jacobian():
+    settings = settings_from("cifar_lt", dataset="shapes", device="cpu", kernel="torch", width=1, test_images=20)
+    data = shapes_data(settings)
+    network = build("deq", settings).double().eval()
     images = data.normalise(data.train_images[:3]).double()
     found = spectral_radius(network, images)
     with torch.no_grad():
@@ -128,15 +103,3 @@ def test_the_spectral_radius_is_that_of_the_whole_jacobian(data):
         flat = torch.autograd.functional.jacobian(lambda v, one=one: network.last.cell(v, one), at)
         exact = torch.linalg.eigvals(flat.reshape(z[i].numel(), -1)).abs().max()
         assert found[i].item() == pytest.approx(exact.item(), rel=0.05)
-
-
-def test_an_explicit_network_has_features_and_no_radius(data, tmp_path):
-    radius, arrays = analyse(build("explicit", SETTINGS), data)
-    assert radius is None
-    assert arrays["features"].shape == (3 * 50 + 7 * 10, 8) and arrays["labels"].shape == (220,)
-    write_arrays(tmp_path / "features.npz", arrays)
-    back = read_arrays(tmp_path / "features.npz")
-    assert (back["features"] == arrays["features"]).all() and back.keys() == arrays.keys()
-    (tmp_path / "features.npz").write_bytes(b"half")
-    with pytest.raises(StudyError, match="features.npz cannot be read"):
-        read_arrays(tmp_path / "features.npz")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from nc_study.config import Setting, settings_from
 from nc_study.paper import CLAIMS, INCONSISTENT, PAPER, on_cifar, settings_of
-from nc_study.record import COLLAPSE, GROUPS, Accuracy, Spread, from_json, to_json
+from nc_study.record import COLLAPSE, GROUPS, Accuracy, Spread, to_json
 from nc_study.results import network_result, report
 from study_helpers import made_up_epoch, made_up_result, made_up_settings
 
@@ -42,12 +42,12 @@ def epochs(number, model="deq", **given):
 
 def test_a_network_is_summed_up_over_its_last_ten_epochs():
     assert Spread.of([1.0, 2.0, 3.0]) == Spread(2.0, 1.0) and Spread.of([4.0]) == Spread(4.0, 0.0)
-    network = network_result(1, epochs(12), 3, None)
+    network = network_result(1, epochs(12), None)
     assert network.epochs_averaged == 10
     assert network.accuracy.overall.mean == pytest.approx(41.75) and network.accuracy.majority == Spread(81.0, 0.0)
     assert network.solver.skipped == 12 and network.solver.iterations == 11
     assert (network.seconds.train, network.seconds.test, network.seconds.metrics) == (12.0, 3.0, 6.0)
-    short = network_result(1, epochs(4, "explicit"), 3, None)
+    short = network_result(1, epochs(4, "explicit"), None)
     assert short.epochs_averaged == 4 and short.solver is None
     assert (
         network.quantity("minority") == network.accuracy.minority.mean and network.quantity("nc2") == network.nc["nc2"]
@@ -58,8 +58,6 @@ def test_no_record_holds_a_nan():
     result = made_up_result(made_up_settings())
     with pytest.raises(ValueError, match="Expected `float`, got `null`"):
         to_json(replace(result.networks["deq"].accuracy.overall, mean=float("nan")))
-    with pytest.raises(ValueError, match="invalid"):
-        from_json(Spread, b'{"mean": NaN, "std": 0.0}')
 
 
 def test_the_report_shows_the_row_beside_the_papers_and_says_what_cannot_be_compared():
@@ -68,7 +66,6 @@ def test_the_report_shows_the_row_beside_the_papers_and_says_what_cannot_be_comp
     assert lines["paper, explicit"] == ["72.57±0.25", "96.40±0.32", "62.36±0.12"]
     assert lines["paper, deq"] == ["73.84±0.72", "96.68±0.87", "64.06±0.66"]
     assert "40.25±0.13" in text and "not comparable with the paper: epochs 4 instead of 100" in text
-    assert "paper, explicit†" in report(made_up_result(paper_settings(majority=5)))
-    assert "the paper has no entry" in report(made_up_result(paper_settings(ratio=20)))
+    assert "it has no entry" in report(made_up_result(paper_settings(ratio=20)))
     text = report(made_up_result(made_up_settings("cifar_balanced", preset="paper", dataset="cifar100")))
     assert "64.77±0.36" in text and "minority" not in text and "cifar100, balanced" in text

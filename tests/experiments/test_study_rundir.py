@@ -84,16 +84,6 @@ def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run)
         run.start(made_up_settings(lr=0.3))
 
 
-def test_a_run_on_drawn_images_goes_on_with_the_same_drawing_alone(run, monkeypatch):
-    for dataset in ("cifar10", "shapes"):
-        run.start(made_up_settings(dataset=dataset))
-    run.save("deq", {"epoch": 1})
-    run.start(made_up_settings(dataset="shapes", resume=True))
-    monkeypatch.setattr("nc_study.config.DRAWING", 99)
-    with pytest.raises(StudyError, match="was begun with drawing 1, not 99"):
-        run.start(made_up_settings(dataset="shapes", resume=True))
-
-
 OLD = json.dumps({"format": FORMAT - 1})
 
 

@@ -58,7 +58,6 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     assert "(3,7) R = 10, seed 0: FAILED" in printed and "seed 1: explicit" in printed and "[3 of 3]" in printed
     assert errors.count("\n") == 2 and "seed 0 failed" in errors and "explicit.ckpt is damaged" in errors
     assert "seed 2 failed: cannot be started" in errors
-    assert "is damaged" in run.failure
     before = results(tmp_path)
     assert list(before) == [good]
 
@@ -66,11 +65,11 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     arguments[arguments.index("0,1,2")] = "0,1"
     assert script.main([*arguments, "--dry-run"]) == 0
     planned = capsys.readouterr().out
-    assert "failed (" in planned and "to be tried again" in planned and "seed 1: finished" in planned
+    assert "seed 0: to be run" in planned and "seed 1: finished" in planned
     assert "left to do: 1 of 2 epochs, about 0.0 h" in planned and "at the pace of those done" in planned
     assert script.main(arguments) == 0
     after = results(tmp_path)
-    assert len(after) == 2 and before.items() <= after.items() and run.failure is None
+    assert len(after) == 2 and before.items() <= after.items()
 
     (tmp_path / good / "result.json").write_text("{}")
     assert script.main([*arguments, "--lr", "0.5"]) == 1
@@ -97,7 +96,7 @@ def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path, monkeypat
     time.sleep(0.5)
     assert 1 <= log.read_text().count("\n") == done < 400  # nobody goes on in the background
     folder = log.parent
-    assert "interrupted" in (folder / "log.txt").read_text() and RunDirectory(folder).failure is None
+    assert "interrupted" in (folder / "log.txt").read_text()
     assert script.main([*arguments, "--dry-run"]) == 0
     assert f"to be resumed at explicit {done}/400" in capsys.readouterr().out
 

@@ -10,36 +10,30 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from .. import figures
-from ..config import MODELS, Setting, StudyError
+from ..config import MODELS, Setting
 from ..paper import FIGURES
 from ..rundir import read_arrays
 from .runs import Group
 
-FEWEST_IMAGES = 10
-SEEDS = "With more than one seed a line is their mean, and the band their range."
-COURSE = f"Test accuracy, and NC1 (logarithmic), NC2 and NC3 of the training images, against epoch. {SEEDS}"
+COURSE = (
+    "Test accuracy (dashed: majority, dotted: minority), and NC1 (logarithmic), NC2 and NC3 of the training images, "
+    "against epoch. With more than one seed a line is their mean, and the band their range."
+)
 FEATURES = (
     "Features of the first training images of every class, seed {seed}. Above: t-SNE (perplexity "
     f"{figures.PERPLEXITY}, or a third of the images if they are few; PCA start; ▲ majority, ▼ minority). Below: Gram "
     "matrix H Hᵀ of the features, each scaled to length 1 (cosines), sorted by class; lines part majority and minority."
 )
-SOLVER = (
-    "The solver on the training images: evaluations, relative residual and converged share against epoch. At the right "
-    "the spectral radius of the Jacobian ∂f/∂z of the last block at fixed points of single images, by class; above 1 "
-    f"z ← f(z) diverges. {SEEDS}"
-)
-CONFUSION = "Confusions on the test images after the last epoch, in % of each true class, over all seeds."
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a report: the name of its file without ending, title, caption, and the figure where it could be
-    drawn."""
+    """A picture of a report: the name of its file without ending, title, caption and figure."""
 
     name: str
     title: str
     caption: str
-    figure: Figure | None
+    figure: Figure
 
 
 def pictures(group: Group) -> Iterator[Picture]:
@@ -53,11 +47,6 @@ def pictures(group: Group) -> Iterator[Picture]:
         yield Picture("courses", "Course of training in the other settings", COURSE, _course(group, rest))
     for setting in group.settings:
         yield from _features(group, setting)
-    networks = {setting: list(group.networks(setting, "deq").values()) for setting in group.settings}
-    rows = {_heading(group, one): (found, one.majority_classes) for one, found in networks.items() if found}
-    if rows:
-        yield Picture("solver", "Solver of the DEQ", SOLVER, figures.solver_figure(rows))
-    yield Picture("confusion", "Confusions", CONFUSION, _confusion(group))
 
 
 def _of_figure(group: Group, number: str) -> list[Setting]:
@@ -90,33 +79,15 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}"
     if setting in _of_figure(group, "2"):
         name, title = "figure2", "After figure 2 of the paper"
-    try:
-        features = {model: read_features(run.path / "features.npz", model) for model in run.result.networks}
-    except StudyError as error:
-        yield Picture(name, title, f"Not drawn: {error}.", None)
-        return
+    features = {model: read_features(run.path / "features.npz", model) for model in run.result.networks}
     figure = figures.features_figure(features, classes, setting.majority_classes, _heading(group, setting))
     yield Picture(name, title, FEATURES.format(seed=left[0]), figure)
 
 
 def read_features(path: Path, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the features (N, D) and labels (N,) of a network, sorted by class, without the rows that are not finite.
-    StudyError where they are damaged or too few."""
+    """Read the features (N, D) and labels (N,) of a network, sorted by class, without the rows that are not finite."""
     arrays = read_arrays(path)
     features, labels = arrays[f"{model}/features"], arrays[f"{model}/labels"]
     kept = np.isfinite(features).all(1)
-    if kept.sum() < FEWEST_IMAGES:
-        raise StudyError(f"{path}: {kept.sum()} images with finite features, and a t-SNE takes {FEWEST_IMAGES}")
     order = np.argsort(labels[kept], kind="stable")
     return features[kept][order].astype(np.float32), labels[kept][order]
-
-
-def _confusion(group: Group) -> Figure:
-    panels, majority = {}, []
-    for setting in group.settings:
-        for model in MODELS:
-            if networks := group.networks(setting, model):
-                title = f"{setting.imbalance}, {figures.LABELS[model]}"
-                panels[title] = [network.confusion for network in networks.values()]
-                majority.append(setting.majority_classes)
-    return figures.confusion_figure(panels, majority)

@@ -54,12 +54,13 @@ def write(found: Collection, out: Path) -> Path:
                 "group": group,
                 "verdicts": tables.verdict_rows(group),
                 "results": tables.result_rows(group),
+                "missing": tables.missing(group),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-")),
             }
             for number, group in enumerate(found.groups, 1)
         ],
         rejected=[vars(entry) for entry in found.rejected],
-        runs=[tables.provenance(group, run) for group in found.groups for run in group.finished],
+        runs=[tables.provenance(run) for group in found.groups for run in group.finished],
         ratios=RATIOS,
         averaged=AVERAGED,
         seeds_needed=SEEDS_NEEDED,
@@ -73,7 +74,6 @@ def write(found: Collection, out: Path) -> Path:
 def _draw(group: Group, out: Path, prefix: str) -> Iterator[dict[str, str]]:
     """Write a group's figures under names that begin with the prefix; what the template shows of each."""
     for picture in pictures(group):
-        path = f"figures/{prefix}{picture.name}.png" if picture.figure else ""
-        if picture.figure:
-            write_atomically(out / path, png(picture.figure))
+        path = f"figures/{prefix}{picture.name}.png"
+        write_atomically(out / path, png(picture.figure))
         yield {"title": picture.title, "caption": picture.caption, "path": path}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import MODELS, Experiment, Setting, StudyError, flag_of, preset_values
 from ..paper import differences
-from ..record import NetworkResult, OtherFormat, RunResult
+from ..record import NetworkResult, RunResult
 from ..rundir import RunDirectory
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A folder that gives no row to a table: "failed", "unfinished", "duplicate", ... and why or how far it got."""
+    """A folder that gives no row to a table: "unfinished", "duplicate", ... and why or how far it got."""
 
     folder: Path
     state: str
@@ -111,14 +111,11 @@ def collect(roots: Sequence[Path]) -> Collection:
         try:
             if folder.finished:
                 finished.append(Run(path, folder.result))
-            elif failure := folder.failure:
-                rejected.append(Rejected(path, "failed", failure))
             elif begun := folder.begun:
                 done = (f"{model}: {len(folder.epochs(model))} of {begun.epochs} epochs" for model in begun.models)
                 rejected.append(Rejected(path, "unfinished", ", ".join(done)))
         except StudyError as error:
-            state = "written by another version" if isinstance(error, OtherFormat) else "unreadable"
-            rejected.append(Rejected(path, state, str(error)))
+            rejected.append(Rejected(path, "unreadable", str(error)))
     if not (finished or rejected):
         raise StudyError(f"no runs under {', '.join(map(str, roots))}")
     groups, duplicates = _group(finished)

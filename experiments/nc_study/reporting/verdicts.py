@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from scipy import stats
 
-from ..config import MODELS
-from ..paper import PAPER, Claim
+from ..paper import Claim
 from ..record import GROUPS, NetworkResult
 from .runs import Group
 
@@ -95,14 +94,3 @@ def _mean(claim: Claim, differences: Sequence[float]) -> str:
     if claim.expected == "alike":
         return f"DEQ / explicit ×{math.exp(mean):.3g}"
     return f"DEQ - explicit {f'{mean:+.2f} points' if claim.quantity in GROUPS else f'{mean:+.3f}'}"
-
-
-def printed(claim: Claim, dataset: str) -> str:
-    """Tell what the paper's own tables say to a claim about accuracies on a data set; "–" where they say nothing."""
-    found = []
-    for setting, accuracies in PAPER.items() if claim.quantity in GROUPS else ():
-        if setting.dataset == dataset and (setting.majority is None) == claim.balanced:
-            explicit, deq = (getattr(accuracies[model], claim.quantity) for model in MODELS)
-            found.append(deq.mean - explicit.mean)
-    higher = f"higher in {sum(value > 0 for value in found)} of {len(found)}"
-    return f"{higher}, {statistics.fmean(found):+.2f} points on average" if found else "–"

@@ -1,0 +1,120 @@
+"""Parametrised weights, held for the length of a solve.
+
+``torch.nn.utils.parametrize`` computes a weight anew whenever it is read: at each evaluation of a cell, with spectral
+norm in training as another weight each time. torch's own ``parametrize.cached`` keeps what is read first, which in a
+solve would be a value without a graph, and keeps it for every thread; here each thread holds its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
+
+
+@dataclass
+class _Held:
+    """Parametrised tensor that is held.
+
+    Attributes:
+        with_graph: whether its value is computed with a graph.
+        hooks: those of saved tensors when it began to be held.
+        value: None until it has been read.
+        age: number from which on the nodes of its own graph count.
+    """
+
+    with_graph: bool
+    hooks: Any
+    value: Tensor | None = None
+    age: int = 0
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.held: dict[ParametrizationList, _Held] = {}
+
+
+_thread = _OfThread()
+
+
+class _Holdable(ParametrizationList):
+    """ParametrizationList that gives what its thread holds. An instance stays one: other threads may be using it."""
+
+    def forward(self) -> Tensor:
+        held = _thread.held.get(self)
+        if held is None or _in_own_checkpoint(held):
+            return super().forward()
+        if held.value is None:
+            with torch.set_grad_enabled(held.with_graph):
+                held.age = next_node() if held.with_graph else 0
+                held.value = super().forward()
+        return held.value
+
+    def _get_name(self) -> str:
+        return ParametrizationList.__name__
+
+
+@contextmanager
+def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
+    """Compute the parametrised tensors of the modules of `cell` once, with a graph if one is recorded, and hold them.
+
+    What the thread holds already stays as it is. Inside an activation checkpoint of the cell's own they are computed
+    anew, as they will be in the backward pass.
+    """
+    found = [found for found in _parametrised(cell) if found[2] not in _thread.held]
+    try:
+        for module, name, weight in found:
+            weight.__class__ = _Holdable
+            _thread.held[weight] = _Held(torch.is_grad_enabled(), _saved_tensor_hooks())
+            getattr(module, name)
+        yield
+    finally:
+        for *_, weight in found:
+            _thread.held.pop(weight, None)
+
+
+def check_not_cached(cell: nn.Module) -> None:
+    """Raise RuntimeError where ``parametrize.cached`` keeps a weight of `cell`, which a graph would never see again."""
+    if parametrize._cache_enabled and _parametrised(cell):
+        raise RuntimeError("cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights")
+
+
+def held_nodes() -> dict[Node, int]:
+    """Last node of each tensor that this thread holds, and the number from which on nodes belong to it."""
+    held = [(held.value, held.age) for held in _thread.held.values() if held.value is not None]
+    return {get_gradient_edge(value).node: age for value, age in held if value.requires_grad}
+
+
+def next_node() -> int:
+    """Number that no node has which this thread has recorded before, where gradients are recorded."""
+    node: Any = get_gradient_edge(torch.zeros(0, requires_grad=True).view(0)).node
+    return node._sequence_nr()
+
+
+def _parametrised(cell: Any) -> list[tuple[nn.Module, str, ParametrizationList]]:
+    """Module, name and parametrisations of each tensor. Subclasses of torch's list are left to themselves."""
+    found = []
+    for module in cell.modules() if isinstance(cell, nn.Module) else ():
+        lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
+        found += [(module, name, weight) for name, weight in lists.items()]
+    return [entry for entry in found if type(entry[2]) in (ParametrizationList, _Holdable)]
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # there is no public way to ask
+
+
+def _in_own_checkpoint(held: _Held) -> bool:
+    """Answer whether an activation checkpoint has begun since the tensor is held."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = _saved_tensor_hooks()
+    return bool(hooks) and hooks != held.hooks and hooks[0].__module__ == "torch.utils.checkpoint"

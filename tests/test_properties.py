@@ -1,0 +1,224 @@
+"""What holds of every solve, whatever the shapes, dtypes, memory, solver, kernel, gradient, and batch mates."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+import deqfast
+from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, Groups, Implicit, Phantom, Picard, Status, Unrolled, solve
+
+KERNELS = [name for name in ("cpp", "torch") if deqfast.backends()[name]]
+# derandomize: the same examples on every machine. The fixture that poisons memory is the same for all of them.
+examples = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+SOLVED = ("status", "iterations", "residual", "residual_rel", "residual_abs")
+
+kernels = st.sampled_from(KERNELS)
+seeds = st.integers(0, 2**16)
+dtypes = st.sampled_from([torch.float32, torch.float64])
+shapes = st.lists(st.integers(1, 5), min_size=0, max_size=3)
+layouts = st.sampled_from(["contiguous", "transposed", "strided", "expanded", "offset"])
+
+
+@st.composite
+def solvers(draw, tols=(1e-2, 1e-4), budgets=(3, 30)):
+    """A solver of any kind, with few or enough evaluations."""
+    common = {"max_iter": draw(st.sampled_from(budgets)), "stop": draw(st.sampled_from(["rel", "abs"]))}
+    common["tol"] = draw(st.sampled_from(tols))
+    kind = draw(st.sampled_from([Picard, Anderson, Broyden]))
+    if kind is Picard:
+        return Picard(damping=draw(st.sampled_from([0.7, 1.0])), **common)
+    history = draw(st.sampled_from([None, 1, 4]))
+    kinds = ["I", "II"] if kind is Anderson else ["good", "bad"]
+    return kind(history=history, kind=draw(st.sampled_from(kinds)), **common)
+
+
+def random(seed, *shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def laid_out(tensor, layout):
+    """The same values in other memory, with the batch as they were."""
+    if layout == "transposed" and tensor.dim() > 2:
+        return tensor.transpose(1, -1).contiguous().transpose(1, -1)
+    if layout == "strided":
+        wide = tensor.new_full((2 * len(tensor), *tensor.shape[1:]), torch.nan)
+        wide[::2] = tensor
+        return wide[::2]
+    if layout == "offset":
+        flat = torch.cat([tensor.new_full((3,), torch.nan), tensor.reshape(-1)])
+        return flat[3:].view(tensor.shape)
+    return tensor.contiguous()
+
+
+class Map:
+    """Contraction that treats every element by itself: z -> tanh(slope z) + shift, the slopes below 0.9."""
+
+    def __init__(self, seed, batch, shape, dtype):
+        self.slope = 0.9 * random(seed, batch, *shape).tanh().to(dtype)
+        self.shift = random(seed + 1, batch, *shape, dtype=dtype)
+
+    def of(self, rows):
+        part = object.__new__(Map)
+        part.slope, part.shift = self.slope[rows], self.shift[rows]
+        return part
+
+    def __call__(self, z):
+        return torch.tanh(self.slope * z) + self.shift
+
+
+def same(a, b, rows_a=slice(None), rows_b=slice(None)):
+    """Whether two solutions are bit by bit the same in these samples."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in SOLVED]
+    pairs += zip(pytree.tree_leaves(a.value), pytree.tree_leaves(b.value), strict=True)
+    return all(torch.equal(x[rows_a], y[rows_b]) for x, y in pairs)
+
+
+@examples
+@given(seeds, st.integers(2, 6), shapes, dtypes, solvers(), kernels, st.data())
+def test_a_sample_knows_nothing_of_its_batch(seed, batch, shape, dtype, solver, kernel, data):
+    """Alone, among others in another order, and among others that break down: the same bits."""
+    f, z0 = Map(seed, batch, shape, dtype), random(seed + 2, batch, *shape, dtype=dtype)
+    together = solve(f, z0, solver, kernel)
+    row = data.draw(st.integers(0, batch - 1))
+    assert same(solve(f.of([row]), z0[[row]], solver, kernel), together, [0], [row])
+    order = data.draw(st.permutations(range(batch)))
+    assert same(solve(f.of(order), z0[order], solver, kernel), together, slice(None), order)
+    f.shift[row] = data.draw(st.sampled_from([torch.nan, torch.inf]))
+    poisoned, others = solve(f, z0, solver, kernel), [other for other in range(batch) if other != row]
+    assert same(poisoned, together, others, others)
+    assert poisoned.status[row] == Status.NONFINITE and torch.equal(poisoned.value[row], z0[row])
+
+
+@examples
+@given(seeds, st.integers(0, 4), shapes, dtypes, solvers(), kernels, layouts)
+def test_memory_of_the_start_means_nothing(seed, batch, shape, dtype, solver, kernel, layout):
+    """Nor is it written to. In another order of the elements sums round otherwise, and only then."""
+    f, z0 = Map(seed, batch, shape, dtype), random(seed + 2, batch, *shape, dtype=dtype)
+    if layout == "expanded":
+        z0 = z0[:1].clone() if batch else z0
+        given = z0.expand(batch, *shape)
+        z0 = given.contiguous()
+    else:
+        given = laid_out(z0, layout)
+    before = given.clone()
+    one, other = solve(f, z0, solver, kernel), solve(f, given, solver, kernel)
+    assert torch.equal(given, before)
+    if layout == "transposed":
+        both = one.converged & other.converged
+        scale = 1 + one.value.abs().amax() if one.value.numel() else 1
+        assert ((one.value - other.value)[both].abs() <= 20 * solver.tol * scale).all()
+    else:
+        assert same(one, other)
+
+
+@examples
+@given(seeds, st.integers(1, 5), shapes, dtypes, solvers(), kernels)
+def test_what_a_solution_says_is_so(seed, batch, shape, dtype, solver, kernel):
+    """By the residual at its value, computed anew in float64."""
+    f = Map(seed, batch, shape, dtype)
+    solution = solve(f, torch.zeros(batch, *shape, dtype=dtype), solver, kernel)
+    f.slope, f.shift = f.slope.double(), f.shift.double()
+    z = solution.value.double()
+    size = f(z).reshape(batch, -1).norm(dim=1)
+    gap = (f(z) - z).reshape(batch, -1).norm(dim=1)
+    rounding = 8 * torch.finfo(dtype).eps * (1 + size)
+    allowed = solver.tol * (size if solver.stop == "rel" else 1) + rounding
+    assert (gap <= allowed)[solution.converged].all()
+    assert ((gap - solution.residual_abs).abs() <= rounding + 1e-5 * gap).all()
+    assert set(solution.status.tolist()) <= {Status.CONVERGED, Status.MAX_ITER}
+    assert (solution.iterations <= solution.evaluations).all() and solution.evaluations <= solver.max_iter
+    assert (solution.converged | (solution.iterations == solver.max_iter)).all()
+
+
+@examples
+@given(seeds, st.integers(1, 5), st.lists(shapes, min_size=2, max_size=3), solvers(), kernels)
+def test_a_tree_is_solved_as_its_leaves_side_by_side(seed, batch, kinds, solver, kernel):
+    maps = [Map(seed + 3 * i, batch, shape, torch.float64) for i, shape in enumerate(kinds)]
+    z0 = {"first": torch.zeros_like(maps[0].shift), "rest": [torch.zeros_like(m.shift) for m in maps[1:]]}
+
+    def on_tree(z):
+        return {"rest": [m(part) for m, part in zip(maps[1:], z["rest"], strict=True)], "first": maps[0](z["first"])}
+
+    flat = object.__new__(Map)
+    flat.slope = torch.cat([m.slope.reshape(batch, -1) for m in maps], dim=1)
+    flat.shift = torch.cat([m.shift.reshape(batch, -1) for m in maps], dim=1)
+    tree, beside = solve(on_tree, z0, solver, kernel), solve(flat, torch.zeros_like(flat.shift), solver, kernel)
+    joined = torch.cat([leaf.reshape(batch, -1) for leaf in pytree.tree_leaves(tree.value)], dim=1)
+    assert all(torch.equal(getattr(tree, name), getattr(beside, name)) for name in SOLVED)
+    assert torch.equal(joined, beside.value)
+
+
+@examples
+@given(seeds, st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 4), solvers(), kernels)
+def test_groups(seed, numbers, width, solver, kernel):
+    """Groups of a row each change nothing; others are solved as their rows side by side are, in any order."""
+    index, rows = torch.tensor(numbers), len(numbers)
+    f, z0 = Map(seed, rows, [width], torch.float64), torch.zeros(rows, width, dtype=torch.float64)
+    assert same(solve(f, z0, solver, kernel), solve(f, z0, solver, kernel, groups=torch.arange(rows)))
+    if int(index.max()) >= rows:
+        index = index % rows
+    grouped = solve(f, z0, solver, kernel, groups=Groups(index))
+    for number in range(int(index.max()) + 1):
+        own = (index == number).nonzero().flatten()
+        alone = solve(f.of(own), z0[own], solver, kernel, groups="batch")
+        if len(own):
+            assert torch.equal(alone.status[0], grouped.status[number])
+            torch.testing.assert_close(alone.value, grouped.value[own], rtol=1e-9, atol=1e-9)
+
+
+TIGHT = {"tol": 1e-11, "max_iter": 80}
+
+
+class TestGradients:
+    @staticmethod
+    def problem(seed, batch, width):
+        weight = random(seed, width, width)
+        weight = (0.7 * weight / torch.linalg.matrix_norm(weight, 2)).requires_grad_()
+        return weight, random(seed + 1, batch, width)
+
+    @staticmethod
+    def gradients(weight, x, solver, adjoint, kernel, rows=slice(None)):
+        """Those of the samples `rows` in x and the weight."""
+        x = x.clone().requires_grad_()
+        block = DEQBlock(lambda z, x: torch.tanh(z @ weight.T) + x, solver, adjoint, kernel, warn=False)
+        z = block(x, z0=torch.zeros_like(x))
+        return torch.autograd.grad(z[rows].sin().sum(), [x, weight])
+
+    @examples
+    @given(seeds, st.integers(1, 4), st.integers(1, 5), st.sampled_from([Picard, Anderson, Broyden]), kernels)
+    def test_implicit_is_unrolled(self, seed, batch, width, kind, kernel):
+        problem, solver = self.problem(seed, batch, width), kind(**TIGHT)
+        implicit = self.gradients(*problem, solver, Implicit(Broyden(**TIGHT)), kernel)
+        unrolled = self.gradients(*problem, solver, Unrolled(steps=100), kernel)
+        for a, b in zip(implicit, unrolled, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+
+    @examples
+    @given(
+        seeds,
+        st.integers(2, 4),
+        st.integers(1, 5),
+        solvers(budgets=(8,)).filter(lambda solver: not isinstance(solver, Picard)),
+        st.sampled_from([JFB(), Phantom(), SHINE(), Implicit(), Unrolled(steps=8)]),
+        kernels,
+    )
+    def test_a_poisoned_sample_changes_no_others(self, seed, batch, width, solver, adjoint, kernel):
+        """And gets none; the inputs stay what they were."""
+        weight, x = self.problem(seed, batch, width)
+        healthy = slice(1, None)
+        expected = self.gradients(weight, x, solver, adjoint, kernel, healthy)
+        x[0, 0] = torch.nan
+        before = x.clone(), weight.detach().clone()
+        found = self.gradients(weight, x, solver, adjoint, kernel)
+        assert torch.equal(found[0][healthy], expected[0][healthy]) and not found[0][0].any()
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-12, atol=1e-12)
+        assert torch.equal(x.nan_to_num(), before[0].nan_to_num()) and torch.equal(weight, before[1])

@@ -1,0 +1,298 @@
+"""Parametrised weights of a cell: computed once for each solve, with their graph, and held for all its evaluations."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, ResidualCell, Unrolled
+from deqfast.testing import GRADIENT, assert_close
+
+TIGHT = Broyden(tol=1e-12, max_iter=60)
+
+
+class Counted(nn.Module):
+    """tanh of a weight, which counts its calls."""
+
+    calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight.tanh()
+
+
+class Cell(nn.Module):
+    """z = tanh(0.4 W z + x), the layer of W perhaps in a checkpoint of its own."""
+
+    def __init__(self, parametrization=None, own_checkpoint=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+        self.evaluations, self.own_checkpoint = 0, own_checkpoint
+        if isinstance(parametrization, nn.Module):
+            parametrize.register_parametrization(self.linear, "weight", parametrization)
+        elif parametrization is not None:
+            parametrization(self.linear)
+
+    def forward(self, z, x):
+        self.evaluations += 1
+        y = checkpoint(self.linear, z, use_reentrant=False) if self.own_checkpoint else self.linear(z)
+        return torch.tanh(0.4 * y + x)
+
+
+def inputs():
+    return torch.randn(3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+
+
+def gradients(block, x, context=nullcontext):
+    with context():
+        value = block(x).square().sum()
+    return torch.autograd.grad(value, [x, *block.parameters()])
+
+
+ADJOINTS = ["jfb", Implicit(TIGHT), "phantom", "shine", Unrolled(60)]
+KINDS = {"weight norm": weight_norm, "spectral norm": spectral_norm, "orthogonal": orthogonal, "own": Counted()}
+every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS, ids=str)
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@every_adjoint
+def test_computed_once_and_cached_around_it_changes_nothing(adjoint):
+    """Neither in the gradient nor, ``parametrize.cached`` being what keeps it then, in the number of calls."""
+    found = []
+    for context in (nullcontext, parametrize.cached):
+        block = DEQBlock(Cell(Counted()), TIGHT, adjoint)
+        counted = block.cell.linear.parametrizations.weight[0]
+        counted.calls = 0
+        found.append(gradients(block, inputs(), context))
+        assert counted.calls == 1 < block.cell.evaluations
+        assert block.cell.linear.weight is not block.cell.linear.weight  # free again
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(bool(grad.any()) for grad in found[0])
+
+
+def test_what_others_cache_is_used_and_keeps_its_graph():
+    cell = Cell(Counted())
+    block, x = DEQBlock(cell, TIGHT, Implicit(TIGHT)), inputs()
+    original = cell.linear.parametrizations.weight.original
+    (expected,) = torch.autograd.grad(block(x).sum() + cell.linear.weight.sum(), original)
+    with parametrize.cached():
+        before = cell.linear.weight
+        loss = block(x).sum()
+        assert cell.linear.weight is before
+    assert_close(torch.autograd.grad(loss + before.sum(), original)[0], expected, GRADIENT)
+
+
+@every_kind
+@pytest.mark.parametrize("adjoint", [Implicit(TIGHT), Unrolled(60)], ids=str)
+def test_gradients_are_those_of_the_same_weights(kind, adjoint):
+    """Computed outside, and given to the cell in x."""
+    block, x = DEQBlock(Cell(kind), TIGHT, adjoint), inputs()
+    plain = DEQBlock(lambda z, given: torch.tanh(0.4 * z @ given[1].T + given[0]), TIGHT, adjoint)
+    state = copy.deepcopy(block.state_dict())
+    expected = torch.autograd.grad(
+        plain((x, block.cell.linear.weight), z0=torch.zeros_like(x)).square().sum(), [x, *block.parameters()]
+    )
+    block.load_state_dict(state)  # the power iteration where it was
+    assert_close(gradients(block, x), expected, GRADIENT)
+
+
+@pytest.mark.filterwarnings("error")
+@every_adjoint
+def test_spectral_norm_in_training_moves_once_per_call(adjoint):
+    cell, x = Cell(spectral_norm), inputs()
+    block, alone = DEQBlock(cell, TIGHT, adjoint), copy.deepcopy(cell)
+    value = block(x)
+    weight = alone.linear.weight  # one step of the power iteration
+    for a, b in zip(cell.buffers(), alone.buffers(), strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(torch.tanh(0.4 * value @ weight.T + x), value, rtol=0, atol=1e-4)
+
+
+class TestSecondDerivatives:
+    @every_kind
+    def test_right(self, kind):
+        block = DEQBlock(Cell(kind).eval(), TIGHT, Implicit(TIGHT))
+        x, parameters = inputs(), list(block.parameters())
+
+        def second(adjoint):
+            block.adjoint = adjoint
+            first = torch.autograd.grad(block(x).sin().sum(), [x, *parameters], create_graph=True)
+            return torch.autograd.grad(sum(g.square().sum() for g in first), [x, *parameters])
+
+        assert_close(second(Implicit(TIGHT)), second(Unrolled(100)), GRADIENT)
+
+    @pytest.mark.parametrize("adjoint", ["jfb", "phantom", "shine"])
+    def test_refused(self, adjoint):
+        block, x = DEQBlock(Cell(weight_norm), TIGHT, adjoint), inputs()
+        (first,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward through .* is not supported"):
+            first.sum().backward()
+
+    def test_of_a_block_in_a_cell(self):
+        """The inner one's weights are the outer's, and held since before the inner's call."""
+        x, inner = inputs(), DEQBlock(Cell(weight_norm), TIGHT)
+        outer = nn.Module()
+        outer.inner, outer.forward = inner, lambda z, x: inner(x)
+        block, parameters = DEQBlock(outer, adjoint=Unrolled(1), warn=False), list(inner.parameters())
+
+        def second(adjoint):
+            inner.adjoint = adjoint
+            first = torch.autograd.grad(block(x).sin().sum(), [x, *parameters], create_graph=True)
+            return torch.autograd.grad(sum(g.square().sum() for g in first), [x, *parameters])
+
+        assert_close(second(Implicit(TIGHT)), second(Unrolled(100)), GRADIENT)
+
+
+class TestRelease:
+    def test_after_an_error(self):
+        class Failing(Cell):
+            def forward(self, z, x):
+                if self.evaluations == 2:
+                    raise ArithmeticError
+                return super().forward(z, x)
+
+        cell = Failing(Counted())
+        with pytest.raises(ArithmeticError):
+            DEQBlock(cell, TIGHT)(inputs())
+        assert cell.linear.weight is not cell.linear.weight
+
+    def test_after_an_error_of_the_parametrization(self):
+        class Broken(Counted):
+            def forward(self, weight):
+                if self.calls:
+                    raise ArithmeticError
+                return super().forward(weight)
+
+        cell = Cell(Counted())
+        parametrize.register_parametrization(cell.linear, "weight", Broken())
+        with pytest.raises(ArithmeticError):
+            DEQBlock(cell, TIGHT)(inputs())
+        cell.linear.parametrizations.weight[1].calls = 0
+        assert torch.isfinite(cell.linear.weight).all()
+
+    def test_not_of_a_weight_that_an_outer_block_holds(self):
+        class Outer(Cell):
+            def forward(self, z, x):
+                super().forward(z, x)
+                return block(z) * 0.3 + 0.1 * self.linear(z) + x
+
+        cell = Outer(Counted())
+        block = DEQBlock(lambda z, x: torch.tanh(0.4 * cell.linear(z) + x), TIGHT)
+        block.cell = Cell()
+        block.cell.linear = cell.linear
+        counted = cell.linear.parametrizations.weight[0]
+        counted.calls = 0
+        DEQBlock(cell, TIGHT)(inputs()).sum().backward()
+        assert counted.calls == 1 < block.cell.evaluations
+
+    @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+    def test_without_gradients(self, grad):
+        block, x = DEQBlock(Cell(weight_norm), TIGHT, Implicit(TIGHT)), inputs()
+        trained = block(x)
+        with grad():
+            assert torch.equal(block.eval()(x), trained)
+        assert all(bool(g.any()) for g in gradients(block, x))
+
+
+def test_threads_hold_their_own():
+    """While one thread is in a solve, another reads weights that are newer."""
+    cell = Cell(Counted())
+    seen, inside, changed = [], threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = cell.linear
+
+        def forward(self, z, x):
+            seen.append(self.linear.weight.detach().clone())
+            if len(seen) == 1:
+                inside.set()
+                changed.wait()
+            return torch.tanh(0.4 * self.linear(z) + x)
+
+    with torch.no_grad():
+        thread = threading.Thread(target=DEQBlock(Waiting(), TIGHT), args=(inputs(),))
+        thread.start()
+        inside.wait()
+        cell.linear.parametrizations.weight.original.mul_(0.5)
+        assert not torch.equal(cell.linear.weight, seen[0])
+        changed.set()
+        thread.join()
+    assert len(seen) > 1 and all(torch.equal(weight, seen[0]) for weight in seen)
+
+
+@every_adjoint
+@pytest.mark.parametrize("own", [False, True], ids=["block", "layer"])
+def test_checkpoints_of_the_block_and_in_the_cell(adjoint, own):
+    """As many samples as features, so that nothing but its gradient tells a weight from a state."""
+    x = inputs()
+    expected = gradients(DEQBlock(Cell(Counted()), TIGHT, adjoint), x)
+    block = DEQBlock(Cell(Counted(), own_checkpoint=own), TIGHT, adjoint)
+    call = block if own else lambda x: checkpoint(block, x, use_reentrant=False)
+    found = torch.autograd.grad(call(x).square().sum(), [x, *block.parameters()])
+    assert_close(found, expected, GRADIENT)
+
+
+def test_functional_call():
+    """What is computed once is made of the weights given."""
+    block, x = DEQBlock(Cell(weight_norm), TIGHT, Implicit(TIGHT)), inputs()
+    weights = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
+    found = torch.autograd.grad(torch.func.functional_call(block, weights, (x,)).sum(), list(weights.values()))
+    with torch.no_grad():
+        for p in block.parameters():
+            p.mul_(2)
+    assert_close(found, torch.autograd.grad(block(x).sum(), list(block.parameters())), GRADIENT)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+def test_kernels_of_the_cells(kernel):
+    """The one launch of LinearCell; the fused norms of ResidualCell."""
+    torch.manual_seed(0)
+    linear, residual = LinearCell(4).double(), ResidualCell(8, kernel=kernel)
+    parametrize.register_parametrization(linear, "weight", Counted())
+    weight_norm(residual.conv1)
+    for cell, x, solver in (
+        (linear, torch.randn(3, 4, dtype=torch.float64), Picard(1e-6, 100)),
+        (residual, torch.randn(2, 8, 4, 4), Broyden(1e-4, 30)),
+    ):
+        block = DEQBlock(cell, solver, Implicit(), kernel=kernel)
+        once, cached = gradients(block, x.requires_grad_()), gradients(block, x, parametrize.cached)
+        assert all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(once, cached, strict=True))
+
+
+def test_cuda_graphs_refuse_weights_cached_by_others():
+    """A graph would read them, at a later solve, where they are no more."""
+    block = DEQBlock(Cell(weight_norm), cuda_graph=True)
+    with parametrize.cached(), pytest.raises(RuntimeError, match="under parametrize.cached"):
+        block(inputs())
+
+
+def test_a_compiled_cell_is_compiled_no_more_often():
+    """Once without gradient and once with, and not again at the next call."""
+    graphs = 0
+
+    def backend(graph, arguments):
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    x = inputs()
+    expected = gradients(DEQBlock(Cell(weight_norm), TIGHT, Implicit(TIGHT)), x)
+    torch._dynamo.reset()
+    cell = Cell(weight_norm)
+    layer = torch.compile(cell.linear, backend=backend, fullgraph=True)
+    block = DEQBlock(cell, TIGHT, Implicit(TIGHT))
+    cell.forward = lambda z, x: torch.tanh(0.4 * layer(z) + x)
+    for _ in range(3):
+        assert_close(gradients(block, x), expected, GRADIENT)
+    assert graphs == 2
