@@ -93,23 +93,23 @@ def _multiply(b_z, b_w, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _norms_of(b_g, b_f, running, maximum):
-    """Norms of the rows of g and f, as common.norms_of, whose second look the rows of running samples ask for."""
-    b_gg = tl.sum(b_g * b_g, axis=1)
+def _norms_of(b_z, b_f, running, maximum):
+    """Norms of the rows of f - z and f, as common.norms_of, whose second look the rows of running samples ask for."""
+    b_gg = tl.sum((b_f - b_z) * (b_f - b_z), axis=1)
     b_ff = tl.sum(b_f * b_f, axis=1)
     res_norm = square_root(b_gg)
     f_norm = square_root(b_ff)
     unsound = running & ((is_sound(b_gg) & is_sound(b_ff)) == 0)
     if (maximum != 0) | (tl.max(unsound.to(tl.int32), axis=0) != 0):
-        res_norm = tl.max(magnitude(b_g), axis=1)
+        res_norm = tl.max(magnitude(b_f - b_z), axis=1)
         f_norm = tl.max(magnitude(b_f), axis=1)
         if maximum == 0:
             res_scale = scale_of(res_norm)
             f_scale = scale_of(f_norm)
-            b_g = b_g / res_scale[:, None]
-            b_f = b_f / f_scale[:, None]
+            b_g = (b_f - b_z) / res_scale[:, None]
             res_norm = length_of(b_gg, res_scale, tl.sum(b_g * b_g, axis=1))
-            f_norm = length_of(b_ff, f_scale, tl.sum(b_f * b_f, axis=1))
+            b_g = b_f / f_scale[:, None]
+            f_norm = length_of(b_ff, f_scale, tl.sum(b_g * b_g, axis=1))
     return res_norm, f_norm
 
 
@@ -161,9 +161,8 @@ def _fc_fixed_point_kernel(
     k = max_iter * 0
     while (k < max_iter) & (tl.min(b_status, axis=0) == 0):
         b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
-        b_g = b_f - b_z
         running = b_status == 0
-        res_abs, f_norm = _norms_of(b_g, b_f, running, maximum)
+        res_abs, f_norm = _norms_of(b_z, b_f, running, maximum)
         # The judgement of every row, as in common.judge.
         finite = is_finite(res_abs) & is_finite(f_norm)
         sound = running & finite
