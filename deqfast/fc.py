@@ -59,7 +59,8 @@ def _solve(
     with torch.no_grad():
         weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
         value, status, iterations, residual = kernel.op("fc_fixed_point")(
-            weight, c, z0, ACTIVATIONS.index(activation), solver.tol, absolute, solver.max_iter, stall_floor
+            *(weight, c, z0, ACTIVATIONS.index(activation), solver.tol, absolute, solver.max_iter, stall_floor),
+            *(solver.offset, solver.norm == "max"),
         )
         calls = samples = 0
         if len(c):
@@ -198,7 +199,7 @@ def _solve_traced(weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver
     """The solve as one op of a graph, or, in an export, as all of its iterations."""
     if is_exporting():
         return _solve_in_a_loop(weight, c, z0, activation, solver, Kernel(kernel_name(kernel, c.device.type)))
-    settings = solver.tol, solver.max_iter, solver.stop
+    settings = solver.tol, solver.max_iter, solver.stop, solver.atol, solver.norm
     value, status, iterations, relative, absolute, calls = torch.ops.deqfast.solve_fc(
         weight.detach(), c.detach(), z0.detach(), activation, *settings, kernel
     )
@@ -207,10 +208,19 @@ def _solve_traced(weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver
 
 
 def _solve_op(
-    weight: Tensor, c: Tensor, z0: Tensor, activation: str, tol: float, max_iter: int, stop: str, kernel: str
+    weight: Tensor,
+    c: Tensor,
+    z0: Tensor,
+    activation: str,
+    tol: float,
+    max_iter: int,
+    stop: str,
+    atol: float,
+    norm: str,
+    kernel: str,
 ) -> list[Tensor]:
     chosen = choose_kernel(kernel, c.device)
-    found = _solve_chosen(weight, c, z0, activation, Picard(tol, max_iter, stop), kernel, chosen)
+    found = _solve_chosen(weight, c, z0, activation, Picard(tol, max_iter, stop, atol=atol, norm=norm), kernel, chosen)
     calls = torch.tensor([found.evaluations, found.sample_evaluations])
     # Copies of what are rows of one tensor: results of an op may not share memory.
     residuals = [found.residual_rel.clone(), found.residual_abs.clone()]
@@ -223,8 +233,8 @@ def _fake_solve_op(weight: Tensor, c: Tensor, *settings: Any) -> list[Tensor]:
 
 
 library.define(
-    "solve_fc(Tensor weight, Tensor c, Tensor z0, str activation, float tol, int max_iter, str stop, str kernel)"
-    " -> Tensor[]",
+    "solve_fc(Tensor weight, Tensor c, Tensor z0, str activation, float tol, int max_iter, str stop, "
+    "float atol, str norm, str kernel) -> Tensor[]",
     tags=(torch.Tag.cudagraph_unsafe,),  # it looks at the device
 )
 library.impl("solve_fc", _solve_op, "CompositeExplicitAutograd")

@@ -38,9 +38,10 @@ def solve(
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
-    The state is float32 (float64 if any of z0 is); squared norms must be representable, so that in float32 those of
-    f(z) - z and f(z) have to lie between about 1e-18 and 1e18. A sample that is done is frozen; the answer for a sample
-    does not depend on the others.
+    The state is float32 (float64 if any of z0 is). A sample that is done is frozen; the answer for a sample does not
+    depend on the others. Residuals are right at any scale that the dtype holds; pairs of Anderson or Broyden whose
+    squares it does not hold (in float32 those shorter than 3e-16 or longer than 2e19) are left out of a step, which is
+    the plain fixed-point step where none is left.
 
     Args:
         f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's

@@ -44,6 +44,87 @@ def tiny_and_max(dtype: tl.constexpr):
 
 
 @triton.jit
+def is_sound(square):
+    """Whether a sum of squares tells the length of a vector: neither has it overflown nor lost digits to underflow."""
+    if square.dtype == tl.float64:
+        return is_finite(square) & (square >= 2.0**-970)
+    else:
+        return is_finite(square) & (square >= 2.0**-103)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, or infinity where x is NaN, which no maximum would keep."""
+    return tl.where(is_finite(x), tl.abs(x), float("inf"))
+
+
+@triton.jit
+def scale_of(largest):
+    """What a vector is divided by before its squares are added up once more, by its largest magnitude."""
+    tiny, _ = tiny_and_max(largest.dtype)
+    return tl.maximum(largest, tiny)
+
+
+@triton.jit
+def length_of(square, scale, scaled_square):
+    """The length of a vector by its sum of squares if that is sound, else by the one of the vector over `scale`."""
+    _, largest = tiny_and_max(square.dtype)
+    length = tl.minimum(scale * square_root(scaled_square), largest)
+    length = tl.where(is_finite(scale), length, float("inf"))
+    return tl.where(is_sound(square), square_root(square), length)
+
+
+@triton.jit
+def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr):
+    """Norms of f(z) - z and f(z), a row each; b_gg and b_ff are their sums of squares.
+
+    The rows are read again for the largest magnitudes, which are the norms if `maximum`, and once more for the sums of
+    squares of both over a scale, where the plain sums do not do.
+    """
+    dtype: tl.constexpr = b_gg.dtype
+    PART: tl.constexpr = BLK if BLK < 1024 else 1024  # few registers beside the rows that the caller may hold
+    res_norm = square_root(b_gg)
+    f_norm = square_root(b_ff)
+    if (maximum != 0) | (is_sound(b_gg) == 0) | (is_sound(b_ff) == 0):
+        b_res = tl.zeros([PART], dtype)
+        b_f = tl.zeros([PART], dtype)
+        for start in range(0, D, PART):
+            o_d = start + tl.arange(0, PART)
+            m_d = o_d < D
+            b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+            b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
+            b_res = tl.maximum(b_res, magnitude(b_g))
+            b_f = tl.maximum(b_f, magnitude(b_fz))
+        res_norm = tl.max(b_res, axis=0)
+        f_norm = tl.max(b_f, axis=0)
+        if maximum == 0:
+            res_scale = scale_of(res_norm)
+            f_scale = scale_of(f_norm)
+            b_res = tl.zeros([PART], dtype)
+            b_f = tl.zeros([PART], dtype)
+            for start in range(0, D, PART):
+                o_d = start + tl.arange(0, PART)
+                m_d = o_d < D
+                b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+                b_g = (b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)) / res_scale
+                b_fz = b_fz / f_scale
+                b_res = tl.fma(b_g, b_g, b_res)
+                b_f = tl.fma(b_fz, b_fz, b_f)
+            res_norm = length_of(b_gg, res_scale, tl.sum(b_res, axis=0))
+            f_norm = length_of(b_ff, f_scale, tl.sum(b_f, axis=0))
+    return res_norm, f_norm
+
+
+@triton.jit
+def relative(res_norm, f_norm, offset):
+    """|f(z) - z| / (|f(z)| + offset), the largest number instead of infinity; 0 for a residual of 0."""
+    _, largest = tiny_and_max(res_norm.dtype)
+    size = f_norm + scalar(offset, res_norm.dtype)
+    quotient = tl.where(size > 0, res_norm / tl.where(size > 0, size, 1.0), largest)
+    return tl.where(res_norm > 0, tl.minimum(quotient, largest), 0.0)
+
+
+@triton.jit
 def copy_row(p_to, p_from, D, BLK: tl.constexpr):
     for start in range(0, D, BLK):
         o_d = start + tl.arange(0, BLK)
@@ -60,25 +141,23 @@ def judge(
     p_active,
     i_b,
     B,
-    b_gg,
-    b_ff,
+    res_abs,
+    f_norm,
     k,
     tol,
     absolute,
     stall_floor,
+    offset,
 ):
     """Record what the running sample i_b has reached at iteration k; return its status and whether z is its best.
 
-    b_gg = |f(z) - z|^2 and b_ff = |f(z)|^2 are scalars of the state's dtype. rel = sqrt(b_gg / b_ff), abs = sqrt(b_gg).
+    res_abs = |f(z) - z| and f_norm = |f(z)| are scalars of the state's dtype. rel = res_abs / (f_norm + offset).
     Status 0: another step, 1: measure <= tol, 2: a norm is not finite, 3: best rel below stall_floor and no gain of 5 %
     in 5 iterations. Every warp has read the row of z on return.
     """
-    dtype: tl.constexpr = b_gg.dtype
-    tiny, largest = tiny_and_max(dtype)
-    res_abs = square_root(b_gg)
-    f_norm = square_root(b_ff)
+    dtype: tl.constexpr = res_abs.dtype
     finite = is_finite(res_abs) & is_finite(f_norm)
-    res_rel = tl.minimum(res_abs / tl.maximum(f_norm, tiny), largest)
+    res_rel = relative(res_abs, f_norm, offset)
     best_rel = tl.load(p_residual + i_b)
     best_abs = tl.load(p_residual + B + i_b)
     gain_rel = tl.load(p_gain + i_b)

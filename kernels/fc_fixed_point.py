@@ -20,7 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from . import constants
-from .common import STALL_GAIN, STALL_ITERATIONS, is_finite, scalar, square_root, tiny_and_max
+from .common import (
+    STALL_GAIN,
+    STALL_ITERATIONS,
+    is_finite,
+    is_sound,
+    length_of,
+    magnitude,
+    relative,
+    scalar,
+    scale_of,
+    square_root,
+)
 from .config import FC_ROWS, device_guard, fc_config, fc_registers, picard_config
 
 RELU = tl.constexpr(constants.RELU)
@@ -81,7 +92,28 @@ def _multiply(b_z, b_w, INTERPRETED: tl.constexpr):
         return _dot(b_high, b_w, b_sum, INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["B", "absolute", "max_iter"])
+@triton.jit
+def _norms_of(b_z, b_f, running, maximum):
+    """Norms of the rows of f - z and f, as common.norms_of, whose second look the rows of running samples ask for."""
+    b_gg = tl.sum((b_f - b_z) * (b_f - b_z), axis=1)
+    b_ff = tl.sum(b_f * b_f, axis=1)
+    res_norm = square_root(b_gg)
+    f_norm = square_root(b_ff)
+    unsound = running & ((is_sound(b_gg) & is_sound(b_ff)) == 0)
+    if (maximum != 0) | (tl.max(unsound.to(tl.int32), axis=0) != 0):
+        res_norm = tl.max(magnitude(b_f - b_z), axis=1)
+        f_norm = tl.max(magnitude(b_f), axis=1)
+        if maximum == 0:
+            res_scale = scale_of(res_norm)
+            f_scale = scale_of(f_norm)
+            b_g = (b_f - b_z) / res_scale[:, None]
+            res_norm = length_of(b_gg, res_scale, tl.sum(b_g * b_g, axis=1))
+            b_g = b_f / f_scale[:, None]
+            f_norm = length_of(b_ff, f_scale, tl.sum(b_g * b_g, axis=1))
+    return res_norm, f_norm
+
+
+@triton.jit(do_not_specialize=["B", "absolute", "max_iter", "maximum"])
 def _fc_fixed_point_kernel(
     p_w,
     p_c,
@@ -96,6 +128,8 @@ def _fc_fixed_point_kernel(
     absolute,
     max_iter,
     stall_floor: tl.float64,
+    offset: tl.float64,
+    maximum,
     ACTIVATION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -115,7 +149,6 @@ def _fc_fixed_point_kernel(
     b_z = tl.load(p_z0 + o, mask=m, other=0.0)
     tl.store(p_value + o, b_z, mask=m)
     tl.debug_barrier()  # other threads may store the iterates that are better
-    tiny, largest = tiny_and_max(tl.float32)
     bound = scalar(tol, tl.float32)
     floor = scalar(stall_floor, tl.float32)
 
@@ -128,14 +161,12 @@ def _fc_fixed_point_kernel(
     k = max_iter * 0
     while (k < max_iter) & (tl.min(b_status, axis=0) == 0):
         b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
-        b_g = b_f - b_z
-        res_abs = square_root(tl.sum(b_g * b_g, axis=1))
-        f_norm = square_root(tl.sum(b_f * b_f, axis=1))
-        # The judgement of every row, as in common.judge.
         running = b_status == 0
+        res_abs, f_norm = _norms_of(b_z, b_f, running, maximum)
+        # The judgement of every row, as in common.judge.
         finite = is_finite(res_abs) & is_finite(f_norm)
         sound = running & finite
-        res_rel = tl.minimum(res_abs / tl.maximum(f_norm, tiny), largest)
+        res_rel = relative(res_abs, f_norm, offset)
         measure = tl.where(absolute != 0, res_abs, res_rel)
         improved = sound & (measure < tl.where(absolute != 0, b_abs, b_rel))
         tl.store(p_value + o, b_z, mask=m & improved[:, None])
@@ -190,7 +221,7 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         return
     config = fc_config(features)
     tensors = (a.weight, a.c, a.z0, value, status, iterations, residual)
-    numbers = (batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor)
+    numbers = (batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor, a.offset, int(a.maximum))
     interpreted = not isinstance(_fc_fixed_point_kernel, triton.JITFunction)
     fixed = {"ACTIVATION": a.activation, "INTERPRETED": interpreted, "ROWS": FC_ROWS, "DP": config.block}
     registers = fc_registers(a.weight.dtype)

@@ -21,7 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from . import picard_step
-from .common import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, PIVOT_FLOOR, carry_out, is_finite, judge, scalar
+from .common import (
+    ANDERSON_I,
+    ANDERSON_II,
+    BROYDEN_BAD,
+    BROYDEN_GOOD,
+    PIVOT_FLOOR,
+    carry_out,
+    is_finite,
+    is_sound,
+    judge,
+    norms_of,
+    scalar,
+)
 from .config import (
     MAX_INLINE_WINDOW,
     MAX_REGISTERS,
@@ -51,8 +63,7 @@ def _row(p_history, newest, age, n, M, D, o_d):
 
 @triton.jit
 def _inverse_length(square):
-    length = tl.rsqrt(square)
-    return tl.where(is_finite(length), length, 0.0)
+    return tl.where(is_sound(square), tl.rsqrt(square), 0.0)
 
 
 @triton.jit
@@ -203,7 +214,7 @@ def _window_gamma(
     return tl.where(overflows == 0, b_gamma, 0.0)
 
 
-@triton.jit(do_not_specialize=["B", "M", "k", "n", "newest", "absolute"])
+@triton.jit(do_not_specialize=["B", "M", "k", "n", "newest", "absolute", "maximum"])
 def _multisecant_left_kernel(
     p_z,
     p_fz,
@@ -227,6 +238,8 @@ def _multisecant_left_kernel(
     tol: tl.float64,
     absolute,
     stall_floor: tl.float64,
+    offset: tl.float64,
+    maximum,
     beta: tl.float64,
     METHOD: tl.constexpr,
     MP: tl.constexpr,
@@ -305,6 +318,8 @@ def _multisecant_left_kernel(
                 b_p = next_p
 
             if first == 0:
+                gg, ff = tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0)
+                res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
                 status, improved = judge(
                     p_status,
                     p_iterations,
@@ -313,12 +328,13 @@ def _multisecant_left_kernel(
                     p_active,
                     i_b,
                     B,
-                    tl.sum(b_gg, axis=0),
-                    tl.sum(b_ff, axis=0),
+                    res_norm,
+                    f_norm,
                     k,
                     tol,
                     absolute,
                     stall_floor,
+                    offset,
                 )
                 carry_out(status, improved, p_z, p_best + i_b * D, D, BLK)
                 advance = status == 0
@@ -531,7 +547,7 @@ def multisecant_step(a: Any) -> None:
     fixed = {"METHOD": a.method, "MP": padded, "enable_fp_fusion": False}
     sweep = fixed | {"ROWS": rows, "maxnreg": MAX_REGISTERS}
     monitor = (a.status, a.iterations, a.residual, a.gain, a.active)
-    rule = (a.tol, int(a.absolute), a.stall_floor)
+    rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
     with device_guard(a.z):
         if n:
             _multisecant_left_kernel[(batch,)](

@@ -9,11 +9,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .common import carry_out, copy_row, judge, scalar
+from .common import carry_out, copy_row, judge, norms_of, scalar
 from .config import device_guard, picard_config
 
 
-@triton.jit(do_not_specialize=["B", "k", "last", "absolute"])
+@triton.jit(do_not_specialize=["B", "k", "last", "absolute", "maximum"])
 def _picard_step_kernel(
     p_z,
     p_fz,
@@ -30,6 +30,8 @@ def _picard_step_kernel(
     tol: tl.float64,
     absolute,
     stall_floor: tl.float64,
+    offset: tl.float64,
+    maximum,
     damping: tl.float64,
     WHOLE: tl.constexpr,
     BLK: tl.constexpr,
@@ -60,6 +62,7 @@ def _picard_step_kernel(
             b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
             b_gg = tl.fma(b_g, b_g, b_gg)
             b_ff = tl.fma(b_fz, b_fz, b_ff)
+    res_norm, f_norm = norms_of(p_z, p_fz, D, tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), maximum, BLK)
     status, improved = judge(
         p_status,
         p_iterations,
@@ -68,12 +71,13 @@ def _picard_step_kernel(
         p_active,
         i_b,
         B,
-        tl.sum(b_gg, axis=0),
-        tl.sum(b_ff, axis=0),
+        res_norm,
+        f_norm,
         k,
         tol,
         absolute,
         stall_floor,
+        offset,
     )
     if WHOLE:
         if improved:
@@ -100,7 +104,8 @@ def launch(a: Any, last: bool, damping: float) -> None:
         return
     config = picard_config(size, a.z.dtype)
     state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.gain, a.active)
-    numbers = (batch, size, a.k, int(last), a.tol, int(a.absolute), a.stall_floor, damping)
+    rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
+    numbers = (batch, size, a.k, int(last), *rule, damping)
     options = {"BLK": config.block, "num_warps": config.num_warps, "enable_fp_fusion": False}
     with device_guard(a.z):
         _picard_step_kernel[(batch,)](*state, *numbers, WHOLE=size <= config.block, **options)

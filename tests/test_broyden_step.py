@@ -17,6 +17,7 @@ from deqfast.solvers.broyden import StepsState
 from deqfast.solvers.multisecant import MultisecantState
 from deqfast.testing import ITERATES, PROBLEMS, assert_close, assert_solves, linear
 from deqfast.testing.states import (
+    RULES,
     Case,
     State,
     StepsCase,
@@ -42,6 +43,7 @@ EVENTS = (
     "nan",
     "inf",
     "overflow",
+    "tiny",
     "converged",
     "zero",
     "stalled",
@@ -217,13 +219,18 @@ class TestAccuracy:
         return StepsCase(batch=len(EVENTS), size=70, history=9, k=6, stall_floor=1e-3, dtype=dtype, **settings)
 
     @every_dtype
-    @pytest.mark.parametrize("absolute", [False, True])
-    def test_what_can_befall_a_sample(self, absolute, dtype):
-        case = self.befallen(dtype, absolute=absolute, rows=EVENTS)
+    @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+    def test_what_can_befall_a_sample(self, rule, dtype):
+        case = self.befallen(dtype, rows=EVENTS, **rule)
         after = compare(case, make(case))
         status = dict(zip(EVENTS, after["status"].tolist(), strict=True))
-        assert {event for event in EVENTS if status[event] == 0} == {"run", "degenerate", "singular", "forgotten"}
-        assert [status[event] for event in ("nan", "inf", "overflow")] == [Status.NONFINITE] * 3
+        assert {event for event in EVENTS if status[event] == 0} == {
+            "run",
+            "overflow",
+            *EVENTS[-3:],
+            *([] if rule else ["tiny"]),
+        }
+        assert [status[event] for event in ("nan", "inf")] == [Status.NONFINITE] * 2
         assert [status[event] for event in ("converged", "zero", "stalled")] == [1, 1, Status.STALLED]
 
     @every_dtype

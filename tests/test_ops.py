@@ -17,7 +17,7 @@ from deqfast import _extension
 from deqfast._extension import Availability
 from deqfast.ops import KERNELS, choose_kernel
 from deqfast.testing.norm_states import NORM_OPS
-from deqfast.testing.states import METHODS, Case, StepsCase, check_run, check_step, clone, make_state, same_bits
+from deqfast.testing.states import METHODS, RULES, Case, StepsCase, check_run, check_step, clone, make_state, same_bits
 
 OPS = ["picard_step", "multisecant_step", "broyden_step"]
 # In test_shine.py, test_neural_collapse_ops.py and test_fc.py.
@@ -193,7 +193,7 @@ class TestArguments:
         tensors = [state[name] for name in case.names]
         scalars = list(case.scalars())
         with pytest.raises(RuntimeError, match="`method` must be 0 to 3, got 4"):
-            torch.ops.deqfast.multisecant_step(*tensors, *scalars[:5], 4, *scalars[6:])
+            torch.ops.deqfast.multisecant_step(*tensors, *scalars[:7], 4, *scalars[8:])
         with pytest.raises(RuntimeError, match="`k` must not be negative, got -1"):
             torch.ops.deqfast.multisecant_step(*tensors, -1, *scalars[1:])
 
@@ -241,16 +241,16 @@ class TestAccuracy:
         case = Case(method, size=500, history=40, k=43, dtype=torch.float64, wobble=1.0)
         check_step(self.step(case), case)
 
-    EVENTS = ("run", "done", "nan", "inf", "overflow", "converged", "zero", "stalled", "degenerate")
+    EVENTS = ("run", "done", "nan", "inf", "overflow", "tiny", "converged", "zero", "stalled", "degenerate")
 
     def befallen(self, method, **settings):
         rows = tuple(event for event in self.EVENTS if method or event != "degenerate")
         return Case(method, batch=len(rows), size=70, history=3, k=6, stall_floor=1e-3, rows=rows, **settings)
 
     @pytest.mark.parametrize("method", [None, *METHODS])
-    @pytest.mark.parametrize("absolute", [False, True])
-    def test_what_can_befall_a_sample(self, method, absolute):
-        check_step(self.step(Case(method)), self.befallen(method, absolute=absolute))
+    @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+    def test_what_can_befall_a_sample(self, method, rule):
+        check_step(self.step(Case(method)), self.befallen(method, **rule))
 
     def test_the_last_evaluation_is_judged_only(self):
         check_step(self.step(Case(None)), self.befallen(None, last=True))

@@ -31,13 +31,14 @@ def monitor(batch: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
 class TestPicardStep:
     """One sample of two elements each; z = (3, 4) or as said, best = (9, 9)."""
 
-    def step(self, z, fz, k=2, last=False, tol=0.1, absolute=False, stall_floor=0.0, damping=1.0, **records):
+    def step(self, z, fz, k=2, last=False, tol=0.1, absolute=False, stall_floor=0.0, damping=1.0, **more):
         z, fz = torch.tensor([z], dtype=torch.float32), torch.tensor([fz], dtype=torch.float32)
         state = monitor(1)
-        for name, value in records.items():
+        rule = k, last, tol, absolute, stall_floor, more.pop("offset", 0.0), more.pop("maximum", False)
+        for name, value in more.items():
             state[name][:] = torch.tensor(value, dtype=state[name].dtype).view_as(state[name])
         best = torch.full_like(z, 9.0)
-        picard_step(z, fz, best, *state.values(), k, last, tol, absolute, stall_floor, damping)
+        picard_step(z, fz, best, *state.values(), *rule, damping)
         after = {name: tensor.flatten().tolist() for name, tensor in state.items()}
         return {"z": z[0].tolist(), "best": best[0].tolist(), **after}
 
@@ -71,12 +72,28 @@ class TestPicardStep:
         assert after["best"] == [9, 9]
         assert_close(torch.tensor(after["residual"]), torch.tensor([0.9, 4.0]), rounding(torch.float32))
 
-    @pytest.mark.parametrize("bad", [NAN, INF, -INF, 2e19])
+    @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     def test_a_value_that_is_not_finite(self, bad):
         after = self.step([3, 4], [6, bad], residual=[0.5, 5.0], gain=[0.5, 1.0])
         assert after["status"] == [Status.NONFINITE] and after["active"] == [0] and after["iterations"] == [3]
         assert after["z"] == after["best"] == [9, 9]
         assert after["residual"] == [0.5, 5.0] and after["gain"] == [0.5, 1.0]
+
+    @pytest.mark.parametrize("scale", [1e-40, 1e-25, 1.0, 1e20, 1e37])
+    @pytest.mark.parametrize(("maximum", "absolute"), [(False, 5.0), (True, 4.0)])
+    def test_any_scale(self, maximum, absolute, scale):
+        after = self.step([3 * scale, 4 * scale], [6 * scale, 8 * scale], maximum=maximum)
+        relative, length = after["residual"]
+        assert (relative, length / scale) == pytest.approx((0.5, absolute), rel=1e-4) and after["status"] == [0]
+
+    def test_a_length_beyond_the_dtype_is_its_largest_number(self):
+        largest = torch.finfo(torch.float32).max
+        assert self.step([0, 0], [largest, largest])["residual"] == [1.0, largest]
+
+    @pytest.mark.parametrize("tol", [0.4, 0.42])
+    def test_the_offset_is_added_to_the_size(self, tol):
+        after = self.step([3, 4], [6, 8], offset=2.0, tol=tol)  # 5 / (10 + 2)
+        assert after["residual"] == [pytest.approx(5 / 12), 5.0] and after["status"] == [tol > 5 / 12]
 
     def test_zero_over_zero(self):
         after = self.step([0, 0], [0, 0])
@@ -207,7 +224,7 @@ def test_a_first_multisecant_step_is_a_mixed_picard_step_and_starts_the_history(
     z, fz = torch.zeros(1, 2), torch.tensor([[2.0, 4.0]])
     left, df = (torch.full((1, 3, 2), NAN) for _ in range(2))
     gram = torch.full((1, 5, 3), NAN)
-    rule = (0, False, 1e-3, False, 0.0)
+    rule = (0, False, 1e-3, False, 0.0, 0.0, False)
     multisecant_step(z, fz, z.clone(), *monitor(1).values(), z, left, df, gram, *rule, ANDERSON_II, 0.5, 0.5, 0.0)
     assert z.tolist() == left[:, 0].tolist() == [[0.5, 1.0]]
     assert left[:, 1:].isnan().all() and df.isnan().all() and gram.isnan().all()
@@ -218,7 +235,7 @@ def test_the_last_evaluation_leaves_state_and_history_alone():
     z, f_prev = torch.randn(1, 2), torch.randn(1, 2)
     before = [t.clone() for t in (z, *tensors)]
     records = monitor(1)
-    rule = (2, True, 1e-3, False, 0.0)
+    rule = (2, True, 1e-3, False, 0.0, 0.0, False)
     multisecant_step(z, z + 1, z.clone(), *records.values(), f_prev, *tensors, *rule, BROYDEN_GOOD, 1.0, 1.0, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, (z, *tensors), strict=True))
     assert records["iterations"].tolist() == [3]

@@ -26,6 +26,7 @@ from deqfast.testing import (
     non_normal,
     rounding,
     sawtooth,
+    solved,
     tanh,
 )
 
@@ -307,6 +308,43 @@ def test_a_short_history_dtype_costs_few_iterations(name, kernel, device):
     assert full.evaluations <= short.evaluations <= 2 * full.evaluations
 
 
+@every_solver
+@pytest.mark.parametrize("norm", ["euclidean", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_contractions_of_any_scale(name, norm, dtype, kernel, device):
+    limits = torch.finfo(dtype)
+    scales = torch.tensor([limits.tiny**0.8, limits.tiny**0.66, 1.0, limits.max**0.52, limits.max**0.78], dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 6, generator=generator, dtype=torch.float64).mul(0.15).to(device, dtype)
+    c = torch.randn(5, 6, generator=generator, dtype=torch.float64).to(dtype).mul(scales[:, None]).to(device)
+    solution = solve(lambda z: z @ weight.T + c, torch.zeros_like(c), SOLVERS[name](tol=1e-3, norm=norm), kernel)
+    assert solution.converged.all()
+
+    unit, value = c.cpu().double() / scales[:, None], solution.value.cpu().double() / scales[:, None]
+    matrix, order = weight.cpu().double(), 2 if norm == "euclidean" else math.inf
+    f = value @ matrix.T + unit
+    absolute, size = (torch.linalg.vector_norm(v, order, dim=1) for v in (f - value, f))
+    assert_close(solution.residual.cpu(), absolute / size, rounding(torch.float32) / 1e-3)
+    assert_close(solution.residual_abs.cpu() / scales, absolute, rounding(torch.float32) / 1e-3)
+    for one, fixed in zip(value, torch.linalg.solve(torch.eye(6) - matrix, unit.T).T, strict=True):
+        assert_close(one, fixed, solved(1e-3))
+
+
+@every_solver
+def test_an_absolute_tolerance_finds_zero(name, kernel, device):
+    """f(z) = J z, whose relative residual falls no more than z does."""
+    rates = torch.linspace(0.2, 0.7, 6, device=device)
+    z0 = torch.ones(2, 6, device=device) * torch.tensor([[1.0], [1e-3]], device=device)
+    relative = solve(lambda z: rates * z, z0, Picard(tol=1e-3), kernel)
+    assert not relative.converged.any()
+    solution = solve(lambda z: rates * z, z0, SOLVERS[name](tol=1e-3, atol=1e-8, max_iter=60), kernel)
+    assert solution.converged.all()
+    value = solution.value.double()
+    g, f = (rates.double() - 1) * value, rates.double() * value
+    assert (g.norm(dim=1) <= 1e-8 + 1e-3 * f.norm(dim=1)).all() and (value.norm(dim=1) < 1e-7).all()
+    assert_close(solution.residual, g.norm(dim=1) / (f.norm(dim=1) + 1e-5), rounding(torch.float32))
+
+
 @multisecant
 def test_a_history_of_pairs_takes_the_memory_it_says(name):
     kernel = choose_kernel("torch", torch.device("cpu"))
@@ -367,6 +405,11 @@ BAD_ARGUMENTS = [
             ("max_iter", True, TypeError),
             ("stop", "relative", ValueError),
             ("stop", None, ValueError),
+            ("atol", -1e-9, ValueError),
+            ("atol", 1e18, ValueError),
+            ("atol", "small", TypeError),
+            ("norm", 2, ValueError),
+            ("norm", "l1", ValueError),
         ]
     ),
     *(
@@ -404,6 +447,12 @@ def test_bad_arguments_are_named_with_their_value(solver, argument, value, error
     with pytest.raises(error) as raised:
         solver(**{argument: value})
     assert str(raised.value).startswith(f"{argument} must be ") and repr(value) in str(raised.value)
+
+
+@every_solver
+def test_an_absolute_stop_has_one_tolerance(name):
+    with pytest.raises(ValueError, match="atol must be 0 with stop='abs'.* got 1e-06"):
+        SOLVERS[name](stop="abs", atol=1e-6)
 
 
 @pytest.mark.parametrize("solver", [Picard, Anderson, Broyden])

@@ -20,19 +20,21 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float tiny = FLT_MIN, max = FLT_MAX, infinity = HUGE_VALF;
+  static constexpr float tiny = FLT_MIN, epsilon = FLT_EPSILON, max = FLT_MAX, infinity = HUGE_VALF;
 };
 template <>
 struct Limits<double> {
-  static constexpr double tiny = DBL_MIN, max = DBL_MAX, infinity = HUGE_VAL;
+  static constexpr double tiny = DBL_MIN, epsilon = DBL_EPSILON, max = DBL_MAX, infinity = HUGE_VAL;
 };
 
 template <class T>
 struct StopRule {
   int64_t k;      // evaluations of f before this one
   T tol;
-  bool absolute;  // tol bounds |f(z) - z| instead of |f(z) - z| / |f(z)|
+  bool absolute;  // tol bounds |f(z) - z| instead of |f(z) - z| / (|f(z)| + offset)
   T stall_floor;  // relative residual below which a sample may stall; 0: never
+  T offset;
+  bool maximum;   // norms are the largest magnitudes, not the Euclidean ones
   bool last;      // no further evaluation follows, so no step is taken
 };
 
@@ -52,22 +54,74 @@ struct Verdict {
   bool advance;   // the sample takes another step
 };
 
-// `res_sq` and `f_sq` are |f(z) - z|^2 and |f(z)|^2. The caller decrements `active` when a sample neither advances
-// nor is running; that is whenever its status changed.
+// A number for f(z) - z and one for f(z).
 template <class T>
-DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, T res_sq, T f_sq, const StopRule<T>& rule) {
+struct Norms {
+  T res, f;
+};
+
+// Whether a sum of squares tells the length of a vector: it has neither overflown nor, with terms that underflow, lost
+// more than its rounding.
+template <class T>
+DEQFAST_HD bool is_sound(T square) {
+  return square >= Limits<T>::tiny / Limits<T>::epsilon && square <= Limits<T>::max;
+}
+
+// |x|, or infinity where x is NaN, which no comparison would keep.
+template <class T>
+DEQFAST_HD T magnitude(T x) {
+  const T size = x < 0 ? -x : x;
+  return size <= Limits<T>::max ? size : Limits<T>::infinity;
+}
+
+template <class T>
+DEQFAST_HD T larger(T a, T b) {
+  return a > b ? a : b;
+}
+
+// What a vector is divided by before its squares are added up once more, by its largest magnitude.
+template <class T>
+DEQFAST_HD Norms<T> scale_of(const Norms<T>& largest) {
+  return {larger(largest.res, Limits<T>::tiny), larger(largest.f, Limits<T>::tiny)};
+}
+
+// The length of a vector by its sum of squares if that is sound, else by the one of the vector over `scale`.
+template <class T>
+DEQFAST_HD T length_of(T square, T scale, T scaled_square) {
+  if (is_sound(square)) return sqrt(square);
+  const T length = scale * sqrt(scaled_square);
+  return scale <= Limits<T>::max && length > Limits<T>::max ? Limits<T>::max : length;
+}
+
+// The norms of the rule. `vectors` are f(z) - z and f(z); they are read again for their largest magnitudes, and once more
+// for the sums of squares of both over a scale, where `squares`, the plain sums, do not do. Inlined, so that a CPU runs it
+// with the instructions of its caller.
+template <class T, class Vectors>
+__attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRule<T>& rule, const Norms<T>& squares, const Vectors& vectors) {
+  if (!rule.maximum && is_sound(squares.res) && is_sound(squares.f)) {
+    return {static_cast<T>(sqrt(squares.res)), static_cast<T>(sqrt(squares.f))};
+  }
+  const Norms<T> largest = vectors.largest();
+  if (rule.maximum) return largest;
+  const Norms<T> scale = scale_of(largest), scaled = vectors.squares_over(scale);
+  return {length_of(squares.res, scale.res, scaled.res), length_of(squares.f, scale.f, scaled.f)};
+}
+
+// The caller decrements `active` when a sample neither advances nor is running; that is whenever its status changed.
+template <class T>
+DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, const Norms<T>& norms, const StopRule<T>& rule) {
   T* rel_best = m.residual + row;
   T* abs_best = m.residual + m.batch + row;
   T* gain_rel = m.gain + row;
   T* gain_k = m.gain + m.batch + row;
   m.iterations[row] = static_cast<int32_t>(rule.k + 1);
 
-  const T res_abs = sqrt(res_sq), f_norm = sqrt(f_sq);
-  if (!(res_abs <= Limits<T>::max && f_norm <= Limits<T>::max)) {
+  const T res_abs = norms.res;
+  if (!(res_abs <= Limits<T>::max && norms.f <= Limits<T>::max)) {
     m.status[row] = kNonfinite;
     return {false, true, false};
   }
-  const T quotient = res_abs / (f_norm > Limits<T>::tiny ? f_norm : Limits<T>::tiny);
+  const T quotient = res_abs > 0 ? res_abs / (norms.f + rule.offset) : T(0);
   const T res_rel = quotient < Limits<T>::max ? quotient : Limits<T>::max;
   const T measure = rule.absolute ? res_abs : res_rel;
   const bool improved = measure < (rule.absolute ? *abs_best : *rel_best);

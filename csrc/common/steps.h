@@ -11,8 +11,8 @@
 namespace deqfast {
 
 template <class T>
-StopRule<T> rule_of(int64_t k, bool last, double tol, bool absolute, double stall_floor) {
-  return {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), last};
+StopRule<T> rule_of(int64_t k, bool last, double tol, bool absolute, double stall_floor, double offset, bool maximum) {
+  return {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), static_cast<T>(offset), maximum, last};
 }
 
 template <class T>
@@ -28,7 +28,8 @@ struct PicardParams {
 
 template <class Device>
 void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
-                 Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double damping) {
+                 Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double offset,
+                 bool maximum, double damping) {
   const Checker check{"picard_step", z};
   check.check_rows();
   const int64_t batch = z.size(0), dim = z.size(1);
@@ -37,7 +38,7 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
     const PicardParams<T> params{
         check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
         check.out<T>("best", best, {batch, dim}), dim, check.monitor<T>(status, iterations, residual, gain, active),
-        rule_of<T>(k, last, tol, absolute, stall_floor), static_cast<T>(damping)};
+        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), static_cast<T>(damping)};
     Device::run(params, z);
   });
 }
@@ -65,8 +66,8 @@ struct MultisecantParams {
 template <class Device>
 void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                       Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
-                      double tol, bool absolute, double stall_floor, int64_t method, double alpha, double beta,
-                      double ridge) {
+                      double tol, bool absolute, double stall_floor, double offset, bool maximum, int64_t method,
+                      double alpha, double beta, double ridge) {
   const Checker check{"multisecant_step", z};
   check.check_rows();
   STD_TORCH_CHECK(k >= 0, check.op, ": `k` must not be negative, got ", k);
@@ -81,8 +82,8 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
         check.out<T>("best", best, {batch, dim}), check.in<T>("f_prev", f_prev, {batch, dim}),
         check.out<H>("left", left, {batch, pairs, dim}), check.out<H>("df", df, {batch, pairs, dim}),
         check.out<T>("gram", gram, {batch, pairs + 2, pairs}), dim, window,
-        check.monitor<T>(status, iterations, residual, gain, active), rule_of<T>(k, last, tol, absolute, stall_floor),
-        method, static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)};
+        check.monitor<T>(status, iterations, residual, gain, active),
+        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), method, static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)};
     Device::run(params, z);
   });
 }
@@ -103,7 +104,7 @@ struct BroydenParams {
 template <class Device>
 void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
                   Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last, double tol,
-                  bool absolute, double stall_floor) {
+                  bool absolute, double stall_floor, double offset, bool maximum) {
   const Checker check{"broyden_step", z};
   check.check_rows();
   const int64_t batch = z.size(0), dim = z.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
@@ -117,7 +118,8 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
         check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
         check.out<T>("best", best, {batch, dim}), check.out<T>("steps", steps, {batch, rows, dim}),
         check.out<T>("gram", gram, {batch, rows, rows}), check.out<int32_t>("first", first, {batch}), dim, rows,
-        check.monitor<T>(status, iterations, residual, gain, active), rule_of<T>(k, last, tol, absolute, stall_floor)};
+        check.monitor<T>(status, iterations, residual, gain, active),
+        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum)};
     Device::run(params, z);
   });
 }

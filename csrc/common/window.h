@@ -27,8 +27,7 @@ struct Window {
 
 template <class T>
 DEQFAST_HD T inverse_length(T square) {
-  const T scale = T(1) / sqrt(square);
-  return scale <= Limits<T>::max ? scale : T(0);  // also where the square is NaN
+  return is_sound(square) ? T(1) / sqrt(square) : T(0);
 }
 
 // The threads that solve one window together: one on the CPU, a warp on a GPU.

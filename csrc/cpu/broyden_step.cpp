@@ -78,11 +78,12 @@ struct BroydenStep {
       sample.c[j] = of_j[j] == T(0) ? 0.0 : sum / static_cast<double>(of_j[j]);
       finite = finite && std::fabs(sample.c[j]) <= static_cast<double>(Limits<T>::max);
     }
-    return finite && std::fabs(1.0 - sample.c[n - 1]) >= kPivotFloor;
+    const T square = gram[(n - 1) * a.rows + n - 1];
+    return finite && (square == T(0) || is_sound(square)) && std::fabs(1.0 - sample.c[n - 1]) >= kPivotFloor;
   }
 
   DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
-    sample.verdict = judge_sums(a.monitor, row, sums, a.rule);
+    sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.rule.last) return;
     sample.first = std::clamp(a.first[row], 0, n);
     if (n && !solve(row, sums, sample)) sample.first = a.first[row] = n;  // a new start with a Picard step

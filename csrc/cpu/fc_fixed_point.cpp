@@ -12,6 +12,7 @@
 
 #include "../common/fc_ops.h"
 #include "activations.h"
+#include "judged.h"
 
 namespace deqfast {
 namespace {
@@ -111,8 +112,8 @@ DEQFAST_INLINE bool settle(const FcArgs<T>& a, const Block<T>& b, int64_t i, con
     f_sq[n & 1] += value * value;
   }
   const int64_t sample = b.first + b.index[i];
-  const Verdict verdict = judge(a.monitor, sample, static_cast<T>(sum<T>(res_sq[0] + res_sq[1])),
-                                static_cast<T>(sum<T>(f_sq[0] + f_sq[1])), rule);
+  const Norms<T> squares{static_cast<T>(sum<T>(res_sq[0] + res_sq[1])), static_cast<T>(sum<T>(f_sq[0] + f_sq[1]))};
+  const Verdict verdict = judge(a.monitor, sample, norms_of(rule, squares, Vectors<T>{z, f, a.dim}), rule);
   if (verdict.improved) memcpy(a.value + sample * a.dim, z, a.dim * sizeof(T));
   return verdict.advance;
 }

@@ -99,7 +99,7 @@ struct MultisecantStep {
 
   // Judge; enter the newest pair in the window matrix and solve for gamma.
   DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
-    sample.verdict = judge_sums(a.monitor, row, sums, a.rule);
+    sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.pairs() == 0) return;
     T* gram = a.gram + row * (a.window.history + 2) * a.window.history;
     for (int slot = kSlots; slot < slots(kFirst); ++slot) sample.dots[slot - kSlots] = sums.total(slot);

@@ -36,7 +36,7 @@ struct PicardStep {
   }
 
   DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
-    sample.verdict = judge_sums(a.monitor, row, sums, a.rule);
+    sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
   }
 
   DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {

@@ -65,13 +65,78 @@ struct BlockSums {
   }
 };
 
+// x of all threads of the block, combined two by two in an order of its own.
+template <class T, class Combine>
+__device__ T over_block(T x, const Combine& combine) {
+  __shared__ T slots[kWarps];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  __syncthreads();  // slots of a call before are no longer read
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = slots[0];
+  for (int w = 1; w < kWarps; ++w) x = combine(x, slots[w]);
+  return x;
+}
+
+// The columns [begin, end) of a sample's f(z) - z and f(z), for all threads of a block.
+template <class T>
+struct BlockVectors {
+  const T *z, *fz;
+  int64_t begin, end;
+
+  __device__ Norms<T> largest() const {
+    Norms<T> x = {};
+    for (int64_t d = begin + threadIdx.x; d < end; d += kThreads) {
+      x = {larger(x.res, magnitude(fz[d] - z[d])), larger(x.f, magnitude(fz[d]))};
+    }
+    const auto combine = [](T a, T b) { return larger(a, b); };
+    return {over_block(x.res, combine), over_block(x.f, combine)};
+  }
+  __device__ Norms<T> squares_over(const Norms<T>& scale) const {
+    Norms<T> x = {};
+    for (int64_t d = begin + threadIdx.x; d < end; d += kThreads) {
+      const T g = (fz[d] - z[d]) / scale.res, f = fz[d] / scale.f;
+      x = {x.res + g * g, x.f + f * f};
+    }
+    const auto combine = [](T a, T b) { return a + b; };
+    return {over_block(x.res, combine), over_block(x.f, combine)};
+  }
+};
+
+// The same of a whole sample by the norms of its parts, which lie `stride` elements from each other.
+template <class T>
+struct PartNorms {
+  const T* parts;
+  int64_t stride;
+  unsigned count;
+
+  __device__ Norms<T> at(unsigned part) const { return {parts[part * stride], parts[part * stride + 1]}; }
+  __device__ Norms<T> largest() const {
+    Norms<T> x = {};
+    for (unsigned part = 0; part < count; ++part) {
+      x = {larger(x.res, magnitude(at(part).res)), larger(x.f, magnitude(at(part).f))};
+    }
+    return x;
+  }
+  __device__ Norms<T> squares_over(const Norms<T>& scale) const {
+    Norms<T> x = {};
+    for (unsigned part = 0; part < count; ++part) {
+      const T g = at(part).res / scale.res, f = at(part).f / scale.f;
+      x = {x.res + g * g, x.f + f * f};
+    }
+    return x;
+  }
+};
+
 // The judgement of the block's sample, by thread 0 and for all. A barrier must lie between the threads' reads of the
 // status and this call.
 template <class T>
-__device__ Verdict judge_sample(const Monitor<T>& monitor, int64_t row, T res_sq, T f_sq, const StopRule<T>& rule) {
+__device__ Verdict judge_sample(const Monitor<T>& monitor, int64_t row, const Norms<T>& norms,
+                                const StopRule<T>& rule) {
   __shared__ Verdict verdict;
   if (threadIdx.x == 0) {
-    verdict = judge(monitor, row, res_sq, f_sq, rule);
+    verdict = judge(monitor, row, norms, rule);
     if (!verdict.advance) atomicSub(monitor.active, 1);
   }
   __syncthreads();
@@ -88,8 +153,8 @@ __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, 
   __syncthreads();
 }
 
-// Where few samples are long, several blocks share a sample: the first launch leaves partial sums, and in the second
-// every block adds them in the same order and reaches the same verdict, from records as they were before it.
+// Where few samples are long, several blocks share a sample: the first launch leaves partial sums and the norms of the
+// parts, and in the second every block adds them in the same order and reaches the same verdict, from records as they were before it.
 template <class T>
 struct Snapshot {
   T residual[2], gain[2];
@@ -108,14 +173,14 @@ struct Snapshot {
 
 // As judge_sample; the first of the sample's blocks enters what was judged in the records.
 template <class T>
-__device__ Verdict judge_shared_sample(const Snapshot<T>& snapshot, const Monitor<T>& monitor, int64_t row, T res_sq,
-                                       T f_sq, const StopRule<T>& rule) {
+__device__ Verdict judge_shared_sample(const Snapshot<T>& snapshot, const Monitor<T>& monitor, int64_t row,
+                                       const Norms<T>& norms, const StopRule<T>& rule) {
   __shared__ Verdict verdict;
   if (threadIdx.x == 0) {
     Snapshot<T> now = snapshot;
     int8_t status = kRunning;
     int32_t iterations;
-    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.gain, nullptr, 1}, 0, res_sq, f_sq, rule);
+    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.gain, nullptr, 1}, 0, norms, rule);
     if (blockIdx.y == 0) {
       monitor.status[row] = status;
       monitor.iterations[row] = iterations;

@@ -30,6 +30,7 @@ constexpr int kQuad = 4;                 // columns of f per lane
 constexpr int kPass = 32 * kQuad;        // columns that a warp takes at once
 constexpr int kTileBytes = 32 * 1024;    // of z for the largest tile
 constexpr int kAlignment = 64;           // bytes; of the longest vector, 16 samples of z
+enum Measure { kResSq, kFSq, kRes, kF, kMeasures };  // of some columns of f - z and f: sums of squares, norms of the rule
 constexpr int kReservedBytes = 2 * 1024;  // for the records of the judge
 
 // How W is cut. `lanes` lanes of a warp share the columns of a pass; the others of the 32 take other k.
@@ -50,7 +51,7 @@ struct FcParams {
   bool whole;          // rows of W can be read by kQuad elements
   Plan plan;
   T* exchange;         // (teams, 2, D, Rows): f
-  T* norms;            // (teams, 2, team, Rows, 2): parts of |f - z|^2 and |f|^2
+  T* norms;            // (teams, 2, team, Rows, kMeasures)
   unsigned* arrivals;  // (teams,)
 };
 
@@ -69,7 +70,7 @@ template <class T, int Rows>
 struct Records {
   int8_t status[Rows];
   int32_t iterations[Rows];
-  T residual[2 * Rows], gain[2 * Rows], sums[Rows][2];
+  T residual[2 * Rows], gain[2 * Rows], measures[Rows][kMeasures];
   bool improved[Rows];
 };
 
@@ -95,6 +96,13 @@ template <class T>
 __device__ T warp_sum(T x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+template <class T>
+__device__ T warp_max(T x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
 }
 
@@ -199,42 +207,75 @@ __device__ inline void team_barrier(unsigned* arrivals, unsigned target) {
   __syncthreads();
 }
 
-// The block's parts of |f - z|^2 and |f|^2 of every sample, to `to` (Rows, 2).
-template <class T, class H, int Rows>
-__device__ void measure(const Slice<T, H>& s, T* to) {
-  const int lane = threadIdx.x % 32;
-  for (int r = threadIdx.x / 32; r < Rows; r += kWarps) {
-    T res_sq = 0, f_sq = 0;
-    for (int j = lane; j < s.valid; j += 32) {
-      const T f = s.f[j * Rows + r], g = f - s.z[(s.first + j) * Rows + r];
-      res_sq += g * g;
-      f_sq += f * f;
+// Two vectors of one sample for a warp, whose elements i of 0 .. count are `at(i)`.
+template <class T, class At>
+struct WarpVectors {
+  At at;
+  int count;
+
+  __device__ Norms<T> largest() const {
+    Norms<T> x = {};
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      const Norms<T> v = at(i);
+      x = {larger(x.res, magnitude(v.res)), larger(x.f, magnitude(v.f))};
     }
-    res_sq = warp_sum(res_sq);
-    f_sq = warp_sum(f_sq);
-    if (lane == 0) {
-      to[2 * r] = res_sq;
-      to[2 * r + 1] = f_sq;
+    return {warp_max(x.res), warp_max(x.f)};
+  }
+  __device__ Norms<T> squares_over(const Norms<T>& scale) const {
+    Norms<T> x = {};
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      const Norms<T> v = at(i);
+      x = {x.res + v.res / scale.res * (v.res / scale.res), x.f + v.f / scale.f * (v.f / scale.f)};
     }
+    return {warp_sum(x.res), warp_sum(x.f)};
+  }
+};
+
+// Sums of squares and norms, to `to` (kMeasures), of the vectors whose elements are `at(i)`; `squares(i)` are theirs.
+template <class T, class Squares, class At>
+__device__ void measure_vectors(const StopRule<T>& rule, int count, const Squares& squares, const At& at, T* to) {
+  Norms<T> sums = {};
+  for (int i = threadIdx.x % 32; i < count; i += 32) {
+    const Norms<T> v = squares(i);
+    sums = {sums.res + v.res, sums.f + v.f};
+  }
+  sums = {warp_sum(sums.res), warp_sum(sums.f)};
+  const Norms<T> norms = norms_of(rule, sums, WarpVectors<T, At>{at, count});
+  if (threadIdx.x % 32 == 0) {
+    to[kResSq] = sums.res;
+    to[kFSq] = sums.f;
+    to[kRes] = norms.res;
+    to[kF] = norms.f;
   }
 }
 
-// The norms of the whole samples from the parts of the `team` blocks, in the warp that judges the sample.
-template <class T, int Rows>
-__device__ void gather_norms(const T* parts, int team, Records<T, Rows>& records) {
-  const int lane = threadIdx.x % 32;
+// What the block's columns are of every sample's f - z and f, to `to` (Rows, kMeasures).
+template <class T, class H, int Rows>
+__device__ void measure(const Slice<T, H>& s, const StopRule<T>& rule, T* to) {
   for (int r = threadIdx.x / 32; r < Rows; r += kWarps) {
-    T res_sq = 0, f_sq = 0;
-    for (int rank = lane; rank < team; rank += 32) {
-      res_sq += __ldcg(parts + (rank * Rows + r) * 2);
-      f_sq += __ldcg(parts + (rank * Rows + r) * 2 + 1);
-    }
-    res_sq = warp_sum(res_sq);
-    f_sq = warp_sum(f_sq);
-    if (lane == 0) {
-      records.sums[r][0] = res_sq;
-      records.sums[r][1] = f_sq;
-    }
+    const auto at = [&](int j) {
+      const T f = s.f[j * Rows + r];
+      return Norms<T>{f - s.z[(s.first + j) * Rows + r], f};
+    };
+    const auto squares = [&](int j) {
+      const Norms<T> v = at(j);
+      return Norms<T>{v.res * v.res, v.f * v.f};
+    };
+    measure_vectors(rule, s.valid, squares, at, to + r * kMeasures);
+  }
+}
+
+// The same of whole samples from the parts of the `team` blocks, in the warp that judges the sample.
+template <class T, int Rows>
+__device__ void gather_norms(const T* parts, int team, const StopRule<T>& rule, Records<T, Rows>& records) {
+  for (int r = threadIdx.x / 32; r < Rows; r += kWarps) {
+    const auto two = [&](int rank, int which) {
+      const T* of_rank = parts + (rank * Rows + r) * kMeasures + which;
+      return Norms<T>{__ldcg(of_rank), __ldcg(of_rank + 1)};
+    };
+    const auto squares = [&](int rank) { return two(rank, kResSq); };
+    const auto at = [&](int rank) { return two(rank, kRes); };
+    measure_vectors(rule, team, squares, at, records.measures[r]);
   }
 }
 
@@ -247,7 +288,8 @@ __device__ bool judge_tile(Records<T, Rows>& records, const StopRule<T>& rule) {
     records.improved[r] = false;
     if (records.status[r] != kRunning) continue;
     const Monitor<T> monitor{records.status, records.iterations, records.residual, records.gain, nullptr, Rows};
-    const Verdict verdict = judge(monitor, r, records.sums[r][0], records.sums[r][1], rule);
+    const T* measures = records.measures[r];
+    const Verdict verdict = judge(monitor, r, Norms<T>{measures[kRes], measures[kF]}, rule);
     records.improved[r] = verdict.improved;
     advance = advance || verdict.advance;
   }
@@ -291,15 +333,15 @@ __device__ void solve_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Record
     evaluate<T, H, Rows>(p, s, row);
     const T* next = s.f;
     if (p.plan.team == 1) {
-      measure<T, H, Rows>(s, &records.sums[0][0]);
+      measure<T, H, Rows>(s, rule, &records.measures[0][0]);
     } else {
       const int64_t buffer = 2 * team + step % 2;
       T* shared_f = p.exchange + buffer * p.dim * Rows;
-      T* parts = p.norms + buffer * p.plan.team * Rows * 2;
+      T* parts = p.norms + buffer * p.plan.team * Rows * kMeasures;
       for (int e = threadIdx.x; e < s.valid * Rows; e += kThreads) shared_f[s.first * Rows + e] = s.f[e];
-      measure<T, H, Rows>(s, parts + rank * Rows * 2);
+      measure<T, H, Rows>(s, rule, parts + rank * Rows * kMeasures);
       team_barrier(p.arrivals + team, (step + 1) * p.plan.team);
-      gather_norms<T, Rows>(parts, p.plan.team, records);
+      gather_norms<T, Rows>(parts, p.plan.team, rule, records);
       next = shared_f;
     }
     const bool advance = judge_tile<T, Rows>(records, rule);
@@ -397,7 +439,7 @@ void launch_rows(FcParams<T, H> params, const Tensor& c, int processors) {
     check_launch(kOp);
     return;
   }
-  const int64_t teams = params.teams, f_size = 2 * params.dim * Rows, norms_size = 2 * plan.team * Rows * 2;
+  const int64_t teams = params.teams, f_size = 2 * params.dim * Rows, norms_size = 2 * plan.team * Rows * kMeasures;
   const int64_t elements = teams * (f_size + norms_size);
   const Tensor workspace = torch::stable::new_empty(c, {elements});
   const Tensor arrivals = torch::stable::new_empty(c, {teams}, ScalarType::Int);

@@ -21,6 +21,14 @@ struct WarpLanes {
 // The sums of sweep 1: four squares, then L^T g, L^T y and, for Anderson I, L^T s, of n pairs each.
 enum Sum { kResSq, kFSq, kSSq, kYSq, kDots };
 constexpr int kMaxSums = kDots + 3 * kMaxGpuHistory;
+constexpr int kLeft = kMaxSums + 2;  // what a block leaves of its part of a sample: the sums, and the norms of the rule
+
+template <class T, class H>
+__device__ Norms<T> norms_of_columns(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns,
+                                     const T* totals) {
+  const BlockVectors<T> vectors{p.z + row * p.dim, p.fz + row * p.dim, columns.begin, columns.end};
+  return norms_of(p.rule, {totals[kResSq], totals[kFSq]}, vectors);
+}
 
 template <class T, class H>
 __device__ int sums_of(const MultisecantParams<T, H>& p) {
@@ -213,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(c
   if (p.monitor.status[row] != kRunning) return;
   const Columns columns(p.dim);
   sweep_left<T, H, WithLs, N>(p, row, columns, sums);
-  const Verdict verdict = judge_sample(p.monitor, row, sums.totals[kResSq], sums.totals[kFSq], p.rule);
+  const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
   carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
   if (!verdict.advance || p.rule.last) return;
   const int n = p.window.size(), m = p.window.history;
@@ -232,7 +240,7 @@ template <class T>
 struct Exchange {
   Snapshot<T>* snapshots;  // (B,)
   T* old_rows;             // (B, 32): the row of the window matrix that the newest pair replaces
-  T* sums;                 // (B, blocks, kMaxSums)
+  T* sums;                 // (B, blocks, kLeft)
   T* dots;                 // (B, blocks, 32)
 };
 
@@ -249,8 +257,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     const T* gram_row = p.gram + (row * (m + 2) + p.window.newest()) * m;
     exchange.old_rows[row * kMaxGpuHistory + threadIdx.x] = gram_row[threadIdx.x];
   }
-  sweep_left<T, H, WithLs, N>(p, row, Columns(p.dim), sums);
-  T* to = exchange.sums + (row * gridDim.y + blockIdx.y) * kMaxSums;
+  const Columns columns(p.dim);
+  sweep_left<T, H, WithLs, N>(p, row, columns, sums);
+  const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
+  T* to = exchange.sums + (row * gridDim.y + blockIdx.y) * kLeft;
+  if (threadIdx.x == 0) {
+    to[kMaxSums] = norms.res;
+    to[kMaxSums + 1] = norms.f;
+  }
   for (int v = threadIdx.x; v < sums_of(p); v += kThreads) to[v] = sums.totals[v];
 }
 
@@ -286,16 +300,18 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
   __shared__ bool last_to_end;
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
+  const T* partials = exchange.sums + row * gridDim.y * kLeft;
   for (int v = threadIdx.x; v < sums_of(p); v += kThreads) {
     T total = 0;
     for (unsigned part = 0; part < gridDim.y; ++part) {
-      total += exchange.sums[(row * gridDim.y + part) * kMaxSums + v];
+      total += partials[part * kLeft + v];
     }
     sums.totals[v] = total;
   }
   __syncthreads();
-  const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, sums.totals[kResSq],
-                                              sums.totals[kFSq], p.rule);
+  const Norms<T> norms = norms_of(p.rule, {sums.totals[kResSq], sums.totals[kFSq]},
+                                  PartNorms<T>{partials + kMaxSums, kLeft, gridDim.y});
+  const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
   carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
   if (!verdict.advance || p.rule.last) return;
@@ -328,11 +344,11 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   } else {
     const int64_t snapshots = batch * sizeof(Snapshot<T>), parts = int64_t(batch) * blocks;
     const Tensor memory =
-        workspace(z, snapshots + (int64_t(batch) * kMaxGpuHistory + parts * (kMaxSums + kMaxGpuHistory)) * sizeof(T));
+        workspace(z, snapshots + (int64_t(batch) * kMaxGpuHistory + parts * (kLeft + kMaxGpuHistory)) * sizeof(T));
     char* at = static_cast<char*>(memory.mutable_data_ptr());
     T* rows = reinterpret_cast<T*>(at + snapshots);
     T* sums = rows + int64_t(batch) * kMaxGpuHistory;
-    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), rows, sums, sums + parts * kMaxSums};
+    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), rows, sums, sums + parts * kLeft};
     const dim3 grid(batch, blocks);
     multisecant_left_kernel<T, H, WithLs, N><<<grid, kThreads, 0, stream>>>(params, exchange);
     multisecant_right_kernel<T, H, M, N><<<grid, kThreads, 0, stream>>>(params, exchange);

@@ -8,6 +8,13 @@ namespace deqfast {
 namespace {
 
 enum Sum { kResSq, kFSq, kSums };
+constexpr int kLeft = kSums + 2;  // what a block leaves of its part of a sample: the sums, and the norms of the rule
+
+template <class T>
+__device__ Norms<T> norms_of_columns(const PicardParams<T>& p, int64_t row, const Columns& columns, const T* totals) {
+  const BlockVectors<T> vectors{p.z + row * p.dim, p.fz + row * p.dim, columns.begin, columns.end};
+  return norms_of(p.rule, {totals[kResSq], totals[kFSq]}, vectors);
+}
 
 template <class T, int N>
 __device__ void accumulate(const Pack<T, N>& f, const Pack<T, N>& z, T& res_sq, T& f_sq) {
@@ -50,7 +57,8 @@ __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<
   sums.add(kResSq, res_sq);
   sums.add(kFSq, f_sq);
   sums.finish(kSums);
-  const Verdict verdict = judge_sample(p.monitor, row, sums.totals[kResSq], sums.totals[kFSq], p.rule);
+  const Norms<T> norms = norms_of_columns(p, row, Columns(p.dim), sums.totals);
+  const Verdict verdict = judge_sample(p.monitor, row, norms, p.rule);
   T* best = p.best + row * p.dim;
 #pragma unroll
   for (int c = 0; c < C; ++c) {
@@ -65,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<
 template <class T>
 struct Exchange {
   Snapshot<T>* snapshots;  // (B,)
-  T* partials;             // (B, blocks, kSums)
+  T* partials;             // (B, blocks, kLeft)
 };
 
 template <class T, int N>
@@ -100,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 4) picard_long_kernel(const PicardPa
   if (p.monitor.status[row] != kRunning) return;
   const Columns columns(p.dim);
   sweep<T, N>(p, row, columns, sums);
-  const Verdict verdict = judge_sample(p.monitor, row, sums.totals[kResSq], sums.totals[kFSq], p.rule);
+  const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
   carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
   if (verdict.advance && !p.rule.last) take_step<T, N>(p, row, columns);
 }
@@ -112,9 +120,14 @@ __global__ void __launch_bounds__(kThreads, 4) picard_sums_kernel(const PicardPa
   const int64_t row = blockIdx.x;
   if (blockIdx.y == 0 && threadIdx.x == 0) exchange.snapshots[row].take(p.monitor, row);
   if (p.monitor.status[row] != kRunning) return;
-  sweep<T, N>(p, row, Columns(p.dim), sums);
-  if (threadIdx.x < kSums) {
-    exchange.partials[(row * gridDim.y + blockIdx.y) * kSums + threadIdx.x] = sums.totals[threadIdx.x];
+  const Columns columns(p.dim);
+  sweep<T, N>(p, row, columns, sums);
+  const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
+  T* to = exchange.partials + (row * gridDim.y + blockIdx.y) * kLeft;
+  if (threadIdx.x < kSums) to[threadIdx.x] = sums.totals[threadIdx.x];
+  if (threadIdx.x == 0) {
+    to[kSums] = norms.res;
+    to[kSums + 1] = norms.f;
   }
 }
 
@@ -123,12 +136,14 @@ template <class T, int N>
 __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardParams<T> p, const Exchange<T> exchange) {
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
+  const T* partials = exchange.partials + row * gridDim.y * kLeft;
   T totals[kSums] = {};
   for (unsigned part = 0; part < gridDim.y; ++part) {
-    for (int v = 0; v < kSums; ++v) totals[v] += exchange.partials[(row * gridDim.y + part) * kSums + v];
+    for (int v = 0; v < kSums; ++v) totals[v] += partials[part * kLeft + v];
   }
-  const Verdict verdict =
-      judge_shared_sample(exchange.snapshots[row], p.monitor, row, totals[kResSq], totals[kFSq], p.rule);
+  const Norms<T> norms =
+      norms_of(p.rule, {totals[kResSq], totals[kFSq]}, PartNorms<T>{partials + kSums, kLeft, gridDim.y});
+  const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
   carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
   if (verdict.advance && !p.rule.last) take_step<T, N>(p, row, columns);
@@ -140,7 +155,7 @@ void launch(const PicardParams<T>& params, const Tensor& z, cudaStream_t stream)
   const unsigned blocks = blocks_per_sample(batch, params.dim, z.get_device_index());
   constexpr int kWidth = kThreads * N;  // elements that a block loads at once
   if (blocks > 1) {
-    const int64_t snapshots = batch * sizeof(Snapshot<T>), partials = int64_t(batch) * blocks * kSums * sizeof(T);
+    const int64_t snapshots = batch * sizeof(Snapshot<T>), partials = int64_t(batch) * blocks * kLeft * sizeof(T);
     const Tensor memory = workspace(z, snapshots + partials);
     char* at = static_cast<char*>(memory.mutable_data_ptr());
     const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), reinterpret_cast<T*>(at + snapshots)};

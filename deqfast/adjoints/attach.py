@@ -225,8 +225,12 @@ def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
     return any(node.hides for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])
 
 
-def sample_norms(leaves: Sequence[Tensor], groups: Groups | None) -> Tensor:
-    """Norms of the samples, (B,) float64, which no square of a float32 leaves."""
+def sample_norms(leaves: Sequence[Tensor], groups: Groups | None, maximum: bool = False) -> Tensor:
+    """Norms of the samples, (B,) float64, which no square of a float32 leaves; `maximum`: largest magnitudes."""
+    if maximum:
+        rows = [torch.nn.functional.pad(rows_of(leaf).double().abs(), (0, 1)).amax(dim=1) for leaf in leaves]
+        largest = torch.stack(rows).amax(dim=0)
+        return largest if groups is None else groups.gather(largest[:, None]).amax(dim=1)
     norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
     if groups is not None:
         return groups.sums(sum(norm.square() for norm in norms)).sqrt()
@@ -247,10 +251,13 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
     if torch.is_autocast_enabled(device):
         dtypes.append(torch.get_autocast_dtype(device))
     rounding = STALL_UNITS * max(torch.finfo(dtype).eps for dtype in dtypes)
-    size = sample_norms(evaluation, problem.groups)
-    gap = sample_norms([y - one for y, one in zip(evaluation, leaves, strict=True)], problem.groups)
-    allowed = solution.residual.clamp_min(problem.solver.tol).mul_(2)
-    allowed = (allowed + rounding) * size if problem.solver.stop == "rel" else allowed + rounding * size
+    solver = problem.solver
+    size = sample_norms(evaluation, problem.groups, solver.norm == "max")
+    gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]
+    gap = sample_norms(gaps, problem.groups, solver.norm == "max")
+    allowed = solution.residual.clamp_min(solver.tol).mul_(2)
+    allowed = allowed * (size + solver.offset) if solver.stop == "rel" else allowed
+    allowed = allowed + rounding * size
     moved = (solution.status == Status.CONVERGED) & ~(gap <= allowed)
     return replace(solution, status=solution.status.masked_fill(moved, Status.INCONSISTENT))
 

@@ -49,11 +49,11 @@ class Implicit(Adjoint):
     al., NeurIPS 2019.
 
     Args:
-        solver: the solver of the backward solve or the name of one, with stop="rel", so that the scale of the loss
-            changes nothing; None: ``Broyden(tol=1e-6, max_iter=100)``, whatever the forward's.
+        solver: the solver of the backward solve or the name of one, with stop="rel" and atol=0, so that the scale of
+            the loss changes nothing; None: ``Broyden(tol=1e-6, max_iter=100)``, whatever the forward's.
 
     Raises:
-        ValueError: `solver` is no solver, or has stop="abs".
+        ValueError: `solver` is no solver, or has an absolute tolerance.
 
     Examples:
         >>> adjoint = deqfast.Implicit(deqfast.Anderson(tol=1e-5, max_iter=30))
@@ -68,8 +68,8 @@ class Implicit(Adjoint):
     def __post_init__(self) -> None:
         if self.solver is not None:
             object.__setattr__(self, "solver", as_solver(self.solver))
-            if self.solver.stop != "rel":  # type: ignore[union-attr]
-                raise ValueError(f"the solver of Implicit must have stop='rel', got {self.solver}")
+            if self.solver.stop != "rel" or self.solver.atol:  # type: ignore[union-attr]
+                raise ValueError(f"the solver of Implicit must have stop='rel' and atol=0, got {self.solver}")
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..exporting import is_exporting
+from ..ops.steps.reference import residuals
 from ..packing import Packing, evaluate
 from ..solution import Solution, Status
 from ..solve import finite_rows
@@ -79,8 +80,7 @@ class Unrolled(Adjoint):
 def _judge(packing: Packing, solver: Solver, steps: int, previous: Any, z: Any) -> Solution:
     """Solution of `steps` calls of f, the last of which gave z = f(previous)."""
     now, before = packing.pack(z), packing.pack(previous)
-    absolute = (now - before).norm(dim=1)
-    relative = absolute / now.norm(dim=1).clamp_min(torch.finfo(now.dtype).tiny)
+    relative, absolute = residuals(now - before, now, solver.offset, solver.norm == "max")
     measure = absolute if solver.stop == "abs" else relative
     finite = torch.isfinite(now).all(dim=1) & torch.isfinite(measure)
     status = torch.where(measure <= solver.tol, Status.CONVERGED, Status.MAX_ITER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -14,6 +14,8 @@ from ..ops import Kernel
 
 # A low-precision f has a residual floor of a few units of its rounding error; below this many, no gain is a stall.
 STALL_UNITS = 8
+# More than this many times tol, atol / tol would leave the range in which a float32 holds residuals.
+MAX_ATOL = 1e20
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
@@ -101,7 +103,11 @@ class Solver:
     Args:
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
-        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+        stop: "rel": a sample has converged where |f(z) - z| <= atol + tol |f(z)|; its residual, which is held against
+            tol, is |f(z) - z| / (|f(z)| + atol / tol). "abs": where |f(z) - z|, its residual, is at most tol.
+        atol: absolute tolerance beside the relative one, for fixed points at or near zero; at least 0 and at most 1e20
+            tol; 0 with stop="abs".
+        norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
 
     Raises:
         TypeError, ValueError: an argument is not as above, naming it.
@@ -110,15 +116,26 @@ class Solver:
     tol: float = 1e-3
     max_iter: int = 20
     stop: str = "rel"
+    atol: float = field(default=0.0, kw_only=True)
+    norm: str = field(default="euclidean", kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, Real) and not isinstance(value, (int, float)):  # numpy's, which no op takes
-                object.__setattr__(self, field.name, int(value) if isinstance(value, Integral) else float(value))
+                object.__setattr__(self, each.name, int(value) if isinstance(value, Integral) else float(value))
         check_number("tol", self.tol, 0.0, low_open=True)
         check_count("max_iter", self.max_iter)
         check_choice("stop", self.stop, ("rel", "abs"))
+        check_number("atol", self.atol, 0.0, MAX_ATOL * self.tol)
+        if self.atol and self.stop == "abs":
+            raise ValueError(f"atol must be 0 with stop='abs', where tol is the absolute tolerance, got {self.atol!r}")
+        check_choice("norm", self.norm, ("euclidean", "max"))
+
+    @property
+    def offset(self) -> float:
+        """What is added to |f(z)| in the relative residual."""
+        return self.atol / self.tol
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
         """State of a solve from `z` (B, D), which it owns from now on; keep_inverse: see ``deqfast.solve``."""
@@ -128,5 +145,6 @@ class Solver:
         """Judge f(z) = `fz` (B, D), the value number `k` from 0, and step; `fz` is kept until the next step."""
         raise NotImplementedError
 
-    def _rule(self, state: State, k: int, last: bool) -> tuple[int, bool, float, bool, float]:
-        return k, last, self.tol, self.stop == "abs", state.stall_floor
+    def rule(self, state: State, k: int, last: bool) -> tuple[int, bool, float, bool, float, float, bool]:
+        """Numbers that every step op judges its samples by, in the order of its arguments."""
+        return k, last, self.tol, self.stop == "abs", state.stall_floor, self.offset, self.norm == "max"

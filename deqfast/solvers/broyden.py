@@ -39,6 +39,7 @@ class Broyden(Multisecant):
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
         stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+        atol, norm: absolute tolerance beside the relative one, and the norm |.|, see ``Solver``.
         history: pairs kept, at least 1, at most 32 on triton and cuda, the bound on the memory of a solve; None:
             max_iter, or 32 there. A full window slides, which is Broyden restarted from -I on its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.
@@ -89,5 +90,5 @@ class Broyden(Multisecant):
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         if not isinstance(state, StepsState):
             return super().advance(state, fz, k, last)
-        rule = self._rule(state, k, last)
+        rule = self.rule(state, k, last)
         state.kernel.op("broyden_step")(state.z, fz, *state.monitor(), state.steps, state.gram, state.first, *rule)

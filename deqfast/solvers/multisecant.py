@@ -92,7 +92,7 @@ class Multisecant(Solver):
         assert isinstance(state, MultisecantState)
         state.check_buffer(fz, k)
         window = state.f_prev, state.left, state.df, state.gram
-        rule = self._rule(state, k, last)
+        rule = self.rule(state, k, last)
         state.kernel.op("multisecant_step")(state.z, fz, *state.monitor(), *window, *rule, *self.method())
         state.keep(fz, k)
 

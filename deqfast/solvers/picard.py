@@ -18,6 +18,7 @@ class Picard(Solver):
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
         stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|.
+        atol, norm: absolute tolerance beside the relative one, and the norm |.|, see ``Solver``.
         damping: length of the step, in ]0, 2].
 
     Raises:
@@ -38,4 +39,4 @@ class Picard(Solver):
         return State.start(z, kernel)
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
-        state.kernel.op("picard_step")(state.z, fz, *state.monitor(), *self._rule(state, k, last), self.damping)
+        state.kernel.op("picard_step")(state.z, fz, *state.monitor(), *self.rule(state, k, last), self.damping)

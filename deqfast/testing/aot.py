@@ -51,7 +51,7 @@ NORM_KERNELS = {
     "resid'": norm_act_residual._norm_act_residual_backward_kernel,
 }
 INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "last", "absolute", "count"}
-INTEGERS |= {"stride", "max_iter"}
+INTEGERS |= {"stride", "max_iter", "maximum"}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops import ACTIVATIONS, Kernel
 from . import assert_accurate, rounding
 
-EVENTS = ("run", "nan", "inf", "overflow", "start", "solved")
+EVENTS = ("run", "nan", "inf", "overflow", "start", "solved", "tiny")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class FCCase:
     absolute: bool = False
     max_iter: int = 30
     stall_floor: float = 0.0
+    offset: float = 0.0
+    maximum: bool = False
     warm: bool = False
     rows: tuple[str, ...] = ()
     seed: int = 0
@@ -46,7 +48,10 @@ class FCCase:
             if event in ("nan", "inf"):
                 c[row, row % self.size] = float(event)
             elif event == "overflow":  # finite, but not its square
-                c[row] = torch.finfo(self.dtype).max / 4
+                c[row] *= 16 * torch.finfo(self.dtype).max ** 0.5
+            elif event == "tiny":  # as are its squares: 0 in the dtype of the state
+                c[row] *= torch.finfo(self.dtype).tiny ** 0.75
+                z0[row] *= torch.finfo(self.dtype).tiny ** 0.75
             elif event == "start":
                 z0[row, -1] = float("nan")
             elif event == "solved":
@@ -55,7 +60,8 @@ class FCCase:
         return tensors[0].to(device), tensors[1].to(device), tensors[2].to(device)
 
     def scalars(self) -> tuple[Any, ...]:
-        return (ACTIVATIONS.index(self.activation), self.tol, self.absolute, self.max_iter, self.stall_floor)
+        rule = (self.tol, self.absolute, self.max_iter, self.stall_floor, self.offset, self.maximum)
+        return (ACTIVATIONS.index(self.activation), *rule)
 
 
 DTYPES: dict[str, dict[str, Any]] = {
@@ -73,15 +79,13 @@ def check_solve(op: Callable[..., Any], case: FCCase, device: str = "cpu") -> li
     reference = Kernel("torch").op("fc_fixed_point")
     plain = reference(*tensors, *case.scalars())
     weight, c, z0 = (tensor.double() for tensor in tensors)
-    for row, event in enumerate(case.rows):
-        if event == "overflow":  # which it does not in float64
-            c[row] = torch.inf
     exact = reference(weight, c, z0, *case.scalars())
     for actual, like in zip(outcome, plain, strict=True):
         assert actual.shape == like.shape and actual.dtype == like.dtype
     assert torch.equal(outcome[1], exact[1]), f"status {outcome[1].tolist()}, expected {exact[1].tolist()}"
     assert torch.equal(outcome[2], exact[2]), f"iterations {outcome[2].tolist()}, expected {exact[2].tolist()}"
-    assert_accurate(outcome[0], plain[0], exact[0])
+    for values in zip(outcome[0], plain[0], exact[0], strict=True):
+        assert_accurate(*values)
     scale = torch.stack([torch.ones(case.batch), exact[0].nan_to_num().norm(dim=1) + 1])
     for actual, like, true, size in zip(outcome[3], plain[3], exact[3], scale, strict=True):
         finite = torch.isfinite(true)

@@ -23,6 +23,7 @@ METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2":
 MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "gain", "active")
 WINDOW = ("f_prev", "left", "df", "gram")
 COLUMNS = ("z", "fz", "best", "f_prev", "left", "df", "steps")  # tensors whose last dimension is that of the state
+RULES = {"rel": {}, "abs": {"absolute": True}, "max": {"maximum": True, "offset": 0.5}}  # of a case
 SLACK = 16  # eps of the state's dtype, relative to the length of what is compared
 
 
@@ -44,6 +45,8 @@ class Case:
     tol: float = 1e-12
     absolute: bool = False
     stall_floor: float = 0.0
+    offset: float = 0.0
+    maximum: bool = False
     last: bool = False
     rows: tuple[str, ...] = ()
     wobble: float = 0.0  # how much f changes from iteration to iteration, to keep the pairs of a long window apart
@@ -60,10 +63,12 @@ class Case:
         return TORCH.op("picard_step" if self.method is None else "multisecant_step")
 
     def scalars(self) -> tuple[float, ...]:
-        shared = (self.k, self.last, self.tol, self.absolute, self.stall_floor)
         if self.method is None:
-            return (*shared, self.damping)
-        return (*shared, METHODS[self.method], self.alpha, self.beta, self.ridge)
+            return (*self.rule(), self.damping)
+        return (*self.rule(), METHODS[self.method], self.alpha, self.beta, self.ridge)
+
+    def rule(self) -> tuple[float, ...]:
+        return self.k, self.last, self.tol, self.absolute, self.stall_floor, self.offset, self.maximum
 
     def call(self, step: Callable[..., None], state: State) -> None:
         step(*(state[name] for name in self.names), *self.scalars())
@@ -111,7 +116,7 @@ class StepsCase(Case):
         return TORCH.op("broyden_step")
 
     def scalars(self) -> tuple[float, ...]:
-        return self.k, self.last, self.tol, self.absolute, self.stall_floor
+        return self.rule()
 
 
 def start_steps(case: StepsCase, device: str = "cpu") -> State:
@@ -158,7 +163,11 @@ def strike(state: State, row: int, event: str, case: Case) -> None:
     elif event == "inf":
         fz[-1] = float("inf")
     elif event == "overflow":  # finite, but not its square
-        fz[0] = torch.finfo(case.dtype).max / 4
+        fz[0] = 16 * torch.finfo(case.dtype).max ** 0.5
+    elif event == "tiny":  # as are its squares: 0 in the dtype of the state
+        small = torch.finfo(case.dtype).tiny ** 0.75
+        z.mul_(small)
+        fz.mul_(small)
     elif event == "converged":
         fz.copy_(z)
     elif event == "zero":

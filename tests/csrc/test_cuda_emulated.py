@@ -8,11 +8,11 @@ import emulate
 import pytest
 import torch
 
-from deqfast.testing.states import METHODS, Case, check_run, check_step, clone, make_state, same_bits
+from deqfast.testing.states import METHODS, RULES, Case, check_run, check_step, clone, make_state, same_bits
 
 SHORT = {"history_dtype": torch.bfloat16}
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}
-EVENTS = ("run", "done", "nan", "inf", "overflow", "converged", "zero", "stalled", "degenerate")
+EVENTS = ("run", "done", "nan", "inf", "overflow", "tiny", "converged", "zero", "stalled", "degenerate")
 every_method = pytest.mark.parametrize("method", METHODS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -102,9 +102,9 @@ class TestMultisecant:
 
     @every_method
     @pytest.mark.parametrize("last", [False, True])
-    @pytest.mark.parametrize("absolute", [False, True])
-    def test_what_can_befall_a_sample(self, method, absolute, last, order):
-        check_step(step_of(Case(method)), befallen(method, absolute=absolute, last=last))
+    @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+    def test_what_can_befall_a_sample(self, method, rule, last, order):
+        check_step(step_of(Case(method)), befallen(method, last=last, **rule))
 
 
 class TestSeveralBlocksPerSample:

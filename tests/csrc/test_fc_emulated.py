@@ -9,6 +9,7 @@ import torch
 from deqfast.ops import ACTIVATIONS, Kernel
 from deqfast.testing import assert_accurate
 from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, same_alone
+from deqfast.testing.states import RULES
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 
@@ -52,11 +53,11 @@ class TestFixedPoint:
 
     @pytest.mark.parametrize("order", emulate.ORDERS)
     @every_device
-    @pytest.mark.parametrize("absolute", [False, True])
-    def test_what_can_befall_a_sample(self, absolute, device, order):
+    @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+    def test_what_can_befall_a_sample(self, rule, device, order):
         emulate.set_order(order)
         emulate.set_device(*DEVICES[device])
-        case = FCCase(size=33, batch=7, activation="relu", absolute=absolute, max_iter=7, rows=EVENTS)
+        case = FCCase(size=33, batch=8, activation="relu", max_iter=7, rows=EVENTS, **rule)
         check_solve(op, case)
 
     @pytest.mark.parametrize("max_iter", [1, 2])

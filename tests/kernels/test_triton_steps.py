@@ -11,6 +11,7 @@ import torch
 from deqfast.ops import Kernel, backends
 from deqfast.testing.states import (
     METHODS,
+    RULES,
     Case,
     State,
     check_run,
@@ -85,15 +86,16 @@ def test_every_padded_window(method, history, k):
     check(Case(method, history=history, k=k, batch=1, wobble=0.5))
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("case", PLAIN, ids=label)
-def test_what_befalls_single_samples(case, last):
-    rows = ("done", "nan", "inf", "overflow", "converged", "zero", "stalled", "run")
-    case = replace(case, batch=len(rows), rows=rows, last=last, k=case.k + 6, tol=1e-9, stall_floor=1e-3)
-    after = check(case)
-    assert after["status"].tolist() == [1, 2, 2, 2, 1, 1, 3, 0]
-    assert after["iterations"].tolist() == [case.k] + [case.k + 1] * 7
-    assert after["active"].item() == len(rows) - 6
+def test_what_befalls_single_samples(case, last, rule):
+    rows = ("done", "nan", "inf", "overflow", "converged", "zero", "stalled", "run", "tiny")
+    case = replace(case, batch=len(rows), rows=rows, last=last, k=case.k + 6, tol=1e-9, stall_floor=1e-3, **rule)
+    after, tiny = check(case), int(bool(rule))  # too small to count beside an absolute tolerance
+    assert after["status"].tolist() == [1, 2, 2, 0, 1, 1, 3, 0, tiny]
+    assert after["iterations"].tolist() == [case.k] + [case.k + 1] * 8
+    assert after["active"].item() == len(rows) - 5 - tiny
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

@@ -36,7 +36,8 @@ def fc_fixed_point(a: FcFixedPoint) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             fz = ACTIVATIONS[a.activation](F.linear(z, weight) + a.c)
         monitor = (best, status, iterations, residual, gain, active)
         last = k + 1 == a.max_iter
-        picard_step(PicardStep(z, fz, *monitor, k, last, a.tol, a.absolute, a.stall_floor, 1.0))
+        rule = a.tol, a.absolute, a.stall_floor, a.offset, a.maximum
+        picard_step(PicardStep(z, fz, *monitor, k, last, *rule, 1.0))
     return best, status, iterations, residual
 
 

@@ -39,9 +39,11 @@ class _State:
 class _Rule:
     k: Annotated[int, Range(0)]  # evaluations of f before this one
     last: bool  # no evaluation follows: judge, take no step
-    tol: float  # bound on the relative residual |g| / |f(z)| or, if `absolute`, on |g|
+    tol: float  # bound on the relative residual |g| / (|f(z)| + offset) or, if `absolute`, on |g|
     absolute: bool
     stall_floor: float  # relative residual below which a sample without a gain of 5 % may stall; 0: never
+    offset: float
+    maximum: bool  # norms are the largest magnitudes, not the Euclidean ones
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ class BroydenStep(_Rule, _Steps, _State):
     c_j = (s_j . g + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2 and s_k = (g + sum_{i<k-1} c_i s_{i+1}) / (1 - c_{k-1})
     (Kelley, Iterative Methods for Linear and Nonlinear Equations, SIAM 1995, section 7.3). In exact arithmetic it is
     multisecant_step's method 0 with every pair in the window, from half the memory. A step of length zero counts with
-    c_j = 0. Where 1 - c_{k-1} vanishes or a c_j is not finite, the sample takes a Picard step and its history begins
-    anew.
+    c_j = 0. Where 1 - c_{k-1} vanishes, a c_j is not finite or the square of the newest step is not sound, the sample
+    takes a Picard step and its history begins anew.
     """
 
 

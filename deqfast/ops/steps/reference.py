@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,14 +29,39 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=-1)
 
 
+def _is_sound(square: Tensor) -> Tensor:
+    """Whether a sum of squares tells the length of a vector.
+
+    It has neither overflown nor, with terms that underflow, lost more than its rounding.
+    """
+    limits = torch.finfo(square.dtype)
+    return (square >= limits.tiny / limits.eps) & (square <= limits.max)
+
+
+def _norm(v: Tensor, maximum: bool) -> Tensor:
+    """Largest magnitudes (B,) of rows (B, D), or Euclidean norms at any scale; not finite where an element is not."""
+    limits = torch.finfo(v.dtype)
+    largest = torch.linalg.vector_norm(v, math.inf, dim=1) if v.shape[1] else v.new_zeros(len(v))
+    if maximum:
+        return largest
+    square, scale = _dot(v, v), largest.clamp_min(limits.tiny)
+    scaled = v / scale[:, None]
+    length = torch.where(torch.isfinite(scale), (scale * _dot(scaled, scaled).sqrt()).clamp_max(limits.max), scale)
+    return torch.where(_is_sound(square), square.sqrt(), length)
+
+
+def residuals(g: Tensor, fz: Tensor, offset: float, maximum: bool) -> Tensor:
+    """Relative and absolute residuals (2, B) of rows (B, D) g = f(z) - z; the latter is finite where f(z) is."""
+    absolute, size = _norm(g, maximum), _norm(fz, maximum) + offset
+    relative = (absolute / size).clamp_max(torch.finfo(g.dtype).max)
+    return torch.stack([torch.where(absolute == 0, 0, relative), absolute])
+
+
 def _judge(a: Step, g: Tensor) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
-    limits = torch.finfo(a.z.dtype)
     running = a.status == RUNNING
-    res_abs = _dot(g, g).sqrt()
-    f_norm = _dot(a.fz, a.fz).sqrt()
-    finite = torch.isfinite(res_abs) & torch.isfinite(f_norm)
-    res_rel = (res_abs / f_norm.clamp_min(limits.tiny)).clamp_max(limits.max)
+    res_rel, res_abs = residuals(g, a.fz, a.offset, a.maximum)
+    finite = torch.isfinite(res_abs)
     measure, best_measure = (res_abs, a.residual[1]) if a.absolute else (res_rel, a.residual[0])
 
     improved = running & finite & (measure < best_measure)
@@ -99,7 +126,8 @@ def broyden_step(a: BroydenStep) -> None:
             _put(a.gram, (slice(None), a.k - 1, slice(a.k)), newest, advance)
             c = _step_coefficients(a.gram, torch.einsum("bmd,bd->bm", known, g), a.first, a.k)
             scale = 1 - c[:, -1]
-            regular = torch.isfinite(c).all(dim=1) & (scale.abs() >= PIVOT_FLOOR)
+            square = newest[:, -1]
+            regular = torch.isfinite(c).all(dim=1) & (scale.abs() >= PIVOT_FLOOR) & ((square == 0) | _is_sound(square))
             broyden = (g + torch.einsum("bmd,bm->bd", known[:, 1:], c[:, :-1])) / scale[:, None]
             step = torch.where(regular[:, None], broyden, g)
             a.first.masked_fill_(advance & ~regular, a.k)
@@ -176,8 +204,8 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, tra
     """
     history, n = gram.shape[2], min(k, gram.shape[2])
     order = [(k - 1 - age) % history for age in range(n)]  # newest first
-    scale = gram[:, history:, :].rsqrt()
-    scale = torch.where(torch.isfinite(scale), scale, 0)[:, :, order]
+    squares = gram[:, history:, order]
+    scale = torch.where(_is_sound(squares), squares.rsqrt(), 0)
     a = gram[:, order][:, :, order] * scale[:, 0, :, None] * scale[:, 1, None, :]
     if method == BROYDEN_BAD:
         a = a.triu() if transposed else a.tril()
