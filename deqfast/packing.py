@@ -69,7 +69,7 @@ class Packing:
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
                 )
-        if not has_values(leaves[0]):
+        if not (has_values(leaves[0]) or is_exporting()):
             kind = "tensors on the device meta" if leaves[0].is_meta else "fake tensors (FakeTensorMode)"
             raise ValueError(f"z0 must hold values, which a solve looks at, got {kind}")
         self.leaves = [_Leaf(leaf) for leaf in leaves]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exporting import is_exporting
+from .exporting import is_exporting, outside_exports
 from .grouping import Groups
 from .ops import choose_kernel
 from .packing import Packing, evaluate
@@ -88,8 +88,9 @@ def solve(
     check_plain("solve", z0)
     packing = Packing(z0, groups)
     chosen = choose_kernel(kernel, packing.device)
-    with torch.no_grad():
-        with torch.inference_mode(False), torch.no_grad():  # or what f does in place would not be counted
+    with outside_exports(torch.no_grad()):
+        # In inference mode what f does in place would not be counted.
+        with outside_exports(torch.inference_mode(False)), outside_exports(torch.no_grad()):
             state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)

@@ -80,6 +80,8 @@ def is_transformed(tensor: Tensor) -> bool:
 
 def check_plain(name: str, tree: Any) -> None:
     """Raise RuntimeError if a tensor of `tree`, what `name` works on, belongs to a transform."""
+    if torch.compiler.is_compiling():  # which cannot ask; the op that a solve becomes has no rule for transforms
+        return
     if any(isinstance(leaf, Tensor) and (is_wrapped(leaf) or has_tangent(leaf)) for leaf in pytree.tree_leaves(tree)):
         raise RuntimeError(
             f"deqfast: {name} does not run under torch.func and in forward-mode AD: use a DEQBlock, which does"

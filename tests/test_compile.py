@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from deqfast import Anderson, Broyden, DEQBlock, Picard, ResidualCell, Status, fc_fixed_point, tracing
+from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, ResidualCell, Status, fc_fixed_point, tracing
 from deqfast.testing import GRADIENT, assert_close
 
 
@@ -70,8 +70,9 @@ def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evalua
 
 def test_inductor(compiled):
     """A cell that is compiled by itself is called so within the op."""
-    model = Model("anderson", "implicit")
-    x, parameters = torch.randn(6, 3), [*model.parameters()]
+    solver = Anderson(tol=1e-12, max_iter=60)
+    model = Model(solver, Implicit(solver)).double()
+    x, parameters = torch.randn(6, 3, dtype=torch.float64), [*model.parameters()]
     plain = derivatives(model, x, parameters)
     model.block.cell.compile(dynamic=True)
     found = derivatives(compiled(model, "inductor"), x, parameters)

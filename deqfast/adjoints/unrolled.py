@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..exporting import is_exporting
+from ..exporting import is_exporting, outside_exports
 from ..ops.steps.reference import residuals
 from ..packing import Packing, evaluate
 from ..solution import Solution, Status
@@ -50,7 +50,7 @@ class Unrolled(Adjoint):
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
         packing = Packing(problem.z0, problem.groups)
-        with torch.no_grad():
+        with outside_exports(torch.no_grad()):
             finite_rows(packing, problem.z0)
         value, solution = self._unroll(problem, packing, problem.z0, problem.x)
         broken = solution.status == Status.NONFINITE
@@ -73,7 +73,7 @@ class Unrolled(Adjoint):
             value = evaluate(problem.cell, z, x)
             packing.check_value(value)
             previous, z = z, pytree.tree_map(lambda new, old: new.to(old.dtype), value, z)
-        with torch.no_grad():
+        with outside_exports(torch.no_grad()):
             return z, _judge(packing, problem.solver, steps, previous, z)
 
 

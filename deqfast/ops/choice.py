@@ -55,10 +55,8 @@ def backends() -> dict[str, Availability]:
     return {kernel: _availability(kernel) for kernel in ("torch", "cpp", "triton", "cuda")}
 
 
-@torch.compiler.assume_constant_result  # or a trace would run through imports
-def reference_of(name: str) -> Callable[..., Any]:
-    """The op `name` in plain torch."""
-    return OPS[name].reference
+# Found here and now: a trace cannot run through imports.
+_REFERENCES = {name: op.reference for name, op in OPS.items()}
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Kernel:
     def op(self, name: str) -> Callable[..., Any]:
         """The op `name` as this kernel runs it; it takes the arguments of its table by position."""
         if self.name == "torch":
-            return reference_of(name)
+            return _REFERENCES[name]
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
 
     @property
