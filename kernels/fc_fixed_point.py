@@ -25,12 +25,11 @@ from .common import (
     STALL_ITERATIONS,
     is_finite,
     is_sound,
-    length_of,
     magnitude,
     relative,
     scalar,
-    scale_of,
     square_root,
+    tiny_and_max,
 )
 from .config import FC_ROWS, device_guard, fc_config, fc_registers, picard_config
 
@@ -39,6 +38,9 @@ TANH = tl.constexpr(constants.TANH)
 GELU = tl.constexpr(constants.GELU)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 ROOT_OF_TWO_PI_INVERSE = tl.constexpr(0.3989422804014327)
+# Bring float32 numbers whose squares underflow, or overflow, to where these do not.
+SCALE_UP = tl.constexpr(2.0**90)
+SCALE_DOWN = tl.constexpr(2.0**-90)
 
 
 @triton.jit
@@ -93,27 +95,25 @@ def _multiply(b_z, b_w, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _norms_of(b_z, b_f, running, maximum):
-    """Norms of the rows of f - z and f, as common.norms_of, whose second look the rows of running samples ask for."""
-    b_gg = tl.sum((b_f - b_z) * (b_f - b_z), axis=1)
-    b_ff = tl.sum(b_f * b_f, axis=1)
-    res_norm = square_root(b_gg)
-    f_norm = square_root(b_ff)
-    unsound = running & ((is_sound(b_gg) & is_sound(b_ff)) == 0)
-    if (maximum != 0) | (tl.max(unsound.to(tl.int32), axis=0) != 0):
-        res_norm = tl.max(magnitude(b_f - b_z), axis=1)
-        f_norm = tl.max(magnitude(b_f), axis=1)
-        if maximum == 0:
-            res_scale = scale_of(res_norm)
-            f_scale = scale_of(f_norm)
-            b_g = (b_f - b_z) / res_scale[:, None]
-            res_norm = length_of(b_gg, res_scale, tl.sum(b_g * b_g, axis=1))
-            b_g = b_f / f_scale[:, None]
-            f_norm = length_of(b_ff, f_scale, tl.sum(b_g * b_g, axis=1))
-    return res_norm, f_norm
+def _length_of(square, b_v):
+    """Euclidean norms of rows by their sums of squares, or, where these are not sound, by those of scaled rows."""
+    _, largest = tiny_and_max(square.dtype)
+    scale = tl.where(is_finite(square), SCALE_UP, SCALE_DOWN)
+    scaled = tl.sum((b_v * scale[:, None]) * (b_v * scale[:, None]), axis=1)
+    length = tl.where(is_finite(scaled), tl.minimum(square_root(scaled) / scale, largest), float("inf"))
+    return tl.where(is_sound(square), square_root(square), length)
 
 
-@triton.jit(do_not_specialize=["B", "absolute", "max_iter", "maximum"])
+@triton.jit
+def _norm(b_v, MAXIMUM: tl.constexpr):
+    """Norms of rows, as common.norms_of; without a branch, beside whose tiles some versions of triton spill."""
+    if MAXIMUM:
+        return tl.max(magnitude(b_v), axis=1)
+    else:
+        return _length_of(tl.sum(b_v * b_v, axis=1), b_v)
+
+
+@triton.jit(do_not_specialize=["B", "absolute", "max_iter"])
 def _fc_fixed_point_kernel(
     p_w,
     p_c,
@@ -129,7 +129,7 @@ def _fc_fixed_point_kernel(
     max_iter,
     stall_floor: tl.float64,
     offset: tl.float64,
-    maximum,
+    MAXIMUM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -162,7 +162,8 @@ def _fc_fixed_point_kernel(
     while (k < max_iter) & (tl.min(b_status, axis=0) == 0):
         b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
         running = b_status == 0
-        res_abs, f_norm = _norms_of(b_z, b_f, running, maximum)
+        res_abs = _norm(b_f - b_z, MAXIMUM)
+        f_norm = _norm(b_f, MAXIMUM)
         # The judgement of every row, as in common.judge.
         finite = is_finite(res_abs) & is_finite(f_norm)
         sound = running & finite
@@ -221,9 +222,15 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         return
     config = fc_config(features)
     tensors = (a.weight, a.c, a.z0, value, status, iterations, residual)
-    numbers = (batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor, a.offset, int(a.maximum))
+    numbers = (batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor, a.offset)
     interpreted = not isinstance(_fc_fixed_point_kernel, triton.JITFunction)
-    fixed = {"ACTIVATION": a.activation, "INTERPRETED": interpreted, "ROWS": FC_ROWS, "DP": config.block}
+    fixed = {
+        "MAXIMUM": bool(a.maximum),
+        "ACTIVATION": a.activation,
+        "INTERPRETED": interpreted,
+        "ROWS": FC_ROWS,
+        "DP": config.block,
+    }
     registers = fc_registers(a.weight.dtype)
     options = {"num_warps": config.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
     with device_guard(a.c):

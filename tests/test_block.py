@@ -1,4 +1,4 @@
-"""DEQBlock as a module in other people's models: starts, solvers, copies, warnings, AMP, compilation, DDP."""
+"""DEQBlock as a module in other people's models: starts, solvers, copies, warnings, AMP, compilation, DDP, FSDP2."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import copy
 import io
 import pickle
 import warnings
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from deqfast import (
@@ -383,41 +386,43 @@ def test_training_lowers_the_loss():
     assert losses[-1] < losses[0] / 10
 
 
-def ddp_gradients(rank: int, world: int, path: str, adjoint: str) -> None:
+def in_two_processes(rank: int, path: str) -> None:
+    """Gradients of each adjoint under DDP, and under FSDP2 with the block as a unit, not the cell that it calls."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}/store-{adjoint}", rank=rank, world_size=world)
-    model, x = ddp_model(adjoint), ddp_data()
-    parallel = DistributedDataParallel(model)
-    share = x.chunk(world)[rank]
-    for _ in range(2):  # the second step finds what the first left in the buckets
-        model.zero_grad()
-        parallel(share).square().mean().backward()
-    torch.save([p.grad for p in model.parameters()], f"{path}/{adjoint}-{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    mesh, share = init_device_mesh("cpu", (2,)), parallel_data().chunk(2)[rank]
+    for adjoint in ADJOINTS:
+        model = parallel_model(adjoint)
+        kinds: dict[str, nn.Module] = {"ddp": DistributedDataParallel(model)}
+        kinds["fsdp"] = parallel_model(adjoint)
+        for part in (kinds["fsdp"][1], kinds["fsdp"]):
+            fully_shard(part, mesh=mesh)
+        for kind, parallel in kinds.items():
+            for _ in range(2):  # the second step finds what the first left in the buckets
+                parallel.zero_grad()
+                parallel(share).square().mean().backward()
+            grads = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in parallel.parameters()]
+            torch.save(grads, f"{path}/{adjoint}-{kind}-{rank}.pt")
     dist.destroy_process_group()
 
 
-def ddp_model(adjoint: str) -> nn.Module:
+def parallel_model(adjoint: str) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), DEQBlock(FCCell(3, 5), Broyden(tol=1e-6), adjoint), nn.Linear(5, 2)).double()
 
 
-def ddp_data() -> torch.Tensor:
+def parallel_data() -> torch.Tensor:
     return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def ddp_worker(rank: int, world: int, path: str) -> None:
-    for adjoint in ADJOINTS:
-        ddp_gradients(rank, world, path, adjoint)
-
-
 def test_two_processes_train_as_one(tmp_path):
-    mp.spawn(ddp_worker, args=(2, str(tmp_path)), nprocs=2)
+    mp.spawn(in_two_processes, args=(str(tmp_path),), nprocs=2)
     for adjoint in ADJOINTS:
-        model = ddp_model(adjoint)
-        model(ddp_data()).square().mean().backward()
+        model = parallel_model(adjoint)
+        model(parallel_data()).square().mean().backward()
         expected = [p.grad for p in model.parameters()]
-        for rank in range(2):
-            assert_close(torch.load(tmp_path / f"{adjoint}-{rank}.pt"), expected, rounding(torch.float64))
+        for kind, rank in product(("ddp", "fsdp"), range(2)):
+            assert_close(torch.load(tmp_path / f"{adjoint}-{kind}-{rank}.pt"), expected, rounding(torch.float64))
 
 
 class TestErrors:
