@@ -569,7 +569,12 @@ BAD_ARGUMENTS = [
     (Unrolled, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Unrolled, {"steps": True}, TypeError, "steps must be an integer, got True"),
     (Implicit, {"solver": "gmres"}, ValueError, "solver must be .* got 'gmres'"),
-    (Implicit, {"solver": Broyden(stop="abs")}, ValueError, "solver of Implicit must have stop='rel', got Broyden"),
+    (
+        Implicit,
+        {"solver": Broyden(stop="abs")},
+        ValueError,
+        "solver of Implicit must have stop='rel' and atol=0, got Broyden",
+    ),
     (JFB, {"steps": 1}, TypeError, "unexpected keyword argument"),
     (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'phantom', 'shine', 'unrolled', got 'ift'"),
     (as_adjoint, {"adjoint": JFB}, ValueError, "adjoint must be a deqfast adjoint"),

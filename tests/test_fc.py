@@ -191,15 +191,15 @@ class TestRegistration:
         tensors = {key: torch.zeros(shape) for key, shape in self.GOOD.items()} | {name: wrong}
         arguments = [tensor.to(device) for tensor in tensors.values()]
         with pytest.raises((ValueError, RuntimeError), match=message):
-            registered("fc_fixed_point", kernel)(*arguments, 2, 1e-3, False, 5, 0.0)
+            registered("fc_fixed_point", kernel)(*arguments, 2, 1e-3, False, 5, 0.0, 0.0, False)
 
     @own_kernels
     def test_a_wrong_number_is_named(self, kernel, device):
         tensors = [torch.zeros(shape, device=device) for shape in self.GOOD.values()]
         with pytest.raises((ValueError, RuntimeError), match="`activation` must be 0 to 3, got 4"):
-            registered("fc_fixed_point", kernel)(*tensors, 4, 1e-3, False, 5, 0.0)
+            registered("fc_fixed_point", kernel)(*tensors, 4, 1e-3, False, 5, 0.0, 0.0, False)
         with pytest.raises((ValueError, RuntimeError), match="`max_iter` must be at least 1, got 0"):
-            registered("fc_fixed_point", kernel)(*tensors, 2, 1e-3, False, 0, 0.0)
+            registered("fc_fixed_point", kernel)(*tensors, 2, 1e-3, False, 0, 0.0, 0.0, False)
         with pytest.raises((ValueError, RuntimeError), match="`activation` must be 0 to 3, got -1"):
             registered("fc_vjp", kernel)(tensors[1], tensors[2], -1)
         with pytest.raises((ValueError, RuntimeError), match="`grad` must"):

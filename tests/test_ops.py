@@ -23,6 +23,7 @@ OPS = ["picard_step", "multisecant_step", "broyden_step"]
 # In test_shine.py, test_neural_collapse_ops.py and test_fc.py.
 CHECKED_ELSEWHERE = ["multisecant_transposed", "class_means", "within_class_scatter", "fc_fixed_point", "fc_vjp"]
 NOT_ON_A_GPU = {"broyden_step"}
+WHOLE_SOLVES = {"deqfast::solve_block", "deqfast::pull_block", "deqfast::solve_fc"}  # see tests/test_compile.py
 SHORT = {"history_dtype": torch.bfloat16}
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -61,7 +62,7 @@ class TestRegistration:
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
         ops = {*OPS, *NORM_OPS, *CHECKED_ELSEWHERE}
         on_triton = {f"deqfast::{op}_triton" for op in ops - NOT_ON_A_GPU}
-        assert registered == {f"deqfast::{op}" for op in ops} | on_triton
+        assert registered == {f"deqfast::{op}" for op in ops} | on_triton | WHOLE_SOLVES
 
     @pytest.mark.parametrize("op", OPS)
     @every_dtype
