@@ -181,7 +181,7 @@ class TestInconsistency:
         x = torch.zeros(1, 3, requires_grad=True)
         z, solution = DEQBlock(lambda z, x: 0.1 * z + 1e-25 + x)(x, return_solution=True)
         assert solution.status.tolist() == [Status.CONVERGED]
-        torch.testing.assert_close(z.detach().double() * 1e25, torch.full((1, 3), 1 / 0.9).double(), rtol=1e-3, atol=0)
+        torch.testing.assert_close(z.detach().double() * 1e25, torch.full((1, 3), 1 / 0.9).double(), rtol=2e-3, atol=0)
 
     def test_dropout_that_no_module_tells_of(self):
         class Cell(nn.Module):

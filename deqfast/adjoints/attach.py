@@ -256,9 +256,10 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
     gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]
     gap = sample_norms(gaps, problem.groups, solver.norm == "max")
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)
-    allowed = allowed * (size + solver.offset) if solver.stop == "rel" else allowed
-    allowed = allowed + rounding * size
-    moved = (solution.status == Status.CONVERGED) & ~(gap <= allowed)
+    bound = (allowed + rounding) * size if solver.stop == "rel" else allowed + rounding * size
+    if solver.offset:
+        bound += allowed * solver.offset
+    moved = (solution.status == Status.CONVERGED) & ~(gap <= bound)
     return replace(solution, status=solution.status.masked_fill(moved, Status.INCONSISTENT))
 
 
