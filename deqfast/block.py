@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -160,14 +160,9 @@ class DEQBlock(nn.Module):
             on_backward=self._keep_backward_solution,
             per_sample=self.per_sample,
         )
-        self._notify("begin_solve")
-        try:
-            with nullcontext() if self.graphs is not None or problem.is_transformed() else hold_weights(self.cell):
-                value, solution = self.adjoint(problem)
-        except BaseException:
-            self._notify("cancel_solve", "end_solve")
-            raise
-        self._notify("end_solve")
+        holds = self.graphs is None and not problem.is_transformed()
+        with self.solving(), hold_weights(self.cell) if holds else nullcontext():
+            value, solution = self.adjoint(problem)
         if self.warn:
             self._forward_notice.look(replace(solution, status=values(solution.status)))
         return (value, solution) if return_solution else value
@@ -183,6 +178,17 @@ class DEQBlock(nn.Module):
         if self.graphs is not None:
             raise ValueError("cuda_graph cannot be combined with groups, which may change from call to call")
         return Packing(z0, groups).groups
+
+    @contextmanager
+    def solving(self) -> Iterator[None]:
+        """Tell the cell when a solve begins, and how it ends."""
+        self._notify("begin_solve")
+        try:
+            yield
+        except BaseException:
+            self._notify("cancel_solve", "end_solve")
+            raise
+        self._notify("end_solve")
 
     def _notify(self, *events: str) -> None:
         """Call of every submodule of the cell the first of these hooks that it has."""

@@ -63,7 +63,7 @@ class Notice:
         warnings.warn(
             f"deqfast: in a {self.kind} solve, {said}. Said once; return_solution=True and backward_solution tell of "
             "every solve, warn=False silences",
-            stacklevel=4,  # the caller of the block
+            stacklevel=6,  # who calls the block, behind two functions of nn.Module
         )
 
     def __getstate__(self) -> dict[str, object]:

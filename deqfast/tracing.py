@@ -14,8 +14,10 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,12 +31,14 @@ from .grouping import Groups
 from .ops.registry import library
 from .solution import Solution
 from .solve import solve
+from .weights import holding_nothing
 
 # What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
 
 _numbers = itertools.count(1)
 _live: weakref.WeakValueDictionary[int, blocks.DEQBlock] = weakref.WeakValueDictionary()
+_locks: weakref.WeakKeyDictionary[blocks.DEQBlock, threading.RLock] = weakref.WeakKeyDictionary()  # of their tensors
 _recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: values with their graph, its leaves
 
 
@@ -62,7 +66,8 @@ def solve_traced(
     call = {
         "x": x,
         "z0": z0,
-        "groups": groups,
+        "groups": groups.index if isinstance(groups, Groups) else groups,
+        "records": torch.is_grad_enabled(),
         "parameters": dict(cell.named_parameters()) if cell is not None else {},
         "buffers": dict(cell.named_buffers()) if cell is not None else {},
     }
@@ -95,13 +100,12 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
     problem = Problem(
         block.cell, x, z0, block.current_solver, {"kernel": block.kernel, "groups": groups}, lambda _: None
     )
-    block._notify("begin_solve")
-    if isinstance(block.adjoint, Unrolled):  # the one adjoint with a value of its own
-        value, solution = block.adjoint(problem)
-    else:
-        solution = solve(lambda z: block.cell(z, x), z0, problem.solver, **problem.options)
-        value = solution.value
-    block._notify("end_solve")
+    with block.solving():
+        if isinstance(block.adjoint, Unrolled):  # the one adjoint with a value of its own
+            value, solution = block.adjoint(problem)
+        else:
+            solution = solve(lambda z: block.cell(z, x), z0, problem.solver, **problem.options)
+            value = solution.value
     return (value, solution) if return_solution else value
 
 
@@ -184,14 +188,14 @@ def _solve_block(
     block = _live.get(number)
     if block is None:
         raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
-    with _with_autograd(), torch.set_grad_enabled(any(wanted)):
+    with _with_autograd(), torch.set_grad_enabled(_parsed(described)["records"]):
         return _solved(block, described, tensors, wanted, autocast)
 
 
 def _solved(
     block: blocks.DEQBlock, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
 ) -> list[Tensor]:
-    differentiates, given, leaves = any(wanted), iter(zip(tensors, wanted, strict=True)), []
+    given, leaves = iter(zip(tensors, wanted, strict=True)), []
 
     def fresh(mark: bytes) -> Tensor:
         tensor, want = next(given)
@@ -200,17 +204,18 @@ def _solved(
         return leaf
 
     call = _rebuild(described, fresh)
-    held = {f"block.cell.{name}": tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
+    swapped = {f"block.cell.{name}": tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
     device = pytree.tree_leaves(call["z0"])[0].device.type
     plain = _Plain(block)
-    if not differentiates:  # the block's own tensors serve, as long as they are what the graph was given
-        own = dict(plain.named_parameters()) | dict(plain.named_buffers())
-        held = {name: tensor for name, tensor in held.items() if not own[name].is_set_to(tensor)}
-    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        value, solution = torch.func.functional_call(plain, held, (call["x"], call["z0"], call["groups"]))
+    own = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers(remove_duplicate=False))
+    # What is no leaf and is what the graph was given stays the block's own, which a hook may replace.
+    swapped = {name: t for name, t in swapped.items() if t.requires_grad or not own[name].is_set_to(t)}
+    autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
+    with autocasts, holding_nothing(), _locks.setdefault(block, threading.RLock()) if swapped else nullcontext():
+        value, solution = torch.func.functional_call(plain, swapped, (call["x"], call["z0"], call["groups"]))
     starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
     ticket = torch.tensor(next(_numbers))
-    if differentiates:
+    if torch.is_grad_enabled():
         _keep(values, leaves, ticket)
     calls = torch.tensor([solution.evaluations, solution.sample_evaluations])
     # Copies of what are rows of one tensor: results of an op may not share memory.
@@ -226,6 +231,8 @@ def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
             "deqfast: under torch.compile the cell depends on a tensor that requires a gradient and is neither in x "
             "nor a parameter of the cell, so that its gradient would be lost: register it, or give it to the block in x"
         )
+    if not leaves:
+        return
     _recorded[int(ticket)] = values, leaves
     weakref.finalize(ticket, _recorded.pop, int(ticket), None).atexit = False
 
@@ -262,19 +269,21 @@ def _pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> li
     values, leaves = _recorded[int(ticket)]
     with _with_autograd():
         pulled = vjp(values, leaves, grads)
-    return [
-        torch.zeros_like(tensor) if grad is None else _like(tensor, grad)
-        for tensor, grad in zip(inputs, pulled, strict=True)
-    ]
+    results, seen = [], {grad.untyped_storage().data_ptr() for grad in grads}  # results of an op may not share memory
+    for tensor, grad in zip(inputs, pulled, strict=True):
+        result = torch.zeros_like(tensor) if grad is None else _like(tensor, grad)
+        results.append(result.clone() if result.untyped_storage().data_ptr() in seen else result)
+        seen.add(results[-1].untyped_storage().data_ptr())
+    return results
 
 
 def _fake_pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in inputs]
 
 
-def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
     # It looks at the device, which a CUDA graph cannot.
-    library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe,))
+    library.define(name + schema, tags=(torch.Tag.cudagraph_unsafe, *tags))
     library.impl(name, run, "CompositeExplicitAutograd")  # autograd works inside, as in the block without compilation
     torch.library.register_fake(f"deqfast::{name}", fake, lib=library)
 
@@ -284,5 +293,6 @@ _register(
     "(int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
     _solve_block,
     _fake_solve_block,
+    torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one
 )
 _register("pull_block", "(Tensor ticket, Tensor[] inputs, Tensor[] grads) -> Tensor[]", _pull_block, _fake_pull_block)

@@ -74,11 +74,22 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
         for module, name, weight in found:
             weight.__class__ = _Holdable
             _thread.held[weight] = _Held(torch.is_grad_enabled(), _saved_tensor_hooks())
-            getattr(module, name)
+            with torch.autocast(next(weight.parameters()).device.type, enabled=False):  # the cell may be outside of it
+                getattr(module, name)
         yield
     finally:
         for *_, weight in found:
             _thread.held.pop(weight, None)
+
+
+@contextmanager
+def holding_nothing() -> Iterator[None]:
+    """Let go of what this thread holds, for a call with other tensors in the place of the modules' own."""
+    held, _thread.held = _thread.held, {}
+    try:
+        yield
+    finally:
+        _thread.held = held
 
 
 def check_not_cached(cell: nn.Module) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, ResidualCell, Status, fc_fixed_point, tracing
+from deqfast import Anderson, Broyden, DEQBlock, Groups, Implicit, Picard, ResidualCell, Status, fc_fixed_point, tracing
 from deqfast.testing import GRADIENT, assert_close
 
 
@@ -113,7 +113,11 @@ class TestOfABlock:
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         assert int(found.evaluations) == expected.evaluations and bool(found.converged.all())
 
-    @pytest.mark.parametrize("groups", ["batch", torch.tensor([1, 0, 0, 2, 2])], ids=["batch", "rows"])
+    @pytest.mark.parametrize(
+        "groups",
+        ["batch", torch.tensor([1, 0, 0, 2, 2]), Groups(torch.tensor([1, 0, 0, 2, 2]))],
+        ids=["batch", "rows", "made"],
+    )
     def test_groups(self, groups, compiled):
         block, x = DEQBlock(Cell(), "anderson"), torch.randn(5, 4)
         call = compiled(lambda x: block(x, groups=groups, return_solution=True))
@@ -158,6 +162,31 @@ class TestOfABlock:
         gc.collect()
         assert not numbers & set(tracing._live)
 
+    def test_two_calls_stay_two_and_hooks_keep_what_they_count(self, compiled):
+        class Masked(Cell):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("solves", torch.zeros(()))
+
+            def begin_solve(self):
+                self.scale = torch.rand(4)
+
+            def end_solve(self):
+                self.solves = self.solves + 1
+
+        block, x = DEQBlock(Masked()), torch.randn(2, 4)
+        first, second = compiled(lambda x: torch.stack([block(x), block(x)]))(x)
+        assert not torch.equal(first, second)
+        solves = int(block.cell.solves)
+        compiled(block)(x)
+        assert int(block.cell.solves) == solves + 1
+
+    def test_two_leaves_of_one_gradient(self, compiled):
+        block = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x[0] + x[1]))
+        x = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+        a, b = torch.autograd.grad(compiled(block)(x, torch.zeros(3, 4)).sum(), x)
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
     def test_a_value_that_nobody_differentiates_keeps_no_graph(self, compiled):
         value = compiled(Model())(torch.randn(2, 3))
         assert len(tracing._recorded) == 1
@@ -166,8 +195,10 @@ class TestOfABlock:
 
     def test_what_is_not_served_is_an_error(self, compiled):
         x, hidden = torch.randn(2, 4), torch.ones(4, requires_grad=True)
-        with pytest.raises(RuntimeError, match="neither in x nor a parameter of the cell"):
-            compiled(DEQBlock(lambda z, x: 0.5 * z.tanh() + hidden.exp() * x))(x.requires_grad_())
+        for given in (x, x.clone().requires_grad_()):
+            with pytest.raises(RuntimeError, match="neither in x nor a parameter of the cell"):
+                compiled(DEQBlock(lambda z, x: 0.5 * z.tanh() + hidden.exp() * x))(given)
+        x.requires_grad_()
         with pytest.raises(Exception, match="trace=True is not served under torch.compile"):
             compiled(DEQBlock(Cell(), trace=True))(x, return_solution=True)
         with pytest.raises(RuntimeError, match="double backward|create_graph=False"):

@@ -291,7 +291,7 @@ def test_under_autocast():
 
 class TestErrors:
     @every_adjoint
-    @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "eager"])
+    @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "eager", "dual"])
     def test_a_tensor_that_only_the_cell_holds(self, adjoint, transform):
         x = data(2)
 
@@ -300,7 +300,13 @@ class TestErrors:
 
         w = torch.full((3,), 0.3, dtype=torch.float64)
         weight = w.clone().requires_grad_()
+
+        def dual():
+            with forward_ad.dual_level():
+                return call(forward_ad.make_dual(w, w))
+
         calls = {
+            "dual": dual,
             "grad": lambda: grad(call)(w),
             "jvp": lambda: jvp(call, (w,), (w,))[1],
             "vmap": lambda: vmap(call)(torch.stack([w, w])),

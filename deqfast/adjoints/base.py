@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..graphs import Graphs
@@ -15,7 +15,7 @@ from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
-from ..transforms import has_tangent, in_forward_mode, in_torch_func
+from ..transforms import in_forward_mode, in_torch_func
 from .functional import Derivative, solve_transformed
 from .samples import mark_samples, take_rows, without_broken
 
@@ -52,12 +52,7 @@ class Problem:
 
     def is_transformed(self) -> bool:
         """Answer whether torch.func or forward-mode AD goes through this forward pass."""
-        if in_torch_func():
-            return True
-        if not in_forward_mode():
-            return False
-        held = [*self.cell.parameters(), *self.cell.buffers()] if isinstance(self.cell, nn.Module) else []
-        return any(isinstance(t, Tensor) and has_tangent(t) for t in pytree.tree_leaves((self.x, self.z0, held)))
+        return in_torch_func() or in_forward_mode()
 
     @property
     def groups(self) -> Groups | None:
