@@ -60,7 +60,7 @@ class Solution:
             finite one, else z0.
         status: (B,) int8 of ``Status``.
         iterations: (B,) int32, the values of f the sample used until its status was set.
-        residual: (B,) that of the two below which the solver held against its `tol`.
+        residual: (B,) the one of the next two that the solver held against its `tol`.
         residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / tol) at `value`, in the solver's norm: the relative residual
             where its `atol` is 0, which it is by default; infinite if f was never finite.
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite.

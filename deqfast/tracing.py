@@ -76,9 +76,11 @@ def solve_traced(
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = pytree.tree_leaves(z0)[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    *values, status, iterations, relative, absolute, calls = _Solve.apply(
-        block._number, described, wanted, autocast, *tensors
-    )
+    if any(wanted):
+        results = _Solve.apply(block._number, described, wanted, autocast, *tensors)
+    else:
+        results = torch.ops.deqfast.solve_block(block._number, described, tensors, wanted, autocast)[:-1]
+    *values, status, iterations, relative, absolute, calls = results
     value = pytree.tree_unflatten(values, pytree.tree_structure(z0))
     if not return_solution:
         return value
@@ -293,6 +295,6 @@ _register(
     "(int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
     _solve_block,
     _fake_solve_block,
-    torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one
+    torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one, from torch 2.14 on
 )
 _register("pull_block", "(Tensor ticket, Tensor[] inputs, Tensor[] grads) -> Tensor[]", _pull_block, _fake_pull_block)

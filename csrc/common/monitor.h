@@ -93,11 +93,12 @@ DEQFAST_HD T length_of(T square, T scale, T scaled_square) {
   return scale <= Limits<T>::max && length > Limits<T>::max ? Limits<T>::max : length;
 }
 
-// The norms of the rule. `vectors` are f(z) - z and f(z); they are read again for their largest magnitudes, and once more
-// for the sums of squares of both over a scale, where `squares`, the plain sums, do not do. Inlined, so that a CPU runs it
-// with the instructions of its caller.
+// The norms of the rule. `vectors` are f(z) - z and f(z); they are read again for their largest magnitudes, and once
+// more for the sums of squares of both over a scale, where `squares`, the plain sums, do not do. Inlined, so that a CPU
+// runs it with the instructions of its caller.
 template <class T, class Vectors>
-__attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRule<T>& rule, const Norms<T>& squares, const Vectors& vectors) {
+__attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRule<T>& rule, const Norms<T>& squares,
+                                                                   const Vectors& vectors) {
   if (!rule.maximum && is_sound(squares.res) && is_sound(squares.f)) {
     return {static_cast<T>(sqrt(squares.res)), static_cast<T>(sqrt(squares.f))};
   }

@@ -83,7 +83,8 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
         check.out<H>("left", left, {batch, pairs, dim}), check.out<H>("df", df, {batch, pairs, dim}),
         check.out<T>("gram", gram, {batch, pairs + 2, pairs}), dim, window,
         check.monitor<T>(status, iterations, residual, gain, active),
-        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), method, static_cast<T>(alpha), static_cast<T>(beta), static_cast<T>(ridge)};
+        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), method, static_cast<T>(alpha),
+        static_cast<T>(beta), static_cast<T>(ridge)};
     Device::run(params, z);
   });
 }

@@ -154,7 +154,8 @@ __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, 
 }
 
 // Where few samples are long, several blocks share a sample: the first launch leaves partial sums and the norms of the
-// parts, and in the second every block adds them in the same order and reaches the same verdict, from records as they were before it.
+// parts, and in the second every block adds them in the same order and reaches the same verdict, from records as they
+// were before it.
 template <class T>
 struct Snapshot {
   T residual[2], gain[2];

@@ -30,7 +30,8 @@ constexpr int kQuad = 4;                 // columns of f per lane
 constexpr int kPass = 32 * kQuad;        // columns that a warp takes at once
 constexpr int kTileBytes = 32 * 1024;    // of z for the largest tile
 constexpr int kAlignment = 64;           // bytes; of the longest vector, 16 samples of z
-enum Measure { kResSq, kFSq, kRes, kF, kMeasures };  // of some columns of f - z and f: sums of squares, norms of the rule
+// Of some columns of f - z and f: sums of squares, norms of the rule.
+enum Measure { kResSq, kFSq, kRes, kF, kMeasures };
 constexpr int kReservedBytes = 2 * 1024;  // for the records of the judge
 
 // How W is cut. `lanes` lanes of a warp share the columns of a pass; the others of the 32 take other k.
