@@ -101,5 +101,5 @@ class Adjoint:
         raise NotImplementedError
 
     def derivative(self, problem: Problem) -> Derivative:
-        """Derivative of the value under torch.func and in forward-mode AD."""
-        raise NotImplementedError
+        """Derivative of the value under torch.func and in forward-mode AD; every adjoint here defines it."""
+        raise NotImplementedError(f"{type(self).__name__} has no derivative under torch.func and in forward-mode AD")

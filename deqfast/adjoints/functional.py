@@ -8,6 +8,7 @@ the values that come back, and are made of solves and calls of the cell that are
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,16 +155,16 @@ class Task:
         return list(_OfValues.apply(self, len(state), len(rows), *state, *rows, *others))
 
 
-class Derivative:
+class Derivative(ABC):
     """Derivative of a state in the tensors that its map computes with."""
 
+    @abstractmethod
     def pull(self, base: Map, grads: Tensors, at: At) -> Tensors:
         """Gradients in the tensors of `at` that are to be differentiated, for these gradients of the state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def push(self, base: Map, tangents: Tensors, at: At) -> Tensors:
         """Tangents of the state for these of the tensors of `at` that are to be differentiated."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,9 @@ class Implicit(Adjoint):
 
     def __post_init__(self) -> None:
         if self.solver is not None:
-            object.__setattr__(self, "solver", as_solver(self.solver))
-            if self.solver.stop != "rel" or self.solver.atol:  # type: ignore[union-attr]
+            solver = as_solver(self.solver)
+            object.__setattr__(self, "solver", solver)
+            if solver.stop != "rel" or solver.atol:
                 raise ValueError(f"the solver of Implicit must have stop='rel' and atol=0, got {self.solver}")
 
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:

@@ -51,7 +51,7 @@ def spectral_radius(network: ResNet18, images: Tensor) -> Tensor:
         x = network.trunk(network.stem(images))
         z = network.last(x)
     z.requires_grad_()
-    value = network.last.cell(z, x)  # type: ignore[operator, union-attr]
+    value = network.last.cell(z, x)  # type: ignore[operator, union-attr]  # a DEQBlock, whose cell is a module
     vector = torch.randn(z.shape, generator=torch.Generator().manual_seed(0)).to(z)
     logarithms = []
     for _ in range(POWER_STEPS):
