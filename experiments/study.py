@@ -1,6 +1,7 @@
-"""Every table and figure of Sun & Shi (NeurIPS 2024): the runs behind them, resumed where they stopped, and a report.
+"""The runs of a study, resumed where they stopped, and a report: those of experiments/protocol.md, or those behind the
+tables and figures of Sun & Shi (NeurIPS 2024).
 
-A run is what cifar_lt.py or cifar_balanced.py does for one setting of a table; it gets a process and a folder of its
+A run is what cifar_lt.py or cifar_balanced.py does for one arm of one setting; it gets a process and a folder of its
 own. Runs that are finished are left alone, and a run that fails does not stop the others.
 """
 
@@ -8,21 +9,35 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from nc_study import distributed
+import msgspec
+from nc_study import distributed, protocol
 from nc_study.cli import told
-from nc_study.config import CLASSES, IMBALANCE, Settings, SettingsError, StudyError, add_options, check_field, option
+from nc_study.config import (
+    ARMS,
+    CLASSES,
+    IMBALANCE,
+    Settings,
+    SettingsError,
+    StudyError,
+    add_options,
+    arm_options,
+    check_field,
+    flag_of,
+    option,
+)
 from nc_study.data import find_source
 from nc_study.models import choose_kernel
 from nc_study.paper import DATA_SETS, FIGURES, TABLES, settings_of
-from nc_study.rundir import prepare_out
-from nc_study.scheduler import Task, plan, run_all
+from nc_study.rundir import prepare_out, write_atomically
+from nc_study.scheduler import Task, hours_left, plan, run_all
+from nc_study.training import DIVERGED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +54,10 @@ class StudyOptions:
         "cifar",
         choices=(*DATA_SETS, *CLASSES),
     )
+    arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-jfb")
     seeds: str = option("which runs", "seeds, with commas between", "0")
+    protocol: bool = option("which runs", "the list of experiments/protocol.md, in its order", False)
+    tune: bool = option("which runs", "the trials by which the protocol chooses rate, weight decay and scale", False)
 
     jobs: int = option("how they are run", "runs at a time, each on the next GPU", 1, minimum=1)
     processes: int = option("how they are run", "processes, and GPUs, per run", 1, minimum=1)
@@ -55,8 +73,10 @@ class StudyOptions:
         numbers = self.seeds.split(",")
         if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
             raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")
-        if self.table is None and self.figure is None:
-            raise SettingsError("which runs? --table all --figure all names every run of the paper")
+        if unknown := set(self.arms.split(",")) - set(ARMS):
+            raise SettingsError(f"--arms {self.arms}: {', '.join(sorted(unknown))} is none of {', '.join(ARMS)}")
+        if (self.table is not None or self.figure is not None) + self.protocol + self.tune != 1:
+            raise SettingsError("which runs? one of --tune, --protocol, and --table or --figure (all: the paper's)")
         if self.spread and not distributed.launched():
             raise SettingsError("--spread: only under torchrun with two or more processes, over which runs are spread")
         if distributed.launched() and not self.spread:
@@ -74,20 +94,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
     """The study's own options, and the tasks that they and the settings given for all runs amount to."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--table N,N] [--figure N,N] [--dataset NAME] [--seeds N,N] [--jobs N] [options]",
+        usage="%(prog)s [--tune | --protocol | --table N,N --figure N,N] [--arms A,A] [--seeds N,N] [options]",
         description=__doc__,
         epilog="All other options are those of cifar_lt.py, for every run.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, StudyOptions)
-    add_options(parser, Settings, (*IMBALANCE, "seed", "dataset", "resume"))
+    add_options(parser, Settings, (*IMBALANCE, "seed", "dataset", "resume", "model", "adjoint"))
     given = vars(parser.parse_args(argv))
     try:
         options = StudyOptions(
             **{spec.name: given.pop(spec.name) for spec in fields(StudyOptions) if spec.name in given}
         )
-        chosen = settings_of(options.table, options.figure, options.dataset)
-        tasks = plan(chosen, list(map(int, options.seeds.split(","))), given, options.jobs)
+        tasks = plan(wanted(options, given), given)
     except StudyError as error:
         parser.error(str(error))
     kernel, obstacle = choose_kernel(given.get("kernel", "auto"), tasks[0].settings.device)
@@ -96,15 +115,30 @@ def parse(argv: Sequence[str] | None) -> tuple[StudyOptions, list[Task]]:
     return options, tasks
 
 
-def outlook(tasks: list[Task]) -> str:
-    """How many epochs are left to do, and how long they take if they are like those that are done."""
-    done = [epoch.seconds.total for task in tasks for model in task.settings.models for epoch in task.run.epochs(model)]
-    all_epochs = sum(task.settings.epochs * len(task.settings.models) for task in tasks)
-    text = f"left to do: {all_epochs - len(done)} of {all_epochs} epochs"
-    if not done:
-        return text
-    hours = statistics.fmean(done) * (all_epochs - len(done)) / 3600
-    return f"{text}, about {hours:.1f} h, one run at a time, at the pace of those done"
+def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options that name each run, all arms of a seed together. StudyError where those given for all runs are not
+    the user's to choose, or nothing was chosen by --tune."""
+    if not (options.protocol or options.tune):
+        chosen = settings_of(options.table, options.figure, options.dataset)
+        each = product(map(int, options.seeds.split(",")), chosen, options.arms.split(","))
+        return [{**setting.options, "seed": seed, **arm_options(arm)} for seed, setting, arm in each]
+    if fixed := [flag_of(name) for name in given if name not in protocol.MACHINE]:
+        raise SettingsError(f"{', '.join(fixed)}: experiments/protocol.md decides it")
+    return list(protocol.trials() if options.tune else protocol.runs(protocol.tuned()))
+
+
+def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
+    """Write what the trials came to."""
+    found = []
+    for task in tasks:
+        diverged = DIVERGED in failed.get(task, "")
+        if task.run.finished or diverged:
+            values = {name: getattr(task.settings, name) for name in protocol.TUNED}
+            overall = None if diverged else task.run.result.network.quantity("overall")
+            found.append(protocol.Trial(task.settings.arm, **values, overall=overall))
+    content = msgspec.json.format(msgspec.json.encode(protocol.choose(found)))
+    write_atomically(protocol.TUNING, content + b"\n")
+    print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}")
 
 
 def run_study(options: StudyOptions, tasks: list[Task]) -> int:
@@ -116,7 +150,8 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
         print(f"{len(tasks)} runs")
         for task in tasks:
             print(f"  {task}: {conflicts.get(task) or task.state()}")
-        print(outlook([task for task in tasks if task not in conflicts]))
+        hours = hours_left(task for task in tasks if task not in conflicts)
+        print(f"about {hours:.1f} h are left, one run at a time, by steps timed now")
         return 1 if conflicts else 0
     if not tasks:
         return 0
@@ -125,13 +160,14 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
     prepare_out(out)
     possible = [task for task in tasks if task not in conflicts]
     for name in {task.settings.dataset for task in possible if not task.run.finished}:
-        with suppress(StudyError):  # downloaded once, before several runs would; a failure is told by the runs
-            find_source(name, Path(settings.data_root))
+        find_source(name, Path(settings.data_root))  # at once, and downloaded once
     first_slot = int(os.environ.get("LOCAL_RANK", 0)) * options.jobs
     failed = run_all(possible, options.jobs, options.processes, first_slot) | conflicts
     for task, reason in failed.items():
         print(f"study.py: {task} failed: {reason}", file=sys.stderr)
-    if not (options.no_report or options.spread):
+    if options.tune:
+        conclude_tuning(tasks, failed)
+    elif not (options.no_report or options.spread) and any(task.run.finished for task in tasks):
         from nc_study.reporting import report  # late: it draws figures, and the runs need none
 
         print(f"report: {report.write(report.collect([out]), out / 'report')}")

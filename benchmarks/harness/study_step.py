@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ class Stepper:
         """A training step, its batch's augmentation included."""
         self.trainer.network.train()
         images, labels = next(self.batches)
-        self.trainer.train_step(images, labels, SolverTally(images.device, self.trainer.data.classes))
+        self.trainer.train_step(images, labels, SolverTally(images.device))
 
     def flop(self) -> float:
         """Floating-point operations of a step that makes the mean number of evaluations of the steps so far."""
@@ -80,7 +81,7 @@ def measure(settings: Settings, steps: int, seconds: float) -> list[Row]:
     """
     device, batch = settings.device, settings.batch_size
     data = load(Source("shapes", ""), settings, torch.device(device))
-    steppers = {model: Stepper(Trainer(model, settings, data)) for model in MODELS}
+    steppers = {model: Stepper(Trainer(replace(settings, model=model), data)) for model in MODELS}
     calls = {model: stepper.step for model, stepper in steppers.items()}
     spent = in_turns(calls, device, rounds=steps, seconds=seconds)
     told: Row = {"section": "training step", "case": f"width {settings.width}, batch {batch}, {settings.adjoint}"}

@@ -32,8 +32,8 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
         raise StudyError(f"{run} is not the folder of a finished run: it has no result.json")
     recorded = {name: value for name, value in vars(folder.result.settings).items() if value is not None}
     settings = settings_from(**(recorded | {"device": "cpu", "compile": False, "data_root": str(data_root or "data")}))
-    network = build("deq", settings)
-    if not (state := folder.restore("deq")):
+    network = build(settings)
+    if settings.model != "deq" or not (state := folder.restore()):
         raise StudyError(f"{run} holds no checkpoint of a DEQ")
     network.load_state_dict(state["network"])
     data = load(find_source(settings.dataset, Path(settings.data_root)), settings, torch.device("cpu"))

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from . import distributed
@@ -19,9 +18,9 @@ from .analysis import last_block_radius, shown_features
 from .config import Settings, StudyError, parse
 from .data import Source, find_source, load
 from .models import choose_kernel
-from .record import KernelChoice, NetworkResult
+from .record import KernelChoice
 from .results import network_result, report, run_result
-from .rundir import RunDirectory, prepare_out, write_arrays
+from .rundir import RunDirectory, prepare_out, write_arrays, write_atomically
 from .training import train
 
 
@@ -59,23 +58,27 @@ def told(script: str, work: Callable[[], int], when_interrupted: str) -> int:
 
 
 def run_study(asked: Settings) -> int:
-    """Train the networks that the settings name, or go on with them, and print what came out; 0. With several processes
-    the first one alone has to do with files."""
+    """Train the networks that the settings name, or go on with them, a run each, and print what came out; 0. With
+    several processes the first one alone has to do with files."""
     first = distributed.from_first
     prepare(asked)
     out = Path(asked.out)
-    with distributed.processes(asked.device), ExitStack() as stack:
+    with distributed.processes(asked.device):
         first(prepare_out, out)
         source = first(find_source, asked.dataset, Path(asked.data_root))
         kernel, obstacle = choose_kernel(asked.kernel, asked.device)
         settings = replace(asked, dataset=source.name, kernel=kernel)
         announce(settings, source, obstacle)
-        run = RunDirectory(out / settings.run_name)
-        first(lambda: stack.enter_context(run.locked()))
-        first(run.start, settings)
-        if not first(lambda: run.finished):
-            train_all(settings, source, run, KernelChoice(asked.kernel, kernel, obstacle or None))
-        first(show, run)
+        arms = [replace(settings, model=model) for model in settings.models]
+        runs = [RunDirectory(out / arm.run_name) for arm in arms]
+        with ExitStack() as stack:
+            for run, arm in zip(runs, arms, strict=True):
+                first(stack.enter_context, run.locked())
+                first(run.start, arm)
+            for run, arm in zip(runs, arms, strict=True):
+                if not first(lambda run=run: run.finished):
+                    train_arm(arm, source, run, KernelChoice(asked.kernel, kernel, obstacle or None))
+        first(show, runs)
     return 0
 
 
@@ -101,31 +104,31 @@ def announce(settings: Settings, source: Source, obstacle: str) -> None:
     print(f"kernel: {settings.kernel}" + (f", for {obstacle}" if obstacle else ""), flush=True)
 
 
-def train_all(settings: Settings, source: Source, run: RunDirectory, kernel: KernelChoice) -> None:
-    """Train the networks one after the other and write the result."""
+def train_arm(settings: Settings, source: Source, run: RunDirectory, kernel: KernelChoice) -> None:
+    """Train a network and write the result."""
     data = load(source, settings, torch.device(settings.device))
     minority = data.classes - data.majority
     split = f"{data.majority} classes of {data.counts[0]}"
     split += f" and {minority} of {data.counts[-1]}" if minority else ""
-    print(f"{len(data.train_images)} training images ({split}), {len(data.test_images)} test images", flush=True)
-    networks = {model: train(model, settings, data, run).network for model in settings.models}
+    print(f"{len(data.train_images)} training images ({split}), {len(data.test_images)} {settings.evaluate} images")
+    network = train(settings, data, run).network
 
     def conclude() -> None:
-        results: dict[str, NetworkResult] = {}
-        arrays: dict[str, np.ndarray] = {}
-        for model, network in networks.items():
-            arrays |= {f"{model}/{name}": array for name, array in shown_features(network, data).items()}
-            parameters = sum(parameter.numel() for parameter in network.parameters())
-            results[model] = network_result(parameters, run.epochs(model), last_block_radius(network, data))
-        write_arrays(run.features, arrays)
-        run.conclude(run_result(settings, kernel, data.counts, results))
+        write_arrays(run.features, shown_features(network, data))
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+        result = network_result(parameters, run.epochs, last_block_radius(network, data))
+        run.conclude(run_result(settings, kernel, data.counts, result))
 
     distributed.from_first(conclude)
 
 
-def show(run: RunDirectory) -> None:
-    """Draw the figure of a finished run and print its result."""
+def show(runs: Sequence[RunDirectory]) -> None:
+    """Draw one figure of finished runs of one setting, into the folder of the last, and print their results."""
     from . import figures  # late: matplotlib takes a second or more, which the first epoch need not wait for
 
-    figures.draw(run)
-    print(f"\n{report(run.result)}\n\nresults: {run.path / 'result.json'}\nfigure:  {run.figure}")
+    results = [run.result for run in runs]
+    write_atomically(runs[-1].figure, figures.course(results))
+    print(f"\n{report(results)}\n")
+    for run in runs:
+        print(f"results: {run.path / 'result.json'}")
+    print(f"figure:  {runs[-1].figure}")

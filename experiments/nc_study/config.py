@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import operator
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 from .shapes import DRAWING
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
-MODELS = ("explicit", "deq")
+MODELS = ("explicit", "explicit-norm", "once", "deq")
+BOTH = ("explicit", "deq")
+ADJOINTS = ("jfb", "implicit", "phantom", "unrolled")
+ARMS = (*MODELS[:-1], *(f"deq-{adjoint}" for adjoint in ADJOINTS))
 IMBALANCE = ("majority", "ratio")
 LARGEST_SEED = 2**63 - 1
 
@@ -24,6 +28,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {**_FULL, "lr": 1e-4, "schedule": "constant", "metrics_every": 5, "precision": "fp32"},
     "tuned": {**_FULL, "lr": 0.1, "schedule": "cosine", "metrics_every": 5, "precision": "auto"},
     "quick": {**_QUICK, "lr": 0.01, "schedule": "cosine", "metrics_every": 4, "precision": "auto"},
+    "study": {
+        **{**_FULL, "width": 16, "epochs": 30},
+        **{"lr": 0.1, "schedule": "cosine", "metrics_every": 5, "precision": "auto"},
+    },
 }
 KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
 LIMITS = {
@@ -76,6 +84,12 @@ class Setting:
         """That name as part of a file's."""
         return "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a run that name it."""
+        imbalance = {} if self.majority is None else {"majority": self.majority, "ratio": self.ratio}
+        return {"dataset": self.dataset, **imbalance}
+
     def __str__(self) -> str:
         return f"{self.dataset}, {self.imbalance}"
 
@@ -94,7 +108,13 @@ class Experiment:
     drawing: int | None = None
     """Version of the drawing of the images, where they are drawn."""
 
-    model: str = option("study", "networks to train, one after the other", "both", choices=("both", *MODELS))
+    model: str = option(
+        "study",
+        "explicit; explicit-norm: it ends in the DEQ's normalisation; once: the DEQ's cell evaluated once from 0; deq; "
+        "both: explicit and deq, a run each",
+        "both",
+        choices=("both", *MODELS),
+    )
     majority: int | None = option("study", "tenths of the classes that keep all their images (K_A)", 3, minimum=1)
     ratio: int | None = option("study", "images of a majority class for one of a minority class (R)", 10, minimum=1)
     preset: str = option(
@@ -110,14 +130,19 @@ class Experiment:
     )
     n_majority: int = option("data", "images of a majority class (n_A), fewer by default of 100 classes", minimum=1)
     test_images: int = option("data", "test images, equally many of every class", minimum=1)
+    evaluate: str = option(
+        "data",
+        "what --test-images are taken from; validation: training images that are not trained on",
+        "test",
+        choices=("test", "validation"),
+    )
 
     width: int = option("network", "channels of the first stage", minimum=1)
+    scale: float = option("network", "initial gain of the last block's residual branch", 1.0, above=0)
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
     tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0)
     max_iter: int = option("network", "most evaluations of the last block per solve", 20, minimum=1)
-    adjoint: str = option(
-        "network", "gradient of the fixed point", "jfb", choices=("jfb", "implicit", "phantom", "unrolled")
-    )
+    adjoint: str = option("network", "gradient of the fixed point", "jfb", choices=ADJOINTS)
     kernel: str = option(
         "network",
         "implementation of the solver's steps; auto: the fastest here; one that is not available here becomes another",
@@ -143,7 +168,7 @@ class Experiment:
     )
     precision: str = option(
         "machine",
-        "fp32, or bf16 autocast around a fixed point that is solved in fp32; auto: bf16 with a GPU, else fp32",
+        "fp32, or bf16 autocast of all before the last block; auto: bf16 with a GPU or a CPU that multiplies it",
         choices=("auto", "fp32", "bf16"),
     )
     compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False)
@@ -167,14 +192,28 @@ class Experiment:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The networks to train, in order."""
-        return MODELS if self.model == "both" else (self.model,)
+        """The networks to train, in order, in a run each."""
+        return BOTH if self.model == "both" else (self.model,)
+
+    @property
+    def arm(self) -> str:
+        """What is compared: the network, and of a DEQ the gradient too."""
+        return f"deq-{self.adjoint}" if self.model == "deq" else self.model
+
+    @property
+    def departures(self) -> dict[str, Any]:
+        """The options whose values are not those of the preset, but for those that `run_name` has of its own, and the
+        device and kernel, which are the machine's."""
+        usual = {spec.name: spec.default for spec in fields(Experiment) if spec.metadata}
+        usual |= preset_values(self.preset, self.classes) | {"precision": "fp32"}
+        named = {*IMBALANCE, "model", "adjoint", "preset", "seed", "dataset", "device", "kernel"}
+        return {name: getattr(self, name) for name in usual if name not in named and getattr(self, name) != usual[name]}
 
     @property
     def run_name(self) -> str:
-        """Name of the run's folder: what distinguishes the runs of one table or of several seeds."""
-        choices = f"{self.preset}-{self.model}-{self.solver}-{self.adjoint}"
-        return f"{self.dataset}-{self.setting.slug}-{choices}-seed{self.seed}"
+        """Name of the run's folder: no two experiments of one machine share it."""
+        apart = (f"-{name.replace('_', '')}{value}" for name, value in self.departures.items())
+        return f"{self.dataset}-{self.setting.slug}-{self.preset}-{self.arm}-seed{self.seed}{''.join(apart)}"
 
     @property
     def setting(self) -> Setting:
@@ -197,6 +236,12 @@ class Settings(Experiment):
         values = {spec.name: getattr(self, spec.name) for spec in fields(Experiment)}
         values["drawing"] = DRAWING if self.dataset.startswith("shapes") else None
         return Experiment(**values)
+
+
+def arm_options(arm: str) -> dict[str, str]:
+    """The options that name an arm (see `Experiment.arm`)."""
+    model, _, adjoint = arm.partition("deq-")
+    return {"model": "deq", "adjoint": adjoint} if adjoint else {"model": model}
 
 
 def check_field(spec: Field[Any], value: Any) -> None:
@@ -236,9 +281,17 @@ def settings_from(study: str, **given: Any) -> Settings:
     if study == "cifar_balanced":
         values |= dict.fromkeys(IMBALANCE)
     if values.get("precision", "auto") == "auto":
-        values["precision"] = "bf16" if device == "cuda" else "fp32"
+        values["precision"] = "bf16" if device == "cuda" or multiplies_bf16() else "fp32"
     values["threads"] = values.get("threads") or torch.get_num_threads()
+    if values["threads"] > (cores := os.cpu_count() or 1):
+        raise SettingsError(f"--threads {values['threads']}: at most {cores}, the cores of this machine")
     return Settings(**values)
+
+
+def multiplies_bf16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16: without them it is slower than float32."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def preset_values(preset: str, classes: int) -> dict[str, Any]:

@@ -107,17 +107,26 @@ def class_sizes(settings: Settings) -> list[int]:
     return [settings.n_majority] * majority + [minority] * (settings.classes - majority)
 
 
-def select_images(labels: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """Indices of the images kept, class after class, by the rule of LDAM-DRW and with its random numbers."""
+def shuffled_classes(labels: np.ndarray) -> list[np.ndarray]:
+    """The indices of each class, class after class, in the order in which LDAM-DRW takes them, by its random
+    numbers."""
     random = np.random.RandomState(0)
-    kept = []
-    for label, size in enumerate(sizes):
-        indices = np.where(labels == label)[0]
-        if len(indices) < size:
-            raise StudyError(f"--n-majority {size}: class {label} has {len(indices)} images")
+    found = [np.where(labels == label)[0] for label in range(labels.max() + 1)]
+    for indices in found:
         random.shuffle(indices)
-        kept.append(indices[:size])
-    return np.concatenate(kept)
+    return found
+
+
+def select_images(labels: np.ndarray, sizes: list[int], held_out: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the training images of each class, the first of LDAM-DRW's order, and of the last `held_out` of each,
+    which are no training images."""
+    order = shuffled_classes(labels)
+    for label, (indices, size) in enumerate(zip(order, sizes, strict=True)):
+        if len(indices) < size + held_out:
+            kept = f" and {held_out} for --evaluate validation" if held_out else ""
+            raise StudyError(f"--n-majority {size}{kept}: class {label} has {len(indices)} images")
+    kept_out = [np.sort(indices[len(indices) - held_out :]) for indices in order]
+    return np.concatenate([one[:size] for one, size in zip(order, sizes, strict=True)]), np.concatenate(kept_out)
 
 
 def find_source(dataset: str, root: Path) -> Source:
@@ -130,7 +139,8 @@ def find_source(dataset: str, root: Path) -> Source:
     except _CannotHave as reason:
         if dataset == "auto":
             return Source("shapes", str(reason))
-        raise StudyError(f"--dataset {name}: {reason}; --dataset shapes needs no files") from reason
+        advice = "put its files under --data-root (docs/pages/faq.md), or take --dataset shapes, which needs none"
+        raise StudyError(f"--dataset {name}: {reason}; {advice}") from reason
     except OSError as error:
         raise StudyError(f"--data-root {root}: {error}") from error
 
@@ -138,12 +148,19 @@ def find_source(dataset: str, root: Path) -> Source:
 def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
     """Select the training and test images that the settings ask for and bring them to the device."""
     classes, sizes = settings.classes, class_sizes(settings)
-    train = source.train or draw_shapes(np.repeat(np.arange(classes), sizes), classes, seed=0)
-    test = source.test or draw_shapes(np.arange(settings.test_images) % classes, classes, seed=1)
+    each = settings.test_images // classes
+    held_out = each if settings.evaluate == "validation" else 0
+    drawn = np.repeat(np.arange(classes), np.array(sizes) + held_out)
+    train = source.train or draw_shapes(drawn, classes, seed=0)
     scaled = train[0].reshape(-1, 3).astype(np.float64) / 255
     mean, std = CHANNELS.get(source.name) or (scaled.mean(axis=0), scaled.std(axis=0))
+    trained, validated = select_images(train[1], sizes, held_out)
+    if held_out:
+        chosen = {"train": (train, trained), "test": (train, validated)}
+    else:
+        test = source.test or draw_shapes(np.arange(settings.test_images) % classes, classes, seed=1)
+        chosen = {"train": (train, trained), "test": (test, _first_of_each(test[1], settings))}
     splits: dict[str, Tensor] = {}
-    chosen = {"train": (train, select_images(train[1], sizes)), "test": (test, _first_of_each(test[1], settings))}
     for name, ((images, labels), kept) in chosen.items():
         splits[f"{name}_images"] = torch.from_numpy(images[kept].transpose(0, 3, 1, 2).copy()).to(device)
         splits[f"{name}_labels"] = torch.from_numpy(labels[kept]).to(device)

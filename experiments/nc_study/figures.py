@@ -14,26 +14,31 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from .record import Curves
-from .rundir import RunDirectory, write_atomically
+from .record import Curves, RunResult
 
 matplotlib.use("Agg")  # no window, whatever the machine has
 
-LABELS = {"explicit": "explicit", "deq": "DEQ"}
-COLOURS = {"explicit": "#0072B2", "deq": "#D55E00"}
-MARKERS = {"explicit": "o", "deq": "s"}
+# Each arm's name in text, colour and marker.
+ARMS = {
+    "explicit": ("explicit", "#0072B2", "o"),
+    "explicit-norm": ("explicit, normalised", "#56B4E9", "v"),
+    "once": ("cell once", "#009E73", "^"),
+    "deq-jfb": ("DEQ, JFB", "#D55E00", "s"),
+    "deq-implicit": ("DEQ, implicit", "#CC79A7", "D"),
+    "deq-phantom": ("DEQ, phantom", "#E69F00", "P"),
+    "deq-unrolled": ("DEQ, unrolled", "#555555", "X"),
+}
 DASHES = {"overall": "-", "majority": "--", "minority": ":"}
 PERPLEXITY = 30
 DPI = 96
 plt.rcParams.update({"figure.constrained_layout.w_pad": 0.1, "figure.constrained_layout.h_pad": 0.08})
 
 
-def draw(run: RunDirectory) -> None:
-    """Write figure.png from the run's result."""
-    result = run.result
-    curves = {model: [network.curves] for model, network in result.networks.items()}
-    heading = f"{result.setting}, width {result.settings.width}, seed {result.settings.seed}"
-    write_atomically(run.figure, png(study_figure({heading: curves})))
+def course(results: Sequence[RunResult]) -> bytes:
+    """A PNG of the course of one setting's arms."""
+    one = results[0]
+    heading = f"{one.setting}, width {one.settings.width}, seed {one.settings.seed}"
+    return png(study_figure({heading: {result.arm: [result.network.curves] for result in results}}))
 
 
 def png(figure: Figure) -> bytes:
@@ -49,18 +54,18 @@ def png(figure: Figure) -> bytes:
 
 def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
     """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), NC2, NC3 against epoch, from the
-    curves of each seed of each network. With more than one seed a line is their mean, and the band their range."""
+    curves of each seed of each arm. With more than one seed a line is their mean, and the band their range."""
     figure = plt.figure(figsize=(12.5, 3.2 * len(rows)), layout="constrained")
     parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
     for part, (heading, curves) in zip(parts, rows.items(), strict=True):
         part.suptitle(heading)
         accuracy, *others = part.subplots(1, 4)
-        for model, seeds in curves.items():
+        for arm, seeds in curves.items():
             for group, dash in DASHES.items():
-                label = LABELS[model] if group == "overall" else None
-                _plot_seeds(accuracy, model, seeds, group, linestyle=dash, label=label)
+                label = ARMS[arm][0] if group == "overall" else None
+                _plot_seeds(accuracy, arm, seeds, group, linestyle=dash, label=label)
             for axis, name in zip(others, ("nc1", "nc2", "nc3"), strict=True):
-                _plot_seeds(axis, model, seeds, name)
+                _plot_seeds(axis, arm, seeds, name)
                 axis.set_ylabel(name.upper())
         accuracy.set_ylabel("test accuracy (%)\n- - majority,  ··· minority")
         accuracy.legend(fontsize="small")
@@ -72,14 +77,15 @@ def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
     return figure
 
 
-def _plot_seeds(axis: Axes, model: str, seeds: Sequence[Curves], name: str, **style: Any) -> None:
+def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **style: Any) -> None:
     """Draw the mean over the seeds against the epochs at which all have a value, and the band of their range."""
     values = np.array([curves[name] for curves in seeds], dtype=float)  # None becomes NaN
     shared = np.isfinite(values).all(0)
     epochs, values = np.array(seeds[0]["epoch"])[shared], values[:, shared]
-    style |= {"color": COLOURS[model], "marker": MARKERS[model], "markevery": max(1, len(epochs) // 12)}
+    _, colour, marker = ARMS[arm]
+    style |= {"color": colour, "marker": marker, "markevery": max(1, len(epochs) // 12)}
     axis.plot(epochs, values.mean(0), ms=4, **style)
-    axis.fill_between(epochs, values.min(0), values.max(0), color=COLOURS[model], alpha=0.15, lw=0)
+    axis.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
 
 
 def features_figure(
@@ -90,9 +96,9 @@ def features_figure(
     size = (4.6 * len(features), 8.2)
     figure, axes = plt.subplots(2, len(features), figsize=size, layout="constrained", squeeze=False)
     figure.suptitle(heading)
-    for (above, below), (model, (points, labels)) in zip(axes.T, features.items(), strict=True):
+    for (above, below), (arm, (points, labels)) in zip(axes.T, features.items(), strict=True):
         for axis in (above, below):
-            axis.set_title(LABELS[model], color=COLOURS[model])
+            axis.set_title(ARMS[arm][0], color=ARMS[arm][1])
         _embedding(above, points, labels * 10 // classes, majority * 10 // classes)
         length = np.linalg.norm(points, axis=1, keepdims=True)
         unit = points / np.where(length > 0, length, 1)

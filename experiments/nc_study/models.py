@@ -1,4 +1,4 @@
-"""The two networks: a CIFAR ResNet-18, and the same with its last residual block turned into a fixed point."""
+"""The networks: a CIFAR ResNet-18, the same with its last residual block turned into a fixed point, and two between."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from deqfast import ops
 
 from .config import Settings
 
+GROUPS = 8
 SOLVERS = {"broyden": deqfast.Broyden, "anderson": deqfast.Anderson, "picard": deqfast.Picard}
 
 
@@ -27,9 +28,10 @@ class Output(NamedTuple):
 
 
 class BasicBlock(nn.Module):
-    """ReLU(BN(conv(ReLU(BN(conv x)))) + shortcut(x)) with two 3x3 convolutions."""
+    """ReLU(BN(conv(ReLU(BN(conv x)))) + shortcut(x)) with two 3x3 convolutions, and with `ending` a GroupNorm after
+    it."""
 
-    def __init__(self, channels_in: int, channels: int, stride: int = 1) -> None:
+    def __init__(self, channels_in: int, channels: int, stride: int = 1, ending: bool = False) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(channels)
@@ -39,11 +41,25 @@ class BasicBlock(nn.Module):
         if stride != 1 or channels_in != channels:
             projection = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
             self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
+        self.ending: nn.Module = nn.GroupNorm(GROUPS, channels) if ending else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, C, H, W) to (B, channels, H / stride, W / stride)."""
         hidden = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
+        return self.ending(F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(x)))
+
+
+class Once(nn.Module):
+    """A cell evaluated a single time, from 0, where a solve begins: with a linear cell the identity, the first term of
+    the fixed point's series."""
+
+    def __init__(self, cell: deqfast.ResidualCell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        """f(0, x)."""
+        return self.cell(torch.zeros_like(x), x)
 
 
 class ResNet18(nn.Module):
@@ -65,16 +81,16 @@ class ResNet18(nn.Module):
     def forward(self, images: Tensor) -> Output:
         """Normalised images (B, 3, 32, 32) to logits, features and solution."""
         x = self.trunk(self.stem(images))
-        solution = None
-        if isinstance(self.last, deqfast.DEQBlock):
-            # Under bfloat16 autocast f resolves too little for a tolerance of 1e-3: at width 8 steps 241 to 360 took
-            # 14.0 evaluations a sample and 95.8 % converged, against 11.7 and 99.8 % with the solve in float32.
-            with torch.autocast(x.device.type, enabled=False):
+        # Under bfloat16 autocast f resolves too little for a tolerance of 1e-3: at width 8 steps 241 to 360 took 14.0
+        # evaluations a sample and 95.8 % converged, against 11.7 and 99.8 % with the solve in float32. What networks
+        # are compared by is computed alike in all of them.
+        with torch.autocast(x.device.type, enabled=False):
+            if isinstance(self.last, deqfast.DEQBlock):
                 z, solution = self.last(widened(x), return_solution=True)
-        else:
-            z = self.last(x)
-        features = widened(z).mean((2, 3))
-        return Output(self.classifier(features), features, solution)
+            else:
+                z, solution = self.last(widened(x)), None
+            features = z.mean((2, 3))
+            return Output(self.classifier(features), features, solution)
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -82,15 +98,22 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def build(model: str, settings: Settings) -> ResNet18:
-    """The "explicit" or the "deq" network, with the initial values of the settings' seed."""
+def build(settings: Settings) -> ResNet18:
+    """The network that the settings name, with the initial values of their seed."""
+    model = settings.model
 
     def last(channels: int) -> nn.Module:
-        if model == "explicit":
-            return BasicBlock(channels, channels)
+        if model.startswith("explicit"):
+            block = BasicBlock(channels, channels, ending=model == "explicit-norm")
+            nn.init.constant_(block.norm2.weight, settings.scale)
+            return block
+        cell = deqfast.ResidualCell(channels, GROUPS, kernel=settings.kernel)
+        nn.init.constant_(cell.norm2.weight, settings.scale)
+        if model == "once":
+            return Once(cell)
         solver = SOLVERS[settings.solver](tol=settings.tol, max_iter=settings.max_iter)
-        cell = deqfast.ResidualCell(channels, kernel=settings.kernel)
-        return deqfast.DEQBlock(cell, solver=solver, adjoint=settings.adjoint, kernel=settings.kernel)
+        # How solves end is counted and recorded: no warnings.
+        return deqfast.DEQBlock(cell, solver=solver, adjoint=settings.adjoint, kernel=settings.kernel, warn=False)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -98,7 +121,7 @@ def build(model: str, settings: Settings) -> ResNet18:
     convert_conv2d_weight_memory_format(network, torch.channels_last)
     network = network.to(settings.device)
     if settings.compile:
-        for part in (network.stem, network.trunk, *([network.last] if model == "explicit" else [])):
+        for part in (network.stem, network.trunk, *([] if model == "deq" else [network.last])):
             part.compile()
     return network
 

@@ -13,10 +13,11 @@ import msgspec
 
 from .config import Experiment, Setting, StudyError
 
-FORMAT = 4  # rises when what a run writes changes a name or a meaning
+FORMAT = 5  # rises when what a run writes changes a name or a meaning
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
 COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
+CENTRED = ("nc2_centered", "nc3_centered")
 SOLVER_MEANS = ("iterations", "residual", "converged")
 SOLVER_COUNTS = ("max_iter", "nonfinite", "stalled", "skipped")
 
@@ -59,9 +60,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class SolverSummary:
-    """Means over the samples solved (residual: relative, of the finite ones; converged: a share of 1), how many ended
-    in which way or were skipped, left out of the loss, and by name the means of each class, None where it has no
-    sample. A run has means of its epochs, but the classes of its last one."""
+    """Means over the samples solved (residual: relative, of the finite ones; converged: a share of 1), and how many
+    ended in which way or were skipped, left out of the loss. A run has means of its epochs."""
 
     iterations: Number
     residual: Number
@@ -70,7 +70,6 @@ class SolverSummary:
     nonfinite: int
     stalled: int
     skipped: int
-    per_class: dict[str, tuple[Number, ...]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,8 @@ class SpectralRadius:
 
 @dataclass(frozen=True)
 class NetworkResult:
-    """What came of one network: accuracy over the last `epochs_averaged` epochs, all else after the last one."""
+    """What came of one network: `accuracy` is that of the last `epochs_averaged` epochs, all else is after the last
+    one."""
 
     parameters: int
     accuracy: Accuracy
@@ -126,11 +126,9 @@ class NetworkResult:
     spectral_radius: SpectralRadius | None
 
     def quantity(self, name: str) -> Number:
-        """What a claim is about: an accuracy by the name of its group, or a metric of neural collapse."""
-        if name in GROUPS:
-            spread: Spread | None = getattr(self.accuracy, name)
-            return None if spread is None else spread.mean
-        return self.nc[name]
+        """What a claim is about, after the last epoch: an accuracy by the name of its group, or a metric of neural
+        collapse."""
+        return self.curves[name][-1] if name in GROUPS else self.nc[name]
 
 
 @dataclass(frozen=True)
@@ -158,10 +156,11 @@ class RunResult:
     """Everything there is to know about a finished run."""
 
     format: int
+    arm: str
     settings: Experiment
     train_images_per_class: tuple[int, ...]
     kernel: KernelChoice
-    networks: dict[str, NetworkResult]
+    network: NetworkResult
     command: str
     machine: Machine
     versions: dict[str, str | None]
@@ -203,5 +202,21 @@ def read_record(kind: type[T], path: Path) -> T:
             age = "an older" if version < FORMAT else "a newer"
             raise StudyError(f"{path} was written by {age} version of this project: start anew in another --out")
         return from_json(kind, content)
+    except (OSError, ValueError) as error:
+        raise StudyError(f"{path} cannot be read ({error})") from error
+
+
+def read_results(path: Path) -> list[RunResult]:
+    """The result in a file; of format 4, whose runs trained two networks, one for each."""
+    try:
+        content = from_json(dict[str, Any], path.read_bytes())
+        if content.get("format") != 4:
+            return [read_record(RunResult, path)]
+        found = []
+        for model, network in content.pop("networks").items():
+            settings = msgspec.convert({**content["settings"], "model": model}, Experiment)
+            told = {"format": FORMAT, "arm": settings.arm, "settings": settings, "network": network}
+            found.append(msgspec.convert({**content, **told}, RunResult))
+        return found
     except (OSError, ValueError) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error

@@ -25,15 +25,16 @@ from .paper import PAPER, differences, on_cifar
 
 
 def run_result(
-    settings: Settings, kernel: record.KernelChoice, counts: tuple[int, ...], networks: dict[str, record.NetworkResult]
+    settings: Settings, kernel: record.KernelChoice, counts: tuple[int, ...], network: record.NetworkResult
 ) -> record.RunResult:
     """The record of a run; `counts`: training images of each class."""
     return record.RunResult(
         format=record.FORMAT,
+        arm=settings.arm,
         settings=settings.experiment,
         train_images_per_class=counts,
         kernel=kernel,
-        networks=networks,
+        network=network,
         command=distributed.command_line(),
         **provenance(settings.threads, settings.device, distributed.world_size()),
     )
@@ -68,7 +69,7 @@ def network_result(
     if solves:
         means: dict[str, Any] = {name: _mean(getattr(solve, name) for solve in solves) for name in record.SOLVER_MEANS}
         counts = {name: sum(getattr(solve, name) for solve in solves) for name in record.SOLVER_COUNTS}
-        solver = record.SolverSummary(**means, **counts, per_class=solves[-1].per_class)
+        solver = record.SolverSummary(**means, **counts)
     return record.NetworkResult(
         parameters=parameters,
         accuracy=record.Accuracy(**accuracy),
@@ -86,7 +87,8 @@ def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
     the solves in training."""
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS)
     found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
-    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in record.COLLAPSE}
+    collapse = (*record.COLLAPSE, *record.CENTRED)
+    found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in collapse}
     if solves := [epoch.train_solver for epoch in epochs if epoch.train_solver]:
         means = (*record.SOLVER_MEANS, "skipped")
         found |= {name: tuple(getattr(solve, name) for solve in solves) for name in means}
@@ -98,39 +100,42 @@ def _mean(values: Iterable[record.Number]) -> record.Number:
     return statistics.fmean(known) if known else None
 
 
-def report(result: record.RunResult) -> str:
-    """A result as text: accuracy and NC1-NC4 beside the paper's accuracy, and how the solver fared."""
-    setting, settings = on_cifar(result.setting), result.settings
+def report(results: Sequence[record.RunResult]) -> str:
+    """The results of one setting's arms as text: accuracy and NC1-NC4 beside the paper's accuracy, and how the solver
+    fared."""
+    settings, averaged = results[0].settings, results[0].network.epochs_averaged
+    setting = on_cifar(settings.setting)
     groups = record.GROUPS if setting.majority is not None else record.GROUPS[:1]
     rows = []
-    for model, network in result.networks.items():
-        metrics = [network.quantity(name) for name in record.COLLAPSE]
+    for result in results:
+        metrics = [result.network.quantity(name) for name in record.COLLAPSE]
         shown = ["undefined" if value is None else f"{value:.4g}" for value in metrics]
-        rows.append([model, *(str(getattr(network.accuracy, group)) for group in groups), *shown])
-    for model in result.networks if setting in PAPER else ():
-        rows.append([f"paper, {model}", *(str(getattr(PAPER[setting][model], group)) for group in groups)])
-    apart = differences(settings) if setting in PAPER else ["it has no entry for this imbalance"]
-    averaged = next(iter(result.networks.values())).epochs_averaged
+        rows.append([result.arm, *(str(getattr(result.network.accuracy, group)) for group in groups), *shown])
+    printed = PAPER.get(setting, {})
+    for model in dict.fromkeys(result.settings.model for result in results):
+        if model in printed:
+            rows.append([f"paper, {model}", *(str(getattr(printed[model], group)) for group in groups)])
+    apart = differences(settings) if printed else ["it has no entry for this imbalance"]
     columns = ("", *groups, *map(str.upper, record.COLLAPSE))
     aligned = ("left", *["right"] * (len(columns) - 1))
     table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)
     return "\n".join(
         (
-            f"Test accuracy in % on {result.setting}: mean±deviation over the last {averaged}",
+            f"Test accuracy in % on {settings.setting}: mean±deviation over the last {averaged}",
             f"of {settings.epochs} epochs; neural collapse of the training images after the last",
             textwrap.indent(table, "  "),
             f"  not comparable with the paper: {', '.join(apart)}" if apart else "",
             "",
-            *(_costs(result, model) for model in result.networks),
+            *map(_costs, results),
         )
     )
 
 
-def _costs(result: record.RunResult, model: str) -> str:
-    settings, network = result.settings, result.networks[model]
+def _costs(result: record.RunResult) -> str:
+    settings, network = result.settings, result.network
     seconds, solver = network.seconds, network.solver
     text = (
-        f"{model}: {network.parameters} parameters; {seconds.train:.0f} s of training, "
+        f"{result.arm}: {network.parameters} parameters; {seconds.train:.0f} s of training, "
         f"{seconds.test:.0f} s of testing, {seconds.metrics:.0f} s of metrics"
     )
     if solver:

@@ -1,8 +1,8 @@
 """The folder of one run: its settings, a JSON line per epoch, checkpoints that survive a kill, and the result.
 
 - settings.json: what was asked for; a run is only continued under the same settings
-- <model>.jsonl: one line per finished epoch
-- <model>.ckpt: the state after the last finished epoch, replaced at once or not at all
+- epochs.jsonl: one line per finished epoch
+- last.ckpt: the state after the last finished epoch, replaced at once or not at all
 - features.npz, result.json, figure.png: written at the end
 - log.txt: what its last attempt printed when study.py ran it
 """
@@ -25,7 +25,7 @@ import torch
 
 from deqfast.testing.records import write_bytes
 
-from .config import MODELS, Experiment, Settings, StudyError, flag_of
+from .config import Experiment, Settings, StudyError, flag_of
 from .record import FORMAT, Begun, Epoch, RunResult, from_json, read_record, to_json
 
 
@@ -76,6 +76,8 @@ class RunDirectory:
         self.log = path / "log.txt"
         self._result = path / "result.json"
         self._begun = path / "settings.json"
+        self._log = path / "epochs.jsonl"
+        self._checkpoint = path / "last.ckpt"
 
     @property
     def finished(self) -> bool:
@@ -100,11 +102,11 @@ class RunDirectory:
 
     def start(self, settings: Settings) -> None:
         """Begin the run, or make sure that the one whose epochs are here may be continued under these settings."""
-        if not self.finished and not self._trained():
+        if not self.finished and not self._checkpoint.exists():
             write_atomically(self._begun, to_json(Begun(FORMAT, settings.experiment)))
-        elif settings.resume:
-            self.check(settings)
-        else:
+            return
+        self.check(settings)
+        if not settings.resume:
             state = "a finished run" if self.finished else "an unfinished run"
             raise StudyError(
                 f"{self.path} holds {state} of this kind: --resume goes on with it (or prints its results again), "
@@ -114,7 +116,7 @@ class RunDirectory:
     def check(self, settings: Settings) -> None:
         """StudyError that names the option in which the run that is here, if any, differs from these settings."""
         before = self.begun
-        if before is None and self._trained():
+        if before is None and self._checkpoint.exists():
             raise StudyError(f"{self._begun} is missing: start anew in another --out")
         for spec in fields(Experiment) if before else ():
             old, new = getattr(before, spec.name), getattr(settings.experiment, spec.name)
@@ -139,35 +141,38 @@ class RunDirectory:
         with lock:
             yield
 
-    def append(self, model: str, epoch: Epoch) -> None:
+    def append(self, epoch: Epoch) -> None:
         """Add the line of a finished epoch."""
-        path = self._log(model)
-        write_atomically(path, (path.read_bytes() if path.exists() else b"") + to_json(epoch))
+        before = self._log.read_bytes() if self._log.exists() else b""
+        write_atomically(self._log, before + to_json(epoch))
 
-    def epochs(self, model: str) -> list[Epoch]:
+    @property
+    def epochs(self) -> list[Epoch]:
         """The finished epochs, up to the first line that is cut off or damaged."""
-        path, found = self._log(model), []
+        found = []
         with suppress(FileNotFoundError, ValueError):
-            for line in path.read_bytes().splitlines():
+            for line in self._log.read_bytes().splitlines():
                 found.append(from_json(Epoch, line))
         return found
 
-    def cut(self, model: str, count: int) -> None:
+    def cut(self, count: int) -> None:
         """Drop what was logged after the checkpoint that is gone on from, half a line included."""
-        path, kept = self._log(model), self.epochs(model)[:count]
+        kept = self.epochs[:count]
         if [epoch.epoch for epoch in kept] != list(range(1, count + 1)):
-            raise StudyError(f"{path} lacks lines of the {count} epochs that are done: start anew in another --out")
-        write_atomically(path, b"".join(map(to_json, kept)))
+            raise StudyError(
+                f"{self._log} lacks lines of the {count} epochs that are done: start anew in another --out"
+            )
+        write_atomically(self._log, b"".join(map(to_json, kept)))
 
-    def save(self, model: str, state: dict[str, Any]) -> None:
+    def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint in place of the one before."""
         content = io.BytesIO()
         torch.save(state, content)
-        write_atomically(self._checkpoint(model), content.getvalue())
+        write_atomically(self._checkpoint, content.getvalue())
 
-    def restore(self, model: str) -> dict[str, Any] | None:
+    def restore(self) -> dict[str, Any] | None:
         """The last checkpoint, None if there is none."""
-        path = self._checkpoint(model)
+        path = self._checkpoint
         if not path.exists():
             return None
         try:
@@ -179,14 +184,5 @@ class RunDirectory:
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise StudyError(
-                f"{path} is damaged ({reason}); no other file is: delete it, and --resume trains {model} from the start"
+                f"{path} is damaged ({reason}); no other file is: delete it, and --resume trains from the start"
             ) from error
-
-    def _trained(self) -> bool:
-        return any(self._checkpoint(model).exists() for model in MODELS)
-
-    def _log(self, model: str) -> Path:
-        return self.path / f"{model}.jsonl"
-
-    def _checkpoint(self, model: str) -> Path:
-        return self.path / f"{model}.ckpt"

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from .config import Setting, Settings, StudyError, as_arguments, settings_from
+from .data import class_sizes
 from .models import choose_kernel
 from .rundir import RunDirectory
+from .training import pace
 
 SCRIPTS = Path(__file__).parents[1]
 GRACE_SECONDS = 20  # clusters kill after 30
@@ -36,7 +38,7 @@ class Task:
     run: RunDirectory
 
     def __str__(self) -> str:
-        return f"{self.settings.setting}, seed {self.settings.seed}"
+        return self.run.path.name
 
     def conflict(self) -> str | None:
         """Why the folder's run, if there is one, cannot be gone on with under these settings."""
@@ -50,31 +52,39 @@ class Task:
         """Where the run stands: finished, begun and how far, or not begun."""
         if self.run.finished:
             return "finished"
-        done = {model: len(self.run.epochs(model)) for model in self.settings.models}
-        begun = ", ".join(f"{model} {count}/{self.settings.epochs}" for model, count in done.items())
-        return f"begun, to be resumed at {begun}" if any(done.values()) else "to be run"
+        done, epochs = len(self.run.epochs), self.settings.epochs
+        return f"begun, to be resumed at {done}/{epochs}" if done else "to be run"
 
 
-def plan(chosen: list[Setting], seeds: list[int], given: Mapping[str, Any], jobs: int) -> list[Task]:
-    """A task per setting and seed, with what the setting's script will make of the options `given`.
+def plan(wanted: Iterable[Mapping[str, Any]], given: Mapping[str, Any]) -> list[Task]:
+    """A task for each run, of the options that name it and those `given` for all; of equal ones the first.
 
-    Raises SettingsError for options that no run could have, before anything is run. Those of the imbalance go to the
-    settings that have one. Without `threads`, the runs at work at a time share the cores: `jobs` for every process that
-    a launcher has started here.
+    Raises SettingsError for options that no run could have, before anything is run. Without `threads` a run has one:
+    several runs at a time use the cores better than one with several threads.
     """
-    at_work = jobs * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    given = {"threads": max(1, (os.cpu_count() or 1) // at_work), **given}
-    tasks = []
-    for seed in seeds:
-        for setting in chosen:
-            ours = {**given, "dataset": setting.dataset, "seed": seed, "resume": True}
-            if setting.majority is not None:
-                ours |= {"majority": setting.majority, "ratio": setting.ratio}
-            complete = settings_from(setting.study, **ours)
-            settings = replace(complete, kernel=choose_kernel(complete.kernel, complete.device)[0])
-            run = RunDirectory(Path(settings.out) / settings.run_name)
-            tasks.append(Task(settings, tuple(as_arguments(ours)), run))
-    return tasks
+    tasks: dict[Path, Task] = {}
+    for one in wanted:
+        ours = {"threads": 1, **given, **one, "resume": True}
+        complete = settings_from(Setting(one["dataset"], one.get("majority")).study, **ours)
+        settings = replace(complete, kernel=choose_kernel(complete.kernel, complete.device)[0])
+        run = RunDirectory(Path(settings.out) / settings.run_name)
+        tasks.setdefault(run.path, Task(settings, tuple(as_arguments(ours)), run))
+    return list(tasks.values())
+
+
+def hours_left(tasks: Iterable[Task]) -> float:
+    """Hours that the epochs left to do take, one run at a time, from steps and evaluations timed here and now: those of
+    untrained networks, whose solves are shorter."""
+    paces: dict[tuple[Any, ...], tuple[float, float]] = {}
+    seconds = 0.0
+    for task in tasks:
+        one = task.settings
+        kind = (one.arm, one.width, one.batch_size, one.classes, one.precision, one.solver, one.tol, one.max_iter)
+        if left := 0 if task.run.finished else one.epochs - len(task.run.epochs):
+            step, evaluation = paces.get(kind) or paces.setdefault(kind, pace(one))
+            images = sum(class_sizes(one))
+            seconds += left * (images * (step + evaluation / one.metrics_every) + one.test_images * evaluation)
+    return seconds / 3600
 
 
 def gpus_of(slot: int, processes: int) -> dict[str, str]:
@@ -155,8 +165,7 @@ def _conclude(task: Task, failure: str | None, failed: dict[Task, str]) -> str:
     """Say in a line what a run came to; why it failed goes into `failed`."""
     if failure is None:
         try:
-            networks = task.run.result.networks
-            return f"{task}: " + ", ".join(f"{name} {one.accuracy.overall} %" for name, one in networks.items())
+            return f"{task}: {task.run.result.network.quantity('overall'):.2f} %"
         except StudyError as error:  # a result that cannot be read is this run's failure, not the study's
             failure = str(error)
     failed[task] = failure

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,27 +18,28 @@ import deqfast
 
 from . import distributed
 from .config import Settings, StudyError
-from .data import StudyData
-from .models import build, project, widened
+from .data import Source, StudyData, load
+from .models import build, project
 from .record import SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
-EVALUATION_BATCH = 256
+EVALUATION_BATCH = 1000
 WARM_UP = 0.05
+PACE_STEPS = 3
+DIVERGED = "the loss is no longer finite"
 
 
 class SolverTally:
-    """Sums over the solves of one pass, class by class, kept on the device until they are read."""
+    """Sums over the solves of one pass, kept on the device until they are read."""
 
     _MEANS = {"iterations": "samples", "residual": "finite", "converged": "samples"}  # and what each is divided by
     _FIELDS = ("samples", "finite", *_MEANS, *SOLVER_COUNTS)
 
-    def __init__(self, device: torch.device, classes: int) -> None:
-        self._classes = torch.arange(classes, device=device)
-        self._sums = torch.zeros(classes, len(self._FIELDS), dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(len(self._FIELDS), dtype=torch.float64, device=device)
 
-    def add(self, solution: deqfast.Solution, labels: Tensor) -> None:
-        """Count the samples of one solve, whose classes are `labels` (B,)."""
+    def add(self, solution: deqfast.Solution) -> None:
+        """Count the samples of one solve."""
         status, residual = solution.status, solution.residual_rel
         parts = (
             torch.ones_like(status),
@@ -50,22 +52,15 @@ class SolverTally:
             status == deqfast.Status.STALLED,
             ~usable(solution),
         )
-        # A product, not index_add: the same bits every time, on a GPU too.
-        members = (labels[:, None] == self._classes).double()
-        self._sums += members.T @ torch.stack([part.double() for part in parts], 1)
+        self._sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
     def summary(self) -> SolverSummary | None:
         """The samples of all processes; residuals count where they are finite. None if nothing was solved."""
-        sums = distributed.total(self._sums)
-        rows = [dict(zip(self._FIELDS, row, strict=True)) for row in [sums.sum(0).tolist(), *sums.tolist()]]
-        if not rows[0]["samples"]:
+        sums = dict(zip(self._FIELDS, distributed.total(self._sums).tolist(), strict=True))
+        if not sums["samples"]:
             return None
-        means: list[dict[str, Any]] = [
-            {name: row[name] / row[base] if row[base] else None for name, base in self._MEANS.items()} for row in rows
-        ]
-        per_class = {name: tuple(row[name] for row in means[1:]) for name in self._MEANS}
-        counts = {name: int(rows[0][name]) for name in SOLVER_COUNTS}
-        return SolverSummary(**means[0], **counts, per_class=per_class)
+        means: dict[str, Any] = {name: sums[name] / sums[by] if sums[by] else None for name, by in self._MEANS.items()}
+        return SolverSummary(**means, **{name: int(sums[name]) for name in SOLVER_COUNTS})
 
 
 @dataclass(frozen=True)
@@ -98,10 +93,10 @@ def learning_rate(settings: Settings, done: float) -> float:
 class Trainer:
     """A network, its optimiser, and the data it is trained on, of which every process takes its share."""
 
-    def __init__(self, model: str, settings: Settings, data: StudyData) -> None:
+    def __init__(self, settings: Settings, data: StudyData) -> None:
         self.settings = settings
         self.data = data
-        self.network = build(model, settings)
+        self.network = build(settings)
         self.parallel = distributed.parallel(self.network)
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
@@ -136,7 +131,7 @@ class Trainer:
         """One pass over the augmented training images; the fields of `Epoch` that come of it."""
         self.network.train()
         device, settings = self.data.train_images.device, self.settings
-        tally, sums = SolverTally(device, self.data.classes), torch.zeros(3, dtype=torch.float64, device=device)
+        tally, sums = SolverTally(device), torch.zeros(3, dtype=torch.float64, device=device)
         steps = self.data.steps(settings.batch_size)
         for step, (images, labels) in enumerate(self.data.epoch(settings.seed, epoch, settings.batch_size)):
             rate = learning_rate(settings, (epoch - 1 + (step + 0.5) / steps) / settings.epochs)
@@ -150,7 +145,7 @@ class Trainer:
         if not math.isfinite(loss):
             if not distributed.is_first():
                 raise SystemExit(1)
-            raise StudyError(f"the loss is no longer finite in epoch {epoch}: --lr {settings.lr:g} is too large")
+            raise StudyError(f"{DIVERGED} in epoch {epoch}: --lr {settings.lr:g} is too large")
         return {
             "lr": rate,
             "loss": loss / count if count else None,
@@ -165,9 +160,9 @@ class Trainer:
             logits, _, solution = self.parallel(images)
         kept = torch.ones_like(labels, dtype=torch.bool)
         if solution is not None:
-            tally.add(solution, labels)
+            tally.add(solution)
             kept = usable(solution)
-        losses = sample_losses(widened(logits), labels, kept)
+        losses = sample_losses(logits, labels, kept)
         count = distributed.total(kept.sum())
         self.optimizer.zero_grad()
         # The gradients of the processes are averaged, and this is to be their sum.
@@ -198,26 +193,47 @@ class Trainer:
         return {name: one if math.isfinite(one) else None for name, one in asdict(result).items()}
 
 
-def train(model: str, settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
+def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
-    trainer = Trainer(model, settings, data)
-    state = distributed.from_first(run.restore, model)
+    trainer = Trainer(settings, data)
+    state = distributed.from_first(run.restore)
     done = state["epoch"] if state else 0
-    distributed.from_first(run.cut, model, done)  # what was logged after the checkpoint
+    distributed.from_first(run.cut, done)  # what was logged after the checkpoint
     if state:
         trainer.load(state)
     if 0 < done < settings.epochs:
-        print(f"{model}: going on after epoch {done}", flush=True)
-    steps = data.steps(settings.batch_size)
-    bar = {"desc": model, "unit": "batch", "disable": None if distributed.is_first() else True}  # None: not a terminal
+        print(f"{settings.arm}: going on after epoch {done}", flush=True)
+    steps, first = data.steps(settings.batch_size), distributed.is_first()
+    bar = {"desc": settings.arm, "unit": "batch", "disable": None if first else True}  # None: not a terminal
     with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:
         for epoch in range(done + 1, settings.epochs + 1):
             line = trainer.run_epoch(epoch, progress)
-            distributed.from_first(run.append, model, line)
-            distributed.from_first(run.save, model, trainer.state(epoch))
-            progress.write(describe(model, line, settings.epochs))
+            distributed.from_first(run.append, line)
+            distributed.from_first(run.save, trainer.state(epoch))
+            progress.write(describe(settings.arm, line, settings.epochs))
             sys.stdout.flush()
     return trainer
+
+
+def pace(settings: Settings) -> tuple[float, float]:
+    """Seconds that an image takes in a step of training and in evaluation, measured on drawn images."""
+    name, batch = "shapes" if settings.classes == 10 else "shapes100", settings.batch_size
+    each, tested = -(-batch // settings.classes), max(batch, settings.classes)
+    balanced = replace(settings, study="cifar_balanced", majority=None, ratio=None)
+    small = replace(balanced, dataset=name, n_majority=each, test_images=tested, evaluate="test")
+    torch.set_num_threads(settings.threads)
+    trainer = Trainer(small, load(Source(name, ""), small, torch.device(settings.device)))
+    images, labels = next(trainer.data.epoch(0, 1, batch))
+    trainer.network.train()
+    tally = SolverTally(images.device)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    step = min(seconds(lambda: trainer.train_step(images, labels, tally).tolist()) for _ in range(PACE_STEPS))
+    return step / batch, seconds(lambda: trainer.infer("test").predictions.tolist()) / tested
 
 
 def accuracies(test: Inference, data: StudyData) -> dict[str, Any]:
@@ -237,11 +253,11 @@ def autocast(settings: Settings) -> torch.autocast:
     return torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bf16")
 
 
-def describe(model: str, line: Epoch, epochs: int) -> str:
+def describe(arm: str, line: Epoch, epochs: int) -> str:
     """A finished epoch in a line."""
     solver, loss = line.train_solver, line.loss
     shown = "every sample was left out" if loss is None else f"loss {loss:.3f}"
-    parts = [f"{model:8} {line.epoch:3}/{epochs}", shown, f"test {line.overall:.2f} %"]
+    parts = [f"{arm:12} {line.epoch:3}/{epochs}", shown, f"test {line.overall:.2f} %"]
     if line.minority is not None:
         parts[-1] += f" (majority {line.majority:.2f}, minority {line.minority:.2f})"
     if solver:

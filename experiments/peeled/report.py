@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nc_study.config import MODELS
-from nc_study.figures import LABELS
+from nc_study.config import BOTH
 from nc_study.record import to_json
 from nc_study.reporting.document import Source, render
 from nc_study.rundir import write_atomically
@@ -17,6 +16,7 @@ from .problem import Part
 from .theory import CONDITION, FAILS, HOLDS, ROUNDING, SAME, ZERO
 
 Row = dict[str, Any]  # of a table: column -> value
+LABELS = {"explicit": "explicit", "deq": "DEQ"}
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "condition not met", ROUNDING: "no difference"}
 
 
@@ -51,7 +51,7 @@ def local_minima(result: Part) -> list[str]:
     found = []
     for bounds, other in zip(result["imbalanced"]["bounds"], result["limit"]["bounds"], strict=True):
         for row in other["rows"]:
-            for model in MODELS if row["ratio"] == result["settings"]["ratio"] else ():
+            for model in BOTH if row["ratio"] == result["settings"]["ratio"] else ():
                 loss = bounds["comparisons"]["own optimum"]["models"][model]["loss"]
                 best = row["models"][model]["loss"]
                 if loss > best * (1 + SAME):

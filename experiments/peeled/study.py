@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, fields
 
 import torch
-from nc_study.config import MODELS, SettingsError, check_field, flag_of, option
+from nc_study.config import BOTH, SettingsError, check_field, flag_of, option
 from nc_study.results import provenance
 from torch import Tensor
 from tqdm import tqdm
@@ -105,7 +105,7 @@ class Study:
         count = (settings.samples,) * settings.classes
         found = []
         for bounds in settings.bounds:
-            models = {model: self._balanced(self._problem(model, bounds, count, count)) for model in MODELS}
+            models = {model: self._balanced(self._problem(model, bounds, count, count)) for model in BOTH}
             found.append({**bounds, "models": models})
         two = self._problem("deq", {"features": "backbone", **TWO_CLASSES}, (LIMIT_COLUMNS,) * 2, (1, 1))
         return {"bounds": found, "two_classes": {**TWO_CLASSES, **self._balanced(two)}}
@@ -134,11 +134,11 @@ class Study:
         }
 
     def _imbalanced(self, bounds: Part, count: tuple[int, ...]) -> Part:
-        problems = {model: self._problem(model, bounds, count, count) for model in MODELS}
+        problems = {model: self._problem(model, bounds, count, count) for model in BOTH}
         solved = {model: self._solve(problem) for model, problem in problems.items()}
         comparisons = {"own optimum": self._compare(problems, solved)}
         if bounds["features"] == "backbone":  # elsewhere h0 has no scale, so that sharing it settles nothing
-            for origin, name in zip(MODELS, ("the explicit model's h0", "the DEQ's h0"), strict=True):
+            for origin, name in zip(BOTH, ("the explicit model's h0", "the DEQ's h0"), strict=True):
                 h0 = solved[origin][0].point.features
                 shared = {model: self._solve(problem, h0) for model, problem in problems.items()}
                 comparisons[f"both on {name}"] = self._compare(problems, shared)
@@ -170,7 +170,7 @@ class Study:
         settings = self.settings
         weights = (1.0,) * settings.majority + (1 / ratio,) * (settings.classes - settings.majority)
         columns = (LIMIT_COLUMNS,) * settings.classes
-        models = {model: self._limit_model(self._problem(model, bounds, columns, weights)) for model in MODELS}
+        models = {model: self._limit_model(self._problem(model, bounds, columns, weights)) for model in BOTH}
         return {"ratio": None if ratio == math.inf else ratio, "models": models}
 
     def _limit_model(self, problem: Problem) -> Part:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from nc_study.config import MODELS
+from nc_study.config import BOTH
 from nc_study.paper import THEORY
 from torch import Tensor
 
@@ -207,7 +207,7 @@ def balanced_claims(part: Part) -> Iterator[Part]:
 
 
 def _loss_claim(bounds: Part, key: str, models: Part) -> Part:
-    explicit, deq = (models[model] for model in MODELS)
+    explicit, deq = (models[model] for model in BOTH)
     verdict = less(deq["loss"], explicit["loss"], max(_scale(explicit), _scale(deq)))
     return _judged(bounds, key, verdict, deq["below_chance"] - explicit["below_chance"])
 
@@ -223,7 +223,7 @@ def imbalanced_claims(part: Part) -> Iterator[Part]:
             verdict = HOLDS if condition["met"] == condition["entries"] else CONDITION
             yield _judged(bounds, "imbalanced nc2 condition", verdict, condition["met"], model)
         for name, comparison in comparisons.items():
-            explicit, deq = (comparison["models"][model]["distances"] for model in MODELS)
+            explicit, deq = (comparison["models"][model]["distances"] for model in BOTH)
             for scale, value in deq.items():
                 verdict = less(value, explicit[scale])
                 yield _judged(bounds, "imbalanced nc2", verdict, value, scale=scale, name=name)
@@ -243,5 +243,5 @@ def limit_claims(part: Part) -> Iterator[Part]:
         for name in LIMIT:
             for model, record in last.items():
                 yield _zero(bounds, name, record[name], model)
-        pairs = [[last[model][name] for model in MODELS] for name in ALIKE]
+        pairs = [[last[model][name] for model in BOTH] for name in ALIKE]
         yield _zero(bounds, "limit alike", max(abs(one - other) for one, other in pairs if None not in (one, other)))

@@ -113,7 +113,7 @@ def test_study_cell_is_the_trained_one(tmp_path):
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
     problem = trained.study_cell(run, None, batch=4)
     assert problem.z0.shape == (4, 8, 4, 4) and problem.name == "residual block, shapes"
-    state = RunDirectory(run).restore("deq")
+    state = RunDirectory(run).restore()
     assert state
     solution = deqfast.solve(problem.f, problem.z0, "broyden")
     deqfast.testing.assert_close(solution.residual_rel, problem.residuals(solution.value), 1e-3)

@@ -1,5 +1,7 @@
 """The study's training step: what is counted, and what follows from the times."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness.study_step import Stepper, measure, settings_of
@@ -13,7 +15,8 @@ def settings():
 
 
 def test_operations_are_those_of_the_mean_number_of_evaluations(settings):
-    stepper = Stepper(Trainer("deq", settings, load(Source("shapes", ""), settings, torch.device("cpu"))))
+    data = load(Source("shapes", ""), settings, torch.device("cpu"))
+    stepper = Stepper(Trainer(replace(settings, model="deq"), data))
     stepper.step()
     batch, pixels, channels = 4, 4 * 4, 16
     of_f = 2 * (2 * batch * pixels * 9 * channels**2)  # two convolutions

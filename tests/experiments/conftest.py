@@ -48,14 +48,11 @@ def made_up(tmp_path: Path) -> Callable[..., Path]:
         settings = made_up_settings(**given)
         run = RunDirectory(tmp_path / "runs" / (name or settings.run_name))
         run.path.mkdir(parents=True)
-        for model in settings.models:
-            for number in range(1, settings.epochs + 1):
-                run.append(model, made_up_epoch(number, settings, model == "deq", shift))
+        for number in range(1, settings.epochs + 1):
+            run.append(made_up_epoch(number, settings, shift))
         if features:
             random, labels = np.random.default_rng(0), np.repeat(np.arange(settings.classes), 2)
-            features = random.normal(size=(len(labels), 4)).astype(np.float16)
-            arrays = {f"{model}/features": features for model in settings.models}
-            write_arrays(run.features, arrays | {f"{model}/labels": labels for model in settings.models})
+            write_arrays(run.features, {"features": random.normal(size=(len(labels), 4)), "labels": labels})
         (run.path / "settings.json").write_bytes(to_json(Begun(FORMAT, settings.experiment)))
         run.conclude(made_up_result(settings, shift))
         return run.path

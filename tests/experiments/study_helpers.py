@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nc_study.config import Settings, settings_from
+from nc_study.config import Settings, parse, settings_from
 from nc_study.data import Source, StudyData, class_sizes, load
 from nc_study.record import Epoch, KernelChoice, RunResult, Seconds, SolverSummary, SpectralRadius
 from nc_study.results import network_result, run_result
@@ -31,12 +31,17 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 CPU = torch.device("cpu")
 TINY = [
     *("--dataset", "shapes", "--width", "1", "--n-majority", "30", "--test-images", "20", "--ratio", "10"),
-    *("--epochs", "3", "--batch-size", "16", "--metrics-every", "2", "--threads", "1"),
+    *("--epochs", "3", "--batch-size", "16", "--metrics-every", "2", "--threads", "1", "--precision", "fp32"),
 ]
-RUN = "shapes-k3-r10-quick-both-broyden-jfb-seed0"
-STUDY = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10")], "--model", "explicit"]
-"""Arguments with which study.py's run of seed 0 is the explicit half of the run that cifar_lt.py makes of TINY."""
-ONE_NETWORK = "shapes-k3-r10-quick-explicit-broyden-jfb-seed0"
+STUDY = ["--figure", "2", *[word for word in TINY if word not in ("--ratio", "10")], "--arms", "explicit"]
+"""Arguments with which study.py's run of seed 0 is the explicit run that cifar_lt.py makes of TINY."""
+
+
+def folder_of(*arguments: str, model: str = "explicit", **given: Any) -> str:
+    """Name of the folder of the run that cifar_lt.py makes of TINY and more arguments, in which options differ."""
+    return replace(parse("cifar_lt", None, [*TINY, *arguments]), model=model, **given).run_name
+
+
 KILLED = f"""
 import os, runpy, signal
 from nc_study.training import Trainer
@@ -144,19 +149,16 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int = 0) -> None:
     monkeypatch.setattr(os, "fsync", fsync)
 
 
-def solver_summary(classes: int) -> SolverSummary:
-    """Made-up solves, in which class k takes k percent more of everything than class 0."""
-    means = {"iterations": 11.0, "residual": 5e-4, "converged": 0.9}
-    per_class = {name: tuple(value * (1 + k / 100) for k in range(classes)) for name, value in means.items()}
-    return SolverSummary(**means, max_iter=2, nonfinite=0, stalled=0, skipped=1, per_class=per_class)
+SOLVER = SolverSummary(11.0, 5e-4, 0.9, max_iter=2, nonfinite=0, stalled=0, skipped=1)
 
 
-def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0) -> Epoch:
-    """A made-up epoch; the DEQ's accuracies are higher by `shift`, its NC2 and NC3 lower by `shift` / 10."""
+def made_up_epoch(number: int, settings: Settings, shift: float = 1.0) -> Epoch:
+    """A made-up epoch; a DEQ's accuracies are higher by `shift`, its NC2 and NC3 lower by `shift` / 10."""
+    deq = settings.model == "deq"
     gain = shift if deq else 0.0
     split = settings.majority is not None
-    centred = {"nc2_centered": 1.0, "nc3_centered": 0.8}
-    collapse = {"nc1": 3 / number, "nc2": 1.0 - gain / 10, "nc3": 0.9 - gain / 10, "nc4": 0.5, **centred}
+    collapse = {"nc1": 3 / number, "nc2": 1.0 - gain / 10, "nc3": 0.9 - gain / 10, "nc4": 0.5}
+    collapse |= {"nc2_centered": 1.0 - gain / 10, "nc3_centered": 0.8}
     return Epoch(
         epoch=number,
         lr=0.1,
@@ -165,7 +167,7 @@ def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0
         overall=40 + settings.seed + number / 10 + gain,
         majority=80.0 + gain if split else None,
         minority=20 + settings.seed / 10 + gain if split else None,
-        train_solver=solver_summary(settings.classes) if deq else None,
+        train_solver=SOLVER if deq else None,
         nc=collapse if number % 2 == 0 else None,
         seconds=Seconds(train=1.0, test=0.25, metrics=0.5),
     )
@@ -173,16 +175,16 @@ def made_up_epoch(number: int, settings: Settings, deq: bool, shift: float = 1.0
 
 def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunResult:
     """The result of made-up epochs; `given` replaces fields of it."""
-    networks = {}
-    for model in settings.models:
-        epochs = [made_up_epoch(number, settings, model == "deq", shift) for number in range(1, settings.epochs + 1)]
-        networks[model] = network_result(123, epochs, SpectralRadius((0, 1), (0.5, 0.75)) if model == "deq" else None)
+    epochs = [made_up_epoch(number, settings, shift) for number in range(1, settings.epochs + 1)]
+    network = network_result(123, epochs, SpectralRadius((0, 1), (0.5, 0.75)) if settings.model == "deq" else None)
     kernel = KernelChoice("triton", "cpp", "no GPU")
-    return replace(run_result(settings, kernel, tuple(class_sizes(settings)), networks), **given)
+    return replace(run_result(settings, kernel, tuple(class_sizes(settings)), network), **given)
+
+
+MADE_UP = {"preset": "quick", "dataset": "cifar10", "device": "cpu", "epochs": 4, "threads": 1, "precision": "fp32"}
+MADE_UP |= {"model": "deq"}
 
 
 def made_up_settings(study: str = "cifar_lt", **given: Any) -> Settings:
     """Settings of a short run on a CPU; its number of epochs must be even."""
-    return settings_from(
-        study, **{"preset": "quick", "dataset": "cifar10", "device": "cpu", "epochs": 4, "threads": 1, **given}
-    )
+    return settings_from(study, **{**MADE_UP, **given})

@@ -11,7 +11,7 @@ from nc_study import distributed, training
 from nc_study.config import StudyError, settings_from
 from nc_study.record import RunResult, read_record
 from nc_study.training import SolverTally, Trainer
-from study_helpers import CPU, HERE, KILLED, ONE_NETWORK, STUDY, TINY, assert_same, float64, python, shapes_data
+from study_helpers import CPU, HERE, KILLED, STUDY, TINY, assert_same, float64, folder_of, python, shapes_data
 
 UNITS = """
 import sys, torch, test_distributed
@@ -56,12 +56,14 @@ def steps_of_every_kind() -> dict[str, object]:
         ("implicit", "deq", {"adjoint": "implicit"}),
     ):
         tiny = {"dataset": "shapes", "device": "cpu", "width": 4, "n_majority": 16, "ratio": 4, "test_images": 13}
-        settings = settings_from("cifar_lt", **tiny, epochs=2, batch_size=5, lr=1e-3, **given)
-        one = Trainer(model, settings, shapes_data(settings))
+        settings = settings_from(
+            "cifar_lt", **tiny, model=model, epochs=2, batch_size=5, lr=1e-3, precision="fp32", **given
+        )
+        one = Trainer(settings, shapes_data(settings))
         if name == "implicit":  # the cell as drawn is no contraction: its adjoint solve makes 1e-5 of a rounding
             one.network.last.cell.conv2.weight.data *= 0.03
             one.network.last.cell.norm2.weight.data *= 10
-        tally, losses = SolverTally(CPU, 10), []
+        tally, losses = SolverTally(CPU), []
         for left_out in ((), (0,), (0, 1, 2, 3, 4))[: 1 if name == "implicit" else 3]:
             losses += [step(one, size, left_out, tally) for size in (5, 1, 4)]
         seen, solver = one.infer("test"), tally.summary()
@@ -108,7 +110,7 @@ def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(KILLED)
     arguments = (*TINY, *TWO_EPOCHS, "--model", "explicit", "--out", str(tmp_path))
-    folder = tmp_path / ONE_NETWORK
+    folder = tmp_path / folder_of(*TWO_EPOCHS)
     killed = together(str(program), *arguments, environment={"KILL": "10"})  # in the second epoch of 7 steps
     assert killed.returncode != 0 and not (folder / "result.json").exists(), killed.stderr
     assert study.main([*STUDY, *TWO_EPOCHS, "--processes", "2", "--no-report", "--out", str(tmp_path)]) == 0
@@ -117,7 +119,7 @@ def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):
     assert "2 processes, each with batch statistics" in log
     result = read_record(RunResult, folder / "result.json")
     assert result.machine.processes == 2 and result.command.startswith("torchrun --nproc-per-node 2 ")
-    assert result.networks["explicit"].curves["epoch"] == (1, 2)
+    assert result.network.curves["epoch"] == (1, 2)
 
 
 def test_a_process_without_a_gpu_of_its_own_is_an_error(monkeypatch):

@@ -49,13 +49,19 @@ def report_on(root, out):
 
 def test_the_table_holds_the_results_numbers_beside_the_papers(made_up, tmp_path, no_pictures):
     paths = [made_up(seed=seed, shift=1.0 + seed) for seed in range(3)]
+    for seed in range(3):
+        made_up(seed=seed, model="explicit")
     text = report_on(paths[0].parent, tmp_path / "out")
     _, deq = results(text, "(3,7) R = 10,")
-    networks = [read_record(RunResult, path / "result.json").networks["deq"] for path in paths]
+    networks = [read_record(RunResult, path / "result.json").network for path in paths]
     for classes, paper in (("overall", "73.84±0.72"), ("majority", "96.68±0.87"), ("minority", "64.06±0.66")):
-        means = [getattr(network.accuracy, classes).mean for network in networks]
+        means = [network.curves[classes][-1] for network in networks]
         assert deq[classes] == f"{statistics.fmean(means):.2f}±{statistics.stdev(means):.2f}"
         assert deq[f"{classes}, paper"] == paper
+    assert deq["overall, last epochs"] != deq["overall"] and deq["NC2 centred"] == "0.80±0.10"
+    (apart,) = table(text, "Differences from")
+    assert apart["arm"] == "DEQ, JFB" and apart["overall"] == r"+2.00 \[-0.48, +4.48\]"
+    assert apart["NC1"] == r"×1.00 \[×1.00, ×1.00\]" and apart["NC2 centred"] == r"-0.200 \[-0.448, +0.048\]"
     assert "Not comparable with the paper: width 16 instead of 64" in text and "(3,7) R = 50; (3,7) R = 100;" in text
 
 
@@ -93,7 +99,7 @@ def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch,
     monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
     assert run_script("report.py", "experiments/results/cifar10-quick", "--out", str(tmp_path)) == 0
     printed = capsys.readouterr().out
-    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "  holds " in printed
+    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "10 finished runs" in printed
     committed = EXPERIMENTS / "results" / "report"
     assert (tmp_path / "report.md").read_text() == (committed / "report.md").read_text()
     names = {path.name for path in (committed / "figures").iterdir()}

@@ -1,77 +1,101 @@
-"""Intervals and sign tests against numbers worked out by hand, and the words that follow from them."""
+"""Estimates and p-values against scipy's, and the verdicts that follow from them as experiments/protocol.md says."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import count
 
 import pytest
-from nc_study.paper import CLAIMS, RATIOS
-from nc_study.record import RunResult, read_record, to_json
+from nc_study import protocol
+from nc_study.config import arm_options
+from nc_study.protocol import CLAIMS, PRIMARY
 from nc_study.reporting.runs import collect
-from nc_study.reporting.verdicts import FAILS, HOLDS, UNDECIDED, judge, judge_interval, judge_signs, t_interval
+from nc_study.reporting.verdicts import CONTRADICTED, EQUAL, OPEN, SUPPORTED, Estimate, estimate, holm, judge, verdicts
+from scipy import stats
 
-OVERALL, _, MINORITY, NC1, NC2, NC3 = CLAIMS[:6]
-BALANCED, BALANCED_NC2 = CLAIMS[8], CLAIMS[10]
-SIX = [(majority, ratio) for majority in (3, 5) for ratio in RATIOS]
-
-
-def test_intervals_and_signs():
-    # t(0.975; 2) = 4.302653, deviation 1, divided by the root of 3; t(0.975; 4) = 2.776445, deviation the root of 5.
-    half = 4.302653 / math.sqrt(3)
-    assert t_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - half, 2 + half), abs=1e-6)
-    assert t_interval([0.0, 0.0, 0.0, 0.0, 5.0]) == pytest.approx((1 - 2.776445, 1 + 2.776445), abs=1e-6)
-    assert t_interval([1.0, 1.0, 1.0]) == (1.0, 1.0)
-    # Two-sided: 2/64 for six equal signs, 2/32 for five, 18/256 for seven of eight.
-    six, eight = [1.0] * 6, [1.0] * 7 + [-1.0]
-    assert [judge_signs(six, expected) for expected in ("higher", "lower", "alike")] == [HOLDS, FAILS, None]
-    assert judge_signs(six[1:], "higher") is None and judge_signs(eight, "higher") == UNDECIDED
+ONE, OTHER = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "higher", "lower", "alike"),
-    [
-        (0.01, 0.1, HOLDS, FAILS, HOLDS),
-        (-0.1, -0.01, FAILS, HOLDS, HOLDS),
-        (-0.1, 0.1, UNDECIDED, UNDECIDED, HOLDS),
-        (-0.3, 0.1, UNDECIDED, UNDECIDED, UNDECIDED),
-        (0.3, 0.5, HOLDS, FAILS, FAILS),
-        (-0.5, -0.3, FAILS, HOLDS, FAILS),
-        (0.0, 0.0, UNDECIDED, UNDECIDED, HOLDS),
-    ],
-)
-def test_what_an_interval_says(low, high, higher, lower, alike):
-    assert [judge_interval(low, high, expected) for expected in ("higher", "lower", "alike")] == [higher, lower, alike]
+def test_one_setting_is_a_paired_t_test_and_two_are_welchs():
+    expected = stats.ttest_1samp(ONE, 0)
+    found, interval = estimate([ONE]), expected.confidence_interval()
+    assert found.p_different == pytest.approx(expected.pvalue)
+    assert found.interval == pytest.approx((interval.low, interval.high))
+    welch = stats.ttest_ind(ONE, [-value for value in OTHER], equal_var=False)
+    found = estimate([ONE, OTHER])
+    assert (found.freedom, found.p_different) == pytest.approx((welch.df, welch.pvalue))
+    assert found.mean == pytest.approx((0.8 + 2.2 / 3) / 2), "settings count alike, however many seeds they have"
+    sides = [stats.ttest_1samp(ONE, -2, alternative="greater"), stats.ttest_1samp(ONE, 2, alternative="less")]
+    assert estimate([ONE]).p_equal(2) == pytest.approx(max(side.pvalue for side in sides))
+    same = estimate([[0.5, 0.5], [0.5, 0.5]])
+    assert (same.mean, same.error, same.p_different, same.p_equal(1), same.p_equal(0.1)) == (0.5, 0, 0, 0, 1)
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
+    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
 
 
 @pytest.mark.parametrize(
-    ("imbalances", "verdicts"),
+    ("mean", "error", "p_different", "p_equal", "higher", "lower", "alike"),
     [
-        pytest.param({(3, 10): [1.0, 1.2, 1.4]}, {OVERALL: HOLDS, MINORITY: HOLDS, NC1: HOLDS, NC2: HOLDS}, id="agree"),
-        pytest.param({(3, 10): [-1.0, 0.5, 1.0]}, {OVERALL: UNDECIDED, NC3: UNDECIDED}, id="disagree"),
-        pytest.param({(3, 10): [-1.0, -1.1, -1.2], (5, 10): [1.0, 1.1, 1.2]}, {OVERALL: FAILS}, id="the opposite once"),
-        pytest.param(
-            {(3, 10): [1.0, 1.2]}, {OVERALL: "not enough runs (2)", BALANCED: "not enough runs (0)"}, id="two"
-        ),
-        pytest.param({one: [1.0] for one in SIX}, {OVERALL: HOLDS, NC1: "not enough runs (6)"}, id="six signs"),
-        pytest.param(
-            {one: [-1.0] if one != SIX[0] else [-1.0, 0.4, -0.2] for one in SIX}, {OVERALL: FAILS}, id="signs decide"
-        ),
+        (2.0, 0.3, 0.001, 0.99, SUPPORTED, CONTRADICTED, CONTRADICTED),
+        (-2.0, 0.3, 0.001, 0.99, CONTRADICTED, SUPPORTED, CONTRADICTED),
+        (1.2, 0.3, 0.01, 0.7, SUPPORTED, CONTRADICTED, OPEN),  # excludes equality but not the band
+        (0.4, 0.1, 0.01, 0.001, EQUAL, EQUAL, SUPPORTED),  # a difference, but too small to matter
+        (0.4, 0.9, 0.7, 0.3, OPEN, OPEN, OPEN),
     ],
 )
-def test_verdicts_of_runs_whose_deq_is_ahead_by_so_much(made_up, imbalances, verdicts):
-    for (majority, ratio), shifts in imbalances.items():
-        for seed, shift in enumerate(shifts):
-            path = made_up(majority=majority, ratio=ratio, seed=seed, shift=shift)
-    (group,) = collect([path.parent]).groups
-    assert {claim: judge(group, claim)[0] for claim in verdicts} == verdicts
+def test_the_words(mean, error, p_different, p_equal, higher, lower, alike):
+    words = [judge(one, Estimate(mean, error, 20), 1.0, p_different, p_equal) for one in ("higher", "lower", "alike")]
+    assert words == [higher, lower, alike]
 
 
-def test_a_pair_without_the_metric_does_not_count(made_up):
-    path = made_up() / "result.json"
-    result = read_record(RunResult, path)
-    deq = result.networks["deq"]
-    networks = {**result.networks, "deq": replace(deq, nc={**deq.nc, "nc3": None})}
-    path.write_bytes(to_json(replace(result, networks=networks)))
-    (found,) = collect([path.parent]).groups
-    assert judge(found, NC3)[0] == "not enough runs (0)" and judge(found, NC2)[0] == "not enough runs (1)"
+@pytest.fixture
+def primary(made_up, monkeypatch):
+    """Finished primary runs, two seeds a block, in which an arm's DEQ is ahead by so much; their group's verdicts."""
+    monkeypatch.setattr(protocol, "tuned", lambda: {arm: {"lr": 0.3} for arm in protocol.ARMS})
+    blocks = tuple(replace(block, seeds=2) for block in PRIMARY)
+    for module in (protocol, "nc_study.reporting.verdicts"):
+        name = module if isinstance(module, str) else module.__name__
+        monkeypatch.setattr(f"{name}.PRIMARY", blocks)
+    names = count()
+
+    def write(gain, without=0):
+        runs = [(block.setting, seed, arm) for block in blocks for seed in range(2) for arm in block.arms]
+        for setting, seed, arm in runs[without:]:
+            options = {**setting.options, **arm_options(arm), "seed": seed, "preset": "study", "epochs": 30, "lr": 0.3}
+            path = made_up(f"run{next(names)}", gain(seed, arm), precision="bf16", **options)
+        (group,) = collect([path.parent]).groups
+        assert group.protocol
+        return {claim.name: verdict for claim, (verdict, _) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True)}
+
+    return write
+
+
+def test_verdicts_of_all_primary_runs(primary):
+    found = primary(lambda seed, arm: 2 + seed / 100 - (arm == "deq-jfb"))
+    assert found == {
+        **dict.fromkeys(("A1", "A2", "A3", "A4", "A5", "A6", "N1", "N3", "N4"), SUPPORTED),
+        **{"N2": EQUAL, "N5": SUPPORTED},
+    }
+
+
+def test_no_verdict_before_the_last_primary_run(primary):
+    assert set(primary(lambda seed, arm: 2.0, without=1).values()) == {"not yet: 39 of 40 runs"}
+
+
+def test_noise_is_inconclusive(primary):
+    found = primary(lambda seed, arm: 5.0 - 10 * seed)
+    assert found["A1"] == found["A5"] == found["N1"] == OPEN and not math.isnan(0)
+
+
+def test_a_run_of_other_values_than_those_chosen_is_none_of_the_protocols(made_up, monkeypatch):
+    monkeypatch.setattr(protocol, "tuned", lambda: {"deq-jfb": {"lr": 0.3}})
+    for name, given in {"a": {}, "b": {"lr": 0.1}, "c": {"precision": "fp32"}, "d": {"width": 8}}.items():
+        options = {"preset": "study", "epochs": 30, "lr": 0.3, "precision": "bf16", **given}
+        root = made_up(name, **options).parent
+    groups = collect([root]).groups
+    assert [group.protocol for group in groups] == [True, False, False, False]
+    assert groups[0].name == "study preset on cifar10, broyden, precision bf16"

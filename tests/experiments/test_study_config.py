@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
-from nc_study.config import SettingsError, parse, settings_from
+from nc_study.config import ARMS, Experiment, SettingsError, arm_options, parse, settings_from
 
 
 def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
-    for gpu, preset, precision in ((False, "quick", "fp32"), (True, "paper", "bf16")):
+    for gpu, preset in ((False, "quick"), (True, "paper")):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
-        settings = settings_from("cifar_lt")
-        assert (settings.preset, settings.precision) == (preset, "fp32")
-        assert settings_from("cifar_lt", precision="auto").precision == precision
-        assert settings_from("cifar_lt", preset="tuned").precision == precision
-        assert settings_from("cifar_lt", precision="fp32").precision == "fp32"
+        assert settings_from("cifar_lt").preset == preset
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "auto"),
+    [
+        (False, {"avx512_bf16": False}, "fp32"),
+        (False, {"avx512_bf16": True}, "bf16"),
+        (False, {"amx_bf16": True}, "bf16"),
+        (True, {}, "bf16"),
+    ],
+)
+def test_the_precision_is_what_the_machine_multiplies_fast_but_for_the_papers(gpu, cpu, auto, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: cpu)
+    for given, expected in (
+        ({"preset": "study"}, auto),
+        ({"preset": "paper"}, "fp32"),
+        ({"precision": "fp32"}, "fp32"),
+    ):
+        assert settings_from("cifar_lt", **given).precision == expected
+    assert settings_from("cifar_lt", preset="paper", precision="auto").precision == auto
+
+
+def test_every_option_that_decides_the_outcome_makes_a_folder_of_its_own():
+    plain = settings_from("cifar_lt", device="cpu", dataset="cifar10", precision="fp32", model="explicit")
+    assert plain.run_name == "cifar10-k3-r10-quick-explicit-seed0"
+    words = {"dataset": "cifar100", "preset": "tuned", "solver": "anderson", "schedule": "constant"}
+    words |= {"precision": "bf16", "evaluate": "validation", "compile": True, "e_w": 0.5, "e_h": 0.5, "majority": 4}
+    options = [spec.name for spec in fields(Experiment) if spec.metadata]
+    free = {"model", "adjoint", "device", "kernel"}
+    changed = {name: words.get(name) or getattr(plain, name) + 1 for name in options if name not in free}
+    others = [replace(plain, **{name: value}) for name, value in changed.items()]
+    others += [replace(plain, **arm_options(arm)) for arm in ARMS]
+    assert [one.arm for one in others[-len(ARMS) :]] == list(ARMS)
+    assert len({one.run_name for one in others}) == len(others)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +54,7 @@ def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
     [
         (["--majority", "10"], "--majority 10: 1 to 9 tenths of the classes"),
         (["--ratio", "50", "--n-majority", "49"], "--ratio 50 leaves minority classes empty at --n-majority 49"),
+        (["--threads", "100000"], "--threads 100000: at most"),
         (["--lr", "0"], "--lr 0.0: more than 0"),
         (["--lr", "nan"], "--lr nan: a finite number"),
         (["--test-images", "9"], "--test-images 9: at least one of each of 10 classes"),

@@ -7,13 +7,14 @@ import hashlib
 import http.server
 import tarfile
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from nc_study import data
 from nc_study.config import StudyError, settings_from
-from nc_study.data import class_sizes, crop_and_flip, find_source, load, select_images
+from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
 from nc_study.shapes import draw_shapes
 from study_helpers import CPU, shapes_data, write_cifar
 from torchvision.datasets import CIFAR10, CIFAR100
@@ -35,9 +36,30 @@ def test_selection_equals_ldam_index_for_index(ratio):
     labels = np.random.default_rng(3).permutation(np.repeat(np.arange(10), 5000))
     settings = settings_from("cifar_lt", preset="paper", device="cpu", majority=5, ratio=ratio)
     per_class = [5000] * 5 + [int(5000 * (1 / ratio))] * 5
-    assert select_images(labels, class_sizes(settings)).tolist() == ldam_selection(labels, per_class)
+    assert select_images(labels, class_sizes(settings))[0].tolist() == ldam_selection(labels, per_class)
     with pytest.raises(StudyError, match="--n-majority 6000: class 0 has 5000 images"):
         select_images(labels, [6000] * 10)
+
+
+@pytest.mark.parametrize("source", ["files", "drawn"])
+def test_validation_images_are_training_images_that_are_not_trained_on(source):
+    settings = settings_from(
+        "cifar_lt", dataset="cifar10", device="cpu", n_majority=20, ratio=4, test_images=50, evaluate="validation"
+    )
+    given = Source("shapes", "")
+    if source == "files":
+        images, labels = draw_shapes(np.arange(300) % 10, 10, seed=3)
+        given = Source("cifar10", "", (images, labels), (np.zeros_like(images), labels))
+    study = load(given, settings, CPU)
+    assert torch.bincount(study.train_labels).tolist() == [20] * 3 + [5] * 7
+    assert torch.bincount(study.test_labels).tolist() == [5] * 10
+    both = torch.cat([study.train_images, study.test_images]).flatten(1)
+    assert len(both.unique(dim=0)) == len(both) and both.any(1).all(), "neither trained on nor from the test set"
+    whole = load(given, replace(settings, evaluate="test"), CPU)
+    if source == "files":
+        assert torch.equal(study.train_images, whole.train_images), "what is trained on does not depend on it"
+        with pytest.raises(StudyError, match="--n-majority 28 and 5 for --evaluate validation: class 0 has 30 images"):
+            load(given, replace(settings, n_majority=28), CPU)
 
 
 @pytest.mark.parametrize("classes", [10, 100])

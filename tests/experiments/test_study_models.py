@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from nc_study.analysis import spectral_radius
-from nc_study.config import settings_from
+from nc_study.config import MODELS, settings_from
 from nc_study.models import build, choose_kernel, project
 from study_helpers import shapes_data
 
@@ -13,7 +13,7 @@ import deqfast
 
 
 def make(model, **given):
-    return build(model, settings_from("cifar_lt", device="cpu", dataset="shapes", kernel="torch", **given))
+    return build(settings_from("cifar_lt", model=model, device="cpu", dataset="shapes", kernel="torch", **given))
 
 
 def test_the_explicit_network_is_resnet_18():
@@ -35,10 +35,22 @@ def test_initial_weights_depend_on_the_seed_alone_and_networks_differ_in_the_las
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.classifier.weight, other.classifier.weight)
-    explicit, deq = make("explicit", width=1).state_dict(), one.state_dict()
-    shared = {name for name in explicit if not name.startswith("last.")}
-    assert shared == {name for name in deq if not name.startswith("last.")}
-    assert all(torch.equal(explicit[name], deq[name]) for name in shared)
+    deq = one.state_dict()
+    for model in MODELS[:-1]:
+        state = make(model, width=1).state_dict()
+        shared = {name for name in state if not name.startswith("last.")}
+        assert shared == {name for name in deq if not name.startswith("last.")}
+        assert all(torch.equal(state[name], deq[name]) for name in shared)
+
+
+def test_what_stands_between_the_explicit_network_and_the_deq():
+    """`once` is the first evaluation of the DEQ's solve, `explicit-norm` the explicit block before a normalisation."""
+    x = torch.randn(3, 8, 4, 4)
+    explicit, norm, once, deq = (make(model, width=1, scale=0.3).eval().last for model in MODELS)
+    torch.testing.assert_close(norm(x), torch.nn.functional.group_norm(explicit(x), 8), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(once(x), deq.cell(torch.zeros_like(x), x), rtol=0, atol=0)
+    for block in (explicit, norm, once.cell, deq.cell):
+        assert (block.norm2.weight == 0.3).all()
 
 
 @pytest.mark.parametrize(
@@ -54,16 +66,17 @@ def test_the_deq_network_takes_its_settings(solver, adjoint):
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
-@pytest.mark.parametrize(("model", "last"), [("explicit", torch.bfloat16), ("deq", torch.float32)])
-def test_under_autocast_all_but_the_fixed_point_is_in_bfloat16(model, last):
+@pytest.mark.parametrize("model", MODELS)
+def test_under_autocast_all_before_the_last_block_is_in_bfloat16(model):
     network, seen = make(model, width=1), {}
     for name, part in (("trunk", network.trunk), ("last", network.last)):
         convolution = next(module for module in part.modules() if isinstance(module, torch.nn.Conv2d))
         convolution.register_forward_hook(lambda *call, name=name: seen.update({name: call[-1].dtype}))
     with torch.autocast("cpu", torch.bfloat16):
         output = network(torch.randn(2, 3, 32, 32))
-    assert seen == {"trunk": torch.bfloat16, "last": last} and output.features.dtype == torch.float32
-    output.logits.float().sum().backward()
+    assert seen == {"trunk": torch.bfloat16, "last": torch.float32}
+    assert output.features.dtype == output.logits.dtype == torch.float32
+    output.logits.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
@@ -90,9 +103,11 @@ def test_the_kernel_asked_for_is_taken_or_another_comes_with_the_reason(monkeypa
 
 
 def test_the_spectral_radius_is_that_of_the_whole_jacobian():
-    settings = settings_from("cifar_lt", dataset="shapes", device="cpu", kernel="torch", width=1, test_images=20)
+    settings = settings_from(
+        "cifar_lt", model="deq", dataset="shapes", device="cpu", kernel="torch", width=1, test_images=20
+    )
     data = shapes_data(settings)
-    network = build("deq", settings).double().eval()
+    network = build(settings).double().eval()
     images = data.normalise(data.train_images[:3]).double()
     found = spectral_radius(network, images)
     with torch.no_grad():

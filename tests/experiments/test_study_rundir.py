@@ -10,7 +10,7 @@ import torch
 from nc_study.config import StudyError
 from nc_study.record import FORMAT
 from nc_study.rundir import RunDirectory
-from study_helpers import full_disk, made_up_epoch, made_up_settings
+from study_helpers import full_disk, made_up_epoch, made_up_result, made_up_settings
 
 
 @pytest.fixture
@@ -21,17 +21,17 @@ def run(tmp_path):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_no_litter(run, monkeypatch):
-    assert run.restore("deq") is None
+    assert run.restore() is None
     for epoch in (1, 2):
-        run.save("deq", {"epoch": epoch, "weight": torch.full((100,), float(epoch))})
+        run.save({"epoch": epoch, "weight": torch.full((100,), float(epoch))})
     full_disk(monkeypatch)
-    with pytest.raises(StudyError, match="deq.ckpt: No space left on device; what was saved before is intact"):
-        run.save("deq", {"epoch": 3, "weight": torch.zeros(5)})
-    state = run.restore("deq")
+    with pytest.raises(StudyError, match="last.ckpt: No space left on device; what was saved before is intact"):
+        run.save({"epoch": 3, "weight": torch.zeros(5)})
+    state = run.restore()
     assert (
         state["epoch"] == 2
         and (state["weight"] == 2).all()
-        and [path.name for path in run.path.iterdir()] == ["deq.ckpt"]
+        and [path.name for path in run.path.iterdir()] == ["last.ckpt"]
     )
 
 
@@ -44,42 +44,44 @@ class Harm:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "code"])
 def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(run, damage):
-    run.save("deq", {"epoch": 1, "weight": torch.ones(1000)})
-    path = run.path / "deq.ckpt"
+    run.save({"epoch": 1, "weight": torch.ones(1000)})
+    path = run.path / "last.ckpt"
     content = path.read_bytes()
     middle = content.index(torch.ones(4).numpy().tobytes()) + 400
     if damage == "code":
         torch.save({"epoch": 1, "weight": Harm()}, path)
     else:
         path.write_bytes(content[:middle] + (b"\xff" + content[middle + 1 :] if damage == "flip" else b""))
-    with pytest.raises(StudyError, match="deq.ckpt is damaged .* delete it, and --resume trains deq from the start"):
-        run.restore("deq")
+    with pytest.raises(StudyError, match="last.ckpt is damaged .* delete it, and --resume trains from the start"):
+        run.restore()
 
 
 def test_lines_after_the_checkpoint_are_dropped(run):
-    lines = [made_up_epoch(number, made_up_settings(), deq=True) for number in (1, 2, 3)]
+    lines = [made_up_epoch(number, made_up_settings()) for number in (1, 2, 3)]
     for line in lines:
-        run.append("deq", line)
-    with open(run.path / "deq.jsonl", "a") as file:
+        run.append(line)
+    with open(run.path / "epochs.jsonl", "a") as file:
         file.write('{"epoch": 4, "te')
-    assert run.epochs("deq") == lines
-    run.cut("deq", 2)
-    with pytest.raises(StudyError, match="deq.jsonl lacks lines of the 3 epochs that are done"):
-        run.cut("deq", 3)
-    run.append("deq", lines[2])
-    assert run.epochs("deq") == lines and len((run.path / "deq.jsonl").read_text().splitlines()) == 3
+    assert run.epochs == lines
+    run.cut(2)
+    with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 3 epochs that are done"):
+        run.cut(3)
+    run.append(lines[2])
+    assert run.epochs == lines and len((run.path / "epochs.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run):
     run.start(made_up_settings())
     run.start(made_up_settings(lr=0.3))  # nothing has been trained yet
-    run.save("deq", {"epoch": 1})
+    run.save({"epoch": 1})
     with pytest.raises(StudyError, match="holds an unfinished run of this kind: --resume goes on"):
         run.start(made_up_settings(lr=0.3))
     run.start(made_up_settings(lr=0.3, resume=True, out="elsewhere", data_root="elsewhere", threads=2))
     with pytest.raises(StudyError, match="was begun with --lr 0.3, not 0.1"):
         run.start(made_up_settings(lr=0.1, resume=True))
-    (run.path / "result.json").write_text("{}")
+    with pytest.raises(StudyError, match="was begun with --kernel auto, not torch"):  # no advice that fails
+        run.start(made_up_settings(lr=0.3, kernel="torch"))
+    run.conclude(made_up_result(made_up_settings(lr=0.3)))
     with pytest.raises(StudyError, match="holds a finished run"):
         run.start(made_up_settings(lr=0.3))
 
@@ -97,7 +99,7 @@ OLD = json.dumps({"format": FORMAT - 1})
 )
 def test_a_run_that_cannot_be_read_is_not_gone_on_with(run, file, content, message):
     run.start(made_up_settings())
-    run.save("deq", {"epoch": 1})
+    run.save({"epoch": 1})
     (run.path / file).unlink() if content is None else (run.path / file).write_text(content)
     with pytest.raises(StudyError, match=message):
         run.start(made_up_settings(resume=True))

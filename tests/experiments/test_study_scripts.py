@@ -12,45 +12,50 @@ import torch
 from nc_study.cli import main
 from nc_study.record import RunResult, read_record
 from nc_study.training import Trainer
-from study_helpers import KILLED, RUN, TINY, assert_same, full_disk, python, run_script
+from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, python, run_script
+
+RUNS = [folder_of(), folder_of(model="deq")]
 
 
-def outcome(folder):
-    """All of a finished run that must not depend on how it came about: weights, and lines without their times."""
-    states = {path.name: torch.load(path, weights_only=True) for path in folder.glob("*.ckpt")}
-    assert "deq.ckpt" in states
+def outcome(out):
+    """All of finished runs that must not depend on how they came about: weights, and lines without their times."""
+    states = {name: torch.load(out / name / "last.ckpt", weights_only=True) for name in RUNS}
     lines = {}
-    for path in folder.glob("*.jsonl"):
-        lines[path.name] = [json.loads(line) | {"seconds": None} for line in path.read_text().splitlines()]
+    for name in RUNS:
+        logged = (out / name / "epochs.jsonl").read_text().splitlines()
+        lines[name] = [json.loads(line) | {"seconds": None} for line in logged]
     return states, lines
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run that nothing disturbed, and what it printed."""
+    """The folder of two runs that nothing disturbed, and what was printed."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.delenv("TRITON_INTERPRET", raising=False)  # as a user has it
         assert main("cifar_lt", None, [*TINY, "--out", str(out), "--kernel", "triton"]) == 0
-    return out / RUN, printed.getvalue()
+    return out, printed.getvalue()
 
 
 def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
-    folder, printed = whole
+    out, printed = whole
     lines = printed.splitlines()
-    result = read_record(RunResult, folder / "result.json")
-    assert result.train_images_per_class == (30,) * 3 + (3,) * 7 and list(result.networks) == ["explicit", "deq"]
-    assert result.networks["deq"].solver.iterations > 1
+    explicit, result = (read_record(RunResult, out / name / "result.json") for name in RUNS)
+    assert result.train_images_per_class == (30,) * 3 + (3,) * 7
+    assert (explicit.arm, result.arm) == ("explicit", "deq-jfb") and explicit.network.solver is None
+    assert result.network.solver.iterations > 1
     kernel = result.kernel
     if not torch.cuda.is_available():
         assert f"kernel: {kernel.used}, for kernel='triton' is not available: no CUDA device" in printed
         assert kernel.requested == "triton" and "no CUDA device" in kernel.reason
     assert any(line.startswith("data: shapes") for line in lines)
-    assert sum(line.startswith(("explicit   ", "deq   ")) for line in lines) == 6
+    assert sum(line.startswith(("explicit   ", "deq-jfb   ")) for line in lines) == 6
     assert any(line.split() == ["overall", "majority", "minority", "NC1", "NC2", "NC3", "NC4"] for line in lines)
     assert "not comparable with the paper: shapes, not CIFAR" in printed
-    assert lines[-2] == f"results: {folder / 'result.json'}" and lines[-1] == f"figure:  {folder / 'figure.png'}"
-    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    paths = [out / name for name in RUNS]
+    assert lines[-3:-1] == [f"results: {path / 'result.json'}" for path in paths]
+    assert lines[-1] == f"figure:  {paths[1] / 'figure.png'}"
+    assert (paths[1] / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(tmp_path, monkeypatch, capsys):
@@ -63,7 +68,7 @@ def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(t
     assert "data: shapes instead of CIFAR-10: not under data, and the download failed" in printed
     assert "50 training images (10 classes of 5)" in printed
     assert "93.05±0.17" in printed and "minority" not in printed
-    assert (tmp_path / "runs" / "shapes-balanced-quick-explicit-broyden-jfb-seed0" / "result.json").exists()
+    assert list(tmp_path.glob("runs/shapes-balanced-quick-explicit-seed0-*/result.json"))
     assert not list((tmp_path / "data").iterdir())
 
 
@@ -71,11 +76,11 @@ def test_kill_9_and_resume_end_in_the_same_bits(whole, study, tmp_path):
     """111 images are 7 steps an epoch: killed in the DEQ's second epoch, after three of the explicit network."""
     killed = python("-c", KILLED, *TINY, "--out", str(tmp_path), environment={"KILL": "32"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (tmp_path / RUN / "result.json").exists()
+    assert [(tmp_path / name / "result.json").exists() for name in RUNS] == [True, False]
     status, printed, errors = study("--resume")
     assert status == 0, errors
-    assert "deq: going on after epoch 1" in printed
-    assert_same(outcome(tmp_path / RUN), outcome(whole[0]))
+    assert "deq-jfb: going on after epoch 1" in printed
+    assert_same(outcome(tmp_path), outcome(whole[0]))
 
 
 def signal_at_step(monkeypatch, number):
@@ -100,21 +105,21 @@ def test_what_ends_a_run_early_is_told_in_a_line_and_resume_goes_on(study, whole
             status, _, errors = study(*given)
         assert status == 130 and "interrupted" in errors and errors.rstrip().endswith("--resume") == (not given)
     with monkeypatch.context() as patch:
-        full_disk(patch, writes=6)
+        full_disk(patch, writes=7)
         status, _, errors = study("--resume")
     assert status == 1 and errors.count("\n") == 1
     assert "error: cannot write" in errors and "No space left on device" in errors
     assert study("--resume")[0] == 0
-    assert_same(outcome(tmp_path / RUN), outcome(whole[0]))
+    assert_same(outcome(tmp_path), outcome(whole[0]))
 
 
 def test_a_finished_run_is_printed_again_and_never_overwritten(study, whole):
     def files():
-        kept = (path for path in folder.iterdir() if path.suffix in (".json", ".jsonl", ".ckpt", ".npz"))
-        return {path.name: path.stat().st_mtime_ns for path in kept}
+        kept = (path for path in folder.glob("*/*") if path.suffix in (".json", ".jsonl", ".ckpt", ".npz"))
+        return {path: path.stat().st_mtime_ns for path in kept}
 
     folder, printed = whole
-    before, out = files(), ("--out", str(folder.parent))
+    before, out = files(), ("--out", str(folder))
     status, _, errors = study(*out)
     assert status == 1 and "holds a finished run of this kind: --resume" in errors
     status, again, _ = study(*out, "--resume")

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from .. import figures
-from ..config import MODELS, Setting
+from ..config import ARMS, Setting
 from ..paper import FIGURES
 from ..rundir import read_arrays
 from .runs import Group
@@ -63,31 +63,36 @@ def _heading(group: Group, setting: Setting) -> str:
 def _course(group: Group, settings: list[Setting]) -> Figure:
     rows = {}
     for setting in settings:
-        networks = {model: group.networks(setting, model).values() for model in MODELS}
-        curves = {model: [network.curves for network in found] for model, found in networks.items() if found}
+        networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
+        curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
         rows[_heading(group, setting)] = curves
     return figures.study_figure(rows)
 
 
 def _features(group: Group, setting: Setting) -> Iterator[Picture]:
-    """Draw t-SNE and Gram matrix of the first run that left its features."""
-    runs = {seed: run for model in MODELS for seed, run in group.runs.get((setting, model), {}).items()}
-    left = [seed for seed in sorted(runs) if (runs[seed].path / "features.npz").exists()]
+    """Draw t-SNE and Gram matrix of the arms of the first seed that left its features."""
+    left: dict[int, dict[str, Path]] = {}
+    for arm in ARMS:
+        for seed, run in group.runs.get((setting, arm), {}).items():
+            if (path := run.path / "features.npz").exists():
+                left.setdefault(seed, {})[arm] = path
     if not left:
         return
-    run, classes = runs[left[0]], group.experiment.classes
+    seed, classes = min(left), group.experiment.classes
     name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}"
     if setting in _of_figure(group, "2"):
         name, title = "figure2", "After figure 2 of the paper"
-    features = {model: read_features(run.path / "features.npz", model) for model in run.result.networks}
+    features = {arm: read_features(path, arm) for arm, path in left[seed].items()}
     figure = figures.features_figure(features, classes, setting.majority_classes, _heading(group, setting))
-    yield Picture(name, title, FEATURES.format(seed=left[0]), figure)
+    yield Picture(name, title, FEATURES.format(seed=seed), figure)
 
 
-def read_features(path: Path, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the features (N, D) and labels (N,) of a network, sorted by class, without the rows that are not finite."""
+def read_features(path: Path, arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read an arm's features (N, D) and labels (N,), sorted by class, without the rows that are not finite. Runs of
+    two networks named them after these."""
     arrays = read_arrays(path)
-    features, labels = arrays[f"{model}/features"], arrays[f"{model}/labels"]
+    prefix = "" if "features" in arrays else f"{arm.partition('-')[0]}/"
+    features, labels = arrays[f"{prefix}features"], arrays[f"{prefix}labels"]
     kept = np.isfinite(features).all(1)
     order = np.argsort(labels[kept], kind="stable")
     return features[kept][order].astype(np.float32), labels[kept][order]

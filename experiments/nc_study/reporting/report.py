@@ -8,14 +8,13 @@ from pathlib import Path
 
 from ..cli import told
 from ..figures import png
-from ..paper import CLAIMS, RATIOS
+from ..paper import RATIOS
 from ..record import AVERAGED
 from ..rundir import prepare_out, write_atomically
 from . import tables
 from .document import TEMPLATES, render, to_html
 from .pictures import pictures
 from .runs import Collection, Group, collect
-from .verdicts import CONFIDENCE, SEEDS_NEEDED, judge
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 
@@ -36,8 +35,9 @@ def show(runs: list[Path], out: Path) -> int:
     for entry in found.rejected:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
     for group in found.groups:
-        verdicts = (f"  {judge(group, claim)[0]:22} {claim.text}" for claim in CLAIMS)
-        print(f"{group.name}, {len(group.finished)} finished runs", *verdicts, sep="\n", end="\n\n")
+        judged = tables.verdict_rows(group) if group.protocol else []
+        lines = (f"  {row['verdict']:22} {row['claim']}" for row in judged)
+        print(f"{group.name}, {len(group.finished)} finished runs", *lines, sep="\n", end="\n\n")
     print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
 
@@ -52,7 +52,8 @@ def write(found: Collection, out: Path) -> Path:
         groups=[
             {
                 "group": group,
-                "verdicts": tables.verdict_rows(group),
+                "verdicts": tables.verdict_rows(group) if group.protocol else [],
+                "differences": tables.difference_rows(group),
                 "results": tables.result_rows(group),
                 "missing": tables.missing(group),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-")),
@@ -63,8 +64,6 @@ def write(found: Collection, out: Path) -> Path:
         runs=[tables.provenance(run) for group in found.groups for run in group.finished],
         ratios=RATIOS,
         averaged=AVERAGED,
-        seeds_needed=SEEDS_NEEDED,
-        level=f"{100 * CONFIDENCE:g}",
     )
     write_atomically(out / "report.md", text.encode())
     write_atomically(out / "report.html", to_html(TITLE, text, out).encode())

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import MODELS, Experiment, Setting, StudyError, flag_of, preset_values
-from ..paper import differences
-from ..record import NetworkResult, RunResult
+from .. import paper, protocol
+from ..config import Experiment, Setting, StudyError, flag_of
+from ..record import NetworkResult, RunResult, read_results
 from ..rundir import RunDirectory
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
-    ("study", "model", "majority", "ratio", "seed", "metrics_every", "kernel", "compile", "device")
+    ("study", "model", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile", "device")
 )
-USUAL = {spec.name: spec.default for spec in fields(Experiment) if spec.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,20 @@ class Rejected:
 
 @dataclass
 class Group:
-    """Runs of one experiment, by seed of each setting and network; `experiment` is that of one of them."""
+    """Runs of one experiment, by seed of each setting and arm; `experiment` is that of one of them. `protocol`: they
+    are main runs of experiments/protocol.md."""
 
     experiment: Experiment
+    protocol: bool
     runs: dict[tuple[Setting, str], dict[int, Run]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """The preset, the data, the solver, the gradient, and every option in which it departs from the preset."""
+        """The preset, the data, the solver, and every option in which it departs from the preset."""
         one = self.experiment
-        usual = {**USUAL, **preset_values(one.preset, one.classes), "precision": "fp32"}
-        named = ("preset", "dataset", "solver", "adjoint")
-        apart = [(name, value) for name, value in identity(one) if name not in named and value != usual.get(name)]
-        parts = [f"{one.preset} preset on {one.dataset}", one.solver, one.adjoint]
+        parts = [f"{one.preset} preset on {one.dataset}", one.solver]
+        hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.protocol else ())}
+        apart = ((name, value) for name, value in one.departures.items() if name not in hidden)
         return ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
 
     @property
@@ -59,9 +61,9 @@ class Group:
         return self.experiment.dataset.startswith("shapes")
 
     @property
-    def differences(self) -> list[str]:
+    def not_the_papers(self) -> list[str]:
         """Ways in which these runs are not the paper's experiment."""
-        return differences(self.experiment)
+        return paper.differences(self.experiment)
 
     @property
     def settings(self) -> list[Setting]:
@@ -74,20 +76,31 @@ class Group:
         found = {run.path: run for seeds in self.runs.values() for run in seeds.values()}
         return [found[path] for path in sorted(found)]
 
-    def networks(self, setting: Setting, model: str) -> dict[int, NetworkResult]:
-        """Return what a network came to in a setting under each seed."""
-        seeds = self.runs.get((setting, model), {})
-        return {seed: seeds[seed].result.networks[model] for seed in sorted(seeds)}
+    def networks(self, setting: Setting, arm: str) -> dict[int, NetworkResult]:
+        """Return what an arm came to in a setting under each seed."""
+        seeds = self.runs.get((setting, arm), {})
+        return {seed: seeds[seed].result.network for seed in sorted(seeds)}
 
-    def pairs(self, setting: Setting) -> list[tuple[NetworkResult, NetworkResult]]:
-        """Return what the explicit network and the DEQ came to under each seed that both have."""
-        explicit, deq = (self.networks(setting, model) for model in MODELS)
-        return [(explicit[seed], deq[seed]) for seed in explicit if seed in deq]
+    def differences(self, setting: Setting, arm: str, control: str, quantity: str) -> dict[int, float]:
+        """Return the arm's quantity less the control's, of NC1 the logarithm of their ratio, under each seed that has
+        both, where it is defined."""
+        found, before, after = {}, self.networks(setting, control), self.networks(setting, arm)
+        for seed in before.keys() & after.keys():
+            old, new = before[seed].quantity(quantity), after[seed].quantity(quantity)
+            if old is None or new is None:
+                continue
+            if quantity != "nc1":
+                found[seed] = new - old
+            elif old > 0 and new > 0:
+                found[seed] = math.log(new / old)
+        return found
 
 
-def identity(experiment: Experiment) -> tuple[tuple[str, Any], ...]:
-    """Return all that two runs must share to be averaged."""
-    return tuple((name, one) for name, one in asdict(experiment).items() if name not in NOT_OF_THE_EXPERIMENT)
+def identity(experiment: Experiment, main: bool) -> tuple[tuple[str, Any], ...]:
+    """Return all that two runs must share to be averaged or compared; the main runs of the protocol have rate, weight
+    decay and scale of their arm."""
+    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if main else ())}
+    return tuple((name, one) for name, one in asdict(experiment).items() if name not in free)
 
 
 @dataclass(frozen=True)
@@ -110,10 +123,9 @@ def collect(roots: Sequence[Path]) -> Collection:
         folder = RunDirectory(path)
         try:
             if folder.finished:
-                finished.append(Run(path, folder.result))
+                finished += [Run(path, result) for result in read_results(folder.path / "result.json")]
             elif begun := folder.begun:
-                done = (f"{model}: {len(folder.epochs(model))} of {begun.epochs} epochs" for model in begun.models)
-                rejected.append(Rejected(path, "unfinished", ", ".join(done)))
+                rejected.append(Rejected(path, "unfinished", f"{len(folder.epochs)} of {begun.epochs} epochs"))
         except StudyError as error:
             rejected.append(Rejected(path, "unreadable", str(error)))
     if not (finished or rejected):
@@ -123,18 +135,23 @@ def collect(roots: Sequence[Path]) -> Collection:
 
 
 def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
-    """Sort runs by experiment; of two of a setting, network and seed the one finished last counts."""
+    """Sort runs by experiment; of two of a setting, arm and seed the one finished last counts."""
     groups: dict[tuple[Any, ...], Group] = {}
     duplicates = []
+    chosen: dict[str, dict[str, float]] = {}
+    with suppress(StudyError):  # before the trials no run is one of the protocol's
+        chosen = protocol.tuned()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
-        result = run.result
-        group = groups.setdefault(identity(result.settings), Group(result.settings))
-        for model in result.networks:
-            seeds = group.runs.setdefault((result.setting, model), {})
-            counted = seeds.setdefault(result.settings.seed, run)
-            if counted is not run:
-                where = f"{model} network of {result.setting}, seed {result.settings.seed}"
-                duplicates.append(Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place"))
-    # Real data first, then what is nearest to the paper's experiment, then what has most runs.
-    ordered = sorted(groups.values(), key=lambda one: (one.drawn, len(one.differences), -len(one.finished), one.name))
+        result, main = run.result, protocol.follows(run.result.settings, chosen)
+        group = groups.setdefault((main, *identity(result.settings, main)), Group(result.settings, main))
+        seeds = group.runs.setdefault((result.setting, result.arm), {})
+        counted = seeds.setdefault(result.settings.seed, run)
+        if counted is not run:
+            where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
+            duplicates.append(Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place"))
+    # The protocol's first, then real data, then what is nearest to the paper's experiment, then what has most runs.
+    ordered = sorted(
+        groups.values(),
+        key=lambda one: (not one.protocol, one.drawn, len(one.not_the_papers), -len(one.finished), one.name),
+    )
     return ordered, duplicates

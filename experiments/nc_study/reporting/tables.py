@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
+from statistics import fmean
 
-from ..config import MODELS, Setting
-from ..figures import LABELS
-from ..paper import CLAIMS, INCONSISTENT, PAPER, TABLES
-from ..record import COLLAPSE, GROUPS, Number, Spread
+from ..config import Setting
+from ..figures import ARMS
+from ..paper import INCONSISTENT, PAPER, TABLES
+from ..protocol import CLAIMS
+from ..record import CENTRED, COLLAPSE, GROUPS, Number, Spread
 from .runs import Group, Run
-from .verdicts import judge
+from .verdicts import estimate, verdicts
 
+QUANTITIES = {name: name for name in GROUPS} | {
+    "nc1": "NC1",
+    "nc2_centered": "NC2 centred",
+    "nc3_centered": "NC3 centred",
+}
+SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
 NOTHING = "–"
 
 
 def verdict_rows(group: Group) -> list[Row]:
-    """Judge every claim of the paper, with the numbers that a verdict rests on."""
-    return [
-        {
-            "claim of the paper": claim.text,
-            "verdict": verdict,
-            "numbers": numbers,
-            "source": claim.source,
-        }
-        for claim, (verdict, numbers) in ((claim, judge(group, claim)) for claim in CLAIMS)
-    ]
+    """Judge every claim of the protocol, with the numbers that a verdict rests on."""
+    rows: list[Row] = []
+    for claim, (verdict, found) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True):
+        text = f"{ARMS[claim.arm][0]} against {ARMS[claim.control][0]}: {QUANTITIES[claim.quantity]} {claim.expected}"
+        shown = shown_difference(claim.quantity, found.mean, found.interval) if found else NOTHING
+        rows.append({"claim": f"{claim.name}. {text}", "verdict": verdict, "difference": shown, "source": claim.source})
+    return rows
+
+
+def difference_rows(group: Group) -> list[Row]:
+    """Tell of every arm, in every setting, how far it is from the explicit network."""
+    rows: list[Row] = []
+    for setting, arm in product(group.settings, ARMS):
+        found = {name: list(group.differences(setting, arm, "explicit", name).values()) for name in QUANTITIES}
+        if arm == "explicit" or not any(found.values()):
+            continue
+        row: Row = {"setting, number of pairs": f"{setting.imbalance}, {len(found['overall'])}", "arm": ARMS[arm][0]}
+        for name, values in found.items():
+            interval = estimate([values]).interval if len(values) > 1 else None
+            row[QUANTITIES[name]] = shown_difference(name, fmean(values), interval) if values else NOTHING
+        rows.append(row)
+    return rows
+
+
+def shown_difference(quantity: str, mean: float, interval: tuple[float, float] | None) -> str:
+    """Show a mean difference and its interval, of NC1 as a ratio."""
+    form = "×{:.2f}" if quantity == "nc1" else "{:+.2f}" if quantity in GROUPS else "{:+.3f}"
+    numbers = [form.format(math.exp(one) if quantity == "nc1" else one) for one in (mean, *(interval or ()))]
+    return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]" if interval else numbers[0]
 
 
 def result_rows(group: Group) -> list[Row]:
-    """Tell of every network in every setting: accuracy over the last epochs beside the paper's, all else at the end,
-    each over seeds."""
-    return [_result(group, *key) for key in product(group.settings, MODELS) if key in group.runs]
+    """Tell of every arm in every setting what it came to at the end, over seeds, beside the paper's accuracy."""
+    return [_result(group, *key) for key in product(group.settings, ARMS) if key in group.runs]
 
 
 def missing(group: Group) -> list[str]:
@@ -40,18 +67,17 @@ def missing(group: Group) -> list[str]:
     return [setting.imbalance for setting in settings if setting not in group.settings]
 
 
-def _result(group: Group, setting: Setting, model: str) -> Row:
-    networks = list(group.networks(setting, model).values())
+def _result(group: Group, setting: Setting, arm: str) -> Row:
+    networks, model = list(group.networks(setting, arm).values()), "deq" if arm.startswith("deq") else arm
     printed = None if group.drawn else PAPER.get(setting, {}).get(model)
-    row: Row = {"setting, number of seeds": f"{setting.imbalance}, {len(networks)}", "network": LABELS[model]}
+    row: Row = {"setting, number of seeds": f"{setting.imbalance}, {len(networks)}", "network": ARMS[arm][0]}
     for classes in GROUPS:
         paper = getattr(printed, classes, None)
         mark = "†" if classes == "overall" and (setting, model) in INCONSISTENT else ""
         row[classes] = over_seeds([one.quantity(classes) for one in networks])
         row[f"{classes}, paper"] = f"{paper}{mark}" if paper else NOTHING
-    row |= {name.upper(): over_seeds([one.quantity(name) for one in networks]) for name in COLLAPSE}
-    centred = ([one.quantity(f"{name}_centered") for one in networks] for name in ("nc2", "nc3"))
-    row["NC2, NC3 centred"] = ", ".join(over_seeds(values).split("±")[0] for values in centred)
+    row["overall, last epochs"] = over_seeds([one.accuracy.overall.mean for one in networks])
+    row |= {QUANTITIES.get(name, name.upper()): over_seeds([one.quantity(name) for one in networks]) for name in SHOWN}
     solvers = [one.solver for one in networks if one.solver]
     row["evaluations a sample"] = over_seeds([one.iterations for one in solvers])
     shares = [one.converged for one in solvers]

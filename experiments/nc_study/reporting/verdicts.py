@@ -1,96 +1,118 @@
-"""What the paired differences between the networks say to each claim of the paper."""
+"""What the paired differences between arms say: estimates for every pair, and the protocol's verdicts."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scipy import stats
 
-from ..paper import Claim
-from ..record import GROUPS, NetworkResult
+from ..protocol import PRIMARY, Claim
+from ..record import GROUPS
 from .runs import Group
 
-HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not distinguishable"
-SEEDS_NEEDED = 3
-CONFIDENCE = 0.95
-ALIKE = math.log(1.25)
-"""Two metrics are alike if their ratio lies between 1/1.25 and 1.25: the bounds of bioequivalence tests. The paper,
-which says "comparable", gives none."""
+SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "inconclusive"
+EQUAL = "equal within the band"
+ALPHA = 0.05
+BANDS = {**dict.fromkeys(GROUPS, 1.0), "nc1": math.log(1.25), "nc2_centered": 0.02, "nc3_centered": 0.02}
+"""Differences that are too small to matter: points of accuracy, the logarithm of the ratio of NC1, NC2 and NC3."""
 
 
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of Student's 95 % interval for the mean of at least two values."""
-    mean = statistics.fmean(values)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
-    return mean - half, mean + half
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of differences, its standard error, and the degrees of freedom of that."""
+
+    mean: float
+    error: float
+    freedom: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The ends of the 95 % interval."""
+        half = float(stats.t.ppf(1 - ALPHA / 2, self.freedom)) * self.error
+        return self.mean - half, self.mean + half
+
+    @property
+    def p_different(self) -> float:
+        """The two-sided test that the mean is 0."""
+        return float(2 * stats.t.sf(abs(self._statistic(0)), self.freedom))
+
+    def p_equal(self, band: float) -> float:
+        """Two one-sided tests that the mean is outside (-band, band)."""
+        above, below = self._statistic(-band), -self._statistic(band)
+        return float(stats.t.sf(min(above, below), self.freedom))
+
+    def _statistic(self, value: float) -> float:
+        apart = self.mean - value
+        return apart / self.error if self.error else math.copysign(math.inf, apart) if apart else 0.0
 
 
-def difference(claim: Claim, explicit: NetworkResult, deq: NetworkResult) -> float | None:
-    """Return DEQ - explicit, or log(DEQ / explicit) where they are said to be alike; None where it is not defined."""
-    before, after = explicit.quantity(claim.quantity), deq.quantity(claim.quantity)
-    if before is None or after is None:
-        return None
-    if claim.expected != "alike":
-        return after - before
-    return math.log(after / before) if before > 0 and after > 0 else None
+def estimate(settings: Sequence[Sequence[float]]) -> Estimate:
+    """The mean over settings of their mean differences, each of two or more seeds: settings count alike, and each has
+    a variance of its own (Welch and Satterthwaite)."""
+    variances = [statistics.variance(one) / len(one) for one in settings]
+    total = sum(variances)
+    shares = sum(variance**2 / (len(one) - 1) for variance, one in zip(variances, settings, strict=True))
+    freedom = total**2 / shares if shares else sum(len(one) - 1 for one in settings)
+    mean = statistics.fmean(map(statistics.fmean, settings))
+    return Estimate(mean, math.sqrt(total) / len(settings), freedom)
 
 
-def judge_interval(low: float, high: float, expected: str) -> str:
-    """Judge an expectation by the ends of an interval of differences."""
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's adjustment of p-values, in their order."""
+    found, largest = [0.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = found[index] = max(largest, min(1.0, (len(values) - rank) * values[index]))
+    return found
+
+
+def judge(expected: str, found: Estimate, band: float, p_different: float, p_equal: float) -> str:
+    """The verdict on an expectation, from an estimate and its adjusted p-values."""
+    if p_equal <= ALPHA:
+        return SUPPORTED if expected == "alike" else EQUAL
+    if p_different > ALPHA:
+        return OPEN
+    low, high = found.interval
     if expected == "alike":
-        if low > ALIKE or high < -ALIKE:
-            return FAILS
-        return HOLDS if low >= -ALIKE and high <= ALIKE else UNDECIDED
-    if low <= 0 <= high:
-        return UNDECIDED
-    return HOLDS if (low > 0) == (expected == "higher") else FAILS
+        return CONTRADICTED if low >= band or high <= -band else OPEN
+    return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
-def judge_signs(means: Sequence[float], expected: str) -> str | None:
-    """Judge by a two-sided sign test of the settings' means; None where it cannot tell: equal signs in six settings are
-    the fewest that it tells from chance, and no signs can show likeness."""
-    positive, negative = sum(mean > 0 for mean in means), sum(mean < 0 for mean in means)
-    count, alpha = positive + negative, 1 - CONFIDENCE
-    if expected == "alike" or 2 * 0.5**count > alpha:
-        return None
-    if stats.binomtest(positive, count).pvalue > alpha:
-        return UNDECIDED
-    return HOLDS if (positive > negative) == (expected == "higher") else FAILS
+def differences(group: Group, claim: Claim) -> list[list[float]]:
+    """Of each primary setting the paired differences, arm less control, of the seeds that both have finished."""
+    return [
+        [
+            one
+            for seed, one in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
+            if seed < block.seeds
+        ]
+        for block in PRIMARY
+    ]
 
 
-def judge(group: Group, claim: Claim) -> tuple[str, str]:
-    """Return the verdict on a claim, and the numbers it rests on. Settings with three or more seeds decide, each by
-    its interval: the claim holds if it does in all, and not if the opposite is found in one. Where they leave it open,
-    and without such settings, the signs of all the settings' means are tested."""
-    measured = []
-    for setting in group.settings:
-        found = [difference(claim, *pair) for pair in group.pairs(setting)]
-        known = [value for value in found if value is not None]
-        if known and (setting.majority is None) == claim.balanced:
-            measured.append(known)
-    if not measured:
-        return "not enough runs (0)", "no pair of networks with the same seed"
-    means = [statistics.fmean(values) for values in measured]
-    strong = [judge_interval(*t_interval(one), claim.expected) for one in measured if len(one) >= SEEDS_NEEDED]
-    pairs = sum(map(len, measured))
-    if FAILS in strong:
-        verdict = FAILS
-    elif set(strong) == {HOLDS}:
-        verdict = HOLDS
-    else:
-        verdict = judge_signs(means, claim.expected) or (UNDECIDED if strong else f"not enough runs ({pairs})")
-    numbers = f"{_mean(claim, means)} on average over {len(means)} settings ({pairs} pairs); "
-    numbers += f"higher in {sum(mean > 0 for mean in means)}, lower in {sum(mean < 0 for mean in means)}"
-    if strong:
-        counts = (f"{kind} in {strong.count(kind)}" for kind in (HOLDS, FAILS, UNDECIDED) if kind in strong)
-        numbers += f"; of {len(strong)} with {SEEDS_NEEDED} or more seeds: {', '.join(counts)}"
-    return verdict, numbers
-
-
-def _mean(claim: Claim, differences: Sequence[float]) -> str:
-    mean = statistics.fmean(differences)
-    if claim.expected == "alike":
-        return f"DEQ / explicit ×{math.exp(mean):.3g}"
-    return f"DEQ - explicit {f'{mean:+.2f} points' if claim.quantity in GROUPS else f'{mean:+.3f}'}"
+def verdicts(group: Group, claims: Sequence[Claim]) -> list[tuple[str, Estimate | None]]:
+    """The verdict on each claim and the estimate behind it. None is given before every primary run has a result;
+    a claim whose quantity is not defined in some seed rests on the others, if each setting keeps two."""
+    measured = [differences(group, claim) for claim in claims]
+    estimates = [estimate(kept) if (kept := [one for one in found if len(one) > 1]) else None for found in measured]
+    needed = sum(block.seeds * len(block.arms) for block in PRIMARY)
+    done = sum(
+        seed < block.seeds and arm in block.arms
+        for block in PRIMARY
+        for (setting, arm), seeds in group.runs.items()
+        if setting == block.setting
+        for seed in seeds
+    )
+    if done < needed:
+        return [(f"not yet: {done} of {needed} runs", found) for found in estimates]
+    bands = [BANDS[claim.quantity] for claim in claims]
+    whole = [
+        one if all(len(seeds) > 1 for seeds in found) else None for one, found in zip(estimates, measured, strict=True)
+    ]
+    different = holm([one.p_different if one else 1.0 for one in whole])
+    equal = holm([one.p_equal(band) if one else 1.0 for one, band in zip(whole, bands, strict=True)])
+    rows = zip(claims, whole, bands, different, equal, strict=True)
+    judged = [judge(claim.expected, one, *rest) if one else OPEN for claim, one, *rest in rows]
+    return list(zip(judged, estimates, strict=True))

@@ -1,0 +1,163 @@
+"""The study's protocol as code: the runs, the trials before them and the claims of experiments/protocol.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .config import Experiment, Setting, StudyError, arm_options
+
+ARMS = ("explicit", "explicit-norm", "once", "deq-jfb", "deq-implicit")
+PAIR = ("explicit", "deq-implicit")
+PRESET = "study"
+MACHINE = ("data_root", "threads", "out", "device", "kernel")
+"""The options that the protocol leaves to whoever runs it."""
+
+TUNED = ("lr", "weight_decay", "scale")
+GRID: dict[str, tuple[float, ...]] = dict(zip(TUNED, ((0.03, 0.1, 0.3), (5e-4, 2e-3), (1.0, 0.3)), strict=True))
+TRIAL = {"epochs": 10, "n_majority": 4500, "evaluate": "validation", "test_images": 5000, "metrics_every": 10}
+TRIAL_SEED = 100
+TRIAL_SETTING = Setting("cifar10", 3, 10)
+TUNING = Path(__file__).parents[1] / "results" / "tuning.json"
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Runs of the list: a setting's arms under some seeds, and the options in which they are not the preset's."""
+
+    setting: Setting
+    seeds: int
+    arms: tuple[str, ...] = ARMS
+    options: Options = field(default_factory=dict, hash=False)
+
+
+def _cifar10(majority: int | None, ratio: int | None, seeds: int, *rest: Any) -> Block:
+    return Block(Setting("cifar10", majority, ratio), seeds, *rest)
+
+
+PRECISION_CHECK = _cifar10(3, 10, 2, PAIR, {"precision": "fp32"})
+PRIMARY = (_cifar10(3, 10, 10), _cifar10(3, 100, 5), _cifar10(5, 100, 5), _cifar10(7, 10, 4))
+SECONDARY = (
+    _cifar10(7, 100, 3),
+    _cifar10(5, 10, 3),
+    _cifar10(3, 10, 1, PAIR, {"lr": 1e-4, "schedule": "constant", "weight_decay": 5e-4, "scale": 1.0, "epochs": 100}),
+    _cifar10(None, None, 1),
+    *(_cifar10(majority, 50, 1) for majority in (3, 5, 7)),
+    _cifar10(3, 100, 1, PAIR, {"width": 64, "epochs": 100}),
+    Block(Setting("cifar100", 3, 10), 1),
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is expected of the difference between two arms in a quantity (see `NetworkResult.quantity`)."""
+
+    name: str
+    arm: str
+    control: str
+    quantity: str
+    expected: str
+    """Of the arm, compared with the control: "higher", "lower" or "alike"."""
+    source: str
+
+
+_TABLES = "Tables 2-4"
+_CONTROL = "the control: is it the equilibrium?"
+_FIGURES = "Theorem 4.1, Figs. 3b-5"
+_SEEN = "seen in four earlier seeds"
+CLAIMS = (
+    Claim("A1", "deq-implicit", "explicit", "overall", "higher", _TABLES),
+    Claim("A2", "deq-jfb", "explicit", "overall", "higher", _TABLES),
+    Claim("A3", "deq-implicit", "explicit", "minority", "higher", _TABLES),
+    Claim("A4", "deq-implicit", "once", "overall", "higher", _CONTROL),
+    Claim("A5", "deq-implicit", "explicit-norm", "overall", "higher", _CONTROL),
+    Claim("A6", "deq-jfb", "deq-implicit", "overall", "lower", _SEEN),
+    Claim("N1", "deq-implicit", "explicit", "nc2_centered", "lower", f"{_FIGURES}; {_SEEN}"),
+    Claim("N2", "deq-implicit", "explicit", "nc3_centered", "lower", _FIGURES),
+    Claim("N3", "deq-implicit", "once", "nc2_centered", "lower", _CONTROL),
+    Claim("N4", "deq-implicit", "explicit-norm", "nc2_centered", "lower", _CONTROL),
+    Claim("N5", "deq-implicit", "explicit", "nc1", "alike", "Section 5.3, Figs. 3b-5"),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial of the grid and the validation accuracy (percent, mean over classes) after its last epoch: None if its
+    loss was not finite."""
+
+    arm: str
+    lr: float
+    weight_decay: float
+    scale: float
+    overall: float | None
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The options that were tried."""
+        return {name: getattr(self, name) for name in TUNED}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The trials that are finished, and of every arm the values chosen, once all are."""
+
+    trials: tuple[Trial, ...]
+    chosen: dict[str, dict[str, float]]
+
+
+def choose(trials: list[Trial]) -> Tuning:
+    """Of every arm the values of the trial with the highest validation accuracy, of equal ones the first in the grid;
+    no choice before all trials are there, or where none was finite."""
+    complete = len(trials) == len(ARMS) * len(list(product(*GRID.values())))
+    chosen = {}
+    for arm in ARMS if complete else ():
+        finite = [trial for trial in trials if trial.arm == arm and trial.overall is not None]
+        if not finite:
+            raise StudyError(f"no trial of {arm} has a finite loss: the grid must change")
+        chosen[arm] = max(finite, key=lambda trial: trial.overall or 0).values
+    return Tuning(tuple(trials), chosen)
+
+
+def tuned(path: Path = TUNING) -> dict[str, dict[str, float]]:
+    """The values chosen for every arm; StudyError if the trials are not over."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Tuning).chosen
+    except (OSError, ValueError) as error:
+        raise StudyError(f"{path} cannot be read ({error}): python experiments/study.py --tune makes it") from error
+    if not found:
+        raise StudyError(f"{path}: not all trials are over, python experiments/study.py --tune goes on with them")
+    return found
+
+
+def trials() -> Iterator[Options]:
+    """The options of every trial: any first part of them is fair to all arms."""
+    for values in product(*GRID.values()):
+        for arm in ARMS:
+            yield _options(TRIAL_SETTING, TRIAL_SEED, arm) | TRIAL | dict(zip(GRID, values, strict=True))
+
+
+def runs(chosen: Mapping[str, Mapping[str, float]]) -> Iterator[Options]:
+    """The options of every run in the protocol's order, all arms of a seed together."""
+    for block in (PRECISION_CHECK, *PRIMARY, *SECONDARY):
+        for seed in range(block.seeds):
+            for arm in block.arms:
+                yield _options(block.setting, seed, arm) | dict(chosen[arm]) | block.options
+
+
+def _options(setting: Setting, seed: int, arm: str) -> Options:
+    return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm)}
+
+
+def follows(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether a run is one of the protocol's main ones: the preset's, but for the values chosen for its arm."""
+    values = chosen.get(experiment.arm)
+    apart = {name: one for name, one in experiment.departures.items() if name not in TUNED}
+    ours = values is not None and all(getattr(experiment, name) == one for name, one in values.items())
+    return ours and experiment.preset == PRESET and apart == {"precision": "bf16"}

@@ -1,0 +1,130 @@
+"""The protocol: page and code agree, its list is in order and fair to the arms, and the choice is the best trial's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+import study as script
+from nc_study import protocol
+from nc_study.config import CLASSES, StudyError, settings_from
+from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, TUNED, Trial, choose, runs, trials, tuned
+from nc_study.record import RunResult, read_record, to_json
+from nc_study.reporting.verdicts import BANDS
+from nc_study.scheduler import plan
+from study_helpers import EXPERIMENTS, made_up_result
+
+CHOSEN = {arm: {"lr": 0.1, "weight_decay": 2e-3, "scale": 0.3} for arm in ARMS}
+
+
+def table(heading):
+    """The rows of the first table after a heading of the page."""
+    lines = (EXPERIMENTS / "protocol.md").read_text().split(heading, 1)[1].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|---")) + 1
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            return rows
+        rows.append([entry.strip() for entry in line.strip("|").split("|")])
+    return rows
+
+
+def test_the_page_says_what_the_code_does():
+    counted = [(row[0], int(row[2])) for row in table("## Runs") if row[3] == "yes"]
+    assert counted == [(block.setting.imbalance, block.seeds) for block in PRIMARY]
+    quantities = {"nc1": "NC1", "nc2_centered": "NC2", "nc3_centered": "NC3"}
+    claims = [
+        [one.name, one.arm, one.control, quantities.get(one.quantity, one.quantity), one.expected] for one in CLAIMS
+    ]
+    assert [row[:5] for row in table("## Claims")] == claims
+    assert [row[0].strip("`") for row in table("## Arms")] == list(ARMS)
+    assert {claim.quantity for claim in CLAIMS} <= BANDS.keys()
+    page = (EXPERIMENTS / "protocol.md").read_text()
+    assert "Rate 0.03, 0.1 or 0.3, weight decay 5e-4 or 2e-3, initial gain" in page and "120 runs that count" in page
+    assert sum(block.seeds * len(block.arms) for block in PRIMARY) == 120
+    assert GRID == {"lr": (0.03, 0.1, 0.3), "weight_decay": (5e-4, 2e-3), "scale": (1.0, 0.3)}
+
+
+def test_any_part_of_the_list_is_fair_to_the_arms(tmp_path):
+    listed = plan(runs(CHOSEN), {"device": "cpu", "out": str(tmp_path)})
+    arms = [task.settings.arm for task in listed]
+    assert (
+        arms[:4] == ["explicit", "deq-implicit"] * 2 and [one.settings.precision for one in listed[:4]] == ["fp32"] * 4
+    )
+    assert arms[4:124] == list(ARMS) * 24 and all(one.settings.threads == 1 for one in listed)
+    assert [task.settings.seed for task in listed[4:54:5]] == list(range(10))
+    for task in listed:
+        one = task.settings
+        assert one.n_majority == {10: 5000, 100: 500}[CLASSES[one.dataset]] and one.evaluate == "test"
+        paper_rate = {"lr": 1e-4, "weight_decay": 5e-4, "scale": 1.0}
+        expected = paper_rate if one.schedule == "constant" else CHOSEN[one.arm]
+        assert {name: getattr(one, name) for name in TUNED} == expected
+
+
+def test_every_arm_has_the_same_trials_none_of_which_sees_the_test_set():
+    settings = [settings_from("cifar_lt", device="cpu", **options) for options in trials()]
+    values = {arm: Counter((one.lr, one.weight_decay, one.scale) for one in settings if one.arm == arm) for arm in ARMS}
+    assert all(found == values["explicit"] and len(found) == 12 for found in values.values())
+    assert {one.evaluate for one in settings} == {"validation"} and {one.n_majority for one in settings} == {4500}
+    assert [one.arm for one in settings] == list(ARMS) * 12
+    assert {one.seed for one in settings}.isdisjoint(range(max(block.seeds for block in PRIMARY)))
+
+
+def made_up_trials(best):
+    """All trials, in which `best` of its arm's twelve is the best; the first of an arm has no finite loss."""
+    found = []
+    for number, options in enumerate(trials()):
+        arm = settings_from("cifar_lt", device="cpu", **options).arm
+        overall = None if number < len(ARMS) else 50.0 + (number // len(ARMS) == best)
+        found.append(Trial(arm, *(options[name] for name in TUNED), overall))
+    return found
+
+
+def test_the_best_trial_is_chosen_and_of_equal_ones_the_first():
+    found = choose(made_up_trials(7))
+    assert set(found.chosen) == set(ARMS) and found.chosen["once"] == {"lr": 0.1, "weight_decay": 2e-3, "scale": 0.3}
+    assert choose(made_up_trials(99)).chosen["once"] == {"lr": 0.03, "weight_decay": 5e-4, "scale": 0.3}
+    assert choose(made_up_trials(7)[:-1]).chosen == {}
+
+
+def test_trials_are_run_recorded_and_read_by_the_runs(tmp_path, monkeypatch, capsys):
+    """Of two trials one ends and one diverges; the protocol's runs wait for the choice and then have its values."""
+    monkeypatch.setattr(protocol, "TUNING", tmp_path / "tuning.json")
+    monkeypatch.setattr(protocol, "ARMS", ("explicit",))
+    monkeypatch.setattr(protocol, "GRID", {"lr": (0.3, 0.1), "weight_decay": (5e-4,), "scale": (1.0,)})
+    monkeypatch.setattr(protocol, "tuned", lambda: tuned(tmp_path / "tuning.json"))
+    monkeypatch.setattr(script, "find_source", lambda *_: None)
+    with pytest.raises(SystemExit):
+        script.main(["--protocol"])
+    assert "tuning.json cannot be read" in capsys.readouterr().err
+
+    def run_all(tasks, *_):
+        first, second = tasks
+        if not second.run.finished:
+            second.run.path.mkdir(parents=True)
+            second.run.conclude(made_up_result(second.settings))
+        return {first: "cifar_lt.py: error: the loss is no longer finite in epoch 2"}
+
+    monkeypatch.setattr(script, "run_all", run_all)
+    assert script.main(["--tune", "--out", str(tmp_path / "runs")]) == 1
+    written = msgspec.json.decode((tmp_path / "tuning.json").read_bytes(), type=protocol.Tuning)
+    (path,) = (tmp_path / "runs").glob("*/result.json")
+    result = read_record(RunResult, path)
+    assert result.settings.evaluate == "validation" and to_json(result)
+    assert [trial.overall for trial in written.trials] == [None, result.network.quantity("overall")]
+    assert tuned(tmp_path / "tuning.json") == {"explicit": {"lr": 0.1, "weight_decay": 5e-4, "scale": 1.0}}
+    monkeypatch.setattr(protocol, "GRID", {**protocol.GRID, "scale": (1.0, 0.3)})
+    (tmp_path / "tuning.json").write_bytes(msgspec.json.encode(choose(list(written.trials))))
+    with pytest.raises(StudyError, match="not all trials are over, .* --tune goes on"):
+        tuned(tmp_path / "tuning.json")
+
+
+def test_without_data_the_study_fails_at_once_and_says_what_to_do(tmp_path, monkeypatch, capsys):
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    arguments = ["--table", "2", "--dataset", "cifar10", "--data-root", str(tmp_path / "none"), "--out", str(tmp_path)]
+    assert script.main(arguments) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and f"not under {tmp_path / 'none'}, and the download failed" in errors
+    assert "--data-root" in errors and not list(tmp_path.glob("cifar10-*")) and not (tmp_path / "report").exists()
