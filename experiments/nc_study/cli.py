@@ -110,7 +110,10 @@ def train_arm(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
     minority = data.classes - data.majority
     split = f"{data.majority} classes of {data.counts[0]}"
     split += f" and {minority} of {data.counts[-1]}" if minority else ""
-    print(f"{len(data.train_images)} training images ({split}), {len(data.test_images)} {settings.evaluate} images")
+    print(
+        f"{len(data.train_images)} training images ({split}), {len(data.test_images)} {settings.evaluate} images",
+        flush=True,
+    )
     network = train(settings, data, run).network
 
     def conclude() -> None:

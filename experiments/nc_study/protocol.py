@@ -113,7 +113,7 @@ class Tuning:
 
 
 def choose(trials: list[Trial]) -> Tuning:
-    """Of every arm the values of the trial with the highest validation accuracy, of equal ones the first in the grid;
+    """The values of every arm's trial with the highest validation accuracy, of equal ones the first in the grid;
     no choice before all trials are there, or where none was finite."""
     complete = len(trials) == len(ARMS) * len(list(product(*GRID.values())))
     chosen = {}

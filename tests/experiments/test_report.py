@@ -11,9 +11,9 @@ from nc_study.config import StudyError
 from nc_study.record import RunResult, read_record
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
-from nc_study.reporting.report import main, write
+from nc_study.reporting.report import write
 from nc_study.reporting.runs import collect
-from study_helpers import EXPERIMENTS, run_script
+from study_helpers import EXPERIMENTS, python, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
 STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
@@ -115,7 +115,18 @@ def test_errors_are_told_in_a_line(made_up, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(StudyError, match="cannot write there"):
         write(collect([made_up().parent]), tmp_path / "file" / "out")
-    assert main(None, [str(tmp_path / "absent")]) == 1
-    assert capsys.readouterr() == ("", f"report.py: error: {tmp_path / 'absent'}: no such folder\n")
-    with pytest.raises(SystemExit, match="2"):
-        main(None, [])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for root, reason in (
+        (tmp_path / "absent", f"{tmp_path / 'absent'}: no such folder"),
+        (empty, f"no runs under {empty}"),
+    ):
+        assert run_script("report.py", str(root)) == 1
+        assert capsys.readouterr() == ("", f"report.py: error: {reason}\n")
+    assert run_script("report.py") == 2
+    # Nothing that takes seconds to import stands before the check.
+    program = (
+        "import runpy, sys; sys.argv[:] = ['report.py', sys.argv[1]]\ntry: runpy.run_path(%r, run_name='__main__')\n"
+    )
+    program += "except SystemExit: print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    assert python("-c", program % str(EXPERIMENTS / "report.py"), str(empty)).stdout == "False False\n"

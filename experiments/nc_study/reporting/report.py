@@ -1,12 +1,10 @@
-"""The report on a set of runs: the paper's tables and figures beside ours, and a verdict on each of its claims."""
+"""The report on a set of runs: the paper's tables and figures beside ours, and the verdicts of the protocol."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from ..cli import told
 from ..figures import png
 from ..paper import RATIOS
 from ..record import AVERAGED
@@ -17,15 +15,6 @@ from .pictures import pictures
 from .runs import Collection, Group, collect
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
-
-
-def main(description: str | None, argv: Sequence[str] | None = None) -> int:
-    """Write a report; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folder that holds runs, at any depth")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: report in the first of RUNS)")
-    asked = parser.parse_args(argv)
-    return told("report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole")
 
 
 def show(runs: list[Path], out: Path) -> int:

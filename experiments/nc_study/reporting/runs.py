@@ -112,10 +112,7 @@ class Collection:
 
 
 def collect(roots: Sequence[Path]) -> Collection:
-    """Search folders and those below for runs; StudyError where a folder is missing or there are no runs."""
-    for root in roots:
-        if not root.is_dir():
-            raise StudyError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
+    """Search folders and those below for runs."""
     finished: list[Run] = []
     rejected: list[Rejected] = []
     folders = {path.resolve(): path for root in roots for path in (root, *root.rglob("*/"))}
@@ -128,8 +125,6 @@ def collect(roots: Sequence[Path]) -> Collection:
                 rejected.append(Rejected(path, "unfinished", f"{len(folder.epochs)} of {begun.epochs} epochs"))
         except StudyError as error:
             rejected.append(Rejected(path, "unreadable", str(error)))
-    if not (finished or rejected):
-        raise StudyError(f"no runs under {', '.join(map(str, roots))}")
     groups, duplicates = _group(finished)
     return Collection(groups, sorted(rejected + duplicates, key=lambda entry: entry.folder))
 

@@ -81,7 +81,7 @@ def judge(expected: str, found: Estimate, band: float, p_different: float, p_equ
 
 
 def differences(group: Group, claim: Claim) -> list[list[float]]:
-    """Of each primary setting the paired differences, arm less control, of the seeds that both have finished."""
+    """The paired differences of each primary setting, arm less control, of the seeds that both have finished."""
     return [
         [
             one
