@@ -160,4 +160,5 @@ def follows(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -
     values = chosen.get(experiment.arm)
     apart = {name: one for name, one in experiment.departures.items() if name not in TUNED}
     ours = values is not None and all(getattr(experiment, name) == one for name, one in values.items())
-    return ours and experiment.preset == PRESET and apart == {"precision": "bf16"}
+    ours = ours and experiment.preset == PRESET and experiment.dataset == "cifar10"
+    return ours and apart == {"precision": "bf16"}

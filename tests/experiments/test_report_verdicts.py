@@ -93,7 +93,7 @@ def test_noise_is_inconclusive(primary):
 
 def test_a_run_of_other_values_than_those_chosen_is_none_of_the_protocols(made_up, monkeypatch):
     monkeypatch.setattr(protocol, "tuned", lambda: {"deq-jfb": {"lr": 0.3}})
-    for name, given in {"a": {}, "b": {"lr": 0.1}, "c": {"precision": "fp32"}, "d": {"width": 8}}.items():
+    for name, given in {"a": {}, "b": {"lr": 0.1}, "c": {"precision": "fp32"}, "d": {"dataset": "cifar100"}}.items():
         options = {"preset": "study", "epochs": 30, "lr": 0.3, "precision": "bf16", **given}
         root = made_up(name, **options).parent
     groups = collect([root]).groups
