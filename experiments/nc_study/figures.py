@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from .record import Curves, RunResult
+from .record import CENTRED, Curves, RunResult
 
 matplotlib.use("Agg")  # no window, whatever the machine has
 
@@ -53,20 +53,24 @@ def png(figure: Figure) -> bytes:
 
 
 def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
-    """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), NC2, NC3 against epoch, from the
-    curves of each seed of each arm. With more than one seed a line is their mean, and the band their range."""
+    """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), NC2 and NC3 (centred, where that was
+    logged) against epoch, from the curves of each seed of each arm. With more than one seed a line is their mean, and
+    the band their range."""
     figure = plt.figure(figsize=(12.5, 3.2 * len(rows)), layout="constrained")
     parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
     for part, (heading, curves) in zip(parts, rows.items(), strict=True):
         part.suptitle(heading)
         accuracy, *others = part.subplots(1, 4)
+        logged = all("nc2_centered" in seed for seeds in curves.values() for seed in seeds)  # of former runs it was not
+        metrics, mark = (CENTRED, " centred") if logged else (("nc2", "nc3"), "")
+        labels = ("NC1", f"NC2{mark}", f"NC3{mark}")
         for arm, seeds in curves.items():
             for group, dash in DASHES.items():
                 label = ARMS[arm][0] if group == "overall" else None
                 _plot_seeds(accuracy, arm, seeds, group, linestyle=dash, label=label)
-            for axis, name in zip(others, ("nc1", "nc2", "nc3"), strict=True):
+            for axis, name, label in zip(others, ("nc1", *metrics), labels, strict=True):
                 _plot_seeds(axis, arm, seeds, name)
-                axis.set_ylabel(name.upper())
+                axis.set_ylabel(label)
         accuracy.set_ylabel("test accuracy (%)\n- - majority,  ··· minority")
         accuracy.legend(fontsize="small")
         others[0].set_yscale("log")

@@ -22,6 +22,7 @@ def test_seeds_become_a_mean_and_a_band_and_networks_differ_in_more_than_colour(
     figure = figures.study_figure({"above": curves, "below": curves})
     assert len(figure.subfigs) == 2 and len(figure.subfigs[0].axes) == 4
     accuracy, nc1, nc2, _ = figure.subfigs[0].axes
+    assert nc2.get_ylabel() == "NC2 centred" and nc2.lines[1].get_ydata()[-1] == pytest.approx(0.9)
     assert lines(accuracy)["DEQ, JFB"] == pytest.approx([41.6, 41.7, 41.8, 41.9])
     assert len(accuracy.collections) == 6, "a band for each network and group of classes"
     assert list(nc1.lines[0].get_xdata()) == [2, 4] and nc1.get_yscale() == "log"

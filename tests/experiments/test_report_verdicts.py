@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import count
 
@@ -11,7 +10,18 @@ from nc_study import protocol
 from nc_study.config import arm_options
 from nc_study.protocol import CLAIMS, PRIMARY
 from nc_study.reporting.runs import collect
-from nc_study.reporting.verdicts import CONTRADICTED, EQUAL, OPEN, SUPPORTED, Estimate, estimate, holm, judge, verdicts
+from nc_study.reporting.verdicts import (
+    CONTRADICTED,
+    EQUAL,
+    OPEN,
+    SUPPORTED,
+    Estimate,
+    conclusions,
+    estimate,
+    holm,
+    judge,
+    verdicts,
+)
 from scipy import stats
 
 ONE, OTHER = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
@@ -82,13 +92,27 @@ def test_verdicts_of_all_primary_runs(primary):
     }
 
 
+def test_the_conclusions_are_the_protocols():
+    names = [claim.name for claim in CLAIMS]
+    everything, nothing = dict.fromkeys(names, SUPPORTED), dict.fromkeys(names, OPEN)
+    said = ["The equilibrium makes", "The equilibrium brings"]
+    assert [one[: len(start)] for one, start in zip(conclusions(everything), said, strict=True)] == said
+    assert "not shown" in conclusions({**everything, "A4": OPEN})[0], "one control alone decides neither way"
+    assert "The normalised ending makes" in conclusions({**everything, "A4": EQUAL, "A5": CONTRADICTED})[0]
+    assert (
+        all("not shown" in one for one in conclusions(nothing))
+        and "not shown" in conclusions({**everything, "N4": EQUAL})[1]
+    )
+    assert conclusions(dict.fromkeys(names, "not yet: 3 of 120 runs")) == []
+
+
 def test_no_verdict_before_the_last_primary_run(primary):
     assert set(primary(lambda seed, arm: 2.0, without=1).values()) == {"not yet: 39 of 40 runs"}
 
 
 def test_noise_is_inconclusive(primary):
     found = primary(lambda seed, arm: 5.0 - 10 * seed)
-    assert found["A1"] == found["A5"] == found["N1"] == OPEN and not math.isnan(0)
+    assert found["A1"] == found["A5"] == found["N1"] == OPEN
 
 
 def test_a_run_of_other_values_than_those_chosen_is_none_of_the_protocols(made_up, monkeypatch):

@@ -13,6 +13,7 @@ from . import tables
 from .document import TEMPLATES, render, to_html
 from .pictures import pictures
 from .runs import Collection, Group, collect
+from .verdicts import conclusions
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 
@@ -25,7 +26,7 @@ def show(runs: list[Path], out: Path) -> int:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
     for group in found.groups:
         judged = tables.verdict_rows(group) if group.protocol else []
-        lines = (f"  {row['verdict']:22} {row['claim']}" for row in judged)
+        lines = (f"  {row['']} {row['verdict']:22} {row['claim']}" for row in judged)
         print(f"{group.name}, {len(group.finished)} finished runs", *lines, sep="\n", end="\n\n")
     print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
@@ -41,7 +42,8 @@ def write(found: Collection, out: Path) -> Path:
         groups=[
             {
                 "group": group,
-                "verdicts": tables.verdict_rows(group) if group.protocol else [],
+                "verdicts": (judged := tables.verdict_rows(group) if group.protocol else []),
+                "conclusions": conclusions({str(row[""]): str(row["verdict"]) for row in judged}) if judged else [],
                 "differences": tables.difference_rows(group),
                 "results": tables.result_rows(group),
                 "missing": tables.missing(group),

@@ -30,7 +30,7 @@ def verdict_rows(group: Group) -> list[Row]:
     for claim, (verdict, found) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True):
         text = f"{ARMS[claim.arm][0]} against {ARMS[claim.control][0]}: {QUANTITIES[claim.quantity]} {claim.expected}"
         shown = shown_difference(claim.quantity, found.mean, found.interval) if found else NOTHING
-        rows.append({"claim": f"{claim.name}. {text}", "verdict": verdict, "difference": shown, "source": claim.source})
+        rows.append({"": claim.name, "claim": text, "verdict": verdict, "difference": shown, "source": claim.source})
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scipy import stats
@@ -116,3 +116,19 @@ def verdicts(group: Group, claims: Sequence[Claim]) -> list[tuple[str, Estimate 
     rows = zip(claims, whole, bands, different, equal, strict=True)
     judged = [judge(claim.expected, one, *rest) if one else OPEN for claim, one, *rest in rows]
     return list(zip(judged, estimates, strict=True))
+
+
+def conclusions(found: Mapping[str, str]) -> list[str]:
+    """The protocol's two conclusions, from the verdict on each claim by its name; none before there are verdicts."""
+    if not set(found.values()) <= {SUPPORTED, CONTRADICTED, EQUAL, OPEN}:
+        return []
+    held = {name for name, verdict in found.items() if verdict == SUPPORTED}
+    better = "That the DEQ classifies long-tailed images better is not shown."
+    if {"A1", "A4", "A5"} <= held:
+        better = "The equilibrium makes long-tailed classification better."
+    elif "A1" in held and not {"A4", "A5"} & held:
+        better = (
+            "The normalised ending makes long-tailed classification better; that the equilibrium does is not shown."
+        )
+    nearer = "brings" if {"N1", "N3", "N4"} <= held else "is not shown to bring"
+    return [better, f"The equilibrium {nearer} the features nearer to the ETF."]
