@@ -88,14 +88,14 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The line of a finished epoch. Accuracies are in percent, of the test images but for the training's; loss and
-    training accuracy are None if no sample was kept."""
+    """The line of a finished epoch. Accuracies are in percent, of the test images but for the training's, and None
+    where these were not evaluated; loss and training accuracy are None if no sample was kept."""
 
     epoch: int
     lr: float
     loss: Number
     train_accuracy: Number
-    overall: float
+    overall: Number
     majority: Number
     minority: Number
     train_solver: SolverSummary | None

@@ -22,7 +22,7 @@ from .config import Setting, Settings, StudyError, as_arguments, settings_from
 from .data import class_sizes
 from .models import choose_kernel
 from .rundir import RunDirectory
-from .training import pace
+from .training import is_measured, is_tested, pace
 
 SCRIPTS = Path(__file__).parents[1]
 GRACE_SECONDS = 20  # clusters kill after 30
@@ -80,10 +80,13 @@ def hours_left(tasks: Iterable[Task]) -> float:
     for task in tasks:
         one = task.settings
         kind = (one.arm, one.width, one.batch_size, one.classes, one.precision, one.solver, one.tol, one.max_iter)
-        if left := 0 if task.run.finished else one.epochs - len(task.run.epochs):
+        left = [] if task.run.finished else range(len(task.run.epochs) + 1, one.epochs + 1)
+        if left:
             step, evaluation = paces.get(kind) or paces.setdefault(kind, pace(one))
             images = sum(class_sizes(one))
-            seconds += left * (images * (step + evaluation / one.metrics_every) + one.test_images * evaluation)
+            passes = images * sum(is_measured(one, epoch) for epoch in left)
+            passes += one.test_images * sum(is_tested(one, epoch) for epoch in left)
+            seconds += len(left) * images * step + passes * evaluation
     return seconds / 3600
 
 

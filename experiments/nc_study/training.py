@@ -20,7 +20,7 @@ from . import distributed
 from .config import Settings, StudyError
 from .data import Source, StudyData, load
 from .models import build, project
-from .record import SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
+from .record import AVERAGED, GROUPS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 1000
@@ -90,6 +90,17 @@ def learning_rate(settings: Settings, done: float) -> float:
     return settings.lr * min(1.0, done / WARM_UP) * (1 + math.cos(math.pi * done)) / 2
 
 
+def is_measured(settings: Settings, epoch: int) -> bool:
+    """Whether neural collapse is measured after an epoch, which takes a pass over the training images."""
+    return epoch in (1, settings.epochs) or epoch % settings.metrics_every == 0
+
+
+def is_tested(settings: Settings, epoch: int) -> bool:
+    """Whether the test images are evaluated after an epoch: in those over which accuracy is averaged, and with the
+    metrics. Evaluating a DEQ takes a solve, as a step does."""
+    return is_measured(settings, epoch) or epoch > settings.epochs - AVERAGED
+
+
 class Trainer:
     """A network, its optimiser, and the data it is trained on, of which every process takes its share."""
 
@@ -115,14 +126,14 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def run_epoch(self, epoch: int, progress: tqdm[Any]) -> Epoch:
-        """Train for an epoch, test, and measure neural collapse when it is due."""
+        """Train for an epoch; test and measure neural collapse when they are due."""
         start = time.perf_counter()
         trained = self.train_epoch(epoch, progress)
         middle = time.perf_counter()
-        tested = accuracies(self.infer("test"), self.data)
+        due = is_tested(self.settings, epoch)
+        tested = accuracies(self.infer("test"), self.data) if due else dict.fromkeys(GROUPS)
         end = time.perf_counter()
-        due = epoch in (1, self.settings.epochs) or epoch % self.settings.metrics_every == 0
-        collapse = self.measure_collapse() if due else None
+        collapse = self.measure_collapse() if is_measured(self.settings, epoch) else None
         seconds = (middle - start, end - middle, time.perf_counter() - end)
         spent = Seconds(*(round(part, 3) for part in seconds))
         return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent)
@@ -257,7 +268,9 @@ def describe(arm: str, line: Epoch, epochs: int) -> str:
     """A finished epoch in a line."""
     solver, loss = line.train_solver, line.loss
     shown = "every sample was left out" if loss is None else f"loss {loss:.3f}"
-    parts = [f"{arm:12} {line.epoch:3}/{epochs}", shown, f"test {line.overall:.2f} %"]
+    parts = [f"{arm:12} {line.epoch:3}/{epochs}", shown]
+    if line.overall is not None:
+        parts.append(f"test {line.overall:.2f} %")
     if line.minority is not None:
         parts[-1] += f" (majority {line.majority:.2f}, minority {line.minority:.2f})"
     if solver:

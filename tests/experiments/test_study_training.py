@@ -11,7 +11,7 @@ import torch
 from nc_study import training
 from nc_study.analysis import shown_features
 from nc_study.config import StudyError, settings_from
-from nc_study.training import Inference, SolverTally, Trainer, accuracies, learning_rate, usable
+from nc_study.training import Inference, SolverTally, Trainer, accuracies, describe, learning_rate, usable
 from study_helpers import CPU, assert_same, float64, shapes_data
 from tqdm import tqdm
 
@@ -126,10 +126,12 @@ def test_learning_rates():
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
 
 
-def test_metrics_are_measured_when_due_and_at_both_ends():
-    one = trainer("explicit", epochs=5, metrics_every=2)
-    lines = [one.run_epoch(epoch, tqdm(disable=True)) for epoch in range(1, 6)]
-    assert [line.epoch for line in lines if line.nc] == [1, 2, 4, 5]
+def test_metrics_and_tests_are_made_when_due():
+    one = trainer("explicit", epochs=13, metrics_every=2)
+    lines = [one.run_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2, 3, 4, 5, 12, 13)]
+    assert [line.epoch for line in lines if line.nc] == [1, 2, 4, 12, 13]
+    assert [line.epoch for line in lines if line.overall is not None] == [1, 2, 4, 5, 12, 13]
+    assert "test" in describe("explicit", lines[3], 13) and "test" not in describe("explicit", lines[2], 13)
 
 
 def test_accuracy_is_the_mean_over_classes():
