@@ -34,7 +34,7 @@ def test_the_rows_of_a_size(settings):
     assert "evaluations" not in explicit and deq["evaluations"] >= 1
     assert deq["over_flop"] == pytest.approx(deq["ms"] / explicit["ms"] / (deq["flop"] / explicit["flop"]))
     assert explicit["nc_share"] == pytest.approx(explicit["nc_ms"] / (50_000 / 4 * explicit["ms"]))
-    # 569 500 images an epoch in the 20 entries; metrics at epochs 1, 5, ... 100; 10 000 test images then and in the last 10.
+    # 569 500 images an epoch in the 20 entries; metrics at epochs 1, 5, ... 100; tests then and in the last 10.
     evaluated = 569_500 * 21 + 20 * 29 * 10_000
     hours = (56_950_000 * deq["ms"] / 4000 + evaluated / deq["images_per_second"]) / 3600
     assert deq["paper_hours"] == pytest.approx(hours)
