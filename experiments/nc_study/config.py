@@ -138,7 +138,9 @@ class Experiment:
     )
 
     width: int = option("network", "channels of the first stage", minimum=1)
-    scale: float = option("network", "initial gain of the last block's residual branch", 1.0, above=0)
+    scale: float = option(
+        "network", "initial gain of what the last block's convolutions add to its input", 1.0, above=0
+    )
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
     tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0)
     max_iter: int = option("network", "most evaluations of the last block per solve", 20, minimum=1)

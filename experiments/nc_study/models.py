@@ -108,7 +108,7 @@ def build(settings: Settings) -> ResNet18:
             nn.init.constant_(block.norm2.weight, settings.scale)
             return block
         cell = deqfast.ResidualCell(channels, GROUPS, kernel=settings.kernel)
-        nn.init.constant_(cell.norm2.weight, settings.scale)
+        nn.init.constant_(cell.norm1.weight, settings.scale)  # x is added before norm2, to what this scales
         if model == "once":
             return Once(cell)
         solver = SOLVERS[settings.solver](tol=settings.tol, max_iter=settings.max_iter)
