@@ -310,18 +310,15 @@ def scaling(results: Results) -> Table:
 
 def model(results: Results) -> Table:
     """A line for each size, gradient and solver of the model; torchdeq's and deqfast's images per second."""
-    found: dict[str, dict[int, Runs]] = {}  # name -> number of GPUs -> provider
-    for row in results.rows("internet scale (model)"):
-        name = ", ".join([row["size"], row["adjoint"], row["solver"].split()[0]])
-        found.setdefault(name, {}).setdefault(row["gpus"], {})[row["provider"]] = [row]
     lines = []
-    for name, of_gpus in found.items():
-        pairs = {gpus: [*runs[PEER], *runs["deqfast"]] for gpus, runs in of_gpus.items()}
-        line = {"model of": name}
-        for gpus, pair in pairs.items():
-            line[f"images/s on {gpus}"] = " / ".join(f"{row['images_per_second']:,.0f}" for row in pair)
-        line["gain"] = times(pairs[min(pairs)][1]["gain"])
-        line[f"all images on {max(pairs)}"] = " / ".join(hours(row["internet_s"] / 3600) for row in pairs[max(pairs)])
+    for name, runs in results.cases("internet scale (model)").items():
+        pair = [runs[provider][0] for provider in (PEER, "deqfast")]
+        rates = dict(zip(pair[0]["gpus"], zip(*(row["images_per_second"] for row in pair), strict=True), strict=True))
+        line = {"model of": name} | {
+            f"images/s on {gpus}": " / ".join(f"{rate:,.0f}" for rate in both) for gpus, both in rates.items()
+        }
+        line["gain"] = times(pair[0]["ms"] / pair[1]["ms"])
+        line[f"all images on {max(rates)}"] = " / ".join(hours(row["internet_s"] / 3600) for row in pair)
         lines.append(line)
     return Table("Model", lines)
 
