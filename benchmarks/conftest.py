@@ -43,7 +43,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: measured with --full alone")
-    config.addinivalue_line("markers", "suite(section): timings of a section of `pytest benchmarks`")
+    for section in dict.fromkeys(case.section for case in CASES):
+        config.addinivalue_line("markers", f"{section}: a section of the suite")
     path, device = config.getoption("--record"), config.getoption("--device")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
@@ -68,14 +69,12 @@ def wanted(config):
 
 
 def pytest_generate_tests(metafunc):
-    """Tests marked `suite(section)` take (case, provider) of the section."""
-    if mark := metafunc.definition.get_closest_marker("suite"):
-        large = pytest.mark.timeout(LARGE_SECONDS)
-        params = [
-            pytest.param(case, provider, id=f"{case.name}-{provider}", marks=[large] if case.full else [])
-            for case, provider in wanted(metafunc.config)
-            if case.section == mark.args[0]
-        ]
+    """The suite takes (case, provider), each marked by its section."""
+    if "case" in metafunc.fixturenames and "provider" in metafunc.fixturenames:
+        params = []
+        for case, provider in wanted(metafunc.config):
+            marks = [getattr(pytest.mark, case.section), *[pytest.mark.timeout(LARGE_SECONDS)] * case.full]
+            params.append(pytest.param(case, provider, id=f"{case.name}-{provider}", marks=marks))
         metafunc.parametrize(("case", "provider"), params)
 
 
@@ -96,18 +95,6 @@ def gate(request):
 def board(request):
     """Keeps the rows of this run."""
     return request.config.stash[BOARD]
-
-
-@pytest.fixture
-def measured(request, benchmark, board):
-    """(case, provider) -> None: a timing of the suite; providers of a case that are selected are timed together."""
-
-    def run(case, provider):
-        selected = [item.callspec.params for item in request.session.items if item.get_closest_marker("suite")]
-        together = [params["provider"] for params in selected if params.get("case") is case]
-        board.run(benchmark, case, provider, together)
-
-    return run
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):

@@ -66,7 +66,7 @@ def recorded(folder, target, *options):
     # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", *SELECTED, "--record", str(target), *options]
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_suite.py", *SELECTED, "--record", str(target), *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
