@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from harness import record, suite
 
-from deqfast.testing import records
-
 ROOT = Path(__file__).resolve().parents[2]
 SELECTED = ["-k", "fc_vjp and not cuda"]
 PLUGIN = """
@@ -48,17 +46,6 @@ def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_exte
     monkeypatch.setattr(record, "stale_extensions", lambda: ["_C_cpu was built before"])
     with pytest.warns(UserWarning, match="_C_cpu was built before"):
         assert record.commit() == commit + "+changes"
-
-
-def test_processors_of_one_name_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(record, "CACHES", tmp_path)
-    (tmp_path / "cpuinfo").write_text("cpu family\t: 25\nmodel\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n\n")
-    for level, size in (("1", "32K"), ("3", "32768K"), ("2", "1024K")):
-        (tmp_path / f"index{level}").mkdir()
-        (tmp_path / f"index{level}" / "level").write_text(level + "\n")
-        (tmp_path / f"index{level}" / "size").write_text(size + "\n")
-    assert record.processor_details() == "family 25, model 17, stepping 1, L2 1024K, L3 32768K"
 
 
 def recorded(folder, target, *options):
