@@ -282,32 +282,6 @@ def steps(results: Results) -> Table:
     )
 
 
-ENDS: dict[str, tuple[str, str, Form]] = {  # heading -> provider, column and form
-    "time per iteration": (OURS, "solver_ms", duration),
-    "torchdeq, time": (PEER, "solver_ms", duration),
-    "memory": (OURS, "peak_bytes", megabytes),
-    "torchdeq, memory": (PEER, "peak_bytes", megabytes),
-}
-
-
-def scaling(results: Results) -> Table:
-    """A line for each curve: time per iteration and memory at its ends, and the gain."""
-    curves: dict[tuple[str, str], Runs] = {}
-    for row in results.rows("scaling"):
-        if "solver_ms" in row:
-            curves.setdefault((row["solver"], row["axis"]), {}).setdefault(row["provider"], []).append(row)
-
-    lines = []
-    for (solver, axis), curve in curves.items():
-        points = [curve[OURS][end][axis] for end in (0, -1)]
-        line = {"solver, what changes": f"{solver}, {axis} {points[0]} to {points[1]}"}
-        for heading, (provider, column, form) in ENDS.items():
-            found = {row[axis]: form(row[column]) for row in curve.get(provider, []) if column in row}
-            line[heading] = " to ".join(found.get(point, "fault") for point in points) if found else ""
-        lines.append(line | {"gain over torchdeq": span(values(curve, OURS, "gain"))})
-    return Table("Scaling", lines)
-
-
 def model(results: Results) -> Table:
     """A line for each size, gradient and solver of the model; torchdeq's and deqfast's images per second."""
     lines = []
@@ -345,7 +319,7 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), *races(results), steps(results), scaling(results), model(results)]
+    found = [targets(results), *suite(results), *races(results), steps(results), model(results)]
     return [*found, sources(results), *on_gpus(results)]
 
 

@@ -20,7 +20,6 @@ gain, gains          the time of `peer`, of every peer / this one: solver_ms whe
                      "residual" ms, where `reached` says whether `residual` is within `tol`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
-axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
 flop, nc_share ...   of section "training step": see harness/study_step.py
 skipped, fault       why there is no time
 ===================  ==================================================================================================

@@ -91,21 +91,18 @@ def solve_case(
     section: str = "solves",
     name: str = "",
     providers: tuple[str, ...] = (*KERNELS, *GRAPHS, *PEERS),
-    columns: Row | None = None,
     **given: Any,
 ) -> Case:
     """All the iterations of `solver` on a map (see ``make_map``); its time is told without f's.
 
-    columns: more of what says what the problem is; given: the other arguments of ``Case``.
+    given: the other arguments of ``Case``.
     """
     history = getattr(solver, "history_dtype", None)
     precision = "bf16" if kind == "residual" else "fp32"
-    size = size_of(shape, precision, iterations=solver.max_iter) | (columns or {})
+    size = size_of(shape, precision, iterations=solver.max_iter)
     if history:
         size["history_dtype"] = short(history)
     allowed = BF16_APPROACHED if precision == "bf16" else APPROACHED[type(solver)]
-    if solver.max_iter < 20:
-        allowed = 1.0  # few iterations reach little; what diverges is not timed
 
     def contender(provider: str, device: str) -> Contender:
         graph, kernel = provider in GRAPHS, provider.removesuffix("-graph")
