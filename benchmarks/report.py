@@ -186,7 +186,6 @@ SUITE = {  # title -> section of the records, column of a row's time
 PROVIDERS = {
     OURS: "deqfast",
     PEER: PEER,
-    "eager": "eager",
     "torch": "`torch` kernel",
     "explicit": "the cell once",
     "pinv": "pseudo-inverse",

@@ -1,4 +1,4 @@
-"""Cases of whole solves: the same f and number of iterations, by deqfast, torchdeq and eager tensor operations."""
+"""Cases of whole solves: the same f and number of iterations, by deqfast and torchdeq."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from . import traffic
 from .counters import count, launched, memory
 from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, peer, short, size_of
 from .maps import NEVER, FullyConnected, MapCell, autocast, make_map
-from .peers import Solve, eager_solve, torchdeq_solve
+from .peers import Solve, torchdeq_solve
 from .record import Row
 from .timing import Graph
 
-PEERS = ("torchdeq", "eager")
+PEERS = ("torchdeq",)
 # Relative residual that a solve must have reached for its time to count; twice and more what 20 iterations reach.
 APPROACHED = {deqfast.Picard: 0.05, deqfast.Anderson: 5e-3, deqfast.Broyden: 5e-3}
 BF16_APPROACHED = 0.1  # the rounding of bf16 is 8e-3
@@ -53,8 +53,6 @@ def solve_by(provider: str, solver: Any, device: str) -> Solve:
     """(f, z0) -> z without gradients, by a kernel of deqfast or by a peer; ``Skipped`` where it is not there."""
     if provider == "torchdeq":
         solve = peer(torchdeq_solve, solver)
-    elif provider == "eager":
-        solve = eager_solve(solver)
     elif provider in GRAPHS:
         solve = graph_solve(solver, kernel_of(provider.removesuffix("-graph"), device).name)
     else:
