@@ -35,6 +35,8 @@ class TestTraffic:
             (deqfast.Broyden(), 20, "cpp", sum(6 + steps for steps in range(19))),  # the steps alone
             (deqfast.Broyden(history=18), 20, "cpp", sum(8 + 2 * min(pairs, 18) for pairs in range(19))),
             (deqfast.Broyden(), 3, "torch", 6 + 7),
+            (deqfast.Anderson(max_iter=50, history=None), 50, "torch", sum(8 + 2 * k for k in range(49))),
+            (deqfast.Anderson(max_iter=50, history=None), 50, "cuda", sum(8 + 2 * min(k, 32) for k in range(49))),
             *((deqfast.Broyden(), 3, provider, 8 + 10) for provider in ("torchdeq", "cuda")),  # which keep pairs
         ],
     )
@@ -61,9 +63,8 @@ class TestTraffic:
 
 class TestRegistry:
     def test_names_are_unique_and_fit_for_selection(self):
-        names = [(case.section, case.name) for case in cases.CASES]
-        assert len(set(names)) == len(names)
-        assert all(" " not in name and "(" not in name for _, name in names)
+        assert len(NAMED) == len(cases.CASES)
+        assert all(" " not in name and "(" not in name for _, name in NAMED)
 
     def test_records_are_of_its_cases(self):
         """But those of single ops, some of which are ops no more."""

@@ -51,9 +51,6 @@ def test_window_is_the_solvers(kernel):
     for solver in (*bad, deqfast.Anderson(max_iter=30), deqfast.Anderson(max_iter=50, history=None)):
         state = solver.init(torch.zeros(1, 4), Kernel(kernel))
         assert traffic.window(solver, kernel) == state.df.shape[1]
-    steps = range(49)  # the window of the last solver is full after 32, on a GPU
-    passes = sum(8 + 2 * min(k, 50 if kernel == "torch" else 32) for k in steps) + 2
-    assert traffic.solve_passes(solver, 50, kernel) == passes
 
 
 def test_sums_and_operations_by_hand(monkeypatch):
