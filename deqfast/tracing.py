@@ -17,7 +17,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -62,24 +61,23 @@ def solve_traced(
         raise ValueError("trace=True is not served under torch.compile with return_solution=True: compile without it")
     if not isinstance(block.adjoint, Unrolled):
         z0 = detached(z0)
-    cell = block.cell if isinstance(block.cell, nn.Module) else None
+    held = _held(block.cell)
     call = {
         "x": x,
         "z0": z0,
         "groups": groups.index if isinstance(groups, Groups) else groups,
         "records": torch.is_grad_enabled(),
-        "parameters": dict(cell.named_parameters()) if cell is not None else {},
-        "buffers": dict(cell.named_buffers()) if cell is not None else {},
     }
     tensors: list[Tensor] = []
     described = _describe(call, tensors)
+    tensors += held.values()
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = pytree.tree_leaves(z0)[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if any(wanted):
-        results = _Solve.apply(block._number, described, wanted, autocast, *tensors)
+        results = _Solve.apply(block._number, described, [*held], wanted, autocast, *tensors)
     else:
-        results = torch.ops.deqfast.solve_block(block._number, described, tensors, wanted, autocast)[:-1]
+        results = torch.ops.deqfast.solve_block(block._number, described, [*held], tensors, wanted, autocast)[:-1]
     *values, status, iterations, relative, absolute, calls = results
     value = pytree.tree_unflatten(values, pytree.tree_structure(z0))
     if not return_solution:
@@ -111,6 +109,11 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
     return (value, solution) if return_solution else value
 
 
+def _held(cell: Any) -> dict[str, Tensor]:
+    """Parameters and buffers of the cell by name, each once."""
+    return dict(cell.named_parameters()) | dict(cell.named_buffers()) if isinstance(cell, nn.Module) else {}
+
+
 def _describe(tree: Any, tensors: list[Tensor]) -> str:
     """Literal of the tree with marks in the place of its tensors, which are appended to `tensors` in its order."""
     if isinstance(tree, Tensor):
@@ -131,13 +134,14 @@ def _describe(tree: Any, tensors: list[Tensor]) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(described: str) -> Any:
-    return ast.literal_eval(described)
+def _parsed(described: str) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten(ast.literal_eval(described))
 
 
 def _rebuild(described: str, take: Callable[[bytes], Any]) -> Any:
     """Tree that ``_describe`` has described, with `take(mark)`, called in order, in the place of the marks."""
-    return pytree.tree_map(lambda leaf: take(leaf) if isinstance(leaf, bytes) else leaf, _parsed(described))
+    leaves, spec = _parsed(described)
+    return pytree.tree_unflatten([take(leaf) if isinstance(leaf, bytes) else leaf for leaf in leaves], spec)
 
 
 class _Solve(torch.autograd.Function):
@@ -145,9 +149,15 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, number: int, described: str, wanted: list[bool], autocast: torch.dtype | None, *tensors: Tensor
+        ctx: Any,
+        number: int,
+        described: str,
+        held: list[str],
+        wanted: list[bool],
+        autocast: torch.dtype | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        *results, ticket = torch.ops.deqfast.solve_block(number, described, tensors, wanted, autocast)
+        *results, ticket = torch.ops.deqfast.solve_block(number, described, held, tensors, wanted, autocast)
         ctx.save_for_backward(ticket, *[tensor for tensor, want in zip(tensors, wanted, strict=True) if want])
         ctx.wanted, ctx.values = wanted, len(results) - 5
         ctx.mark_non_differentiable(*results[-5:])
@@ -161,7 +171,7 @@ class _Solve(torch.autograd.Function):
         for want in ctx.wanted:
             results.append(pulled[position] if want else None)
             position += want
-        return None, None, None, None, *results
+        return None, None, None, None, None, *results
 
 
 def _with_autograd() -> Any:
@@ -185,36 +195,59 @@ class _Plain(nn.Module):
 
 
 def _solve_block(
-    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    number: int,
+    described: str,
+    held: list[str],
+    tensors: list[Tensor],
+    wanted: list[bool],
+    autocast: torch.dtype | None,
 ) -> list[Tensor]:
     block = _live.get(number)
     if block is None:
         raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
-    with _with_autograd(), torch.set_grad_enabled(_parsed(described)["records"]):
-        return _solved(block, described, tensors, wanted, autocast)
+    given, leaves = iter(zip(tensors, wanted, strict=True)), []
+
+    def leaf(is_parameter: bool, own: Tensor | None = None) -> Tensor:
+        tensor, want = next(given)
+        taken = own if own is not None and _serves(own, tensor, want) else _leaf(tensor, want, is_parameter)
+        leaves.extend([taken] if want else [])
+        return taken
+
+    with _with_autograd():
+        call = _rebuild(described, lambda mark: leaf(mark == _PARAMETER))
+        with torch.set_grad_enabled(call["records"]):
+            own = _held(block.cell)
+            taken = {name: leaf(isinstance(own[name], nn.Parameter), own[name]) for name in held}
+            swapped = {f"block.cell.{name}": tensor for name, tensor in taken.items() if tensor is not own[name]}
+            return _solved(block, call, swapped, leaves, autocast)
+
+
+def _leaf(tensor: Tensor, wanted: bool, is_parameter: bool) -> Tensor:
+    return nn.Parameter(tensor.detach(), wanted) if is_parameter else tensor.detach().requires_grad_(wanted)
+
+
+def _serves(own: Tensor, tensor: Tensor, wanted: bool) -> bool:
+    """Answer whether the cell may compute with its own tensor: it is what the graph was given, and nothing but the
+    products of ``pull_block`` would see its gradient. A buffer of its own may be replaced by a hook."""
+    is_leaf = own.requires_grad == wanted and not own._backward_hooks
+    return own.is_set_to(tensor) and (is_leaf or not torch.is_grad_enabled())
 
 
 def _solved(
-    block: blocks.DEQBlock, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    block: blocks.DEQBlock,
+    call: dict[str, Any],
+    swapped: dict[str, Tensor],
+    leaves: list[Tensor],
+    autocast: torch.dtype | None,
 ) -> list[Tensor]:
-    given, leaves = iter(zip(tensors, wanted, strict=True)), []
-
-    def fresh(mark: bytes) -> Tensor:
-        tensor, want = next(given)
-        leaf = nn.Parameter(tensor.detach(), want) if mark == _PARAMETER else tensor.detach().requires_grad_(want)
-        leaves.extend([leaf] if want else [])
-        return leaf
-
-    call = _rebuild(described, fresh)
-    swapped = {f"block.cell.{name}": tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
     device = pytree.tree_leaves(call["z0"])[0].device.type
-    plain = _Plain(block)
-    own = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers(remove_duplicate=False))
-    # What is no leaf and is what the graph was given stays the block's own, which a hook may replace.
-    swapped = {name: t for name, t in swapped.items() if t.requires_grad or not own[name].is_set_to(t)}
-    autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
-    with autocasts, holding_nothing(), _locks.setdefault(block, threading.RLock()) if swapped else nullcontext():
-        value, solution = torch.func.functional_call(plain, swapped, (call["x"], call["z0"], call["groups"]))
+    arguments = call["x"], call["z0"], call["groups"]
+    with torch.autocast(device, dtype=autocast, enabled=autocast is not None), holding_nothing():
+        if swapped:
+            with _locks.setdefault(block, threading.RLock()):
+                value, solution = torch.func.functional_call(_Plain(block), swapped, arguments)
+        else:
+            value, solution = _Plain(block)(*arguments)
     starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
     ticket = torch.tensor(next(_numbers))
     if torch.is_grad_enabled():
@@ -246,7 +279,12 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _fake_solve_block(
-    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    number: int,
+    described: str,
+    held: list[str],
+    tensors: list[Tensor],
+    wanted: list[bool],
+    autocast: torch.dtype | None,
 ) -> list[Tensor]:
     given = iter(tensors)
     call = _rebuild(described, lambda mark: next(given))
@@ -270,7 +308,7 @@ def _pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> li
         )
     values, leaves = _recorded[int(ticket)]
     with _with_autograd():
-        pulled = vjp(values, leaves, grads)
+        pulled = vjp(values, leaves, grads, torch._C._autograd._get_current_graph_task_keep_graph())
     results, seen = [], {grad.untyped_storage().data_ptr() for grad in grads}  # results of an op may not share memory
     for tensor, grad in zip(inputs, pulled, strict=True):
         result = torch.zeros_like(tensor) if grad is None else _like(tensor, grad)
@@ -292,7 +330,7 @@ def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
 
 _register(
     "solve_block",
-    "(int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
+    "(int number, str described, str[] held, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
     _solve_block,
     _fake_solve_block,
     torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one, from torch 2.14 on

@@ -79,6 +79,31 @@ def test_inductor(compiled):
     assert_close(found, plain, GRADIENT)
 
 
+@pytest.mark.parametrize(
+    "adjoint, whole",
+    [("implicit", False), *[(name, True) for name in ("jfb", "implicit", "phantom", "shine", "unrolled")]],
+)
+def test_compiled_cells_that_work_in_what_they_saved(adjoint, whole, compiled):
+    """A graph of theirs serves a single product."""
+
+    class Deep(Cell):
+        def forward(self, z, x):
+            return 0.5 * torch.sin(super().forward(z, x)).exp()
+
+    model, x = Model("anderson", adjoint, cell=Deep()), torch.randn(5, 3)
+    parameters = [*model.parameters()]
+    plain = derivatives(model, x, parameters)
+    model.block.cell.compile(backend="aot_eager", dynamic=True)
+    found = derivatives(compiled(model) if whole else model, x, parameters)
+    assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
+
+
+def test_compiled_cells_are_differentiable_twice(compiled):
+    block = DEQBlock(Cell().double(), Anderson(1e-12, 100), Implicit(Anderson(1e-12, 100)))
+    block.cell.compile(backend="aot_eager")
+    assert torch.autograd.gradgradcheck(block, torch.randn(2, 4, dtype=torch.float64, requires_grad=True))
+
+
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("what", ["cell", "residual", "fc"])
 def test_cells_and_the_fully_connected_solve(what, kernel, compiled):
@@ -180,6 +205,19 @@ class TestOfABlock:
         solves = int(block.cell.solves)
         compiled(block)(x)
         assert int(block.cell.solves) == solves + 1
+
+    def test_weights_given_in_the_call_and_hooks_of_the_cells_own(self, compiled):
+        block, x, seen = DEQBlock(Cell()), torch.randn(2, 4), []
+        block.cell.linear.weight.register_hook(seen.append)
+        compiled(block)(x).sum().backward()
+        assert len(seen) == 1
+        weights = {name: (0.5 * weight).detach().requires_grad_() for name, weight in block.named_parameters()}
+
+        def f(x):
+            return torch.func.functional_call(block, weights, (x,))
+
+        found, plain = (derivatives(g, x, [*weights.values()]) for g in (compiled(f), f))
+        assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True)) and len(seen) == 1
 
     def test_two_leaves_of_one_gradient(self, compiled):
         block = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x[0] + x[1]))

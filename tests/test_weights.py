@@ -287,11 +287,11 @@ def test_a_compiled_cell_is_compiled_no_more_often():
         return graph.forward
 
     x = inputs()
-    expected = gradients(DEQBlock(Cell(weight_norm), TIGHT, Implicit(TIGHT)), x)
+    expected = gradients(DEQBlock(Cell(weight_norm), TIGHT), x)
     torch._dynamo.reset()
     cell = Cell(weight_norm)
     layer = torch.compile(cell.linear, backend=backend, fullgraph=True)
-    block = DEQBlock(cell, TIGHT, Implicit(TIGHT))
+    block = DEQBlock(cell, TIGHT)
     cell.forward = lambda z, x: torch.tanh(0.4 * layer(z) + x)
     for _ in range(3):
         assert_close(gradients(block, x), expected, GRADIENT)

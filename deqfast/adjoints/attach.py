@@ -173,14 +173,21 @@ class _Valve(torch.autograd.Function):
         return None, None if ctx.valve.is_closed else grads[0]
 
 
-def vjp(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **options: Any) -> Gradients:
-    """Vector-Jacobian product, None where an input is not used; the graph is kept."""
+def vjp(
+    outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], retain_graph: bool = True, **options: Any
+) -> Gradients:
+    """Vector-Jacobian product, None where an input is not used."""
     attached = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if not attached:
         return [None] * len(inputs)
     return list(
         torch.autograd.grad(
-            [y for y, _ in attached], inputs, [g for _, g in attached], retain_graph=True, allow_unused=True, **options
+            [y for y, _ in attached],
+            inputs,
+            [g for _, g in attached],
+            retain_graph=retain_graph,
+            allow_unused=True,
+            **options,
         )
     )
 

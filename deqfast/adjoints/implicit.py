@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,11 +106,11 @@ class _Inverted(Rule):
 
     def __init__(self, settings: _Settings, evaluate: Evaluate, z: Any, x: Any) -> None:
         super().__init__("Implicit")
-        self.settings, self.evaluate, self.x = settings, evaluate, x
+        self.settings, self.evaluate, self.x = settings, _uncompiled(evaluate), x
         self.z = detached(z, requires_grad=True)
         # Checkpointing would compute what this evaluation saves anew for every product with it.
         with saved_tensors_hooks(_keep, _kept):
-            self.recorded = Recorded(evaluate, self.z, x)
+            self.recorded = Recorded(self.evaluate, self.z, x)
         device = pytree.tree_leaves(z)[0].device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.autocast = partial(torch.autocast, device, enabled=enabled, dtype=dtype)  # that of the forward pass
@@ -263,6 +264,19 @@ class _Affine(Map):
 
     def folded(self, members: int, dims: list[int | None], randomness: str) -> Map:
         return _Affine(self.product.folded(members, dims, randomness))
+
+
+def _uncompiled(evaluate: Evaluate) -> Evaluate:
+    """The same map, without what ``torch.compile`` has made of parts of it: a graph of compiled code serves a single
+    product where its backward pass works in what was saved (``donated_buffer``), and is never differentiable twice."""
+
+    def plain(z: Any, x: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import would cost seconds
+            return evaluate(z, x)
+        with torch.compiler.set_stance("force_eager"):
+            return evaluate(z, x)
+
+    return plain
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
