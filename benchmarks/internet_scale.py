@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from harness.record import RESULTS, Row, write_record
 from harness.traffic import solve_passes
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,12 +57,12 @@ NETWORKS = {  # channels of the resolutions; parameters of the whole network, Ta
 
 
 def conv(x: Tensor, outputs: int, kernel: int = 3, stride: int = 1) -> Tensor:
-    sizes = x.shape[1], outputs, kernel, stride, kernel // 2
-    return nn.Conv2d(*sizes, bias=False, device=x.device, dtype=x.dtype)(x)
+    weight = x.new_empty(outputs, x.shape[1], kernel, kernel).requires_grad_()
+    return F.conv2d(x, weight, None, stride, kernel // 2)
 
 
 def norm(x: Tensor, groups: int = 8) -> Tensor:
-    return nn.GroupNorm(groups, x.shape[1], device=x.device, dtype=x.dtype)(x)
+    return F.group_norm(x, groups, *(x.new_empty(x.shape[1]).requires_grad_() for _ in range(2)))
 
 
 def block(z: Tensor, injection: Tensor | None) -> Tensor:
@@ -142,9 +142,9 @@ SOLVERS: dict[str, tuple[Any, Any]] = {  # ours, on the kernel cuda; passes of s
 def passes(solver: str, evaluations: int, provider: str) -> float:
     """Passes over the state of a solve by "deqfast" or "torchdeq"."""
     ours, theirs = SOLVERS[solver]
-    return (
-        solve_passes(ours, evaluations, "cuda") if provider == "deqfast" else sum(map(theirs, range(evaluations - 1)))
-    )
+    if provider == "deqfast":
+        return solve_passes(ours, evaluations, "cuda")
+    return sum(map(theirs, range(evaluations - 1)))
 
 
 def all_reduce_seconds(gpus: int, moved: float) -> float:
@@ -161,10 +161,11 @@ def rows_of(name: str) -> Iterator[Row]:
     f, vjp, gradient, dim = count(channels, GIVEN.batch)
     summed = [all_reduce_seconds(gpus, GIVEN.gradient_bytes * parameters) for gpus in GPUS]
     for adjoint, solver, provider in itertools.product(("implicit", "jfb"), SOLVERS, ("torchdeq", "deqfast")):
-        solves = {GIVEN.forward_evaluations: f} | ({GIVEN.backward_evaluations: vjp} if adjoint == "implicit" else {})
-        read = sum(passes(solver, evaluations, provider) for evaluations in solves)
+        backward = [(GIVEN.backward_evaluations, vjp)] if adjoint == "implicit" else []
+        solves = [(GIVEN.forward_evaluations, f), *backward]
+        read = sum(passes(solver, evaluations, provider) for evaluations, _ in solves)
         moved = read * GIVEN.batch * dim * GIVEN.state_bytes + GIVEN.optimizer_bytes * parameters
-        evaluated = sum(evaluations * once.seconds for evaluations, once in solves.items()) + gradient.seconds
+        evaluated = sum(evaluations * once.seconds for evaluations, once in solves) + gradient.seconds
         step = evaluated + moved / GIVEN.copy_rate
         rates = [gpus * GIVEN.batch / (step + summing) for gpus, summing in zip(GPUS, summed, strict=True)]
         row = {"case": f"{name}, {adjoint}, {solver}", "provider": provider, "ms": 1e3 * step, "gpus": GPUS}

@@ -67,7 +67,12 @@ def test_sums_and_operations_by_hand(monkeypatch):
         assert product.seconds == pytest.approx(expected)
 
 
-def test_counted_flops_by_hand():
+def test_counted_by_hand():
+    image = torch.zeros(3, 8, 4, 4, device="meta", dtype=torch.bfloat16)
+    with model.Traffic() as one:
+        model.norm(model.conv(image, 16))
+    moved = 3 * 8 * 16 + 16 * 8 * 9 + 3 * 16 * 16 + 3 * 16 * 16 + 2 * 16 + 3 * 16 * 16  # no making of weights
+    assert one.moved == 2 * (moved + 2 * 3 * 8)  # and the statistics of 8 groups
     f, vjp, gradient, dim = model.count((8, 16), 3, image=32)
     # Blocks of two 3x3 convolutions to and from five times the channels; 8 to 16 channels by a 3x3 convolution onto
     # 4x4 pixels, 16 to 8 by a 1x1 convolution on 4x4; a 1x1 convolution of each sum. State: 8 of 8x8, 16 of 4x4.
