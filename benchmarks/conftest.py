@@ -110,9 +110,7 @@ def pytest_sessionfinish(session, exitstatus):
     every = {(case.section, case.name, provider) for case, provider in wanted(config)}
     absent = every - {(row["section"], row["case"], row["provider"]) for row in board.rows}
     if absent or session.testsfailed:
-        selected = f", selected by -k {config.getoption('keyword')!r}" if config.getoption("keyword") else ""
-        counts = f"{len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed"
-        remarks.append(f"partial: {counts}{selected}")
+        remarks.append(f"partial: {len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed")
     write_record(board.journal, board.rows, board.device, "; ".join(filter(None, remarks)) or None)
     os.replace(board.journal, path)
 
