@@ -62,7 +62,8 @@ def conv(x: Tensor, outputs: int, kernel: int = 3, stride: int = 1) -> Tensor:
 
 
 def norm(x: Tensor, groups: int = 8) -> Tensor:
-    return F.group_norm(x, groups, *(x.new_empty(x.shape[1]).requires_grad_() for _ in range(2)))
+    weight, bias = (x.new_empty(x.shape[1]).requires_grad_() for _ in range(2))
+    return F.group_norm(x, groups, weight, bias)
 
 
 def block(z: Tensor, injection: Tensor | None) -> Tensor:
