@@ -29,7 +29,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--full",
         action="store_true",
-        help="hours: also scaling, time to a residual, the study's training step, and the largest layer and pinv",
+        help="hours: also time to a residual, the study's training step, and the largest layer and pinv",
     )
     group.addoption(
         "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"
@@ -43,7 +43,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: measured with --full alone")
-    config.addinivalue_line("markers", "suite(section): timings of a section of `pytest benchmarks`")
+    for section in dict.fromkeys(case.section for case in CASES):
+        config.addinivalue_line("markers", f"{section}: a section of the suite")
     path, device = config.getoption("--record"), config.getoption("--device")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
@@ -68,14 +69,12 @@ def wanted(config):
 
 
 def pytest_generate_tests(metafunc):
-    """Tests marked `suite(section)` take (case, provider) of the section."""
-    if mark := metafunc.definition.get_closest_marker("suite"):
-        large = pytest.mark.timeout(LARGE_SECONDS)
-        params = [
-            pytest.param(case, provider, id=f"{case.name}-{provider}", marks=[large] if case.full else [])
-            for case, provider in wanted(metafunc.config)
-            if case.section == mark.args[0]
-        ]
+    """The suite takes (case, provider), each marked by its section."""
+    if "case" in metafunc.fixturenames and "provider" in metafunc.fixturenames:
+        params = []
+        for case, provider in wanted(metafunc.config):
+            marks = [getattr(pytest.mark, case.section), *[pytest.mark.timeout(LARGE_SECONDS)] * case.full]
+            params.append(pytest.param(case, provider, id=f"{case.name}-{provider}", marks=marks))
         metafunc.parametrize(("case", "provider"), params)
 
 
@@ -98,18 +97,6 @@ def board(request):
     return request.config.stash[BOARD]
 
 
-@pytest.fixture
-def measured(request, benchmark, board):
-    """(case, provider) -> None: a timing of the suite; providers of a case that are selected are timed together."""
-
-    def run(case, provider):
-        selected = [item.callspec.params for item in request.session.items if item.get_closest_marker("suite")]
-        together = [params["provider"] for params in selected if params.get("case") is case]
-        board.run(benchmark, case, provider, together)
-
-    return run
-
-
 def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info["deqfast"] = machine(config.stash[BOARD].device)
 
@@ -123,9 +110,7 @@ def pytest_sessionfinish(session, exitstatus):
     every = {(case.section, case.name, provider) for case, provider in wanted(config)}
     absent = every - {(row["section"], row["case"], row["provider"]) for row in board.rows}
     if absent or session.testsfailed:
-        selected = f", selected by -k {config.getoption('keyword')!r}" if config.getoption("keyword") else ""
-        counts = f"{len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed"
-        remarks.append(f"partial: {counts}{selected}")
+        remarks.append(f"partial: {len(absent)} of {len(every)} rows are absent, {session.testsfailed} tests failed")
     write_record(board.journal, board.rows, board.device, "; ".join(filter(None, remarks)) or None)
     os.replace(board.journal, path)
 

@@ -13,12 +13,12 @@ usage: bash benchmarks/gpu.sh [--dry-run] [--out FOLDER] [--help] [PHASE ...]
 On a machine with a GPU, torch, triton, nvcc, a C++ compiler and compute-sanitizer, without a network:
   build       150 s  the CUDA extension for the GPU at hand, in place
   smoke        60 s  does every kernel compute what it should
-  measure     270 s  `pytest benchmarks --device cuda`, a process and a record for every file of it
+  measure     270 s  `pytest benchmarks --device cuda`, a process and a record for every part of it
   memcheck     90 s  compute-sanitizer watches the tests of every CUDA op
   tests       330 s  the other tests that a GPU runs
   sanitizers  240 s  the tests of the ops under racecheck, initcheck and synccheck
 A call lasts 570 s at most: without PHASE it begins anew with the first four, and `gpu.sh tests sanitizers` is a second
-call, which adds to the log. `gpu.sh measure` goes on with the files that have no record yet; where a test failed or time
+call, which adds to the log. `gpu.sh measure` goes on with the parts that have no record yet; where a test failed or time
 ran out it is a .json.part, and measured again. What failed is named in the table at the end; the exit status is 1
 then. Records of runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
 
@@ -120,19 +120,23 @@ smoke() {
   pytest smoke 60 -x tests/kernels/test_triton_steps.py "${ops[@]}" -k "(cuda or triton) and not emulated"
 }
 
-measure() { # a GPU that an error has stopped, or a kernel that hangs, costs one file only
-  local end=$((SECONDS + 270)) part parts=(ops solvers neural_collapse training options study_step) record size
-  if $dry_run; then parts=(ops neural_collapse); fi
+measure() { # a GPU that an error has stopped, or a kernel that hangs, costs one part only
+  local end=$((SECONDS + 270)) part parts=(ops solves nc training options study_step) record what
+  if $dry_run; then parts=(ops nc); fi
   for part in "${parts[@]}"; do
-    record=$out/${device}_$part.json size=()
+    record=$out/${device}_$part.json
     if [ -e "$record" ]; then
       printf 'measure-%s\tkept\t%s\n' "$part" "$record" | tee -a "$work/stages"
       continue
     fi
-    if [ "$part" = study_step ]; then size=(--full -k 64-128-jfb); fi
-    if $dry_run; then size=(--small); fi
-    pytest "measure-$part" $((end - SECONDS < 120 ? end - SECONDS : 120)) "benchmarks/test_$part.py" \
-      --device "$device" --record "$record" "${size[@]}"
+    case $part in
+      study_step) what=(benchmarks/test_study_step.py --full -k 64-128-jfb) ;;
+      solves) what=(benchmarks/test_suite.py -m "solves or fc or cells") ;;
+      *) what=(benchmarks/test_suite.py -m "$part") ;;
+    esac
+    if $dry_run; then what+=(--small); fi
+    pytest "measure-$part" $((end - SECONDS < 120 ? end - SECONDS : 120)) \
+      "${what[@]}" --device "$device" --record "$record"
     if [ -e "$record" ] && tail -n 1 "$work/stages" | grep -q $'\tFAILED'; then mv "$record" "$record.part"; fi
   done
 }

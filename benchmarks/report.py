@@ -186,7 +186,6 @@ SUITE = {  # title -> section of the records, column of a row's time
 PROVIDERS = {
     OURS: "deqfast",
     PEER: PEER,
-    "eager": "eager",
     "torch": "`torch` kernel",
     "explicit": "the cell once",
     "pinv": "pseudo-inverse",
@@ -282,46 +281,17 @@ def steps(results: Results) -> Table:
     )
 
 
-ENDS: dict[str, tuple[str, str, Form]] = {  # heading -> provider, column and form
-    "time per iteration": (OURS, "solver_ms", duration),
-    "torchdeq, time": (PEER, "solver_ms", duration),
-    "memory": (OURS, "peak_bytes", megabytes),
-    "torchdeq, memory": (PEER, "peak_bytes", megabytes),
-}
-
-
-def scaling(results: Results) -> Table:
-    """A line for each curve: time per iteration and memory at its ends, and the gain."""
-    curves: dict[tuple[str, str], Runs] = {}
-    for row in results.rows("scaling"):
-        if "solver_ms" in row:
-            curves.setdefault((row["solver"], row["axis"]), {}).setdefault(row["provider"], []).append(row)
-
-    lines = []
-    for (solver, axis), curve in curves.items():
-        points = [curve[OURS][end][axis] for end in (0, -1)]
-        line = {"solver, what changes": f"{solver}, {axis} {points[0]} to {points[1]}"}
-        for heading, (provider, column, form) in ENDS.items():
-            found = {row[axis]: form(row[column]) for row in curve.get(provider, []) if column in row}
-            line[heading] = " to ".join(found.get(point, "fault") for point in points) if found else ""
-        lines.append(line | {"gain over torchdeq": span(values(curve, OURS, "gain"))})
-    return Table("Scaling", lines)
-
-
 def model(results: Results) -> Table:
     """A line for each size, gradient and solver of the model; torchdeq's and deqfast's images per second."""
-    found: dict[str, dict[int, Runs]] = {}  # name -> number of GPUs -> provider
-    for row in results.rows("internet scale (model)"):
-        name = ", ".join([row["size"], row["adjoint"], row["solver"].split()[0]])
-        found.setdefault(name, {}).setdefault(row["gpus"], {})[row["provider"]] = [row]
     lines = []
-    for name, of_gpus in found.items():
-        pairs = {gpus: [*runs[PEER], *runs["deqfast"]] for gpus, runs in of_gpus.items()}
-        line = {"model of": name}
-        for gpus, pair in pairs.items():
-            line[f"images/s on {gpus}"] = " / ".join(f"{row['images_per_second']:,.0f}" for row in pair)
-        line["gain"] = times(pairs[min(pairs)][1]["gain"])
-        line[f"all images on {max(pairs)}"] = " / ".join(hours(row["internet_s"] / 3600) for row in pairs[max(pairs)])
+    for name, runs in results.cases("internet scale (model)").items():
+        pair = [runs[provider][0] for provider in (PEER, "deqfast")]
+        rates = dict(zip(pair[0]["gpus"], zip(*(row["images_per_second"] for row in pair), strict=True), strict=True))
+        line = {"model of": name} | {
+            f"images/s on {gpus}": " / ".join(f"{rate:,.0f}" for rate in both) for gpus, both in rates.items()
+        }
+        line["gain"] = times(pair[0]["ms"] / pair[1]["ms"])
+        line[f"all images on {max(rates)}"] = " / ".join(hours(row["internet_s"] / 3600) for row in pair)
         lines.append(line)
     return Table("Model", lines)
 
@@ -348,7 +318,7 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), *races(results), steps(results), scaling(results), model(results)]
+    found = [targets(results), *suite(results), *races(results), steps(results), model(results)]
     return [*found, sources(results), *on_gpus(results)]
 
 

@@ -1,16 +1,22 @@
 """deqfast: fast deep equilibrium models for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import _checkout as _checkout  # first: it lets a run from the checkout find deqfast.kernels
+from . import metrics
 from .adjoints import JFB, SHINE, Implicit, Phantom, Unrolled
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, ResidualCell
 from .fc import fc_fixed_point
 from .grouping import Groups
-from .metrics import NCResult, NeuralCollapse, neural_collapse
+from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory
 from .solution import Solution, Status
 from .solve import solve
 from .solvers import Anderson, Broyden, Picard
+
+if TYPE_CHECKING:
+    from .metrics import NeuralCollapse
 
 __version__ = "0.1.0"
 
@@ -41,3 +47,10 @@ __all__ = [
     "release_memory",
     "solve",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the metric where it is asked for, as `deqfast.metrics` does."""
+    if name == "NeuralCollapse":
+        return metrics.NeuralCollapse
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -145,7 +145,8 @@ class DEQBlock(nn.Module):
         z0 = self._initial_state(x) if z0 is None else z0
         if is_exporting():
             return tracing.solve_exported(self, x, z0, return_solution, self._grouping(groups, z0))
-        if torch.compiler.is_compiling():
+        # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() tells of other threads too.
+        if torch.compiler.is_dynamo_compiling():
             return tracing.solve_traced(self, x, z0, return_solution, groups)
         if self.training and not self._checked_training:
             self._warn_of_changing_cells()

@@ -12,6 +12,11 @@ def is_exporting() -> bool:
     return not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()
 
 
+def is_tracing() -> bool:
+    """Answer whether ``torch.compile`` or ``torch.export`` traces this; ``is_compiling`` tells of other threads too."""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def outside_exports(mode: AbstractContextManager) -> AbstractContextManager:
     """`mode`, such as no_grad; nothing in an export, which it would cut into parts that torch 2.15 cannot load."""
     return nullcontext() if is_exporting() else mode

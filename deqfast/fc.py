@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _extension
-from .exporting import is_exporting
+from .exporting import is_exporting, is_tracing
 from .ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
 from .ops.fc import STATE, reference
 from .ops.fc.autograd import JacobianFree
@@ -169,7 +169,7 @@ def fc_fixed_point(
     if type(solver) is not Picard or solver.damping != 1:
         raise ValueError(f"solver must be Picard with damping 1, got {solver}")
     z0 = torch.zeros_like(c) if z0 is None else z0
-    if torch.compiler.is_compiling():
+    if is_tracing():
         solution = _solve_traced(weight, c, z0, activation, solver, kernel)
         chosen = Kernel(kernel_name(kernel, c.device.type))
     else:

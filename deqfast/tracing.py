@@ -17,6 +17,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,23 +62,24 @@ def solve_traced(
         raise ValueError("trace=True is not served under torch.compile with return_solution=True: compile without it")
     if not isinstance(block.adjoint, Unrolled):
         z0 = detached(z0)
-    held = _held(block.cell)
+    cell = block.cell if isinstance(block.cell, nn.Module) else None
     call = {
         "x": x,
         "z0": z0,
         "groups": groups.index if isinstance(groups, Groups) else groups,
         "records": torch.is_grad_enabled(),
+        "parameters": dict(cell.named_parameters()) if cell is not None else {},
+        "buffers": dict(cell.named_buffers()) if cell is not None else {},
     }
     tensors: list[Tensor] = []
     described = _describe(call, tensors)
-    tensors += held.values()
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = pytree.tree_leaves(z0)[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if any(wanted):
-        results = _Solve.apply(block._number, described, [*held], wanted, autocast, *tensors)
+        results = _Solve.apply(block._number, described, wanted, autocast, *tensors)
     else:
-        results = torch.ops.deqfast.solve_block(block._number, described, [*held], tensors, wanted, autocast)[:-1]
+        results = torch.ops.deqfast.solve_block(block._number, described, tensors, wanted, autocast)[:-1]
     *values, status, iterations, relative, absolute, calls = results
     value = pytree.tree_unflatten(values, pytree.tree_structure(z0))
     if not return_solution:
@@ -107,11 +109,6 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
             solution = solve(lambda z: block.cell(z, x), z0, problem.solver, **problem.options)
             value = solution.value
     return (value, solution) if return_solution else value
-
-
-def _held(cell: Any) -> dict[str, Tensor]:
-    """Parameters and buffers of the cell by name, each once."""
-    return dict(cell.named_parameters()) | dict(cell.named_buffers()) if isinstance(cell, nn.Module) else {}
 
 
 def _describe(tree: Any, tensors: list[Tensor]) -> str:
@@ -149,15 +146,9 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        number: int,
-        described: str,
-        held: list[str],
-        wanted: list[bool],
-        autocast: torch.dtype | None,
-        *tensors: Tensor,
+        ctx: Any, number: int, described: str, wanted: list[bool], autocast: torch.dtype | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        *results, ticket = torch.ops.deqfast.solve_block(number, described, held, tensors, wanted, autocast)
+        *results, ticket = torch.ops.deqfast.solve_block(number, described, tensors, wanted, autocast)
         ctx.save_for_backward(ticket, *[tensor for tensor, want in zip(tensors, wanted, strict=True) if want])
         ctx.wanted, ctx.values = wanted, len(results) - 5
         ctx.mark_non_differentiable(*results[-5:])
@@ -171,7 +162,7 @@ class _Solve(torch.autograd.Function):
         for want in ctx.wanted:
             results.append(pulled[position] if want else None)
             position += want
-        return None, None, None, None, None, *results
+        return None, None, None, None, *results
 
 
 def _with_autograd() -> Any:
@@ -195,62 +186,40 @@ class _Plain(nn.Module):
 
 
 def _solve_block(
-    number: int,
-    described: str,
-    held: list[str],
-    tensors: list[Tensor],
-    wanted: list[bool],
-    autocast: torch.dtype | None,
+    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
 ) -> list[Tensor]:
     block = _live.get(number)
     if block is None:
         raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
-    given, leaves = iter(zip(tensors, wanted, strict=True)), []
-
-    def leaf(is_parameter: bool, own: Tensor | None = None) -> Tensor:
-        tensor, want = next(given)
-        taken = own if own is not None and _serves(own, tensor, want) else _leaf(tensor, want, is_parameter)
-        leaves.extend([taken] if want else [])
-        return taken
-
     with _with_autograd():
-        call = _rebuild(described, lambda mark: leaf(mark == _PARAMETER))
-        with torch.set_grad_enabled(call["records"]):
-            own = _held(block.cell)
-            taken = {name: leaf(isinstance(own[name], nn.Parameter), own[name]) for name in held}
-            swapped = {f"block.cell.{name}": tensor for name, tensor in taken.items() if tensor is not own[name]}
-            return _solved(block, call, swapped, leaves, autocast)
-
-
-def _leaf(tensor: Tensor, wanted: bool, is_parameter: bool) -> Tensor:
-    return nn.Parameter(tensor.detach(), wanted) if is_parameter else tensor.detach().requires_grad_(wanted)
-
-
-def _serves(own: Tensor, tensor: Tensor, wanted: bool) -> bool:
-    """Answer whether the cell may compute with its own tensor: it is what the graph was given, and nothing but the
-    products of ``pull_block`` would see its gradient. A buffer of its own may be replaced by a hook."""
-    is_leaf = own.requires_grad == wanted and not own._backward_hooks
-    return own.is_set_to(tensor) and (is_leaf or not torch.is_grad_enabled())
+        return _solved(block, described, tensors, wanted, autocast)
 
 
 def _solved(
-    block: blocks.DEQBlock,
-    call: dict[str, Any],
-    swapped: dict[str, Tensor],
-    leaves: list[Tensor],
-    autocast: torch.dtype | None,
+    block: blocks.DEQBlock, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
 ) -> list[Tensor]:
+    given, leaves = iter(zip(tensors, wanted, strict=True)), []
+
+    def fresh(mark: bytes) -> Tensor:
+        tensor, want = next(given)
+        leaf = nn.Parameter(tensor.detach(), want) if mark == _PARAMETER else tensor.detach().requires_grad_(want)
+        leaves.extend([leaf] if want else [])
+        return leaf
+
+    call = _rebuild(described, fresh)
+    swapped = {f"block.cell.{name}": tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
     device = pytree.tree_leaves(call["z0"])[0].device.type
-    arguments = call["x"], call["z0"], call["groups"]
-    with torch.autocast(device, dtype=autocast, enabled=autocast is not None), holding_nothing():
-        if swapped:
-            with _locks.setdefault(block, threading.RLock()):
-                value, solution = torch.func.functional_call(_Plain(block), swapped, arguments)
-        else:
-            value, solution = _Plain(block)(*arguments)
+    plain = _Plain(block)
+    own = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers(remove_duplicate=False))
+    # What is no leaf and is what the graph was given stays the block's own, which a hook may replace.
+    swapped = {name: t for name, t in swapped.items() if t.requires_grad or not own[name].is_set_to(t)}
+    autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
+    alone = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
+    with torch.set_grad_enabled(call["records"]), autocasts, holding_nothing(), alone:
+        value, solution = torch.func.functional_call(plain, swapped, (call["x"], call["z0"], call["groups"]))
     starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
     ticket = torch.tensor(next(_numbers))
-    if torch.is_grad_enabled():
+    if call["records"]:
         _keep(values, leaves, ticket)
     calls = torch.tensor([solution.evaluations, solution.sample_evaluations])
     # Copies of what are rows of one tensor: results of an op may not share memory.
@@ -279,12 +248,7 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _fake_solve_block(
-    number: int,
-    described: str,
-    held: list[str],
-    tensors: list[Tensor],
-    wanted: list[bool],
-    autocast: torch.dtype | None,
+    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
 ) -> list[Tensor]:
     given = iter(tensors)
     call = _rebuild(described, lambda mark: next(given))
@@ -330,7 +294,7 @@ def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
 
 _register(
     "solve_block",
-    "(int number, str described, str[] held, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
+    "(int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
     _solve_block,
     _fake_solve_block,
     torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one, from torch 2.14 on

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from .exporting import is_tracing
+
 
 def in_torch_func() -> bool:
     """Answer whether a transform of torch.func runs."""
@@ -80,7 +82,7 @@ def is_transformed(tensor: Tensor) -> bool:
 
 def check_plain(name: str, tree: Any) -> None:
     """Raise RuntimeError if a tensor of `tree`, what `name` works on, belongs to a transform."""
-    if torch.compiler.is_compiling():  # which cannot ask; the op that a solve becomes has no rule for transforms
+    if is_tracing():  # which cannot ask; the op that a solve becomes has no rule for transforms
         return
     if any(isinstance(leaf, Tensor) and (is_wrapped(leaf) or has_tangent(leaf)) for leaf in pytree.tree_leaves(tree)):
         raise RuntimeError(

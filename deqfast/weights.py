@@ -19,6 +19,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .exporting import is_tracing
+
 
 @dataclass
 class _Held:
@@ -125,7 +127,7 @@ def _saved_tensor_hooks() -> Any:
 
 def _in_own_checkpoint(held: _Held) -> bool:
     """Answer whether an activation checkpoint has begun since the tensor is held."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         return False
     hooks = _saved_tensor_hooks()
     return bool(hooks) and hooks != held.hooks and hooks[0].__module__ == "torch.utils.checkpoint"

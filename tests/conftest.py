@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the core to other workers
 
 from interpreter import INTERPRETED
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ import deqfast.ops  # noqa: F401  (defines the schemas)
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIMS = Path(__file__).with_name("emulation")
+BUILT = ROOT / "build" / "emulated"
 NAMESPACE = "deqfast_emulated"
 COMPILER = shutil.which("g++")
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -79,41 +81,29 @@ def load(name: str) -> ctypes.CDLL:
 
 
 def build(path: Path) -> ctypes.CDLL:
-    """The same for any CUDA source."""
-    folder = Path(tempfile.mkdtemp(prefix="deqfast-emulated-"))
-    (folder / "cuda").mkdir()
-    (folder / "common").symlink_to(ROOT / "csrc/common")
-    for header in (ROOT / "csrc/cuda").glob("*.cuh"):
-        (folder / "cuda" / header.name).write_text(translate(header.read_text()))
-    source = folder / "cuda" / path.name
-    source.write_text(translate(path.read_text()))
-    _define(source.read_text())
-    target = folder / f"{path.stem}.so"
-    include = Path(torch.__file__).parent / "include"
-    command = [
-        COMPILER,
-        "-std=c++17",
-        "-O1",
-        "-g",
-        "-w",
-        "-fPIC",
-        "-shared",
-        "-x",
-        "c++",
-        source,
-        "-o",
-        target,
-        "-DUSE_CUDA",
-        "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        f"-I{SHIMS}",
-        f"-I{include}",
-        f"-L{Path(torch.__file__).parent / 'lib'}",
-        "-ltorch",
-        "-ltorch_cpu",
-        "-lc10",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    """The same for any CUDA source. Built once for all processes: a file is named by all that it is made of."""
+    torch_folder = Path(torch.__file__).parent
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    flags += [f"-I{SHIMS}", f"-I{torch_folder / 'include'}"]
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    sources = {f"cuda/{file.name}": translate(file.read_text()) for file in (path, *(ROOT / "csrc/cuda").glob("*.cuh"))}
+    used = {str(file): file.read_text() for folder in (ROOT / "csrc/common", SHIMS) for file in folder.glob("*.h")}
+    made_of = [sorted((sources | used).items()), torch.__version__, COMPILER, flags]
+    target = BUILT / f"{path.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    _define(sources[f"cuda/{path.name}"])
+    if not target.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILT) as temporary:
+            folder = Path(temporary)
+            (folder / "cuda").mkdir()
+            (folder / "common").symlink_to(ROOT / "csrc/common")
+            for name, text in sources.items():
+                (folder / name).write_text(text)
+            own = folder / target.name
+            command = [COMPILER, *flags, "-x", "c++", folder / "cuda" / path.name, "-o", own, *libraries]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stderr
+            own.replace(target)
     return ctypes.CDLL(str(target))
 
 

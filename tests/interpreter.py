@@ -1,7 +1,7 @@
 """Whether triton interprets: without a GPU it does, from the import of this module on.
 
 To be imported before deqfast: triton reads TRITON_INTERPRET when it decorates its own functions, that is when it is
-imported, which torchmetrics does.
+imported, which torch's compiler does.
 """
 
 import os

@@ -39,16 +39,16 @@ attaching = pytest.mark.parametrize("adjoint", [ADJOINTS[n] for n in ("jfb", "im
 
 
 class Toy:
-    """z = tanh(W z + U x + b) with all its tensors at hand, |W| = 0.6; x (B, 3), z (B, 4)."""
+    """z = tanh(W z + U x + b) with all its tensors at hand, |W| = 0.6; x (B, n), z (B, m)."""
 
-    def __init__(self, batch: int = 3, dtype: torch.dtype = torch.float64):
+    def __init__(self, batch: int = 3, dtype: torch.dtype = torch.float64, n: int = 3, m: int = 4):
         generator = torch.Generator().manual_seed(0)
-        shapes = {"w": (4, 4), "u": (4, 3), "b": (4,), "x": (batch, 3), "cotangent": (batch, 4)}
+        shapes = {"w": (m, m), "u": (m, n), "b": (m,), "x": (batch, n), "cotangent": (batch, m)}
         tensors = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
         tensors["w"] *= 0.6 / torch.linalg.matrix_norm(tensors["w"], 2)
         self.cotangent = tensors.pop("cotangent").to(dtype)
         self.w, self.u, self.b, self.x = (t.to(dtype).requires_grad_() for t in tensors.values())
-        self.z0 = torch.zeros(batch, 4, dtype=dtype)
+        self.z0 = torch.zeros(batch, m, dtype=dtype)
 
     @property
     def inputs(self):
@@ -428,7 +428,7 @@ class TestSecondDerivatives:
     @pytest.mark.parametrize("adjoint", [Implicit(Broyden(tol=TIGHT, max_iter=60))], ids=["implicit"])
     @pytest.mark.parametrize("held", ["in x", "by the cell", "by both"])
     def test_implicit_is_differentiable_any_number_of_times(self, adjoint, held):
-        toy = Toy(batch=2)
+        toy = Toy(batch=2, n=1, m=2)  # finite differences of each number with each: few of them
 
         def layer(x, w, u, b):
             def cell(z, given):
@@ -453,7 +453,7 @@ class TestSecondDerivatives:
         assert all(torch.equal(a, b) for a, b in zip(graph, toy.gradients(adjoint), strict=True))
 
     def test_unrolled_is_differentiable_twice_also_in_the_start(self):
-        toy = Toy(batch=1)
+        toy = Toy(batch=1, n=1, m=2)
 
         def layer(z0, x, w, u, b):
             return DEQBlock(lambda z, x: Toy.value(z, x, w, u, b), adjoint=Unrolled(steps=3))(x, z0=z0)

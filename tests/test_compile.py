@@ -7,6 +7,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from deqfast import Anderson, Broyden, DEQBlock, Groups, Implicit, Picard, ResidualCell, Status, fc_fixed_point, tracing
 from deqfast.testing import GRADIENT, assert_close
+from deqfast.uncompiled import uncompiled
 
 
 class Cell(nn.Module):
@@ -102,6 +104,39 @@ def test_compiled_cells_are_differentiable_twice(compiled):
     block = DEQBlock(Cell().double(), Anderson(1e-12, 100), Implicit(Anderson(1e-12, 100)))
     block.cell.compile(backend="aot_eager")
     assert torch.autograd.gradgradcheck(block, torch.randn(2, 4, dtype=torch.float64, requires_grad=True))
+
+
+def test_second_derivatives_in_a_function_that_dynamo_compiles_in_parts(compiled):
+    block, x = DEQBlock(Cell(), "anderson", "implicit"), torch.randn(2, 4, requires_grad=True)
+
+    def penalty(value, x):
+        torch._dynamo.graph_break()
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        return first.square().sum()
+
+    broken = torch.compile(penalty, backend="aot_eager")
+    found, plain = (torch.autograd.grad(f(block(x).sum(), x), x)[0] for f in (broken, penalty))
+    assert torch.equal(found, plain)
+
+
+def test_other_threads_may_compile_or_leave_compiled_code(compiled, monkeypatch):
+    """torch knows for all threads alone whether one of them compiles, and whether they run compiled code."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.randn(2, 4)
+    assert DEQBlock(Cell())(x).shape == x.shape
+    monkeypatch.undo()
+    inside, leave, graphs = threading.Event(), threading.Event(), []
+    thread = threading.Thread(target=uncompiled(lambda: (inside.set(), leave.wait(60))))
+
+    def overlap():
+        thread.start()
+        assert inside.wait(60)
+
+    uncompiled(overlap)()
+    leave.set()
+    thread.join()
+    torch.compile(torch.sin, backend=lambda graph, _: graphs.append(graph) or graph.forward)(x)
+    assert graphs
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
@@ -208,16 +243,23 @@ class TestOfABlock:
 
     def test_weights_given_in_the_call_and_hooks_of_the_cells_own(self, compiled):
         block, x, seen = DEQBlock(Cell()), torch.randn(2, 4), []
+        value = compiled(block)(x).sum()
         block.cell.linear.weight.register_hook(seen.append)
-        compiled(block)(x).sum().backward()
+        value.backward()
         assert len(seen) == 1
-        weights = {name: (0.5 * weight).detach().requires_grad_() for name, weight in block.named_parameters()}
+        scale = torch.tensor(0.5, requires_grad=True)
 
-        def f(x):
-            return torch.func.functional_call(block, weights, (x,))
+        def within(x):
+            return torch.func.functional_call(block, {"cell.linear.weight": scale * block.cell.linear.weight}, (x,))
 
-        found, plain = (derivatives(g, x, [*weights.values()]) for g in (compiled(f), f))
-        assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True)) and len(seen) == 1
+        def around(x):
+            weights = {"_orig_mod.cell.linear.weight": scale * block.cell.linear.weight}
+            return torch.func.functional_call(fast, weights, (x,))
+
+        fast = compiled(block)
+        plain = derivatives(within, x, [scale])
+        for f in (compiled(within), around):
+            assert all(torch.equal(*pair) for pair in zip(derivatives(f, x, [scale]), plain, strict=True))
 
     def test_two_leaves_of_one_gradient(self, compiled):
         block = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x[0] + x[1]))

@@ -23,14 +23,14 @@ def run(*arguments, **environment):
 
 
 def test_dry_run_measures_and_goes_on_where_it_was_stopped(tmp_path):
-    kept = tmp_path / "cpu_neural_collapse.json"
+    kept = tmp_path / "cpu_nc.json"
     row = {"section": "nc", "case": "kept", "provider": "cpp", "fault": "made up"}
     kept.write_text(a_record(row))
     result = run("--dry-run", "--out", tmp_path, "measure", "tests")
     assert result.returncode == 0, result.stdout + result.stderr
     *_, ops, collapse, tests = result.stdout.splitlines()
     assert ops.startswith("measure-ops\tok\t") and tests.startswith("tests\tok\t")
-    assert collapse == f"measure-neural_collapse\tkept\t{kept}"
+    assert collapse == f"measure-nc\tkept\t{kept}"
     measured = json.loads((tmp_path / "cpu_ops.json").read_text())
     assert "ops" in {row["section"] for row in measured["rows"]} and measured["command"]
     assert "ops picard-step-2x64 cpp" in result.stdout and "nc kept cpp  made up" in result.stdout
@@ -42,13 +42,13 @@ def test_a_phase_that_fails_is_named_does_not_stop_the_others_and_is_tried_again
     python = tmp_path / "python"
     record, row = tmp_path / "cpu_ops.json", {"section": "ops", "case": "made-up", "provider": "cpp"}
     written = f"echo '{a_record(row)}' >{record}"
-    failing = f'case "$*" in *test_ops.py*) {written}; exit 3 ;; *"-m pytest"*) exit 3 ;; esac'
+    failing = f'case "$*" in *"-m ops"*) {written}; exit 3 ;; *"-m pytest"*) exit 3 ;; esac'
     python.write_text(f'#!/bin/sh\n{failing}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     result = run("--dry-run", "--out", tmp_path, PYTHON=str(python))
     assert result.returncode == 1, result.stdout + result.stderr
     failed = [line.split("\t")[:2] for line in result.stdout.splitlines()[-3:]]
-    assert failed == [[name, "FAILED, status 3"] for name in ("smoke", "measure-ops", "measure-neural_collapse")]
+    assert failed == [[name, "FAILED, status 3"] for name in ("smoke", "measure-ops", "measure-nc")]
     assert "ops made-up cpp" in result.stdout and (tmp_path / "cpu_ops.json.part").exists() and not record.exists()
     again = run("--dry-run", "--out", tmp_path, "measure", PYTHON=str(python))
     assert "measure-ops\tFAILED" in again.stdout, again.stdout + again.stderr  # measured again, not kept

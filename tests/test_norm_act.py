@@ -111,6 +111,7 @@ class TestKernels:
     def test_a_large_mean_costs_no_digits(self, op, kernel, device):
         check_norm(op_of(op, kernel), NormCase(op, offset=3000.0), device)
 
+    @pytest.mark.covering(1)
     @every_op
     @every_dtype
     def test_opcheck(self, op, dtypes, kernel, device):

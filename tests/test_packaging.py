@@ -86,6 +86,7 @@ def test_works_without_the_extension(wheel, tmp_path):
         # An editable install of the checkout would lend its extension to this copy.
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
         "import torch, deqfast, pathlib\n"
+        "assert 'torchmetrics' not in sys.modules and deqfast.NeuralCollapse and 'torchmetrics' in sys.modules\n"
         "assert pathlib.Path(deqfast.__file__).is_relative_to(sys.argv[1]), deqfast.__file__\n"
         "import deqfast.kernels\n"
         "print(deqfast.backends()['cpp'].reason)\n"

@@ -230,6 +230,7 @@ class TestIterates:
         self.compare(solver, problem, torch.stack(peer.arguments), "cpp", "cpu", NEGLIGIBLE_RIDGE)
 
 
+@pytest.mark.covering(1)
 @every_solver
 @pytest.mark.parametrize("exponent", [-30, 30])
 def test_the_solve_does_not_depend_on_the_scale_of_z(name, exponent, kernel, device):
@@ -308,6 +309,7 @@ def test_a_short_history_dtype_costs_few_iterations(name, kernel, device):
     assert full.evaluations <= short.evaluations <= 2 * full.evaluations
 
 
+@pytest.mark.covering(2)
 @every_solver
 @pytest.mark.parametrize("norm", ["euclidean", "max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -14,10 +14,10 @@ import torch
 import deqfast
 
 from .collapse import collapse_case
-from .entry import KERNELS, Case
+from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
-from .options import compact, eval_solver, gradient, kinds, streaming, trace
+from .options import compact, compiled, eval_solver, gradient, kinds, streaming, trace
 from .solves import cell_case, fc_case, solve_case
 from .training import TOL, training_case
 
@@ -106,41 +106,10 @@ OPTIONS = (
     kinds("sawtooth", dim=12),
     *(kinds(f"{name}, b 1", dim=0) for name in ("gaussian 0.7", "decaying 0.99", "outliers outside")),
     kinds("tanh decaying 0.99, b 1", dim=0),
+    *(compiled(*size, adjoint) for size in ((512, 64), (2048, 256)) for adjoint in ("jfb", "implicit")),
     streaming(50_000, 512),
 )
-SCALES = {
-    "batch": [2**k for k in range(9)],
-    "dim": [4**k for k in range(4, 9)],
-    "history": [2**k for k in range(6)],
-    "iterations": [2, 4, 8, 16, 32, 60],
-}
-
-
-def scaling() -> Iterator[Case]:
-    """Solves with one variable changed at a time around 32 samples of 8192 elements and 20 iterations."""
-    for axis, values in SCALES.items():
-        for x in values:
-            # 40: a window of 32 pairs is full for a while
-            point = {"batch": 32, "dim": 8192, "iterations": 40 if axis == "history" else 20} | {axis: x}
-            iterations, history = point["iterations"], point.get("history")
-            solvers: dict[str, Any] = {} if history else {"picard": deqfast.Picard(NEVER, iterations)}
-            anderson = {"tol": NEVER, "max_iter": iterations, "history": history or 6}
-            solvers["anderson"] = deqfast.Anderson(**anderson)
-            solvers["anderson bf16 history"] = deqfast.Anderson(**anderson, history_dtype=BF16)
-            solvers["broyden"] = deqfast.Broyden(NEVER, iterations, history=history or min(iterations, 32))
-            for label, solver in solvers.items():
-                yield solve_case(
-                    solver,
-                    (point["batch"], point["dim"]),
-                    section="scaling",
-                    name=f"{label}-{axis}-{x}".replace(" ", "-"),
-                    providers=(*KERNELS, "torchdeq"),
-                    columns={"history": getattr(solver, "history", 0), "axis": axis, "solver": label},
-                    full=True,
-                )
-
-
-CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *scaling()]
+CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS]
 
 CELL = (2, 8, 4, 4)
 SMALL: list[Case] = [
@@ -168,11 +137,3 @@ SMALL: list[Case] = [
     kinds("linear-0.9", 2, 16),
     streaming(100, 9),
 ]
-
-
-def find(section: str, name: str) -> Case:
-    """A case by name; KeyError naming what there is."""
-    names = {case.name: case for case in CASES if case.section == section}
-    if name not in names:
-        raise KeyError(f"section {section!r} has no case {name!r}, only {', '.join(names)}")
-    return names[name]

@@ -19,10 +19,9 @@ from deqfast import _extension
 from deqfast.testing import cuobjdump
 from deqfast.testing.cuobjdump import Unavailable
 
-from .gate import Counters
+from .gate import Rows
 
-MEASURED = ("registers", "stack", "shared", "barriers")
-Rows = dict[str, Counters]  # kernel -> {"registers sm_90": 94, ...}
+MEASURED = ("registers", "stack", "shared", "barriers")  # counters, each of an architecture: "registers sm_90"
 
 
 def triton_kernels() -> tuple[str, Rows, str]:

@@ -6,8 +6,7 @@ rounding changes no count (tests/benchmarks/test_gate.py checks that).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,16 +37,6 @@ SOLVED = {
 }
 # How far from the tolerance all residuals are, as a ratio. In another order of the sums they differ by up to 0.3 %.
 CLEAR = 1.03
-
-
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def solve_to_tolerance(solver: str, problem: str, trace: bool = False) -> deqfast.Solution:
@@ -128,5 +117,9 @@ CASES: dict[str, Callable[[], dict[str, int]]] = {
 
 def measure(case: str) -> dict[str, int]:
     """The counters of one of ``CASES``; RuntimeError without the C++ kernels, which are what is counted."""
-    with on_threads(1):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         return CASES[case]()
+    finally:
+        torch.set_num_threads(threads)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import deqfast
 from deqfast.testing import PROBLEMS, relative_error
@@ -142,6 +142,47 @@ def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
 
     name = f"gradient-{layer.name.replace('-implicit', '')}"
     return option(name, shape, tuple(ADJOINTS), contender, peers=("implicit", "jfb"))
+
+
+class Gated(nn.Module):
+    """Cell of one matrix product and many small operations."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.scale, self.slope = nn.Parameter(torch.rand(dim)), nn.Parameter(torch.rand(dim))
+        with torch.no_grad():
+            self.linear.weight.mul_(0.3)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        h = self.linear(z) + x
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5) * self.scale
+        gate = torch.sigmoid(h * self.slope)
+        return 0.5 * z * (1 - gate) + 0.5 * gate * torch.clamp(h, -1, 1) + 0.1 * torch.relu(x - z)
+
+
+def compiled(batch: int, dim: int, adjoint: str) -> Case:
+    """A training step of a model that ``torch.compile`` has taken whole, its cell too, beside eager mode."""
+
+    def contender(provider: str, device: str) -> Contender:
+        torch.manual_seed(0)
+        block = deqfast.DEQBlock(Gated(dim), deqfast.Anderson(1e-3, 40), adjoint)
+        model = nn.Sequential(nn.Linear(16, dim), block, nn.Linear(dim, 4)).to(device)
+        x = torch.randn(batch, 16, device=device)
+
+        def step() -> Tensor:
+            grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+            return torch.cat([grad.flatten() for grad in grads])
+
+        eager = step()
+        if provider == "compiled":
+            block.cell.compile(dynamic=True)
+            model.compile(fullgraph=True, dynamic=True)
+        error = relative_error(step(), eager.double())
+        check("relative error of the gradient", error, 1e-3)
+        return Contender(step, {"error": error, "allowed": 1e-3})
+
+    return option(f"compiled-{adjoint}-{batch}x{dim}", (batch, dim), ("compiled", "eager"), contender)
 
 
 KINDS: dict[str, Any] = {

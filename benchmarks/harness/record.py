@@ -20,7 +20,6 @@ gain, gains          the time of `peer`, of every peer / this one: solver_ms whe
                      "residual" ms, where `reached` says whether `residual` is within `tol`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
-axis, series         of section "scaling": the column that changes along the curve; solver: whose it is
 flop, nc_share ...   of section "training step": see harness/study_step.py
 skipped, fault       why there is no time
 ===================  ==================================================================================================
@@ -59,7 +58,6 @@ WRITTEN = (
     "docs/pages/choosing.md",
     "docs/pages/performance.md",
 )
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"
 Row = dict[str, Any]
@@ -138,16 +136,6 @@ def stale_extensions() -> list[str]:
     ]
 
 
-def processor_details() -> str:
-    """What tells processors of one name apart: "family 25, model 17, stepping 1, L2 1024K, L3 32768K"."""
-    fields = records.cpu_fields()
-    names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
-    parts = [f"{short} {fields[name]}" for short, name in names.items() if name in fields]
-    folders = sorted(CACHES.glob("index*"), key=lambda folder: (folder / "level").read_text())
-    caches = [[(folder / name).read_text().strip() for name in ("level", "size")] for folder in folders]
-    return ", ".join(parts + [f"L{level} {size}" for level, size in caches if level != "1"])
-
-
 @functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
     """What the numbers were measured on."""
@@ -162,7 +150,6 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size if properties else None,
         "nvidia_smi": tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
         "processor": records.processor(),
-        "processor_details": processor_details(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
         "cores": os.cpu_count(),

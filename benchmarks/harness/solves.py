@@ -1,4 +1,4 @@
-"""Cases of whole solves: the same f and number of iterations, by deqfast, torchdeq and eager tensor operations."""
+"""Cases of whole solves: the same f and number of iterations, by deqfast and torchdeq."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from . import traffic
 from .counters import count, launched, memory
 from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, peer, short, size_of
 from .maps import NEVER, FullyConnected, MapCell, autocast, make_map
-from .peers import Solve, eager_solve, torchdeq_solve
+from .peers import Solve, torchdeq_solve
 from .record import Row
 from .timing import Graph
 
-PEERS = ("torchdeq", "eager")
+PEER = "torchdeq"
 # Relative residual that a solve must have reached for its time to count; twice and more what 20 iterations reach.
 APPROACHED = {deqfast.Picard: 0.05, deqfast.Anderson: 5e-3, deqfast.Broyden: 5e-3}
 BF16_APPROACHED = 0.1  # the rounding of bf16 is 8e-3
@@ -51,10 +51,8 @@ def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
 
 def solve_by(provider: str, solver: Any, device: str) -> Solve:
     """(f, z0) -> z without gradients, by a kernel of deqfast or by a peer; ``Skipped`` where it is not there."""
-    if provider == "torchdeq":
+    if provider == PEER:
         solve = peer(torchdeq_solve, solver)
-    elif provider == "eager":
-        solve = eager_solve(solver)
     elif provider in GRAPHS:
         solve = graph_solve(solver, kernel_of(provider.removesuffix("-graph"), device).name)
     else:
@@ -90,27 +88,23 @@ def solve_case(
     *,
     section: str = "solves",
     name: str = "",
-    providers: tuple[str, ...] = (*KERNELS, *GRAPHS, *PEERS),
-    columns: Row | None = None,
     **given: Any,
 ) -> Case:
     """All the iterations of `solver` on a map (see ``make_map``); its time is told without f's.
 
-    columns: more of what says what the problem is; given: the other arguments of ``Case``.
+    given: the other arguments of ``Case``.
     """
     history = getattr(solver, "history_dtype", None)
     precision = "bf16" if kind == "residual" else "fp32"
-    size = size_of(shape, precision, iterations=solver.max_iter) | (columns or {})
+    size = size_of(shape, precision, iterations=solver.max_iter)
     if history:
         size["history_dtype"] = short(history)
     allowed = BF16_APPROACHED if precision == "bf16" else APPROACHED[type(solver)]
-    if solver.max_iter < 20:
-        allowed = 1.0  # few iterations reach little; what diverges is not timed
 
     def contender(provider: str, device: str) -> Contender:
         graph, kernel = provider in GRAPHS, provider.removesuffix("-graph")
         solve_map = solve_by(provider, solver, device)
-        f: Any = make_map(kind, shape, device, "torch" if provider in PEERS else kernel)
+        f: Any = make_map(kind, shape, device, "torch" if provider == PEER else kernel)
         z0 = torch.zeros_like(f.c)
 
         def solve(g: Any = f) -> Tensor:
@@ -139,15 +133,14 @@ def solve_case(
         return Contender(solve, facts, Graph([partial(f_alone, 1)], evaluations) if graph else f_alone)
 
     size_name = "-".join(filter(None, ["" if kind == "elementwise" else kind, crossed(shape)]))
-    peers = tuple(name for name in PEERS if name in providers)
-    return Case(section, name or f"{solver_name(solver)}-{size_name}", size, providers, peers, contender, **given)
+    name = name or f"{solver_name(solver)}-{size_name}"
+    return Case(section, name, size, (*KERNELS, *GRAPHS, PEER), (PEER,), contender, **given)
 
 
 def cell_case(solver: Any, shape: tuple[int, int, int, int], **given: Any) -> Case:
     """``solve_case`` of the residual cell; torchdeq solves for the same cell in plain torch."""
     name = f"solve-{solver_name(solver)}-{crossed(shape)}-bf16"
-    providers = (*KERNELS, *GRAPHS, "torchdeq")
-    return solve_case(solver, shape, "residual", section="cells", name=name, providers=providers, **given)
+    return solve_case(solver, shape, "residual", section="cells", name=name, **given)
 
 
 def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> Case:
@@ -170,9 +163,9 @@ def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> 
 
         residual = f.residual(solve())
         check("relative residual", residual, FC_APPROACHED)
-        evaluations = f.calls if provider in PEERS else FC_ITERATIONS
+        evaluations = f.calls if provider == PEER else FC_ITERATIONS
         facts = {"evaluations": evaluations, "residual": residual}  # f too: fc_fixed_point holds it
         return Contender(solve, facts | asked(lambda g: solve(), f, evaluations))
 
     size = size_of((batch, dim), dtype, iterations=FC_ITERATIONS)
-    return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", size, (*KERNELS, *PEERS), PEERS, contender)
+    return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", size, (*KERNELS, PEER), (PEER,), contender)

@@ -66,16 +66,16 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(call: Call, repeats: int, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+def seconds_of(call: Call, repeats: int, device: str) -> float:
     """Time of one of `repeats` calls, until the device is done."""
     wait(device)
     if isinstance(call, Graph):
         return call.seconds(repeats)
-    start = clock()
+    start = time.perf_counter()
     for _ in range(repeats):
         call()
     wait(device)
-    return (clock() - start) / repeats
+    return (time.perf_counter() - start) / repeats
 
 
 def repeats_of(seconds: float) -> int:
@@ -88,25 +88,24 @@ def in_turns(
     device: str = "cpu",
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, list[float]]:
     """Seconds per call of every round; each round times all the calls one after the other.
 
     A first call warms up, a second says how often each call is repeated within a round. After `seconds`, rounds beyond
     ``FEWEST_ROUNDS`` are left out. A call that takes longer than `seconds` by itself is made once.
     """
-    times: dict[Key, list[float]] = {key: [seconds_of(call, 1, device, clock)] for key, call in calls.items()}
+    times: dict[Key, list[float]] = {key: [seconds_of(call, 1, device)] for key, call in calls.items()}
     repeats = {}
     for key, call in calls.items():
         if times[key][0] <= seconds:
             times[key].clear()
-            repeats[key] = repeats_of(seconds_of(call, 1, device, clock))
+            repeats[key] = repeats_of(seconds_of(call, 1, device))
     deadline = time.monotonic() + seconds
     for done in range(rounds):
         if done >= FEWEST_ROUNDS and time.monotonic() > deadline:
             break
         for key, count in repeats.items():
-            times[key].append(seconds_of(calls[key], count, device, clock))
+            times[key].append(seconds_of(calls[key], count, device))
     return times
 
 

@@ -41,15 +41,14 @@ def steps_passes(steps: int) -> int:
 
 
 def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a solve of a state of `dtype` keeps Broyden's steps and no pairs; "eager" does what "torch" does."""
-    kernel = "torch" if kernel == "eager" else kernel
+    """Whether a solve of a state of `dtype` keeps Broyden's steps and no pairs."""
     return isinstance(solver, deqfast.Broyden) and solver.keeps_steps_alone(dtype, Kernel(kernel))
 
 
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     """Passes of a whole solve without f: the last evaluation is judged, and no step follows.
 
-    kernel: or "eager" or "torchdeq", whose history has the dtype of the state.
+    kernel: or "torchdeq", whose history has the dtype of the state.
     """
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):

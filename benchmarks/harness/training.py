@@ -1,4 +1,4 @@
-"""Cases of training steps: forward and backward of one DEQ layer, by deqfast, torchdeq, eager and, once, explicitly."""
+"""Cases of training steps: forward and backward of one DEQ layer, by deqfast, torchdeq and, once, explicitly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import deqfast
 from .counters import count
 from .entry import KERNELS, Case, Contender, check, crossed, kernel_of, peer, size_of
 from .maps import autocast, relative_residual
-from .peers import eager_layer, explicit_layer, torchdeq_layer
+from .peers import explicit_layer, torchdeq_layer
 from .record import Row
 from .solves import solver_name
 
@@ -25,7 +25,7 @@ EXACT = 1e-10
 # Relative error of the gradient (Euclidean) against that at the exact fixed point, for a solve that stops at TOL. ReLU
 # masks make it large; the gradient of the other adjoint is 0.8 away.
 ALLOWED = {"fp32": 0.1, "bf16": 0.15}
-PEERS = ("torchdeq", "eager", "explicit")
+PEERS = ("torchdeq", "explicit")
 # kind -> cell of so many channels or features
 CELLS: dict[str, Callable[[int], nn.Module]] = {
     "residual": deqfast.ResidualCell,
@@ -111,7 +111,7 @@ def training_case(
 ) -> Case:
     """A training step of a ``Layer``.
 
-    torchdeq, eager and explicit call the cell of plain torch modules; deqfast's kernels have their own for what
+    torchdeq and explicit call the cell of plain torch modules; deqfast's kernels have their own for what
     surrounds its convolutions.
     """
     layer = Layer(cell, shape, adjoint, solver, precision)
@@ -121,8 +121,6 @@ def training_case(
         block = None
         if provider == "explicit":
             function = explicit_layer(setup.cell)
-        elif provider == "eager":
-            function = eager_layer(setup.cell, solver, adjoint)
         elif provider == "torchdeq":
             function = peer(torchdeq_layer, setup.cell, solver, adjoint)
         else:

@@ -26,6 +26,7 @@ from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution, Status
 from ..solvers.base import STALL_UNITS
 from ..transforms import Members
+from ..uncompiled import untraced
 from ..weights import held_nodes, next_node
 from .samples import per_row, rows_of
 
@@ -112,6 +113,10 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return untraced(_Attach.pull, ctx, grads)
+
+    @staticmethod
+    def pull(ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
         given = next((g for g in grads if g is not None), None)
         if given is None:  # behind a closed valve
             return (None,) * len(ctx.needs_input_grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from ..solution import Solution
 from ..solve import solve
 from ..solvers import Broyden, Solver, as_solver
 from ..transforms import Members
+from ..uncompiled import uncompiled
 from .attach import (
     Evaluate,
     Gradients,
@@ -106,7 +106,8 @@ class _Inverted(Rule):
 
     def __init__(self, settings: _Settings, evaluate: Evaluate, z: Any, x: Any) -> None:
         super().__init__("Implicit")
-        self.settings, self.evaluate, self.x = settings, _uncompiled(evaluate), x
+        # A graph of compiled code may serve a single product, and is not differentiable twice.
+        self.settings, self.evaluate, self.x = settings, uncompiled(evaluate), x
         self.z = detached(z, requires_grad=True)
         # Checkpointing would compute what this evaluation saves anew for every product with it.
         with saved_tensors_hooks(_keep, _kept):
@@ -264,19 +265,6 @@ class _Affine(Map):
 
     def folded(self, members: int, dims: list[int | None], randomness: str) -> Map:
         return _Affine(self.product.folded(members, dims, randomness))
-
-
-def _uncompiled(evaluate: Evaluate) -> Evaluate:
-    """The same map, without what ``torch.compile`` has made of parts of it: a graph of compiled code serves a single
-    product where its backward pass works in what was saved (``donated_buffer``), and is never differentiable twice."""
-
-    def plain(z: Any, x: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import would cost seconds
-            return evaluate(z, x)
-        with torch.compiler.set_stance("force_eager"):
-            return evaluate(z, x)
-
-    return plain
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:

@@ -1,6 +1,19 @@
 """Metrics of neural collapse, as a function and as a torchmetrics metric."""
 
-from .metric import NeuralCollapse
+from typing import TYPE_CHECKING, Any
+
 from .neural_collapse import NCResult, neural_collapse
 
+if TYPE_CHECKING:
+    from .metric import NeuralCollapse
+
 __all__ = ["NCResult", "NeuralCollapse", "neural_collapse"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the metric where it is asked for: torchmetrics takes as long to import as torch."""
+    if name == "NeuralCollapse":
+        from .metric import NeuralCollapse
+
+        return NeuralCollapse
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,7 +39,8 @@ class Broyden(Multisecant):
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
         stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|; with `atol` see ``Solver``.
-        atol, norm: absolute tolerance beside the relative one, and the norm |.|, see ``Solver``.
+        atol: absolute tolerance beside the relative one, see ``Solver``.
+        norm: the norm |.|, see ``Solver``.
         history: pairs kept, at least 1, at most 32 on triton and cuda, the bound on the memory of a solve; None:
             max_iter, or 32 there. A full window slides, which is Broyden restarted from -I on its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.

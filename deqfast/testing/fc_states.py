@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +95,14 @@ def check_solve(op: Callable[..., Any], case: FCCase, device: str = "cpu") -> li
     return outcome
 
 
-def same_alone(op: Callable[..., Any], case: FCCase, row: int, device: str = "cpu") -> bool:
-    """Whether the sample `row` has the same bits alone as among its batch mates."""
+def unlike_alone(op: Callable[..., Any], case: FCCase, rows: Sequence[int], device: str = "cpu") -> list[int]:
+    """Those of the samples `rows` that have other bits alone than among their batch mates."""
     weight, c, z0 = case.make(device)
     *together, residuals = op(weight, c, z0, *case.scalars())
-    *alone, residual = op(weight, c[row : row + 1].clone(), z0[row : row + 1].clone(), *case.scalars())
-    same = all(torch.equal(a, t[row : row + 1]) for a, t in zip(alone, together, strict=True))
-    return same and torch.equal(residual, residuals[:, row : row + 1])
+    found = []
+    for row in rows:
+        *alone, residual = op(weight, c[row : row + 1].clone(), z0[row : row + 1].clone(), *case.scalars())
+        same = all(torch.equal(a, t[row : row + 1]) for a, t in zip(alone, together, strict=True))
+        if not (same and torch.equal(residual, residuals[:, row : row + 1])):
+            found.append(row)
+    return found

@@ -26,17 +26,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
-def cpu_fields() -> dict[str, str]:
-    """What Linux tells of the first processor, by its own names; nothing on other systems."""
-    if not CPUINFO.exists():
-        return {}
-    lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 def processor() -> str:
-    """The name of the CPU."""
-    return cpu_fields().get("model name") or platform.processor() or platform.machine()
+    """The name of the CPU: what Linux tells of the first one, or the little that Python knows."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), platform.processor() or platform.machine())
 
 
 def commit(folder: Path) -> str | None:

@@ -5,7 +5,7 @@ import torch
 from harness import collapse, maps, peers, training
 
 import deqfast
-from deqfast.testing import GRADIENT, ITERATES, assert_close, relative_error
+from deqfast.testing import GRADIENT, relative_error
 
 SOLVERS = [
     deqfast.Picard(maps.NEVER, 8),
@@ -22,34 +22,14 @@ def problem():
     return f
 
 
-@pytest.mark.parametrize("solver", SOLVERS[:3], ids=str)
-def test_the_eager_solve_makes_the_iterates_of_deqfast(solver, problem):
-    z0 = torch.zeros(3, 24, dtype=torch.float64)
-    expected = deqfast.solve(problem, z0, solver, "torch").value
-    assert problem.calls == solver.max_iter
-    assert_close(peers.eager_solve(solver)(problem, z0), expected, ITERATES)
-    assert problem.calls == 2 * solver.max_iter
-
-
-def test_the_eager_solve_stops_and_keeps_the_best_iterate(problem):
-    solver = deqfast.Anderson(1e-6, 50)
-    value = peers.eager_solve(solver)(problem, torch.zeros(3, 24, dtype=torch.float64))
-    assert problem.residual(value) <= 1e-6 and problem.calls < 30
-    growing = peers.eager_solve(deqfast.Picard(maps.NEVER, 5))(lambda z: 3 * z + 1, torch.zeros(2, 4))
-    expected = deqfast.solve(lambda z: 3 * z + 1, torch.zeros(2, 4), deqfast.Picard(maps.NEVER, 5), "torch").value
-    assert torch.equal(growing, expected)
-
-
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
-@pytest.mark.parametrize("layer", ["eager", "torchdeq"])
 @pytest.mark.parametrize("shape", [(2, 8, 4, 4), (3, 16)], ids=["residual", "fc"])
-def test_the_layers_have_the_gradient_of_deqfast(layer, adjoint, shape):
+def test_torchdeqs_layer_has_the_gradient_of_deqfast(adjoint, shape):
     kind = "residual" if len(shape) == 4 else "fc"
     given = training.Layer(kind, shape, adjoint, deqfast.Broyden(1e-12, 80, history=80))
     setup, (exact, _) = training.Setup(given, "torch", "cpu", torch.float64), training.exact_gradient(given)
-    build = {"eager": peers.eager_layer, "torchdeq": peers.torchdeq_layer}[layer]
-    gradient, _ = setup.step(build(setup.cell, given.solver, adjoint))
-    # Their backward solves stop at a residual of 1e-6.
+    gradient, _ = setup.step(peers.torchdeq_layer(setup.cell, given.solver, adjoint))
+    # Its backward solve stops at a residual of 1e-6.
     tolerance = GRADIENT if adjoint == "jfb" else 1e-4
     assert relative_error(training.flat(gradient), exact) <= tolerance
 

@@ -20,6 +20,7 @@ from deqfast.testing import norm_states
 ROOT = Path(__file__).resolve().parents[2]
 BF16 = torch.bfloat16
 SMALL = cases.SMALL
+NAMED = {(case.section, case.name): case for case in cases.CASES}
 QUICK = {"rounds": 1, "seconds": 0.1}
 
 
@@ -33,7 +34,9 @@ class TestTraffic:
             (deqfast.Anderson(history_dtype=BF16), 20, "torchdeq", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),
             (deqfast.Broyden(), 20, "cpp", sum(6 + steps for steps in range(19))),  # the steps alone
             (deqfast.Broyden(history=18), 20, "cpp", sum(8 + 2 * min(pairs, 18) for pairs in range(19))),
-            *((deqfast.Broyden(), 3, provider, 6 + 7) for provider in ("torch", "eager")),
+            (deqfast.Broyden(), 3, "torch", 6 + 7),
+            (deqfast.Anderson(max_iter=50, history=None), 50, "torch", sum(8 + 2 * k for k in range(49))),
+            (deqfast.Anderson(max_iter=50, history=None), 50, "cuda", sum(8 + 2 * min(k, 32) for k in range(49))),
             *((deqfast.Broyden(), 3, provider, 8 + 10) for provider in ("torchdeq", "cuda")),  # which keep pairs
         ],
     )
@@ -60,11 +63,8 @@ class TestTraffic:
 
 class TestRegistry:
     def test_names_are_unique_and_fit_for_selection(self):
-        names = [(case.section, case.name) for case in cases.CASES]
-        assert len(set(names)) == len(names)
-        assert all(" " not in name and "(" not in name for _, name in names)
-        with pytest.raises(KeyError, match="has no case 'x'"):
-            cases.find("ops", "x")
+        assert len(NAMED) == len(cases.CASES)
+        assert all(" " not in name and "(" not in name for _, name in NAMED)
 
     def test_records_are_of_its_cases(self):
         """But those of single ops, some of which are ops no more."""
@@ -75,13 +75,13 @@ class TestRegistry:
         assert recorded <= names and {section for section, _ in recorded} == sections - {"cells"}
 
     def test_small_cases_are_of_every_section(self):
-        assert {case.section for case in SMALL} == {case.section for case in cases.CASES} - {"scaling"}
+        assert {case.section for case in SMALL} == {case.section for case in cases.CASES}
 
     def test_the_cases_with_targets_are_measured(self):
         for target in (*targets.TARGETS, *targets.GPU_TARGETS):
             if target.section == "training step":
                 continue
-            for case in (cases.find(target.section, name) for name in targets.named(target.case)):
+            for case in (NAMED[target.section, name] for name in targets.named(target.case)):
                 assert set(targets.named(target.provider)) & set(case.providers)
                 assert target.against is None or target.against in case.peers
 
@@ -115,7 +115,7 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
     assert all("ms" in outcomes[kernel] for kernel in ("torch", "cpp") if kernel in outcomes)
     if case.section in ("solves", "fc"):
         made = {provider: row["evaluations"] for provider, row in outcomes.items() if "skipped" not in row}
-        assert set(made) >= {"torch", "cpp", "torchdeq", "eager"} and set(made.values()) == {row["iterations"]}
+        assert set(made) >= {"torch", "cpp", "torchdeq"} and set(made.values()) == {row["iterations"]}
     assert json.loads(json.dumps(list(outcomes.values())))
     assert tables.table(list(outcomes.values()))
 
@@ -238,11 +238,11 @@ def test_gains_and_targets():
     name = "anderson-m6-128x8192"
     rows = [
         {"section": "solves", "case": name, "provider": provider, "ms": 1, "ms_min": 1, "solver_ms": ms, "floor_x": 1.6}
-        for provider, ms in (("cpp", 2.0), ("torchdeq", 10.0), ("eager", -1.0))
+        for provider, ms in (("cpp", 2.0), ("torchdeq", 10.0))
     ]
-    suite.compare(cases.find("solves", name), rows)
-    assert "gains" not in rows[0]  # eager's time is lost in that of f
-    suite.compare(cases.find("solves", name), rows[:2])
+    suite.compare(NAMED["solves", name], [rows[0], rows[1] | {"solver_ms": -1.0}])
+    assert "gains" not in rows[0]  # torchdeq's time is lost in that of f
+    suite.compare(NAMED["solves", name], rows)
     assert rows[0]["gain"] == 5 and rows[0]["peer"] == "torchdeq" and "gain" not in rows[1]
     rows[0]["peak_bytes"], rows[1]["peak_bytes"] = 3, 4
     told = {target.what: (value, met) for target, value, met in targets.verdicts(rows) if met is not None}
@@ -260,7 +260,7 @@ def test_a_record_in_no_folder_is_refused():
     assert result.returncode == pytest.ExitCode.USAGE_ERROR and "/no/such/folder is not a folder" in result.stderr
 
 
-@pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq", "eager"])
+@pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq"])
 def test_f_is_called_without_gradients(provider, monkeypatch):
     call, enabled = maps.Contraction.__call__, []
 
