@@ -166,7 +166,8 @@ def compiled(batch: int, dim: int, adjoint: str) -> Case:
 
     def contender(provider: str, device: str) -> Contender:
         torch.manual_seed(0)
-        block = deqfast.DEQBlock(Gated(dim), deqfast.Anderson(1e-3, 40), adjoint)
+        cell = Gated(dim)
+        block = deqfast.DEQBlock(cell, deqfast.Anderson(1e-3, 40), adjoint)
         model = nn.Sequential(nn.Linear(16, dim), block, nn.Linear(dim, 4)).to(device)
         x = torch.randn(batch, 16, device=device)
 
@@ -176,7 +177,7 @@ def compiled(batch: int, dim: int, adjoint: str) -> Case:
 
         eager = step()
         if provider == "compiled":
-            block.cell.compile(dynamic=True)
+            cell.compile(dynamic=True)
             model.compile(fullgraph=True, dynamic=True)
         error = relative_error(step(), eager.double())
         check("relative error of the gradient", error, 1e-3)
