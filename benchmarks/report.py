@@ -339,7 +339,8 @@ def blocks(results: Results) -> dict[str, list[str]]:
     }
 
 
-COUNTED: dict[str, Form] = {  # the columns of the options' cases that are the same on every machine
+OF_OPTIONS: dict[str, Form] = {  # what the options' cases are told by; all but the times are the same on every machine
+    "ms_min": duration,
     "evaluations": "{:g}".format,
     "sample_evaluations": "{:g}".format,
     "samples_missed": "{:g}".format,
@@ -349,9 +350,10 @@ COUNTED: dict[str, Form] = {  # the columns of the options' cases that are the s
 
 
 def facts(results: Results) -> dict[str, str]:
-    """The numbers that sentences may quote: every entry of every table, what was counted of the options, and sums."""
+    """The numbers that sentences may quote: every entry of every table, what the options gain, and sums."""
     options = [
-        {"row": f"{name}.{provider}"} | {column: middle(runs, provider, column, COUNTED[column]) for column in COUNTED}
+        {"row": f"{name}.{provider}"}
+        | {column: middle(runs, provider, column, form) for column, form in OF_OPTIONS.items()}
         for name, runs in results.cases("options").items()
         for provider in runs
     ]

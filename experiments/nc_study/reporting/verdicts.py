@@ -126,7 +126,7 @@ def conclusions(found: Mapping[str, str]) -> list[str]:
     better = "That the DEQ classifies long-tailed images better is not shown."
     if {"A1", "A4", "A5"} <= held:
         better = "The equilibrium makes long-tailed classification better."
-    elif "A1" in held and not {"A4", "A5"} & held:
+    elif "A1" in held and {found["A4"], found["A5"]} <= {EQUAL, CONTRADICTED}:
         better = (
             "The normalised ending makes long-tailed classification better; that the equilibrium does is not shown."
         )
