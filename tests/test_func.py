@@ -25,6 +25,7 @@ from deqfast import (
     fc_fixed_point,
     solve,
 )
+from deqfast.adjoints import Adjoint
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close
 
 TIGHT = Broyden(tol=1e-13, max_iter=60)
@@ -290,6 +291,15 @@ def test_under_autocast():
 
 
 class TestErrors:
+    def test_an_adjoint_without_derivative(self):
+        class Plain(Adjoint):
+            differentiate = JFB.differentiate
+
+        block, x = block_of(Plain()), data(2)
+        block(x).sum().backward()
+        with pytest.raises(RuntimeError, match="Plain defines no derivative for torch.func"):
+            grad(lambda x: block(x).sum())(x)
+
     @every_adjoint
     @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "eager", "dual"])
     def test_a_tensor_that_only_the_cell_holds(self, adjoint, transform):

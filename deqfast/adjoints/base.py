@@ -84,7 +84,7 @@ class Problem:
 class Adjoint:
     """Base of the adjoints, which attach a gradient to the value of a problem.
 
-    A subclass is a frozen dataclass of its settings and defines ``differentiate`` and ``derivative``.
+    A subclass is a frozen dataclass of its settings and defines ``differentiate``, for torch.func also ``derivative``.
     """
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
@@ -101,5 +101,5 @@ class Adjoint:
         raise NotImplementedError
 
     def derivative(self, problem: Problem) -> Derivative:
-        """Derivative of the value under torch.func and in forward-mode AD; every adjoint here defines it."""
-        raise NotImplementedError(f"{type(self).__name__} has no derivative under torch.func and in forward-mode AD")
+        """Derivative of the value under torch.func and in forward-mode AD, which an adjoint without it refuses."""
+        raise RuntimeError(f"deqfast: {type(self).__name__} defines no derivative for torch.func and forward-mode AD")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -51,7 +53,8 @@ def spectral_radius(network: ResNet18, images: Tensor) -> Tensor:
         x = network.trunk(network.stem(images))
         z = network.last(x)
     z.requires_grad_()
-    value = network.last.cell(z, x)  # type: ignore[operator, union-attr]  # a DEQBlock, whose cell is a module
+    cell: Any = network.last.cell
+    value = cell(z, x)
     vector = torch.randn(z.shape, generator=torch.Generator().manual_seed(0)).to(z)
     logarithms = []
     for _ in range(POWER_STEPS):
