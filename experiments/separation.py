@@ -1,0 +1,69 @@
+"""Experiments after Wu et al., "Separation and Bias of Deep Equilibrium Models" (NeurIPS 2024), beside exact checks.
+
+What is finished under --out is left alone, so that a run that was cut off goes on by the same command. Written are a
+record of every unit, report.md and report.html with a verdict on each claim, and figures/, in a folder of the preset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from nc_study.cli import told
+from nc_study.config import SettingsError, add_options, check_field, option
+from nc_study.rundir import prepare_out
+from separation_study import report
+from separation_study.diagonal import DIAGONAL
+from separation_study.frame import run
+
+EXPERIMENTS = {one.name: one for one in (DIAGONAL,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What separation.py takes; SettingsError for a value that makes no sense."""
+
+    experiment: str = option("study", "which experiment", "all", choices=("all", *EXPERIMENTS))
+    preset: str = option(
+        "study",
+        "quick: few seeds, minutes; full: five seeds and larger sizes, hours",
+        "quick",
+        choices=("quick", "full"),
+    )
+    jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
+    out: str = option("machine", "folder for the presets' folders", "runs/separation")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            check_field(spec, getattr(self, spec.name))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiments; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after
+    Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, Options)
+    try:
+        options = Options(**vars(parser.parse_args(argv)))
+    except SettingsError as error:
+        parser.error(str(error))
+    return told("separation.py", lambda: study(options), "what is finished is saved, the same command goes on with it")
+
+
+def study(options: Options) -> int:
+    """Measure what is missing and write the report; 0."""
+    folder = Path(options.out) / options.preset
+    prepare_out(folder)
+    chosen = EXPERIMENTS.values() if options.experiment == "all" else [EXPERIMENTS[options.experiment]]
+    run(chosen, options.preset, folder, options.jobs)
+    # The report is on all that is there, so that experiments can be run one by one.
+    print(f"report: {report.write(EXPERIMENTS.values(), options.preset, folder)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

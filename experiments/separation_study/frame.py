@@ -1,0 +1,159 @@
+"""The frame of the experiments: units of work with a record each, done in several processes and resumed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from matplotlib.figure import Figure
+from nc_study.config import StudyError
+from nc_study.record import Machine, to_json
+from nc_study.results import provenance
+from nc_study.rundir import write_atomically
+from tqdm import tqdm
+
+from .claims import Claim
+
+FORMAT = 1  # rises when what a unit writes changes a name or a meaning
+EXACT, DERIVED, RECONSTRUCTION = "exact", "derived", "reconstruction"
+SOURCES = {
+    EXACT: "as printed by the authors",
+    DERIVED: "follows from what is printed, and is checked here numerically",
+    RECONSTRUCTION: "a best guess where the paper's text was not to be had",
+}
+
+Row = dict[str, object]  # of a table: column -> value
+Rows = list[Row]
+
+
+class Unit(NamedTuple):
+    """What is measured and recorded at once: a task of an experiment with one seed, for all networks."""
+
+    task: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The file of a finished unit. `sizes` and `result` have the types that the experiment names."""
+
+    format: int
+    experiment: str
+    unit: Unit
+    sizes: Any
+    result: Any
+    machine: Machine
+    versions: dict[str, str | None]
+    commit: str | None
+    finished: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report; `source` is one of SOURCES and says what its task is."""
+
+    title: str
+    source: str
+    rows: Rows
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of a report, in the file `name`.png; `source` as of a table."""
+
+    name: str
+    title: str
+    source: str
+    caption: str
+    figure: Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """What an experiment comes to."""
+
+    text: str
+    claims: list[Claim]
+    tables: list[Table]
+    pictures: list[Picture]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment: its sizes by preset, its units, how one is measured, and what the results come to."""
+
+    name: str
+    title: str
+    sizes: Mapping[str, Any]
+    result: type
+    units: Callable[[Any], list[Unit]]
+    measure: Callable[[Any, Unit], Any]
+    section: Callable[[Any, dict[Unit, Any]], Section]
+
+
+def path_of(folder: Path, experiment: Experiment, unit: Unit) -> Path:
+    """Return the place of a unit's record below the folder of its preset."""
+    return folder / experiment.name / f"{unit}.json"
+
+
+def load(path: Path, experiment: Experiment, sizes: Any) -> Record:
+    """Read a unit's record; StudyError if it is damaged, or of other sizes or another version of this project."""
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+        if (content.get("format"), content.get("sizes")) != (FORMAT, msgspec.to_builtins(sizes)):
+            raise StudyError(f"{path} was measured with other sizes or by another version: take another --out")
+        content["result"] = msgspec.convert(content["result"], experiment.result)
+        return msgspec.convert(content, Record)
+    except (OSError, ValueError, AttributeError) as error:
+        raise StudyError(f"{path} cannot be read ({error}): remove it to measure the unit again") from error
+
+
+def measure(folder: Path, job: tuple[Experiment, str, Unit]) -> Unit:
+    """Measure a unit and write its record; the unit."""
+    experiment, preset, unit = job
+    torch.set_num_threads(1)
+    sizes = experiment.sizes[preset]
+    result = experiment.measure(sizes, unit)
+    record = Record(FORMAT, experiment.name, unit, sizes, result, **provenance(1, "cpu"))
+    path = path_of(folder, experiment, unit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, to_json(record))
+    return unit
+
+
+def run(experiments: Iterable[Experiment], preset: str, folder: Path, jobs: int) -> None:
+    """Measure the units that have no record yet, `jobs` at a time; those that have one must be readable."""
+    waiting = []
+    for experiment in experiments:
+        sizes = experiment.sizes[preset]
+        for unit in experiment.units(sizes):
+            if (path := path_of(folder, experiment, unit)).exists():
+                load(path, experiment, sizes)
+            else:
+                waiting.append((experiment, preset, unit))
+    work = partial(measure, folder)
+    with tqdm(total=len(waiting), desc="units", unit="unit") as bar:
+        if jobs == 1:
+            for job in waiting:
+                bar.set_postfix_str(f"{job[0].name} {work(job)}")
+                bar.update()
+        elif waiting:
+            with multiprocessing.get_context("spawn").Pool(jobs, _leave_interrupts_to_the_parent) as pool:
+                for unit in pool.imap_unordered(work, waiting):
+                    bar.set_postfix_str(str(unit))
+                    bar.update()
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

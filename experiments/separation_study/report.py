@@ -1,0 +1,67 @@
+"""The report on the experiments: verdicts, tables and figures as Markdown and as one page of HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nc_study.figures import png
+from nc_study.reporting.document import render, to_html
+from nc_study.rundir import prepare_out, write_atomically
+
+from .claims import Claim
+from .frame import SOURCES, Experiment, Picture, Row, load, path_of
+
+TITLE = "Separation and bias of deep equilibrium models: what was measured"
+
+
+def write(experiments: Iterable[Experiment], preset: str, folder: Path) -> Path:
+    """Write report.md, report.html and figures/ from the records of finished units; the path of the Markdown."""
+    prepare_out(folder / "figures")
+    parts = [part for experiment in experiments if (part := _part(experiment, preset, folder))]
+    text = render(
+        Path(__file__).with_name("separation.md"), title=TITLE, preset=preset, sources=SOURCES.items(), parts=parts
+    )
+    write_atomically(folder / "report.md", text.encode())
+    write_atomically(folder / "report.html", to_html(TITLE, text, folder).encode())
+    return folder / "report.md"
+
+
+def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
+    """Return what the template shows of an experiment, None where no unit is finished."""
+    sizes, paths = experiment.sizes[preset], {}
+    units = experiment.units(sizes)
+    paths = {unit: path for unit in units if (path := path_of(folder, experiment, unit)).exists()}
+    records = {unit: load(path, experiment, sizes) for unit, path in paths.items()}
+    if not records:
+        return None
+    section = experiment.section(sizes, {unit: record.result for unit, record in records.items()})
+    last = max(records.values(), key=lambda record: record.finished)
+    return {
+        "title": experiment.title,
+        "text": section.text,
+        "verdicts": [_verdict(claim) for claim in section.claims],
+        "tables": section.tables,
+        "pictures": [_draw(picture, folder) for picture in section.pictures],
+        "missing": [str(unit) for unit in units if unit not in records],
+        "provenance": f"{len(records)} of {len(units)} units; torch {last.versions['torch']}, {last.machine.cpu}; "
+        f"commit {last.commit}, {last.finished}",
+    }
+
+
+def _verdict(claim: Claim) -> Row:
+    return {
+        "claim": claim.claim,
+        "verdict": claim.verdict,
+        "numbers": claim.numbers,
+        "seeds": claim.seeds,
+        "task": claim.source,
+        "reason": claim.reason,
+    }
+
+
+def _draw(picture: Picture, folder: Path) -> dict[str, str]:
+    path = f"figures/{picture.name}.png"
+    write_atomically(folder / path, png(picture.figure))
+    return {"title": picture.title, "source": picture.source, "caption": picture.caption, "path": path}
