@@ -1,7 +1,7 @@
 """Experiment 4: the implicit bias of the diagonal linear DEQ z = diag(w) z + x, f = 1ᵀz = βᵀx with β = 1/(1-w).
 
-Gradient flow on the squared loss is β' = -c βᵖ Xᵀr with p = 4 for the implicit gradient, 3 for JFB's, and p = 1, c = 4 of
-the comparator, the diagonal linear network β = u². With h' = β⁻ᵖ it keeps h(β) + c Xᵀv constant, v the integral of
+Gradient flow on the squared loss is β' = -c βᵖ Xᵀr with p = 4 for the implicit gradient, 3 for JFB's, and p = 1, c = 4
+of the comparator, the diagonal linear network β = u². With h' = β⁻ᵖ it keeps h(β) + c Xᵀv constant, v the integral of
 r = Xβ - y: the limit minimises the Bregman divergence of h from β(0) subject to Xβ = y.
 """
 
@@ -25,7 +25,7 @@ SOLVER = deqfast.Broyden(tol=1e-13, max_iter=200)
 ADJOINTS = {"DEQ": deqfast.Implicit(SOLVER), "DEQ, JFB": deqfast.JFB()}
 ZERO = 1e-6  # a KKT residual or drift below this is rounding and the integrator's tolerance
 FITTED = 1e-11  # loss residual, relative to y, at which the flow counts as converged
-HORIZON = 40.0  # time of the descents, in units of 1/|X|²
+HORIZON = 40.0  # time of the descents, in the units of their steps
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,13 @@ def _flow_result(
 
 
 def descend(rule: Rule, x: np.ndarray, y: np.ndarray, step: float) -> Descent:
-    """Run gradient descent on w through a DEQBlock from β = 1, beside the flow; `step` in units of 1/|X|²."""
+    """Run gradient descent on w through a DEQBlock from β = 1, beside the flow; `step` in units of 1/(|X|² max βᵖ)."""
     inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
     cell = DiagonalCell(torch.ones(x.shape[1], dtype=torch.float64))
     block = deqfast.DEQBlock(cell, SOLVER, ADJOINTS[rule.name])
     start, v, drift, error = rule.mirror(cell.beta.numpy()), np.zeros(len(y)), 0.0, 0.0
-    unit = float(np.linalg.norm(x, 2)) ** -2
+    limit, _ = flow(rule, x, y, np.ones(x.shape[1]))
+    unit = float(np.linalg.norm(x, 2) ** -2 * max(1.0, limit.max()) ** -rule.power)
     steps = round(HORIZON / step)
     for _ in range(steps):
         z = block(inputs)
@@ -201,7 +202,7 @@ def descend(rule: Rule, x: np.ndarray, y: np.ndarray, step: float) -> Descent:
         error = max(error, float((z.detach() - inputs * cell.beta).abs().max()))
         (gradient,) = torch.autograd.grad(residual.square().sum() / 2, cell.weight)
         with torch.no_grad():
-            cell.weight -= step * unit * gradient
+            cell.weight.sub_(step * unit * gradient)
         v += step * unit * residual.detach().numpy()
         drift = max(drift, float(np.abs(rule.mirror(cell.beta.numpy()) + rule.factor * x.T @ v - start).max()))
     beta, _ = flow(rule, x, y, np.ones(x.shape[1]), HORIZON * unit)
@@ -265,7 +266,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
             "a slip of the sign",
         ),
         zero("JFB minimises Σ[1/β + β/β(0)²] instead", DERIVED, [one.kkt for one in jfb], "its own conserved quantity"),
-        zero("Of JFB too, the limit is that of the paper's Q", DERIVED, [one.kkt_paper for one in jfb], "own bias"),
+        zero("JFB's limit, too, is that of the paper's Q", DERIVED, [one.kkt_paper for one in jfb], "own bias"),
         zero("The diagonal network β = u² minimises Σ β log(β/β(0)) - β", DERIVED, [o.kkt for o in network], "known"),
     ]
     denser = [
@@ -298,7 +299,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
             HOLDS if tends else FAILS,
             f"half the step: distance over {min(halving):.2f} to {max(halving):.2f}",
             sizes.seeds,
-            "2 is what a method of first order gives",
+            "a method of first order gives 2",
         )
     )
     tables = [

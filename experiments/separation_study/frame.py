@@ -111,7 +111,7 @@ def load(path: Path, experiment: Experiment, sizes: Any) -> Record:
     """Read a unit's record; StudyError if it is damaged, or of other sizes or another version of this project."""
     try:
         content = msgspec.json.decode(path.read_bytes())
-        if (content.get("format"), content.get("sizes")) != (FORMAT, msgspec.to_builtins(sizes)):
+        if (content.get("format"), content.get("sizes")) != (FORMAT, msgspec.json.decode(to_json(sizes))):
             raise StudyError(f"{path} was measured with other sizes or by another version: take another --out")
         content["result"] = msgspec.convert(content["result"], experiment.result)
         return msgspec.convert(content, Record)
