@@ -19,8 +19,9 @@ from nc_study.rundir import prepare_out
 from separation_study import report
 from separation_study.diagonal import DIAGONAL
 from separation_study.frame import run
+from separation_study.sawtooth import SAWTOOTH
 
-EXPERIMENTS = {one.name: one for one in (DIAGONAL,)}
+EXPERIMENTS = {one.name: one for one in (SAWTOOTH, DIAGONAL)}
 
 
 @dataclass(frozen=True, kw_only=True)

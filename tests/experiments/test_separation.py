@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import separation
+import torch
 from nc_study.config import StudyError
-from separation_study import diagonal, frame, report
+from separation_study import diagonal, frame, networks, report, sawtooth
 from separation_study.claims import FAILS, HOLDS, OPEN, less
+
+import deqfast
 
 SMALL = diagonal.Sizes(((4, 2),), (0.5, 1.0), (0.4, 0.2), 1)
 
@@ -91,3 +96,67 @@ def test_bad_argument_is_an_error_that_names_it(arguments, capsys):
         separation.main(arguments)
     assert stop.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+SOLVERS = {
+    "picard": deqfast.Picard,
+    "anderson": deqfast.Anderson,
+    "anderson, type I": partial(deqfast.Anderson, kind="I"),
+    "broyden": deqfast.Broyden,
+    "bad broyden": partial(deqfast.Broyden, kind="bad"),
+}
+KERNELS = [name for name, found in deqfast.backends().items() if found.available and name in ("torch", "cpp")]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("k", "solver"), [*product((1, 5), SOLVERS), (10, "picard"), (15, "picard")])
+def test_theorem_1_equals_the_sawtooth_bit_by_bit(k, solver, kernel):
+    made = SOLVERS[solver](tol=1e-300, max_iter=400, stop="abs")
+    assert sawtooth.exact_error(k, made, kernel) == 0
+
+
+def test_sawtooth_has_its_pieces_and_variance():
+    x = torch.arange(2**12 + 1, dtype=torch.float64) / 2**12
+    y = sawtooth.sawtooth(5, x)
+    assert int((y.diff().sign().diff() != 0).sum()) == 2**5 - 1
+    assert float(y[:-1].var()) == pytest.approx(sawtooth.VARIANCE, rel=1e-2)
+
+
+def test_matched_width_is_the_largest_within_the_budget():
+    for cost in (networks.parameters, networks.FNN.flops):
+        width = networks.matched_width(3, 2, 1000, cost)
+        assert cost(networks.FNN(3, width, 2)) <= 1000 < cost(networks.FNN(3, width + 1, 2))
+
+
+def test_trained_networks_see_the_same_samples_and_keep_the_bound():
+    seen, course = [], networks.Course(4, 8, (0.01, 0.1), 2)
+
+    class Watched(sawtooth.Sawtooth):
+        def batch(self, generator, size):
+            x, y = super().batch(generator, size)
+            seen.append(x)
+            return x, y
+
+    rates = len(course.rates)
+    found = [
+        networks.train("", make, Watched(2), course, 3, bound=0.2)[0]
+        for make in (partial(networks.DEQ, 1, 4), partial(networks.FNN, 1, 4, 1))
+    ]
+    half = len(seen) // 2
+    assert all(torch.equal(one, other) for one, other in zip(seen[:half], seen[half:], strict=True))
+    for one in found:
+        assert len(one.trials) == rates and one.steps == (0, 2, 4) and one.largest_weight <= 0.2
+        assert len(one.errors["test"]) == 3
+    assert found[0].flops > 6 * 4**2  # at least the differentiated evaluation, and that of the readout
+
+
+def test_sawtooth_section_says_what_is_constant_and_what_is_a_construction():
+    sizes = sawtooth.Sizes((1,), (1,), networks.Course(2, 16, (0.01,), 1), 2)
+    results = {unit: sawtooth.measure(sizes, unit) for unit in sawtooth.units(sizes)}
+    found = sawtooth.section(sizes, results)
+    construction, *trained = found.claims
+    assert construction.verdict == HOLDS and construction.numbers == "largest error 0.0e+00"
+    assert len(trained) == 3 and all(claim.seeds == 2 for claim in trained)
+    assert [row["network"] for row in found.tables[0].rows][:2] == ["best constant", "DEQ"]
+    exact = results[sawtooth.units(sizes)[0]].networks[-1]
+    assert exact.name == sawtooth.EXACT_START and exact.errors["test"][0] < 1e-3

@@ -1,0 +1,209 @@
+"""The networks that are compared, how their sizes are matched, and their training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+import deqfast
+
+CLIP = 1.0  # bound on the norm of a gradient, of all networks
+SOLVER = deqfast.Broyden(tol=1e-8, max_iter=100)
+ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-6, max_iter=50))
+DOUBLE = torch.float64
+
+
+class Network(Protocol):
+    """What the training and the matching need of a network, an `nn.Module` from (B, inputs) to (B,)."""
+
+    def flops(self) -> float:
+        """Count the multiplications and additions of a training step per sample."""
+
+
+class DEQ(nn.Module):
+    """ReLU DEQ z = relu(W z + U x + b) with a linear readout; it counts the evaluations of its solves."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        cell = deqfast.FCCell(inputs, width, activation="relu")
+        self.block = deqfast.DEQBlock(cell, SOLVER, ADJOINT, warn=False)
+        self.readout = nn.Linear(width, 1)
+        self.inputs, self.width = inputs, width
+        self.evaluations: list[float] = []
+        self.converged = 1.0
+        self.to(DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return f(x), (B,), for x (B, inputs)."""
+        z, solution = self.block(x, return_solution=True)
+        self.converged = float(solution.converged.double().mean())
+        if torch.is_grad_enabled():
+            self.evaluations.append(float(solution.iterations.double().mean()))
+            if self.block.backward_solution is not None:  # of the step before
+                self.evaluations[-1] += float(self.block.backward_solution.iterations.double().mean())
+        return self.readout(z)[:, 0]
+
+    def flops(self) -> float:
+        """Count a step: W z in every evaluation of both solves and in the differentiated one with its gradient of W,
+        U x and the readout with their gradients."""
+        mean = sum(self.evaluations) / max(1, len(self.evaluations))
+        return 2 * self.width**2 * (mean + 2) + 4 * self.inputs * self.width + 6 * self.width
+
+
+class FNN(nn.Sequential):
+    """ReLU network of `depth` hidden layers of one width."""
+
+    def __init__(self, inputs: int, width: int, depth: int) -> None:
+        sizes = [inputs, *[width] * depth, 1]
+        layers: list[nn.Module] = []
+        for i, o in zip(sizes, sizes[1:], strict=False):
+            layers += [nn.Linear(i, o), nn.ReLU()]
+        super().__init__(*layers[:-1])
+        self.sizes = sizes
+        self.to(DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return f(x), (B,), for x (B, inputs)."""
+        return super().forward(x)[:, 0]
+
+    def flops(self) -> float:
+        """Count a step: the products forward, and for the gradients of inputs and of weights."""
+        return 6.0 * sum(i * o for i, o in zip(self.sizes, self.sizes[1:], strict=False))
+
+
+def parameters(network: nn.Module) -> int:
+    """Count the parameters."""
+    return sum(one.numel() for one in network.parameters())
+
+
+def matched_width(inputs: int, depth: int, budget: float, cost: Callable[[FNN], float]) -> int:
+    """Return the largest width, at least 1, at which an FNN's cost is at most the budget."""
+    width = 1
+    while cost(FNN(inputs, width + 1, depth)) <= budget:
+        width += 1
+    return width
+
+
+@dataclass(frozen=True)
+class Course:
+    """How every network of an experiment is trained: Adam with a cosine on the mean squared error, on fresh samples in
+    every step, once with each learning rate; the errors are measured `marks` times."""
+
+    steps: int
+    batch: int
+    rates: tuple[float, ...]
+    marks: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A learning rate and the validation error that it led to, None where the training broke down."""
+
+    rate: float
+    validation: float | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network after the trial with the lowest validation error; errors are relative, by name, after each of
+    `steps`. None: not finite. `converged` is the share of samples that are solved in the last measurement."""
+
+    name: str
+    parameters: int
+    flops: float
+    trials: tuple[Trial, ...]
+    steps: tuple[int, ...]
+    errors: dict[str, tuple[float | None, ...]]
+    largest_weight: float
+    converged: float
+
+    def error(self, name: str) -> float:
+        """Return the last error of a name, infinite where it is not finite."""
+        value = self.errors[name][-1]
+        return math.inf if value is None else value
+
+
+class Task(Protocol):
+    """What a network learns."""
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+        """Draw x (B, inputs) and f(x) (B,)."""
+
+    def errors(self, network: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Measure the errors by name."""
+
+    @property
+    def scale(self) -> float:
+        """Mean square of the target, in units of which the loss is."""
+
+
+def train(
+    name: str, make: Callable[[], nn.Module], task: Task, course: Course, seed: int, bound: float | None = None
+) -> tuple[Trained, nn.Module]:
+    """Train the network once with each rate and return the best, by samples drawn as the training's are but apart from
+    them; with a bound, no weight is ever larger. Networks of a seed see the same samples."""
+    validation = task.batch(_generator(seed, 1), 2048)
+    trials, best, lowest = [], None, math.inf
+    for rate in course.rates:
+        torch.manual_seed(seed)
+        network = make()
+        marks, errors = zip(*_trial(network, task, course, rate, seed, bound), strict=True)
+        with torch.no_grad():
+            error = float((network(validation[0]) - validation[1]).square().mean() / task.scale)
+        trials.append(Trial(rate, finite(error)))
+        if best is None or error < lowest:
+            lowest = error if math.isfinite(error) else math.inf
+            best = network, marks, errors
+    assert best is not None
+    network, marks, errors = best
+    return Trained(
+        name=name,
+        parameters=parameters(network),
+        flops=network.flops() if isinstance(network, (DEQ, FNN)) else 0.0,
+        trials=tuple(trials),
+        steps=tuple(marks),
+        errors={key: tuple(finite(one[key]) for one in errors) for key in errors[0]},
+        largest_weight=max(float(one.detach().abs().max()) for one in network.parameters()),
+        converged=getattr(network, "converged", 1.0),
+    ), network
+
+
+def _trial(
+    network: nn.Module, task: Task, course: Course, rate: float, seed: int, bound: float | None
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Train; before the first step and at every mark its number, and the errors."""
+    optimiser = torch.optim.Adam(network.parameters(), rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, course.steps)
+    generator, every = _generator(seed, 0), max(1, course.steps // course.marks)
+    for step in range(course.steps + 1):
+        if step % every == 0 or step == course.steps:
+            with torch.no_grad():
+                yield step, task.errors(network)
+        if step == course.steps:
+            return
+        x, y = task.batch(generator, course.batch)
+        optimiser.zero_grad()
+        loss = (network(x) - y).square().mean() / task.scale
+        loss.backward()
+        if not math.isfinite(float(nn.utils.clip_grad_norm_(network.parameters(), CLIP))):
+            optimiser.zero_grad()  # a step without a gradient is skipped
+        optimiser.step()
+        schedule.step()
+        if bound is not None:
+            with torch.no_grad():
+                for one in network.parameters():
+                    one.clamp_(-bound, bound)
+
+
+def _generator(seed: int, purpose: int) -> torch.Generator:
+    return torch.Generator().manual_seed(2 * seed + purpose)
+
+
+def finite(value: float) -> float | None:
+    """Return the value, None where it is not finite: JSON has no other."""
+    return value if math.isfinite(value) else None
