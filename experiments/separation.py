@@ -20,8 +20,9 @@ from separation_study import report
 from separation_study.diagonal import DIAGONAL
 from separation_study.frame import run
 from separation_study.sawtooth import SAWTOOTH
+from separation_study.steep import STEEP
 
-EXPERIMENTS = {one.name: one for one in (SAWTOOTH, DIAGONAL)}
+EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, DIAGONAL)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from deqfast.solvers import Solver
 
 from .claims import FAILS, HOLDS, OPEN, Claim, less
 from .frame import DERIVED, EXACT, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that all tasks are within it
 DEPTHS = (1, 3)  # hidden layers of the FNNs
@@ -156,14 +156,14 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         if any(one.name == EXACT_START for one in found[0].networks):
             claims.append(_stays(task, [result.networks[-1] for result in found]))
     rows = [row for task, found in tasks.items() for row in _rows(task, found)]
-    trials = [row for task, found in tasks.items() for row in _trial_rows(task, found)]
+    trials = [row for task, found in tasks.items() for row in trial_rows(task, [one.networks for one in found])]
     text = (
         "The construction needs no training; the rest is what training finds. Errors are mean squared errors on fresh "
         f"points in units of the best constant's, 1/12: a network at 1 has learnt nothing. The DEQ has {WIDTH} units. "
         "FNNs have the largest width at which their parameters, or the FLOPs of a training step, are at most the "
         "DEQ's; of its FLOPs the evaluations of both solves are a part, as counted while it was trained. Every "
-        f"network was trained with each learning rate for {sizes.course.steps} steps of {sizes.course.batch} fresh samples; the "
-        "rate is chosen on validation samples."
+        f"network was trained with each learning rate for {sizes.course.steps} steps of {sizes.course.batch} fresh "
+        "samples; the rate is chosen on validation samples."
     )
     tables = [
         Table("Errors on the sawtooth", RECONSTRUCTION, rows, "Median over seeds, and their range."),
@@ -225,17 +225,6 @@ def _rows(task: str, found: list[Result]) -> Rows:
                 "converged": f"{min(one.converged for one in networks):.0%}" if "DEQ" in networks[0].name else "–",
             }
         )
-    return rows
-
-
-def _trial_rows(task: str, found: list[Result]) -> Rows:
-    rows: Rows = []
-    for networks in zip(*(result.networks for result in found), strict=True):
-        row: dict[str, object] = {"task": task, "network": networks[0].name}
-        for trials in zip(*(one.trials for one in networks), strict=True):
-            values = ["–" if one.validation is None else f"{one.validation:.1e}" for one in trials]
-            row[f"rate {trials[0].rate:g}"] = ", ".join(values)
-        rows.append(row)
     return rows
 
 

@@ -11,7 +11,7 @@ import pytest
 import separation
 import torch
 from nc_study.config import StudyError
-from separation_study import diagonal, frame, networks, report, sawtooth
+from separation_study import diagonal, frame, networks, report, sawtooth, steep
 from separation_study.claims import FAILS, HOLDS, OPEN, less
 
 import deqfast
@@ -160,3 +160,32 @@ def test_sawtooth_section_says_what_is_constant_and_what_is_a_construction():
     assert [row["network"] for row in found.tables[0].rows][:2] == ["best constant", "DEQ"]
     exact = results[sawtooth.units(sizes)[0]].networks[-1]
     assert exact.name == sawtooth.EXACT_START and exact.errors["test"][0] < 1e-3
+
+
+@pytest.mark.parametrize("d", [6, 20])
+def test_steep_function_is_the_fixed_point_of_a_cell_with_small_weights(d):
+    assert steep.exact_error(d) < steep.ROUNDING
+
+
+@pytest.mark.parametrize("concentrated", [False, True])
+def test_steep_errors_are_in_units_of_the_zero_functions(concentrated):
+    task = steep.Steep(6, concentrated)
+    x, y = task.batch(torch.Generator().manual_seed(0), 1_000_000)
+    assert float(y.square().mean()) == pytest.approx(task.scale, rel=2e-2)
+    assert (x[:, 0] > 1 - task.delta).double().mean() > (0.05 if concentrated else 0)
+    assert float(x.min()) >= 0 and float(x.max()) <= 1
+    zero = task.errors(lambda x: torch.zeros(len(x), dtype=x.dtype))
+    assert zero["mse"] == pytest.approx(1) and zero["largest"] == pytest.approx(1)
+    # The error of g/2 + 0.01 under uniform x, by the plain mean of a large sample.
+    shifted = task.errors(lambda x: steep.steep(x, task.delta) / 2 + 0.01)["mse"]
+    uniform, y = steep.Steep(6, False).batch(torch.Generator().manual_seed(1), 1_000_000)
+    assert shifted == pytest.approx(float((y / 2 - 0.01).square().mean() / y.square().mean()), rel=3e-2)
+
+
+def test_steep_section_judges_both_kinds_of_training():
+    sizes = steep.Sizes((2,), networks.Course(2, 16, (0.01,), 1), 2)
+    results = {unit: steep.measure(sizes, unit) for unit in steep.units(sizes)}
+    found = steep.section(sizes, results)
+    assert len(results) == 4 and len(found.claims) == 1 + 2 * 2 * 2
+    assert found.claims[0].verdict == HOLDS
+    assert all(one.largest_weight <= steep.BOUND for result in results.values() for one in result.bounded)
