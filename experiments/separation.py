@@ -19,10 +19,11 @@ from nc_study.rundir import prepare_out
 from separation_study import report
 from separation_study.diagonal import DIAGONAL
 from separation_study.frame import run
+from separation_study.gotu import GOTU
 from separation_study.sawtooth import SAWTOOTH
 from separation_study.steep import STEEP
 
-EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, DIAGONAL)}
+EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL)}
 
 
 @dataclass(frozen=True, kw_only=True)

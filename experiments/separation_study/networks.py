@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import deqfast
 
 CLIP = 1.0  # bound on the norm of a gradient, of all networks
-SOLVER = deqfast.Broyden(tol=1e-8, max_iter=100)
+SOLVER = deqfast.Broyden(tol=1e-8, max_iter=100, history=30)
 ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-6, max_iter=50))
 DOUBLE = torch.float64
 
@@ -30,8 +30,7 @@ class DEQ(nn.Module):
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
-        cell = deqfast.FCCell(inputs, width, activation="relu")
-        self.block = deqfast.DEQBlock(cell, SOLVER, ADJOINT, warn=False)
+        self.block = deqfast.DEQBlock(deqfast.FCCell(inputs, width, activation="relu"), SOLVER, ADJOINT, warn=False)
         self.readout = nn.Linear(width, 1)
         self.inputs, self.width = inputs, width
         self.evaluations: list[float] = []
@@ -47,6 +46,12 @@ class DEQ(nn.Module):
             if self.block.backward_solution is not None:  # of the step before
                 self.evaluations[-1] += float(self.block.backward_solution.iterations.double().mean())
         return self.readout(z)[:, 0]
+
+    @property
+    def cell(self) -> deqfast.FCCell:
+        """The cell of the block."""
+        assert isinstance(self.block.cell, deqfast.FCCell)
+        return self.block.cell
 
     def flops(self) -> float:
         """Count a step: W z in every evaluation of both solves and in the differentiated one with its gradient of W,
@@ -121,6 +126,11 @@ class Trained:
     errors: dict[str, tuple[float | None, ...]]
     largest_weight: float
     converged: float
+
+    @property
+    def loss(self) -> float:
+        """The validation error, in units of the target's mean square under the sampling; infinite if it broke down."""
+        return min((trial.validation for trial in self.trials if trial.validation is not None), default=math.inf)
 
     def error(self, name: str) -> float:
         """Return the last error of a name, infinite where it is not finite."""

@@ -56,8 +56,7 @@ def exact_deq(k: int, width: int) -> DEQ:
     """Make Theorem 1's DEQ of T^(k), of at least k + 1 units: a unit that holds x, then
     z_t = relu(2^t x - 1 - Σ_{i<t} 2^(t-i+1) z_i); a readout 2^k x - Σ 2^(k-i+1) z_i."""
     network = DEQ(1, width)
-    cell, readout = network.block.cell, network.readout
-    assert isinstance(cell, torch.nn.Module)
+    cell, readout = network.cell, network.readout
     with torch.no_grad():
         for one in network.parameters():
             one.zero_()
@@ -79,7 +78,7 @@ def dyadic_grid(k: int) -> Tensor:
 def exact_error(k: int, solver: Solver = TO_THE_LAST_BIT, kernel: str = "auto") -> float:
     """Return the largest error of Theorem 1's DEQ on the grid, by a solver that is to end where f(z) = z."""
     network, grid = exact_deq(k, k + 1), dyadic_grid(k)
-    network.block = deqfast.DEQBlock(network.block.cell, solver, kernel=kernel, warn=False)
+    network.block = deqfast.DEQBlock(network.cell, solver, kernel=kernel, warn=False)
     with torch.no_grad():
         return float((network(grid) - sawtooth(k, grid[:, 0])).abs().max())
 

@@ -11,7 +11,7 @@ import pytest
 import separation
 import torch
 from nc_study.config import StudyError
-from separation_study import diagonal, frame, networks, report, sawtooth, steep
+from separation_study import diagonal, frame, gotu, networks, report, sawtooth, steep
 from separation_study.claims import FAILS, HOLDS, OPEN, less
 
 import deqfast
@@ -188,4 +188,59 @@ def test_steep_section_judges_both_kinds_of_training():
     found = steep.section(sizes, results)
     assert len(results) == 4 and len(found.claims) == 1 + 2 * 2 * 2
     assert found.claims[0].verdict == HOLDS
+    told = " ".join(claim.reason for claim in found.claims[1:])  # two steps teach nothing, and bring no weight to 1
+    assert "no weight has come to the bound" in told or "neither is much better" in told
     assert all(one.largest_weight <= steep.BOUND for result in results.values() for one in result.bounded)
+
+
+@pytest.mark.parametrize(("name", "error"), [("f1", 4 * (1 + 1.25**2 + 1.5**2)), ("f2", 16.0)])
+def test_walsh_coefficients_and_error_of_the_interpolator_are_the_known_ones(name, error):
+    target, points = gotu.TARGETS[name], gotu.cube()
+    for coefficients in (target.coefficients, target.interpolator):
+        found = gotu.walsh(gotu.evaluate(coefficients, points))
+        expected = torch.zeros_like(found)
+        for places, value in coefficients.items():
+            expected[sum(2**place for place in places)] = value
+            assert gotu.degrees()[sum(2**place for place in places)] == len(places)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    seen = target.seen(points)
+    assert float(seen.double().mean()) == {"f1": 0.5, "f2": 0.75}[name]
+    errors = gotu.Gotu(target, points, seen).errors(lambda x: gotu.evaluate(target.interpolator, x))
+    assert errors["seen"] == 0 and errors["unseen"] == pytest.approx(error)
+    x, y = gotu.Gotu(target, points, seen).batch(torch.Generator().manual_seed(0), 100)
+    assert bool(target.seen(x).all()) and torch.equal(y, gotu.evaluate(target.coefficients, x))
+
+
+def test_diagonal_deq_on_both_signs_is_linear():
+    network = gotu.DiagonalDEQ(3)
+    with torch.no_grad():
+        network.block.cell.weight.copy_(1 - 1 / torch.tensor([1.0, 2.0, 3.0, 0.5, 2.0, 1.0], dtype=torch.float64))
+        network.bias.fill_(0.25)
+        x = gotu.cube(3)
+        torch.testing.assert_close(network(x), x @ x.new_tensor([0.5, 0.0, 2.0]) + 0.25)
+
+
+@pytest.mark.parametrize("rule", diagonal.RULES, ids=lambda rule: rule.name)
+def test_hold_out_ends_where_the_conserved_quantity_says(rule, monkeypatch):
+    monkeypatch.setattr(gotu, "DESCENT", (0.02, 400))
+    found = gotu.hold_out(rule, 0.8)
+    assert found.measured == pytest.approx(found.predicted, rel=gotu.AGREES)
+    assert found.measured < 4 * gotu.HELD**2  # of the minimum-degree interpolator
+
+
+def test_hold_out_from_small_weights_is_the_minimum_degree_interpolators():
+    weights = [gotu.predicted_weight(rule, 1e-4) for rule in diagonal.RULES[:2]]
+    assert max(weights) < 1e-3
+
+
+def test_gotu_section_shows_networks_beside_the_interpolator(monkeypatch):
+    monkeypatch.setattr(gotu, "DESCENT", (0.02, 20))
+    sizes = gotu.Sizes(networks.Course(2, 16, (0.01,), 1), (1.0,), 1)
+    results = {unit: gotu.measure(sizes, unit) for unit in gotu.units(sizes)}
+    found = gotu.section(sizes, results)
+    assert [row["unseen"] for row in found.tables[0].rows if "interpolator" in row["network"]] == ["19.2", "16"]
+    for result in list(results.values())[:2]:
+        for trained, energy, distance in zip(result.networks, result.energies, result.to_target, strict=True):
+            share = {"f1": 0.5, "f2": 0.75}["f1" if result is results[gotu.units(sizes)[0]] else "f2"]
+            mean = share * trained.error("seen") + (1 - share) * trained.error("unseen")
+            assert distance == pytest.approx(mean) and sum(energy) > 0  # Parseval

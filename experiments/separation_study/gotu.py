@@ -1,0 +1,351 @@
+"""Experiment 3: generalisation on the unseen (GOTU), x uniform on {-1, 1}^15 with a part of the domain never seen.
+
+The functions that are learnt are expanded in the Fourier-Walsh basis over all 2^15 points. The canonical hold-out, a
+linear function with x_k frozen to 1, has an exact prediction: with a plain bias b and h' = β⁻ᵖ as in the experiment on
+the diagonal DEQ, gradient flow keeps h(β_k) - c b, and the error on the unseen half is 4 (c_k - β_k)².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from scipy import optimize
+from scipy.linalg import hadamard
+from torch import Tensor, nn
+
+import deqfast
+
+from .claims import FAILS, HOLDS, Claim, less
+from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
+from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
+
+D = 15
+WIDTH = 16  # of the DEQ; the FNN has as many parameters
+DEPTH = 2
+HELD = 1.5  # coefficient c_k of the frozen coordinate; those of the others are β(0), where they stay
+DESCENT = (0.01, 1000)  # step size and steps in the canonical hold-out
+AGREES = 0.05  # relative: what gradient descent of that step size may be off by
+
+Coefficients = dict[tuple[int, ...], float]
+"""A function on {-1, 1}^15 by its Walsh coefficients, each by the coordinates of its product."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function, its minimum-degree interpolator on the seen part, and that part."""
+
+    coefficients: Coefficients
+    interpolator: Coefficients
+    seen: Callable[[Tensor], Tensor]
+
+
+TARGETS = {
+    "f1": Target(
+        {(0, 1): 1.0, (1, 2): -1.25, (0, 2): 1.5},
+        {(2,): 1.0, (0,): -1.25, (1,): 1.5},
+        lambda x: x[:, 0] * x[:, 1] * x[:, 2] > 0,
+    ),
+    "f2": Target({(0, 1): 1.0}, {(0,): 1.0, (1,): 1.0, (): -1.0}, lambda x: (x[:, 0] > 0) | (x[:, 1] > 0)),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The training, and the initial values of all β of the canonical hold-out."""
+
+    course: Course
+    initials: tuple[float, ...]
+    seeds: int
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Error on the unseen half of the canonical hold-out: as predicted, and by gradient descent."""
+
+    rule: str
+    initial: float
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """The trained networks, and of each its Walsh energy by degree and its distances from the target and from the
+    minimum-degree interpolator, mean squares over all points; or the hold-outs."""
+
+    networks: tuple[Trained, ...] = ()
+    energies: tuple[tuple[float, ...], ...] = ()
+    to_target: tuple[float, ...] = ()
+    to_interpolator: tuple[float, ...] = ()
+    holdouts: tuple[HoldOut, ...] = ()
+
+
+def cube(d: int = D) -> Tensor:
+    """Return all points of {-1, 1}^d, (2^d, d): coordinate i is -1 where bit i of the row's number is set."""
+    bits = torch.arange(2**d)[:, None] >> torch.arange(d) & 1
+    return 1 - 2 * bits.to(DOUBLE)
+
+
+def walsh(values: Tensor) -> Tensor:
+    """Transform values (2^d,) at the points of `cube` to Walsh coefficients (2^d,): entry S is that of the product of
+    the coordinates whose bits S has."""
+    found, half = values.clone(), 1
+    while half < len(values):
+        pairs = found.view(-1, 2, half)
+        found = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).flatten()
+        half *= 2
+    return found / len(values)
+
+
+def degrees(d: int = D) -> Tensor:
+    """Return the degree of each entry of `walsh`, (2^d,)."""
+    return (cube(d) < 0).sum(1)
+
+
+def evaluate(coefficients: Coefficients, x: Tensor) -> Tensor:
+    """Evaluate a function at x (B, d)."""
+    return torch.stack([value * x[:, list(places)].prod(1) for places, value in coefficients.items()]).sum(0)
+
+
+def everywhere(network: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
+    """Evaluate a network at many points, a part at a time: the histories of solves take memory."""
+    return torch.cat([network(part) for part in points.split(2048)])
+
+
+@dataclass(frozen=True)
+class Gotu:
+    """Uniform samples of the seen part of a target."""
+
+    target: Target
+    points: Tensor
+    seen: Tensor
+
+    scale = 1.0
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+        """Draw x (B, 15) of the seen part and f(x) (B,)."""
+        rows = self.seen.nonzero()[:, 0]
+        x = self.points[rows[torch.randint(len(rows), (size,), generator=generator)]]
+        return x, evaluate(self.target.coefficients, x)
+
+    def errors(self, network: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Measure the mean squared error on every seen and on every unseen point, the latter the GOTU error."""
+        square = (everywhere(network, self.points) - evaluate(self.target.coefficients, self.points)).square()
+        return {"seen": float(square[self.seen].mean()), "unseen": float(square[~self.seen].mean())}
+
+
+class DiagonalDEQ(nn.Module):
+    """Diagonal linear DEQ on (x, -x), so that coefficients have both signs, and a plain bias."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.block = deqfast.DEQBlock(DiagonalCell(torch.ones(2 * inputs, dtype=DOUBLE)), SOLVER, ADJOINTS["DEQ"])
+        self.bias = nn.Parameter(torch.zeros((), dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return f(x), (B,), for x (B, inputs); a solve with each input that is not zero, as f is linear."""
+        basis = torch.eye(2 * x.shape[1], dtype=x.dtype)
+        beta = self.block(basis).sum(1)
+        return torch.cat([x, -x], 1) @ beta + self.bias
+
+
+def predicted_weight(rule: Rule, initial: float) -> float:
+    """Return the limit of β_k in the canonical hold-out: the root of h(β) - h(β(0)) = c b with b = c_k - β."""
+
+    def gap(beta: float) -> float:
+        kept = rule.mirror(np.array(beta)) - rule.mirror(np.array(initial))
+        return float(kept - rule.factor * (HELD - beta))
+
+    return float(optimize.brentq(gap, 1e-6 * min(initial, HELD), 10 * max(initial, HELD), xtol=1e-14))
+
+
+def hold_out(rule: Rule, initial: float) -> HoldOut:
+    """Run gradient descent on 16 points that have the moments of the seen half: columns of a Hadamard matrix, of which
+    the first is both x_k, frozen to 1, and the bias's. The DEQs go through deqfast, the comparator is β = u²."""
+    x = torch.from_numpy(hadamard(D + 1)[:, :D].astype(float))
+    target = torch.tensor([HELD, *[initial] * (D - 1)], dtype=DOUBLE)
+    start, bias = torch.full((D,), initial, dtype=DOUBLE), torch.zeros((), dtype=DOUBLE, requires_grad=True)
+    cell = DiagonalCell(start)
+    block = deqfast.DEQBlock(cell, SOLVER, ADJOINTS[rule.name]) if rule.name in ADJOINTS else None
+    weight: Tensor = cell.weight if block else start.sqrt().requires_grad_()
+    step, steps = DESCENT
+    for _ in range(steps):
+        output = block(x).sum(1) if block else x @ weight.square()
+        gradients = torch.autograd.grad((output + bias - x @ target).square().mean() / 2, [weight, bias])
+        with torch.no_grad():
+            for one, gradient in zip((weight, bias), gradients, strict=True):
+                one.sub_(step * gradient)
+    beta = cell.beta if block else weight.detach().square()
+    measured = float((bias.detach() - beta[0] + HELD).square() + (beta - target)[1:].square().sum())
+    return HoldOut(rule.name, initial, 4 * (HELD - predicted_weight(rule, initial)) ** 2, measured)
+
+
+def measure(sizes: Sizes, unit: Unit) -> Result:
+    """Train the networks on a target, and expand what they learnt; or descend on the canonical hold-out."""
+    if unit.task == "holdout":
+        rules = (RULES[0], RULES[2])
+        return Result(holdouts=tuple(hold_out(rule, initial) for rule in rules for initial in sizes.initials))
+    points, target = cube(), TARGETS[unit.task]
+    task = Gotu(target, points, target.seen(points))
+    width = matched_width(D, DEPTH, parameters(DEQ(D, WIDTH)), parameters)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "diagonal linear DEQ": lambda: DiagonalDEQ(D),
+        "DEQ": lambda: DEQ(D, WIDTH),
+        f"FNN, {DEPTH} hidden": partial(FNN, D, width, DEPTH),
+    }
+    learnt = [train(name, make, task, sizes.course, unit.seed) for name, make in makers.items()]
+    with torch.no_grad():
+        spectra = [walsh(everywhere(network, points)) for _, network in learnt]
+
+    def distances(coefficients: Coefficients) -> tuple[float, ...]:
+        other = walsh(evaluate(coefficients, points))
+        return tuple(float((one - other).square().sum()) for one in spectra)
+
+    energies = [torch.zeros(D + 1, dtype=DOUBLE).index_add(0, degrees(), one.square()) for one in spectra]
+    return Result(
+        networks=tuple(trained for trained, _ in learnt),
+        energies=tuple(tuple(one.tolist()) for one in energies),
+        to_target=distances(target.coefficients),
+        to_interpolator=distances(target.interpolator),
+    )
+
+
+def units(sizes: Sizes) -> list[Unit]:
+    """Return a unit for each target and seed, and the canonical hold-out, which has nothing random."""
+    return [*(Unit(name, seed) for name in TARGETS for seed in range(sizes.seeds)), Unit("holdout", 0)]
+
+
+def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
+    """Judge the error on the unseen part, what is learnt in its place, and the canonical hold-out's prediction."""
+    text = (
+        "Targets on {-1, 1}^15: f1 = x0 x1 - 1.25 x1 x2 + 1.5 x2 x0 seen where x0 x1 x2 = 1, f2 = x0 x1 seen where "
+        f"x0 = 1 or x1 = 1; a linear function with x_k = 1 frozen. {sizes.course.steps} steps of {sizes.course.batch} "
+        "samples with each learning rate, chosen on samples of the seen part. The diagonal DEQ has inputs (x, -x) and "
+        "a bias, the FNN at most the DEQ's parameters. The minimum-degree interpolator has the least degree that fits "
+        "the seen part. Trained by Adam; the hold-out by gradient descent, as its prediction is of gradient flow."
+    )
+    tasks = {name: [one for unit, one in results.items() if unit.task == name] for name in TARGETS}
+    tasks = {name: found for name, found in tasks.items() if found}
+    holdouts = [one for result in results.values() for one in result.holdouts]
+    claims = [claim for name, found in tasks.items() for claim in _comparisons(name, found)]
+    trials = [row for name, found in tasks.items() for row in trial_rows(name, [one.networks for one in found])]
+    rows = [row for name, found in tasks.items() for row in _rows(name, found)]
+    tables = []
+    if rows:
+        tables.append(Table("Errors on the unseen part", RECONSTRUCTION, rows, "Means over seeds and all 2^15 points."))
+        tables.append(Table("Learning rates on the seen part", RECONSTRUCTION, trials, "As validated, for each seed."))
+    if holdouts:
+        claims += _holdout_claims(holdouts)
+        shown: Rows = [
+            {
+                "network": one.rule,
+                "β(0)": f"{one.initial:g}",
+                "predicted": f"{one.predicted:.4f}",
+                "by descent": f"{one.measured:.4f}",
+            }
+            for one in holdouts
+        ]
+        least = f"{4 * HELD**2:g}, that of the minimum-degree interpolator, is what it is for β(0) → 0."
+        tables.append(Table("Canonical hold-out: error on the unseen half", DERIVED, shown, least))
+    return Section(text, claims, tables, [_picture(tasks)] if tasks else [])
+
+
+def _comparisons(name: str, found: list[Result]) -> list[Claim]:
+    claims = []
+    for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
+        pairs = [one.networks[index].error("unseen") - one.networks[2].error("unseen") for one in found]
+        verdict, numbers = less(pairs)
+        claim = f"{name}: the {label}'s GOTU error is below the FNN's"
+        seen = max(one.networks[index].error("seen") for one in found)
+        fits = f"its error on the seen part is at most {seen:.1e}"
+        claims.append(Claim(claim, RECONSTRUCTION, verdict, f"difference {numbers}", len(pairs), fits))
+    return claims
+
+
+def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
+    apart = max(abs(one.measured - one.predicted) / one.predicted for one in holdouts)
+    by_rule = {rule: [one for one in holdouts if one.rule == rule] for rule in dict.fromkeys(o.rule for o in holdouts)}
+    deq, network = by_rule.values()
+    lower = [one.predicted < other.predicted for one, other in zip(deq, network, strict=True)]
+    starts = ", ".join(f"{one.initial:g}" for one, below in zip(deq, lower, strict=True) if below)
+    return [
+        Claim(
+            "Canonical hold-out: descent ends at the predicted 4 (c_k - β_k)²",
+            DERIVED,
+            HOLDS if apart <= AGREES else FAILS,
+            f"relative difference at most {apart:.1e}",
+            1,
+            "nothing random; the difference is that of the step size",
+        ),
+        Claim(
+            "Canonical hold-out: the diagonal DEQ's error is below the diagonal network's from the same β(0)",
+            DERIVED,
+            HOLDS if all(lower) else FAILS,
+            f"lower for β(0) = {starts or 'none'} of {', '.join(f'{one.initial:g}' for one in deq)}",
+            1,
+            "exact, nothing random: holds where it does for every β(0)",
+        ),
+    ]
+
+
+def _rows(name: str, found: list[Result]) -> Rows:
+    target, points = TARGETS[name], cube()
+    unseen = Gotu(target, points, target.seen(points)).errors(lambda x: evaluate(target.interpolator, x))["unseen"]
+
+    def mean(values: list[float]) -> str:
+        return f"{sum(values) / len(values):.3g}"
+
+    rows: Rows = []
+    for index, one in enumerate(found[0].networks):
+        energy = np.mean([result.energies[index] for result in found], axis=0)
+        rows.append(
+            {
+                "task": name,
+                "network": one.name,
+                "seen": mean([result.networks[index].error("seen") for result in found]),
+                "unseen": mean([result.networks[index].error("unseen") for result in found]),
+                "from the target": mean([result.to_target[index] for result in found]),
+                "from the interpolator": mean([result.to_interpolator[index] for result in found]),
+                "energy of degree 0, 1, 2, more": ", ".join(f"{e:.2g}" for e in (*energy[:3], energy[3:].sum())),
+            }
+        )
+    blank = {"from the target": f"{unseen * float((~target.seen(points)).double().mean()):.3g}"}
+    interpolator = {"task": name, "network": "minimum-degree interpolator", "seen": "0", "unseen": f"{unseen:.3g}"}
+    degree = [sum(v * v for s, v in target.interpolator.items() if len(s) == n) for n in range(3)]
+    energy_text = ", ".join(f"{e:.2g}" for e in (*degree, 0))
+    rows.append({**interpolator, **blank, "from the interpolator": "0", list(rows[0])[-1]: energy_text})
+    return rows
+
+
+def _picture(tasks: dict[str, list[Result]]) -> Picture:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4.4 * len(tasks), 3.4), layout="constrained", squeeze=False)
+    for axis, (name, found) in zip(axes[0], tasks.items(), strict=True):
+        for networks in zip(*(result.networks for result in found), strict=True):
+            curves = np.array([one.errors["unseen"] for one in networks], dtype=float)
+            axis.plot(networks[0].steps, np.median(curves, axis=0), marker="o", ms=3, label=networks[0].name)
+        axis.set(title=name, xlabel="step")
+    axes[0, 0].set_ylabel("GOTU error")
+    axes[0, 0].legend(fontsize="small")
+    caption = "Mean squared error on all unseen points during training, median over seeds."
+    return Picture("gotu", "Generalisation on the unseen", RECONSTRUCTION, caption, figure)
+
+
+GOTU = Experiment(
+    name="gotu",
+    title="Generalisation on the unseen",
+    sizes={
+        "quick": Sizes(Course(300, 128, (0.003, 0.01), 3), (0.3, 1.0), 2),
+        "full": Sizes(Course(5000, 256, (0.0003, 0.001, 0.003, 0.01), 20), (0.1, 0.3, 1.0), 5),
+    },
+    result=Result,
+    units=units,
+    measure=measure,
+    section=section,
+)
