@@ -57,6 +57,11 @@ def recorded(folder, target, *options):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+def test_a_record_in_no_folder_is_refused(tmp_path):
+    result = recorded(tmp_path, "/no/such/folder/a.json")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR and "/no/such/folder is not a folder" in result.stderr
+
+
 def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_one_leaves_alone(tmp_path):
     for name, body in (("interruption", "raise KeyboardInterrupt"), ("failure", 'pytest.fail("planted")')):
         (tmp_path / f"{name}.py").write_text(PLUGIN.format(body))
