@@ -19,25 +19,19 @@ def pytest_runtest_teardown():
 """
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A repository with what a recording writes, and a source."""
+def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_extensions_are(tmp_path, monkeypatch):
     names = ["README.md", "benchmarks/RESULTS.md", "benchmarks/results/a.json", "benchmarks/baselines/b.json", "a.py"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("before")
+    *written, source = [tmp_path / name for name in names]
+    for path in (*written, source):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before")
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     for command in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "-m", "all"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "benchmarks" / "results")
-    return {name: tmp_path / name for name in names}
-
-
-def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_extensions_are(checkout, monkeypatch):
     commit = record.commit()
     assert len(commit) == 40
-    source = checkout.pop("a.py")
-    for path in checkout.values():
+    for path in written:
         path.write_text("after")
     assert record.commit() == commit
     source.write_text("after")
@@ -46,6 +40,12 @@ def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_exte
     monkeypatch.setattr(record, "stale_extensions", lambda: ["_C_cpu was built before"])
     with pytest.warns(UserWarning, match="_C_cpu was built before"):
         assert record.commit() == commit + "+changes"
+
+
+def test_the_command_recorded_is_one_to_type_again():
+    installed, script = ["/a/bin/python", "/a/bin/pytest", "benchmarks"], ["python", "benchmarks/report.py", "--check"]
+    assert record.command(installed) == "pytest benchmarks"
+    assert record.command(script) == "python benchmarks/report.py --check"
 
 
 def recorded(folder, target, *options):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import report
-from harness import record, tables
+from harness import tables
 from harness.targets import GPU_TARGETS, TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,17 +131,6 @@ def test_rows_are_shown_with_what_is_wrong_and_what_was_skipped(root, capsys):
     text = capsys.readouterr().out
     for found in (r"ops step cuda +500 µs +torch 4.00×\n", r"ops step triton +wrong: 0.1\n", "1 skipped, cpp: no com"):
         assert re.search(found, text), found
-
-
-@pytest.mark.parametrize(
-    ("words", "typed"),
-    [
-        (["/a/bin/python", "/a/bin/pytest", "benchmarks"], "pytest benchmarks"),
-        (["python", "benchmarks/report.py", "--check"], "python benchmarks/report.py --check"),
-    ],
-)
-def test_the_command_recorded_is_one_to_type_again(words, typed):
-    assert record.command(words) == typed
 
 
 def judged(root):
