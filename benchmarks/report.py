@@ -339,7 +339,7 @@ def facts(results: Results) -> dict[str, str]:
     options = [
         {"row": f"{name}.{provider}"}
         | {column: middle(runs, provider, column) for column in OF_OPTIONS}
-        | {"error": span(values(runs, provider, "error"), digits)}  # of a few percent and more
+        | {"error": span(values(runs, provider, "error"), digits)}  # no rounding error, but a share
         for name, runs in results.cases("options").items()
         for provider in runs
     ]

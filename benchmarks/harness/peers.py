@@ -46,7 +46,7 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
 
     Its backward tolerance is absolute and its default solver plain iteration; both are set to what deqfast does.
     """
-    run, max_iter = torchdeq_method(solver)
+    run, max_iter = torchdeq_method(solver)  # first: it tells where there is no torchdeq
     from torchdeq import get_deq
     from torchdeq.solver import register_solver
 

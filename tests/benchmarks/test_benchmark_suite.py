@@ -2,20 +2,18 @@
 
 import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import cases, maps, ops, suite, targets, timing, traffic
 from harness.entry import Case, Contender, Skipped, Wrong, check
-from harness.record import read_record
+from harness.record import RESULTS, read_record
 
 import deqfast
 from deqfast.ops import Kernel
 from deqfast.testing import norm_states
 
-ROOT = Path(__file__).resolve().parents[2]
 BF16 = torch.bfloat16
 SMALL = cases.SMALL
 NAMED = {(case.section, case.name): case for case in cases.CASES}
@@ -66,7 +64,7 @@ class TestRegistry:
     def test_records_are_of_its_cases(self):
         """But those of single ops, some of which are ops no more."""
         names = {(case.section, case.name) for case in cases.CASES if case.section != "ops"}
-        rows = [row for path in (ROOT / "benchmarks" / "results").glob("*.json") for row in read_record(path)["rows"]]
+        rows = [row for path in RESULTS.glob("*.json") for row in read_record(path)["rows"]]
         sections = {section for section, _ in names}
         recorded = {(row["section"], row["case"]) for row in rows if row["section"] in sections}
         assert recorded <= names and {section for section, _ in recorded} == sections - {"cells"}

@@ -9,7 +9,6 @@ import pytest
 from harness import record, suite
 
 ROOT = Path(__file__).resolve().parents[2]
-SELECTED = ["-k", "fc_vjp and not cuda"]
 PLUGIN = """
 import pytest
 
@@ -53,7 +52,8 @@ def recorded(folder, target, *options):
     # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_suite.py", *SELECTED, "--record", str(target), *options]
+    selected = ["benchmarks/test_suite.py", "-k", "fc_vjp and not cuda"]
+    command = [sys.executable, "-m", "pytest", *selected, "--record", str(target), *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
