@@ -104,7 +104,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if not func.is_view and "empty" not in name:
+        if not func.is_view and "empty" not in name and name != "_unsafe_view":
             formula = flop_registry.get(func.overloadpacket)
             flops = formula(*args, **(kwargs or {}), out_val=out) if formula else 0
             read = args[1:] if name in ("copy_", "fill_", "zero_") else args  # these only write their first argument
@@ -133,7 +133,7 @@ M, MOST = GIVEN.anderson_history, max(GIVEN.forward_evaluations, GIVEN.backward_
 SOLVERS: dict[str, tuple[Any, Any]] = {  # ours, on the kernel cuda; passes of step k of torchdeq, whose history is fp32
     "anderson": (
         deqfast.Anderson(max_iter=MOST, history=M, history_dtype=torch.bfloat16),
-        lambda k: 31 + 7 * min(k + 1, M) if k else 20,
+        lambda k: 27 + 7 * min(k + 1, M) if k else 20,
     ),
     "broyden": (deqfast.Broyden(max_iter=MOST, history=MOST), lambda k: 72 + 6 * (k + 1) if k else 75),
 }
