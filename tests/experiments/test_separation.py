@@ -231,6 +231,7 @@ def test_hold_out_ends_where_the_conserved_quantity_says(rule, monkeypatch):
 def test_hold_out_from_small_weights_is_the_minimum_degree_interpolators():
     weights = [gotu.predicted_weight(rule, 1e-4) for rule in diagonal.RULES[:2]]
     assert max(weights) < 1e-3
+    assert gotu.predicted_error(diagonal.RULES[0], 1e-4) == pytest.approx(4 * gotu.HELD**2, rel=1e-3)
 
 
 def test_gotu_section_shows_networks_beside_the_interpolator(monkeypatch):
