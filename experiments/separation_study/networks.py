@@ -18,13 +18,6 @@ ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-6, max_iter=50))
 DOUBLE = torch.float64
 
 
-class Network(Protocol):
-    """What the training and the matching need of a network, an `nn.Module` from (B, inputs) to (B,)."""
-
-    def flops(self) -> float:
-        """Count the multiplications and additions of a training step per sample."""
-
-
 class DEQ(nn.Module):
     """ReLU DEQ z = relu(W z + U x + b) with a linear readout; it counts the evaluations of its solves."""
 
@@ -116,11 +109,12 @@ class Trial:
 @dataclass(frozen=True)
 class Trained:
     """A network after the trial with the lowest validation error; errors are relative, by name, after each of
-    `steps`. None: not finite. `converged` is the share of samples that are solved in the last measurement."""
+    `steps`. None: not finite, of FLOPs: not counted. `converged` is the share of samples that are solved in the last
+    measurement."""
 
     name: str
     parameters: int
-    flops: float
+    flops: float | None
     trials: tuple[Trial, ...]
     steps: tuple[int, ...]
     errors: dict[str, tuple[float | None, ...]]
@@ -174,7 +168,7 @@ def train(
     return Trained(
         name=name,
         parameters=parameters(network),
-        flops=network.flops() if isinstance(network, (DEQ, FNN)) else 0.0,
+        flops=network.flops() if isinstance(network, (DEQ, FNN)) else None,
         trials=tuple(trials),
         steps=tuple(marks),
         errors={key: tuple(finite(one[key]) for one in errors) for key in errors[0]},

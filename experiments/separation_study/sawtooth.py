@@ -115,12 +115,13 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     """Train the DEQ, then FNNs of as many parameters, and of as many FLOPs as its step took."""
     k = int(unit.task[1:])
     learn = partial(train, task=Sawtooth(k), course=sizes.course, seed=unit.seed)
-    deq, _ = learn("DEQ", lambda: DEQ(1, WIDTH))
+    deq, network = learn("DEQ", lambda: DEQ(1, WIDTH))
+    assert isinstance(network, DEQ)
     found = [deq]
     for depth in DEPTHS:
         for rule, width in (
             ("parameters", matched_width(1, depth, deq.parameters, parameters)),
-            ("FLOPs", matched_width(1, depth, deq.flops, FNN.flops)),
+            ("FLOPs", matched_width(1, depth, network.flops(), FNN.flops)),
         ):
             found.append(learn(f"FNN, {depth} hidden, equal {rule}", partial(FNN, 1, width, depth))[0])
     if k in sizes.exact_ks:
@@ -217,7 +218,7 @@ def _rows(task: str, found: list[Result]) -> Rows:
                 "task": task,
                 "network": networks[0].name,
                 "parameters": networks[0].parameters,
-                "FLOPs a step": f"{max(one.flops for one in networks):.0f}",
+                "FLOPs a step": f"{max(one.flops or 0 for one in networks):.0f}",
                 "error": f"{errors[len(errors) // 2]:.2e}",
                 "lowest": f"{errors[0]:.2e}",
                 "highest": f"{errors[-1]:.2e}",
