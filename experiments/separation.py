@@ -20,10 +20,11 @@ from separation_study import report
 from separation_study.diagonal import DIAGONAL
 from separation_study.frame import run
 from separation_study.gotu import GOTU
+from separation_study.heatmap import HEATMAP
 from separation_study.sawtooth import SAWTOOTH
 from separation_study.steep import STEEP
 
-EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL)}
+EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMAP)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 import separation
 import torch
 from nc_study.config import StudyError
-from separation_study import diagonal, frame, gotu, networks, report, sawtooth, steep
+from separation_study import diagonal, frame, gotu, heatmap, networks, report, sawtooth, steep
 from separation_study.claims import FAILS, HOLDS, OPEN, less
 
 import deqfast
@@ -245,3 +245,26 @@ def test_gotu_section_shows_networks_beside_the_interpolator(monkeypatch):
             share = {"f1": 0.5, "f2": 0.75}["f1" if result is results[gotu.units(sizes)[0]] else "f2"]
             mean = share * trained.error("seen") + (1 - share) * trained.error("unseen")
             assert distance == pytest.approx(mean) and sum(energy) > 0  # Parseval
+
+
+def test_features_are_those_of_the_network_and_their_density_is_known():
+    x, y = heatmap.Seen().points()
+    assert bool(heatmap.TARGET.seen(x).all()) and torch.equal(y, x[:, 0] * x[:, 1])
+    network = gotu.DiagonalDEQ(heatmap.D)
+    with torch.no_grad():
+        network.block.cell.weight[: heatmap.D] = torch.where(torch.arange(heatmap.D) < 5, 1 - 1 / 3.0, 0.0)
+    found = heatmap.magnitudes(network, x)  # |β₊ - β₋|: 2 of five features, 0 of the others
+    np.testing.assert_allclose(found, [2.0] * 5 + [0.0] * 15, atol=1e-6)
+    assert heatmap.density(found) == pytest.approx((0.25, 0.25), abs=1e-6)
+    fnn = networks.FNN(heatmap.D, heatmap.D, 3)
+    with torch.no_grad():
+        fnn[-1].weight.fill_(1.0)
+        fnn[-1].bias.zero_()
+        assert sum(heatmap.magnitudes(fnn, x)) == pytest.approx(float(fnn(x).mean()))
+
+
+def test_heatmap_section_stands_networks_beside_their_start():
+    sizes = heatmap.Sizes(networks.Course(2, 16, (0.01,), 1), 2)
+    found = heatmap.section(sizes, {unit: heatmap.measure(sizes, unit) for unit in heatmap.units(sizes)})
+    assert len(found.claims) == 5 and len(found.tables[0].rows) == 3
+    assert found.tables[0].rows[0]["participation, before"] == "0.000±0.000"

@@ -1,0 +1,181 @@
+"""Experiment 5: how dense the features are that diagonal DEQ, DEQ and FNN learn on the second GOTU task, d = 20."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .claims import Claim, less
+from .diagonal import participation
+from .frame import RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
+from .gotu import TARGETS, DiagonalDEQ, evaluate
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, train, trial_rows
+
+D = 20  # inputs, and features of every network
+DEPTH = 3
+SHARE = 0.1  # of the largest feature: those above it are counted
+POINTS = 2048
+TARGET = TARGETS["f2"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The training."""
+
+    course: Course
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Features:
+    """Mean magnitude of each feature over points of the seen part, before and after training."""
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The networks and their features."""
+
+    networks: tuple[Trained, ...]
+    features: tuple[Features, ...]
+
+
+class Seen:
+    """Uniform samples of the seen part of f2 on {-1, 1}^20."""
+
+    scale = 1.0
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+        """Draw x (B, 20) and f2(x) (B,); of x0 and x1 the three seen pairs are equally likely."""
+        x = 1.0 - 2.0 * torch.randint(2, (size, D), generator=generator).to(DOUBLE)
+        pairs = x.new_tensor([[1, 1], [1, -1], [-1, 1]])
+        x[:, :2] = pairs[torch.randint(3, (size,), generator=generator)]
+        return x, evaluate(TARGET.coefficients, x)
+
+    def errors(self, network: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Measure the mean squared error on samples of their own."""
+        x, y = self.points()
+        return {"seen": float((network(x) - y).square().mean())}
+
+    def points(self) -> tuple[Tensor, Tensor]:
+        """Return the same samples every time."""
+        return self.batch(torch.Generator().manual_seed(2**31), POINTS)
+
+
+def magnitudes(network: nn.Module, x: Tensor) -> tuple[float, ...]:
+    """Return the mean magnitude of each of 20 features: z of a DEQ, of the diagonal one what x_i and -x_i give
+    together, and of an FNN the input of its last layer."""
+    with torch.no_grad():
+        if isinstance(network, DiagonalDEQ):
+            features = network.block(torch.cat([x, -x], 1)).unflatten(1, (2, D)).sum(1)
+        elif isinstance(network, DEQ):
+            features = network.block(x)
+        else:
+            assert isinstance(network, FNN)
+            features = nn.Sequential(*list(network)[:-1])(x)
+        return tuple(features.abs().mean(0).tolist())
+
+
+def measure(sizes: Sizes, unit: Unit) -> Result:
+    """Train the three networks; their features before are of the same seed."""
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "diagonal linear DEQ": lambda: DiagonalDEQ(D),
+        "DEQ": lambda: DEQ(D, D),
+        f"FNN, {DEPTH} hidden": partial(FNN, D, D, DEPTH),
+    }
+    x, _ = Seen().points()
+    found, features = [], []
+    for name, make in makers.items():
+        trained, network = train(name, make, Seen(), sizes.course, unit.seed)
+        torch.manual_seed(unit.seed)
+        features.append(Features(magnitudes(make(), x), magnitudes(network, x)))
+        found.append(trained)
+    return Result(tuple(found), tuple(features))
+
+
+def units(sizes: Sizes) -> list[Unit]:
+    """Return a unit for each seed."""
+    return [Unit("f2", seed) for seed in range(sizes.seeds)]
+
+
+def density(values: tuple[float, ...]) -> tuple[float, float]:
+    """Return the participation ratio, and the share of features above a tenth of the largest; 0, 0 if all are 0."""
+    found = np.array(values)
+    if not found.any():
+        return 0.0, 0.0
+    return participation(found), float((found > SHARE * found.max()).mean())
+
+
+def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
+    """Judge whether a DEQ's features are denser than the FNN's, and whether training is what makes them so."""
+    found = list(results.values())
+    claims = []
+    for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
+        for measured, name in enumerate(("participation ratio", "share above a tenth of the largest")):
+            pairs = [[density(one.features[i].after)[measured] for i in (2, index)] for one in found]
+            verdict, numbers = less([other - own for other, own in pairs])
+            claim = f"The {label}'s features are denser than the FNN's: {name}"
+            claims.append(
+                Claim(claim, RECONSTRUCTION, verdict, f"FNN less DEQ {numbers}", len(pairs), "after training")
+            )
+    # The diagonal DEQ starts with coefficients β₊ - β₋ of 0, which have no density.
+    pairs = [[density(one)[0] for one in (r.features[1].before, r.features[1].after)] for r in found]
+    verdict, numbers = less([before - after for before, after in pairs])
+    claim = "Training makes the DEQ's features denser than they were at its start"
+    claims.append(
+        Claim(claim, RECONSTRUCTION, verdict, f"before less after {numbers}", len(pairs), "participation ratio")
+    )
+    rows: Rows = []
+    for index, network in enumerate(found[0].networks):
+        row: dict[str, object] = {"network": network.name}
+        for when in ("before", "after"):
+            values = [density(getattr(one.features[index], when)) for one in found]
+            for measured, name in enumerate(("participation", "share above a tenth")):
+                numbers = [value[measured] for value in values]
+                row[f"{name}, {when}"] = f"{np.mean(numbers):.3f}±{np.std(numbers):.3f}"
+        errors = [one.networks[index].error("seen") for one in found]
+        rows.append({**row, "error": f"{np.mean(errors):.1e}"})
+    text = (
+        "f2 = x0 x1 on {-1, 1}^20, seen where x0 = 1 or x1 = 1; 20 features each. As |x_i| = 1, those of the diagonal "
+        "DEQ are |β_i| at every point, while ReLU features are often 0 whatever is learnt: so each network stands "
+        "beside its own start."
+    )
+    tables = [
+        Table("Density of the features", RECONSTRUCTION, rows, "Mean and deviation over seeds."),
+        Table("Learning rates", RECONSTRUCTION, trial_rows("f2", [one.networks for one in found]), "As validated."),
+    ]
+    return Section(text, claims, tables, [_picture(found)])
+
+
+def _picture(found: list[Result]) -> Picture:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(len(found[0].networks), 2, figsize=(9, 4.2), layout="constrained", squeeze=False)
+    for index, (row, network) in enumerate(zip(axes, found[0].networks, strict=True)):
+        for axis, when in zip(row, ("before", "after"), strict=True):
+            image = np.array([getattr(one.features[index], when) for one in found])
+            axis.imshow(image / max(image.max(), 1e-12), vmin=0, vmax=1, aspect="auto", cmap="gray")
+            axis.set(title=f"{network.name}, {when}", xticks=range(0, D, 5), yticks=range(len(found)), ylabel="seed")
+    caption = "Mean magnitude of 20 features in units of the network's largest; darker is smaller. A row is a seed."
+    return Picture("heatmap", "Feature heat maps", RECONSTRUCTION, caption, figure)
+
+
+HEATMAP = Experiment(
+    name="heatmap",
+    title="Feature heat maps",
+    sizes={
+        "quick": Sizes(Course(200, 128, (0.003, 0.01), 2), 2),
+        "full": Sizes(Course(5000, 256, (0.0003, 0.001, 0.003, 0.01), 10), 5),
+    },
+    result=Result,
+    units=units,
+    measure=measure,
+    section=section,
+)
