@@ -138,8 +138,8 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         for when in ("before", "after"):
             values = [density(getattr(one.features[index], when)) for one in found]
             for measured, name in enumerate(("participation", "share above a tenth")):
-                numbers = [value[measured] for value in values]
-                row[f"{name}, {when}"] = f"{np.mean(numbers):.3f}±{np.std(numbers):.3f}"
+                of_seeds = [value[measured] for value in values]
+                row[f"{name}, {when}"] = f"{np.mean(of_seeds):.3f}±{np.std(of_seeds):.3f}"
         errors = [one.networks[index].error("seen") for one in found]
         rows.append({**row, "error": f"{np.mean(errors):.1e}"})
     text = (
