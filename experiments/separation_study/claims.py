@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nc_study.reporting.verdicts import ALPHA, estimate
 
+SEEDS = 5  # fewer decide nothing
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not distinguishable"
 
 
@@ -30,11 +31,12 @@ def within(value: float, tolerance: float) -> str:
 def less(differences: Sequence[float]) -> tuple[str, str]:
     """Judge "the first is less than the second" by paired differences, first less second, one for each seed.
 
-    Returns the verdict, by Student's 95 % interval, and the mean with that interval in words.
+    Returns the verdict, by Student's 95 % interval of five seeds or more, and the mean with that interval in words.
     """
     if len(differences) < 2:
         return OPEN, f"{differences[0]:+.2f} of one seed" if differences else "no seed"
     found = estimate([differences])
     low, high = found.interval
-    verdict = OPEN if found.p_different > ALPHA else HOLDS if found.mean < 0 else FAILS
+    undecided = len(differences) < SEEDS or found.p_different > ALPHA
+    verdict = OPEN if undecided else HOLDS if found.mean < 0 else FAILS
     return verdict, f"{found.mean:+.2f} [{low:+.2f}, {high:+.2f}]"

@@ -145,7 +145,8 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     text = (
         "f2 = x0 x1 on {-1, 1}^20, seen where x0 = 1 or x1 = 1; 20 features each. As |x_i| = 1, those of the diagonal "
         "DEQ are |β_i| at every point, while ReLU features are often 0 whatever is learnt: so each network stands "
-        "beside its own start."
+        "beside its own start. The diagonal DEQ's two signs start alike and cancel; with one sign alone all of its "
+        "features would start at 1, and be dense by that."
     )
     tables = [
         Table("Density of the features", RECONSTRUCTION, rows, "Mean and deviation over seeds."),

@@ -28,11 +28,12 @@ def small(monkeypatch):
     return tiny
 
 
-def test_verdict_needs_an_interval_without_zero():
-    assert less([-1.0, -1.1, -0.9])[0] == HOLDS
-    assert less([1.0, 1.1, 0.9])[0] == FAILS
-    assert less([1.0, -1.1, 0.3])[0] == OPEN
-    assert less([-1.0])[0] == OPEN
+def test_verdict_needs_five_seeds_and_an_interval_without_zero():
+    seeds = [1.0, 1.1, 0.9, 1.05, 0.95]
+    assert less([-one for one in seeds])[0] == HOLDS
+    assert less(seeds)[0] == FAILS
+    assert less([1.0, -1.1, 0.3, -0.4, 0.2])[0] == OPEN
+    assert less(seeds[:4])[0] == less([-1.0])[0] == OPEN
 
 
 @pytest.mark.parametrize("rule", diagonal.RULES, ids=lambda rule: rule.name)
