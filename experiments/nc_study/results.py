@@ -111,11 +111,11 @@ def report(results: Sequence[record.RunResult]) -> str:
         metrics = [result.network.quantity(name) for name in record.COLLAPSE]
         shown = ["undefined" if value is None else f"{value:.4g}" for value in metrics]
         rows.append([result.arm, *(str(getattr(result.network.accuracy, group)) for group in groups), *shown])
-    printed = PAPER.get(setting, {})
+    printed = {} if settings.dataset.startswith("shapes") else PAPER.get(setting, {})
     for model in dict.fromkeys(result.settings.model for result in results):
         if model in printed:
             rows.append([f"paper, {model}", *(str(getattr(printed[model], group)) for group in groups)])
-    apart = differences(settings) if printed else ["it has no entry for this imbalance"]
+    apart = differences(settings) if setting in PAPER else ["it has no entry for this imbalance"]
     columns = ("", *groups, *map(str.upper, record.COLLAPSE))
     aligned = ("left", *["right"] * (len(columns) - 1))
     table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)

@@ -102,7 +102,7 @@ def is_tested(settings: Settings, epoch: int) -> bool:
 
 
 class Trainer:
-    """A network, by default the one that the settings name, its optimiser, and the data it is trained on, of which every
+    """A network (None: the one that the settings name), its optimiser, and the data it is trained on, of which every
     process takes its share."""
 
     def __init__(self, settings: Settings, data: StudyData, network: ResNet18 | None = None) -> None:

@@ -152,7 +152,7 @@ def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
         if counted is not run:
             where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
             duplicates.append(Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place"))
-    # The protocol's first, then heads alone, then real data, then what is nearest to the paper's experiment, then what has most runs.
+    # The protocol's first, then heads, then real data, then what is nearest to the paper's experiment or has most runs.
     ordered = sorted(
         groups.values(),
         key=lambda one: (
