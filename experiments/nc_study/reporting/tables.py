@@ -62,10 +62,10 @@ def findings(groups: Sequence[Group]) -> list[str]:
 
 
 def _first_look(group: Group) -> str:
-    """Say how far the last arm is from the explicit network in the setting with most pairs; nothing without a pair."""
+    """Say how far an arm is from the explicit network in the setting with most pairs; nothing without a pair."""
     pairs = {
         (setting, arm): len(group.differences(setting, arm, "explicit", "overall"))
-        for setting, arm in product(group.settings, ARMS)
+        for setting, arm in product(group.settings, reversed(ARMS))
         if arm != "explicit"
     }
     setting, arm = max(pairs, key=lambda key: pairs[key], default=(None, ""))
