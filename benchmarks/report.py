@@ -27,22 +27,21 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from harness.tables import (
+    FORMS,
     Form,
-    Row,
     Table,
     digits,
     duration,
     hours,
-    megabytes,
     percent,
-    scientific,
     slug,
     span,
     summary,
     table,
     times,
+    written,
 )
-from harness.targets import GPU_TARGETS, TARGETS, Target
+from harness.targets import GPU_TARGETS, TARGETS, Row, Target
 
 from deqfast.testing.records import write_bytes
 
@@ -146,19 +145,10 @@ def values(runs: Runs, provider: str, column: str) -> list[float]:
     return [row[column] for row in runs.get(provider, []) if row.get(column) is not None]
 
 
-def middle(runs: Runs, provider: str, column: str, form: Form) -> str:
+def middle(runs: Runs, provider: str, column: str) -> str:
     """The median of the runs; "" of none."""
     found = values(runs, provider, column)
-    return form(median(found)) if found else ""
-
-
-FORMS: dict[str, Form] = {
-    "ms": duration,
-    "error": scientific,
-    "nc_share": percent,
-    "host_waits": digits,
-    "paper_hours": hours,
-}
+    return written(column, median(found)) if found else ""
 
 
 def judged(results: Results, target: Target) -> dict[str, str]:
@@ -170,7 +160,8 @@ def judged(results: Results, target: Target) -> dict[str, str]:
     state = f"missed in {missed} of {len(found)} runs" if missed else "met"
     if not found:
         state = "not measured: no GPU" if target.on_gpu and not records else "not measured"
-    return {"target": target.what, "measured": span(found, FORMS.get(target.column, times)), "state": state}
+    form: Form = times if target.against else FORMS.get(target.column, digits)
+    return {"target": target.what, "measured": span(found, form), "state": state}
 
 
 def targets(results: Results) -> Table:
@@ -207,18 +198,18 @@ def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
         return f"{times(median(found))} ({span(found)})" if " to " in span(found) else span(found)
 
     own, theirs = (values(runs, provider, "peak_bytes") for provider in (OURS, PEER))
-    residuals = [middle(runs, provider, "residual", scientific) for provider in (OURS, PEER)]
+    residuals = [middle(runs, provider, "residual") for provider in (OURS, PEER)]
     return {
         "case": name,
-        **{text: middle(runs, provider, time, duration) for provider, text in PROVIDERS.items()},
+        **{text: middle(runs, provider, time) for provider, text in PROVIDERS.items()},
         "gain over torchdeq": gain(PEER),
         "gain over the pseudo-inverse": gain("pinv"),
-        "of its byte floor": middle(runs, OURS, "floor_x", times),
-        "memory": middle(runs, OURS, "peak_bytes", megabytes) if theirs else "",
-        "torchdeq, memory": middle(runs, PEER, "peak_bytes", megabytes),
+        "of its byte floor": middle(runs, OURS, "floor_x"),
+        "memory": middle(runs, OURS, "peak_bytes") if theirs else "",
+        "torchdeq, memory": middle(runs, PEER, "peak_bytes"),
         "memory of torchdeq's": times(median(own) / median(theirs)) if own and theirs else "",
         "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
-        "relative error": middle(runs, OURS, "error", scientific),
+        "relative error": middle(runs, OURS, "error"),
     }
 
 
@@ -257,17 +248,17 @@ def race(rows: Sequence[Row]) -> dict[str, str]:
     return line
 
 
-STEP: dict[str, tuple[str, str, Form]] = {  # heading -> provider, column and form
-    "threads": ("deq", "threads", "{:g}".format),
-    "explicit step": ("explicit", "ms", duration),
-    "DEQ step": ("deq", "ms", duration),
-    "evaluations": ("deq", "evaluations", "{:.1f}".format),
-    "DEQ over explicit": ("deq", "times_explicit", times),
-    "operations": ("deq", "flop_ratio", times),
-    "time over operations": ("deq", "over_flop", times),
-    "NC1-NC4 of an epoch": ("explicit", "nc_share", percent),
-    "paper, explicit": ("explicit", "paper_hours", hours),
-    "paper, DEQ": ("deq", "paper_hours", hours),
+STEP = {  # heading -> provider and column
+    "threads": ("deq", "threads"),
+    "explicit step": ("explicit", "ms"),
+    "DEQ step": ("deq", "ms"),
+    "evaluations": ("deq", "evaluations"),
+    "DEQ over explicit": ("deq", "times_explicit"),
+    "operations": ("deq", "flop_ratio"),
+    "time over operations": ("deq", "over_flop"),
+    "NC1-NC4 of an epoch": ("explicit", "nc_share"),
+    "paper, explicit": ("explicit", "paper_hours"),
+    "paper, DEQ": ("deq", "paper_hours"),
 }
 
 
@@ -339,21 +330,16 @@ def blocks(results: Results) -> dict[str, list[str]]:
     }
 
 
-OF_OPTIONS: dict[str, Form] = {  # what the options' cases are told by; all but the times are the same on every machine
-    "ms_min": duration,
-    "evaluations": "{:g}".format,
-    "sample_evaluations": "{:g}".format,
-    "samples_missed": "{:g}".format,
-    "error": digits,
-    "peak_bytes": megabytes,
-}
+# What the options' cases are told by; all but the times are the same on every machine.
+OF_OPTIONS = ("ms_min", "evaluations", "sample_evaluations", "samples_missed", "peak_bytes")
 
 
 def facts(results: Results) -> dict[str, str]:
     """The numbers that sentences may quote: every entry of every table, what the options gain, and sums."""
     options = [
         {"row": f"{name}.{provider}"}
-        | {column: middle(runs, provider, column, form) for column, form in OF_OPTIONS.items()}
+        | {column: middle(runs, provider, column) for column in OF_OPTIONS}
+        | {"error": span(values(runs, provider, "error"), digits)}  # no rounding error, but a share
         for name, runs in results.cases("options").items()
         for provider in runs
     ]

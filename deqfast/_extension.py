@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import platform
 from dataclasses import dataclass
 from types import ModuleType
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,15 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
         return None, f"deqfast.{name} does not load: {error}"
 
 
+def _load_cpp() -> tuple[ModuleType | None, str]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() in ("x86_64", "AMD64") and not capability.startswith("AVX"):
+        return None, f"deqfast._C_cpu needs a processor with AVX2, and torch finds {capability!r} here"
+    return _load("_C_cpu")
+
+
 # Importing a module registers its kernels, which needs the schemas: `deqfast.ops` imports this module after them.
-cpp_module, cpp_reason = _load("_C_cpu")
+cpp_module, cpp_reason = _load_cpp()
 # An object that tells that it was built without its sibling has none, whatever an earlier build has left beside it.
 _without_cuda = cpp_module.build_info().get("without_cuda") if cpp_module is not None else ""
 if _without_cuda:

@@ -1,6 +1,7 @@
 """What the wheel and the sdist hold, and a life without a compiler."""
 
 import os
+import platform
 import runpy
 import shutil
 import subprocess
@@ -153,6 +154,18 @@ def test_an_extension_built_without_cuda_kernels_says_why():
         "print(_extension.cuda_reason)\n"
     )
     assert run(sys.executable, "-c", script).strip() == "deqfast was built without CUDA kernels: a reason"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the kernels ask for AVX2 on x86-64 alone")
+def test_a_processor_without_avx2_is_served_by_torch():
+    script = (
+        "import torch, deqfast\n"
+        "print(deqfast.backends()['cpp'].reason)\n"
+        "solution = deqfast.solve(lambda z: torch.cos(z), torch.zeros(2, 3))\n"
+        "assert solution.converged.all()\n"
+    )
+    printed = run(sys.executable, "-c", script, ATEN_CPU_CAPABILITY="default")
+    assert printed.strip() == "deqfast._C_cpu needs a processor with AVX2, and torch finds 'DEFAULT' here"
 
 
 def test_top_level_is_the_fixed_one():

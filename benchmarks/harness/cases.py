@@ -18,7 +18,7 @@ from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
 from .options import compact, compiled, eval_solver, gradient, kinds, streaming, trace
-from .solves import cell_case, fc_case, solve_case
+from .solves import fc_case, solve_case
 from .training import TOL, training_case
 
 BF16 = torch.bfloat16
@@ -65,7 +65,7 @@ def solves() -> Iterator[Case]:
         yield fc_case(batch, dim, dtype)
     yield fc_case(128, 1024)
     for solver in SOLVERS[2:]:
-        yield cell_case(solver, STAGE_IMAGE, **GPU)
+        yield solve_case(solver, STAGE_IMAGE, "residual", **GPU)
 
 
 ANDERSON, BROYDEN, PICARD = deqfast.Anderson(TOL, 40), deqfast.Broyden(TOL, 40), deqfast.Picard(TOL, 40)
@@ -125,7 +125,7 @@ SMALL: list[Case] = [
     *(solve_case(solver, (2, 64)) for solver in SOLVERS),
     solve_case(SOLVERS[1], (2, 32), "fc"),
     fc_case(2, 32),
-    cell_case(SOLVERS[1], CELL),
+    solve_case(SOLVERS[1], CELL, "residual"),
     training_case("residual", CELL, "jfb", ANDERSON),
     training_case("residual", CELL, "implicit", BROYDEN),
     training_case("fc", (3, 16), "jfb", PICARD),

@@ -46,7 +46,8 @@ def triton_kernels() -> tuple[str, Rows, str]:
         parts = [case["kernel"], dtypes, case["method"], f"window={case['window']}", f"size={case['size']}"]
         row = rows.setdefault(" ".join(filter(None, parts)), {})
         row |= {f"{name} sm_{entry['arch']}": entry[name] for name in MEASURED}
-    return f"triton-{minor(triton.__version__)}", rows, f"triton {triton.__version__}"
+    minor = ".".join(triton.__version__.split(".")[:2])  # patch releases share a baseline
+    return f"triton-{minor}", rows, f"triton {triton.__version__}"
 
 
 def cuda_kernels() -> tuple[str, Rows, str]:
@@ -62,11 +63,6 @@ def cuda_kernels() -> tuple[str, Rows, str]:
 
 
 COMPILERS: dict[str, Callable[[], tuple[str, Rows, str]]] = {"triton": triton_kernels, "cuda": cuda_kernels}
-
-
-def minor(version: str) -> str:
-    """ "3.9" of "3.9.0": patch releases share a baseline."""
-    return ".".join(version.split(".")[:2])
 
 
 def broken_limits(rows: Rows) -> dict[str, str]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from deqfast.testing import accuracy
 
 from .record import Row
 
-Made = TypeVar("Made")
 KERNELS = ("torch", "cpp", "triton", "cuda")
 GRAPHS = ("triton-graph", "cuda-graph")  # whole solves, captured in CUDA graphs
 ABSENT = {"cpu": ("triton", "cuda", *GRAPHS), "cuda": ("cpp",)}  # not asked for on that device
@@ -90,14 +89,6 @@ def kernel_of(provider: str, device: str) -> Kernel:
         return choose_kernel(provider, torch.device(device))
     except RuntimeError as error:
         raise Skipped(str(error)) from None
-
-
-def peer(make: Callable[..., Made], *given: Any) -> Made:
-    """``make(*given)``; ``Skipped`` where what it compares with is not installed."""
-    try:
-        return make(*given)
-    except ImportError as error:
-        raise Skipped(f"torchdeq cannot be imported: {error}") from None
 
 
 def short(dtype: torch.dtype) -> str:

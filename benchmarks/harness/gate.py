@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -143,16 +142,14 @@ class Gate:
         for line in lines:
             terminalreporter.write_line(line)
 
-    def judge(
-        self, name: str, rows: Rows, compiler: str = "", broken: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def judge(self, name: str, rows: Rows, compiler: str = "", broken: Mapping[str, str] | None = None) -> None:
         """Judge all cases of a baseline, or write it; fails the test where one is worse or missing.
 
         compiler: whose kernels these are. They are always judged by what limits are `broken`, and by nothing else where
         the compiler has no baseline; kernels that break limits become no baseline.
         """
         baseline = Baseline.read(self.folder, name)
-        findings = [Finding(case, WORSE, text) for case, text in broken.items()]
+        findings = [Finding(case, WORSE, text) for case, text in (broken or {}).items()]
         if self.update and not broken:
             self.written.append(Baseline(name, rows).write(self.folder))
         elif baseline.rows or not compiler:

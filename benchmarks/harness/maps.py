@@ -17,10 +17,15 @@ NEVER = 1e-30  # a tolerance no solve meets, so that all make the same number of
 FC_RADIUS = 0.9  # of W: through tanh a contraction, but none that reaches its fixed point to the last bit
 
 
+def relative_residuals(f: Tensor, z: Tensor) -> Tensor:
+    """|f - z| / |f| of every sample (B,)."""
+    f, z = f.flatten(1), z.flatten(1)
+    return (f - z).norm(dim=1) / f.norm(dim=1)
+
+
 def relative_residual(f: Tensor, z: Tensor) -> float:
     """Largest |f - z| / |f| of the batch."""
-    f, z = f.flatten(1), z.flatten(1)
-    return float(((f - z).norm(dim=1) / f.norm(dim=1)).max())
+    return float(relative_residuals(f, z).max())
 
 
 def autocast(device: str, precision: str, cache: bool = True) -> Any:

@@ -20,8 +20,6 @@ from .problems import suite
 from .record import Row
 from .training import EXACT, Layer, Setup, block_step, exact_gradient, flat
 
-BOTH = ("cpu", "cuda")
-
 
 def option(
     name: str,
@@ -29,10 +27,10 @@ def option(
     providers: tuple[str, ...],
     contender: Callable[[str, str], Contender],
     peers: tuple[str, ...] = (),
-    devices: tuple[str, ...] = BOTH,
+    **given: Any,
 ) -> Case:
     """An option beside its absence or its alternatives, the peers (default: all but the first of `providers`)."""
-    return Case("options", name, size_of(shape), providers, peers or providers[1:], contender, devices=devices)
+    return Case("options", name, size_of(shape), providers, peers or providers[1:], contender, **given)
 
 
 def counted(solution: deqfast.Solution) -> Row:
@@ -218,7 +216,8 @@ def kinds(problem: str, batch: int = 32, dim: int = 64) -> Case:
 
     name = f"kinds-{problem.replace(' ', '-').replace(',', '')}"
     peers = ("anderson-II", "broyden-good")
-    return option(name, (batch, dim), tuple(KINDS), contender, peers, BOTH if shared else ("cpu",))
+    devices = ("cpu", "cuda") if shared else ("cpu",)
+    return option(name, (batch, dim), tuple(KINDS), contender, peers, devices=devices)
 
 
 def streaming(batch: int, dim: int, classes: int = 10, piece: int = 500) -> Case:

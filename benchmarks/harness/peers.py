@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import deqfast
 
 from . import traffic
+from .entry import Skipped
 
 Solve = Callable[[Any, Tensor], Tensor]  # (f, z0) -> z
 
@@ -20,9 +21,14 @@ _WINDOWS = {deqfast.Anderson: "m", deqfast.Broyden: "LBFGS_thres"}
 
 
 def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
-    """torchdeq's function of the method, with the window of `solver`, and the max_iter for as many calls of f."""
-    from torchdeq.solver import get_solver
+    """torchdeq's function of the method, with the window of `solver`, and the max_iter for as many calls of f.
 
+    Raises ``Skipped`` where torchdeq is missing.
+    """
+    try:
+        from torchdeq.solver import get_solver
+    except ImportError as error:
+        raise Skipped(f"torchdeq cannot be imported: {error}") from None
     kind = type(solver)
     options = {_WINDOWS[kind]: traffic.window(solver)} if kind in _WINDOWS else {}
     first = kind is deqfast.Broyden  # which torchdeq does not count
@@ -30,10 +36,7 @@ def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
 
 
 def torchdeq_solve(solver: Any, **options: float) -> Solve:
-    """A solve by torchdeq, its history in the dtype of the state; as it ships, without `options` of its function.
-
-    Raises ImportError where it is missing.
-    """
+    """A solve by torchdeq, its history in the dtype of the state; as it ships, without `options` of its function."""
     run, max_iter = torchdeq_method(solver)
     return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop, **options)[0]
 
@@ -43,10 +46,10 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
 
     Its backward tolerance is absolute and its default solver plain iteration; both are set to what deqfast does.
     """
+    run, max_iter = torchdeq_method(solver)  # first: it tells where there is no torchdeq
     from torchdeq import get_deq
     from torchdeq.solver import register_solver
 
-    run, max_iter = torchdeq_method(solver)
     name = f"{_TORCHDEQ[type(solver)]} {run.keywords}"
     register_solver(name, run)  # the backward solve takes a window in no other way
     settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": solver.stop}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .maps import relative_residuals
+
 SUITE_BATCH = 32
 SCALES = (1.0, 0.01)  # of the injection: an accelerated method should not mind
 WELL_INSIDE = 0.3  # eigenvalue of the map whose difficulty is not in its eigenvalues
@@ -34,22 +36,17 @@ class Problem:
         """Numbers in the state of a sample."""
         return self.z0[0].numel()
 
+    @torch.no_grad()
     def residuals(self, z: Tensor) -> Tensor:
         """|f(z) - z| / |f(z)| of every sample (B,), in float64."""
         z = z.double()
-        with torch.no_grad():
-            f = self.exact(z)
-        return (f - z).flatten(1).norm(dim=1) / f.flatten(1).norm(dim=1)
-
-
-def with_radius(weight: Tensor, radius: float) -> Tensor:
-    """The matrix scaled to a spectral radius."""
-    return weight * (radius / torch.linalg.eigvals(weight).abs().max())
+        return relative_residuals(self.exact(z), z)
 
 
 def gaussian(dim: int, generator: torch.Generator, radius: float) -> Tensor:
     """Eigenvalues that fill the disc of this radius (circular law)."""
-    return with_radius(torch.randn(dim, dim, generator=generator, dtype=torch.float64), radius)
+    weight = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+    return weight * (radius / torch.linalg.eigvals(weight).abs().max())
 
 
 def symmetric(eigenvalues: Tensor, generator: torch.Generator) -> Tensor:

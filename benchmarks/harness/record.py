@@ -36,7 +36,6 @@ import os
 import platform
 import runpy
 import shlex
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -70,13 +69,9 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     records.write_bytes(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'.encode())
 
 
-def rounded(value: Any) -> Any:
-    """The value with its floating-point numbers to six significant digits, all that a measurement tells."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, list) else value
+def rounded(row: Any) -> Any:
+    """The row with its floating-point numbers to six significant digits, all that a measurement tells."""
+    return json.loads(json.dumps(row), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
 def write_record(path: Path, rows: list[Row], device: str = "cpu", remark: str | None = None) -> None:
@@ -102,19 +97,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def tool(*command: str) -> str:
-    """What a command prints; "" where it cannot be run."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def commit() -> str:
     """The commit of the checkout; "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build."""
     head = records.commit(RESULTS.parent) or os.environ.get("DEQFAST_COMMIT", "unknown")
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
-    changed = tool("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no", *others)
+    status = ("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no")
+    changed = records.tool(*status, *others)
     if stale := stale_extensions():
         warnings.warn("; ".join(stale), stacklevel=2)
     return head + ("+changes" if changed or stale else "")
@@ -148,7 +136,9 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count if properties else None,
         "memory_bytes": properties.total_memory if properties else None,
         "l2_bytes": properties.L2_cache_size if properties else None,
-        "nvidia_smi": tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if properties else None,
+        "nvidia_smi": records.tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+        if properties
+        else None,
         "processor": records.processor(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),

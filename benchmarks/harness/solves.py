@@ -13,7 +13,7 @@ from deqfast.fc import has_kernel
 
 from . import traffic
 from .counters import count, launched, memory
-from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, peer, short, size_of
+from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, short, size_of
 from .maps import NEVER, FullyConnected, MapCell, autocast, make_map
 from .peers import Solve, torchdeq_solve
 from .record import Row
@@ -52,7 +52,7 @@ def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
 def solve_by(provider: str, solver: Any, device: str) -> Solve:
     """(f, z0) -> z without gradients, by a kernel of deqfast or by a peer; ``Skipped`` where it is not there."""
     if provider == PEER:
-        solve = peer(torchdeq_solve, solver)
+        solve = torchdeq_solve(solver)
     elif provider in GRAPHS:
         solve = graph_solve(solver, kernel_of(provider.removesuffix("-graph"), device).name)
     else:
@@ -81,18 +81,11 @@ def graph_solve(solver: Any, kernel: str) -> Solve:
     return solve
 
 
-def solve_case(
-    solver: Any,
-    shape: tuple[int, ...],
-    kind: str = "elementwise",
-    *,
-    section: str = "solves",
-    name: str = "",
-    **given: Any,
-) -> Case:
+def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", **given: Any) -> Case:
     """All the iterations of `solver` on a map (see ``make_map``); its time is told without f's.
 
-    given: the other arguments of ``Case``.
+    A residual cell is one of section "cells"; torchdeq solves for the same cell in plain torch. given: the other
+    arguments of ``Case``.
     """
     history = getattr(solver, "history_dtype", None)
     precision = "bf16" if kind == "residual" else "fp32"
@@ -132,15 +125,13 @@ def solve_case(
         }
         return Contender(solve, facts, Graph([partial(f_alone, 1)], evaluations) if graph else f_alone)
 
-    size_name = "-".join(filter(None, ["" if kind == "elementwise" else kind, crossed(shape)]))
-    name = name or f"{solver_name(solver)}-{size_name}"
+    section, form = {
+        "elementwise": ("solves", "{}-{}"),
+        "fc": ("solves", "{}-fc-{}"),
+        "residual": ("cells", "solve-{}-{}-bf16"),
+    }[kind]
+    name = form.format(solver_name(solver), crossed(shape))
     return Case(section, name, size, (*KERNELS, *GRAPHS, PEER), (PEER,), contender, **given)
-
-
-def cell_case(solver: Any, shape: tuple[int, int, int, int], **given: Any) -> Case:
-    """``solve_case`` of the residual cell; torchdeq solves for the same cell in plain torch."""
-    name = f"solve-{solver_name(solver)}-{crossed(shape)}-bf16"
-    return solve_case(solver, shape, "residual", section="cells", name=name, **given)
 
 
 def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> Case:

@@ -7,11 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from .targets import verdicts
+from .targets import Row, verdicts
 
-Row = dict[str, Any]
 Form = Callable[[float], str]
 UNITS = {"ns": 1e-6, "µs": 1e-3, "ms": 1.0, "s": 1e3}  # in ms
 
@@ -53,6 +51,24 @@ def megabytes(count: float) -> str:
 
 def hours(value: float) -> str:
     return f"{digits(value)} h"
+
+
+# Column of a measured row -> how it is written. What is not here is a count, or the mean of counts.
+FORMS: dict[str, Form] = {
+    **dict.fromkeys(("ms", "ms_min", "f_ms", "solver_ms"), duration),
+    **dict.fromkeys(("share_of_f", "floor_x", "times_explicit", "flop_ratio", "over_flop"), times),
+    **dict.fromkeys(("residual", "error"), scientific),
+    "peak_bytes": megabytes,
+    "nc_share": percent,
+    "paper_hours": hours,
+}
+
+
+def written(column: str, value: float | None) -> str:
+    """The value of a column as text; "" of none."""
+    if value is None:
+        return ""
+    return FORMS.get(column, digits if isinstance(value, float) else str)(value)
 
 
 def span(values: Sequence[float], form: Form = times) -> str:
@@ -102,22 +118,21 @@ class Table:
         }
 
 
-# Heading -> column of a measured row, and its form.
-COLUMNS: dict[str, tuple[str, Form]] = {
-    "time": ("ms_min", duration),
-    "of it f": ("f_ms", duration),
-    "per iteration": ("solver_ms", duration),
-    "over f": ("share_of_f", times),
-    "of its byte floor": ("floor_x", times),
-    "evaluations": ("evaluations", "{:g}".format),
-    "of samples": ("sample_evaluations", "{:g}".format),
-    "of the adjoint": ("backward_evaluations", "{:g}".format),
-    "residual": ("residual", scientific),
-    "error": ("error", scientific),
-    "cosine": ("cosine", digits),
-    "memory": ("peak_bytes", megabytes),
-    "launches": ("launches", digits),
-    "waits": ("host_waits", "{:g}".format),
+COLUMNS = {  # heading -> column of a measured row
+    "time": "ms_min",
+    "of it f": "f_ms",
+    "per iteration": "solver_ms",
+    "over f": "share_of_f",
+    "of its byte floor": "floor_x",
+    "evaluations": "evaluations",
+    "of samples": "sample_evaluations",
+    "of the adjoint": "backward_evaluations",
+    "residual": "residual",
+    "error": "error",
+    "cosine": "cosine",
+    "memory": "peak_bytes",
+    "launches": "launches",
+    "waits": "host_waits",
 }
 
 
@@ -129,9 +144,7 @@ def table(rows: Sequence[Row], title: str = "") -> Table:
         if "skipped" not in row:
             line = {"row": f"{row['section']} {row['case']} {row['provider']}"}
             told = {"ms_min": row["ms"], **row} if "ms" in row else row
-            line |= {
-                name: form(told[key]) if told.get(key) is not None else "" for name, (key, form) in COLUMNS.items()
-            }
+            line |= {heading: written(column, told.get(column)) for heading, column in COLUMNS.items()}
             line["gain over"] = ", ".join(f"{peer} {times(gain)}" for peer, gain in row.get("gains", {}).items())
             lines.append(line | {"fault": row.get("fault", "")})
     notes = [f"{count} skipped, {reason}." for reason, count in skipped.items()]

@@ -16,9 +16,9 @@ JUDGED_PASSES = 2  # of an evaluation that no step follows: reads z and f
 PICARD_PASSES = 3  # reads z and f, writes z
 
 
-def width(history_dtype: torch.dtype | None, state: torch.dtype = torch.float32) -> float:
-    """Width of an element of the history, in elements of the state."""
-    return (history_dtype or state).itemsize / state.itemsize
+def width(history_dtype: torch.dtype | None) -> float:
+    """Width of an element of the history, in elements of the state, which is float32."""
+    return (history_dtype or torch.float32).itemsize / torch.float32.itemsize
 
 
 def window(solver: Any, kernel: str = "torch") -> int:
@@ -40,11 +40,6 @@ def steps_passes(steps: int) -> int:
     return 6 + steps
 
 
-def keeps_steps_alone(solver: Any, kernel: str, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a solve of a state of `dtype` keeps Broyden's steps and no pairs."""
-    return isinstance(solver, deqfast.Broyden) and solver.keeps_steps_alone(dtype, Kernel(kernel))
-
-
 def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     """Passes of a whole solve without f: the last evaluation is judged, and no step follows.
 
@@ -53,7 +48,7 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
         return PICARD_PASSES * len(steps) + JUDGED_PASSES
-    if keeps_steps_alone(solver, kernel):
+    if isinstance(solver, deqfast.Broyden) and solver.keeps_steps_alone(torch.float32, Kernel(kernel)):
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
     wide = width(None if kernel == "torchdeq" else solver.history_dtype)
     return sum(multisecant_passes(min(k, window(solver, kernel)), wide) for k in steps) + JUDGED_PASSES

@@ -10,7 +10,7 @@ from nc_study.config import StudyError, settings_from
 from nc_study.data import find_source, load
 from nc_study.models import build
 from nc_study.rundir import RunDirectory
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import deqfast
@@ -45,22 +45,15 @@ def study_cell(run: Path, data_root: Path | None, batch: int = BATCH) -> Problem
     return of_cell(f"residual block, {settings.dataset}", cell, x, torch.zeros_like(x))
 
 
-def digits_cell(activation: str, dim: int = 256, batch: int = BATCH) -> Problem:
+def digits_cell(activation: str, dim: int = 256) -> Problem:
     """A fully connected cell, trained with the implicit gradient to tell scikit-learn's 8x8 digits, in a minute.
 
-    Nothing keeps its spectral radius small.
+    Adam on the cross-entropy of a linear readout trains it; nothing keeps its spectral radius small.
     """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x, y = torch.from_numpy(images).float() / images.max(), torch.from_numpy(labels)
-    cell = _trained(x[:DIGITS_TRAINED_ON], y[:DIGITS_TRAINED_ON], activation, dim)
-    test = x[DIGITS_TRAINED_ON : DIGITS_TRAINED_ON + batch]
-    return of_cell(f"fully connected {activation}, digits", cell, test, cell.initial_state(test))
-
-
-def _trained(x: Tensor, y: Tensor, activation: str, dim: int, batch: int = 64) -> deqfast.FCCell:
-    """A cell after some steps of Adam on the cross-entropy of a linear readout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         cell, readout = deqfast.FCCell(x.shape[1], dim, activation), nn.Linear(dim, int(y.max()) + 1)
@@ -68,9 +61,10 @@ def _trained(x: Tensor, y: Tensor, activation: str, dim: int, batch: int = 64) -
         block = deqfast.DEQBlock(cell, solver, deqfast.Implicit(solver))
         optimizer = torch.optim.Adam([*block.parameters(), *readout.parameters()], lr=3e-3)
         for _ in range(DIGITS_STEPS[activation]):
-            rows = torch.randint(len(x), (batch,))
+            rows = torch.randint(DIGITS_TRAINED_ON, (64,))
             loss = F.cross_entropy(readout(block(x[rows])), y[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return cell
+    test = x[DIGITS_TRAINED_ON : DIGITS_TRAINED_ON + BATCH]
+    return of_cell(f"fully connected {activation}, digits", cell, test, cell.initial_state(test))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import deqfast
 
 from .counters import count
-from .entry import KERNELS, Case, Contender, check, crossed, kernel_of, peer, size_of
+from .entry import KERNELS, Case, Contender, check, crossed, kernel_of, size_of
 from .maps import autocast, relative_residual
 from .peers import explicit_layer, torchdeq_layer
 from .record import Row
@@ -122,7 +122,7 @@ def training_case(
         if provider == "explicit":
             function = explicit_layer(setup.cell)
         elif provider == "torchdeq":
-            function = peer(torchdeq_layer, setup.cell, solver, adjoint)
+            function = torchdeq_layer(setup.cell, solver, adjoint)
         else:
             block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel=provider)
             function = partial(block_step, block)

@@ -65,7 +65,7 @@ struct BroydenStep {
 
   // Enter the newest step in the Gram matrix and solve for the coefficients by forward recurrence; whether the step
   // they give can be taken.
-  DEQFAST_INLINE bool solve(int64_t row, Sums sums, Sample& sample) const {
+  bool solve(int64_t row, Sums sums, Sample& sample) const {
     T* gram = a.gram + row * a.rows * a.rows;
     for (int j = 0; j < n; ++j) gram[(n - 1) * a.rows + j] = static_cast<T>(sums.total(ss + j));
     bool finite = true;
@@ -82,7 +82,7 @@ struct BroydenStep {
     return finite && (square == T(0) || is_sound(square)) && std::fabs(1.0 - sample.c[n - 1]) >= kPivotFloor;
   }
 
-  DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
+  void decide(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.rule.last) return;
     sample.first = std::clamp(a.first[row], 0, n);
@@ -115,7 +115,7 @@ struct BroydenStep {
     }
   }
 
-  DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
+  void finish(int64_t, Sums, const Sample&) const {}
 };
 
 DEQFAST_STEP(BroydenStep<float>)

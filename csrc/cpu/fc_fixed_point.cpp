@@ -151,16 +151,16 @@ DEQFAST_INLINE void solve_samples(const FcArgs<T>& a, int64_t first, int64_t cou
 // The tile of sums for 32 registers of 64 bytes, and the one for shorter registers.
 constexpr int kWideRows = 8, kWideVectors = 2, kNarrowRows = 6, kNarrowVectors = 1;
 
-DEQFAST_CLONES void run_wide(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
+DEQFAST_WIDE void run_wide(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
   solve_samples<float, kWideRows, kWideVectors>(a, first, count, memory);
 }
-DEQFAST_CLONES void run_wide(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
+DEQFAST_WIDE void run_wide(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
   solve_samples<double, kWideRows, kWideVectors>(a, first, count, memory);
 }
-DEQFAST_CLONES void run_narrow(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
+void run_narrow(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
   solve_samples<float, kNarrowRows, kNarrowVectors>(a, first, count, memory);
 }
-DEQFAST_CLONES void run_narrow(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
+void run_narrow(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
   solve_samples<double, kNarrowRows, kNarrowVectors>(a, first, count, memory);
 }
 
@@ -205,7 +205,7 @@ void run(const FcArgs<T>& a, bool wide, int64_t first, int64_t count, T* memory)
 
 template <class T, class H>
 void launch(const H* weight, FcArgs<T> args) {
-  const bool wide = DEQFAST_WIDE_REGISTERS;  // 32 registers of a whole vector
+  const bool wide = DEQFAST_HAS_WIDE;  // 32 registers of a whole vector
   const int64_t columns = (wide ? kWideVectors : kNarrowVectors) * Simd<T>::lanes, batch = args.monitor.batch;
   args.stride = (args.dim + columns - 1) / columns * columns;
   const auto packed = pack_weight<T>(weight, args.dim, args.stride, columns);

@@ -98,7 +98,7 @@ struct MultisecantStep {
   }
 
   // Judge; enter the newest pair in the window matrix and solve for gamma.
-  DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
+  void decide(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.pairs() == 0) return;
     T* gram = a.gram + row * (a.window.history + 2) * a.window.history;
@@ -137,7 +137,7 @@ struct MultisecantStep {
     }
   }
 
-  DEQFAST_INLINE void finish(int64_t row, Sums sums, const Sample& sample) const {
+  void finish(int64_t row, Sums sums, const Sample& sample) const {
     if (!sample.verdict.advance || a.rule.last || !needs_dots()) return;
     T* gram_row = a.gram + (row * (a.window.history + 2) + a.window.next()) * a.window.history;
     for (int j = 0; j < n; ++j) gram_row[j] = static_cast<T>(sums.total(j));
@@ -181,12 +181,12 @@ struct TransposedStep {
       load_tile(row * dim + tile, count, T(1), x);
       for (int age = 0; age < window.size(); ++age) {
         const int slot = window.slot(age);
-        dot_rows<false>(row_of(p.df, row, slot) + tile, dim, 1, x, x, count, sums.at(slot), sums.at(slot));
+        dot_rows<false, 1>(row_of(p.df, row, slot) + tile, dim, 1, x, x, count, sums.at(slot), sums.at(slot));
       }
     }
   }
 
-  DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
+  void decide(int64_t row, Sums sums, Sample& sample) const {
     std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // of slots outside the window
     for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
     if (p.window(row).size() == 0) return;
@@ -202,14 +202,14 @@ struct TransposedStep {
       load_tile(row * dim + tile, count, p.beta, x);
       for (int age = 0; age < window.size(); ++age) {
         const int slot = window.slot(age);
-        combine_rows(row_of(p.left, row, slot) + tile, dim, 1, sample.gamma.data() + slot, count, x);
+        combine_rows<1>(row_of(p.left, row, slot) + tile, dim, 1, sample.gamma.data() + slot, count, x);
       }
       T* out = p.out + row * dim + tile;
       for (int64_t d = 0; d < count; d += W) store(out + d, p.alpha * load(x + d, W), count - d);
     }
   }
 
-  DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
+  void finish(int64_t, Sums, const Sample&) const {}
 };
 
 DEQFAST_STEP(TransposedStep<float, float>)

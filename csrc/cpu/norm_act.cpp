@@ -67,14 +67,14 @@ DEQFAST_INLINE void run_any(const Params& p, int64_t begin, int64_t end) {
 
 DEQFAST_CLONES void run(const NormActParams<float, float>& p, int64_t begin, int64_t end) { run_any(p, begin, end); }
 DEQFAST_CLONES void run(const NormActParams<float, BFloat16>& p, int64_t begin, int64_t end) { run_any(p, begin, end); }
-DEQFAST_CLONES void run(const NormActParams<double, double>& p, int64_t begin, int64_t end) { run_any(p, begin, end); }
+void run(const NormActParams<double, double>& p, int64_t begin, int64_t end) { run_any(p, begin, end); }
 DEQFAST_CLONES void run(const NormActBackwardParams<float, float>& p, int64_t begin, int64_t end) {
   run_any(p, begin, end);
 }
 DEQFAST_CLONES void run(const NormActBackwardParams<float, BFloat16>& p, int64_t begin, int64_t end) {
   run_any(p, begin, end);
 }
-DEQFAST_CLONES void run(const NormActBackwardParams<double, double>& p, int64_t begin, int64_t end) {
+void run(const NormActBackwardParams<double, double>& p, int64_t begin, int64_t end) {
   run_any(p, begin, end);
 }
 

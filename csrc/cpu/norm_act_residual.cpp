@@ -134,7 +134,7 @@ DEQFAST_CLONES void run(const ResidualParams<float, BFloat16, float>& p, int64_t
 DEQFAST_CLONES void run(const ResidualParams<float, BFloat16, BFloat16>& p, int64_t begin, int64_t end) {
   run_any(p, begin, end);
 }
-DEQFAST_CLONES void run(const ResidualParams<double, double, double>& p, int64_t begin, int64_t end) {
+void run(const ResidualParams<double, double, double>& p, int64_t begin, int64_t end) {
   run_any(p, begin, end);
 }
 DEQFAST_CLONES void run(const ResidualBackwardParams<float, float, float>& p, int64_t begin, int64_t end) {
@@ -146,7 +146,7 @@ DEQFAST_CLONES void run(const ResidualBackwardParams<float, BFloat16, float>& p,
 DEQFAST_CLONES void run(const ResidualBackwardParams<float, BFloat16, BFloat16>& p, int64_t begin, int64_t end) {
   run_any(p, begin, end);
 }
-DEQFAST_CLONES void run(const ResidualBackwardParams<double, double, double>& p, int64_t begin, int64_t end) {
+void run(const ResidualBackwardParams<double, double, double>& p, int64_t begin, int64_t end) {
   run_any(p, begin, end);
 }
 

@@ -35,7 +35,7 @@ struct PicardStep {
     sums.add(kFSq, f_sq[0] + f_sq[1]);
   }
 
-  DEQFAST_INLINE void decide(int64_t row, Sums sums, Sample& sample) const {
+  void decide(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
   }
 
@@ -54,7 +54,7 @@ struct PicardStep {
     }
   }
 
-  DEQFAST_INLINE void finish(int64_t, Sums, const Sample&) const {}
+  void finish(int64_t, Sums, const Sample&) const {}
 };
 
 DEQFAST_STEP(PicardStep<float>)

@@ -9,6 +9,7 @@
 //   Sample                 what is kept of a sample between its sweeps, made from the step
 //   runs(row)              whether the sample takes part
 //   first(row, chunk, sums), decide(row, sums, sample), second(row, chunk, sample, sums), finish(row, sums, sample)
+// where the two sweeps are to be inlined, and compiled for every instruction set; the others are not.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -1,5 +1,6 @@
 // Vectors of 64 bytes and the row primitives of the solver kernels. The vectors are the compiler's own: one source
-// gives AVX-512, AVX2 and baseline code, chosen when the library is loaded, with one order of summation.
+// gives AVX2 code, which setup.py asks for, and AVX-512 code, chosen when the library is loaded, with one order of
+// summation.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +10,15 @@
 #define DEQFAST_ALWAYS_INLINE __attribute__((always_inline))  // also for lambdas, whose callers are cloned
 #define DEQFAST_INLINE inline DEQFAST_ALWAYS_INLINE
 
+// DEQFAST_CLONES: a function for AVX2 and for AVX-512. DEQFAST_WIDE: for AVX-512 alone, to be called if DEQFAST_HAS_WIDE.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define DEQFAST_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define DEQFAST_WIDE_REGISTERS __builtin_cpu_supports("avx512vl")
+#define DEQFAST_CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
+#define DEQFAST_WIDE __attribute__((target("arch=x86-64-v4")))
+#define DEQFAST_HAS_WIDE __builtin_cpu_supports("avx512vl")
 #else
 #define DEQFAST_CLONES
-#define DEQFAST_WIDE_REGISTERS false
+#define DEQFAST_WIDE
+#define DEQFAST_HAS_WIDE false
 #endif
 
 namespace deqfast {

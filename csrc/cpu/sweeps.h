@@ -28,13 +28,29 @@ struct Sums {
   }
 };
 
-// out_v[r] += rows[r] . v, for R rows and the vectors x and (if `Two`) y, over one tile; x and y are whole vectors.
-template <int R, bool Two, class T, class H>
-DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T* y, int64_t count, double* out_x,
-                              double* out_y) {
+// Call body(r, R) for blocks of R of the n rows, at most `Most`: the sums of one row alone would wait for each other.
+template <int Most, class Body>
+DEQFAST_INLINE void for_row_blocks(int n, const Body& body) {
+  int r = 0;
+  const auto blocks_of = [&](auto size) DEQFAST_ALWAYS_INLINE {
+    if constexpr (size <= Most) {
+      for (; r + size <= n; r += size) body(r, size);
+    }
+  };
+  blocks_of(std::integral_constant<int, 6>());
+  blocks_of(std::integral_constant<int, 4>());
+  blocks_of(std::integral_constant<int, 2>());
+  blocks_of(std::integral_constant<int, 1>());
+}
+
+// out_v[r] += rows[r] . v over `count` elements, for R rows and the vectors x and (if `Two`) y, which are whole vectors.
+// `Lanes` of each are read at a time: whole vectors, or the one Tail.
+template <int R, bool Two, class T, class H, class Lanes>
+DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T* y, int64_t count, Lanes lanes,
+                              double* out_x, double* out_y) {
   constexpr int W = Simd<T>::lanes;
   Vec<T> sum_x[R] = {}, sum_y[R] = {};
-  for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+  for (int64_t d = 0; d < count; d += W) {
     const Vec<T> vx = load(x + d, W), vy = Two ? load(y + d, W) : vx;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -42,7 +58,7 @@ DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T
       sum_x[r] += row * vx;
       if (Two) sum_y[r] += row * vy;
     }
-  });
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     accumulate(out_x + r * Sums::W, widened(sum_x[r]));
@@ -50,46 +66,45 @@ DEQFAST_INLINE void dot_block(const H* rows, int64_t stride, const T* x, const T
   }
 }
 
-// Several rows at once: the sums of one alone would wait for each other.
-template <bool Two, class T, class H>
+// The dots of n rows with x and y over one tile.
+template <bool Two, int Most = 6, class T, class H>
 DEQFAST_INLINE void dot_rows(const H* rows, int64_t stride, int n, const T* x, const T* y, int64_t count,
                              double* out_x, double* out_y) {
-  int r = 0;
-  const auto dot = [&](auto size) DEQFAST_ALWAYS_INLINE {
-    constexpr int R = decltype(size)::value;
-    for (; r + R <= n; r += R) {
-      dot_block<R, Two>(rows + r * stride, stride, x, y, count, out_x + r * Sums::W, out_y + r * Sums::W);
-    }
-  };
-  dot(std::integral_constant<int, 6>());
-  dot(std::integral_constant<int, 4>());
-  dot(std::integral_constant<int, 2>());
-  dot(std::integral_constant<int, 1>());
+  constexpr int W = Simd<T>::lanes;
+  const int64_t whole = count / W * W;
+  for_row_blocks<Most>(n, [&](int r, auto size) DEQFAST_ALWAYS_INLINE {
+    dot_block<size, Two>(rows + r * stride, stride, x, y, whole, std::integral_constant<int64_t, W>(),
+                         out_x + r * Sums::W, out_y + r * Sums::W);
+  });
+  for (int r = 0; r < n && whole < count; ++r) {
+    dot_block<1, Two>(rows + r * stride + whole, stride, x + whole, y + whole, 1, Tail<W>{count - whole},
+                      out_x + r * Sums::W, out_y + r * Sums::W);
+  }
 }
 
-// x -= sum_r weight[r] rows[r] over one tile.
-template <int R, class T, class H>
-DEQFAST_INLINE void combine_block(const H* rows, int64_t stride, const T* weight, int64_t count, T* x) {
+// x -= sum_r weight[r] rows[r] over `count` elements of R rows, `Lanes` at a time.
+template <int R, class T, class H, class Lanes>
+DEQFAST_INLINE void combine_block(const H* rows, int64_t stride, const T* weight, int64_t count, Lanes lanes, T* x) {
   constexpr int W = Simd<T>::lanes;
-  for_vectors<W>(count, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+  for (int64_t d = 0; d < count; d += W) {
     Vec<T> v = load(x + d, W);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) v -= weight[r] * load<T>(rows + r * stride + d, lanes);
     store(x + d, v, W);
-  });
+  }
 }
 
-template <class T, class H>
+// The same for n rows over one tile.
+template <int Most = 6, class T, class H>
 DEQFAST_INLINE void combine_rows(const H* rows, int64_t stride, int n, const T* weight, int64_t count, T* x) {
-  int r = 0;
-  const auto combine = [&](auto size) DEQFAST_ALWAYS_INLINE {
-    constexpr int R = decltype(size)::value;
-    for (; r + R <= n; r += R) combine_block<R>(rows + r * stride, stride, weight + r, count, x);
-  };
-  combine(std::integral_constant<int, 6>());
-  combine(std::integral_constant<int, 4>());
-  combine(std::integral_constant<int, 2>());
-  combine(std::integral_constant<int, 1>());
+  constexpr int W = Simd<T>::lanes;
+  const int64_t whole = count / W * W;
+  for_row_blocks<Most>(n, [&](int r, auto size) DEQFAST_ALWAYS_INLINE {
+    combine_block<size>(rows + r * stride, stride, weight + r, whole, std::integral_constant<int64_t, W>(), x);
+  });
+  for (int r = 0; r < n && whole < count; ++r) {
+    combine_block<1>(rows + r * stride + whole, stride, weight + r, 1, Tail<W>{count - whole}, x + whole);
+  }
 }
 
 }  // namespace deqfast

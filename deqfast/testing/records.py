@@ -33,10 +33,14 @@ def processor() -> str:
     return next(filter(None, names), platform.processor() or platform.machine())
 
 
-def commit(folder: Path) -> str | None:
-    """The commit of the checkout that `folder` is in, None where it is in none or there is no git."""
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+def tool(*command: str) -> str:
+    """What a command prints; "" where it cannot be run or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of the checkout that `folder` is in, None where it is in none or there is no git."""
+    return tool("git", "-C", str(folder), "rev-parse", "HEAD") or None

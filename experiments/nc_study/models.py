@@ -112,8 +112,9 @@ def build(settings: Settings) -> ResNet18:
         if model == "once":
             return Once(cell)
         solver = SOLVERS[settings.solver](tol=settings.tol, max_iter=settings.max_iter)
+        adjoint = deqfast.Implicit(solver) if settings.adjoint == "implicit" else settings.adjoint
         # How solves end is counted and recorded: no warnings.
-        return deqfast.DEQBlock(cell, solver=solver, adjoint=settings.adjoint, kernel=settings.kernel, warn=False)
+        return deqfast.DEQBlock(cell, solver=solver, adjoint=adjoint, kernel=settings.kernel, warn=False)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

@@ -1,7 +1,7 @@
 """Layer-peeled problems (7), (9) and (10) of Sun & Shi (NeurIPS 2024), and a solver for them.
 
 Cross-entropy of logits W h is minimised over the classifier W (K, D), the features h0 of the backbone (N, D) and the
-layer between: h = W_EX h0 (explicit), or z* = W_DEQ z* + h0 (DEQ), in float64 and without bias, under
+layer between (`LAYERS`), in float64 and without bias, under
 
     ||W_EX||_F or ||W_DEQ||_F <= E_H,    mean_k ||w_k||^2 <= E_W,    mean_k mean_i ||h_{k,i}||^2 <= E_H.
 
@@ -29,6 +29,12 @@ Part = dict[str, Any]
 """The result of the study, or a part of it."""
 
 FEATURES = ("final", "backbone")
+LAYERS = {
+    "explicit": "W_EX h0",
+    "skip": "h0 + W_EX h0",
+    "deq": "z* = W_DEQ z* + h0, the sum of W_DEQ^i h0 from i = 0",
+    "series": "the sum from i = 1, as (27) prints it",
+}
 
 # Forward, plain iteration is one launch, however long it takes where ||W_DEQ|| is close to 1. Backward, evaluations
 # cost more, and Broyden's method needs few of them on a linear map.
@@ -43,7 +49,7 @@ class Point(NamedTuple):
     """The variables, each divided by the radius of its ball."""
 
     classifier: Tensor  # (K, D): W / sqrt(K E_W)
-    layer: Tensor  # (D, D): W_EX / E_H or W_DEQ / E_H
+    layer: Tensor  # (D, D): W_EX or W_DEQ / its largest norm
     features: Tensor  # (N, D): what the constraint is on, h0_{k,i} or final, / sqrt(K n_k E_H)
 
 
@@ -68,7 +74,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, from_chance: bool) -> Tensor:
 class Problem:
     """One of the problems; `shares` are the weights n_k / N of the classes, `samples` the columns that stand for each.
 
-    A column stands for n_k / samples[k] equal samples where these numbers differ.
+    A column stands for n_k / samples[k] equal samples where these numbers differ. `e_layer` bounds the layer's norm;
+    None: `e_h` does.
     """
 
     model: str
@@ -78,6 +85,12 @@ class Problem:
     dimension: int
     e_w: float
     e_h: float
+    e_layer: float | None = None
+
+    @property
+    def radius(self) -> float:
+        """Largest Frobenius norm of the layer."""
+        return self.e_h if self.e_layer is None else self.e_layer
 
     @property
     def classes(self) -> int:
@@ -125,7 +138,7 @@ class Problem:
 
     def backbone(self, point: Point) -> Tensor:
         """Return h0 (N, D); where final features are bounded, the h0 that the layer takes to them."""
-        features, layer = point.features * self.radii, self.e_h * point.layer
+        features, layer = point.features * self.radii, self.radius * point.layer
         if self.features == "backbone":
             return features
         if self.model == "explicit":
@@ -133,17 +146,17 @@ class Problem:
         return features - features @ layer.T
 
     def outputs(self, point: Point) -> Tensor:
-        """Return the final features (N, D), W_EX h0 or z*; StudyError if the DEQ does not converge."""
-        h0, layer = self.backbone(point), self.e_h * point.layer
-        if self.model == "explicit":
-            return h0 @ layer.T
+        """Return the final features (N, D); StudyError if the DEQ does not converge."""
+        h0, layer = self.backbone(point), self.radius * point.layer
+        if self.model in ("explicit", "skip"):
+            return h0 @ layer.T + (h0 if self.model == "skip" else 0)
         z, solution = torch.func.functional_call(self.block, {"cell.weight": layer}, (h0,), {"return_solution": True})
         if not bool(solution.converged.all()):
             raise StudyError(
                 f"--e-h {self.e_h}: the linear DEQ was not solved to {SOLVER.tol:.0e} in {SOLVER.max_iter} evaluations "
                 f"(residual {float(solution.residual_rel.max()):.1e}); take a bound less close to 1"
             )
-        return z
+        return z - h0 if self.model == "series" else z
 
     def loss(self, point: Point, from_chance: bool = False) -> Tensor:
         """Return the objective, a scalar, with `from_chance` minus log K."""

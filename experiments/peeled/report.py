@@ -12,12 +12,13 @@ from nc_study.record import to_json
 from nc_study.reporting.document import Source, render
 from nc_study.rundir import write_atomically
 
-from .problem import Part
-from .theory import CONDITION, FAILS, HOLDS, ROUNDING, SAME, ZERO
+from .problem import LAYERS, Part
+from .theory import CONDITION, FAILS, HOLDS, NOTHING, ROUNDING, SAME, ZERO
 
 Row = dict[str, Any]  # of a table: column -> value
 LABELS = {"explicit": "explicit", "deq": "DEQ"}
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "condition not met", ROUNDING: "no difference"}
+SHORT[NOTHING] = NOTHING
 
 
 def write(result: Part, out: Path) -> list[Path]:
@@ -38,6 +39,7 @@ def markdown(result: Part) -> str:
         Path(__file__).with_name("layer_peeled.md"),
         result=result,
         balanced=list(_balanced(result["balanced"])),
+        layers=_layers(result["balanced"]["layers"]),
         local=local_minima(result),
         summary=", ".join(f"{counts[verdict]} {verdict}" for verdict in SHORT),
         verdicts=_verdicts(result["claims"]),
@@ -82,6 +84,16 @@ def _balanced(part: Part) -> Iterator[Row]:
                 "KKT": _number(record["residual"]),
                 "starts at best": f"{record['starts']['at_best']} of {record['starts']['count']}",
             }
+
+
+def _layers(rows: list[Part]) -> list[Row]:
+    """Make a row of each layer, with a column for each bound."""
+    table: dict[str, Row] = {layer: {"final features": text} for layer, text in LAYERS.items()}
+    for row in rows:
+        norm = {"norm": "norm", "square": "norm²"}[row["bound"]]
+        column = f"E_W = {row['e_w']:g}, E_H = {row['e_h']:g}, bound on the layer's {norm}"
+        table[row["layer"]][column] = f"{row['below_chance']:.4g} (at most {row['most']:.4g})"
+    return list(table.values())
 
 
 def _verdicts(claims: list[Part]) -> list[Row]:

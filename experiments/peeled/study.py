@@ -15,7 +15,7 @@ from tqdm import tqdm
 import deqfast
 
 from . import theory
-from .problem import FEATURES, Optimum, Part, Problem, minimise
+from .problem import FEATURES, LAYERS, Optimum, Part, Problem, minimise
 
 LIMIT_COLUMNS = 2  # for each class in the limit, each for half of the class
 TWO_CLASSES = {"e_w": 1.0, "e_h": 0.75}  # bounds with E_H > 1/2, where (33) is known to fail
@@ -72,8 +72,12 @@ class PeeledSettings:
     @property
     def bounds(self) -> list[Part]:
         """Bounds with what E_H is on, each a study of its own: features, e_w and e_h."""
-        pairs = zip(self.numbers("e_w"), self.numbers("e_h"), strict=True)
-        return [{"features": name, "e_w": e_w, "e_h": e_h} for e_w, e_h in pairs for name in FEATURES]
+        return [{"features": name, "e_w": e_w, "e_h": e_h} for e_w, e_h in self.pairs for name in FEATURES]
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """(E_W, E_H) of each study."""
+        return list(zip(self.numbers("e_w"), self.numbers("e_h"), strict=True))
 
 
 def run(settings: PeeledSettings, quiet: bool = False) -> Part:
@@ -108,7 +112,22 @@ class Study:
             models = {model: self._balanced(self._problem(model, bounds, count, count)) for model in BOTH}
             found.append({**bounds, "models": models})
         two = self._problem("deq", {"features": "backbone", **TWO_CLASSES}, (LIMIT_COLUMNS,) * 2, (1, 1))
-        return {"bounds": found, "two_classes": {**TWO_CLASSES, **self._balanced(two)}}
+        return {"bounds": found, "two_classes": {**TWO_CLASSES, **self._balanced(two)}, "layers": self._layers()}
+
+    def _layers(self) -> list[Part]:
+        """Solve the balanced problem with the bound before the layer for every layer, whose norm is at most E_H, or
+        its square, as in (21)."""
+        settings, rows = self.settings, []
+        for e_w, e_h in settings.pairs:
+            for bound, e_layer in (("norm", e_h), ("square", math.sqrt(e_h))):
+                for layer in LAYERS:
+                    bounds = {"features": "backbone", "e_w": e_w, "e_h": e_h, "e_layer": e_layer}
+                    count = (LIMIT_COLUMNS,) * settings.classes
+                    problem = self._problem(layer, bounds, count, count)
+                    most = math.log(problem.classes) - theory.closed_form_loss(problem, theory.largest_stretch(problem))
+                    record = self._solve(problem)[1]
+                    rows.append({**bounds, "bound": bound, "layer": layer, "most": most, **record})
+        return rows
 
     def _balanced(self, problem: Problem) -> Part:
         optimum, record = self._solve(problem)

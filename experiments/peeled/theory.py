@@ -37,6 +37,7 @@ ZERO = 1e-2
 HOLDS = "holds"
 FAILS = "does not hold"
 CONDITION = "condition not met"
+NOTHING = "says nothing"  # a bound that all points meet, a ratio of two zeros
 ROUNDING = "not distinguishable from rounding"
 
 # Quantities at infinite R, each a key of THEORY.
@@ -57,7 +58,8 @@ def largest_stretch(problem: Problem) -> float:
     """Return the largest g that a feasible layer has."""
     if problem.features == "final":
         return 1.0
-    return problem.e_h if problem.model == "explicit" else 1 / (1 - problem.e_h)
+    e = problem.radius
+    return {"explicit": e, "skip": 1 + e, "deq": 1 / (1 - e), "series": e / (1 - e)}[problem.model]
 
 
 def margin(problem: Problem) -> float:
@@ -133,7 +135,9 @@ def cosines(means: Tensor, weight: Tensor) -> list[float | None]:
 
 def about_zero(value: float | None) -> str:
     """Judge "this is 0"; None is a number that does not exist."""
-    return HOLDS if value is not None and abs(value) <= ZERO else FAILS
+    if value is None:
+        return NOTHING
+    return HOLDS if abs(value) <= ZERO else FAILS
 
 
 def less(smaller: float, larger: float, scale: float | None = None) -> str:
@@ -144,15 +148,19 @@ def less(smaller: float, larger: float, scale: float | None = None) -> str:
 
 
 def at_least(value: float, bound: float, scale: float) -> str:
-    """Judge a lower bound of a number of the size `scale`; equality is within it."""
+    """Judge a lower bound of a positive number of the size `scale`; equality is within it."""
+    if bound <= 0:
+        return NOTHING
     return HOLDS if value >= bound - SAME * scale else FAILS
 
 
 def all_ratios_above_one(ratios: list[float | None]) -> str:
     """Judge "every ratio exceeds 1"; None is a ratio that does not exist."""
     known = [ratio for ratio in ratios if ratio is not None]
-    if len(known) < len(ratios) or min(known) < 1 - SAME:
+    if known and min(known) < 1 - SAME:
         return FAILS
+    if len(known) < len(ratios):
+        return NOTHING
     return ROUNDING if min(known) <= 1 + SAME else HOLDS
 
 
@@ -227,8 +235,7 @@ def imbalanced_claims(part: Part) -> Iterator[Part]:
             for scale, value in deq.items():
                 verdict = less(value, explicit[scale])
                 yield _judged(bounds, "imbalanced nc2", verdict, value, scale=scale, name=name)
-        value = bounds["cosine_condition"]
-        yield _judged(bounds, "imbalanced nc3 condition", HOLDS if value < 2 else CONDITION, value)
+        yield _judged(bounds, "imbalanced nc3 condition", NOTHING, bounds["cosine_condition"])
         for name, comparison in comparisons.items():
             ratios = comparison["cosine_ratios"]
             above = sum(ratio is not None and ratio > 1 + SAME for ratio in ratios)

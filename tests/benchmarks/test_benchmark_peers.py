@@ -7,20 +7,6 @@ from harness import collapse, maps, peers, training
 import deqfast
 from deqfast.testing import GRADIENT, relative_error
 
-SOLVERS = [
-    deqfast.Picard(maps.NEVER, 8),
-    deqfast.Anderson(maps.NEVER, 12, history=4),
-    deqfast.Broyden(maps.NEVER, 12),
-    deqfast.Broyden(maps.NEVER, 12, history=5),
-]
-
-
-@pytest.fixture
-def problem():
-    f = maps.FullyConnected(3, 24)
-    f.wide, f.c = f.wide.double(), f.c.double()
-    return f
-
 
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
 @pytest.mark.parametrize("shape", [(2, 8, 4, 4), (3, 16)], ids=["residual", "fc"])
@@ -45,10 +31,17 @@ def test_the_pseudo_inverse_measures_the_same_neural_collapse():
 
 @pytest.mark.parametrize(
     ("solver", "window"),
-    list(zip(SOLVERS, [{}, {"m": 4}, {"LBFGS_thres": 12}, {"LBFGS_thres": 5}], strict=True)),
+    [
+        (deqfast.Picard(maps.NEVER, 8), {}),
+        (deqfast.Anderson(maps.NEVER, 12, history=4), {"m": 4}),
+        (deqfast.Broyden(maps.NEVER, 12), {"LBFGS_thres": 12}),
+        (deqfast.Broyden(maps.NEVER, 12, history=5), {"LBFGS_thres": 5}),
+    ],
     ids=str,
 )
-def test_torchdeq_has_the_window_of_the_solver_and_calls_f_as_often(solver, window, problem):
+def test_torchdeq_has_the_window_of_the_solver_and_calls_f_as_often(solver, window):
+    f = maps.FullyConnected(3, 24)
+    f.wide, f.c = f.wide.double(), f.c.double()
     assert peers.torchdeq_method(solver)[0].keywords == window
-    peers.torchdeq_solve(solver)(problem, torch.zeros(3, 24, dtype=torch.float64))
-    assert problem.calls == solver.max_iter
+    peers.torchdeq_solve(solver)(f, torch.zeros(3, 24, dtype=torch.float64))
+    assert f.calls == solver.max_iter

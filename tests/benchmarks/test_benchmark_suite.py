@@ -1,23 +1,19 @@
 """The suite of `pytest benchmarks`: registry, byte formulas, how it times, and that it records no wrong answer."""
 
 import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import cases, maps, ops, suite, tables, targets, timing, traffic
+from harness import cases, maps, ops, suite, targets, timing, traffic
 from harness.entry import Case, Contender, Skipped, Wrong, check
-from harness.record import read_record
+from harness.record import RESULTS, read_record
 
 import deqfast
 from deqfast.ops import Kernel
 from deqfast.testing import norm_states
 
-ROOT = Path(__file__).resolve().parents[2]
 BF16 = torch.bfloat16
 SMALL = cases.SMALL
 NAMED = {(case.section, case.name): case for case in cases.CASES}
@@ -34,7 +30,6 @@ class TestTraffic:
             (deqfast.Anderson(history_dtype=BF16), 20, "torchdeq", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),
             (deqfast.Broyden(), 20, "cpp", sum(6 + steps for steps in range(19))),  # the steps alone
             (deqfast.Broyden(history=18), 20, "cpp", sum(8 + 2 * min(pairs, 18) for pairs in range(19))),
-            (deqfast.Broyden(), 3, "torch", 6 + 7),
             (deqfast.Anderson(max_iter=50, history=None), 50, "torch", sum(8 + 2 * k for k in range(49))),
             (deqfast.Anderson(max_iter=50, history=None), 50, "cuda", sum(8 + 2 * min(k, 32) for k in range(49))),
             *((deqfast.Broyden(), 3, provider, 8 + 10) for provider in ("torchdeq", "cuda")),  # which keep pairs
@@ -69,7 +64,7 @@ class TestRegistry:
     def test_records_are_of_its_cases(self):
         """But those of single ops, some of which are ops no more."""
         names = {(case.section, case.name) for case in cases.CASES if case.section != "ops"}
-        rows = [row for path in (ROOT / "benchmarks" / "results").glob("*.json") for row in read_record(path)["rows"]]
+        rows = [row for path in RESULTS.glob("*.json") for row in read_record(path)["rows"]]
         sections = {section for section, _ in names}
         recorded = {(row["section"], row["case"]) for row in rows if row["section"] in sections}
         assert recorded <= names and {section for section, _ in recorded} == sections - {"cells"}
@@ -117,7 +112,6 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
         made = {provider: row["evaluations"] for provider, row in outcomes.items() if "skipped" not in row}
         assert set(made) >= {"torch", "cpp", "torchdeq"} and set(made.values()) == {row["iterations"]}
     assert json.loads(json.dumps(list(outcomes.values())))
-    assert tables.table(list(outcomes.values()))
 
 
 def broken_ops(monkeypatch):
@@ -217,10 +211,9 @@ def test_in_turns_gives_up_rounds_but_not_the_fewest():
 
 def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(monkeypatch):
     made, event = [], SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 60.0)
-    monkeypatch.setattr(timing.graphs, "aside", lambda work: work())
-    monkeypatch.setattr(timing.graphs, "capture", lambda work, *where: SimpleNamespace(replay=work))
-    monkeypatch.setattr(timing.graphs, "new_pool", lambda: None)
-    monkeypatch.setattr(timing.graphs, "new_stream", lambda: None)
+    graphs = {"aside": lambda work: work(), "capture": lambda work, *where: SimpleNamespace(replay=work)}
+    graphs |= {"new_pool": lambda: None, "new_stream": lambda: None}
+    monkeypatch.setattr(timing, "graphs", SimpleNamespace(**graphs))
     monkeypatch.setattr(torch.cuda, "Event", lambda **given: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(suite, "buffers", lambda nbytes: 3)
@@ -252,12 +245,6 @@ def test_gains_and_targets():
     }
     memory = targets.Target("solves", name, "cpp", "peak_bytes", 0.75, "torchdeq")
     assert memory.value(rows) == 0.75 and memory.met(0.75) and not memory.met(0.76)
-
-
-def test_a_record_in_no_folder_is_refused():
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--record", "/no/such/folder/a.json", "--collect-only"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == pytest.ExitCode.USAGE_ERROR and "/no/such/folder is not a folder" in result.stderr
 
 
 @pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq"])

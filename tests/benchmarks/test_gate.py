@@ -19,7 +19,6 @@ X, MASK, INDEX = torch.eye(3), torch.eye(3) > 0, torch.tensor([0, 2])
 
 WAITS = {
     "X[0, 0].item()": True,
-    "bool(MASK.any())": True,
     "INDEX.tolist()": True,
     "X.numpy()": True,
     "torch.where(MASK)": True,
@@ -87,7 +86,6 @@ def test_a_baseline_is_read_as_it_was_written_a_line_per_case(tmp_path):
     read = Baseline.read(tmp_path, "cuda-13.0")
     assert read.rows == rows and re.fullmatch(r"\w+ of 20\d\d-\d\d-\d\d", read.since)
     assert '["b", null, 2, 0]\n' in path.read_text()
-    assert Baseline.read(tmp_path, "cuda-99.0").rows == {}
 
 
 def test_the_committed_baselines_break_no_limit():
@@ -137,16 +135,15 @@ def baselines(tmp_path):
     ("change", "failures", "said"),
     [
         (
-            {"counts": {"a": {"operations": 2}, "b": {"operations": 6}}, "kernels": {"x": {"registers sm_90": 10}}},
+            {
+                "counts": {"a": {"operations": 2}, "b": {"operations": 6}, "c": {"operations": 1}},
+                "kernels": {"x": {"registers sm_90": 10}},
+            },
             2,
             r"worse: 2\n  counters: b: operations 5 -> 6 \(\+20%\) since .*"
-            r"\n  cuda-1.0: x: registers sm_90 9 -> 10.*\nmissing: 1\n  cuda-1.0: y: has a baseline.*"
+            r"\n  cuda-1.0: x: registers sm_90 9 -> 10.*\nmissing: 2\n  counters: c: has no baseline; .*"
+            r"\n  cuda-1.0: y: has a baseline.*"
             r"\nbetter: 1\n  counters: a: operations 3 -> 2.*\n.*again with --update-baseline",
-        ),
-        (
-            {"counts": {"a": {"operations": 3}, "c": {"operations": 1}}},
-            1,
-            r"missing: 2\n  counters: c: has no baseline; .*\n  counters: b: has a baseline",
         ),
         (
             {"nvcc": "2.0", "kernels": {"x": {"registers sm_90": 99}}},
@@ -155,7 +152,7 @@ def baselines(tmp_path):
         ),
         ({"nvcc": "2.0", "broken": {"x": "stack 8 bytes"}}, 1, r"worse: 1\n  cuda-2.0: x: stack 8 bytes"),
     ],
-    ids=["worse, better and gone", "new and gone", "other compiler", "limit broken"],
+    ids=["worse, better, new and gone", "other compiler", "limit broken"],
 )
 def test_what_is_worse_or_missing_fails_and_everything_is_told(baselines, change, failures, said):
     failed, text = judge(of_gate(baselines), **change)

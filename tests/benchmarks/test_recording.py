@@ -9,7 +9,6 @@ import pytest
 from harness import record, suite
 
 ROOT = Path(__file__).resolve().parents[2]
-SELECTED = ["-k", "fc_vjp and not cuda"]
 PLUGIN = """
 import pytest
 
@@ -19,25 +18,19 @@ def pytest_runtest_teardown():
 """
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A repository with what a recording writes, and a source."""
+def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_extensions_are(tmp_path, monkeypatch):
     names = ["README.md", "benchmarks/RESULTS.md", "benchmarks/results/a.json", "benchmarks/baselines/b.json", "a.py"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("before")
+    *written, source = [tmp_path / name for name in names]
+    for path in (*written, source):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before")
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     for command in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "-m", "all"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "benchmarks" / "results")
-    return {name: tmp_path / name for name in names}
-
-
-def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_extensions_are(checkout, monkeypatch):
     commit = record.commit()
     assert len(commit) == 40
-    source = checkout.pop("a.py")
-    for path in checkout.values():
+    for path in written:
         path.write_text("after")
     assert record.commit() == commit
     source.write_text("after")
@@ -48,13 +41,25 @@ def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_exte
         assert record.commit() == commit + "+changes"
 
 
+def test_the_command_recorded_is_one_to_type_again():
+    installed, script = ["/a/bin/python", "/a/bin/pytest", "benchmarks"], ["python", "benchmarks/report.py", "--check"]
+    assert record.command(installed) == "pytest benchmarks"
+    assert record.command(script) == "python benchmarks/report.py --check"
+
+
 def recorded(folder, target, *options):
     """A run of the suite's smallest case, with the plugins in `folder`."""
     # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_suite.py", *SELECTED, "--record", str(target), *options]
+    selected = ["benchmarks/test_suite.py", "-k", "fc_vjp and not cuda"]
+    command = [sys.executable, "-m", "pytest", *selected, "--record", str(target), *options]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_record_in_no_folder_is_refused(tmp_path):
+    result = recorded(tmp_path, "/no/such/folder/a.json")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR and "/no/such/folder is not a folder" in result.stderr
 
 
 def test_a_run_ends_with_a_table_and_a_record_that_an_interrupted_one_leaves_alone(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import report
-from harness import record, tables
+from harness import tables
 from harness.targets import GPU_TARGETS, TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,17 +133,6 @@ def test_rows_are_shown_with_what_is_wrong_and_what_was_skipped(root, capsys):
         assert re.search(found, text), found
 
 
-@pytest.mark.parametrize(
-    ("words", "typed"),
-    [
-        (["/a/bin/python", "/a/bin/pytest", "benchmarks"], "pytest benchmarks"),
-        (["python", "benchmarks/report.py", "--check"], "python benchmarks/report.py --check"),
-    ],
-)
-def test_the_command_recorded_is_one_to_type_again(words, typed):
-    assert record.command(words) == typed
-
-
 def judged(root):
     """What is said of each target."""
     rows = report.targets(report.Results.read(root / "benchmarks" / "results")).rows
@@ -235,7 +224,6 @@ def test_check_reads_every_page_and_facts_lists_the_keys(root, capsys):
     ("content", "said"),
     [
         ("{", "odd.json: no record: "),
-        ("[]", "odd.json: no record: "),
         ('{"rows": []}', "odd.json: no record: .*machine"),
         (None, "no record under benchmarks/results has rows of section 'solves'"),
     ],

@@ -8,15 +8,12 @@ from harness.study_step import Stepper, measure, settings_of
 from nc_study.data import Source, load
 from nc_study.training import Trainer
 
-
-@pytest.fixture
-def settings():
-    return settings_of(2, 4, "cpu", threads=1)
+SETTINGS = settings_of(2, 4, "cpu", threads=1)
 
 
-def test_operations_are_those_of_the_mean_number_of_evaluations(settings):
-    data = load(Source("shapes", ""), settings, torch.device("cpu"))
-    stepper = Stepper(Trainer(replace(settings, model="deq"), data))
+def test_operations_are_those_of_the_mean_number_of_evaluations():
+    data = load(Source("shapes", ""), SETTINGS, torch.device("cpu"))
+    stepper = Stepper(Trainer(replace(SETTINGS, model="deq"), data))
     stepper.step()
     batch, pixels, channels = 4, 4 * 4, 16
     of_f = 2 * (2 * batch * pixels * 9 * channels**2)  # two convolutions
@@ -28,8 +25,8 @@ def test_operations_are_those_of_the_mean_number_of_evaluations(settings):
     assert stepper.flop() == pytest.approx(before + 10 * of_f)
 
 
-def test_the_rows_of_a_size(settings):
-    explicit, deq = measure(settings, 3, 60)
+def test_the_rows_of_a_size():
+    explicit, deq = measure(SETTINGS, 3, 60)
     assert (explicit["provider"], deq["provider"], deq["rounds"]) == ("explicit", "deq", 3)
     assert "evaluations" not in explicit and deq["evaluations"] >= 1
     assert deq["over_flop"] == pytest.approx(deq["ms"] / explicit["ms"] / (deq["flop"] / explicit["flop"]))
