@@ -11,6 +11,7 @@ import pytest
 import torch
 from nc_study import protocol
 from nc_study.record import RunResult, read_record
+from nc_study.reporting.report import write
 from nc_study.reporting.runs import collect
 from nc_study.training import Trainer
 from study_helpers import folder_of
@@ -54,6 +55,10 @@ def test_heads_of_all_arms_on_one_trunk(study, tmp_path, monkeypatch, capsys):
     (group,) = [group for group in groups if group.trunk]
     assert re.match("heads alone on the frozen trunk of shapes-k3-r10", group.name)
     assert set(group.differences(group.settings[0], "deq-jfb", "explicit", "overall")) == {0, 1}
+    monkeypatch.setattr("nc_study.reporting.report.pictures", lambda group: iter(()))
+    text = write(collect([tmp_path]), tmp_path / "report").with_name("report.md").read_text()
+    assert "every seed): explicit; explicit, normalised; cell once; DEQ, JFB; DEQ, implicit." in text
+    assert text.count("No verdict: it tells which ending") == 1 and "All arms are in the terminal" not in text
 
 
 def test_a_trunk_that_cannot_be_used_is_an_error_in_a_line(made_up, tmp_path, monkeypatch, capsys):
