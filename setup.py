@@ -17,7 +17,6 @@ from pathlib import Path
 from setuptools import setup
 
 MODE = os.environ.get("DEQFAST_BUILD", "auto")
-# Those that take the longest to compile come first.
 SOURCES = (
     "norm_act_residual",
     "multisecant_step",
