@@ -26,7 +26,7 @@ SOURCES = (
     "picard_step",
     "fc_vjp",
 )
-CPU_ONLY = ("broyden_step",)
+CPU_ONLY = ("broyden_step", "norm_act_residual_backward")
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 # One pass of the compiler serves sm_80 and sm_86, a third less to compile.
