@@ -12,12 +12,13 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
 
 MODE = os.environ.get("DEQFAST_BUILD", "auto")
-# Those that take the longest to compile come first.
 SOURCES = (
     "norm_act_residual",
     "multisecant_step",
@@ -27,7 +28,9 @@ SOURCES = (
     "picard_step",
     "fc_vjp",
 )
-CPU_ONLY = ("broyden_step",)
+CPU_ONLY = ("broyden_step", "norm_act_residual_backward")
+# Commands that ask for the metadata alone, before the build: torch need not be imported for them.
+METADATA = {"egg_info", "dist_info"}
 # The stable ABI of torch 2.11: one object for every torch from then on.
 MACROS = [("TORCH_TARGET_VERSION", "0x020b000000000000")]
 # One pass of the compiler serves sm_80 and sm_86, a third less to compile.
@@ -102,13 +105,17 @@ def why_not_cuda(cuda_home: Path | None) -> str | None:
 def extensions() -> dict:
     if MODE not in ("auto", "cpu", "cuda", "none"):
         raise SystemExit(f"DEQFAST_BUILD must be auto, cpu, cuda or none, got {MODE!r}")
-    if MODE == "none":
+    if MODE == "none" or METADATA & set(sys.argv):
         return {}
     cuda_home = find_cuda_home()
     if cuda_home is not None:
         os.environ["CUDA_HOME"] = str(cuda_home)  # read by torch's build code when it is imported
-    import pybind11
+    from torch.utils import cpp_extension
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    # One object for every Python from 3.10 on; the free-threaded ones have no limited API.
+    limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
+    cpp_extension.min_supported_cpython = "0x030A0000"
 
     reason = why_not_cuda(cuda_home)
     if reason is not None and MODE == "cuda":
@@ -124,15 +131,15 @@ def extensions() -> dict:
             write_build_facts(reason)
             super().build_extensions()
 
-    include = [pybind11.get_include(), str(GENERATED)]
+    shared = {"include_dirs": [str(GENERATED)], "py_limited_api": limited}
     cpu_sources = [*(f"csrc/cpu/{name}.cpp" for name in (*SOURCES, *CPU_ONLY)), "csrc/bindings_cpu.cpp"]
     modules = [
         CppExtension(
             "deqfast._C_cpu",
             cpu_sources,
-            include_dirs=include,
             define_macros=MACROS,
             extra_compile_args={"cxx": CPU_FLAGS},
+            **shared,
         )
     ]
     if reason is None:
@@ -141,13 +148,12 @@ def extensions() -> dict:
         flags = {"cxx": CXX_FLAGS, "nvcc": [*NVCC_FLAGS, NVCC_THREADS, *architectures]}
         macros = [*MACROS, ("USE_CUDA", None)]
         modules.append(
-            CUDAExtension(
-                "deqfast._C_cuda", cuda_sources, include_dirs=include, define_macros=macros, extra_compile_args=flags
-            )
+            CUDAExtension("deqfast._C_cuda", cuda_sources, define_macros=macros, extra_compile_args=flags, **shared)
         )
     else:
         print(f"deqfast: building without the CUDA kernels: {reason}")
-    return {"ext_modules": modules, "cmdclass": {"build_ext": Build}}
+    options = {"bdist_wheel": {"py_limited_api": "cp310"}} if limited else {}
+    return {"ext_modules": modules, "cmdclass": {"build_ext": Build}, "options": options}
 
 
 if __name__ == "__main__":

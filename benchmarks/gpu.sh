@@ -28,7 +28,7 @@ then. Records of runs/gpu that are copied to benchmarks/results are reported by 
 Variables:
   PYTHON          the interpreter (python3)
   DEQFAST_WHEELS  a folder of wheels, installed beside the interpreter's packages for this run: what is missing there
-                  (torchdeq, pytest, pytest-benchmark, pytest-timeout, hypothesis, torchmetrics, pybind11, ninja,
+                  (torchdeq, pytest, pytest-benchmark, pytest-timeout, hypothesis, torchmetrics, ninja,
                   setuptools>=77; pytest-xdist, if it is there, runs the tests side by side)
   DEQFAST_COMMIT  the commit to record where there is no git
 TEXT

@@ -1,8 +1,9 @@
 // The module deqfast._C_cpu: importing it registers the CPU kernels; it tells how they were built.
-#include <pybind11/pybind11.h>
+// In the limited API of Python: one object serves every Python from 3.10 on, as it serves every torch from 2.11 on.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 
 #include <cstdint>
-#include <string>
 
 #include "sources_cpu.h"
 
@@ -14,27 +15,30 @@ namespace {
 
 // Ask for 2 MB pages where Linux leaves the choice to the program: a solve's history is fresh memory, and taking it
 // up 4 KB at a time costs a third of a long Broyden solve. Advice only: a refusal changes nothing but the speed.
-void advise_huge_pages(uintptr_t address, size_t bytes) {
+PyObject* advise_huge_pages(PyObject*, PyObject* arguments) {
+  unsigned long long address;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(arguments, "Kn:advise_huge_pages", &address, &bytes)) return nullptr;
 #ifdef __linux__
   constexpr uintptr_t page = 4096;
   const uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)address, (void)bytes;
 #endif
+  Py_RETURN_NONE;
 }
+
+// "without_cuda": the reason why the CUDA kernels were not built too; empty: they were.
+PyObject* build_info(PyObject*, PyObject*) {
+  return Py_BuildValue("{s:s,s:s,s:s,s:K}", "compiler", __VERSION__, "sources", DEQFAST_SOURCES, "without_cuda",
+                       DEQFAST_WITHOUT_CUDA, "torch_target_version", TORCH_TARGET_VERSION);
+}
+
+PyMethodDef methods[] = {{"advise_huge_pages", advise_huge_pages, METH_VARARGS, "advise_huge_pages(address, bytes)"},
+                         {"build_info", build_info, METH_NOARGS, "How these kernels were built."},
+                         {}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_cpu",
+                      "CPU kernels of deqfast. Importing this module registers them with torch.", -1, methods};
 
 }  // namespace
 
-PYBIND11_MODULE(_C_cpu, m) {
-  m.doc() = "CPU kernels of deqfast. Importing this module registers them with torch.";
-  m.def("advise_huge_pages", &advise_huge_pages, pybind11::arg("address"), pybind11::arg("bytes"));
-  m.def("build_info", [] {
-    pybind11::dict info;
-    info["compiler"] = std::string(__VERSION__);
-    info["sources"] = std::string(DEQFAST_SOURCES);
-    info["without_cuda"] = std::string(DEQFAST_WITHOUT_CUDA);  // the reason; empty: the CUDA kernels were built too
-    info["torch_target_version"] = static_cast<unsigned long long>(TORCH_TARGET_VERSION);
-    return info;
-  });
-}
+PyMODINIT_FUNC PyInit__C_cpu() { return PyModule_Create(&module); }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -79,6 +80,58 @@ def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
     return figure
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of `comparison`. `series`: values by arm and seed, the first one's dots filled, a second one's hollow.
+    `intervals`: of the first series, by arm. `printed`: the paper's values, by arm. `references`: lines by name."""
+
+    label: str
+    series: Sequence[Mapping[str, Mapping[int, float]]]
+    intervals: Mapping[str, tuple[float, float]]
+    printed: Mapping[str, float]
+    references: Mapping[str, float]
+
+
+def comparison(rows: Mapping[str, Sequence[Panel]]) -> Figure:
+    """Draw a row of panels for each heading, arms side by side: a dot for each seed, those of a seed joined, the mean
+    as a dash, the interval beside it; the explicit network's mean across, dashed."""
+    figure = plt.figure(figsize=(13.5, 3.4 * len(rows)), layout="constrained")
+    parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
+    for part, (heading, panels) in zip(parts, rows.items(), strict=True):
+        part.suptitle(heading)
+        for axis, panel in zip(np.atleast_1d(part.subplots(1, len(panels))), panels, strict=True):
+            _compare(axis, panel)
+    return figure
+
+
+def _compare(axis: Axes, panel: Panel) -> None:
+    arms = list(panel.series[0])
+    for values, filled in zip(panel.series, (True, False), strict=False):
+        for seed in sorted({seed for seeds in values.values() for seed in seeds}):
+            joined = [(x, values[arm][seed]) for x, arm in enumerate(arms) if seed in values[arm]]
+            axis.plot(*zip(*joined, strict=True), color="#888888", lw=0.6, alpha=0.6, zorder=1)
+        for x, arm in enumerate(arms):
+            _, colour, marker = ARMS[arm]
+            dots = list(values[arm].values())
+            face = colour if filled else "white"
+            axis.scatter([x] * len(dots), dots, s=20, color=face, edgecolor=colour, marker=marker, zorder=2)
+            if dots:
+                axis.plot([x - 0.28, x - 0.1], [np.mean(dots)] * 2, color=colour, lw=2)
+    if control := list(panel.series[0].get("explicit", {}).values()):
+        axis.axhline(float(np.mean(control)), color=ARMS["explicit"][1], lw=0.8, ls="--")
+    for x, arm in enumerate(arms):
+        if arm in panel.intervals:
+            axis.plot([x + 0.2] * 2, panel.intervals[arm], color=ARMS[arm][1], lw=2.5, solid_capstyle="butt")
+        if arm in panel.printed:
+            axis.scatter(x, panel.printed[arm], s=70, color="black", marker="x", zorder=3)
+    for name, value in panel.references.items():
+        axis.axhline(value, color="black", lw=0.8, ls=":")
+        axis.text(len(arms) - 0.55, value, name, fontsize="x-small", ha="right", va="bottom")
+    axis.set(ylabel=panel.label, xlim=(-0.5, len(arms) - 0.5))
+    axis.set_xticks(range(len(arms)), [ARMS[arm][0].replace(", ", "\n") for arm in arms], fontsize="x-small")
+    axis.grid(axis="y", alpha=0.3)
 
 
 def _plot_seeds(axis: Axes, arm: str, seeds: Sequence[Curves], name: str, **style: Any) -> None:

@@ -15,6 +15,9 @@ from .config import Experiment, Setting, StudyError, arm_options
 ARMS = ("explicit", "explicit-norm", "once", "deq-jfb", "deq-implicit")
 PAIR = ("explicit", "deq-implicit")
 PRESET = "study"
+HEADS = "heads"
+"""The study of a run that trains a head alone, on a frozen trunk."""
+HEAD_SEEDS = 20
 MACHINE = ("data_root", "threads", "out", "device", "kernel")
 """The options that the protocol leaves to whoever runs it."""
 
@@ -157,7 +160,7 @@ def _options(setting: Setting, seed: int, arm: str) -> Options:
 
 def follows(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
     """Whether a run is one of the protocol's main ones: the preset's, but for the values chosen for its arm."""
-    values = chosen.get(experiment.arm)
+    values = chosen.get(experiment.arm) if experiment.study != HEADS else None
     apart = {name: one for name, one in experiment.departures.items() if name not in TUNED}
     ours = values is not None and all(getattr(experiment, name) == one for name, one in values.items())
     ours = ours and experiment.preset == PRESET and experiment.dataset == "cifar10"

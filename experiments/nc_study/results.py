@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 import deqfast
 from deqfast.testing.records import commit, processor
@@ -101,41 +99,37 @@ def _mean(values: Iterable[record.Number]) -> record.Number:
 
 
 def report(results: Sequence[record.RunResult]) -> str:
-    """The results of one setting's arms as text: accuracy and NC1-NC4 beside the paper's accuracy, and how the solver
+    """The results of one setting's arms as text: accuracy, with the paper's on CIFAR, NC1-NC4, and how the solver
     fared."""
-    settings, averaged = results[0].settings, results[0].network.epochs_averaged
+    settings = results[0].settings
     setting = on_cifar(settings.setting)
-    groups = record.GROUPS if setting.majority is not None else record.GROUPS[:1]
-    rows = []
+    printed = {} if settings.dataset.startswith("shapes") else PAPER.get(setting, {})
+    apart = differences(settings) if setting in PAPER else ["it has no entry for this imbalance"]
+    lines = [
+        f"Test accuracy in % on {settings.setting}: mean±deviation over the last {results[0].network.epochs_averaged}",
+        f"of {settings.epochs} epochs; neural collapse of the training images after the last",
+        f"not comparable with the paper: {', '.join(apart)}" if apart else "",
+    ]
     for result in results:
-        metrics = [result.network.quantity(name) for name in record.COLLAPSE]
-        shown = ["undefined" if value is None else f"{value:.4g}" for value in metrics]
-        rows.append([result.arm, *(str(getattr(result.network.accuracy, group)) for group in groups), *shown])
-    printed = PAPER.get(setting, {})
-    for model in dict.fromkeys(result.settings.model for result in results):
-        if model in printed:
-            rows.append([f"paper, {model}", *(str(getattr(printed[model], group)) for group in groups)])
-    apart = differences(settings) if printed else ["it has no entry for this imbalance"]
-    columns = ("", *groups, *map(str.upper, record.COLLAPSE))
-    aligned = ("left", *["right"] * (len(columns) - 1))
-    table = tabulate(rows, columns, tablefmt="plain", disable_numparse=True, colalign=aligned)
-    return "\n".join(
-        (
-            f"Test accuracy in % on {settings.setting}: mean±deviation over the last {averaged}",
-            f"of {settings.epochs} epochs; neural collapse of the training images after the last",
-            textwrap.indent(table, "  "),
-            f"  not comparable with the paper: {', '.join(apart)}" if apart else "",
-            "",
-            *map(_costs, results),
-        )
-    )
+        lines += ["", f"{result.arm}: {_groups(result.network.accuracy)}"]
+        if paper := printed.get(result.settings.model):
+            lines.append(f"  paper: {_groups(paper)}")
+        metrics = {name.upper(): result.network.quantity(name) for name in record.COLLAPSE}
+        shown = (f"{name} {'undefined' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
+        lines += [f"  {', '.join(shown)}", _costs(result)]
+    return "\n".join(lines)
+
+
+def _groups(accuracy: record.Accuracy) -> str:
+    known = {group: getattr(accuracy, group) for group in record.GROUPS}
+    return ", ".join(f"{group} {spread}" for group, spread in known.items() if spread)
 
 
 def _costs(result: record.RunResult) -> str:
     settings, network = result.settings, result.network
     seconds, solver = network.seconds, network.solver
     text = (
-        f"{result.arm}: {network.parameters} parameters; {seconds.train:.0f} s of training, "
+        f"  {network.parameters} parameters; {seconds.train:.0f} s of training, "
         f"{seconds.test:.0f} s of testing, {seconds.metrics:.0f} s of metrics"
     )
     if solver:

@@ -89,7 +89,7 @@ def run(settings: PeeledSettings, quiet: bool = False) -> Part:
         parts = {"balanced": study.balanced(), "imbalanced": study.imbalanced(), "limit": study.limit()}
     return {
         "kind": "layer_peeled",
-        "settings": asdict(settings),
+        "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
         **parts,
         "claims": theory.claims_of(parts),
         "seconds": round(time.perf_counter() - start, 1),

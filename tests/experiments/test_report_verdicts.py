@@ -10,6 +10,7 @@ from nc_study import protocol
 from nc_study.config import arm_options
 from nc_study.protocol import CLAIMS, PRIMARY
 from nc_study.reporting.runs import collect
+from nc_study.reporting.tables import findings
 from nc_study.reporting.verdicts import (
     CONTRADICTED,
     EQUAL,
@@ -79,17 +80,23 @@ def primary(made_up, monkeypatch):
             path = made_up(f"run{next(names)}", gain(seed, arm), precision="bf16", **options)
         (group,) = collect([path.parent]).groups
         assert group.protocol
-        return {claim.name: verdict for claim, (verdict, _) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True)}
+        found = {claim.name: verdict for claim, (verdict, _) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True)}
+        return found, findings([group])
 
     return write
 
 
 def test_verdicts_of_all_primary_runs(primary):
-    found = primary(lambda seed, arm: 2 + seed / 100 - (arm == "deq-jfb"))
+    found, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
     assert found == {
         **dict.fromkeys(("A1", "A2", "A3", "A4", "A5", "A6", "N1", "N3", "N4"), SUPPORTED),
         **{"N2": EQUAL, "N5": SUPPORTED},
     }
+    # Four settings, each with the differences 2.0 and 2.2: standard error 0.05, four degrees of freedom, t = 2.776.
+    assert said[0] == "The equilibrium makes long-tailed classification better." and len(said) == 5
+    assert "in points: +2.10 [+1.96, +2.24] (supported) against the explicit network, +2.10" in said[2]
+    assert "centred NC2: -0.210 [-0.224, -0.196] (supported), -0.210" in said[3] and "NC1 ×1.00" in said[3]
+    assert "is +1.10 [+0.96, +1.24] (supported) against the explicit network and -1.00" in said[4]
 
 
 def test_the_conclusions_are_the_protocols():
@@ -108,11 +115,13 @@ def test_the_conclusions_are_the_protocols():
 
 
 def test_no_verdict_before_the_last_primary_run(primary):
-    assert set(primary(lambda seed, arm: 2.0, without=1).values()) == {"not yet: 39 of 40 runs"}
+    found, said = primary(lambda seed, arm: 2.0, without=1)
+    assert set(found.values()) == {"not yet: 39 of 40 runs"}
+    assert said[0].startswith("No verdict yet: 39 of the 40 runs") and "overall accuracy +2.00" in said[1]
 
 
 def test_noise_is_inconclusive(primary):
-    found = primary(lambda seed, arm: 5.0 - 10 * seed)
+    found, _ = primary(lambda seed, arm: 5.0 - 10 * seed)
     assert found["A1"] == found["A5"] == found["N1"] == OPEN
 
 

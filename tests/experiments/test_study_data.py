@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import tarfile
 import threading
+import urllib.request
 from dataclasses import replace
 
 import numpy as np
@@ -142,6 +143,7 @@ def served(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}")
     monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    urllib.request.install_opener(None)  # else the proxies of an earlier test's first download stay
     yield folder
     server.shutdown()
     server.server_close()

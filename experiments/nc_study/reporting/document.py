@@ -57,6 +57,7 @@ def to_html(title: str, text: str, folder: Path) -> str:
         return f'{found[1]}data:image/png;base64,{base64.b64encode(content).decode()}"'
 
     body = re.sub(r'(<img [^>]*src=")([^"]+)"', inline, converter.convert(text))
-    body = body.replace("</h1>", f"</h1>\n{converter.toc}", 1)  # type: ignore[attr-defined]
+    contents = converter.toc  # type: ignore[attr-defined]  # which the extension sets
+    body = body.replace("<h2", f"{contents}\n<h2", 1)
     page = jinja2.Template((TEMPLATES / "page.html").read_text(), autoescape=True)
     return page.render(title=title, body=body)

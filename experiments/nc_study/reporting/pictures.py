@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from .. import figures
 from ..config import ARMS, Setting
-from ..paper import FIGURES
+from ..paper import PAPER
+from ..record import GROUPS
 from ..rundir import read_arrays
 from .runs import Group
+from .verdicts import estimate
 
+COMPARISON = (
+    "After the last epoch, a dot for each seed, those of a seed joined. Dash: mean; dashed across: that of the "
+    "explicit network. Bar: this mean plus the 95 % interval of the difference paired by seed; an arm differs from "
+    "the explicit network, taken by itself, where its bar does not reach the dashed line. ×: the paper's value. "
+    "Dotted: the simplex ETF (0), orthogonal class means (the least that features after a ReLU can have, not "
+    "centred), and minority means of 0 beside a simplex of the majority."
+)
 COURSE = (
     "Test accuracy (dashed: majority, dotted: minority), and NC1 (logarithmic), NC2 and NC3 of the training images, "
     "against epoch. With more than one seed a line is their mean, and the band their range."
@@ -37,32 +48,59 @@ class Picture:
 
 
 def pictures(group: Group) -> Iterator[Picture]:
-    """Draw the paper's figures as far as their settings were run, then what shows all other settings together."""
-    rest = group.settings
-    for number in ("3", "4", "5"):
-        if settings := [setting for setting in _of_figure(group, number) if setting in group.settings]:
-            yield Picture(f"figure{number}", f"After figure {number} of the paper", COURSE, _course(group, settings))
-        rest = [setting for setting in rest if setting not in settings]
-    if rest:
-        yield Picture("courses", "Course of training in the other settings", COURSE, _course(group, rest))
+    """Draw what shows the result, the arms side by side in every setting; then the course, and single features."""
+    rows = {_heading(group, setting): list(_panels(group, setting)) for setting in group.settings}
+    yield Picture("comparison", "Arms side by side", COMPARISON, figures.comparison(rows))
+    yield Picture("courses", "Course of training", COURSE, _course(group))
     for setting in group.settings:
         yield from _features(group, setting)
 
 
-def _of_figure(group: Group, number: str) -> list[Setting]:
-    """Return the settings of a figure of the paper, whose figures are of ten classes."""
-    if group.experiment.classes != 10:
-        return []
-    return [Setting(group.experiment.dataset, *imbalance) for imbalance in FIGURES[number]]
+def _panels(group: Group, setting: Setting) -> Iterator[figures.Panel]:
+    """Make the panels of a setting: accuracy of both groups of classes, or of all if balanced, and NC2 and NC3."""
+    arms = [arm for arm in ARMS if group.networks(setting, arm)]
+    paper = {} if group.drawn else PAPER.get(setting, {})
+
+    def values(name: str) -> dict[str, dict[int, float]]:
+        found = {arm: {seed: one.quantity(name) for seed, one in group.networks(setting, arm).items()} for arm in arms}
+        return {arm: {seed: one for seed, one in seeds.items() if one is not None} for arm, seeds in found.items()}
+
+    def panel(label: str, names: tuple[str, ...], references: dict[str, float]) -> figures.Panel:
+        series, intervals, printed = [values(name) for name in names], {}, {}
+        for arm in arms:
+            apart = group.differences(setting, arm, "explicit", names[0])
+            if arm != "explicit" and len(apart) > 1:
+                control = fmean(series[0]["explicit"][seed] for seed in apart)
+                low, high = estimate([list(apart.values())]).interval
+                intervals[arm] = (control + low, control + high)
+            entry = getattr(paper.get("deq" if arm.startswith("deq") else arm), names[0], None)
+            if entry:
+                printed[arm] = entry.mean
+        return figures.Panel(label, series, intervals, printed, references)
+
+    for name in GROUPS[1:] if setting.majority else GROUPS[:1]:
+        yield panel(f"{name} accuracy (%)", (name,), {})
+    classes, lines = setting.classes, {"simplex ETF": 0.0}
+    lines["orthogonal"] = to_simplex(classes, classes - 1)
+    if setting.majority:
+        lines["minority collapse"] = to_simplex(classes - 1, setting.majority_classes - 1)
+    yield panel("NC2 centred (hollow: as printed)", ("nc2_centered", "nc2"), lines)
+    yield panel("NC3 centred (hollow: as printed)", ("nc3_centered", "nc3"), {"self-dual": 0.0})
+
+
+def to_simplex(larger: int, smaller: int) -> float:
+    """Return NC2 where the Gram matrix of the class means and the simplex's are multiples of projections of these
+    ranks, one within the other: K and K - 1 of orthogonal means, K - 1 and K_A - 1 of minority means of 0."""
+    return math.sqrt(2 - 2 * math.sqrt(smaller / larger))
 
 
 def _heading(group: Group, setting: Setting) -> str:
     return f"{setting}; {group.experiment.preset} preset"
 
 
-def _course(group: Group, settings: list[Setting]) -> Figure:
+def _course(group: Group) -> Figure:
     rows = {}
-    for setting in settings:
+    for setting in group.settings:
         networks = {arm: group.networks(setting, arm).values() for arm in ARMS}
         curves = {arm: [network.curves for network in found] for arm, found in networks.items() if found}
         rows[_heading(group, setting)] = curves
@@ -79,9 +117,7 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
     if not left:
         return
     seed, classes = min(left), group.experiment.classes
-    name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}"
-    if setting in _of_figure(group, "2"):
-        name, title = "figure2", "After figure 2 of the paper"
+    name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}, as in figure 2 of the paper"
     features = {arm: read_features(path, arm) for arm, path in left[seed].items()}
     figure = figures.features_figure(features, classes, setting.majority_classes, _heading(group, setting))
     yield Picture(name, title, FEATURES.format(seed=seed), figure)

@@ -13,7 +13,6 @@ from . import tables
 from .document import TEMPLATES, render, to_html
 from .pictures import pictures
 from .runs import Collection, Group, collect
-from .verdicts import conclusions
 
 TITLE = "Deep equilibrium models through neural collapse: what was measured"
 
@@ -24,6 +23,7 @@ def show(runs: list[Path], out: Path) -> int:
     page = write(found, out)
     for entry in found.rejected:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
+    print(*tables.findings(found.groups), sep="\n", end="\n\n")
     for group in found.groups:
         judged = tables.verdict_rows(group) if group.protocol else []
         lines = (f"  {row['']} {row['verdict']:22} {row['claim']}" for row in judged)
@@ -39,11 +39,12 @@ def write(found: Collection, out: Path) -> Path:
     text = render(
         TEMPLATES / "report.md",
         title=TITLE,
+        findings=tables.findings(found.groups),
         groups=[
             {
                 "group": group,
-                "verdicts": (judged := tables.verdict_rows(group) if group.protocol else []),
-                "conclusions": conclusions({str(row[""]): str(row["verdict"]) for row in judged}) if judged else [],
+                "verdicts": tables.verdict_rows(group) if group.protocol else [],
+                "unfinished": tables.unfinished(group) if group.trunk else [],
                 "differences": tables.difference_rows(group),
                 "results": tables.result_rows(group),
                 "missing": tables.missing(group),

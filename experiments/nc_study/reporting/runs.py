@@ -27,6 +27,11 @@ class Run:
     path: Path
     result: RunResult
 
+    @property
+    def trunk(self) -> str | None:
+        """The run whose frozen trunk a head was trained on: the folder that holds it; None of a whole network."""
+        return self.path.resolve().parents[1].name if self.result.settings.study == protocol.HEADS else None
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -40,16 +45,19 @@ class Rejected:
 @dataclass
 class Group:
     """Runs of one experiment, by seed of each setting and arm; `experiment` is that of one of them. `protocol`: they
-    are main runs of experiments/protocol.md."""
+    are main runs of experiments/protocol.md. `trunk`: they are heads alone, on the trunk of the run of this name."""
 
     experiment: Experiment
     protocol: bool
+    trunk: str | None = None
     runs: dict[tuple[Setting, str], dict[int, Run]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The preset, the data, the solver, and every option in which it departs from the preset."""
         one = self.experiment
+        if self.trunk:
+            return f"heads alone on the frozen trunk of {self.trunk}"
         parts = [f"{one.preset} preset on {one.dataset}", one.solver]
         hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.protocol else ())}
         apart = ((name, value) for name, value in one.departures.items() if name not in hidden)
@@ -96,11 +104,11 @@ class Group:
         return found
 
 
-def identity(experiment: Experiment, main: bool) -> tuple[tuple[str, Any], ...]:
-    """Return all that two runs must share to be averaged or compared; the main runs of the protocol have rate, weight
-    decay and scale of their arm."""
-    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if main else ())}
-    return tuple((name, one) for name, one in asdict(experiment).items() if name not in free)
+def identity(run: Run, main: bool) -> tuple[Any, ...]:
+    """Return all that two runs must share to be averaged or compared; the main runs of the protocol, and heads, have
+    rate, weight decay and scale of their arm."""
+    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if main or run.trunk else ())}
+    return main, run.trunk, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
 
 
 @dataclass(frozen=True)
@@ -138,15 +146,22 @@ def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
         chosen = protocol.tuned()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
         result, main = run.result, protocol.follows(run.result.settings, chosen)
-        group = groups.setdefault((main, *identity(result.settings, main)), Group(result.settings, main))
+        group = groups.setdefault(identity(run, main), Group(result.settings, main, run.trunk))
         seeds = group.runs.setdefault((result.setting, result.arm), {})
         counted = seeds.setdefault(result.settings.seed, run)
         if counted is not run:
             where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
             duplicates.append(Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place"))
-    # The protocol's first, then real data, then what is nearest to the paper's experiment, then what has most runs.
+    # The protocol's first, then heads, then real data, then what is nearest to the paper's experiment or has most runs.
     ordered = sorted(
         groups.values(),
-        key=lambda one: (not one.protocol, one.drawn, len(one.not_the_papers), -len(one.finished), one.name),
+        key=lambda one: (
+            not one.protocol,
+            not one.trunk,
+            one.drawn,
+            len(one.not_the_papers),
+            -len(one.finished),
+            one.name,
+        ),
     )
     return ordered, duplicates

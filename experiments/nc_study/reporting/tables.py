@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from statistics import fmean
 
@@ -12,13 +13,14 @@ from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import CLAIMS
 from ..record import CENTRED, COLLAPSE, GROUPS, Number, Spread
 from .runs import Group, Run
-from .verdicts import estimate, verdicts
+from .verdicts import conclusions, estimate, progress, verdicts
 
 QUANTITIES = {name: name for name in GROUPS} | {
     "nc1": "NC1",
     "nc2_centered": "NC2 centred",
     "nc3_centered": "NC3 centred",
 }
+TERMINAL = 99.9  # percent of the training images
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
 NOTHING = "–"
@@ -34,19 +36,75 @@ def verdict_rows(group: Group) -> list[Row]:
     return rows
 
 
+EVIDENCE = (
+    "Overall accuracy of the DEQ with the implicit gradient, in points: {A1} against the explicit network, {A4} "
+    "against the cell evaluated once, {A5} against the explicit block with the DEQ's normalisation; in the minority "
+    "classes {A3} against the explicit network.",
+    "Its centred NC2: {N1}, {N3} and {N4} against the same three; centred NC3 {N2} and NC1 {N5} against the explicit "
+    "network.",
+    "With JFB its overall accuracy is {A2} against the explicit network and {A6} against the implicit gradient.",
+)
+"""What the report's first sentences rest on: differences with 95 % interval, and verdicts, by the name of the claim."""
+
+
+def findings(groups: Sequence[Group]) -> list[str]:
+    """Say what was found: by the protocol's verdicts, and before there are any, how far its runs are and what the
+    other runs give."""
+    main = next((group for group in groups if group.protocol), None)
+    done, needed = progress(main)
+    if main and done == needed:
+        rows = {str(row[""]): row for row in verdict_rows(main)}
+        shown = {name: f"{row['difference']} ({row['verdict']})" for name, row in rows.items()}
+        said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
+        return [*said, *(sentence.format(**shown) for sentence in EVIDENCE)]
+    said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
+    return said + [sentence for group in groups[:1] if (sentence := _first_look(group))]
+
+
+def _first_look(group: Group) -> str:
+    """Say how far an arm is from the explicit network in the setting with most pairs; nothing without a pair."""
+    pairs = {
+        (setting, arm): len(group.differences(setting, arm, "explicit", "overall"))
+        for setting, arm in product(group.settings, reversed(ARMS))
+        if arm != "explicit"
+    }
+    setting, arm = max(pairs, key=lambda key: pairs[key], default=(None, ""))
+    if setting is None or not pairs[setting, arm]:
+        return ""
+    row = _difference(group, setting, arm)
+    return (
+        f"An estimate, no verdict ({group.name}): {row['arm']}, less the explicit network, at "
+        f"{setting.imbalance}, paired by seed, {pairs[setting, arm]} pairs: overall accuracy {row['overall']} points, "
+        f"centred NC2 {row['NC2 centred']}, centred NC3 {row['NC3 centred']}."
+    )
+
+
 def difference_rows(group: Group) -> list[Row]:
     """Tell of every arm, in every setting, how far it is from the explicit network."""
-    rows: list[Row] = []
-    for setting, arm in product(group.settings, ARMS):
-        found = {name: list(group.differences(setting, arm, "explicit", name).values()) for name in QUANTITIES}
-        if arm == "explicit" or not any(found.values()):
-            continue
-        row: Row = {"setting, number of pairs": f"{setting.imbalance}, {len(found['overall'])}", "arm": ARMS[arm][0]}
-        for name, values in found.items():
-            interval = estimate([values]).interval if len(values) > 1 else None
-            row[QUANTITIES[name]] = shown_difference(name, fmean(values), interval) if values else NOTHING
-        rows.append(row)
-    return rows
+    rows = [_difference(group, *key) for key in product(group.settings, ARMS) if key[1] != "explicit"]
+    return [row for row in rows if any(row[name] != NOTHING for name in QUANTITIES.values())]
+
+
+def _difference(group: Group, setting: Setting, arm: str) -> Row:
+    found = {name: list(group.differences(setting, arm, "explicit", name).values()) for name in QUANTITIES}
+    row: Row = {"setting, number of pairs": f"{setting.imbalance}, {len(found['overall'])}", "arm": ARMS[arm][0]}
+    for name, values in found.items():
+        interval = estimate([values]).interval if len(values) > 1 else None
+        row[QUANTITIES[name]] = shown_difference(name, fmean(values), interval) if values else NOTHING
+    return row
+
+
+def unfinished(group: Group) -> list[str]:
+    """Name the arms that are not in the terminal phase, as the protocol has it, in the last epoch of every seed."""
+    last = {
+        arm: [
+            one.curves["train_accuracy"][-1] or 0
+            for setting in group.settings
+            for one in group.networks(setting, arm).values()
+        ]
+        for arm in ARMS
+    }
+    return [ARMS[arm][0] for arm, seen in last.items() if seen and min(seen) < TERMINAL]
 
 
 def shown_difference(quantity: str, mean: float, interval: tuple[float, float] | None) -> str:
@@ -75,8 +133,10 @@ def _result(group: Group, setting: Setting, arm: str) -> Row:
         paper = getattr(printed, classes, None)
         mark = "†" if classes == "overall" and (setting, model) in INCONSISTENT else ""
         row[classes] = over_seeds([one.quantity(classes) for one in networks])
-        row[f"{classes}, paper"] = f"{paper}{mark}" if paper else NOTHING
-    row["overall, last epochs"] = over_seeds([one.accuracy.overall.mean for one in networks])
+        if classes == "overall":
+            row["overall, last epochs"] = over_seeds([one.accuracy.overall.mean for one in networks])
+        if not group.drawn:
+            row[f"{classes}, paper"] = f"{paper}{mark}" if paper else NOTHING
     row |= {QUANTITIES.get(name, name.upper()): over_seeds([one.quantity(name) for one in networks]) for name in SHOWN}
     solvers = [one.solver for one in networks if one.solver]
     row["evaluations a sample"] = over_seeds([one.iterations for one in solvers])

@@ -92,19 +92,24 @@ def differences(group: Group, claim: Claim) -> list[list[float]]:
     ]
 
 
+def progress(group: Group | None) -> tuple[int, int]:
+    """How many of the runs that count are finished, and how many there are."""
+    done = sum(
+        seed < block.seeds and arm in block.arms
+        for block in PRIMARY
+        for (setting, arm), seeds in (group.runs.items() if group else ())
+        if setting == block.setting
+        for seed in seeds
+    )
+    return done, sum(block.seeds * len(block.arms) for block in PRIMARY)
+
+
 def verdicts(group: Group, claims: Sequence[Claim]) -> list[tuple[str, Estimate | None]]:
     """The verdict on each claim and the estimate behind it. None is given before every primary run has a result;
     a claim whose quantity is not defined in some seed rests on the others, if each setting keeps two."""
     measured = [differences(group, claim) for claim in claims]
     estimates = [estimate(kept) if (kept := [one for one in found if len(one) > 1]) else None for found in measured]
-    needed = sum(block.seeds * len(block.arms) for block in PRIMARY)
-    done = sum(
-        seed < block.seeds and arm in block.arms
-        for block in PRIMARY
-        for (setting, arm), seeds in group.runs.items()
-        if setting == block.setting
-        for seed in seeds
-    )
+    done, needed = progress(group)
     if done < needed:
         return [(f"not yet: {done} of {needed} runs", found) for found in estimates]
     bands = [BANDS[claim.quantity] for claim in claims]
