@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from nc_study.reporting.verdicts import ALPHA, estimate
+from nc_study.reporting.verdicts import ALPHA, estimate, holm
 
 SEEDS = 5  # fewer decide nothing
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not distinguishable"
@@ -28,15 +29,38 @@ def within(value: float, tolerance: float) -> str:
     return HOLDS if value <= tolerance else FAILS
 
 
-def less(differences: Sequence[float]) -> tuple[str, str]:
-    """Judge "the first is less than the second" by paired differences, first less second, one for each seed.
+@dataclass(frozen=True)
+class Comparison:
+    """A claim "the first is less than the second" on trained networks, with the paired differences (first less second,
+    one for each seed) of every task that it is judged on."""
 
-    Returns the verdict, by Student's 95 % interval of five seeds or more, and the mean with that interval in words.
-    """
-    if len(differences) < 2:
-        return OPEN, f"{differences[0]:+.2f} of one seed" if differences else "no seed"
-    found = estimate([differences])
-    low, high = found.interval
-    undecided = len(differences) < SEEDS or found.p_different > ALPHA
-    verdict = OPEN if undecided else HOLDS if found.mean < 0 else FAILS
-    return verdict, f"{found.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+    claim: str
+    source: str
+    tasks: Sequence[Sequence[float]]
+    reason: str
+    judged: bool = True  # False where `reason` says why nothing can be
+
+
+def compare(comparisons: Sequence[Comparison]) -> list[Claim]:
+    """Judge claims together: Holm's adjustment of two-sided p-values, each of the mean over tasks of the mean
+    differences. Fewer than five seeds in a task decide nothing."""
+    found = [estimate(one.tasks) if min(map(len, one.tasks)) > 1 else None for one in comparisons]
+    adjusted = holm([one.p_different if one else 1.0 for one in found])
+    claims = []
+    for one, pooled, p in zip(comparisons, found, adjusted, strict=True):
+        seeds = min(map(len, one.tasks))
+        verdict = OPEN
+        numbers = f"{fmean(map(fmean, one.tasks)):+.2f} of one seed" if seeds else "no seed"
+        if pooled:
+            low, high = pooled.interval
+            numbers = f"{pooled.mean:+.2f} [{low:+.2f}, {high:+.2f}], p = {p:.2g}"
+            if one.judged and seeds >= SEEDS and p <= ALPHA:
+                verdict = HOLDS if pooled.mean < 0 else FAILS
+        claims.append(Claim(one.claim, one.source, verdict, numbers, seeds, one.reason))
+    return claims
+
+
+def less(differences: Sequence[float]) -> tuple[str, str]:
+    """Judge a comparison on one task by itself; the verdict and the numbers."""
+    (claim,) = compare([Comparison("", "", [differences], "")])
+    return claim.verdict, claim.numbers

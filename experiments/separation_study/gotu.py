@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-from .claims import FAILS, HOLDS, Claim, less
+from .claims import FAILS, HOLDS, Claim, Comparison, compare
 from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
 from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
@@ -238,7 +238,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     tasks = {name: [one for unit, one in results.items() if unit.task == name] for name in TARGETS}
     tasks = {name: found for name, found in tasks.items() if found}
     holdouts = [one for result in results.values() for one in result.holdouts]
-    claims = [claim for name, found in tasks.items() for claim in _comparisons(name, found)]
+    claims = compare(_comparisons(tasks)) if tasks else []
     trials = [row for name, found in tasks.items() for row in trial_rows(name, [one.networks for one in found])]
     rows = [row for name, found in tasks.items() for row in _rows(name, found)]
     tables = []
@@ -261,16 +261,17 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     return Section(text, claims, tables, [_picture(tasks)] if tasks else [])
 
 
-def _comparisons(name: str, found: list[Result]) -> list[Claim]:
-    claims = []
+def _comparisons(tasks: dict[str, list[Result]]) -> list[Comparison]:
+    compared = []
     for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
-        pairs = [one.networks[index].error("unseen") - one.networks[2].error("unseen") for one in found]
-        verdict, numbers = less(pairs)
-        claim = f"{name}: the {label}'s GOTU error is below the FNN's"
-        seen = max(one.networks[index].error("seen") for one in found)
-        fits = f"its error on the seen part is at most {seen:.1e}"
-        claims.append(Claim(claim, RECONSTRUCTION, verdict, f"difference {numbers}", len(pairs), fits))
-    return claims
+        differences = [
+            [one.networks[index].error("unseen") - one.networks[2].error("unseen") for one in found]
+            for found in tasks.values()
+        ]
+        seen = max(one.networks[index].error("seen") for found in tasks.values() for one in found)
+        reason = f"difference over {', '.join(tasks)}; its error on the seen part is at most {seen:.1e}"
+        compared.append(Comparison(f"The {label}'s GOTU error is below the FNN's", RECONSTRUCTION, differences, reason))
+    return compared
 
 
 def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .claims import Claim, less
+from .claims import Comparison, compare
 from .diagonal import participation
 from .frame import RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
 from .gotu import TARGETS, DiagonalDEQ, evaluate
@@ -116,22 +116,22 @@ def density(values: tuple[float, ...]) -> tuple[float, float]:
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge whether a DEQ's features are denser than the FNN's, and whether training is what makes them so."""
     found = list(results.values())
-    claims = []
+    compared = []
     for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
         for measured, name in enumerate(("participation ratio", "share above a tenth of the largest")):
             pairs = [[density(one.features[i].after)[measured] for i in (2, index)] for one in found]
-            verdict, numbers = less([other - own for other, own in pairs])
             claim = f"The {label}'s features are denser than the FNN's: {name}"
-            claims.append(
-                Claim(claim, RECONSTRUCTION, verdict, f"FNN less DEQ {numbers}", len(pairs), "after training")
+            compared.append(
+                Comparison(
+                    claim, RECONSTRUCTION, [[other - own for other, own in pairs]], "FNN less DEQ, after training"
+                )
             )
     # The diagonal DEQ starts with coefficients β₊ - β₋ of 0, which have no density.
     pairs = [[density(one)[0] for one in (r.features[1].before, r.features[1].after)] for r in found]
-    verdict, numbers = less([before - after for before, after in pairs])
     claim = "Training makes the DEQ's features denser than they were at its start"
-    claims.append(
-        Claim(claim, RECONSTRUCTION, verdict, f"before less after {numbers}", len(pairs), "participation ratio")
-    )
+    reason = "participation ratio, before less after"
+    compared.append(Comparison(claim, RECONSTRUCTION, [[before - after for before, after in pairs]], reason))
+    claims = compare(compared)
     rows: Rows = []
     for index, network in enumerate(found[0].networks):
         row: dict[str, object] = {"network": network.name}

@@ -13,7 +13,7 @@ from torch import Tensor
 import deqfast
 from deqfast.solvers import Solver
 
-from .claims import FAILS, HOLDS, OPEN, Claim, less
+from .claims import FAILS, HOLDS, Claim, Comparison, compare
 from .frame import DERIVED, EXACT, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
 
@@ -150,11 +150,10 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     tasks: dict[str, list[Result]] = {}
     for unit, result in results.items():
         tasks.setdefault(unit.task, []).append(result)
-    for task, found in tasks.items():
-        for rule in ("parameters", "FLOPs"):
-            claims.append(_comparison(task, rule, [result.networks for result in found]))
-        if any(one.name == EXACT_START for one in found[0].networks):
-            claims.append(_stays(task, [result.networks[-1] for result in found]))
+    compared = [_comparison(rule, tasks) for rule in ("parameters", "FLOPs")]
+    if starts := [found for found in tasks.values() if found[0].networks[-1].name == EXACT_START]:
+        compared.append(_stays([[result.networks[-1] for result in found] for found in starts]))
+    claims += compare(compared)
     rows = [row for task, found in tasks.items() for row in _rows(task, found)]
     trials = [row for task, found in tasks.items() for row in trial_rows(task, [one.networks for one in found])]
     text = (
@@ -188,24 +187,29 @@ def best_of(group: list[list[Trained]]) -> list[Trained]:
     return [seed[best] for seed in group]
 
 
-def _comparison(task: str, rule: str, seeds: list[tuple[Trained, ...]]) -> Claim:
-    rivals = best_of([[one for one in networks if one.name.endswith(f"equal {rule}")] for networks in seeds])
-    pairs = [log_error(networks[0]) - log_error(rival) for networks, rival in zip(seeds, rivals, strict=True)]
-    verdict, numbers = less(pairs)
-    learnt = min(min(networks[0].error("test") for networks in seeds), min(one.error("test") for one in rivals))
-    reason = f"against {rivals[0].name}, of these the best in validation"
-    if learnt > LEARNT:
-        verdict, reason = OPEN, f"{reason}; neither is better than the constant"
-    claim = f"{task}: trained, the DEQ's error is below the FNN's at equal {rule}"
-    return Claim(claim, RECONSTRUCTION, verdict, f"log10 ratio {numbers}", len(seeds), reason)
+def _comparison(rule: str, tasks: dict[str, list[Result]]) -> Comparison:
+    differences, rivals, idle = [], [], []
+    for task, found in tasks.items():
+        own = [result.networks[0] for result in found]
+        rival = best_of([[one for one in r.networks if one.name.endswith(f"equal {rule}")] for r in found])
+        differences.append([log_error(one) - log_error(other) for one, other in zip(own, rival, strict=True)])
+        rivals.append(f"{rival[0].name} ({task})")
+        if min(one.error("test") for one in own + rival) > LEARNT:
+            idle.append(task)
+    reason = f"log10 ratio, against the best in validation: {'; '.join(rivals)}"
+    reason += f"; neither is better than the constant: {', '.join(idle) or 'nowhere'}"
+    claim = f"Trained, the DEQ's error is below the FNN's at equal {rule}"
+    return Comparison(claim, RECONSTRUCTION, differences, reason, judged=len(idle) < len(tasks))
 
 
-def _stays(task: str, networks: list[Trained]) -> Claim:
-    starts = [one.errors["test"][0] for one in networks]
-    pairs = [log_error(one) - math.log10(start) for one, start in zip(networks, starts, strict=True) if start]
-    verdict, numbers = less(pairs)
-    claim = f"{task}: from the exact weights with noise of {NOISE:g}, training lowers the error"
-    return Claim(claim, DERIVED, verdict, f"log10 ratio {numbers}", len(pairs), "last error against the first")
+def _stays(tasks: list[list[Trained]]) -> Comparison:
+    def start(one: Trained) -> float:
+        first = one.errors["test"][0]
+        return math.log10(min(max(first, 1e-20), 1e20)) if first is not None else 20.0
+
+    differences = [[log_error(one) - start(one) for one in seeds] for seeds in tasks]
+    claim = f"From the exact weights with noise of {NOISE:g}, training lowers the error"
+    return Comparison(claim, DERIVED, differences, "log10 ratio of the last error to the first")
 
 
 def _rows(task: str, found: list[Result]) -> Rows:

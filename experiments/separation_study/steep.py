@@ -15,7 +15,7 @@ from torch import Tensor
 
 import deqfast
 
-from .claims import OPEN, Claim, less, within
+from .claims import Claim, Comparison, compare, within
 from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
 from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
 
@@ -146,10 +146,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     tasks: dict[str, list[Result]] = {}
     for unit, result in results.items():
         tasks.setdefault(unit.task, []).append(result)
-    for task, found in tasks.items():
-        for depth in range(1, len(DEPTHS) + 1):
-            claims.append(_weights(task, [(one.free[0], one.free[depth]) for one in found]))
-            claims.append(_bounded(task, [(one.bounded[0], one.bounded[depth]) for one in found]))
+    claims += compare([_weights(tasks), _bounded(tasks)])
     text = (
         f"ReLU DEQ of {WIDTH} units and FNNs of at most its parameters, float64, {sizes.course.steps} steps of "
         f"{sizes.course.batch} fresh samples with each learning rate, which is chosen on validation samples. Mean "
@@ -175,28 +172,38 @@ def _log_ratios(pairs: list[tuple[Trained, Trained]], value: Callable[[Trained],
     return [math.log10(bounded(one) / bounded(other)) for one, other in pairs]
 
 
-def _weights(task: str, pairs: list[tuple[Trained, Trained]]) -> Claim:
-    verdict, numbers = less(_log_ratios(pairs, lambda one: one.largest_weight))
-    losses = _log_ratios(pairs, lambda one: one.loss)
-    apart = sum(losses) / len(losses)
-    reason = f"losses differ by a factor of {10 ** abs(apart):.3g}"
-    if _nothing_learnt(pairs):
-        verdict, reason = OPEN, "neither is much better than the zero function"
-    elif abs(apart) > COMPARABLE:
-        verdict, reason = OPEN, f"not at comparable loss: {reason}"
-    claim = f"{task}: at comparable loss the DEQ's largest weight is below that of {pairs[0][1].name}"
-    return Claim(claim, RECONSTRUCTION, verdict, f"log10 ratio {numbers}", len(pairs), reason)
+def _pairs(found: list[Result], kind: str) -> list[tuple[Trained, Trained]]:
+    """Return, of each seed, the DEQ and the FNN of the depth with the lowest mean loss."""
+    networks = [getattr(result, kind) for result in found]
+    best = min(range(1, len(DEPTHS) + 1), key=lambda depth: sum(one[depth].loss for one in networks))
+    return [(one[0], one[best]) for one in networks]
 
 
-def _bounded(task: str, pairs: list[tuple[Trained, Trained]]) -> Claim:
-    verdict, numbers = less(_log_ratios(pairs, lambda one: one.error("largest")))
-    reason = "largest errors, under the same bound"
-    if _nothing_learnt(pairs):
-        verdict, reason = OPEN, "neither is much better than the zero function"
-    elif all(one.largest_weight < BOUND for pair in pairs for one in pair):
-        verdict, reason = OPEN, "no weight has come to the bound"
-    claim = f"{task}: with weights of at most {BOUND:g} the DEQ's largest error is below that of {pairs[0][1].name}"
-    return Claim(claim, RECONSTRUCTION, verdict, f"log10 ratio {numbers}", len(pairs), reason)
+def _weights(tasks: dict[str, list[Result]]) -> Comparison:
+    differences, losses = [], []
+    for found in tasks.values():
+        pairs = _pairs(found, "free")
+        apart = _log_ratios(pairs, lambda one: one.loss)
+        if not _nothing_learnt(pairs) and abs(sum(apart) / len(apart)) <= COMPARABLE:
+            differences.append(_log_ratios(pairs, lambda one: one.largest_weight))
+            losses.append(sum(apart) / len(apart))
+    reason = f"log10 ratio; losses are comparable in {len(losses)} of {len(tasks)} tasks, which are judged"
+    claim = "At comparable loss the DEQ's largest weight is below the FNN's"
+    everything = [_log_ratios(_pairs(found, "free"), lambda one: one.largest_weight) for found in tasks.values()]
+    return Comparison(claim, RECONSTRUCTION, differences or everything, reason, judged=bool(differences))
+
+
+def _bounded(tasks: dict[str, list[Result]]) -> Comparison:
+    pairs = [_pairs(found, "bounded") for found in tasks.values()]
+    binds = sum(any(one.largest_weight >= BOUND for pair in seeds for one in pair) for seeds in pairs)
+    learnt = sum(not _nothing_learnt(seeds) for seeds in pairs)
+    return Comparison(
+        f"With weights of at most {BOUND:g} the DEQ's largest error is below the FNN's",
+        RECONSTRUCTION,
+        [_log_ratios(seeds, lambda one: one.error("largest")) for seeds in pairs],
+        f"log10 ratio; a weight is at the bound in {binds}, and something is learnt in {learnt} of {len(tasks)} tasks",
+        judged=binds > 0 and learnt > 0,
+    )
 
 
 def _nothing_learnt(pairs: list[tuple[Trained, Trained]]) -> bool:
