@@ -33,6 +33,7 @@ def start(device="cpu"):
     return torch.zeros(len(RATES), 16, device=device)
 
 
+@pytest.mark.covering(0)
 @some_solvers
 def test_the_answer_is_the_same_with_less_work(name, kernel, device):
     solver = SOLVERS[name](tol=1e-5)

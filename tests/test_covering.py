@@ -14,7 +14,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("strength", "count"), [(1, 3), (2, 9), (4, 18)])
+@pytest.mark.parametrize(("strength", "count"), [(0, 1), (1, 3), (2, 9), (4, 18)])
 def test_every_group_of_values_occurs(strength, count):
     chosen = [ALL[i] for i in covering(ALL, strength)]
     for names in itertools.combinations(ALL[0], strength):

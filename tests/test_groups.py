@@ -23,6 +23,7 @@ def graph(groups: torch.Tensor, dtype: torch.dtype = torch.float64):
     return mixing.to(dtype), torch.randn(n, 3, generator=generator, dtype=torch.float64).to(dtype)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_a_sample_of_several_rows_is_solved_as_alone(name, kernel, device):
     mixing, x = (t.to(device) for t in graph(GROUPS))
