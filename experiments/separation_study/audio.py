@@ -75,14 +75,15 @@ class Sound:
 
 
 def read(path: Path) -> np.ndarray:
-    """Return the middle second of a WAV file, mono and at 8 kHz; StudyError if there is none."""
+    """Return the loudest second of a WAV file, mono and at 8 kHz; StudyError if there is none."""
     try:
         rate, samples = wavfile.read(path)
     except (OSError, ValueError, struct.error) as error:
         raise StudyError(f"--audio: {path} cannot be read as a WAV file ({error})") from error
     mono = samples.reshape(len(samples), -1).astype(np.float64).mean(1)
-    start = (len(mono) - rate) // 2
-    second = mono[max(0, start) : start + rate]
+    power = np.concatenate([[0.0], np.square(mono).cumsum()])
+    start = int(np.argmax(power[rate:] - power[:-rate])) if len(mono) >= rate else 0
+    second = mono[start : start + rate]
     if len(second) < rate or not np.isfinite(second).all() or not np.ptp(second):
         raise StudyError(f"--audio: {path} must hold at least a second of finite samples that is not silent")
     return np.asarray(signal.resample_poly(second, RATE, rate))
@@ -201,7 +202,7 @@ AUDIO = Experiment(
     title="Audio",
     sizes={
         "quick": Sizes(Course(150, 128, (0.003, 0.01), 1), 1),
-        "full": Sizes(Course(1500, 256, (0.001, 0.003, 0.01), 5), 5),
+        "full": Sizes(Course(700, 128, (0.003, 0.01, 0.03), 4), 5),
     },
     result=Result,
     units=units,

@@ -237,7 +237,7 @@ def _picture(unit: Unit, result: Result) -> Picture:
 SALIENCY = Experiment(
     name="saliency",
     title="Saliency",
-    sizes={"quick": Sizes(100, 2, 4, 50), "full": Sizes(500, 5, 20, 200)},
+    sizes={"quick": Sizes(100, 2, 2, 40), "full": Sizes(500, 5, 10, 100)},
     result=Result,
     units=partial(units, ()),
     measure=partial(measure, {}, Path()),

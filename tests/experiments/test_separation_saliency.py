@@ -68,11 +68,13 @@ def test_claims_are_paired_by_seed_and_need_maps_that_do_not_survive(seeds, shif
     assert claim.verdict == verdict and claim.seeds == seeds
 
 
-def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypatch):
-    assert study()[0] == 0
+def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypatch, capsys):
+    assert study("--epochs", "1")[0] == 0
     monkeypatch.setattr(saliency, "SALIENCY", replace(saliency.SALIENCY, sizes={"quick": TINY}))
     monkeypatch.setattr(separation, "EXPERIMENTS", {"saliency": saliency.SALIENCY})
     arguments = ["--experiment", "saliency", "--jobs", "1", "--out", str(tmp_path / "out")]
+    assert separation.main([*arguments, "--runs", str(tmp_path / "none")]) == 1
+    assert f"--runs {tmp_path / 'none'}: there must be a finished run" in capsys.readouterr().err
     assert separation.main([*arguments, "--runs", str(tmp_path)]) == 0
     experiment = saliency.of_runs(tmp_path, tmp_path)
     (unit,) = experiment.units(TINY)
@@ -85,11 +87,6 @@ def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypa
         assert 100 * arm.values["accuracy"] == pytest.approx(runs[arm.name].epochs[-1].overall)
         assert 0 < arm.values["entropy"] <= math.log2(16) and len(arm.maps) == len(record.result.shown)
     assert "runs of quick preset on shapes" in (tmp_path / "out" / "quick" / "report.md").read_text()
-
-
-def test_folder_without_a_finished_run_is_an_error(tmp_path, capsys):
-    assert separation.main(["--runs", str(tmp_path / "none"), "--out", str(tmp_path)]) == 1
-    assert f"--runs {tmp_path / 'none'}: there must be a finished run" in capsys.readouterr().err
 
 
 def test_without_runs_small_networks_are_trained_and_the_report_says_so():
