@@ -202,7 +202,7 @@ AUDIO = Experiment(
     title="Audio",
     sizes={
         "quick": Sizes(Course(150, 128, (0.003, 0.01), 1), 1),
-        "full": Sizes(Course(700, 128, (0.003, 0.01, 0.03), 4), 5),
+        "full": Sizes(Course(1000, 128, (0.003, 0.01, 0.03), 4), 5),
     },
     result=Result,
     units=units,
