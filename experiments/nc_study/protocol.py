@@ -47,8 +47,10 @@ def _cifar10(majority: int | None, ratio: int | None, seeds: int, *rest: Any) ->
 
 PRECISION_CHECK = _cifar10(3, 10, 2, PAIR, {"precision": "fp32"})
 PRIMARY = (_cifar10(3, 10, 10), _cifar10(3, 100, 5), _cifar10(5, 100, 5), _cifar10(7, 10, 4))
+SHOWN_EARLY = _cifar10(7, 100, 3)
+EARLY_SEEDS = 3
+"""Of every primary setting, before any more."""
 SECONDARY = (
-    _cifar10(7, 100, 3),
     _cifar10(5, 10, 3),
     _cifar10(3, 10, 1, PAIR, {"lr": 1e-4, "schedule": "constant", "weight_decay": 5e-4, "scale": 1.0, "epochs": 100}),
     _cifar10(None, None, 1),
@@ -148,8 +150,10 @@ def trials() -> Iterator[Options]:
 
 def runs(chosen: Mapping[str, Mapping[str, float]]) -> Iterator[Options]:
     """The options of every run in the protocol's order, all arms of a seed together."""
-    for block in (PRECISION_CHECK, *PRIMARY, *SECONDARY):
-        for seed in range(block.seeds):
+    early = [(block, range(min(block.seeds, EARLY_SEEDS))) for block in (PRECISION_CHECK, *PRIMARY, SHOWN_EARLY)]
+    later = [(block, range(EARLY_SEEDS, block.seeds)) for block in PRIMARY]
+    for block, seeds in (*early, *later, *((block, range(block.seeds)) for block in SECONDARY)):
+        for seed in seeds:
             for arm in block.arms:
                 yield _options(block.setting, seed, arm) | dict(chosen[arm]) | block.options
 

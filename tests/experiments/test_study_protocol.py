@@ -52,8 +52,14 @@ def test_any_part_of_the_list_is_fair_to_the_arms(tmp_path):
     assert (
         arms[:4] == ["explicit", "deq-implicit"] * 2 and [one.settings.precision for one in listed[:4]] == ["fp32"] * 4
     )
-    assert arms[4:124] == list(ARMS) * 24 and all(one.settings.threads == 1 for one in listed)
-    assert [task.settings.seed for task in listed[4:54:5]] == list(range(10))
+    assert arms[4:139] == list(ARMS) * 27 and all(one.settings.threads == 1 for one in listed)
+    early, late = listed[4:79:5], listed[79:139:5]
+    assert [task.settings.seed for task in early] == [0, 1, 2] * 5 and {one.settings.majority for one in early} == {
+        3,
+        5,
+        7,
+    }
+    assert [task.settings.seed for task in late] == [*range(3, 10), 3, 4, 3, 4, 3]
     for task in listed:
         one = task.settings
         assert one.n_majority == {10: 5000, 100: 500}[CLASSES[one.dataset]] and one.evaluate == "test"
