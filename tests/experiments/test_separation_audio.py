@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -74,6 +75,8 @@ def test_fits_lie_beside_the_record_and_have_its_errors(run, tmp_path):
             {n: trained.error(n) for n in audio.SHARES}, rel=1e-3
         )
     assert (tmp_path / "out" / "quick" / "report.md").read_text().count(f"| {OPEN} |") == 4
+
+    assert pickle.loads(pickle.dumps(experiment)).units(TINY) == experiment.units(TINY)  # as other processes get it
 
     status, told = run(tone=wav(2 * TONE))  # another sound of that name
     assert status == 1 and "other sizes" in told

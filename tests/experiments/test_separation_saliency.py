@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -77,13 +78,15 @@ def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypa
     assert f"--runs {tmp_path / 'none'}: there must be a finished run" in capsys.readouterr().err
     assert separation.main([*arguments, "--runs", str(tmp_path)]) == 0
     experiment = saliency.of_runs(tmp_path, tmp_path)
-    (unit,) = experiment.units(TINY)
+    (unit,) = pickle.loads(pickle.dumps(experiment)).units(TINY)  # as other processes get it
     record = frame.load(
         frame.path_of(tmp_path / "out" / "quick", experiment, unit), experiment, experiment.sizes["quick"]
     )
     runs = {run.result.arm: run for run in map(RunDirectory, tmp_path.glob("shapes-*"))}
     assert record.result.images == 20 and [arm.name for arm in record.result.arms] == ["explicit", "deq-jfb"]
     for arm in record.result.arms:
+        network, _ = saliency.load_run(runs[arm.name].path, tmp_path)
+        torch.testing.assert_close(network.state_dict(), runs[arm.name].restore()["network"], rtol=0, atol=0)
         assert 100 * arm.values["accuracy"] == pytest.approx(runs[arm.name].epochs[-1].overall)
         assert 0 < arm.values["entropy"] <= math.log2(16) and len(arm.maps) == len(record.result.shown)
     assert "runs of quick preset on shapes" in (tmp_path / "out" / "quick" / "report.md").read_text()
