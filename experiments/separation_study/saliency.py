@@ -35,8 +35,6 @@ RANDOM = ", random"  # ends the names of what is measured under them
 EXAMPLES = 6  # images that are shown
 KERNEL = choose_kernel("auto", "cpu")[0]
 
-Runs = Mapping[Unit, tuple[Path, ...]]  # the folders of a unit's arms
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -148,8 +146,8 @@ def train_small(arm: str, sizes: Sizes, seed: int) -> tuple[ResNet18, Settings]:
     return trainer.network, settings
 
 
-def measure(runs: Runs, root: Path, sizes: Sizes, unit: Unit) -> Result:
-    """Measure the networks of the runs, or where there are none small ones, on the same images."""
+def measure(runs: Mapping[Unit, tuple[Path, ...]], root: Path, sizes: Sizes, unit: Unit) -> Result:
+    """Measure the networks in the unit's folders, or where there are no runs small ones, on the same images."""
     networks = [load_run(path, root) for path in runs[unit]] if runs else []
     networks = networks or [train_small(arm, sizes, unit.seed) for arm in DRAWN_ARMS]
     settings = networks[0][1]
