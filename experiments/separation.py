@@ -16,7 +16,7 @@ from pathlib import Path
 from nc_study.cli import told
 from nc_study.config import SettingsError, add_options, check_field, option
 from nc_study.rundir import prepare_out
-from separation_study import report
+from separation_study import audio, report, saliency
 from separation_study.diagonal import DIAGONAL
 from separation_study.frame import run
 from separation_study.gotu import GOTU
@@ -24,7 +24,7 @@ from separation_study.heatmap import HEATMAP
 from separation_study.sawtooth import SAWTOOTH
 from separation_study.steep import STEEP
 
-EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMAP)}
+EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMAP, audio.AUDIO, saliency.SALIENCY)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,11 @@ class Options:
         "quick",
         choices=("quick", "full"),
     )
+    audio: str | None = option("data", "folder of WAV files to fit in audio; off: a chirp is drawn", None)
+    runs: str | None = option(
+        "data", "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes", None
+    )
+    data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data")
     jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
     out: str = option("machine", "folder for the presets' folders", "runs/separation")
 
@@ -62,10 +67,15 @@ def study(options: Options) -> int:
     """Measure what is missing and write the report; 0."""
     folder = Path(options.out) / options.preset
     prepare_out(folder)
-    chosen = EXPERIMENTS.values() if options.experiment == "all" else [EXPERIMENTS[options.experiment]]
+    experiments = dict(EXPERIMENTS)
+    if options.audio is not None:
+        experiments["audio"] = audio.recorded(Path(options.audio))
+    if options.runs is not None:
+        experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
+    chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
     run(chosen, options.preset, folder, options.jobs)
     # The report is on all that is there, so that experiments can be run one by one.
-    print(f"report: {report.write(EXPERIMENTS.values(), options.preset, folder)}")
+    print(f"report: {report.write(experiments.values(), options.preset, folder)}")
     return 0
 
 

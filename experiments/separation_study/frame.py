@@ -91,7 +91,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment: its sizes by preset, its units, how one is measured, and what the results come to."""
+    """An experiment: its sizes by preset, its units, how one is measured, and what the results come to; `files` makes
+    of a result what is to lie beside its record, by the ends of the names."""
 
     name: str
     title: str
@@ -100,6 +101,7 @@ class Experiment:
     units: Callable[[Any], list[Unit]]
     measure: Callable[[Any, Unit], Any]
     section: Callable[[Any, dict[Unit, Any]], Section]
+    files: Callable[[Any], Mapping[str, bytes]] | None = None
 
 
 def path_of(folder: Path, experiment: Experiment, unit: Unit) -> Path:
@@ -128,6 +130,8 @@ def measure(folder: Path, job: tuple[Experiment, str, Unit]) -> Unit:
     record = Record(FORMAT, experiment.name, unit, sizes, result, **provenance(1, "cpu"))
     path = path_of(folder, experiment, unit)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for name, content in (experiment.files(result) if experiment.files else {}).items():
+        write_atomically(path.with_name(f"{unit}-{name}"), content)
     write_atomically(path, to_json(record))
     return unit
 

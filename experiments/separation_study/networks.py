@@ -147,11 +147,17 @@ class Task(Protocol):
 
 
 def train(
-    name: str, make: Callable[[], nn.Module], task: Task, course: Course, seed: int, bound: float | None = None
+    name: str,
+    make: Callable[[], nn.Module],
+    task: Task,
+    course: Course,
+    seed: int,
+    bound: float | None = None,
+    held_out: Task | None = None,
 ) -> tuple[Trained, nn.Module]:
     """Train the network once with each rate and return the best, by samples drawn as the training's are but apart from
-    them; with a bound, no weight is ever larger. Networks of a seed see the same samples."""
-    validation = task.batch(_generator(seed, 1), 2048)
+    them, or of a task of their own; with a bound, no weight is ever larger. Networks of a seed see the same samples."""
+    validation = (held_out or task).batch(_generator(seed, 1), 2048)
     trials, best, lowest = [], None, math.inf
     for rate in course.rates:
         torch.manual_seed(seed)

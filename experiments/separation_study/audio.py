@@ -1,0 +1,224 @@
+"""Experiment 6: a second of sound as a function of time, t -> amplitude, fitted by a DEQ and by FNNs."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+import torch
+from nc_study.config import StudyError
+from scipy import signal
+from scipy.io import wavfile
+from torch import Tensor
+
+from .claims import OPEN, Claim, less
+from .frame import RECONSTRUCTION, Experiment, Picture, Section, Table, Unit
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
+from .sawtooth import LEARNT, log_error
+
+RATE = 8000  # samples of the fitted second
+WIDTH = 32  # of the DEQ
+DEPTH = 3  # hidden layers of the FNNs
+OCTAVES = 12  # of the Fourier features: 1, 2, 4, ... periods a second
+ENCODINGS = ("plain", "fourier")
+SHARES = {"fitted": 0.8, "validation": 0.1, "unseen": 0.1}  # of the samples
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The training, and the name and digest of each WAV file, or a chirp."""
+
+    course: Course
+    seeds: int
+    recordings: tuple[tuple[str, str], ...] = (("chirp", "drawn"),)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The DEQ, then FNNs of as many parameters and of as many FLOPs; of seed 0 the WAV files of the recording and the
+    fits, by name."""
+
+    networks: tuple[Trained, ...]
+    sounds: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A sound as a task: encoded times x (N, inputs), amplitudes y (N,) of mean 0 and variance 1, the numbers of the
+    samples in each part, and the part that batches are drawn from."""
+
+    x: Tensor
+    y: Tensor
+    parts: dict[str, Tensor]
+    drawn: str = "fitted"
+
+    scale = 1.0
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+        """Draw x (B, inputs) and y (B,)."""
+        part = self.parts[self.drawn]
+        chosen = part[torch.randint(len(part), (size,), generator=generator)]
+        return self.x[chosen], self.y[chosen]
+
+    def errors(self, network: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Measure the mean squared error of each part, in units of the variance."""
+        squares = (network(self.x) - self.y).square()
+        return {name: float(squares[part].mean()) for name, part in self.parts.items()}
+
+
+def read(path: Path) -> np.ndarray:
+    """Return the loudest second of a WAV file, mono and at 8 kHz; StudyError if there is none."""
+    try:
+        rate, samples = wavfile.read(path)
+    except (OSError, ValueError, struct.error) as error:
+        raise StudyError(f"--audio: {path} cannot be read as a WAV file ({error})") from error
+    mono = samples.reshape(len(samples), -1).astype(np.float64).mean(1)
+    power = np.concatenate([[0.0], np.square(mono).cumsum()])
+    start = int(np.argmax(power[rate:] - power[:-rate])) if len(mono) >= rate else 0
+    second = mono[start : start + rate]
+    if len(second) < rate or not np.isfinite(second).all() or not np.ptp(second):
+        raise StudyError(f"--audio: {path} must hold at least a second of finite samples that is not silent")
+    return np.asarray(signal.resample_poly(second, RATE, rate))
+
+
+def as_task(samples: np.ndarray, encoding: str, seed: int) -> Sound:
+    """Encode the times of a second, t itself in [-1, 1) or sines and cosines, and divide the samples at random."""
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
+    parts = order.split([round(share * len(samples)) for share in SHARES.values()])
+    t = torch.arange(len(samples), dtype=DOUBLE)[:, None] / len(samples)
+    phase = 2 * math.pi * t * 2.0 ** torch.arange(OCTAVES)
+    x = 2 * t - 1 if encoding == "plain" else torch.cat([phase.sin(), phase.cos()], 1)
+    amplitudes = torch.from_numpy((samples - samples.mean()) / samples.std())
+    return Sound(x, amplitudes, dict(zip(SHARES, parts, strict=True)))
+
+
+def as_wav(samples: Tensor, peak: float) -> bytes:
+    """Make a WAV file of 16 bits, in which `peak` is the loudest."""
+    content = io.BytesIO()
+    scaled = (samples.nan_to_num() / peak).clamp(-1, 1) * 32767
+    wavfile.write(content, RATE, scaled.round().to(torch.int16).numpy())
+    return content.getvalue()
+
+
+def measure(folder: Path | None, sizes: Sizes, unit: Unit) -> Result:
+    """Train the networks on a recording of the folder, or on a chirp from 50 to 800 Hz."""
+    recording, _, encoding = unit.task.rpartition("-")
+    chirp = signal.chirp(np.arange(RATE) / RATE, 50, 1, 800)
+    task = as_task(read(folder / f"{recording}.wav") if folder else chirp, encoding, unit.seed)
+    learn = partial(train, task=task, course=sizes.course, seed=unit.seed, held_out=replace(task, drawn="validation"))
+    inputs = task.x.shape[1]
+    found = [learn("DEQ", partial(DEQ, inputs, WIDTH))]
+    deq = found[0][0]
+    for rule, budget, cost in (("parameters", deq.parameters, parameters), ("FLOPs", deq.flops or 0, FNN.flops)):
+        width = matched_width(inputs, DEPTH, budget, cost)
+        found.append(learn(f"FNN, equal {rule}", partial(FNN, inputs, width, DEPTH)))
+    with torch.no_grad():
+        sounds = {"recording": task.y} | {trained.name: network(task.x) for trained, network in found}
+    wavs = {f"{name}.wav": as_wav(sound, float(task.y.abs().max())) for name, sound in sounds.items()}
+    return Result(tuple(trained for trained, _ in found), wavs if unit.seed == 0 else {})
+
+
+def units(sizes: Sizes) -> list[Unit]:
+    """Return a unit for each recording, encoding and seed."""
+    tasks = [f"{name}-{encoding}" for name, _ in sizes.recordings for encoding in ENCODINGS]
+    return [Unit(task, seed) for task in tasks for seed in range(sizes.seeds)]
+
+
+def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
+    """Judge the DEQ's error against the FNNs' under either encoding, over all recordings."""
+    claims = [_comparison(sizes, encoding, index, results) for encoding in ENCODINGS for index in (1, 2)]
+    tasks: dict[str, list[Result]] = {}
+    for unit, result in results.items():
+        tasks.setdefault(unit.task, []).append(result)
+    rows = [
+        {
+            "task": task,
+            "network": found[0].networks[index].name,
+            "parameters": found[0].networks[index].parameters,
+            "FLOPs a step": f"{np.mean([one.networks[index].flops or 0 for one in found]):.0f}",
+            **{part: f"{np.mean([one.networks[index].error(part) for one in found]):.3g}" for part in SHARES},
+        }
+        for task, found in tasks.items()
+        for index in range(3)
+    ]
+    trials = [row for task, found in tasks.items() for row in trial_rows(task, [one.networks for one in found])]
+    heard = ", ".join(f"{name} ({digest[:8]})" for name, digest in sizes.recordings)
+    text = (
+        f"A second at {RATE} Hz of {heard}; plain: of t itself, fourier: of the sines and cosines of {OCTAVES} octaves "
+        "of t. Errors are mean squared errors in units of the sound's variance: 1 is the best constant's. Networks are "
+        f"trained on {SHARES['fitted']:.0%} of the samples, the rate is chosen on {SHARES['validation']:.0%}, and the "
+        f"rest is unseen. The DEQ has {WIDTH} units, the FNNs {DEPTH} hidden layers of the largest width at which "
+        "their parameters, or the FLOPs of a training step, are at most the DEQ's; of its FLOPs the evaluations of "
+        "both solves are a part. The fits of seed 0 lie beside their records as WAV files."
+    )
+    tables = [
+        Table("Errors on sound", RECONSTRUCTION, rows, "Means over seeds."),
+        Table("Learning rates on sound", RECONSTRUCTION, trials, "Validation error of every trial, for each seed."),
+    ]
+    sounds = {unit.task: result.sounds for unit, result in results.items() if result.sounds}
+    return Section(text, claims, tables, [_picture(sounds)] if sounds else [])
+
+
+def _comparison(sizes: Sizes, encoding: str, index: int, results: dict[Unit, Result]) -> Claim:
+    ratios, lowest = [], math.inf
+    for seed in range(sizes.seeds):
+        found = [results.get(Unit(f"{name}-{encoding}", seed)) for name, _ in sizes.recordings]
+        networks = [(one.networks[0], one.networks[index]) for one in found if one]
+        if len(networks) == len(found):
+            ratios.append(np.mean([log_error(one, "fitted") - log_error(other, "fitted") for one, other in networks]))
+            lowest = min(lowest, *(one.error("fitted") for pair in networks for one in pair))
+    verdict, numbers = less([float(one) for one in ratios])
+    reason = "fitted samples; of each seed the mean over recordings"
+    if lowest > LEARNT:
+        verdict, reason = OPEN, "neither is much better than the constant"
+    claim = f"{encoding}: the DEQ's error is below the FNN's at equal {('parameters', 'FLOPs')[index - 1]}"
+    return Claim(claim, RECONSTRUCTION, verdict, f"log10 ratio {numbers}", len(ratios), reason)
+
+
+def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.6), layout="constrained", squeeze=False)
+    for axis, (task, sounds) in zip(axes[0], tasks.items(), strict=True):
+        for name, content in sounds.items():
+            frequencies, power = signal.welch(wavfile.read(io.BytesIO(content))[1] / 32767, RATE)
+            axis.semilogy(frequencies, power, label=name.removesuffix(".wav"))
+        axis.set(title=task, xlabel="Hz")
+    axes[0, 0].set_ylabel("power density")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Welch's estimate, of seed 0.", figure)
+
+
+AUDIO = Experiment(
+    name="audio",
+    title="Audio",
+    sizes={
+        "quick": Sizes(Course(150, 128, (0.003, 0.01), 1), 1),
+        "full": Sizes(Course(1000, 128, (0.003, 0.01, 0.03), 4), 5),
+    },
+    result=Result,
+    units=units,
+    measure=partial(measure, None),
+    section=section,
+    files=attrgetter("sounds"),
+)
+
+
+def recorded(folder: Path) -> Experiment:
+    """Make the experiment on the WAV files of a folder; StudyError if it holds none, or one that cannot be fitted."""
+    paths = sorted(folder.glob("*.wav"))
+    if not paths:
+        raise StudyError(f"--audio {folder}: there must be a WAV file (*.wav) in it")
+    for path in paths:
+        read(path)
+    recordings = tuple((path.stem, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths)
+    sizes = {preset: replace(one, recordings=recordings) for preset, one in AUDIO.sizes.items()}
+    return replace(AUDIO, sizes=sizes, measure=partial(measure, folder))

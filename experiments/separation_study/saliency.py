@@ -1,0 +1,259 @@
+"""Experiment 7: how concentrated Grad-CAM's maps are (Selvaraju et al., 2017) of the networks of the CIFAR study.
+
+The control gives the last block and the classifier random weights (Adebayo et al., 2018): maps that survive that show
+nothing of what was learnt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from nc_study.config import ARMS, Settings, StudyError, arm_options, settings_from
+from nc_study.data import find_source, load
+from nc_study.models import ResNet18, build, choose_kernel
+from nc_study.reporting.runs import collect
+from nc_study.rundir import RunDirectory
+from nc_study.training import Trainer
+from scipy import stats
+from torch import Tensor
+from tqdm import tqdm
+
+from .claims import OPEN, Claim, less
+from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit
+
+DRAWN_ARMS = ("explicit", "once", "deq-implicit")
+CONTROLS = ("explicit", "explicit-norm", "once")  # what a DEQ is compared with
+OTHER_SEED = 10**6  # is added to a run's seed where weights are random
+SURVIVES = 0.5  # mean rank correlation with the maps of random weights, above which maps show nothing
+RANDOM = ", random"  # ends the names of what is measured under them
+EXAMPLES = 6  # images that are shown
+KERNEL = choose_kernel("auto", "cpu")[0]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Test images, what the networks are, and the training of those that are trained here."""
+
+    images: int
+    seeds: int
+    epochs: int
+    per_class: int
+    networks: str = "small ones, trained here on drawn shapes"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A network: what `measure_arm` finds, by name, None where all maps are empty; and its maps of the first images."""
+
+    name: str
+    values: dict[str, float | None]
+    maps: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The arms of one seed on the same images, of which `shown` has the bytes of the first, (32, 32, 3) each."""
+
+    images: int
+    shown: tuple[bytes, ...]
+    arms: tuple[Arm, ...]
+
+
+def grad_cam(logits: Tensor, features: Tensor, classes: Tensor) -> Tensor:
+    """Return Grad-CAM's maps relu(Σ_k a_k A_k), (B, H, W): a_k is the mean over positions of the gradient of a sample's
+    logit, of logits (B, K) and its class, in feature map A_k of features (B, C, H, W)."""
+    (gradient,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), features)
+    return (gradient.mean((2, 3), keepdim=True) * features).sum(1).relu().detach()
+
+
+def entropy(maps: Tensor) -> Tensor:
+    """Return the entropy in bits, (B,), of maps (B, H, W) divided by their sums: log2(H W) if uniform, 0 if one-hot."""
+    flat = maps.flatten(1)
+    return torch.special.entr(flat / flat.sum(1, keepdim=True)).sum(1) / math.log(2)
+
+
+def half_mass(maps: Tensor) -> Tensor:
+    """Return the least number of positions, (B,), that together hold half of each map (B, H, W)."""
+    held = maps.flatten(1).sort(1, descending=True).values.cumsum(1)
+    return (held < held[:, -1:] / 2).sum(1) + 1
+
+
+def spread(maps: Tensor, suffix: str = "") -> dict[str, float | None]:
+    """Measure maps (N, H, W): the share that is empty, and means over the others."""
+    full = maps[maps.amax((1, 2)) > 0]
+    found = {"entropy": entropy(full), "half": half_mass(full)}
+    means = {name: float(one.double().mean()) if len(full) else None for name, one in found.items()}
+    return {f"{name}{suffix}": one for name, one in {**means, "empty": 1 - len(full) / len(maps)}.items()}
+
+
+def explain(network: ResNet18, images: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the maps (N, H, W) of the last block's output for normalised images (N, 3, 32, 32), and the classes (N,)
+    that they explain: those that the network predicts, where none are given."""
+    network.eval()
+    with torch.no_grad():
+        features = network.last(network.trunk(network.stem(images)))
+    logits = network.classifier(features.requires_grad_().mean((2, 3)))
+    classes = logits.argmax(1) if classes is None else classes
+    return grad_cam(logits, features, classes), classes
+
+
+def randomised(network: ResNet18, settings: Settings) -> ResNet18:
+    """Make the network with random weights, those of another seed's start, in the last block and the classifier."""
+    other = build(replace(settings, seed=settings.seed + OTHER_SEED))
+    other.stem.load_state_dict(network.stem.state_dict())
+    other.trunk.load_state_dict(network.trunk.state_dict())
+    return other
+
+
+def measure_arm(network: ResNet18, settings: Settings, images: Tensor, labels: Tensor) -> Arm:
+    """Measure a network's maps, and those under random weights of the same classes."""
+    maps, classes = explain(network, images)
+    control, _ = explain(randomised(network, settings), images, classes)
+    pairs = zip(maps.flatten(1), control.flatten(1), strict=True)
+    ranks = [stats.spearmanr(*pair).statistic for pair in pairs if all(one.max() > one.min() for one in pair)]
+    values = {"accuracy": float((classes == labels).double().mean()), **spread(maps), **spread(control, RANDOM)}
+    values["rank correlation"] = float(np.mean(ranks)) if ranks else None
+    return Arm(settings.arm, values, tuple(tuple(one) for one in maps[:EXAMPLES].flatten(1).tolist()))
+
+
+def load_run(path: Path, root: Path) -> tuple[ResNet18, Settings]:
+    """Load the network of a finished run, to be evaluated here in float32."""
+    run = RunDirectory(path)
+    here = {"device": "cpu", "kernel": KERNEL, "precision": "fp32", "compile": False}
+    settings = Settings(**asdict(run.result.settings) | here, data_root=str(root), threads=1)
+    state = run.restore()
+    if state is None:
+        raise StudyError(f"{path / 'last.ckpt'} is missing: it holds the network's weights")
+    network = build(settings)
+    network.load_state_dict(state["network"])
+    return network, settings
+
+
+def train_small(arm: str, sizes: Sizes, seed: int) -> tuple[ResNet18, Settings]:
+    """Train a small network on drawn shapes with the study's own code, at the rate of its quick preset."""
+    fixed = {"preset": "quick", "dataset": "shapes", "width": 8, "device": "cpu", "precision": "fp32", "threads": 1}
+    given = {"seed": seed, "epochs": sizes.epochs, "n_majority": sizes.per_class, "test_images": sizes.images}
+    settings = settings_from("cifar_balanced", **arm_options(arm), **fixed, **given, kernel=KERNEL)
+    trainer = Trainer(settings, load(find_source("shapes", Path()), settings, torch.device("cpu")))
+    for epoch in range(1, sizes.epochs + 1):
+        trainer.train_epoch(epoch, tqdm(disable=True))
+    return trainer.network, settings
+
+
+def measure(runs: Mapping[Unit, tuple[Path, ...]], root: Path, sizes: Sizes, unit: Unit) -> Result:
+    """Measure the networks in the unit's folders, or where there are no runs small ones, on the same images."""
+    networks = [load_run(path, root) for path in runs[unit]] if runs else []
+    networks = networks or [train_small(arm, sizes, unit.seed) for arm in DRAWN_ARMS]
+    settings = networks[0][1]
+    data = load(find_source(settings.dataset, root), settings, torch.device("cpu"))
+    images, labels = data.test_images[: sizes.images], data.test_labels[: sizes.images]
+    arms = [measure_arm(network, one, data.normalise(images), labels) for network, one in networks]
+    shown = tuple(one.permute(1, 2, 0).numpy().tobytes() for one in images[:EXAMPLES])
+    return Result(len(images), shown, tuple(arms))
+
+
+def units(known: tuple[Unit, ...], sizes: Sizes) -> list[Unit]:
+    """Return the units of the runs, or where there are none one for each seed."""
+    return list(known) or [Unit("shapes-balanced", seed) for seed in range(sizes.seeds)]
+
+
+def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
+    """Judge by the entropy whether a DEQ's maps are more concentrated than those of the other arms."""
+    tasks: dict[str, dict[str, dict[int, Arm]]] = {}
+    for unit, result in results.items():
+        for arm in result.arms:
+            tasks.setdefault(unit.task, {}).setdefault(arm.name, {})[unit.seed] = arm
+    claims = [
+        _concentrated(f"{task}: the maps of {name} are more concentrated than those of {control}", arm, arms[control])
+        for task, arms in tasks.items()
+        for name, arm in arms.items()
+        for control in CONTROLS
+        if name.startswith("deq") and control in arms
+    ]
+    rows = [_row(task, list(arm.values())) for task, arms in tasks.items() for arm in arms.values()]
+    counts = sorted({str(result.images) for result in results.values()})
+    text = (
+        f"Networks: {sizes.networks}. Grad-CAM of the last block's output, for the class that the network predicts, on "
+        f"{', '.join(counts)} test images, the same for all arms. A map has 4 x 4 positions: a uniform one has an "
+        "entropy of 4 bits and half of it is in 8 of them; nothing finer can be told. As logits are linear in the mean "
+        "over positions, the channels' weights are the classifier's. Arms end differently: explicit after a ReLU, the "
+        "others after a GroupNorm, so that once (the cell evaluated once) and explicit-norm are the fairer controls. "
+        "Random: the last block and the classifier have random weights, for the same images and classes; where the "
+        f"maps correlate with those by more than {SURVIVES:g} in rank they show nothing of what was learnt there."
+    )
+    told = "Mean and deviation over seeds. Empty maps, which have no entropy, are counted and left out."
+    tables = [Table("Concentration of Grad-CAM's maps", RECONSTRUCTION, rows, told)]
+    unit, first = next(iter(results.items()))
+    return Section(text, claims, tables, [_picture(unit, first)])
+
+
+def _concentrated(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Claim:
+    def differences(name: str) -> list[float]:
+        pairs = [(deq[seed].values[name], control[seed].values[name]) for seed in deq if seed in control]
+        return [one - other for one, other in pairs if one is not None and other is not None]
+
+    found = differences("entropy")
+    verdict, numbers = less(found)
+    reason = f"positions that hold half: {less(differences('half'))[1]}"
+    if np.mean([arm.values["rank correlation"] or 0 for arm in deq.values()]) > SURVIVES:
+        verdict, reason = OPEN, f"the DEQ's maps survive random weights; {reason}"
+    return Claim(claim, RECONSTRUCTION, verdict, f"bits {numbers}", len(found), reason)
+
+
+def _row(task: str, seeds: list[Arm]) -> Row:
+    row: Row = {"task": task, "arm": seeds[0].name, "seeds": len(seeds)}
+    for name in seeds[0].values:
+        found = [one for arm in seeds if (one := arm.values[name]) is not None]
+        row[name] = f"{np.mean(found):.2f}±{np.std(found):.2f}" if found else "–"
+    return row
+
+
+def _picture(unit: Unit, result: Result) -> Picture:
+    from matplotlib import pyplot as plt
+
+    size = (len(result.arms) + 1, len(result.shown))
+    figure, axes = plt.subplots(*size, figsize=(1.4 * size[1], 1.4 * size[0]), layout="constrained", squeeze=False)
+    for column, picture in zip(axes.T, result.shown, strict=True):
+        column[0].imshow(np.frombuffer(picture, np.uint8).reshape(32, 32, 3))
+    for row, arm in zip(axes[1:], result.arms, strict=True):
+        row[0].set_ylabel(arm.name)
+        for axis, one in zip(row, arm.maps, strict=True):
+            side = math.isqrt(len(one))
+            axis.imshow(np.reshape(one, (side, side)), cmap="magma", vmin=0)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    caption = f"The first test images, and each arm's maps, in units of their largest; {unit}."
+    return Picture("saliency", "Grad-CAM's maps", RECONSTRUCTION, caption, figure)
+
+
+SALIENCY = Experiment(
+    name="saliency",
+    title="Saliency",
+    sizes={"quick": Sizes(100, 2, 2, 40), "full": Sizes(500, 5, 10, 100)},
+    result=Result,
+    units=partial(units, ()),
+    measure=partial(measure, {}, Path()),
+    section=section,
+)
+
+
+def of_runs(folder: Path, root: Path) -> Experiment:
+    """Make the experiment on the finished runs below a folder, whose CIFAR files are under root; StudyError if there
+    is none. Of several experiments it is the one that the study's report has first."""
+    groups = [one for one in collect([folder]).groups if not one.trunk and one.experiment.evaluate == "test"]
+    if not groups:
+        raise StudyError(f"--runs {folder}: there must be a finished run of study.py or cifar_lt.py in it")
+    found: dict[Unit, dict[str, Path]] = {}
+    for (setting, arm), seeds in groups[0].runs.items():
+        for seed, run in seeds.items():
+            found.setdefault(Unit(f"{setting.dataset}-{setting.slug}", seed), {})[arm] = run.path
+    find_source(groups[0].experiment.dataset, root)  # an error now rather than in a unit
+    runs = {unit: tuple(arms[arm] for arm in ARMS if arm in arms) for unit, arms in sorted(found.items())}
+    sizes = {preset: replace(one, networks=f"runs of {groups[0].name}") for preset, one in SALIENCY.sizes.items()}
+    return replace(SALIENCY, sizes=sizes, units=partial(units, tuple(runs)), measure=partial(measure, runs, root))

@@ -1,0 +1,106 @@
+"""The sound that networks are fitted to, and its fits as files."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import separation
+import torch
+from scipy.io import wavfile
+from separation_study import audio, frame
+from separation_study.claims import OPEN
+from separation_study.networks import Course
+
+TINY = audio.Sizes(Course(2, 16, (0.01,), 1), 1)
+RATE = 16000
+TONE = np.sin(2 * np.pi * 40 * np.arange(RATE) / RATE)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run a tiny audio experiment on WAV files of tmp_path/in: exit status, and its errors."""
+    tiny = replace(audio.AUDIO, sizes={"quick": TINY})
+    monkeypatch.setattr(audio, "AUDIO", tiny)
+    monkeypatch.setattr(audio, "RATE", 400)
+    monkeypatch.setattr(separation, "EXPERIMENTS", {"audio": tiny})
+
+    def run(**recordings):
+        for name, content in recordings.items():
+            (tmp_path / "in").mkdir(exist_ok=True)
+            (tmp_path / "in" / f"{name}.wav").write_bytes(content)
+        folders = ["--audio", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+        return separation.main(["--experiment", "audio", "--jobs", "1", *folders]), capsys.readouterr().err
+
+    return run
+
+
+def wav(samples):
+    content = io.BytesIO()
+    wavfile.write(content, RATE, samples)
+    return content.getvalue()
+
+
+def test_recording_is_mixed_cropped_to_its_loudest_second_and_resampled(tmp_path):
+    left, right = (np.concatenate([np.zeros(RATE // 2), one, np.zeros(RATE)]) for one in (1.5 * TONE, 0.5 * TONE))
+    (tmp_path / "one.wav").write_bytes(wav((10000 * np.stack([left, right], 1)).astype(np.int16)))
+    found = audio.read(tmp_path / "one.wav")
+    expected = 10000 * np.sin(2 * np.pi * 40 * np.arange(8000) / 8000)
+    assert found.shape == (8000,)
+    np.testing.assert_allclose(found[100:-100], expected[100:-100], atol=30)  # the ends ring
+
+
+@pytest.mark.parametrize("encoding", audio.ENCODINGS)
+def test_parts_of_the_samples_are_disjoint_and_the_best_constant_is_at_1(encoding):
+    task = audio.as_task(3 * TONE + 7, encoding, seed=1)
+    assert torch.equal(torch.cat(list(task.parts.values())).sort().values, torch.arange(RATE))
+    assert task.errors(lambda x: torch.zeros(len(x))) == pytest.approx(dict.fromkeys(audio.SHARES, 1), rel=0.1)
+    x, _ = replace(task, drawn="validation").batch(torch.Generator().manual_seed(0), 100)
+    assert (task.x[task.parts["validation"]][:, None] == x).all(2).any(0).all()
+
+
+def test_fits_lie_beside_the_record_and_have_its_errors(run, tmp_path):
+    assert run(tone=wav(TONE[::-1].copy()), other=wav(TONE))[0] == 0
+    experiment, unit = audio.recorded(tmp_path / "in"), frame.Unit("tone-fourier", 0)
+    record = frame.path_of(tmp_path / "out" / "quick", experiment, unit)
+    task = audio.as_task(audio.read(tmp_path / "in" / "tone.wav"), "fourier", 0)
+    for trained in frame.load(record, experiment, experiment.sizes["quick"]).result.networks:
+        rate, samples = wavfile.read(record.with_name(f"{unit}-{trained.name}.wav"))
+        fit = torch.from_numpy(samples / 32767 * float(task.y.abs().max()))
+        assert rate == audio.RATE
+        assert task.errors(lambda _, fit=fit: fit) == pytest.approx(
+            {n: trained.error(n) for n in audio.SHARES}, rel=1e-3
+        )
+    assert (tmp_path / "out" / "quick" / "report.md").read_text().count(f"| {OPEN} |") == 4
+
+    assert pickle.loads(pickle.dumps(experiment)).units(TINY) == experiment.units(TINY)  # as other processes get it
+
+    status, told = run(tone=wav(2 * TONE))  # another sound of that name
+    assert status == 1 and "other sizes" in told
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "there must be a WAV file"),
+        (b"RIFF", "cannot be read as a WAV file"),
+        (wav(TONE)[:20], "cannot be read as a WAV file"),
+        (wav(TONE[:9000]), "at least a second"),
+        (wav(np.full(RATE, np.nan)), "finite"),
+        (wav(np.ones(RATE)), "silent"),
+    ],
+)
+def test_sound_that_cannot_be_fitted_is_an_error_before_any_work(content, told, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(frame, "measure", lambda *_: pytest.fail("a unit is measured"))
+    status, error = run(**({} if content is None else {"sound": content}))
+    assert status == 1 and str(tmp_path / "in") in error and told in error
+
+
+def test_without_recordings_a_chirp_is_fitted_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(audio, "RATE", 400)
+    results = {unit: audio.measure(None, TINY, unit) for unit in audio.units(TINY)}
+    assert [unit.task for unit in results] == ["chirp-plain", "chirp-fourier"]
+    assert "chirp (drawn)" in audio.section(TINY, results).text
