@@ -19,10 +19,11 @@ from scipy import signal
 from scipy.io import wavfile
 from torch import Tensor
 
-from .claims import OPEN, Claim, less
-from .frame import RECONSTRUCTION, Experiment, Picture, Section, Table, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
-from .sawtooth import LEARNT, log_error
+from .claims import Comparison, compare
+from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .sawtooth import LEARNT
+from .summary import by_task, log_ratios, networks_table
 
 RATE = 8000  # samples of the fitted second
 WIDTH = 32  # of the DEQ
@@ -134,22 +135,15 @@ def units(sizes: Sizes) -> list[Unit]:
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the DEQ's error against the FNNs' under either encoding, over all recordings."""
-    claims = [_comparison(sizes, encoding, index, results) for encoding in ENCODINGS for index in (1, 2)]
-    tasks: dict[str, list[Result]] = {}
-    for unit, result in results.items():
-        tasks.setdefault(unit.task, []).append(result)
-    rows = [
-        {
-            "task": task,
-            "network": found[0].networks[index].name,
-            "parameters": found[0].networks[index].parameters,
-            "FLOPs a step": f"{np.mean([one.networks[index].flops or 0 for one in found]):.0f}",
-            **{part: f"{np.mean([one.networks[index].error(part) for one in found]):.3g}" for part in SHARES},
-        }
-        for task, found in tasks.items()
-        for index in range(3)
-    ]
-    trials = [row for task, found in tasks.items() for row in trial_rows(task, [one.networks for one in found])]
+    tasks = {task: [one.networks for one in found] for task, found in by_task(results).items()}
+    claims = compare(
+        [
+            _comparison(encoding, rule, [seeds for task, seeds in tasks.items() if task.endswith(encoding)], index)
+            for encoding in ENCODINGS
+            for index, rule in ((1, "parameters"), (2, "FLOPs"))
+            if any(task.endswith(encoding) for task in tasks)
+        ]
+    )
     heard = ", ".join(f"{name} ({digest[:8]})" for name, digest in sizes.recordings)
     text = (
         f"A second at {RATE} Hz of {heard}; plain: of t itself, fourier: of the sines and cosines of {OCTAVES} octaves "
@@ -159,28 +153,23 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         "their parameters, or the FLOPs of a training step, are at most the DEQ's; of its FLOPs the evaluations of "
         "both solves are a part. The fits of seed 0 lie beside their records as WAV files."
     )
-    tables = [
-        Table("Errors on sound", RECONSTRUCTION, rows, "Means over seeds."),
-        Table("Learning rates on sound", RECONSTRUCTION, trials, "Validation error of every trial, for each seed."),
-    ]
+    columns = {part: partial(Trained.error, name=part) for part in SHARES}
+    table = networks_table("Errors on sound", RECONSTRUCTION, tasks, columns)
     sounds = {unit.task: result.sounds for unit, result in results.items() if result.sounds}
-    return Section(text, claims, tables, [_picture(sounds)] if sounds else [])
+    return Section(text, claims, [table], [_picture(sounds)] if sounds else [])
 
 
-def _comparison(sizes: Sizes, encoding: str, index: int, results: dict[Unit, Result]) -> Claim:
-    ratios, lowest = [], math.inf
-    for seed in range(sizes.seeds):
-        found = [results.get(Unit(f"{name}-{encoding}", seed)) for name, _ in sizes.recordings]
-        networks = [(one.networks[0], one.networks[index]) for one in found if one]
-        if len(networks) == len(found):
-            ratios.append(np.mean([log_error(one, "fitted") - log_error(other, "fitted") for one, other in networks]))
-            lowest = min(lowest, *(one.error("fitted") for pair in networks for one in pair))
-    verdict, numbers = less([float(one) for one in ratios])
-    reason = "fitted samples; of each seed the mean over recordings"
-    if lowest > LEARNT:
-        verdict, reason = OPEN, "neither is much better than the constant"
-    claim = f"{encoding}: the DEQ's error is below the FNN's at equal {('parameters', 'FLOPs')[index - 1]}"
-    return Claim(claim, RECONSTRUCTION, verdict, f"log10 ratio {numbers}", len(ratios), reason)
+def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, ...]]], index: int) -> Comparison:
+    fitted = partial(Trained.error, name="fitted")
+    kinds = [list(zip(*seeds, strict=True)) for seeds in recordings]
+    lowest = min(fitted(one) for kind in kinds for seeds in (kind[0], kind[index]) for one in seeds)
+    return Comparison(
+        f"{encoding}: the DEQ's error is below the FNN's at equal {rule}",
+        RECONSTRUCTION,
+        [log_ratios(kind[0], kind[index], fitted) for kind in kinds],
+        f"log10 ratio on fitted samples; the lowest error of either is {lowest:.2g}",
+        judged=lowest <= LEARNT,
+    )
 
 
 def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:

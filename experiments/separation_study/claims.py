@@ -58,9 +58,3 @@ def compare(comparisons: Sequence[Comparison]) -> list[Claim]:
                 verdict = HOLDS if pooled.mean < 0 else FAILS
         claims.append(Claim(one.claim, one.source, verdict, numbers, seeds, one.reason))
     return claims
-
-
-def less(differences: Sequence[float]) -> tuple[str, str]:
-    """Judge a comparison on one task by itself; the verdict and the numbers."""
-    (claim,) = compare([Comparison("", "", [differences], "")])
-    return claim.verdict, claim.numbers

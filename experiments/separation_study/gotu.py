@@ -21,8 +21,9 @@ import deqfast
 
 from .claims import FAILS, HOLDS, Claim, Comparison, compare
 from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
-from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
+from .frame import DERIVED, RECONSTRUCTION, Experiment, Rows, Section, Table, Unit
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .summary import by_task, curves, log_ratios
 
 D = 15
 WIDTH = 16  # of the DEQ; the FNN has as many parameters
@@ -235,41 +236,34 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         "a bias, the FNN at most the DEQ's parameters. The minimum-degree interpolator has the least degree that fits "
         "the seen part. Trained by Adam; the hold-out by gradient descent, as its prediction is of gradient flow."
     )
-    tasks = {name: [one for unit, one in results.items() if unit.task == name] for name in TARGETS}
-    tasks = {name: found for name, found in tasks.items() if found}
-    holdouts = [one for result in results.values() for one in result.holdouts]
-    claims = compare(_comparisons(tasks)) if tasks else []
-    trials = [row for name, found in tasks.items() for row in trial_rows(name, [one.networks for one in found])]
-    rows = [row for name, found in tasks.items() for row in _rows(name, found)]
-    tables = []
-    if rows:
+    tasks = by_task(results)
+    holdouts = [one for result in tasks.pop("holdout", []) for one in result.holdouts]
+    claims, tables, pictures = [], [], []
+    if tasks:
+        networks = {name: [one.networks for one in found] for name, found in tasks.items()}
+        claims = compare(_comparisons(networks))
+        rows = [row for name, found in tasks.items() for row in _rows(name, found)]
         tables.append(Table("Errors on the unseen part", RECONSTRUCTION, rows, "Means over seeds and all 2^15 points."))
-        tables.append(Table("Learning rates on the seen part", RECONSTRUCTION, trials, "As validated, for each seed."))
+        title = "Generalisation on the unseen"
+        pictures.append(curves("gotu", title, RECONSTRUCTION, networks, "unseen", "error on all unseen points"))
     if holdouts:
         claims += _holdout_claims(holdouts)
         shown: Rows = [
-            {
-                "network": one.rule,
-                "β(0)": f"{one.initial:g}",
-                "predicted": f"{one.predicted:.4f}",
-                "by descent": f"{one.measured:.4f}",
-            }
+            {"network": one.rule, "β(0)": one.initial, "predicted": one.predicted, "by descent": one.measured}
             for one in holdouts
         ]
         least = f"{4 * HELD**2:g}, that of the minimum-degree interpolator, is what it is for β(0) → 0."
         tables.append(Table("Canonical hold-out: error on the unseen half", DERIVED, shown, least))
-    return Section(text, claims, tables, [_picture(tasks)] if tasks else [])
+    return Section(text, claims, tables, pictures)
 
 
-def _comparisons(tasks: dict[str, list[Result]]) -> list[Comparison]:
+def _comparisons(tasks: dict[str, list[tuple[Trained, ...]]]) -> list[Comparison]:
     compared = []
     for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
-        differences = [
-            [one.networks[index].error("unseen") - one.networks[2].error("unseen") for one in found]
-            for found in tasks.values()
-        ]
-        seen = max(one.networks[index].error("seen") for found in tasks.values() for one in found)
-        reason = f"difference over {', '.join(tasks)}; its error on the seen part is at most {seen:.1e}"
+        kinds = [list(zip(*seeds, strict=True)) for seeds in tasks.values()]
+        differences = [log_ratios(kind[index], kind[2], lambda one: one.error("unseen")) for kind in kinds]
+        seen = max(one.error("seen") for kind in kinds for one in kind[index])
+        reason = f"log10 ratio over {', '.join(tasks)}; its error on the seen part is at most {seen:.1e}"
         compared.append(Comparison(f"The {label}'s GOTU error is below the FNN's", RECONSTRUCTION, differences, reason))
     return compared
 
@@ -338,27 +332,12 @@ def _rows(name: str, found: list[Result]) -> Rows:
     return rows
 
 
-def _picture(tasks: dict[str, list[Result]]) -> Picture:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4.4 * len(tasks), 3.4), layout="constrained", squeeze=False)
-    for axis, (name, found) in zip(axes[0], tasks.items(), strict=True):
-        for networks in zip(*(result.networks for result in found), strict=True):
-            curves = np.array([one.errors["unseen"] for one in networks], dtype=float)
-            axis.plot(networks[0].steps, np.median(curves, axis=0), marker="o", ms=3, label=networks[0].name)
-        axis.set(title=name, xlabel="step")
-    axes[0, 0].set_ylabel("GOTU error")
-    axes[0, 0].legend(fontsize="small")
-    caption = "Mean squared error on all unseen points during training, median over seeds."
-    return Picture("gotu", "Generalisation on the unseen", RECONSTRUCTION, caption, figure)
-
-
 GOTU = Experiment(
     name="gotu",
     title="Generalisation on the unseen",
     sizes={
         "quick": Sizes(Course(300, 128, (0.003, 0.01), 3), (0.3, 1.0), 2),
-        "full": Sizes(Course(5000, 256, (0.0003, 0.001, 0.003, 0.01), 20), (0.1, 0.3, 1.0), 5),
+        "full": Sizes(Course(1500, 128, (0.001, 0.003, 0.01), 15), (0.1, 0.3, 1.0), 5),
     },
     result=Result,
     units=units,

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from .claims import Comparison, compare
 from .diagonal import participation
-from .frame import RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
+from .frame import RECONSTRUCTION, Experiment, Picture, Row, Rows, Section, Table, Unit
 from .gotu import TARGETS, DiagonalDEQ, evaluate
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, train, trial_rows
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, train
+from .summary import spread
 
 D = 20  # inputs, and features of every network
 DEPTH = 3
@@ -116,43 +117,32 @@ def density(values: tuple[float, ...]) -> tuple[float, float]:
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge whether a DEQ's features are denser than the FNN's, and whether training is what makes them so."""
     found = list(results.values())
-    compared = []
-    for index, label in ((0, "diagonal linear DEQ"), (1, "DEQ")):
-        for measured, name in enumerate(("participation ratio", "share above a tenth of the largest")):
-            pairs = [[density(one.features[i].after)[measured] for i in (2, index)] for one in found]
-            claim = f"The {label}'s features are denser than the FNN's: {name}"
-            compared.append(
-                Comparison(
-                    claim, RECONSTRUCTION, [[other - own for other, own in pairs]], "FNN less DEQ, after training"
-                )
-            )
+    dense = {when: [[density(getattr(f, when)) for f in one.features] for one in found] for when in ("before", "after")}
+    after = [[ratio for ratio, _ in networks] for networks in dense["after"]]
+    trained = [start[1][0] - end[1] for start, end in zip(dense["before"], after, strict=True)]
     # The diagonal DEQ starts with coefficients β₊ - β₋ of 0, which have no density.
-    pairs = [[density(one)[0] for one in (r.features[1].before, r.features[1].after)] for r in found]
-    claim = "Training makes the DEQ's features denser than they were at its start"
-    reason = "participation ratio, before less after"
-    compared.append(Comparison(claim, RECONSTRUCTION, [[before - after for before, after in pairs]], reason))
-    claims = compare(compared)
+    differences = {
+        "The diagonal linear DEQ's features are denser than the FNN's": [one[2] - one[0] for one in after],
+        "The DEQ's features are denser than the FNN's": [one[2] - one[1] for one in after],
+        "Training makes the DEQ's features denser than they were at its start": trained,
+    }
+    reason = "participation ratio, FNN less DEQ or before less after"
+    claims = compare([Comparison(claim, RECONSTRUCTION, [one], reason) for claim, one in differences.items()])
     rows: Rows = []
     for index, network in enumerate(found[0].networks):
-        row: dict[str, object] = {"network": network.name}
-        for when in ("before", "after"):
-            values = [density(getattr(one.features[index], when)) for one in found]
-            for measured, name in enumerate(("participation", "share above a tenth")):
-                of_seeds = [value[measured] for value in values]
-                row[f"{name}, {when}"] = f"{np.mean(of_seeds):.3f}±{np.std(of_seeds):.3f}"
-        errors = [one.networks[index].error("seen") for one in found]
-        rows.append({**row, "error": f"{np.mean(errors):.1e}"})
+        row: Row = {"network": network.name, "error": spread(one.networks[index].error("seen") for one in found)}
+        for when, seeds in dense.items():
+            ratios, shares = zip(*(one[index] for one in seeds), strict=True)
+            row |= {f"participation, {when}": spread(ratios, ".2f"), f"above a tenth, {when}": spread(shares, ".2f")}
+        rows.append(row)
     text = (
         "f2 = x0 x1 on {-1, 1}^20, seen where x0 = 1 or x1 = 1; 20 features each. As |x_i| = 1, those of the diagonal "
         "DEQ are |β_i| at every point, while ReLU features are often 0 whatever is learnt: so each network stands "
         "beside its own start. The diagonal DEQ's two signs start alike and cancel; with one sign alone all of its "
         "features would start at 1, and be dense by that."
     )
-    tables = [
-        Table("Density of the features", RECONSTRUCTION, rows, "Mean and deviation over seeds."),
-        Table("Learning rates", RECONSTRUCTION, trial_rows("f2", [one.networks for one in found]), "As validated."),
-    ]
-    return Section(text, claims, tables, [_picture(found)])
+    told = "Median over seeds and its range. Above a tenth: the share of features above a tenth of the largest."
+    return Section(text, claims, [Table("Density of the features", RECONSTRUCTION, rows, told)], [_picture(found)])
 
 
 def _picture(found: list[Result]) -> Picture:
@@ -173,7 +163,7 @@ HEATMAP = Experiment(
     title="Feature heat maps",
     sizes={
         "quick": Sizes(Course(200, 128, (0.003, 0.01), 2), 2),
-        "full": Sizes(Course(5000, 256, (0.0003, 0.001, 0.003, 0.01), 10), 5),
+        "full": Sizes(Course(1500, 128, (0.001, 0.003, 0.01), 3), 5),
     },
     result=Result,
     units=units,

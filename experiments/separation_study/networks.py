@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -212,18 +212,6 @@ def _trial(
 
 def _generator(seed: int, purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(2 * seed + purpose)
-
-
-def trial_rows(task: str, seeds: Sequence[Sequence[Trained]]) -> list[dict[str, object]]:
-    """Make a row of each network for a table of validation errors, one of each seed under each learning rate."""
-    rows = []
-    for networks in zip(*seeds, strict=True):
-        row: dict[str, object] = {"task": task, "network": networks[0].name}
-        for trials in zip(*(one.trials for one in networks), strict=True):
-            values = ["–" if one.validation is None else f"{one.validation:.1e}" for one in trials]
-            row[f"rate {trials[0].rate:g}"] = ", ".join(values)
-        rows.append(row)
-    return rows
 
 
 def finite(value: float) -> float | None:

@@ -24,7 +24,7 @@ from scipy import stats
 from torch import Tensor
 from tqdm import tqdm
 
-from .claims import OPEN, Claim, less
+from .claims import Comparison, compare
 from .frame import RECONSTRUCTION, Experiment, Picture, Row, Section, Table, Unit
 
 DRAWN_ARMS = ("explicit", "once", "deq-implicit")
@@ -169,7 +169,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     for unit, result in results.items():
         for arm in result.arms:
             tasks.setdefault(unit.task, {}).setdefault(arm.name, {})[unit.seed] = arm
-    claims = [
+    compared = [
         _concentrated(f"{task}: the maps of {name} are more concentrated than those of {control}", arm, arms[control])
         for task, arms in tasks.items()
         for name, arm in arms.items()
@@ -190,20 +190,19 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     told = "Mean and deviation over seeds. Empty maps, which have no entropy, are counted and left out."
     tables = [Table("Concentration of Grad-CAM's maps", RECONSTRUCTION, rows, told)]
     unit, first = next(iter(results.items()))
-    return Section(text, claims, tables, [_picture(unit, first)])
+    return Section(text, compare(compared), tables, [_picture(unit, first)])
 
 
-def _concentrated(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Claim:
+def _concentrated(claim: str, deq: dict[int, Arm], control: dict[int, Arm]) -> Comparison:
     def differences(name: str) -> list[float]:
         pairs = [(deq[seed].values[name], control[seed].values[name]) for seed in deq if seed in control]
         return [one - other for one, other in pairs if one is not None and other is not None]
 
-    found = differences("entropy")
-    verdict, numbers = less(found)
-    reason = f"positions that hold half: {less(differences('half'))[1]}"
-    if np.mean([arm.values["rank correlation"] or 0 for arm in deq.values()]) > SURVIVES:
-        verdict, reason = OPEN, f"the DEQ's maps survive random weights; {reason}"
-    return Claim(claim, RECONSTRUCTION, verdict, f"bits {numbers}", len(found), reason)
+    survives = np.mean([arm.values["rank correlation"] or 0 for arm in deq.values()]) > SURVIVES
+    held = differences("half")
+    reason = f"bits of entropy; positions that hold half: {np.mean(held) if held else math.nan:+.2f}"
+    reason += "; the DEQ's maps survive random weights" if survives else ""
+    return Comparison(claim, RECONSTRUCTION, [differences("entropy")], reason, judged=not survives)
 
 
 def _row(task: str, seeds: list[Arm]) -> Row:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,8 +13,9 @@ import deqfast
 from deqfast.solvers import Solver
 
 from .claims import FAILS, HOLDS, Claim, Comparison, compare
-from .frame import DERIVED, EXACT, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
+from .frame import DERIVED, EXACT, RECONSTRUCTION, Experiment, Section, Unit
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .summary import best_of, by_task, curves, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that all tasks are within it
 DEPTHS = (1, 3)  # hidden layers of the FNNs
@@ -136,26 +136,19 @@ def units(sizes: Sizes) -> list[Unit]:
 
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge Theorem 1's construction, and what training finds at equal parameters and at equal FLOPs."""
+    tasks = {task: [one.networks for one in found] for task, found in by_task(results).items()}
     worst = max(result.exact_error for result in results.values())
-    claims = [
-        Claim(
-            "A DEQ of k + 1 units equals the sawtooth of 2^k pieces",
-            EXACT,
-            HOLDS if worst == 0 else FAILS,
-            f"largest error {worst:.1e}",
-            sizes.seeds,
-            "a claim about existence: the construction is checked on a dyadic grid in float64, not trained",
-        )
-    ]
-    tasks: dict[str, list[Result]] = {}
-    for unit, result in results.items():
-        tasks.setdefault(unit.task, []).append(result)
+    existence = Claim(
+        "A DEQ of k + 1 units equals the sawtooth of 2^k pieces",
+        EXACT,
+        HOLDS if worst == 0 else FAILS,
+        f"largest error {worst:.1e}",
+        sizes.seeds,
+        "a claim about existence: the construction is checked on a dyadic grid in float64, not trained",
+    )
     compared = [_comparison(rule, tasks) for rule in ("parameters", "FLOPs")]
-    if starts := [found for found in tasks.values() if found[0].networks[-1].name == EXACT_START]:
-        compared.append(_stays([[result.networks[-1] for result in found] for found in starts]))
-    claims += compare(compared)
-    rows = [row for task, found in tasks.items() for row in _rows(task, found)]
-    trials = [row for task, found in tasks.items() for row in trial_rows(task, [one.networks for one in found])]
+    if starts := [seeds for seeds in tasks.values() if seeds[0][-1].name == EXACT_START]:
+        compared.append(_stays([[networks[-1] for networks in seeds] for seeds in starts]))
     text = (
         "The construction needs no training; the rest is what training finds. Errors are mean squared errors on fresh "
         f"points in units of the best constant's, 1/12: a network at 1 has learnt nothing. The DEQ has {WIDTH} units. "
@@ -164,37 +157,25 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         f"network was trained with each learning rate for {sizes.course.steps} steps of {sizes.course.batch} fresh "
         "samples; the rate is chosen on validation samples."
     )
-    tables = [
-        Table("Errors on the sawtooth", RECONSTRUCTION, rows, "Median over seeds, and their range."),
-        Table("Learning rates", RECONSTRUCTION, trials, "Validation error of every trial, for each seed."),
-    ]
-    return Section(text, claims, tables, [_picture(tasks)])
+    columns = {"error": last_error, "share solved": lambda one: one.converged}
+    table = networks_table("Errors on the sawtooth", RECONSTRUCTION, tasks, columns)
+    picture = curves("sawtooth", "Training on the sawtooth", RECONSTRUCTION, tasks, "test", "test error / (1/12)")
+    return Section(text, [existence, *compare(compared)], [table], [picture])
 
 
-def log_error(network: Trained, name: str = "test") -> float:
-    """Return log10 of the last error, bounded to [-20, 20] so that breaking down and being exact are numbers too."""
-    return math.log10(min(max(network.error(name), 1e-20), 1e20))
+def last_error(network: Trained) -> float:
+    """Return the last test error."""
+    return network.error("test")
 
 
-def best_of(group: list[list[Trained]]) -> list[Trained]:
-    """Return, of networks of several kinds in each seed, the kind with the lowest mean validation error."""
-
-    def validation(kind: int) -> float:
-        found = [[trial.validation for trial in seed[kind].trials if trial.validation is not None] for seed in group]
-        return sum(min(one, default=math.inf) for one in found)
-
-    best = min(range(len(group[0])), key=validation)
-    return [seed[best] for seed in group]
-
-
-def _comparison(rule: str, tasks: dict[str, list[Result]]) -> Comparison:
+def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Comparison:
     differences, rivals, idle = [], [], []
-    for task, found in tasks.items():
-        own = [result.networks[0] for result in found]
-        rival = best_of([[one for one in r.networks if one.name.endswith(f"equal {rule}")] for r in found])
-        differences.append([log_error(one) - log_error(other) for one, other in zip(own, rival, strict=True)])
+    for task, seeds in tasks.items():
+        own, *others = zip(*seeds, strict=True)
+        rival = best_of([kind for kind in others if kind[0].name.endswith(f"equal {rule}")])
+        differences.append(log_ratios(own, rival, last_error))
         rivals.append(f"{rival[0].name} ({task})")
-        if min(one.error("test") for one in own + rival) > LEARNT:
+        if min(map(last_error, (*own, *rival))) > LEARNT:
             idle.append(task)
     reason = f"log10 ratio, against the best in validation: {'; '.join(rivals)}"
     reason += f"; neither is better than the constant: {', '.join(idle) or 'nowhere'}"
@@ -203,50 +184,10 @@ def _comparison(rule: str, tasks: dict[str, list[Result]]) -> Comparison:
 
 
 def _stays(tasks: list[list[Trained]]) -> Comparison:
-    def start(one: Trained) -> float:
-        first = one.errors["test"][0]
-        return math.log10(min(max(first, 1e-20), 1e20)) if first is not None else 20.0
-
-    differences = [[log_error(one) - start(one) for one in seeds] for seeds in tasks]
+    starts = [[replace(one, errors={"test": one.errors["test"][:1]}) for one in seeds] for seeds in tasks]
+    differences = [log_ratios(seeds, start, last_error) for seeds, start in zip(tasks, starts, strict=True)]
     claim = f"From the exact weights with noise of {NOISE:g}, training lowers the error"
     return Comparison(claim, DERIVED, differences, "log10 ratio of the last error to the first")
-
-
-def _rows(task: str, found: list[Result]) -> Rows:
-    rows: Rows = [{"task": task, "network": "best constant", "parameters": 1, "FLOPs a step": "–", "error": "1"}]
-    rows[0] |= {"lowest": "1", "highest": "1", "converged": "–"}
-    for networks in zip(*(result.networks for result in found), strict=True):
-        errors = sorted(one.error("test") for one in networks)
-        rows.append(
-            {
-                "task": task,
-                "network": networks[0].name,
-                "parameters": networks[0].parameters,
-                "FLOPs a step": f"{max(one.flops or 0 for one in networks):.0f}",
-                "error": f"{errors[len(errors) // 2]:.2e}",
-                "lowest": f"{errors[0]:.2e}",
-                "highest": f"{errors[-1]:.2e}",
-                "converged": f"{min(one.converged for one in networks):.0%}" if "DEQ" in networks[0].name else "–",
-            }
-        )
-    return rows
-
-
-def _picture(tasks: dict[str, list[Result]]) -> Picture:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.6), layout="constrained", squeeze=False)
-    for axis, (task, found) in zip(axes[0], tasks.items(), strict=True):
-        for networks in zip(*(result.networks for result in found), strict=True):
-            curves = torch.tensor([[math.nan if v is None else v for v in one.errors["test"]] for one in networks])
-            axis.plot(networks[0].steps, curves.median(0).values, marker="o", ms=3, label=networks[0].name)
-        axis.axhline(1, color="grey", ls=":", label="best constant")
-        axis.set(title=task, xlabel="step", yscale="log")
-    axes[0, 0].set_ylabel("test error / (1/12)")
-    lines = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
-    caption = "Test error against training steps, median over seeds."
-    return Picture("sawtooth", "Training on the sawtooth", RECONSTRUCTION, caption, figure)
 
 
 SAWTOOTH = Experiment(
@@ -254,7 +195,7 @@ SAWTOOTH = Experiment(
     title="Sawtooth",
     sizes={
         "quick": Sizes((1, 3, 5, 10, 15), (3,), Course(150, 128, (0.003, 0.01), 5), 1),
-        "full": Sizes((1, 3, 5, 10, 15), (1, 3, 5, 10), Course(5000, 256, (0.0003, 0.001, 0.003, 0.01), 25), 5),
+        "full": Sizes((1, 3, 5, 10, 15), (3, 10), Course(1500, 128, (0.001, 0.003, 0.01), 15), 5),
     },
     result=Result,
     units=units,

@@ -6,9 +6,10 @@ It is the fixed point of u(z, x) = (x₁ z + δ)/(1 + δ), whose weights are at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from torch import Tensor
 import deqfast
 
 from .claims import Claim, Comparison, compare, within
-from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Rows, Section, Table, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train, trial_rows
+from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Section, Unit
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .summary import best_of, by_task, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ; the FNNs have as many parameters
 DEPTHS = (1, 3)
-BOUND = 1.0  # on the largest weight, of the networks that are trained under one: that of u
+BOUND = 0.5  # on all weights of a seed's networks, in units of the least largest weight that they reach when free
 POINTS = 2048
 LEARNT = 0.5  # of the zero function's loss: above it no network has learnt much
 COMPARABLE = math.log10(3)  # losses within this factor count as comparable
@@ -42,10 +44,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Result:
-    """The largest error of u's fixed point, and the trained networks: free, then bounded, the DEQ first in either."""
+    """The largest error of u's fixed point, the networks trained freely and under a bound, the DEQ first in either."""
 
     exact_error: float
     free: tuple[Trained, ...]
+    bound: float
     bounded: tuple[Trained, ...]
 
 
@@ -109,19 +112,18 @@ def exact_error(d: int) -> float:
 
 
 def measure(sizes: Sizes, unit: Unit) -> Result:
-    """Train the DEQ and FNNs of as many parameters, without and with a bound on the largest weight."""
+    """Train the DEQ and FNNs of as many parameters, freely, then under one bound on the largest weight."""
     dimension, sampling = unit.task.split("-")
     d = int(dimension[1:])
     learn = partial(train, task=Steep(d, sampling == "concentrated"), course=sizes.course, seed=unit.seed)
     budget = parameters(DEQ(d, WIDTH))
-    makers: dict[str, Callable[[], torch.nn.Module]] = {"DEQ": lambda: DEQ(d, WIDTH)}
+    makers: dict[str, Callable[[], torch.nn.Module]] = {"DEQ": partial(DEQ, d, WIDTH)}
     for depth in DEPTHS:
         makers[f"FNN, {depth} hidden"] = partial(FNN, d, matched_width(d, depth, budget, parameters), depth)
-    free, bounded = (
-        tuple(learn(f"{name}, {kind}", make, bound=bound)[0] for name, make in makers.items())
-        for kind, bound in (("free", None), ("bounded", BOUND))
-    )
-    return Result(exact_error(d), free, bounded)
+    free = tuple(learn(f"{name}, free", make)[0] for name, make in makers.items())
+    bound = BOUND * min(one.largest_weight for one in free)
+    bounded = tuple(learn(f"{name}, bounded", make, bound=bound)[0] for name, make in makers.items())
+    return Result(exact_error(d), free, bound, bounded)
 
 
 def units(sizes: Sizes) -> list[Unit]:
@@ -132,117 +134,82 @@ def units(sizes: Sizes) -> list[Unit]:
 def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the exact fixed point, the weights at comparable loss, and the errors under a bound on the weights."""
     worst = max(result.exact_error for result in results.values())
-    text = "a claim about existence: u is solved, not trained, for each d down to δ = 2^-"
-    claims = [
-        Claim(
-            "A DEQ with weights of at most 1 equals the steep function",
-            DERIVED,
-            within(worst, ROUNDING),
-            f"largest error {worst:.1e}",
-            sizes.seeds,
-            text + str(max(sizes.dimensions)),
-        )
-    ]
-    tasks: dict[str, list[Result]] = {}
-    for unit, result in results.items():
-        tasks.setdefault(unit.task, []).append(result)
-    claims += compare([_weights(tasks), _bounded(tasks)])
+    existence = Claim(
+        "A DEQ with weights of at most 1 equals the steep function",
+        DERIVED,
+        within(worst, ROUNDING),
+        f"largest error {worst:.1e}",
+        sizes.seeds,
+        f"a claim about existence: u is solved, not trained, for each d down to δ = 2^-{max(sizes.dimensions)}",
+    )
+    tasks = by_task(results)
+    claims = [existence, *compare([_weights(tasks), _bounded(tasks)])]
     text = (
         f"ReLU DEQ of {WIDTH} units and FNNs of at most its parameters, float64, {sizes.course.steps} steps of "
         f"{sizes.course.batch} fresh samples with each learning rate, which is chosen on validation samples. Mean "
         "squared errors are under uniform x and in units of the zero function's, which is about δ itself: 1 has learnt "
-        f"nothing. Losses are those of the sampling, in units of the zero function's under it. Concentrated: half of "
-        f"the samples near the step. Bounded: no weight is ever above {BOUND:g}."
+        "nothing. Losses are those of the sampling, in units of the zero function's under it. Concentrated: half of "
+        f"the samples near the step. Bounded: no weight is ever above {BOUND:g} times the largest weight of that one "
+        "of the seed's free networks which has the smallest: it binds all of them alike."
     )
-    rows = [row for task, found in tasks.items() for row in _rows(task, found)]
-    trials = [
-        row for task, found in tasks.items() for row in trial_rows(task, [one.free + one.bounded for one in found])
-    ]
-    tables = [
-        Table("Errors and weights on the steep function", RECONSTRUCTION, rows, "Means over seeds."),
-        Table("Learning rates on the steep function", RECONSTRUCTION, trials, "Free, then bounded, as validated."),
-    ]
-    return Section(text, claims, tables, [_picture(tasks)])
+    both = {task: [(*one.free, *one.bounded) for one in found] for task, found in tasks.items()}
+    columns: dict[str, Callable[[Trained], float]] = {
+        "loss": lambda one: one.loss,
+        "MSE": lambda one: one.error("mse"),
+        "largest error": lambda one: one.error("largest"),
+        "largest weight": lambda one: one.largest_weight,
+    }
+    table = networks_table("Errors and weights on the steep function", RECONSTRUCTION, both, columns)
+    return Section(text, claims, [table], [_picture(both)])
 
 
-def _log_ratios(pairs: list[tuple[Trained, Trained]], value: Callable[[Trained], float]) -> list[float]:
-    def bounded(one: Trained) -> float:
-        return min(max(value(one), 1e-20), 1e20)
+def _pairs(found: list[Result], kind: str) -> tuple[Sequence[Trained], Sequence[Trained]]:
+    """Return of each seed the DEQ, and the FNN of the depth with the lowest mean validation loss."""
+    own, *others = zip(*(getattr(result, kind) for result in found), strict=True)
+    return own, best_of(others)
 
-    return [math.log10(bounded(one) / bounded(other)) for one, other in pairs]
 
-
-def _pairs(found: list[Result], kind: str) -> list[tuple[Trained, Trained]]:
-    """Return, of each seed, the DEQ and the FNN of the depth with the lowest mean loss."""
-    networks = [getattr(result, kind) for result in found]
-    best = min(range(1, len(DEPTHS) + 1), key=lambda depth: sum(one[depth].loss for one in networks))
-    return [(one[0], one[best]) for one in networks]
+def _learnt(pairs: tuple[Sequence[Trained], Sequence[Trained]]) -> bool:
+    return min(one.loss for seeds in pairs for one in seeds) <= LEARNT
 
 
 def _weights(tasks: dict[str, list[Result]]) -> Comparison:
-    differences, losses = [], []
-    for found in tasks.values():
-        pairs = _pairs(found, "free")
-        apart = _log_ratios(pairs, lambda one: one.loss)
-        if not _nothing_learnt(pairs) and abs(sum(apart) / len(apart)) <= COMPARABLE:
-            differences.append(_log_ratios(pairs, lambda one: one.largest_weight))
-            losses.append(sum(apart) / len(apart))
-    reason = f"log10 ratio; losses are comparable in {len(losses)} of {len(tasks)} tasks, which are judged"
-    claim = "At comparable loss the DEQ's largest weight is below the FNN's"
-    everything = [_log_ratios(_pairs(found, "free"), lambda one: one.largest_weight) for found in tasks.values()]
-    return Comparison(claim, RECONSTRUCTION, differences or everything, reason, judged=bool(differences))
+    pairs = [_pairs(found, "free") for found in tasks.values()]
+    apart = [fmean(log_ratios(*pair, lambda one: one.loss)) for pair in pairs]
+    judged = [pair for pair, gap in zip(pairs, apart, strict=True) if _learnt(pair) and abs(gap) <= COMPARABLE]
+    return Comparison(
+        "At comparable loss the DEQ's largest weight is below the FNN's",
+        RECONSTRUCTION,
+        [log_ratios(*pair, lambda one: one.largest_weight) for pair in judged or pairs],
+        f"log10 ratio; losses are comparable in {len(judged)} of {len(tasks)} tasks, which are judged",
+        judged=bool(judged),
+    )
 
 
 def _bounded(tasks: dict[str, list[Result]]) -> Comparison:
     pairs = [_pairs(found, "bounded") for found in tasks.values()]
-    binds = sum(any(one.largest_weight >= BOUND for pair in seeds for one in pair) for seeds in pairs)
-    learnt = sum(not _nothing_learnt(seeds) for seeds in pairs)
+    learnt = sum(map(_learnt, pairs))
     return Comparison(
-        f"With weights of at most {BOUND:g} the DEQ's largest error is below the FNN's",
+        "Under the same bound on the weights the DEQ's largest error is below the FNN's",
         RECONSTRUCTION,
-        [_log_ratios(seeds, lambda one: one.error("largest")) for seeds in pairs],
-        f"log10 ratio; a weight is at the bound in {binds}, and something is learnt in {learnt} of {len(tasks)} tasks",
-        judged=binds > 0 and learnt > 0,
+        [log_ratios(*pair, lambda one: one.error("largest")) for pair in pairs],
+        f"log10 ratio; something is learnt in {learnt} of {len(tasks)} tasks",
+        judged=learnt > 0,
     )
 
 
-def _nothing_learnt(pairs: list[tuple[Trained, Trained]]) -> bool:
-    return min(one.loss for pair in pairs for one in pair) > LEARNT
-
-
-def _rows(task: str, found: list[Result]) -> Rows:
-    rows: Rows = []
-    for kind in ("free", "bounded"):
-        for networks in zip(*(getattr(one, kind) for one in found), strict=True):
-            count = len(networks)
-            rows.append(
-                {
-                    "task": task,
-                    "network": networks[0].name,
-                    "parameters": networks[0].parameters,
-                    "loss": f"{sum(one.loss for one in networks) / count:.2e}",
-                    "MSE": f"{sum(one.error('mse') for one in networks) / count:.2e}",
-                    "largest error": f"{sum(one.error('largest') for one in networks) / count:.2e}",
-                    "largest weight": f"{sum(one.largest_weight for one in networks) / count:.2f}",
-                }
-            )
-    return rows
-
-
-def _picture(tasks: dict[str, list[Result]]) -> Picture:
+def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, len(SAMPLINGS), figsize=(8, 5.6), layout="constrained", sharex=True)
     for column, sampling in zip(axes.T, SAMPLINGS, strict=True):
-        chosen = {int(task.split("-")[0][1:]): found for task, found in tasks.items() if task.endswith(sampling)}
-        for index, name in enumerate(("DEQ", *(f"FNN, {depth} hidden" for depth in DEPTHS))):
-            for kind, dash in (("free", "-"), ("bounded", "--")):
-                networks = [[getattr(one, kind)[index] for one in found] for found in chosen.values()]
-                weights = [sum(one.largest_weight for one in seeds) / len(seeds) for seeds in networks]
-                errors = [sum(one.error("largest") for one in seeds) / len(seeds) for seeds in networks]
-                style = {"color": f"C{index}", "linestyle": dash, "marker": "o", "ms": 3}
-                column[0].plot(list(chosen), weights, label=f"{name}, {kind}", **style)
-                column[1].plot(list(chosen), errors, **style)
+        chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}
+        for index, kinds in enumerate(zip(*(zip(*seeds, strict=True) for seeds in chosen.values()), strict=True)):
+            color, dash = f"C{index % (1 + len(DEPTHS))}", "--" if kinds[0][0].name.endswith("bounded") else "-"
+            style = {"color": color, "linestyle": dash, "marker": "o", "ms": 3}
+            weights = [fmean(one.largest_weight for one in networks) for networks in kinds]
+            column[0].plot(list(chosen), weights, label=kinds[0][0].name, **style)
+            column[1].plot(list(chosen), [fmean(one.error("largest") for one in seeds) for seeds in kinds], **style)
         column[0].set(title=sampling, ylabel="largest weight", yscale="log")
         column[1].set(xlabel="d = -log2 δ", ylabel="largest error", yscale="log")
     axes[0, 0].legend(fontsize="x-small")
@@ -255,7 +222,7 @@ STEEP = Experiment(
     title="Steep function",
     sizes={
         "quick": Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),
-        "full": Sizes((6, 8, 10, 12, 14, 16, 18, 20), Course(5000, 256, (0.0003, 0.001, 0.003, 0.01), 10), 5),
+        "full": Sizes((6, 10, 14, 20), Course(1500, 128, (0.001, 0.003, 0.01), 3), 5),
     },
     result=Result,
     units=units,

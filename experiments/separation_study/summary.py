@@ -1,0 +1,78 @@
+"""What sections of experiments share: results by task, tables of trained networks, curves of their errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+
+from .frame import Picture, Row, Rows, Table, Unit
+from .networks import Trained
+
+R = TypeVar("R")
+Seeds = Sequence[Sequence[Trained]]  # the networks of each seed, in one order
+
+
+def by_task(results: Mapping[Unit, R]) -> dict[str, list[R]]:
+    """Gather the results of every task, a seed each."""
+    tasks: dict[str, list[R]] = {}
+    for unit, result in results.items():
+        tasks.setdefault(unit.task, []).append(result)
+    return tasks
+
+
+def best_of(kinds: Iterable[Sequence[Trained]]) -> Sequence[Trained]:
+    """Choose, of networks of several kinds, each by seed, the kind with the lowest mean validation error."""
+    return min(kinds, key=lambda seeds: sum(one.loss for one in seeds))
+
+
+def log_ratios(ones: Sequence[Trained], others: Sequence[Trained], value: Callable[[Trained], float]) -> list[float]:
+    """Return log10 of the ratio of a value for each seed; values are bounded to [1e-20, 1e20], so that breaking down
+    and being exact are numbers too."""
+
+    def bounded(one: Trained) -> float:
+        return min(max(value(one), 1e-20), 1e20)
+
+    return [math.log10(bounded(one) / bounded(other)) for one, other in zip(ones, others, strict=True)]
+
+
+def spread(values: Iterable[float], digits: str = ".2e") -> str:
+    """Write the median of a value over seeds, and its range."""
+    ordered = sorted(values)
+    return f"{median(ordered):{digits}} [{ordered[0]:{digits}}, {ordered[-1]:{digits}}]"
+
+
+def networks_table(
+    title: str, source: str, tasks: Mapping[str, Seeds], columns: Mapping[str, Callable[[Trained], float]]
+) -> Table:
+    """Make a table with a row for each network of a task."""
+    rows: Rows = []
+    for task, seeds in tasks.items():
+        for networks in zip(*seeds, strict=True):
+            flops = max(one.flops or 0 for one in networks)
+            row: Row = {"task": task, "network": networks[0].name, "parameters": networks[0].parameters}
+            row["FLOPs a step"] = f"{flops:.0f}" if flops else "–"
+            rows.append(row | {name: spread(map(value, networks)) for name, value in columns.items()})
+    return Table(title, source, rows, "Median over seeds and its range. A DEQ's FLOPs are those that it took at most.")
+
+
+def curves(name: str, title: str, source: str, tasks: Mapping[str, Seeds], error: str, label: str) -> Picture:
+    """Draw an error of the networks of every task against training steps, the median over seeds."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.6), layout="constrained", squeeze=False)
+    lines = {}
+    for axis, (task, seeds) in zip(axes[0], tasks.items(), strict=True):
+        for index, networks in enumerate(zip(*seeds, strict=True)):
+            found = np.array([one.errors[error] for one in networks], dtype=float)
+            (lines[networks[0].name],) = axis.plot(
+                networks[0].steps, np.median(found, axis=0), marker="o", ms=3, color=f"C{index}"
+            )
+        axis.axhline(1, color="grey", ls=":")
+        axis.set(title=task, xlabel="step", yscale="log")
+    axes[0, 0].set_ylabel(label)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
+    return Picture(name, title, source, "Against training steps, median over seeds.", figure)
