@@ -337,7 +337,7 @@ GOTU = Experiment(
     title="Generalisation on the unseen",
     sizes={
         "quick": Sizes(Course(300, 128, (0.003, 0.01), 3), (0.3, 1.0), 2),
-        "full": Sizes(Course(1500, 128, (0.001, 0.003, 0.01), 15), (0.1, 0.3, 1.0), 5),
+        "full": Sizes(Course(800, 128, (0.001, 0.003, 0.01), 8), (0.1, 0.3, 1.0), 5),
     },
     result=Result,
     units=units,

@@ -163,7 +163,7 @@ HEATMAP = Experiment(
     title="Feature heat maps",
     sizes={
         "quick": Sizes(Course(200, 128, (0.003, 0.01), 2), 2),
-        "full": Sizes(Course(1500, 128, (0.001, 0.003, 0.01), 3), 5),
+        "full": Sizes(Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
     },
     result=Result,
     units=units,

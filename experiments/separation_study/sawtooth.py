@@ -195,7 +195,7 @@ SAWTOOTH = Experiment(
     title="Sawtooth",
     sizes={
         "quick": Sizes((1, 3, 5, 10, 15), (3,), Course(150, 128, (0.003, 0.01), 5), 1),
-        "full": Sizes((1, 3, 5, 10, 15), (3, 10), Course(1500, 128, (0.001, 0.003, 0.01), 15), 5),
+        "full": Sizes((1, 3, 5, 10, 15), (3, 5), Course(800, 128, (0.001, 0.003, 0.01), 8), 5),
     },
     result=Result,
     units=units,

@@ -222,7 +222,7 @@ STEEP = Experiment(
     title="Steep function",
     sizes={
         "quick": Sizes((6, 12, 20), Course(120, 128, (0.003, 0.01), 2), 1),
-        "full": Sizes((6, 10, 14, 20), Course(1500, 128, (0.001, 0.003, 0.01), 3), 5),
+        "full": Sizes((6, 12, 20), Course(800, 128, (0.001, 0.003, 0.01), 3), 5),
     },
     result=Result,
     units=units,
