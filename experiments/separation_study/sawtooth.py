@@ -159,7 +159,7 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     )
     columns = {"error": last_error, "share solved": lambda one: one.converged}
     table = networks_table("Errors on the sawtooth", RECONSTRUCTION, tasks, columns)
-    picture = curves("sawtooth", "Training on the sawtooth", RECONSTRUCTION, tasks, "test", "test error / (1/12)")
+    picture = curves("sawtooth", "Training on the sawtooth", RECONSTRUCTION, tasks, "test", "error / (1/12)", level=1)
     return Section(text, [existence, *compare(compared)], [table], [picture])
 
 

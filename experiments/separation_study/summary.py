@@ -40,9 +40,10 @@ def log_ratios(ones: Sequence[Trained], others: Sequence[Trained], value: Callab
 
 
 def spread(values: Iterable[float], digits: str = ".2e") -> str:
-    """Write the median of a value over seeds, and its range."""
+    """Write the median of a value over seeds, and its range where there are several."""
     ordered = sorted(values)
-    return f"{median(ordered):{digits}} [{ordered[0]:{digits}}, {ordered[-1]:{digits}}]"
+    between = f" ({ordered[0]:{digits}} to {ordered[-1]:{digits}})" if len(ordered) > 1 else ""
+    return f"{median(ordered):{digits}}{between}"
 
 
 def networks_table(
@@ -59,8 +60,10 @@ def networks_table(
     return Table(title, source, rows, "Median over seeds and its range. A DEQ's FLOPs are those that it took at most.")
 
 
-def curves(name: str, title: str, source: str, tasks: Mapping[str, Seeds], error: str, label: str) -> Picture:
-    """Draw an error of the networks of every task against training steps, the median over seeds."""
+def curves(
+    name: str, title: str, source: str, tasks: Mapping[str, Seeds], error: str, label: str, level: float | None = None
+) -> Picture:
+    """Draw an error of the networks of every task against training steps, the median over seeds, and a level."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.6), layout="constrained", squeeze=False)
@@ -71,7 +74,8 @@ def curves(name: str, title: str, source: str, tasks: Mapping[str, Seeds], error
             (lines[networks[0].name],) = axis.plot(
                 networks[0].steps, np.median(found, axis=0), marker="o", ms=3, color=f"C{index}"
             )
-        axis.axhline(1, color="grey", ls=":")
+        if level is not None:
+            axis.axhline(level, color="grey", ls=":")
         axis.set(title=task, xlabel="step", yscale="log")
     axes[0, 0].set_ylabel(label)
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")

@@ -279,4 +279,4 @@ def test_heatmap_section_stands_networks_beside_their_start():
     sizes = heatmap.Sizes(networks.Course(2, 16, (0.01,), 1), 2)
     found = heatmap.section(sizes, {unit: heatmap.measure(sizes, unit) for unit in heatmap.units(sizes)})
     assert len(found.claims) == 3 and len(found.tables[0].rows) == 3
-    assert found.tables[0].rows[0]["participation, before"] == "0.00 [0.00, 0.00]"
+    assert found.tables[0].rows[0]["participation, before"] == "0.00 (0.00 to 0.00)"
