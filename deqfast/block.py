@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from . import tracing
 from .adjoints import SHINE, Adjoint, Problem, Unrolled, as_adjoint
+from .compiled import Compiled
 from .exporting import is_exporting
 from .graphs import Graphs
 from .grouping import Groups
@@ -50,6 +51,8 @@ class DEQBlock(nn.Module):
             only in its rows that are not finite, and is not cut.
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
             or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
+        compile: on a CPU, compile the forward solve: the cell, the steps and the loop around them become one graph, for
+            each solver and shape of a sample. Takes seconds at the first call. See ``deqfast.compiled``.
         trace: record the residual after every evaluation in ``Solution.trace``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``. On a GPU it is said one call late, so that nothing waits.
@@ -90,6 +93,7 @@ class DEQBlock(nn.Module):
         trace: bool = False,
         warn: bool = True,
         per_sample: Any = None,
+        compile: bool = False,
     ):
         super().__init__()
         if not callable(cell):
@@ -107,6 +111,7 @@ class DEQBlock(nn.Module):
         self.check_every = check_every
         self.compact, self.trace = compact, trace
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
+        self.compiled = Compiled() if compile else None
         self._check_combination()
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
@@ -124,8 +129,10 @@ class DEQBlock(nn.Module):
             raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
         if self.graphs is not None and isinstance(self.adjoint, SHINE):
             raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
-        if isinstance(self.adjoint, Unrolled) and (records or self.graphs is not None):
-            raise ValueError("Unrolled runs no solver: compact, trace and cuda_graph have no meaning for it")
+        if self.compiled is not None and (records or self.graphs is not None):
+            raise ValueError("compile cannot be combined with compact, trace or cuda_graph")
+        if isinstance(self.adjoint, Unrolled) and (records or self.graphs is not None or self.compiled is not None):
+            raise ValueError("Unrolled runs no solver: compact, trace, cuda_graph and compile have no meaning for it")
 
     def forward(
         self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None
@@ -158,6 +165,7 @@ class DEQBlock(nn.Module):
             options={"kernel": self.kernel, "check_every": self.check_every, "groups": self._grouping(groups, z0)},
             forward_options={"compact": self.compact, "trace": self.trace},
             graphs=self.graphs,
+            compiled=self.compiled,
             on_backward=self._keep_backward_solution,
             per_sample=self.per_sample,
         )
@@ -178,6 +186,8 @@ class DEQBlock(nn.Module):
             return None
         if self.graphs is not None:
             raise ValueError("cuda_graph cannot be combined with groups, which may change from call to call")
+        if self.compiled is not None:
+            raise ValueError("compile cannot be combined with groups")
         return Packing(z0, groups).groups
 
     @contextmanager

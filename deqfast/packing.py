@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .exporting import is_exporting
+from .exporting import is_exporting, is_tracing
 from .grouping import Groups
 from .transforms import has_values
 
 
+@dataclass
 class _Leaf:
     """Shape, dtype and memory order of one tensor of the state; its samples are flattened in memory order."""
 
-    def __init__(self, tensor: Tensor):
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        # Dimensions after the batch from the slowest to the fastest in memory; ties (sizes of 1) keep their order.
+    shape: torch.Size
+    dtype: torch.dtype
+    order: list[int]  # dimensions after the batch from the slowest to the fastest in memory
+    inverse: list[int]
+    in_order: bool  # nothing to permute: this is asked in every iteration
+    width: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Leaf:
         strides = tensor.stride()
-        self.order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])
-        self.inverse = [0, *(1 + self.order.index(d) for d in range(1, tensor.dim()))]
-        self.in_order = self.inverse == [*range(tensor.dim())]  # nothing to permute: this runs in every iteration
-        self.width = tensor[0].numel() if tensor.shape[0] else 0
+        order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
+        inverse = [0, *(1 + order.index(d) for d in range(1, tensor.dim()))]
+        width = tensor[0].numel() if tensor.shape[0] else 0
+        return cls(tensor.shape, tensor.dtype, order, inverse, inverse == [*range(tensor.dim())], width)
 
     def resized(self, batch: int) -> _Leaf:
-        leaf = copy.copy(self)
-        leaf.shape = torch.Size([batch, *self.shape[1:]])
-        return leaf
+        shape = torch.Size([batch, *self.shape[1:]])
+        return _Leaf(shape, self.dtype, self.order, self.inverse, self.in_order, self.width)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Rows (B, width) of `tensor`: a view where the memory order allows it."""
@@ -72,7 +77,7 @@ class Packing:
         if not (has_values(leaves[0]) or is_exporting()):
             kind = "tensors on the device meta" if leaves[0].is_meta else "fake tensors (FakeTensorMode)"
             raise ValueError(f"z0 must hold values, which a solve looks at, got {kind}")
-        self.leaves = [_Leaf(leaf) for leaf in leaves]
+        self.leaves = [_Leaf.of(leaf) for leaf in leaves]
         self.batch, self.device = leaves[0].shape[0], leaves[0].device
         self.groups = (
             groups if isinstance(groups, Groups) or groups is None else Groups(groups, self.batch, self.device)
@@ -89,8 +94,10 @@ class Packing:
 
     def resized(self, batch: int) -> Packing:
         """Packing of the same structure for another number of samples."""
-        packing = copy.copy(self)
+        packing = object.__new__(Packing)  # torch 2.11 does not trace copies
         packing.leaves, packing.batch = [leaf.resized(batch) for leaf in self.leaves], batch
+        packing.spec, packing.is_tensor, packing.dtype = self.spec, self.is_tensor, self.dtype
+        packing.device, packing.groups = self.device, self.groups
         return packing
 
     def pack(self, z: Any) -> Tensor:
@@ -170,8 +177,8 @@ def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Answer whether the tensors may lie in one memory; that of an export is not known."""
-    return is_exporting() or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    """Answer whether the tensors may lie in one memory; that of a graph is not known."""
+    return is_tracing() or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _version(tensor: Tensor) -> int:

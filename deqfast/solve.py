@@ -99,7 +99,7 @@ def solve(
         evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if packing.batch else 0
         solution = solution_of(packing, solver, state, evaluations, run.batches.sample_evaluations)
         if keep_inverse:
-            solution = replace(solution, transposed_inverse=_inverse_of(packing, solver, state))
+            solution = replace(solution, transposed_inverse=inverse_of(packing, solver, state))
         return solution
 
 
@@ -121,7 +121,8 @@ def not_finite(finite: Tensor) -> ValueError:
     return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
 
 
-def _inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
+def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
+    """``Solution.transposed_inverse`` of a solve that has come to `state`."""
     assert isinstance(solver, Multisecant)
     return lambda v: packing.unpack(solver.transposed_inverse(state, packing.pack(v)))
 

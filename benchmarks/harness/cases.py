@@ -17,7 +17,7 @@ from .collapse import collapse_case
 from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
-from .options import compact, compiled, eval_solver, gradient, kinds, streaming, trace
+from .options import compact, compiled, compiled_solve, eval_solver, gradient, kinds, streaming, trace
 from .solves import fc_case, solve_case
 from .training import TOL, training_case
 
@@ -106,6 +106,7 @@ OPTIONS = (
     kinds("sawtooth", dim=12),
     *(kinds(f"{name}, b 1", dim=0) for name in ("gaussian 0.7", "decaying 0.99", "outliers outside")),
     kinds("tanh decaying 0.99, b 1", dim=0),
+    *(compiled_solve(*size, deqfast.Anderson(1e-5, 40)) for size in ((1, 64), (2048, 256))),
     *(compiled(*size, adjoint) for size in ((512, 64), (2048, 256)) for adjoint in ("jfb", "implicit")),
     streaming(50_000, 512),
 )

@@ -184,6 +184,28 @@ def compiled(batch: int, dim: int, adjoint: str) -> Case:
     return option(f"compiled-{adjoint}-{batch}x{dim}", (batch, dim), ("compiled", "eager"), contender)
 
 
+def compiled_solve(batch: int, dim: int, solver: Any) -> Case:
+    """A prediction with the cell of ``compiled``: cell, steps and loop in one compiled graph, beside eager mode."""
+
+    def contender(provider: str, device: str) -> Contender:
+        torch.manual_seed(0)
+        cell, x = Gated(dim), torch.randn(batch, dim)
+        block = deqfast.DEQBlock(cell, solver, compile=provider == "compile").eval()
+
+        @torch.no_grad()
+        def predict() -> tuple[Tensor, deqfast.Solution]:
+            return block(x, return_solution=True)
+
+        value, solution = predict()
+        exact = deqfast.solve(lambda z: cell(z, x), torch.zeros_like(x), solver, "torch").value
+        error = relative_error(value, exact.double())
+        check("relative error", error, 1e-3)
+        return Contender(predict, counted(solution) | {"error": error, "allowed": 1e-3})
+
+    name = f"compile-{type(solver).__name__.lower()}-{batch}x{dim}"
+    return option(name, (batch, dim), ("compile", "eager"), contender, devices=("cpu",))
+
+
 KINDS: dict[str, Any] = {
     "anderson-I": deqfast.Anderson(1e-5, 60, kind="I"),
     "anderson-II": deqfast.Anderson(1e-5, 60),

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
+#include "chained.h"
 #include "judged.h"
 
 namespace deqfast {
@@ -130,6 +131,9 @@ struct Kernels {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("broyden_step", TORCH_BOX(&broyden_step<Kernels>)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
+  m.impl("broyden_step", TORCH_BOX(&broyden_step<Kernels>));
+  m.impl("broyden_step_chained", TORCH_BOX(&Chained<&broyden_step<Kernels>>::Whole::run));
+}
 
 }  // namespace deqfast

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
+#include "chained.h"
 #include "judged.h"
 
 namespace deqfast {
@@ -234,6 +235,7 @@ struct Kernels {
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
+  m.impl("multisecant_step_chained", TORCH_BOX(&Chained<&multisecant_step<Kernels>>::Whole::run));
   m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 

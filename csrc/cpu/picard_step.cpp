@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
+#include "chained.h"
 #include "judged.h"
 
 namespace deqfast {
@@ -69,6 +70,9 @@ struct Kernels {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
+  m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>));
+  m.impl("picard_step_chained", TORCH_BOX(&Chained<&picard_step<Kernels>>::Whole::run));
+}
 
 }  // namespace deqfast

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..compiled import Compiled
 from ..graphs import Graphs
 from ..grouping import Groups
 from ..solution import Solution
@@ -33,6 +34,7 @@ class Problem:
         on_backward: called with the Solution of a backward solve.
         forward_options: further arguments of the forward ``solve``: compact, trace, keep_inverse.
         graphs: where given, these capture the forward solve and replay it.
+        compiled: where given, its code runs the forward solve.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
     """
 
@@ -44,6 +46,7 @@ class Problem:
     on_backward: Callable[[Solution], None]
     forward_options: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
+    compiled: Compiled | None = None
     per_sample: Any = None
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor]:
@@ -70,6 +73,9 @@ class Problem:
         if self.graphs is not None:
             options = {name: value for name, value in self.options.items() if name != "groups"}
             return self.graphs.solve(self.cell, self.x, self.z0, self.solver, **options)
+        if self.compiled is not None:
+            keeps = self.forward_options.get("keep_inverse", False)
+            return self.compiled.solve(self.cell, self.x, self.z0, self.solver, self.options["kernel"], keeps)
 
         compact = self.forward_options.get("compact")
         marks = mark_samples(self.x, len(pytree.tree_leaves(self.z0)[0]), self.per_sample) if compact else []

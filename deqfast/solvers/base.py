@@ -143,8 +143,14 @@ class Solver:
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         """Judge f(z) = `fz` (B, D), the value number `k` from 0, and step; `fz` is kept until the next step."""
+        name, tensors, numbers = self.operation(state)
+        rule = k, last, *self.rule(state.stall_floor)
+        state.kernel.op(name)(state.z, fz, *state.monitor(), *tensors, *rule, *numbers)
+
+    def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+        """The step op of a solver that has one, its tensors behind the monitor's, its numbers behind the rule's."""
         raise NotImplementedError
 
-    def rule(self, state: State, k: int, last: bool) -> tuple[int, bool, float, bool, float, float, bool]:
-        """Numbers that every step op judges its samples by, in the order of its arguments."""
-        return k, last, self.tol, self.stop == "abs", state.stall_floor, self.offset, self.norm == "max"
+    def rule(self, stall_floor: float) -> tuple[float, bool, float, float, bool]:
+        """Numbers that every step op judges its samples by, in the order of its arguments behind k and last."""
+        return self.tol, self.stop == "abs", stall_floor, self.offset, self.norm == "max"

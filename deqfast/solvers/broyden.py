@@ -88,8 +88,7 @@ class Broyden(Multisecant):
             first=torch.zeros(batch, dtype=torch.int32, device=z.device),
         )
 
-    def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
+    def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
         if not isinstance(state, StepsState):
-            return super().advance(state, fz, k, last)
-        rule = self.rule(state, k, last)
-        state.kernel.op("broyden_step")(state.z, fz, *state.monitor(), state.steps, state.gram, state.first, *rule)
+            return super().operation(state)
+        return "broyden_step", (state.steps, state.gram, state.first), ()

@@ -89,12 +89,15 @@ class Multisecant(Solver):
         )
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
-        assert isinstance(state, MultisecantState)
+        if not isinstance(state, MultisecantState):
+            return super().advance(state, fz, k, last)
         state.check_buffer(fz, k)
-        window = state.f_prev, state.left, state.df, state.gram
-        rule = self.rule(state, k, last)
-        state.kernel.op("multisecant_step")(state.z, fz, *state.monitor(), *window, *rule, *self.method())
+        super().advance(state, fz, k, last)
         state.keep(fz, k)
+
+    def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+        assert isinstance(state, MultisecantState)
+        return "multisecant_step", (state.f_prev, state.left, state.df, state.gram), self.method()
 
     def transposed_inverse(self, state: State, v: Tensor) -> Tensor:
         """Estimate of (I - J^T)^-1 v for v (B, D), J the Jacobian of f at the solution, from a solve that is over.

@@ -39,5 +39,5 @@ class Picard(Solver):
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
         return State.start(z, kernel)
 
-    def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
-        state.kernel.op("picard_step")(state.z, fz, *state.monitor(), *self.rule(state, k, last), self.damping)
+    def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+        return "picard_step", (), (self.damping,)

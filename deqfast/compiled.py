@@ -1,0 +1,151 @@
+"""Compiled forward solves: cell, solver steps and the loop around them in one graph, which runs without Python.
+
+The loop is torch's ``while_loop``, left when no sample is running any more; the steps are the ops ``*_chained``, which
+do what those of the ordinary loop do, bit by bit. What the cell computes is inductor's, whose rounding is its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from .ops import choose_kernel
+from .packing import Packing, evaluate
+from .solution import Solution
+from .solve import finite_rows, inverse_of, solution_of
+from .solvers import Anderson, Broyden, Picard, Solver
+from .solvers.base import STALL_UNITS, State
+from .solvers.multisecant import MultisecantState
+from .transforms import check_plain
+
+KERNEL = "cpp"  # what has the chained steps
+# Before 2.14 inductor fails where a loop's body could use memory again.
+OPTIONS: dict[str, Any] = {"cpp_wrapper": True, "allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14"}
+_numbers = itertools.count()
+
+
+class Compiled:
+    """Compiled forward solves of a block: one for each solver and shape of a sample, which serves any batch."""
+
+    def __init__(self) -> None:
+        self._loops: dict[Any, Callable[..., Tensor]] = {}
+
+    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, keep_inverse: bool = False) -> Solution:
+        """Solve as ``deqfast.solve`` for f = cell(., x).
+
+        Raises:
+            ValueError: another solver than deqfast's own; as ``deqfast.solve``.
+            RuntimeError: no kernel "cpp" for z0, or a cell that torch.compile cannot take, with the reason.
+        """
+        if type(solver) not in (Picard, Anderson, Broyden):
+            raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
+        check_plain("solve", z0)
+        packing = Packing(z0)
+        with torch.inference_mode(False), torch.no_grad():
+            state = solver.init(finite_rows(packing, z0), _kernel(kernel, packing), keep_inverse)
+            count = torch.zeros(1, dtype=torch.int64)
+            if packing.batch:
+                self._run(_Solve(cell, x, packing, solver, state, count))
+            evaluations = int(count)
+            solution = solution_of(packing, solver, state, evaluations, evaluations * packing.batch)
+            if keep_inverse:
+                solution = replace(solution, transposed_inverse=inverse_of(packing, solver, state))
+            return solution
+
+    def _run(self, solve: _Solve) -> None:
+        key = solve.packing.resized(0).signature(), solve.solver
+        if key not in self._loops:
+            self._loops[key] = torch.compile(_own_copy(_iterate), fullgraph=True, options=OPTIONS)
+        try:
+            self._loops[key](*solve.arguments())
+        except Exception as error:
+            if not int(solve.count):  # an error of the cell's own says more
+                solve.packing.check_value(evaluate(solve.cell, solve.packing.unpack(solve.state.z), solve.x))
+            raise RuntimeError(f"compile=True: the solve cannot be compiled: {_reason(error)}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the code, which lives in one process."""
+        return {"_loops": {}}
+
+
+def _own_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` with code of its own under a name of its own: by these torch counts recompilations, and tells sizes
+    that change from those that do not."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return types.FunctionType(code, function.__globals__)
+
+
+@dataclass
+class _Solve:
+    """Solve to be run by compiled code."""
+
+    cell: Callable[[Any, Any], Any]
+    x: Any
+    packing: Packing
+    solver: Solver
+    state: State
+    count: Tensor  # evaluations so far, (1,) int64
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments of ``_iterate``; what compiled code reads of an object it checks at every call."""
+        state = self.state
+        name, tensors, numbers = self.solver.operation(state)
+        step = getattr(torch.ops.deqfast, f"{name}_chained").default
+        kept = isinstance(state, MultisecantState)
+        before = (torch.empty_like(state.z),) if kept else ()
+        rest = (*(tensors[1:] if kept else tensors), self.count)
+        packing, done = self.packing.resized(0), torch.zeros((), dtype=torch.bool)
+        return self.cell, self.x, packing, self.solver, step, numbers, done, state.z, before, state.monitor(), rest
+
+
+def _iterate(
+    cell: Callable[[Any, Any], Any],
+    x: Any,
+    packing: Packing,
+    solver: Solver,
+    step: Callable[..., tuple[Tensor, Tensor]],
+    numbers: tuple[float, ...],
+    done: Tensor,
+    z: Tensor,
+    before: tuple[Tensor, ...],
+    monitor: tuple[Tensor, ...],
+    rest: tuple[Tensor, ...],
+) -> Tensor:
+    """All iterations from z; `before` is f at the iterate before, where the step needs it, `rest` ends in the count."""
+
+    def body(done: Tensor, z: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+        of_batch = packing.resized(z.shape[0])
+        value = cell(of_batch.unpack(z), x)
+        fz = of_batch.pack_value(value, z)
+        floor = STALL_UNITS * packing.low_precision_eps(value) if packing.runs_low_precision(value) else 0.0
+        rule = solver.max_iter, *solver.rule(floor)
+        following, done = step(z, fz, *monitor, *before, *rest, *rule, *numbers)
+        return done, following, *((fz,) if before else ())
+
+    return torch.while_loop(lambda done, z, *before: ~done, body, (done, z, *before))[1]
+
+
+def _kernel(kernel: str, packing: Packing) -> Any:
+    chosen = choose_kernel(kernel, packing.device)
+    if chosen.name != KERNEL:
+        raise RuntimeError(
+            f"compile=True runs on kernel {KERNEL!r}, for tensors on the CPU; here kernel={kernel!r} is {chosen.name!r}"
+        )
+    return chosen
+
+
+def _reason(error: BaseException) -> str:
+    """What torch explains, else the first line of the error's first cause."""
+    if explained := re.search(r"Explanation: (.+)", str(error)):
+        return explained[1]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

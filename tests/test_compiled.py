@@ -1,0 +1,216 @@
+"""Blocks with compile=True: the bits of the ordinary solve, for every solver, state and batch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Picard, ResidualCell, Status, backends
+from deqfast.testing import assert_close
+
+pytestmark = pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"]))
+
+
+class Halving(nn.Module):
+    """z/2 + x, which inductor computes bit by bit as eager mode does."""
+
+    def forward(self, z, x):
+        return 0.5 * z + x
+
+
+class Linear(nn.Module):
+    """0.5 tanh(W z) + x, under any parametrisation of W."""
+
+    def __init__(self, parametrisation=lambda layer: layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = parametrisation(nn.Linear(3, 3))
+
+    def forward(self, z, x):
+        return 0.5 * torch.tanh(self.linear(z)) + x
+
+
+def both(cell, solver, adjoint="jfb", **options):
+    """The ordinary block and the compiled one."""
+    return (DEQBlock(cell, solver, adjoint, warn=False, compile=compiled, **options) for compiled in (False, True))
+
+
+def assert_same(found, expected):
+    """Assert that two (value, Solution) have the same bits."""
+    assert torch.equal(found[0], expected[0])
+    for name in ("status", "iterations", "residual_rel", "residual_abs"):
+        assert torch.equal(getattr(found[1], name), getattr(expected[1], name)), name
+    assert found[1].evaluations == expected[1].evaluations
+    assert found[1].sample_evaluations == expected[1].sample_evaluations
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        Picard(1e-5, 40),
+        Picard(1e-3, 5, damping=0.7, stop="abs"),
+        Anderson(1e-5, 30, history=3),
+        Anderson(1e-5, 30, history_dtype=torch.bfloat16, kind="I"),
+        Broyden(1e-5, 30),
+        Broyden(1e-5, 30, history=2, norm="max"),
+        Broyden(max_iter=1),
+    ],
+    ids=["picard", "damped", "anderson", "anderson-I-bf16", "broyden", "window", "one-evaluation"],
+)
+def test_the_bits_are_those_of_the_ordinary_solve(solver):
+    ordinary, compiled = both(Halving(), solver)
+    for batch in (5, 0, 63) if isinstance(solver, Broyden) else (777,):
+        x = torch.randn(batch, 3)
+        x[1:2] = float("nan")  # spoils no other sample
+        found, expected = (block(x, torch.zeros_like(x), return_solution=True) for block in (compiled, ordinary))
+        assert_same((found[0].nan_to_num(), found[1]), (expected[0].nan_to_num(), expected[1]))
+    assert (found[1].status == Status.NONFINITE).sum() == 1
+
+
+def test_one_block_serves_more_batch_sizes_shapes_and_settings_than_torch_compiles_a_function_for():
+    block = DEQBlock(Halving(), "picard", warn=False, compile=True)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (2, 4, 6, 7, 9):
+            assert block(torch.randn(size, 3)).shape == (size, 3)
+        for size in range(1, 4):
+            block.solver = Picard(max_iter=size)
+            assert block(torch.randn(2, 3 + size), return_solution=True)[1].evaluations == size
+    with torch.inference_mode():
+        assert block(torch.randn(2, 6)).shape == (2, 6)
+
+
+class Tree(nn.Module):
+    """Cell of a state in two tensors, of two dtypes and memory orders."""
+
+    def forward(self, z, x):
+        return {"image": 0.5 * z["image"] + x, "sum": 0.25 * z["sum"] + z["image"].double().sum((1, 2, 3))[:, None]}
+
+    def initial_state(self, x):
+        return {"image": torch.zeros_like(x), "sum": x.new_zeros(len(x), 1, dtype=torch.float64)}
+
+
+def test_trees_and_memory_orders():
+    ordinary, compiled = both(Tree(), Anderson(1e-8, 60))
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    found, expected = compiled(x), ordinary(x)
+    for name in ("image", "sum"):
+        assert_close(found[name].double(), expected[name].double(), 1e-6)
+        assert (found[name].dtype, found[name].stride()) == (expected[name].dtype, expected[name].stride())
+
+
+@pytest.mark.parametrize("adjoint", ["implicit", "shine"])
+def test_gradients(adjoint):
+    cell, x = Linear(nn.utils.parametrizations.orthogonal), torch.randn(4, 3)
+    gradients = []
+    for block in both(cell, Broyden(1e-6, 40), adjoint):
+        given = x.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(block(given).square().sum(), [given, *cell.parameters()]))
+    for found, expected in zip(*gradients, strict=True):
+        assert_close(found, expected, 1e-5)
+
+
+def test_autocast_stalls_as_in_the_ordinary_solve():
+    ordinary, compiled = both(ResidualCell(8, groups=4), Anderson(1e-6, 60))
+    x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        found, expected = (block(x, return_solution=True) for block in (compiled, ordinary))
+    assert (found[1].status == Status.STALLED).all()
+    assert torch.equal(found[1].status, expected[1].status)
+
+
+class Masked(Linear):
+    """Cell with a mask drawn for each solve."""
+
+    mask = None
+
+    def forward(self, z, x):
+        y = super().forward(z, x)
+        return y if self.mask is None else y * self.mask
+
+    def begin_solve(self):
+        self.mask = (torch.rand(3) > 0.3) / 0.7 if self.training else None
+
+
+def test_what_a_cell_does_before_a_solve_reaches_the_compiled_code():
+    ordinary, compiled = both(Masked(), Broyden(1e-6, 40))
+    for _ in range(3):
+        x, state = torch.randn(4, 3), torch.get_rng_state()
+        found = compiled(x)
+        torch.set_rng_state(state)
+        assert_close(found, ordinary(x), 1e-5)
+    assert_close(compiled.eval()(x), ordinary(x), 1e-5)
+
+
+def test_copies_compile_anew_and_other_ways_to_solve_are_left_alone():
+    block = DEQBlock(Linear(), "anderson", compile=True)
+    x = torch.randn(2, 3)
+    value = block(x)
+    for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(copied(x), value)
+    assert_close(torch.func.vmap(block)(x[None])[0], value, 1e-3)
+    assert_close(torch.compile(block, fullgraph=True)(x), value, 1e-6)
+    with torch.compiler.set_stance("force_eager"):
+        assert_close(block(x), value, 1e-5)
+    fused = DEQBlock(FCCell(3, 8), Picard(), compile=True)
+    fused(x)
+    assert not fused.compiled._loops  # the cell's own fixed_point has served
+
+
+def in_place(z, x):
+    return z.mul_(0.5) + x
+
+
+def of_another_shape(z, x):
+    return z[:, :2]
+
+
+def with_a_look_at_values(z, x):
+    return 0.5 * z if float(z.sum()) > 0 else x
+
+
+def refusing(z, x):
+    raise ValueError("x must have 4 features")
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("cell", "error", "words"),
+        [
+            (in_place, ValueError, "f must not modify its argument z"),
+            (of_another_shape, ValueError, r"f must return the shape of its argument, \(2, 3\), got \(2, 2\)"),
+            (refusing, ValueError, "x must have 4 features"),
+            (with_a_look_at_values, RuntimeError, "compile=True: the solve cannot be compiled: .+"),
+        ],
+    )
+    def test_cells_that_cannot_be_compiled(self, cell, error, words):
+        with pytest.raises(error, match=words):
+            DEQBlock(cell, compile=True)(torch.randn(2, 3))
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"trace": True}, "compile cannot be combined with compact, trace or cuda_graph"),
+            ({"compact": True}, "compile cannot be combined with compact, trace or cuda_graph"),
+            ({"adjoint": "unrolled"}, "Unrolled runs no solver: .+ compile have no meaning"),
+        ],
+    )
+    def test_combinations(self, options, words):
+        with pytest.raises(ValueError, match=words):
+            DEQBlock(Linear(), compile=True, **options)
+
+    def test_calls(self):
+        block = DEQBlock(Linear(), compile=True)
+        with pytest.raises(ValueError, match="compile cannot be combined with groups"):
+            block(torch.randn(2, 3), groups="batch")
+        with pytest.raises(ValueError, match="z0 must be finite"):
+            block(torch.randn(2, 3), torch.full((2, 3), float("inf")))
+        block.solver = type("Mine", (Picard,), {})()
+        with pytest.raises(ValueError, match=r"compile=True serves Picard, Anderson and Broyden, got Mine"):
+            block(torch.randn(2, 3))
+        block.solver, block.kernel = Picard(), "torch"
+        with pytest.raises(RuntimeError, match="compile=True runs on kernel 'cpp'.+kernel='torch' is 'torch'"):
+            block(torch.randn(2, 3))
