@@ -62,7 +62,8 @@ class TestRegistration:
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
         ops = {*OPS, *NORM_OPS, *CHECKED_ELSEWHERE}
         on_triton = {f"deqfast::{op}_triton" for op in ops - NOT_ON_A_GPU}
-        assert registered == {f"deqfast::{op}" for op in ops} | on_triton | WHOLE_SOLVES
+        chained = {f"deqfast::{op}_chained" for op in OPS}
+        assert registered == {f"deqfast::{op}" for op in ops} | on_triton | chained | WHOLE_SOLVES
 
     @pytest.mark.parametrize("op", OPS)
     @every_dtype
@@ -91,6 +92,35 @@ class TestRegistration:
     def test_only_the_declared_arguments_are_written(self, op, kernel):
         written = {a.name for a in op_of(op, kernel)._schema.arguments if a.alias_info and a.alias_info.is_write}
         assert written == {*self.CASES[op].names} - {"fz", "f_prev"}
+
+
+@pytest.mark.skipif(not deqfast.backends()["cpp"], reason=str(deqfast.backends()["cpp"]))
+class TestLinks:
+    """Ops whose state a graph does not see written: what the step does, with the next iterate in memory of its own."""
+
+    CASES = TestRegistration.CASES
+
+    @pytest.mark.parametrize("op", OPS)
+    @pytest.mark.parametrize("last", [False, True])
+    @pytest.mark.parametrize("size", [1, 63, 777])
+    def test_a_link_does_what_the_step_does(self, op, last, size):
+        case = replace(self.CASES[op], size=size, last=last)
+        stepped, linked = arguments(case, "cpu"), arguments(case, "cpu")
+        at = len(case.names)
+        z, count = linked[0].clone(), torch.tensor([case.k])
+        op_of(op, "cpp")(*stepped)
+        max_iter = case.k + 1 if last else case.k + 2
+        link = getattr(torch.ops.deqfast, f"{op}_chained").default
+        following, done = link(*linked[:at], count, max_iter, *linked[at + 2 :])
+        assert same_bits(following, stepped[0]) and same_bits(linked[0], z)
+        assert all(same_bits(a, b) for a, b in zip(linked[1:at], stepped[1:at], strict=True))
+        assert int(count) == case.k + 1 and bool(done) == (last or not int(stepped[case.names.index("active")]))
+
+    @pytest.mark.parametrize("count", [torch.zeros(2, dtype=torch.int64), torch.zeros(1)])
+    def test_a_count_of_another_kind_is_named(self, count):
+        given = arguments(self.CASES["picard_step"], "cpu")
+        with pytest.raises(RuntimeError, match="`k` must be one int64 on the CPU"):
+            torch.ops.deqfast.picard_step_chained(*given[:8], count, 5, *given[10:])
 
 
 class TestArguments:

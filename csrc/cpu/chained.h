@@ -39,7 +39,8 @@ struct Chained<step, void (*)(A...)> {
       const Tensor next = torch::stable::clone(std::get<0>(given));
       step(value<I>(given, next, k)...);
       Tensor done = torch::stable::new_empty(active, {}, ScalarType::Bool);
-      *static_cast<bool*>(done.mutable_data_ptr()) = ++k >= std::get<tensors + 1>(given) || !*active.const_data_ptr<int32_t>();
+      const bool all = *active.const_data_ptr<int32_t>() == 0;
+      *static_cast<bool*>(done.mutable_data_ptr()) = ++k >= std::get<tensors + 1>(given) || all;
       return {next, done};
     }
 
