@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -280,3 +281,24 @@ def test_heatmap_section_stands_networks_beside_their_start():
     found = heatmap.section(sizes, {unit: heatmap.measure(sizes, unit) for unit in heatmap.units(sizes)})
     assert len(found.claims) == 3 and len(found.tables[0].rows) == 3
     assert found.tables[0].rows[0]["participation, before"] == "0.00 (0.00 to 0.00)"
+
+
+def verdicts_of(page):
+    """Verdict of every claim in the tables of a page."""
+    rows = (line.replace("\\", "").split("|") for line in page.read_text().splitlines() if line.startswith("| "))
+    found = {cells[1].strip(): cells[2].strip() for cells in rows if len(cells) > 3}
+    return {claim: verdict for claim, verdict in found.items() if verdict in (HOLDS, FAILS, OPEN)}
+
+
+def test_what_is_committed_and_told_is_what_the_records_say():
+    root = Path(separation.__file__).parents[1]
+    folder = root / "experiments/results/separation/full"
+    reported, claims = verdicts_of(folder / "report.md"), {}
+    for experiment in (sawtooth.SAWTOOTH, steep.STEEP, gotu.GOTU, diagonal.DIAGONAL, heatmap.HEATMAP):
+        sizes = experiment.sizes["full"]
+        paths = {unit: frame.path_of(folder, experiment, unit) for unit in experiment.units(sizes)}
+        records = {unit: frame.load(path, experiment, sizes).result for unit, path in paths.items()}
+        claims |= {claim.claim: claim.verdict for claim in experiment.section(sizes, records).claims}
+    assert len(claims) > 20 and claims.items() <= reported.items()
+    told = verdicts_of(root / "docs/pages/separation.md")
+    assert len(told) > 15 and told.items() <= reported.items()
