@@ -26,6 +26,7 @@ from .sawtooth import LEARNT
 from .summary import by_task, log_ratios, networks_table
 
 RATE = 8000  # samples of the fitted second
+RESOLUTION = 1e-14  # power density that 16 bits resolve at this rate
 WIDTH = 32  # of the DEQ
 DEPTH = 3  # hidden layers of the FNNs
 OCTAVES = 12  # of the Fourier features: 1, 2, 4, ... periods a second
@@ -180,7 +181,7 @@ def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
         for name, content in sounds.items():
             frequencies, power = signal.welch(wavfile.read(io.BytesIO(content))[1] / 32767, RATE)
             axis.semilogy(frequencies, power, label=name.removesuffix(".wav"))
-        axis.set(title=task, xlabel="Hz")
+        axis.set(title=task, xlabel="Hz", ylim=(RESOLUTION, None))
     axes[0, 0].set_ylabel("power density")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return Picture("audio", "Spectra of the fits", RECONSTRUCTION, "Welch's estimate, of seed 0.", figure)

@@ -212,7 +212,7 @@ def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
             column[1].plot(list(chosen), [fmean(one.error("largest") for one in seeds) for seeds in kinds], **style)
         column[0].set(title=sampling, ylabel="largest weight", yscale="log")
         column[1].set(xlabel="d = -log2 δ", ylabel="largest error", yscale="log")
-    axes[0, 0].legend(fontsize="x-small")
+    axes[0, 0].legend(fontsize="x-small", handlelength=4)
     caption = "Largest weight and largest error against d, means over seeds; the zero function's largest error is 1."
     return Picture("steep", "Steep functions", RECONSTRUCTION, caption, figure)
 
