@@ -195,7 +195,7 @@ class TestAccuracy:
         compare_run(case, start_steps(case))
 
     @every_dtype
-    @pytest.mark.parametrize(("size", "threads"), [(4097, 1), (3 * 4096 + 777, 2)])
+    @pytest.mark.parametrize(("size", "threads"), [(4097, 1), (5 * 4096 + 777, 2)])
     def test_samples_of_several_chunks(self, size, threads, dtype, set_threads):
         """See csrc/cpu/samples.h; two threads share three samples."""
         set_threads(threads)

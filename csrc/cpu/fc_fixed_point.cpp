@@ -12,6 +12,7 @@
 
 #include "../common/fc_ops.h"
 #include "activations.h"
+#include "grain.h"
 #include "judged.h"
 
 namespace deqfast {
@@ -178,7 +179,7 @@ template <class T, class H>
 Buffer<T> pack_weight(const H* weight, int64_t dim, int64_t stride, int64_t columns) {
   constexpr int64_t kSquare = 64;
   Buffer<T> packed = make_buffer<T>(dim * stride);
-  torch::stable::parallel_for(0, stride / columns, dim < 256 ? 256 : 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, stride / columns, grain_of(dim * columns), [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       T* to = packed.get() + panel * columns * dim;
       for (int64_t k0 = 0; k0 < dim; k0 += kSquare) {
@@ -210,7 +211,8 @@ void launch(const H* weight, FcArgs<T> args) {
   args.stride = (args.dim + columns - 1) / columns * columns;
   const auto packed = pack_weight<T>(weight, args.dim, args.stride, columns);
   args.weight = packed.get();
-  torch::stable::parallel_for(0, (batch + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
+  // An iteration's products take about an eighth of a pass each, and a solve has a handful of iterations.
+  torch::stable::parallel_for(0, (batch + kBlock - 1) / kBlock, grain_of(kBlock * args.dim * args.stride), [&](int64_t begin, int64_t end) {
     const auto memory = make_buffer<T>(2 * kBlock * args.stride);
     for (int64_t first = begin * kBlock; first < end * kBlock && first < batch; first += kBlock) {
       run(args, wide, first, batch - first < kBlock ? batch - first : kBlock, memory.get());

@@ -3,11 +3,10 @@
 
 #include "../common/fc_ops.h"
 #include "activations.h"
+#include "grain.h"
 
 namespace deqfast {
 namespace {
-
-constexpr int64_t kGrain = 16384;  // elements for which a thread is worth its start
 
 template <class T>
 DEQFAST_INLINE void vjp_range(const VjpParams<T>& a, int64_t begin, int64_t end) {
@@ -22,7 +21,7 @@ DEQFAST_CLONES void run(const VjpParams<double>& a, int64_t begin, int64_t end) 
 struct Kernels {
   template <class T>
   static void run(const VjpParams<T>& params, const Tensor&) {
-    torch::stable::parallel_for(0, params.size, kGrain,
+    torch::stable::parallel_for(0, params.size, grain_of(1),
                                 [&](int64_t begin, int64_t end) { deqfast::run(params, begin, end); });
   }
 };

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../common/grouped.h"
+#include "grain.h"
 #include "simd.h"
 
 namespace deqfast {
@@ -186,7 +187,7 @@ DEQFAST_INLINE void scatter_blocks(const ScatterParams<H>& p, int64_t begin, int
 // Panel by panel, so that what is read for a group of rows lies together.
 std::vector<double> pack(const double* from, int64_t dim, int64_t count, int64_t panels) {
   std::vector<double> to(panels * dim * kLanes);
-  torch::stable::parallel_for(0, panels, std::max<int64_t>(1, 4096 / dim), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, panels, grain_of(dim * kLanes), [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       for (int64_t d = 0; d < dim; ++d) {
         const int64_t first = panel * kLanes;
@@ -221,7 +222,7 @@ struct Kernels {
     const MeansParams<H> p{grouped, partials.mutable_data_ptr<double>(), (dim + kTile - 1) / kTile};
     for (int64_t d = 0; d < dim; d += kLanes) store(shift + d, load_double(grouped.row(0) + d, dim - d), dim - d);
     torch::stable::parallel_for(0, chunks * p.tiles, 1, [&](int64_t begin, int64_t end) { run(p, begin, end); });
-    torch::stable::parallel_for(0, classes, std::max<int64_t>(1, 16384 / dim), [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, classes, grain_of(dim), [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) finish_class(p, k, shift, local + k * dim);
     });
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../common/norm.h"
+#include "grain.h"
 #include "simd.h"
 
 // Without it a lambda would be compiled for the baseline architecture alone.
@@ -29,9 +30,6 @@ struct Piece {
 };
 
 inline int64_t pieces(const NormShape& s) { return s.channels_last ? s.batch : s.batch * s.groups; }
-
-// Below about 16,000 elements a thread costs more than it saves.
-inline int64_t pieces_per_thread(const Piece& p) { return std::max<int64_t>(1, 16384 / p.size()); }
 
 // Arrays of one value per channel, each padded to whole vectors.
 template <class T>
@@ -220,7 +218,8 @@ DEQFAST_INLINE void with_layout(const NormShape& shape, const Body& body) {
 template <class Params, class Run>
 void launch(const Params& params, const Run& run) {
   const Piece piece(params.shape);
-  torch::stable::parallel_for(0, pieces(params.shape), pieces_per_thread(piece),
+  constexpr int64_t passes = 4;  // about
+  torch::stable::parallel_for(0, pieces(params.shape), grain_of(passes * piece.size()),
                               [&](int64_t begin, int64_t end) { run(params, begin, end); });
 }
 

@@ -16,6 +16,7 @@
 
 #include <vector>
 
+#include "grain.h"
 #include "sweeps.h"
 
 namespace deqfast {
@@ -114,7 +115,6 @@ DEQFAST_INLINE void do_work(Work<Step>& work, int64_t begin, int64_t end) {
 // would be idle.
 template <class Step>
 void share_out(const Step& step) {
-  constexpr int64_t least = 16384;  // elements for which a thread is worth its start
   std::vector<int64_t> rows;
   for (int64_t row = 0; row < step.batch; ++row) {
     if (step.runs(row)) rows.push_back(row);
@@ -122,9 +122,9 @@ void share_out(const Step& step) {
   const int64_t samples = rows.size(), threads = torch::stable::get_num_threads();
   const int64_t elements = step.dim * step.rows();
   const auto share = [](int64_t count, int64_t elements, const auto& body) {
-    torch::stable::parallel_for(0, count, std::max<int64_t>(least / std::max<int64_t>(elements, 1), 1), body);
+    torch::stable::parallel_for(0, count, grain_of(elements), body);
   };
-  if (samples % threads == 0 || samples > 4 * threads || step.dim <= Chunk::size || samples * elements <= least) {
+  if (samples % threads == 0 || samples > 4 * threads || step.dim <= Chunk::size || samples <= grain_of(elements)) {
     share(samples, elements, [&](int64_t begin, int64_t end) {
       Work<Step> work(step, rows, true);
       run(work, begin, end);
