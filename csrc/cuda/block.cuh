@@ -33,6 +33,32 @@ __device__ void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
+// Left to itself the compiler stores a pack by its elements.
+__device__ inline void store_word(uint4* to, const uint4& word) {
+#ifdef __CUDA_ARCH__
+  asm("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+      :
+      : "l"(__cvta_generic_to_global(to)), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+      : "memory");
+#else
+  *to = word;
+#endif
+}
+
+// `store` to global memory.
+template <class T, int N>
+__device__ void store_global(T* to, const Pack<T, N>& pack) {
+  if constexpr (sizeof pack % sizeof(uint4) == 0) {
+    constexpr int words = sizeof pack / sizeof(uint4);
+    uint4 word[words];
+    memcpy(word, &pack, sizeof pack);
+#pragma unroll
+    for (int i = 0; i < words; ++i) store_word(reinterpret_cast<uint4*>(to) + i, word[i]);
+  } else {
+    store(to, pack);
+  }
+}
+
 // Sums over the block of values that are numbered at run time. A warp adds to slots of its own, in program order; the
 // slots are added in the order of the warps: always the same bits.
 template <class T, int Count>
@@ -143,14 +169,26 @@ __device__ Verdict judge_sample(const Monitor<T>& monitor, int64_t row, const No
   return verdict;
 }
 
-// Keep the best iterate or return to it, in the columns [begin, end) of the sample. z may be replaced on return.
-template <class T>
+// Keep the best iterate or return to it, in the columns [begin, end) of the sample, where no step follows.
+template <int N, class T>
 __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, int64_t end) {
   if (!verdict.improved && !verdict.broken) return;
+  constexpr int C = 4;  // loads in flight together
   const T* from = verdict.improved ? z : best;
   T* to = verdict.improved ? best : z;
-  for (int64_t d = begin + threadIdx.x; d < end; d += kThreads) to[d] = from[d];
-  __syncthreads();
+  for (int64_t first = begin + threadIdx.x * N; first < end; first += C * kThreads * N) {
+    Pack<T, N> packs[C];
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      const int64_t d = first + c * kThreads * N;
+      if (d < end) packs[c] = load<T, N>(from + d);
+    }
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      const int64_t d = first + c * kThreads * N;
+      if (d < end) store_global(to + d, packs[c]);
+    }
+  }
 }
 
 // Where few samples are long, several blocks share a sample: the first launch leaves partial sums and the norms of the

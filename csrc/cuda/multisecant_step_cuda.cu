@@ -81,8 +81,8 @@ __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t
       squares[kSSq] += s * s;
       squares[kYSq] += y * y;
     }
-    store(p.df + newest + d, df);
-    if (store_y) store(p.left + newest + d, kept);
+    store_global(p.df + newest + d, df);
+    if (store_y) store_global(p.left + newest + d, kept);
   }
 }
 
@@ -133,11 +133,11 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
   sums.finish(sums_of(p));
 }
 
-// Sweep 2: take the step, store it as the next pair's, and add up its dots with DF for the methods that need them (M is
-// the most pairs then, else 0). gamma lies in shared memory.
+// Sweep 2: keep the iterate if it is the best, take the step, store it as the next pair's, and add up its dots with DF
+// for the methods that need them (M is the most pairs then, else 0). gamma lies in shared memory.
 template <class T, class H, int M, int N>
-__device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns, const T* gamma,
-                            T (&dots)[M + 1]) {
+__device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns, bool improved,
+                            const T* gamma, T (&dots)[M + 1]) {
   constexpr int R = 8;  // rows of the history whose loads are in flight together
   const int n = p.window.size();
   const int64_t history = row * p.window.history * p.dim;
@@ -153,6 +153,7 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
       }
     };
     const auto f = load<T, N>(p.fz + row * p.dim + d), old = load<T, N>(z + d);
+    if (improved) store_global(p.best + row * p.dim + d, old);
     T x[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = p.beta * (f.value[i] - old.value[i]);
@@ -172,8 +173,8 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
       now.value[i] = old.value[i] + convert<T>(convert<H>(p.alpha * x[i]));
       taken.value[i] = convert<H>(now.value[i] - old.value[i]);
     }
-    store(z + d, now);
-    store(left_next + d, taken);
+    store_global(z + d, now);
+    store_global(left_next + d, taken);
     // A window of one round is still in registers. Longer ones are read again, now from the cache.
 #pragma unroll
     for (int first = 0; first < M; first += R) {
@@ -222,14 +223,16 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(c
   const Columns columns(p.dim);
   sweep_left<T, H, WithLs, N>(p, row, columns, sums);
   const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
-  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
-  if (!verdict.advance || p.rule.last) return;
+  if (!verdict.advance || p.rule.last) {
+    carry_out<N>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+    return;
+  }
   const int n = p.window.size(), m = p.window.history;
   T* gram = p.gram + row * (m + 2) * m;
   if (n && threadIdx.x < 32) solve_sample(p, gram, gram + p.window.newest() * m, sums.totals, t, gamma, work);
   __syncthreads();
   T dots[M + 1] = {};
-  sweep_right<T, H, M, N>(p, row, columns, gamma, dots);
+  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, gamma, dots);
   if (M == 0 || n == 0) return;
   sum_dots<T, M>(dots, n, sums);
   if (threadIdx.x < n) gram[p.window.next() * m + threadIdx.x] = sums.totals[threadIdx.x];
@@ -313,12 +316,14 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
                                   PartNorms<T>{partials + kMaxSums, kLeft, gridDim.y});
   const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
-  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
-  if (!verdict.advance || p.rule.last) return;
+  if (!verdict.advance || p.rule.last) {
+    carry_out<N>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+    return;
+  }
   const int n = p.window.size(), m = p.window.history;
   if (n) solve_shared_sample(p, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, gram, t, gamma, work);
   T dots[M + 1] = {};
-  sweep_right<T, H, M, N>(p, row, columns, gamma, dots);
+  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, gamma, dots);
   if (M == 0 || n == 0) return;
   sum_dots<T, M>(dots, n, sums);
   T* all = exchange.dots + row * gridDim.y * kMaxGpuHistory;
@@ -438,7 +443,7 @@ __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(con
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) x.value[i] *= p.alpha;
-    store(p.out + row * p.dim + d, x);
+    store_global(p.out + row * p.dim + d, x);
   }
 }
 

@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<
   for (int c = 0; c < C; ++c) {
     const int64_t d = (c * kThreads + threadIdx.x) * N;
     if (d >= p.dim) break;
-    if (verdict.improved) store(best + d, old[c]);
-    if (verdict.broken) store(z + d, load<T, N>(best + d));
-    if (verdict.advance && !p.rule.last) store(z + d, stepped(f[c], old[c], p.damping));
+    if (verdict.improved) store_global(best + d, old[c]);
+    if (verdict.broken) store_global(z + d, load<T, N>(best + d));
+    if (verdict.advance && !p.rule.last) store_global(z + d, stepped(f[c], old[c], p.damping));
   }
 }
 
@@ -90,13 +90,29 @@ __device__ void sweep(const PicardParams<T>& p, int64_t row, const Columns& colu
   sums.finish(kSums);
 }
 
+// Take the step, and keep the iterate if it is the best; or carry out what a verdict without step says.
 template <class T, int N>
-__device__ void take_step(const PicardParams<T>& p, int64_t row, const Columns& columns) {
-  T* z = p.z + row * p.dim;
+__device__ void finish(const PicardParams<T>& p, int64_t row, const Columns& columns, const Verdict& verdict) {
+  constexpr int C = 4;  // loads of z and of f(z) in flight together
+  T *z = p.z + row * p.dim, *best = p.best + row * p.dim;
   const T* fz = p.fz + row * p.dim;
-#pragma unroll 4
-  for (int64_t d = columns.begin + threadIdx.x * N; d < columns.end; d += kThreads * N) {
-    store(z + d, stepped(load<T, N>(fz + d), load<T, N>(z + d), p.damping));
+  if (!verdict.advance || p.rule.last) return carry_out<N>(verdict, z, best, columns.begin, columns.end);
+  for (int64_t first = columns.begin + threadIdx.x * N; first < columns.end; first += C * kThreads * N) {
+    Pack<T, N> f[C], old[C];
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      const int64_t d = first + c * kThreads * N;
+      if (d >= columns.end) continue;
+      f[c] = load<T, N>(fz + d);
+      old[c] = load<T, N>(z + d);
+    }
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      const int64_t d = first + c * kThreads * N;
+      if (d >= columns.end) continue;
+      if (verdict.improved) store_global(best + d, old[c]);
+      store_global(z + d, stepped(f[c], old[c], p.damping));
+    }
   }
 }
 
@@ -109,8 +125,7 @@ __global__ void __launch_bounds__(kThreads, 4) picard_long_kernel(const PicardPa
   const Columns columns(p.dim);
   sweep<T, N>(p, row, columns, sums);
   const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
-  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
-  if (verdict.advance && !p.rule.last) take_step<T, N>(p, row, columns);
+  finish<T, N>(p, row, columns, verdict);
 }
 
 // Several blocks per sample: the sums, ...
@@ -145,8 +160,7 @@ __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardP
       norms_of(p.rule, {totals[kResSq], totals[kFSq]}, PartNorms<T>{partials + kSums, kLeft, gridDim.y});
   const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
-  carry_out(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
-  if (verdict.advance && !p.rule.last) take_step<T, N>(p, row, columns);
+  finish<T, N>(p, row, columns, verdict);
 }
 
 template <class T, int N>

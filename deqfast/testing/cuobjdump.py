@@ -58,8 +58,9 @@ def read_once(code: bytes, read: Callable[[], Any]) -> Any:
 class CompiledKernel:
     """A kernel of the extension on one architecture.
 
-    registers: per thread; stack: bytes per thread, in which spilled registers lie; shared: bytes per block; barriers
-    and wide_loads: instructions in its code, of the latter those that load 16 bytes from global memory.
+    registers: per thread; stack: bytes per thread, in which spilled registers lie; shared: bytes per block; barriers,
+    wide_loads, wide_stores, short_stores: instructions in its code, of the latter those that load or store 16 bytes of
+    global memory, and those that store two.
     """
 
     name: str
@@ -69,6 +70,8 @@ class CompiledKernel:
     shared: int
     barriers: int
     wide_loads: int
+    wide_stores: int
+    short_stores: int
 
 
 def demangle(names: list[str]) -> dict[str, str]:
@@ -93,12 +96,12 @@ def cuda_kernels() -> list[CompiledKernel]:
 
 
 def _disassemble(path: str) -> list[CompiledKernel]:
-    usage, (barriers, loads) = _resources(path), _instructions(path)
+    usage, instructions = _resources(path), _instructions(path)
     names = demangle(sorted({name for name, _ in usage}))
     if len(set(names.values())) < len(names):
         raise RuntimeError("two kernels of the CUDA extension have one name")
     return sorted(
-        CompiledKernel(names[name], architecture, *values, barriers[name, architecture], loads[name, architecture])
+        CompiledKernel(names[name], architecture, *values, *(of_kind[name, architecture] for of_kind in instructions))
         for (name, architecture), values in usage.items()
     )
 
@@ -117,22 +120,21 @@ def _resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
     return usage
 
 
-def _instructions(path: str) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """Barriers and 16-byte loads in the code, by mangled name and architecture."""
-    barriers: Counter[tuple[str, str]] = Counter()
-    loads: Counter[tuple[str, str]] = Counter()
+def _instructions(path: str) -> list[Counter[tuple[str, str]]]:
+    """Instructions in the code by mangled name and architecture: for each kind of ``CompiledKernel`` a count."""
+    kinds = ("BAR.SYNC", r"LDG\.E[.\w]*\.128|LDGSTS[.\w]*\.128", r"STG\.E[.\w]*\.128", r"STG\.E[.\w]*\.U16")
+    patterns = [re.compile(kind) for kind in kinds]
+    counts: list[Counter[tuple[str, str]]] = [Counter() for _ in kinds]
     architecture, name = "", ""
-    wide = re.compile(r"LDG\.E[.\w]*\.128|LDGSTS[.\w]*\.128")
     for line in _dump("-sass", path):
-        if "BAR.SYNC" in line:
-            barriers[name, architecture] += 1
-        elif ".128" in line:
-            loads[name, architecture] += bool(wide.search(line))
+        if "BAR.SYNC" in line or ".128" in line or ".U16" in line:
+            for pattern, count in zip(patterns, counts, strict=True):
+                count[name, architecture] += bool(pattern.search(line))
         elif line.startswith("arch = "):
             architecture = line.split()[-1]
         elif "Function : " in line:
             name = line.split()[-1]
-    return barriers, loads
+    return counts
 
 
 def _dump(option: str, path: str) -> Iterator[str]:
@@ -150,11 +152,13 @@ def main() -> None:
         kernels = cuda_kernels()
     except Unavailable as reason:
         sys.exit(str(reason))
-    print(f"{'kernel':<64}{'on':>6}{'registers':>11}{'stack':>7}{'shared':>8}{'BAR':>5}{'LDG.128':>9}")
+    print(
+        f"{'kernel':<64}{'on':>6}{'registers':>11}{'stack':>7}{'shared':>8}{'BAR':>5}{'LDG.128':>9}{'STG.128':>9}{'STG.U16':>9}"
+    )
     for kernel in kernels:
         print(
             f"{kernel.name:<64}{kernel.architecture:>6}{kernel.registers:>11}{kernel.stack:>7}{kernel.shared:>8}"
-            f"{kernel.barriers:>5}{kernel.wide_loads:>9}"
+            f"{kernel.barriers:>5}{kernel.wide_loads:>9}{kernel.wide_stores:>9}{kernel.short_stores:>9}"
         )
 
 
