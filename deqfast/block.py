@@ -129,8 +129,8 @@ class DEQBlock(nn.Module):
             raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
         if self.graphs is not None and isinstance(self.adjoint, SHINE):
             raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
-        if self.compiled is not None and (records or self.graphs is not None):
-            raise ValueError("compile cannot be combined with compact, trace or cuda_graph")
+        if self.compiled is not None and (records or self.graphs is not None or self.check_every is not None):
+            raise ValueError("compile cannot be combined with compact, trace, cuda_graph or check_every")
         if isinstance(self.adjoint, Unrolled) and (records or self.graphs is not None or self.compiled is not None):
             raise ValueError("Unrolled runs no solver: compact, trace, cuda_graph and compile have no meaning for it")
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
 
 from .ops import choose_kernel
 from .packing import Packing, evaluate
@@ -53,6 +54,8 @@ class Compiled:
             state = solver.init(finite_rows(packing, z0), _kernel(kernel, packing), keep_inverse)
             count = torch.zeros(1, dtype=torch.int64)
             if packing.batch:
+                # Without graph, or what requires a gradient and what does not would be compiled apart.
+                x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
                 self._run(_Solve(cell, x, packing, solver, state, count))
             evaluations = int(count)
             solution = solution_of(packing, solver, state, evaluations, evaluations * packing.batch)

@@ -113,6 +113,22 @@ def test_gradients(adjoint):
         assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.parametrize(("kind", "codes"), [({}, 1), ({"parametrisation": nn.utils.parametrizations.orthogonal}, 2)])
+def test_training_and_evaluation_run_few_codes_with_the_weights_of_the_moment(kind, codes):
+    cell, x = Linear(**kind), torch.randn(4, 3)
+    ordinary, compiled = both(cell, Broyden(1e-6, 40))
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.5)
+    with torch._dynamo.config.patch(recompile_limit=codes):
+        for _ in range(3):
+            before = [parameter.detach().clone() for parameter in cell.parameters()]
+            optimizer.zero_grad()
+            compiled(x.clone().requires_grad_()).square().sum().backward()
+            optimizer.step()
+            assert not torch.equal(before[0], next(cell.parameters()))
+            with torch.no_grad():
+                assert_close(compiled(x), ordinary(x), 1e-5)
+
+
 def test_autocast_stalls_as_in_the_ordinary_solve():
     ordinary, compiled = both(ResidualCell(8, groups=4), Anderson(1e-6, 60))
     x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
@@ -193,8 +209,9 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"trace": True}, "compile cannot be combined with compact, trace or cuda_graph"),
-            ({"compact": True}, "compile cannot be combined with compact, trace or cuda_graph"),
+            ({"trace": True}, "compile cannot be combined with compact, trace, cuda_graph or check_every"),
+            ({"compact": True}, "compile cannot be combined with compact, trace, cuda_graph or check_every"),
+            ({"check_every": 2}, "compile cannot be combined with compact, trace, cuda_graph or check_every"),
             ({"adjoint": "unrolled"}, "Unrolled runs no solver: .+ compile have no meaning"),
         ],
     )

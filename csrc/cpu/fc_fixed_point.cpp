@@ -211,8 +211,10 @@ void launch(const H* weight, FcArgs<T> args) {
   args.stride = (args.dim + columns - 1) / columns * columns;
   const auto packed = pack_weight<T>(weight, args.dim, args.stride, columns);
   args.weight = packed.get();
-  // An iteration's products take about an eighth of a pass each, and a solve has a handful of iterations.
-  torch::stable::parallel_for(0, (batch + kBlock - 1) / kBlock, grain_of(kBlock * args.dim * args.stride), [&](int64_t begin, int64_t end) {
+  const int64_t blocks = (batch + kBlock - 1) / kBlock;
+  // A product takes about an eighth of what an element of a pass takes, and a solve has a handful of iterations.
+  const int64_t grain = grain_of(kBlock * args.dim * args.stride);
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
     const auto memory = make_buffer<T>(2 * kBlock * args.stride);
     for (int64_t first = begin * kBlock; first < end * kBlock && first < batch; first += kBlock) {
       run(args, wide, first, batch - first < kBlock ? batch - first : kBlock, memory.get());
