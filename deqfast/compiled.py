@@ -128,7 +128,7 @@ def _iterate(
         of_batch = packing.resized(z.shape[0])
         value = cell(of_batch.unpack(z), x)
         fz = of_batch.pack_value(value, z)
-        floor = STALL_UNITS * packing.low_precision_eps(value) if packing.runs_low_precision(value) else 0.0
+        floor = STALL_UNITS * of_batch.low_precision_eps(value)
         rule = solver.max_iter, *solver.rule(floor)
         following, done = step(z, fz, *monitor, *before, *rest, *rule, *numbers)
         return done, following, *((fz,) if before else ())

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .exporting import is_exporting, is_tracing
 from .grouping import Groups
+from .precision import float32_products_eps, rounding_unit
 from .transforms import has_values
 
 
@@ -85,6 +86,7 @@ class Packing:
         if self.groups is not None:
             self.groups.check(self.batch, self.device)
             self.batch = self.groups.count
+        self.products_eps = float32_products_eps(self.device)
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
 
     def signature(self) -> tuple[Any, ...]:
@@ -97,7 +99,7 @@ class Packing:
         packing = object.__new__(Packing)  # torch 2.11 does not trace copies
         packing.leaves, packing.batch = [leaf.resized(batch) for leaf in self.leaves], batch
         packing.spec, packing.is_tensor, packing.dtype = self.spec, self.is_tensor, self.dtype
-        packing.device, packing.groups = self.device, self.groups
+        packing.device, packing.groups, packing.products_eps = self.device, self.groups, self.products_eps
         return packing
 
     def pack(self, z: Any) -> Tensor:
@@ -151,16 +153,10 @@ class Packing:
         tensors = [leaf.restore(part).to(leaf.dtype) for leaf, part in zip(self.leaves, parts, strict=True)]
         return pytree.tree_unflatten(tensors, self.spec)
 
-    def runs_low_precision(self, value: Any) -> bool:
-        """Answer whether f computed in bfloat16 or float16, judged by its output and the autocast state."""
-        low = (torch.bfloat16, torch.float16)
-        return torch.is_autocast_enabled(self.device.type) or any(x.dtype in low for x in pytree.tree_leaves(value))
-
     def low_precision_eps(self, value: Any) -> float:
-        """Rounding unit of the low precision f runs in."""
-        if torch.is_autocast_enabled(self.device.type):
-            return torch.finfo(torch.get_autocast_dtype(self.device.type)).eps
-        return max(torch.finfo(x.dtype).eps for x in pytree.tree_leaves(value))
+        """Rounding unit of the f that gave `value`, if f ran in less than float32; else 0."""
+        unit = rounding_unit(pytree.tree_leaves(value), self.device, self.products_eps)
+        return unit if unit > torch.finfo(torch.float32).eps else 0.0
 
 
 def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:

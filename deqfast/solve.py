@@ -233,7 +233,7 @@ class Run:
         """Run the iterations first ... until - 1."""
         for k in range(first, until):
             value, rows = self.batches.evaluate(self.f, self.packing, self.state)
-            if k == 0 and self.packing.runs_low_precision(value):
+            if k == 0:
                 self.state.stall_floor = STALL_UNITS * self.packing.low_precision_eps(value)
             self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
             if self.state.trace is not None:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
+from ..precision import float32_products_eps, rounding_unit
 from ..solution import Solution, Status
 from ..solvers.base import STALL_UNITS
 from ..transforms import Members
@@ -258,11 +259,8 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
     if not len(solution.status):
         return solution
     leaves = pytree.tree_leaves(z)
-    device = leaves[0].device.type
-    dtypes = [y.dtype for y in evaluation]
-    if torch.is_autocast_enabled(device):
-        dtypes.append(torch.get_autocast_dtype(device))
-    rounding = STALL_UNITS * max(torch.finfo(dtype).eps for dtype in dtypes)
+    device = leaves[0].device
+    rounding = STALL_UNITS * rounding_unit(evaluation, device, float32_products_eps(device))
     solver = problem.solver
     size = sample_norms(evaluation, problem.groups, solver.norm == "max")
     gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]

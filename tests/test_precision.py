@@ -1,0 +1,72 @@
+"""Low precision that no dtype shows: products of float32 in TF32 or bfloat16."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import deqfast
+from deqfast import Status
+from deqfast.packing import Packing
+from deqfast.precision import float32_products_eps
+
+BF16, TF32 = torch.finfo(torch.bfloat16).eps, 2.0**-10
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Sets torch's precision of float32 products on the CPU for a test."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    yield lambda precision: setattr(torch.backends.mkldnn.matmul, "fp32_precision", precision)
+    torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(("precision", "eps"), [("ieee", 0.0), ("tf32", TF32), ("bf16", BF16)])
+def test_products_of_float32_count_as_what_torch_may_round_them_to(products, precision, eps):
+    products(precision)
+    full = torch.zeros(1, 2)
+    packing = Packing(full)
+    assert packing.low_precision_eps(full) == eps
+    assert packing.low_precision_eps(full.double()) == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert packing.low_precision_eps(full) == BF16
+
+
+@pytest.mark.parametrize(
+    ("matmul", "conv", "capability", "eps"),
+    [
+        ("none", "tf32", (8, 0), TF32),  # torch's defaults
+        ("tf32", "ieee", (9, 0), TF32),
+        ("ieee", "none", (9, 0), 0.0),
+        ("tf32", "tf32", (7, 5), 0.0),
+    ],
+)
+def test_on_a_gpu_both_settings_and_the_architecture_count(monkeypatch, matmul, conv, capability, eps):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=conv))
+    assert float32_products_eps(torch.device("cuda")) == eps
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_samples_stall_at_the_floor_of_rounded_products(products, compile):
+    """The tolerance is out of reach of this f, whose noise stands for the rounding of its product."""
+    torch.manual_seed(0)
+    weight, x = 0.3 * torch.randn(16, 16) / 4, torch.randn(5, 16)
+
+    def cell(z, x):
+        return torch.tanh(z @ weight + x) + 1e-3 * torch.sin(1e6 * z)
+
+    def status():
+        if compile:
+            block = deqfast.DEQBlock(cell, deqfast.Anderson(tol=1e-7, max_iter=60), compile=True, warn=False)
+            return block(x, return_solution=True)[1]
+        return deqfast.solve(lambda z: cell(z, x), torch.zeros(5, 16), deqfast.Anderson(tol=1e-7, max_iter=60))
+
+    if compile and not deqfast.backends()["cpp"]:
+        pytest.skip("needs the compiled CPU kernels")
+    products("ieee")
+    assert not (status().status == Status.STALLED).any()
+    products("bf16")
+    stalled = status()
+    assert (stalled.status == Status.STALLED).all() and stalled.evaluations < 60
