@@ -56,7 +56,7 @@ struct MultisecantStep {
     std::vector<double> dots;
 
     explicit Sample(const MultisecantStep& step)
-        : t(step.n), gamma(step.n), work(solve_workspace(step.n)), dots(3 * step.n) {}
+        : t(step.n), gamma(step.n), work(solve_workspace<OneLane>(step.n)), dots(3 * step.n) {}
   };
 
   const MultisecantParams<T, H>& a;
@@ -102,10 +102,11 @@ struct MultisecantStep {
   void decide(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.pairs() == 0) return;
-    T* gram = a.gram + row * (a.window.history + 2) * a.window.history;
+    const int m = a.window.history;
+    const Gram<T> gram{a.gram + row * (m + 2) * m, m};
     for (int slot = kSlots; slot < slots(kFirst); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
     const double *lg = sample.dots.data(), *ly = lg + n, *ls = ly + n;
-    enter_pair(gram, gram + a.window.newest() * a.window.history, ly, ls, static_cast<T>(sums.total(kSSq)),
+    enter_pair(gram, &gram.at(a.window.newest(), 0), ly, ls, static_cast<T>(sums.total(kSSq)),
                static_cast<T>(sums.total(kYSq)), a.window, a.method, a.beta, OneLane());
     for (int j = 0; j < n; ++j) sample.t[j] = static_cast<T>(lg[j]);
     solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), a.window, a.method, a.ridge,
@@ -157,7 +158,7 @@ struct TransposedStep {
     std::vector<T> t, gamma, work;
 
     explicit Sample(const TransposedStep& step)
-        : t(step.p.history), gamma(step.p.history), work(solve_workspace(step.p.history)) {}
+        : t(step.p.history), gamma(step.p.history), work(solve_workspace<OneLane>(step.p.history)) {}
   };
 
   const TransposedParams<T, H>& p;
@@ -191,8 +192,9 @@ struct TransposedStep {
     std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // of slots outside the window
     for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
     if (p.window(row).size() == 0) return;
-    solve_window<true>(p.gram + row * (p.history + 2) * p.history, sample.t.data(), sample.gamma.data(),
-                       sample.work.data(), p.window(row), p.method, p.ridge, OneLane());
+    const Gram<const T> gram{p.gram + row * (p.history + 2) * p.history, p.history};
+    solve_window<true>(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), p.window(row), p.method, p.ridge,
+                       OneLane());
   }
 
   DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {

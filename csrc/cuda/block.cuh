@@ -28,6 +28,22 @@ __device__ Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
+// The pack, or zeros. By whole words: chosen by its elements, a pack would be waited for where it is chosen.
+template <class T, int N>
+__device__ Pack<T, N> load_if(bool wanted, const T* from) {
+  if constexpr (sizeof(Pack<T, N>) % sizeof(uint4) == 0) {
+    constexpr int words = sizeof(Pack<T, N>) / sizeof(uint4);
+    uint4 word[words];
+#pragma unroll
+    for (int i = 0; i < words; ++i) word[i] = wanted ? reinterpret_cast<const uint4*>(from)[i] : uint4{0, 0, 0, 0};
+    Pack<T, N> pack;
+    memcpy(&pack, word, sizeof pack);
+    return pack;
+  } else {
+    return wanted ? load<T, N>(from) : Pack<T, N>{};
+  }
+}
+
 template <class T, int N>
 __device__ void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
@@ -57,6 +73,27 @@ __device__ void store_global(T* to, const Pack<T, N>& pack) {
   } else {
     store(to, pack);
   }
+}
+
+// Begin to copy an element to shared memory; it is there for the threads of the block after `wait_for_copies` of this
+// one and a barrier.
+template <class T>
+__device__ void copy_to_shared(T* to, const T* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+               :
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(__cvta_generic_to_global(from)),
+                 "n"(sizeof(T))
+               : "memory");
+#else
+  *to = *from;
+#endif
+}
+
+__device__ inline void wait_for_copies() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 // Sums over the block of values that are numbered at run time. A warp adds to slots of its own, in program order; the

@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <mutex>
 #include <type_traits>
 
 #include "../common/fc_ops.h"
@@ -33,6 +34,7 @@ constexpr int kAlignment = 64;           // bytes; of the longest vector, 16 sam
 // Of some columns of f - z and f: sums of squares, norms of the rule.
 enum Measure { kResSq, kFSq, kRes, kF, kMeasures };
 constexpr int kReservedBytes = 2 * 1024;  // for the records of the judge
+constexpr int kMaxDevices = 64;
 
 // How W is cut. `lanes` lanes of a warp share the columns of a pass; the others of the 32 take other k.
 struct Plan {
@@ -196,6 +198,18 @@ __device__ void evaluate(const FcParams<T, H>& p, const Slice<T, H>& s, int64_t 
   }
 }
 
+// Copy `count` elements, by 16 bytes where both sides start on such; what other blocks have written is read past L1.
+template <bool OfTeam, class T>
+__device__ void copy(T* to, const T* from, int count, bool wide) {
+  constexpr int N = sizeof(uint4) / sizeof(T);
+  const auto move = [](auto* target, const auto* source) { *target = OfTeam ? __ldcg(source) : *source; };
+  const int words = wide ? count / N : 0;
+  for (int e = threadIdx.x; e < words; e += kThreads) {
+    move(reinterpret_cast<uint4*>(to) + e, reinterpret_cast<const uint4*>(from) + e);
+  }
+  for (int e = words * N + threadIdx.x; e < count; e += kThreads) move(to + e, from + e);
+}
+
 // Every block of the team has arrived `target` times in all. What they wrote before can be read after, past L1.
 __device__ inline void team_barrier(unsigned* arrivals, unsigned target) {
   __syncthreads();
@@ -327,23 +341,23 @@ __device__ void start_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Record
 template <class T, class H, int Rows>
 __device__ void solve_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Records<T, Rows>& records, int64_t row,
                            unsigned& step) {
-  const int team = blockIdx.x / p.plan.team, rank = blockIdx.x % p.plan.team;
+  const int team = blockIdx.x / p.plan.team, rank = blockIdx.x % p.plan.team, size = p.dim * Rows;
+  const bool wide = size * sizeof(T) % sizeof(uint4) == 0;  // then every buffer of the team starts on 16 bytes
   StopRule<T> rule = p.rule;
   for (rule.k = 0; rule.k < p.max_iter; ++rule.k, ++step) {
     rule.last = rule.k + 1 == p.max_iter;
     evaluate<T, H, Rows>(p, s, row);
-    const T* next = s.f;
+    T* shared_f = nullptr;
     if (p.plan.team == 1) {
       measure<T, H, Rows>(s, rule, &records.measures[0][0]);
     } else {
       const int64_t buffer = 2 * team + step % 2;
-      T* shared_f = p.exchange + buffer * p.dim * Rows;
+      shared_f = p.exchange + buffer * size;
       T* parts = p.norms + buffer * p.plan.team * Rows * kMeasures;
-      for (int e = threadIdx.x; e < s.valid * Rows; e += kThreads) shared_f[s.first * Rows + e] = s.f[e];
+      copy<false>(shared_f + s.first * Rows, s.f, s.valid * Rows, wide);
       measure<T, H, Rows>(s, rule, parts + rank * Rows * kMeasures);
       team_barrier(p.arrivals + team, (step + 1) * p.plan.team);
       gather_norms<T, Rows>(parts, p.plan.team, rule, records);
-      next = shared_f;
     }
     const bool advance = judge_tile<T, Rows>(records, rule);
     keep_best(p, s, records, row);
@@ -352,8 +366,10 @@ __device__ void solve_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Record
       return;
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < p.dim * Rows; e += kThreads) {
-      s.z[e] = p.plan.team == 1 ? next[e] : __ldcg(next + e);
+    if (p.plan.team == 1) {
+      copy<false>(s.z, s.f, size, true);
+    } else {
+      copy<true>(s.z, shared_f, size, wide);
     }
     __syncthreads();
   }
@@ -421,12 +437,23 @@ int rows_for(const Plan& plan, int64_t batch, int processors) {
   return rows;
 }
 
+// Let the kernel use all the shared memory that the device gives on request, once.
+template <class Kernel>
+void allow_shared_memory(Kernel kernel, std::once_flag (&done)[kMaxDevices], int device) {
+  STD_TORCH_CHECK(device < kMaxDevices, kOp, ": device ", device, " of at most ", kMaxDevices);
+  std::call_once(done[device], [&] {
+    const int most = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kReservedBytes));
+  });
+}
+
 template <class T, class H, int Rows>
 void launch_rows(FcParams<T, H> params, const Tensor& c, int processors) {
   const auto kernel = fc_kernel<T, H, Rows>;
   const Plan& plan = params.plan;
   const auto shared = static_cast<size_t>(layout_of(params.dim, plan.columns, Rows, sizeof(H), sizeof(T)).total);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  static std::once_flag allowed[kMaxDevices];
+  allow_shared_memory(kernel, allowed, c.get_device_index());
   int blocks = 0;
   check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared));
   params.teams = std::min((params.batch + Rows - 1) / Rows, blocks * processors / plan.team);

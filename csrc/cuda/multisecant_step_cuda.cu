@@ -44,45 +44,47 @@ struct Tile {
 template <class T, int N>
 constexpr int kLoads = N == 1 ? 8 : 64 / sizeof(T) / N;
 
-// Form g on a tile, and complete the newest pair there.
+// Form g on a tile, and complete the newest pair there. All that is loaded is under way before any of it is waited for.
 template <class T, class H, int N, int C>
 __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t begin, int64_t end,
                           Tile<T, N, C>& tile, T (&squares)[kDots]) {
   const bool with_pair = p.pairs() > 0, store_y = left_is_y(p.method);
   const int64_t newest = (row * p.window.history + (with_pair ? p.window.newest() : 0)) * p.dim;
+  Pack<T, N> f[C], z[C], before[C];
+  Pack<H, N> kept[C];
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    const int64_t d = begin + (c * kThreads + threadIdx.x) * N, at = row * p.dim + d;
+    f[c] = load_if<T, N>(d < end, p.fz + at);
+    z[c] = load_if<T, N>(d < end, p.z + at);
+    before[c] = load_if<T, N>(d < end && with_pair, p.f_prev + at);
+    kept[c] = load_if<H, N>(d < end && with_pair, p.left + newest + d);
+  }
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     const int64_t d = begin + (c * kThreads + threadIdx.x) * N;
-#pragma unroll
-    for (int i = 0; i < N; ++i) tile.g[c][i] = tile.y[c][i] = tile.s[c][i] = T(0);
-    if (d >= end) continue;
-    const auto f = load<T, N>(p.fz + row * p.dim + d), z = load<T, N>(p.z + row * p.dim + d);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      tile.g[c][i] = f.value[i] - z.value[i];
-      squares[kResSq] += tile.g[c][i] * tile.g[c][i];
-      squares[kFSq] += f.value[i] * f.value[i];
-    }
-    if (!with_pair) continue;
-    const auto before = load<T, N>(p.f_prev + row * p.dim + d);
-    auto kept = load<H, N>(p.left + newest + d);
     Pack<H, N> df;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const T delta = f.value[i] - before.value[i], s = convert<T>(kept.value[i]);
+      const T g = f[c].value[i] - z[c].value[i], delta = with_pair ? f[c].value[i] - before[c].value[i] : T(0);
+      const T s = convert<T>(kept[c].value[i]);
       df.value[i] = convert<H>(p.beta * delta + (T(1) - p.beta) * s);
       T y = delta - s;
       if (store_y) {
-        kept.value[i] = convert<H>(y);
-        y = convert<T>(kept.value[i]);
+        kept[c].value[i] = convert<H>(y);
+        y = convert<T>(kept[c].value[i]);
       }
+      tile.g[c][i] = g;
       tile.y[c][i] = y;
       tile.s[c][i] = s;
+      squares[kResSq] += g * g;
+      squares[kFSq] += f[c].value[i] * f[c].value[i];
       squares[kSSq] += s * s;
       squares[kYSq] += y * y;
     }
+    if (d >= end || !with_pair) continue;
     store_global(p.df + newest + d, df);
-    if (store_y) store_global(p.left + newest + d, kept);
+    if (store_y) store_global(p.left + newest + d, kept[c]);
   }
 }
 
@@ -90,7 +92,7 @@ __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t
 template <class T, class H, bool WithLs, int N>
 __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns,
                            BlockSums<T, kMaxSums>& sums) {
-  constexpr int C = kLoads<T, N>, R = 2;  // rows of the history whose loads are in flight together
+  constexpr int C = kLoads<T, N>, R = N == 1 ? 2 : 8 / C;  // R rows of the history have their loads in flight together
   const int n = p.pairs();
   const H* left = p.left + row * p.window.history * p.dim;
   T squares[kDots] = {};
@@ -102,29 +104,33 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
       Pack<H, N> pairs[R][C];
 #pragma unroll
       for (int r = 0; r < R; ++r) {
+        const H* from = left + min(j + r, n - 1) * p.dim;  // a row twice, whose sums are left out, rather than a branch
 #pragma unroll
         for (int c = 0; c < C; ++c) {
           const int64_t d = begin + (c * kThreads + threadIdx.x) * N;
-          pairs[r][c] = j + r < n && d < columns.end ? load<H, N>(left + (j + r) * p.dim + d) : Pack<H, N>{};
+          pairs[r][c] = load_if<H, N>(d < columns.end, from + d);
         }
       }
+      T lg[R] = {}, ly[R] = {}, ls[R] = {};
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (j + r >= n) break;
-        T lg = 0, ly = 0, ls = 0;
 #pragma unroll
         for (int c = 0; c < C; ++c) {
 #pragma unroll
           for (int i = 0; i < N; ++i) {
             const T l = convert<T>(pairs[r][c].value[i]);
-            lg += l * tile.g[c][i];
-            ly += l * tile.y[c][i];
-            if constexpr (WithLs) ls += l * tile.s[c][i];
+            lg[r] += l * tile.g[c][i];
+            ly[r] += l * tile.y[c][i];
+            if constexpr (WithLs) ls[r] += l * tile.s[c][i];
           }
         }
-        sums.add(kDots + j + r, lg);
-        sums.add(kDots + n + j + r, ly);
-        if constexpr (WithLs) sums.add(kDots + 2 * n + j + r, ls);
+      }
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (j + r >= n) break;
+        sums.add(kDots + j + r, lg[r]);
+        sums.add(kDots + n + j + r, ly[r]);
+        if constexpr (WithLs) sums.add(kDots + 2 * n + j + r, ls[r]);
       }
     }
   }
@@ -149,16 +155,17 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
     const auto load_rows = [&](int first) {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        pairs[r] = first + r < n ? load<H, N>(df + (first + r) * p.dim + d) : Pack<H, N>{};
+        pairs[r] = load_if<H, N>(first + r < n, df + (first + r) * p.dim + d);
       }
     };
     const auto f = load<T, N>(p.fz + row * p.dim + d), old = load<T, N>(z + d);
+    load_rows(0);  // before the store, which waits for `old`
     if (improved) store_global(p.best + row * p.dim + d, old);
     T x[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = p.beta * (f.value[i] - old.value[i]);
     for (int first = 0; first < n; first += R) {
-      load_rows(first);
+      if (first > 0) load_rows(first);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         const T weight = first + r < n ? gamma[first + r] : T(0);
@@ -189,16 +196,46 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
   }
 }
 
-// Enter the newest pair in the window matrix `gram` and solve for gamma; by the first warp.
+// What the small solve works on, in shared memory.
+template <class T>
+struct SmallSolve {
+  T gram[row_stride<WarpLanes>(kMaxGpuHistory) * (kMaxGpuHistory + 2)];
+  T work[solve_workspace<WarpLanes>(kMaxGpuHistory)];
+  T t[kMaxGpuHistory];
+  T gamma[kMaxGpuHistory];
+
+  __device__ Gram<T> matrix(int history) { return {gram, row_stride<WarpLanes>(history)}; }
+
+  // Begin to copy the window matrix of the sample, (history + 2, history), which has until `wait_for_copies`.
+  __device__ void fetch(const T* whole, int history) {
+    const Gram<T> to = matrix(history);
+    for (int i = threadIdx.x; i < (history + 2) * history; i += kThreads) {
+      copy_to_shared(&to.at(i / history, i % history), whole + i);
+    }
+  }
+};
+
+// Enter the newest pair in the window matrix, which has been fetched, and solve for gamma, by the first warp; the first
+// of the sample's blocks writes the pair's row, column and squares back. Gamma is complete for all threads on return.
 template <class T, class H>
-__device__ void solve_sample(const MultisecantParams<T, H>& p, T* gram, const T* old_row, const T* sums, T* t,
-                             T* gamma, T* work) {
-  const int n = p.window.size();
-  const WarpLanes lanes{static_cast<int>(threadIdx.x)};
-  if (lanes.index < n) t[lanes.index] = sums[kDots + lanes.index];
-  enter_pair(gram, old_row, sums + kDots + n, sums + kDots + 2 * n, sums[kSSq], sums[kYSq], p.window, p.method, p.beta,
-             lanes);
-  solve_window(gram, t, gamma, work, p.window, p.method, p.ridge, lanes);
+__device__ void solve_sample(const MultisecantParams<T, H>& p, int64_t row, const T* old_row, const T* sums,
+                             SmallSolve<T>& small) {
+  const int m = p.window.history, n = p.window.size(), newest = p.window.newest(), j = threadIdx.x;
+  if (threadIdx.x < 32) {
+    const WarpLanes lanes{j};
+    const Gram<T> gram = small.matrix(m);
+    if (j < n) small.t[j] = sums[kDots + j];
+    enter_pair(gram, old_row ? old_row : &gram.at(newest, 0), sums + kDots + n, sums + kDots + 2 * n, sums[kSSq],
+               sums[kYSq], p.window, p.method, p.beta, lanes);
+    T* whole = p.gram + row * (m + 2) * m;
+    if (blockIdx.y == 0 && j < n) {
+      whole[newest * m + j] = gram.at(newest, j);
+      whole[j * m + newest] = gram.at(j, newest);
+    }
+    if (blockIdx.y == 0 && j < 2) whole[(m + j) * m + newest] = gram.at(m + j, newest);
+    solve_window(gram, small.t, small.gamma, small.work, p.window, p.method, p.ridge, lanes);
+  }
+  __syncthreads();
 }
 
 // Add up dots over the block; `sums` holds the n totals on return.
@@ -215,24 +252,23 @@ __device__ void sum_dots(const T (&dots)[M + 1], int n, BlockSums<T, kMaxSums>& 
 template <class T, class H, int M, bool WithLs, int N>
 __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
   __shared__ BlockSums<T, kMaxSums> sums;
-  __shared__ T t[kMaxGpuHistory];
-  __shared__ T gamma[kMaxGpuHistory];
-  __shared__ T work[kMaxGpuHistory * (kMaxGpuHistory + 2)];
+  __shared__ SmallSolve<T> small;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
+  const int n = p.window.size(), m = p.window.history;
+  T* gram = p.gram + row * (m + 2) * m;
+  if (p.pairs() > 0) small.fetch(gram, m);
   const Columns columns(p.dim);
   sweep_left<T, H, WithLs, N>(p, row, columns, sums);
+  wait_for_copies();
   const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
   if (!verdict.advance || p.rule.last) {
     carry_out<N>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
-  const int n = p.window.size(), m = p.window.history;
-  T* gram = p.gram + row * (m + 2) * m;
-  if (n && threadIdx.x < 32) solve_sample(p, gram, gram + p.window.newest() * m, sums.totals, t, gamma, work);
-  __syncthreads();
+  if (n) solve_sample<T, H>(p, row, nullptr, sums.totals, small);
   T dots[M + 1] = {};
-  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, gamma, dots);
+  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, small.gamma, dots);
   if (M == 0 || n == 0) return;
   sum_dots<T, M>(dots, n, sums);
   if (threadIdx.x < n) gram[p.window.next() * m + threadIdx.x] = sums.totals[threadIdx.x];
@@ -271,38 +307,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int v = threadIdx.x; v < sums_of(p); v += kThreads) to[v] = sums.totals[v];
 }
 
-// The window matrix with its newest pair, in shared memory; the first of the sample's blocks writes it back.
-template <class T, class H>
-__device__ void solve_shared_sample(const MultisecantParams<T, H>& p, int64_t row, const T* old_row, const T* sums,
-                                    T* gram, T* t, T* gamma, T* work) {
-  const int m = p.window.history, n = p.window.size(), newest = p.window.newest();
-  T* whole = p.gram + row * (m + 2) * m;
-  for (int i = threadIdx.x; i < (m + 2) * m; i += kThreads) gram[i] = whole[i];
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    solve_sample(p, gram, old_row, sums, t, gamma, work);
-    const int j = threadIdx.x;
-    if (blockIdx.y == 0) {
-      if (j < n) whole[newest * m + j] = gram[newest * m + j];
-      if (j < n) whole[j * m + newest] = gram[j * m + newest];
-      if (j < 2) whole[(m + j) * m + newest] = gram[(m + j) * m + newest];
-    }
-  }
-  __syncthreads();
-}
-
 // ... and the step. The last block of a sample to end adds up the dots, in the order of the blocks.
 template <class T, class H, int M, int N>
 __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
     multisecant_right_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kMaxSums> sums;
-  __shared__ T t[kMaxGpuHistory];
-  __shared__ T gamma[kMaxGpuHistory];
-  __shared__ T work[kMaxGpuHistory * (kMaxGpuHistory + 2)];
-  __shared__ T gram[kMaxGpuHistory * (kMaxGpuHistory + 2)];
+  __shared__ SmallSolve<T> small;
   __shared__ bool last_to_end;
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
+  const int n = p.window.size(), m = p.window.history;
+  if (p.pairs() > 0) small.fetch(p.gram + row * (m + 2) * m, m);
   const T* partials = exchange.sums + row * gridDim.y * kLeft;
   for (int v = threadIdx.x; v < sums_of(p); v += kThreads) {
     T total = 0;
@@ -311,6 +326,7 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
     }
     sums.totals[v] = total;
   }
+  wait_for_copies();
   __syncthreads();
   const Norms<T> norms = norms_of(p.rule, {sums.totals[kResSq], sums.totals[kFSq]},
                                   PartNorms<T>{partials + kMaxSums, kLeft, gridDim.y});
@@ -320,10 +336,9 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
     carry_out<N>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
-  const int n = p.window.size(), m = p.window.history;
-  if (n) solve_shared_sample(p, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, gram, t, gamma, work);
+  if (n) solve_sample<T, H>(p, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, small);
   T dots[M + 1] = {};
-  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, gamma, dots);
+  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, small.gamma, dots);
   if (M == 0 || n == 0) return;
   sum_dots<T, M>(dots, n, sums);
   T* all = exchange.dots + row * gridDim.y * kMaxGpuHistory;
@@ -390,8 +405,7 @@ template <class T, class H, int N>
 __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(const TransposedParams<T, H> p) {
   constexpr int R = 4;  // rows of the history whose loads are in flight together
   __shared__ BlockSums<T, kMaxGpuHistory> sums;
-  __shared__ T gamma[kMaxGpuHistory];
-  __shared__ T work[kMaxGpuHistory * (kMaxGpuHistory + 2)];
+  __shared__ SmallSolve<T> small;
   const int64_t row = blockIdx.x, history = row * p.history * p.dim;
   const Window window = p.window(row);
   const int n = window.size();
@@ -399,10 +413,11 @@ __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(con
   const auto load_rows = [&](const H* rows, int64_t d, int first, Pack<H, N>(&pairs)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      pairs[r] = first + r < n ? load<H, N>(rows + window.slot(first + r) * p.dim + d) : Pack<H, N>{};
+      pairs[r] = load_if<H, N>(first + r < n, rows + window.slot(first + r) * p.dim + d);
     }
   };
   sums.clear(p.history);
+  if (n) small.fetch(p.gram + row * (p.history + 2) * p.history, p.history);
   for (int first = 0; first < n; first += R) {
     T dots[R] = {};
     for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
@@ -420,9 +435,10 @@ __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(con
       if (first + r < n) sums.add(window.slot(first + r), dots[r]);
     }
   }
+  wait_for_copies();
   sums.finish(p.history);
   if (n && threadIdx.x < 32) {
-    solve_window<true>(p.gram + row * (p.history + 2) * p.history, sums.totals, gamma, work, window, p.method, p.ridge,
+    solve_window<true>(small.matrix(p.history), sums.totals, small.gamma, small.work, window, p.method, p.ridge,
                        WarpLanes{static_cast<int>(threadIdx.x)});
   }
   __syncthreads();
@@ -436,7 +452,7 @@ __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(con
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         if (first + r >= n) break;
-        const T weight = gamma[window.slot(first + r)];
+        const T weight = small.gamma[window.slot(first + r)];
 #pragma unroll
         for (int i = 0; i < N; ++i) x.value[i] -= weight * convert<T>(pairs[r].value[i]);
       }

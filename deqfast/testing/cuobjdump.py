@@ -30,6 +30,8 @@ def find_cuobjdump() -> Path | None:
 
 
 CUOBJDUMP = find_cuobjdump()
+THREADS = 256  # of a block of the steps
+STEPS = ("picard_", "multisecant_")  # kernels whose order of loads is looked at
 
 
 class Unavailable(Exception):
@@ -60,7 +62,8 @@ class CompiledKernel:
 
     registers: per thread; stack: bytes per thread, in which spilled registers lie; shared: bytes per block; barriers,
     wide_loads, wide_stores, short_stores: instructions in its code, of the latter those that load or store 16 bytes of
-    global memory, and those that store two.
+    global memory, and those that store two; flights: of the solvers' steps, the bytes per thread of all loads from
+    global memory that are under way together, where one of 16 bytes is among them, in the order of the code.
     """
 
     name: str
@@ -72,6 +75,14 @@ class CompiledKernel:
     wide_loads: int
     wide_stores: int
     short_stores: int
+    flights: list[int]
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The flights' bytes on a multiprocessor of sm_90: 65536 registers, 2048 threads, 227 KiB of shared memory."""
+        registers = -(-self.registers // 8) * 8 * THREADS  # given out by eight
+        blocks = min(65536 // registers, 2048 // THREADS, 227 * 1024 // (self.shared + 1024))
+        return [blocks * THREADS * flight for flight in self.flights]
 
 
 def demangle(names: list[str]) -> dict[str, str]:
@@ -96,14 +107,16 @@ def cuda_kernels() -> list[CompiledKernel]:
 
 
 def _disassemble(path: str) -> list[CompiledKernel]:
-    usage, instructions = _resources(path), _instructions(path)
+    usage, (instructions, flights) = _resources(path), _instructions(path)
     names = demangle(sorted({name for name, _ in usage}))
     if len(set(names.values())) < len(names):
         raise RuntimeError("two kernels of the CUDA extension have one name")
-    return sorted(
-        CompiledKernel(names[name], architecture, *values, *(of_kind[name, architecture] for of_kind in instructions))
-        for (name, architecture), values in usage.items()
-    )
+    found = []
+    for key, (registers, stack, shared) in usage.items():
+        barriers, loads, stores, short_stores = (of_kind[key] for of_kind in instructions)
+        counts = registers, stack, shared, barriers, loads, stores, short_stores
+        found.append(CompiledKernel(names[key[0]], key[1], *counts, flights[key]))
+    return sorted(found)
 
 
 def _resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
@@ -120,13 +133,17 @@ def _resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
     return usage
 
 
-def _instructions(path: str) -> list[Counter[tuple[str, str]]]:
-    """Instructions in the code by mangled name and architecture: for each kind of ``CompiledKernel`` a count."""
+def _instructions(path: str) -> tuple[list[Counter[tuple[str, str]]], dict[tuple[str, str], list[int]]]:
+    """By mangled name and architecture: for each kind of instruction of ``CompiledKernel`` its number; the flights."""
     kinds = ("BAR.SYNC", r"LDG\.E[.\w]*\.128|LDGSTS[.\w]*\.128", r"STG\.E[.\w]*\.128", r"STG\.E[.\w]*\.U16")
     patterns = [re.compile(kind) for kind in kinds]
     counts: list[Counter[tuple[str, str]]] = [Counter() for _ in kinds]
     architecture, name = "", ""
+    flights: dict[tuple[str, str], list[int]] = {}
+    reader: Loads | None = None
     for line in _dump("-sass", path):
+        if reader is not None and (reader.loading or "LDG" in line):
+            reader.see(line)
         if "BAR.SYNC" in line or ".128" in line or ".U16" in line:
             for pattern, count in zip(patterns, counts, strict=True):
                 count[name, architecture] += bool(pattern.search(line))
@@ -134,7 +151,43 @@ def _instructions(path: str) -> list[Counter[tuple[str, str]]]:
             architecture = line.split()[-1]
         elif "Function : " in line:
             name = line.split()[-1]
-    return counts
+            reader = Loads() if any(step in name for step in STEPS) else None
+            flights[name, architecture] = reader.flights if reader else []
+    return counts, flights
+
+
+class Loads:
+    """Loads from global memory under way, as one reads on through a kernel's code, whichever way it branches.
+
+    An instruction that names a register of a load waits for it, and for those issued before it. Where none is left a
+    flight has ended.
+    """
+
+    def __init__(self) -> None:
+        self.loading: list[tuple[range, int]] = []  # registers and bytes of each, in the order of issue
+        self.flights: list[int] = []
+        self.most = 0
+
+    def see(self, line: str) -> None:
+        """Read the next line."""
+        code, load = line.partition(";")[0], _LOAD.search(line)
+        named = {int(register) for register in _REGISTER.findall(code[load.end() :] if load else code)}
+        for i in reversed(range(len(self.loading))):
+            if not named.isdisjoint(self.loading[i][0]):
+                del self.loading[: i + 1]
+                break
+        if load:
+            size, first = {"U8": 1, "U16": 2, "64": 8, "128": 16}.get(load[1], 4), int(load[2])
+            self.loading.append((range(first, first + max(1, size // 4)), size))
+            if any(size == 16 for _, size in self.loading):
+                self.most = max(self.most, sum(size for _, size in self.loading))
+        elif self.most and not self.loading:
+            self.flights.append(self.most)
+            self.most = 0
+
+
+_LOAD = re.compile(r"LDG\.E(?:\.\w+)*?(?:\.(U8|U16|64|128))?(?:\.CONSTANT)? R(\d+),")
+_REGISTER = re.compile(r"\bR(\d+)\b")
 
 
 def _dump(option: str, path: str) -> Iterator[str]:
@@ -154,11 +207,13 @@ def main() -> None:
         sys.exit(str(reason))
     print(
         f"{'kernel':<64}{'on':>6}{'registers':>11}{'stack':>7}{'shared':>8}{'BAR':>5}{'LDG.128':>9}{'STG.128':>9}{'STG.U16':>9}"
+        f"{'KB in flight':>15}"
     )
     for kernel in kernels:
         print(
             f"{kernel.name:<64}{kernel.architecture:>6}{kernel.registers:>11}{kernel.stack:>7}{kernel.shared:>8}"
             f"{kernel.barriers:>5}{kernel.wide_loads:>9}{kernel.wide_stores:>9}{kernel.short_stores:>9}"
+            f"{max(kernel.in_flight, default=0) / 1024:>15.0f}"
         )
 
 
