@@ -190,7 +190,7 @@ def judge(
 
 @triton.jit
 def carry_out(status, improved, p_z, p_best, D, BLK: tl.constexpr):
-    """Keep the row of z as the best iterate, or go back to it; z may be overwritten on return."""
+    """Keep the row of z as the best iterate, or go back to it, where no step follows that does so."""
     if improved:
         copy_row(p_best, p_z, D, BLK)
     if status == 2:

@@ -3,11 +3,12 @@
 L holds steps S (BROYDEN_GOOD, ANDERSON_I) or changes of the residual Y (BROYDEN_BAD, ANDERSON_II), DF the changes of
 f, or beta Y + S where beta != 1. Three kernels, one program per sample; samples with status != 0 move no bytes:
 
-1. sweep over L: norms and status, the newest pair, t = L^T g, and the row and column of N that it adds;
+1. sweep over L: norms and status, the newest pair, t = L^T g, and the row and column of N that it adds; and whether
+   the iterate is the best so far, which is left behind t;
 2. solve N gamma = t (part of kernel 3 while the window is at most ``MAX_INLINE_WINDOW``);
-3. sweep over DF: the step, z, the next pair's step, and its row of N.
+3. sweep over DF: the best iterate, the step, z, the next pair's step, and its row of N.
 
-z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T; the scratch t, then gamma, (B, M) T. T is
+z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T; the scratch t, then gamma, (B, M + 1) T. T is
 float32 or float64, H is T or bfloat16. Everything is computed in T. Windows are walked by age, newest pair first.
 """
 
@@ -264,7 +265,7 @@ def _multisecant_left_kernel(
     p_df_new = p_df + i_b * M * D + newest.to(tl.int64) * D
     p_left_new = p_left + newest.to(tl.int64) * D
     p_gram += i_b * (M + 2) * M
-    p_t += i_b * M
+    p_t += i_b * (M + 1)
     b_w = scalar(beta, dtype)
     b_v = scalar(1.0 - beta, dtype)
 
@@ -336,8 +337,9 @@ def _multisecant_left_kernel(
                     stall_floor,
                     offset,
                 )
-                carry_out(status, improved, p_z, p_best + i_b * D, D, BLK)
                 advance = status == 0
+                tl.store(p_t + M, improved.to(dtype))
+                carry_out(status, improved & (status != 0), p_z, p_best + i_b * D, D, BLK)
             if advance:
                 for i in tl.static_range(ROWS):
                     slot = _slot(newest, first + i, M)
@@ -370,7 +372,7 @@ def _multisecant_solve_kernel(
     if tl.load(p_status + i_b) != 0:
         return
     o_i = tl.arange(0, MP)
-    p_t += i_b * M
+    p_t += i_b * (M + 1)
     b_t = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
     b_gamma = _window_gamma(p_gram + i_b * (M + 2) * M, b_t, M, n, newest, ridge, METHOD, MP)
     tl.store(p_t + o_i, b_gamma, mask=o_i < n)
@@ -380,6 +382,7 @@ def _multisecant_solve_kernel(
 def _multisecant_right_kernel(
     p_z,
     p_fz,
+    p_best,
     p_status,
     p_left,
     p_df,
@@ -414,10 +417,12 @@ def _multisecant_right_kernel(
     HAS_ROW: tl.constexpr = (METHOD == BROYDEN_GOOD) | (METHOD == ANDERSON_I)
     p_z += i_b * D
     p_fz += i_b * D
+    p_best += i_b * D
     p_left_new = p_left + i_b * M * D + new.to(tl.int64) * D
     p_df += i_b * M * D
     p_gram += i_b * (M + 2) * M
-    p_t += i_b * M
+    p_t += i_b * (M + 1)
+    improved = tl.load(p_t + M, mask=n > 0, other=0.0) != 0  # the first iterate is kept by the kernel before
     b_w = scalar(beta, dtype)
     b_alpha = scalar(alpha, dtype)
     o_i = tl.arange(0, MP)
@@ -433,6 +438,8 @@ def _multisecant_right_kernel(
         o_d = start + tl.arange(0, BLK)
         m_d = o_d < D
         b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+        if improved:
+            tl.store(p_best + o_d, b_z, mask=m_d)
         b_x = b_w * (tl.load(p_fz + o_d, mask=m_d, other=0.0) - b_z)
         if TILE:
             p_f = p_df + slot.to(tl.int64)[:, None] * D + o_d[None, :]  # [MP, BLK]
@@ -542,7 +549,7 @@ def multisecant_step(a: Any) -> None:
     left_config = sweep_config(size, padded, a.z.dtype, a.left.dtype)
     right_config = left_config if padded <= MAX_VECTOR_WINDOW else tile_config(size, padded, a.z.dtype)
     inline = padded <= MAX_INLINE_WINDOW
-    t = torch.empty(batch, history, dtype=a.z.dtype, device=a.z.device)
+    t = torch.empty(batch, history + 1, dtype=a.z.dtype, device=a.z.device)
     rows = rows_at_once(padded, a.method, a.z.dtype, a.left.dtype)
     fixed = {"METHOD": a.method, "MP": padded, "enable_fp_fusion": False}
     sweep = fixed | {"ROWS": rows, "maxnreg": MAX_REGISTERS}
@@ -564,7 +571,7 @@ def multisecant_step(a: Any) -> None:
                     **fixed,
                 )
         _multisecant_right_kernel[(batch,)](
-            *(a.z, a.fz, a.status, a.left, a.df, a.gram, t),
+            *(a.z, a.fz, a.best, a.status, a.left, a.df, a.gram, t),
             *(size, history, n, newest, a.k % history, a.alpha, a.beta, a.ridge),
             SOLVE=inline,
             TILE=padded > MAX_VECTOR_WINDOW,

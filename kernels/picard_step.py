@@ -87,12 +87,15 @@ def _picard_step_kernel(
         if (status == 0) & (last == 0):
             tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
         return
-    carry_out(status, improved, p_z, p_best, D, BLK)
-    if (status == 0) & (last == 0):
+    advance = (status == 0) & (last == 0)
+    carry_out(status, improved & (advance == 0), p_z, p_best, D, BLK)
+    if advance:
         for start in range(0, D, BLK):
             o_d = start + tl.arange(0, BLK)
             m_d = o_d < D
             b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+            if improved:
+                tl.store(p_best + o_d, b_z, mask=m_d)
             b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
             tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
 
