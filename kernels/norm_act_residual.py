@@ -1,8 +1,8 @@
-"""f = GroupNorm3(relu(z + GroupNorm2(y + x))) in channels_last with its norms, and the backward.
+"""f = GroupNorm3(relu(z + GroupNorm2(y + x))) in channels_last, and the backward.
 
-y (B, P, C) of dtype Y; x, z (B, P, C) of dtype Z; f, grad (B, P, C), parameters (C,), statistics (B, G), norms
-(2, B, G) and grad_affine (4, B, C) in the accumulation dtype. Both normalisations share their groups, so that one
-program serves one group of a sample, as in ``norm_act``.
+y (B, P, C) of dtype Y; x, z (B, P, C) of dtype Z; f, grad (B, P, C), parameters (C,), statistics (B, G) and
+grad_affine (4, B, C) in the accumulation dtype. Both normalisations share their groups, so that one program serves one
+group of a sample, as in ``norm_act``.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2):
     return tl.where(m_t, relu(load_tile(p_z, o_t, m_t, dtype) + (b_n * b_w2 + b_b2)), 0.0)
 
 
-@triton.jit(do_not_specialize=["plane"])
+@triton.jit
 def _norm_act_residual_kernel(
     p_y,
     p_x,
@@ -49,12 +49,10 @@ def _norm_act_residual_kernel(
     p_weight3,
     p_bias3,
     p_f,
-    p_norms,
     p_mean2,
     p_rstd2,
     p_mean3,
     p_rstd3,
-    plane,
     eps: tl.float64,
     pixels,
     P: tl.constexpr,
@@ -109,20 +107,11 @@ def _norm_act_residual_kernel(
 
     b_w3 = load_channels(p_weight3 + c_0, CG, BC)
     b_b3 = load_channels(p_bias3 + c_0, CG, BC)
-    b_f = tl.where(m_0, b_v * rstd3 * b_w3 + b_b3, 0.0)
-    tl.store(p_f + o_0, b_f, mask=m_0)
-    b_gg = (b_f - b_z) * (b_f - b_z)
-    b_ff = b_f * b_f
+    tl.store(p_f + o_0, b_v * rstd3 * b_w3 + b_b3, mask=m_0)
     for start in range(BR, stop, BR):
         o_t, m_t = group_tile(start, P, C, CG, BR, BC)
         b_n = (_activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2) - mean3) * rstd3
-        b_f = tl.where(m_t, b_n * b_w3 + b_b3, 0.0)
-        tl.store(p_f + o_t, b_f, mask=m_t)
-        b_g = b_f - load_tile(p_z, o_t, m_t, dtype)
-        b_gg += b_g * b_g
-        b_ff += b_f * b_f
-    tl.store(p_norms + i_g, tl.sum(b_gg))
-    tl.store(p_norms + plane + i_g, tl.sum(b_ff))
+        tl.store(p_f + o_t, b_n * b_w3 + b_b3, mask=m_t)
     tl.store(p_mean2 + i_g, mean2)
     tl.store(p_rstd2 + i_g, rstd2)
     tl.store(p_mean3 + i_g, mean3)
@@ -227,13 +216,13 @@ def _norm_act_residual_backward_kernel(
         tl.store(p_grad_sum + o_t, b_gy.to(short), mask=m_t)
 
 
-def norm_act_residual(a: Any, f: Tensor, norms: Tensor, *statistics: Tensor) -> None:
-    """f, its norms, and mean2, rstd2, mean3, rstd3."""
+def norm_act_residual(a: Any, f: Tensor, *statistics: Tensor) -> None:
+    """f, and mean2, rstd2, mean3, rstd3."""
     if len(a.z):
         grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
-        tensors = (a.y, a.x, a.z, a.weight2, a.bias2, a.weight3, a.bias3, f, norms, *statistics)
+        tensors = (a.y, a.x, a.z, a.weight2, a.bias2, a.weight3, a.bias3, f, *statistics)
         with device_guard(a.z):
-            _norm_act_residual_kernel[grid](*tensors, norms[0].numel(), a.eps, **sizes)
+            _norm_act_residual_kernel[grid](*tensors, a.eps, **sizes)
 
 
 def norm_act_residual_backward(a: Any, grad_sum: Tensor, grad_z: Tensor, affine: Tensor) -> None:

@@ -72,11 +72,8 @@ class TestReference:
         else:
             update = F.group_norm(a["y"] + a["x"], groups, a["weight2"], a["bias2"])
             plain = F.group_norm(torch.relu(a["z"] + update), groups, a["weight3"], a["bias3"])
-        value, *others = case.reference(*a.values())
+        value, *_ = case.reference(*a.values())
         assert_close(value, plain, rounding(torch.float64))
-        if op == "norm_act_residual":
-            norms = torch.stack([(plain - a["z"]).square(), plain.square()]).sum(dim=(2, 3, 4))
-            assert_close(others[0].sum(dim=2), norms, rounding(torch.float64))
 
         backward = replace(case, op=f"{op}_backward")
         b = backward.arguments()

@@ -192,7 +192,6 @@ struct ResidualParams {
   const T* weight3;
   const T* bias3;
   T* f;      // (B, C, H, W)
-  T* norms;  // (2, B, groups)
   T* mean2;  // (B, groups), as the next three
   T* rstd2;
   T* mean3;
@@ -265,14 +264,13 @@ std::tuple<Tensor, Tensor> norm_act_backward(Tensor grad, Tensor y, Tensor weigh
 }
 
 template <class Device>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(
     Tensor y, Tensor x, Tensor z, Tensor weight2, Tensor bias2, Tensor weight3, Tensor bias3, int64_t groups,
     double eps) {
   const NormChecker checker{"norm_act_residual", y};
   const NormShape shape = checker.residual_shape(x, z, weight2, bias2, weight3, groups, Device::native);
   checker.vector("bias3", bias3, {shape.channels});
   Tensor f = empty_like(z, weight2.scalar_type());
-  Tensor norms = torch::stable::new_empty(weight2, {2, shape.batch, groups});
   Tensor mean2 = torch::stable::new_empty(weight2, {shape.batch, groups}), rstd2 = torch::stable::empty_like(mean2);
   Tensor mean3 = torch::stable::empty_like(mean2), rstd3 = torch::stable::empty_like(mean2);
   dispatch_maps<typename Device::BFloat16>(y.scalar_type(), z.scalar_type(), [&](auto zero_y, auto zero_z) {
@@ -281,10 +279,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_act_residual(
     using T = Accumulator<Y>;
     const ResidualParams<T, Y, Z> params{
         shape, in<Y>(y), in<Z>(x), in<Z>(z), in<T>(weight2), in<T>(bias2), in<T>(weight3), in<T>(bias3), result<T>(f),
-        result<T>(norms), result<T>(mean2), result<T>(rstd2), result<T>(mean3), result<T>(rstd3), static_cast<T>(eps)};
+        result<T>(mean2), result<T>(rstd2), result<T>(mean3), result<T>(rstd3), static_cast<T>(eps)};
     Device::run(params, y);
   });
-  return {f, norms, mean2, rstd2, mean3, rstd3};
+  return {f, mean2, rstd2, mean3, rstd3};
 }
 
 template <class Device>

@@ -1,4 +1,4 @@
-// norm_act_residual on the CPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))) and its norms.
+// norm_act_residual on the CPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))).
 // A piece's passes after the first read from the caches; the memory of f holds y + x in between, then relu(...).
 #include <torch/csrc/stable/library.h>
 
@@ -11,8 +11,8 @@ template <class T, class Y, class Z, class Last>
 DEQFAST_INLINE void run_pieces(const ResidualParams<T, Y, Z>& p, int64_t begin, int64_t end, Last) {
   constexpr bool kLast = Last::value;
   const Piece piece(p.shape);
-  ChannelArrays<T> arrays(piece.channels, 3), sums(piece.channels, 2);
-  T *mean_c = arrays[0], *rstd_c = arrays[1], *group = arrays[2];
+  ChannelArrays<T> arrays(piece.channels, 2), sums(piece.channels, 1);
+  T *mean_c = arrays[0], *rstd_c = arrays[1];
   for (int64_t i = begin; i < end; ++i) {
     const Y* y = p.y + i * piece.size();
     const Z *x = p.x + i * piece.size(), *z = p.z + i * piece.size();
@@ -36,19 +36,9 @@ DEQFAST_INLINE void run_pieces(const ResidualParams<T, Y, Z>& p, int64_t begin, 
       return v;
     };
     statistics<T, kLast>(piece, p.eps, sums, mean_c, rstd_c, p.mean3 + g0, p.rstd3 + g0, activate, stored);
-    sweep<T, kLast, 2>(piece, sums,
-                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
-      const Vec<T> value = affine(d, c, count, weight3, bias3), step = value - load<T>(z + d, count);
-      store(f + d, value, count);
-      terms[0] += step * step;
-      terms[1] += value * value;
+    sweep<T, kLast, 0>(piece, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_INLINE_LAMBDA {
+      store(f + d, affine(d, c, count, weight3, bias3), count);
     });
-    for (int k = 0; k < 2; ++k) {
-      group_means<T>(piece, sums[k], nullptr, group);
-      for (int64_t g = 0; g < piece.groups; ++g) {
-        p.norms[k * p.shape.batch * p.shape.groups + g0 + g] = group[g] * static_cast<T>(piece.size() / piece.groups);
-      }
-    }
   }
 }
 

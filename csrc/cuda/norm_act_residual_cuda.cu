@@ -1,4 +1,4 @@
-// norm_act_residual on a GPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))), its norms, and its backward. Both
+// norm_act_residual on a GPU: f = GroupNorm3(relu(z + GroupNorm2(y + x))), and its backward. Both
 // normalisations share their groups. See norm.cuh and ../cpu/norm_act_residual.cpp.
 #include <torch/csrc/stable/library.h>
 
@@ -10,7 +10,6 @@ namespace {
 template <class T, class Y, class Z, int N, int K>
 __global__ void __launch_bounds__(kThreads, 2) norm_act_residual_kernel(const ResidualParams<T, Y, Z> p) {
   __shared__ BlockSums<T, 1> sums;
-  __shared__ BlockSums<T, 2> norm_sums;
   const Group<N> group(p.shape);
   const T count = group.template count<T>();
   T v[K > 0 ? K : 1][N], z[K > 0 ? K : 1][N], weight2[N], bias2[N], weight3[N], bias3[N];
@@ -73,7 +72,6 @@ __global__ void __launch_bounds__(kThreads, 2) norm_act_residual_kernel(const Re
   }, Nothing());
   rstd3 = inverse_deviation(block_total(sums, total), count, p.eps);
 
-  T norms[2] = {};
   sweep<K>(group, [&](int c) {
     if constexpr (K == 0) read_channels(c);
     load_values(p.weight3 + group.first + c, weight3);
@@ -83,15 +81,10 @@ __global__ void __launch_bounds__(kThreads, 2) norm_act_residual_kernel(const Re
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       v[k][i] = (v[k][i] - mean3) * rstd3 * weight3[i] + bias3[i];
-      norms[0] += (v[k][i] - z[k][i]) * (v[k][i] - z[k][i]);
-      norms[1] += v[k][i] * v[k][i];
     }
     store_values(p.f + group.offset + at, v[k]);
   }, Nothing());
-  block_totals(norm_sums, norms);
   if (threadIdx.x == 0) {
-    p.norms[blockIdx.x] = norms[0];
-    p.norms[gridDim.x + blockIdx.x] = norms[1];
     p.mean2[blockIdx.x] = mean2;
     p.rstd2[blockIdx.x] = rstd2;
     p.mean3[blockIdx.x] = mean3;

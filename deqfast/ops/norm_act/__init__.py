@@ -69,7 +69,7 @@ class _Residual:
 
 @dataclass(frozen=True)
 class NormActResidual(_Residual):
-    """Return f, |f - z|^2 and |f|^2 of every group, and the statistics; a sample's norms are sums over its groups."""
+    """Return f, and the statistics of both normalisations."""
 
     bias3: Annotated[Tensor, CHANNELS]
     groups: Annotated[int, GROUPS]
@@ -120,7 +120,6 @@ register(
         NormActResidual,
         results=(
             Result("f", ACCUMULATION, like="z"),
-            Result("norms", ACCUMULATION, shape="2, B, groups"),
             *_statistics("mean2", "rstd2", "mean3", "rstd3"),
         ),
         triton="norm_act_residual",

@@ -35,7 +35,7 @@ class _NormAct(torch.autograd.Function):
 class _NormActResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, groups: int, eps: float, *tensors: Tensor) -> Tensor:
-        f, _, *statistics = kernel.op("norm_act_residual")(*tensors, groups, eps)
+        f, *statistics = kernel.op("norm_act_residual")(*tensors, groups, eps)
         ctx.save_for_backward(*tensors, *statistics)
         ctx.kernel, ctx.groups, ctx.eps = kernel, groups, eps
         return f
@@ -44,7 +44,7 @@ class _NormActResidual(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         tensors, statistics = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
         if torch.is_grad_enabled():
-            _, _, *statistics = _TORCH.op("norm_act_residual")(*tensors, ctx.groups, ctx.eps)
+            _, *statistics = _TORCH.op("norm_act_residual")(*tensors, ctx.groups, ctx.eps)
             backward, grad = _TORCH.op("norm_act_residual_backward"), grads[0]
         else:
             backward = ctx.kernel.op("norm_act_residual_backward")
