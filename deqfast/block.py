@@ -193,20 +193,14 @@ class DEQBlock(nn.Module):
     @contextmanager
     def solving(self) -> Iterator[None]:
         """Tell the cell when a solve begins, and how it ends."""
-        self._notify("begin_solve")
+        modules = [*self.cell.modules()] if isinstance(self.cell, nn.Module) else []
+        _notify(modules, "begin_solve")
         try:
             yield
         except BaseException:
-            self._notify("cancel_solve", "end_solve")
+            _notify(modules, "cancel_solve", "end_solve")
             raise
-        self._notify("end_solve")
-
-    def _notify(self, *events: str) -> None:
-        """Call of every submodule of the cell the first of these hooks that it has."""
-        for module in self.cell.modules() if isinstance(self.cell, nn.Module) else ():
-            handlers = (getattr(module, event, None) for event in events)
-            if handler := next(filter(None, handlers), None):
-                handler()
+        _notify(modules, "end_solve")
 
     def _keep_backward_solution(self, solution: Solution) -> None:
         self.backward_solution = solution
@@ -240,6 +234,15 @@ class DEQBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
+
+
+def _notify(modules: list[nn.Module], *events: str) -> None:
+    """Call of each module the first of these hooks that it has itself, not through a module that it wraps."""
+    for module in modules:
+        for event in events:
+            if hasattr(type(module), event) or event in module.__dict__:
+                getattr(module, event)()
+                break
 
 
 def _changes_with_calls(module: nn.Module) -> bool:
