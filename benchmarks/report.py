@@ -190,6 +190,16 @@ def suite(results: Results) -> list[Table]:
     ]
 
 
+def rivals(results: Results) -> Table:
+    """Times of whole solves by every library, and how near they have come."""
+    lines = []
+    for name, runs in results.cases("rivals").items():
+        residuals = [middle(runs, provider, "residual") for provider in (*OWN, PEER, *JAX)]
+        times = {provider: middle(runs, provider, "ms_min") for provider in (*OWN, PEER, *JAX)}
+        lines.append({"case": name, **times, "residuals": " / ".join(filter(None, residuals[1:]))})
+    return Table("Rivals", lines)
+
+
 def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
     """The line of a case; `time`: the column of its rows that is shown, of several runs the median."""
 
@@ -309,7 +319,7 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), *races(results), steps(results), model(results)]
+    found = [targets(results), *suite(results), rivals(results), *races(results), steps(results), model(results)]
     return [*found, sources(results), *on_gpus(results)]
 
 

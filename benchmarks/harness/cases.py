@@ -18,6 +18,7 @@ from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
 from .options import compact, compiled, compiled_solve, eval_solver, gradient, kinds, streaming, trace
+from .rivals import dense, elementwise, rival_case
 from .solves import fc_case, solve_case
 from .training import TOL, training_case
 
@@ -68,6 +69,14 @@ def solves() -> Iterator[Case]:
         yield solve_case(solver, STAGE_IMAGE, "residual", **GPU)
 
 
+def rivals() -> Iterator[Case]:
+    for solver in (SOLVERS[0], SOLVERS[1], SOLVERS[3]):
+        for size in ((1, 64), (32, 256), (128, 1024)):
+            yield rival_case(solver, *size, dense)
+        for size in (LAST_STAGE, (128, 65536)):
+            yield rival_case(solver, *size, elementwise)
+
+
 ANDERSON, BROYDEN, PICARD = deqfast.Anderson(TOL, 40), deqfast.Broyden(TOL, 40), deqfast.Picard(TOL, 40)
 SMALL_IMAGE = (32, 128, 4, 4)
 TRAINING = (
@@ -110,7 +119,7 @@ OPTIONS = (
     *(compiled(*size, adjoint) for size in ((512, 64), (2048, 256)) for adjoint in ("jfb", "implicit")),
     streaming(50_000, 512),
 )
-CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS]
+CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *rivals()]
 
 CELL = (2, 8, 4, 4)
 SMALL: list[Case] = [
@@ -127,6 +136,7 @@ SMALL: list[Case] = [
     solve_case(SOLVERS[1], (2, 32), "fc"),
     fc_case(2, 32),
     solve_case(SOLVERS[1], CELL, "residual"),
+    rival_case(SOLVERS[1], 3, 16, dense),
     training_case("residual", CELL, "jfb", ANDERSON),
     training_case("residual", CELL, "implicit", BROYDEN),
     training_case("fc", (3, 16), "jfb", PICARD),

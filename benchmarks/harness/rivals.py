@@ -1,0 +1,102 @@
+"""Cases beside solvers of JAX: whole solves, f included and compiled on both sides, in as many iterations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+import deqfast
+
+from .entry import Case, Contender, Skipped, check, crossed, size_of
+from .maps import FC_RADIUS, relative_residual
+from .peers import torchdeq_solve
+from .solves import APPROACHED, PEER, solver_name
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # JAX hangs beside processes that inductor compiles in
+OWN, JAX = ("compiled", "eager"), ("jaxopt", "optimistix")
+RATE = 0.9
+
+
+def dense(z: Any, x: Any) -> Any:
+    """W z + c, for torch and for JAX."""
+    return z @ x[0].T + x[1]
+
+
+def elementwise(z: Any, x: Any) -> Any:
+    """As ``dense`` with a multiple of the identity."""
+    return RATE * z + x[1]
+
+
+def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], Any]) -> Case:
+    """All the iterations of `solver` on f = tanh(linear(z)).
+
+    To those of JAX the batch is one problem, with one history, so that they add up less; jaxopt's Broyden searches
+    along its steps, and so calls f more often.
+    """
+
+    def contender(provider: str, device: str) -> Contender:
+        generator = torch.Generator().manual_seed(dim)
+        weight = torch.randn(dim, dim, generator=generator) if linear is dense else torch.zeros(1, 1)
+        x = weight.mul_(FC_RADIUS / dim**0.5), torch.randn(batch, dim, generator=generator)
+        z0 = torch.zeros(batch, dim)
+
+        def f(z: Tensor, x: Any) -> Tensor:
+            return torch.tanh(linear(z, x))
+
+        if provider in OWN:
+            block = deqfast.DEQBlock(f, solver, kernel="cpp", compile=provider == "compiled", warn=False)
+            solve: Callable[[], Any] = torch.no_grad()(lambda: block(x, z0))
+        elif provider == PEER:
+            run = torch.no_grad()(torchdeq_solve(solver))
+            solve = lambda: run(lambda z: f(z, x), z0)  # noqa: E731
+        else:
+            solve = jax_solve(provider, solver, linear, x, z0)
+        value = torch.from_numpy(numpy.array(solve())).double()
+        residual = relative_residual(torch.tanh(linear(value, [part.double() for part in x])), value)
+        if provider in OWN:
+            check("relative residual", residual, APPROACHED[type(solver)])
+        return Contender(lambda: [solve() for _ in range(solves)], {"residual": residual})
+
+    solves = 20 if batch * dim < 1 << 14 else 1  # of the short ones, so that no library is timed with a colder cache
+    size = size_of((batch, dim), iterations=solver.max_iter, solves=solves)
+    name = f"rivals-{linear.__name__}-{solver_name(solver)}-{crossed((batch, dim))}"
+    return Case("rivals", name, size, (*OWN, PEER, *JAX), (PEER, *JAX), contender, devices=("cpu",))
+
+
+def jax_solve(library: str, solver: Any, linear: Callable[[Any, Any], Any], x: Any, z0: Tensor) -> Callable[[], Any]:
+    """The solve under ``jax.jit``; ``Skipped`` where the library is missing or has no such solver."""
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if threads != cores:
+        raise Skipped(f"JAX takes all {cores} cores it is given, torch {threads}: start with taskset")
+    try:
+        import jax
+        import jaxopt
+        import optimistix
+    except ImportError as error:
+        raise Skipped(f"{library} cannot be imported: {error}") from None
+
+    def f(z: Any, x: Any) -> Any:
+        return jax.numpy.tanh(linear(z, x))
+
+    start, given = jax.numpy.asarray(z0.numpy()), [jax.numpy.asarray(part.numpy()) for part in x]
+    if library == "optimistix":
+        if not isinstance(solver, deqfast.Picard):
+            raise Skipped("optimistix has plain iteration alone for fixed points")
+        plain: Any = optimistix.FixedPointIteration(rtol=0.0, atol=0.0)
+        options: dict[str, Any] = {"max_steps": solver.max_iter, "throw": False}
+        run = jax.jit(lambda z, x: optimistix.fixed_point(f, plain, z, x, **options).value)
+    else:
+        options = {"maxiter": solver.max_iter, "tol": 0.0}
+        if isinstance(solver, deqfast.Picard):
+            rival = jaxopt.FixedPointIteration(f, **options)
+        elif isinstance(solver, deqfast.Anderson):
+            rival = jaxopt.AndersonAcceleration(f, history_size=solver.history, ridge=solver.ridge, **options)
+        else:
+            rival = jaxopt.Broyden(lambda z, x: f(z, x) - z, stop_if_linesearch_fails=False, **options)
+        run = jax.jit(lambda z, x: rival.run(z, x).params)
+    return lambda: run(start, given).block_until_ready()
