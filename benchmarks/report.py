@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from harness.rivals import JAX, OWN
 from harness.tables import (
     FORMS,
     Form,

@@ -52,7 +52,7 @@ class DEQBlock(nn.Module):
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
             or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
         compile: on a CPU, compile the forward solve: the cell, the steps and the loop around them become one graph, for
-            each solver and shape of a sample. Takes seconds at the first call. See ``deqfast.compiled``.
+            each solver and shape of a sample. Takes seconds at the first call. Not under torch.func.
         trace: record the residual after every evaluation in ``Solution.trace``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``. On a GPU it is said one call late, so that nothing waits.

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from .exporting import is_tracing
 from .ops import choose_kernel
 from .packing import Packing, evaluate
 from .solution import Solution
-from .solve import finite_rows, inverse_of, solution_of
+from .solve import check_inverse, finite_rows, inverse_of, solution_of
 from .solvers import Anderson, Broyden, Picard, Solver
 from .solvers.base import STALL_UNITS, State
 from .solvers.multisecant import MultisecantState
@@ -29,7 +30,11 @@ from .transforms import check_plain
 
 KERNEL = "cpp"  # what has the chained steps
 # Before 2.14 inductor fails where a loop's body could use memory again.
-OPTIONS: dict[str, Any] = {"cpp_wrapper": True, "allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14"}
+OPTIONS: dict[str, Any] = {
+    "cpp_wrapper": True,
+    "allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14",
+    "freezing": False,  # it takes the weights of a code without gradients for constants
+}
 _numbers = itertools.count()
 
 
@@ -48,11 +53,12 @@ class Compiled:
         """
         if type(solver) not in (Picard, Anderson, Broyden):
             raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
+        check_inverse(solver, keep_inverse)
         check_plain("solve", z0)
         packing = Packing(z0)
         with torch.inference_mode(False), torch.no_grad():
             state = solver.init(finite_rows(packing, z0), _kernel(kernel, packing), keep_inverse)
-            count = torch.zeros(1, dtype=torch.int64)
+            count = torch.zeros(1, dtype=torch.int64, device=packing.device)
             if packing.batch:
                 # Without graph, or what requires a gradient and what does not would be compiled apart.
                 x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
@@ -68,11 +74,16 @@ class Compiled:
         if key not in self._loops:
             self._loops[key] = torch.compile(_own_copy(_iterate), fullgraph=True, options=OPTIONS)
         try:
-            self._loops[key](*solve.arguments())
+            with torch._dynamo.config.patch(specialize_float=True):  # a loop's body takes no number that varies
+                self._loops[key](*solve.arguments())
         except Exception as error:
-            if not int(solve.count):  # an error of the cell's own says more
-                solve.packing.check_value(evaluate(solve.cell, solve.packing.unpack(solve.state.z), solve.x))
+            if evaluations := int(solve.count):
+                raise RuntimeError(f"compile=True: evaluation {evaluations + 1} failed: {_reason(error)}") from error
+            # An error of the cell's own says more.
+            solve.packing.check_value(evaluate(solve.cell, solve.packing.unpack(solve.state.z), solve.x))
             raise RuntimeError(f"compile=True: the solve cannot be compiled: {_reason(error)}") from error
+        if not int(solve.count):
+            raise RuntimeError(f"compile=True: torch {torch.__version__} ran a copy of the solve; use compile=False")
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the code, which lives in one process."""
@@ -105,7 +116,7 @@ class _Solve:
         kept = isinstance(state, MultisecantState)
         before = (torch.empty_like(state.z),) if kept else ()
         rest = (*(tensors[1:] if kept else tensors), self.count)
-        packing, done = self.packing.resized(0), torch.zeros((), dtype=torch.bool)
+        packing, done = self.packing.resized(0), torch.zeros((), dtype=torch.bool, device=self.packing.device)
         return self.cell, self.x, packing, self.solver, step, numbers, done, state.z, before, state.monitor(), rest
 
 
@@ -130,6 +141,8 @@ def _iterate(
         fz = of_batch.pack_value(value, z)
         floor = STALL_UNITS * of_batch.low_precision_eps(value)
         rule = solver.max_iter, *solver.rule(floor)
+        if before and not is_tracing():  # run as written, where the cell may return one buffer again and again
+            fz = fz.clone()
         following, done = step(z, fz, *monitor, *before, *rest, *rule, *numbers)
         return done, following, *((fz,) if before else ())
 

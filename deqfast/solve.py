@@ -82,8 +82,7 @@ def solve(
     solver = as_solver(solver)
     if check_every is not None:
         check_count("check_every", check_every)
-    if keep_inverse and not isinstance(solver, Multisecant):
-        raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
+    check_inverse(solver, keep_inverse)
     if compact and groups is not None:
         raise ValueError("compact cannot be combined with groups: f could not tell which rows are left")
     check_plain("solve", z0)
@@ -102,6 +101,12 @@ def solve(
         if keep_inverse:
             solution = replace(solution, transposed_inverse=inverse_of(packing, solver, state))
         return solution
+
+
+def check_inverse(solver: Solver, keep_inverse: bool) -> None:
+    """Raise ValueError where an inverse is to be kept that the solver has not."""
+    if keep_inverse and not isinstance(solver, Multisecant):
+        raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:

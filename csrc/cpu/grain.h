@@ -7,10 +7,11 @@
 
 namespace deqfast {
 
-// Items for a thread, each of so many elements passed over once, at some 0.2 ns an element.
+constexpr int64_t kLeastElements = 1 << 17;  // passed over once, at some 0.2 ns an element
+
+// Items for a thread, each of so many elements.
 inline int64_t grain_of(int64_t elements) {
-  constexpr int64_t least = 1 << 17;
-  return std::max<int64_t>(least / std::max<int64_t>(elements, 1), 1);
+  return std::max<int64_t>(kLeastElements / std::max<int64_t>(elements, 1), 1);
 }
 
 }  // namespace deqfast

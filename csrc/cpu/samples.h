@@ -124,7 +124,8 @@ void share_out(const Step& step) {
   const auto share = [](int64_t count, int64_t elements, const auto& body) {
     torch::stable::parallel_for(0, count, grain_of(elements), body);
   };
-  if (samples % threads == 0 || samples > 4 * threads || step.dim <= Chunk::size || samples <= grain_of(elements)) {
+  if (samples % threads == 0 || samples > 4 * threads || step.dim <= Chunk::size ||
+      samples * elements <= kLeastElements) {
     share(samples, elements, [&](int64_t begin, int64_t end) {
       Work<Step> work(step, rows, true);
       run(work, begin, end);

@@ -63,7 +63,7 @@ class Problem:
         return self.options.get("groups")
 
     def solve(self) -> Solution:
-        """Solution of the forward solve: by the cell's own ``fixed_point``, by graphs or by the loop."""
+        """Solution of the forward solve: by the cell's own ``fixed_point``, graphs, compiled code or the loop."""
         records = self.forward_options.get("trace") or self.forward_options.get("keep_inverse")
         if hasattr(self.cell, "fixed_point") and not records and self.groups is None:
             with torch.no_grad():

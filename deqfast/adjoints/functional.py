@@ -307,10 +307,9 @@ class Refused(Derivative):
 def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution]:
     """Value of a block whose tensors belong to transforms, with its derivative, and the Solution."""
     refused = [name for name in ("compact", "trace") if problem.forward_options.get(name)]
-    if refused or problem.graphs is not None:
-        raise ValueError(
-            f"{refused[0] if refused else 'cuda_graph'} cannot be used under torch.func or forward-mode AD"
-        )
+    refused += ["compile"] * (problem.compiled is not None) + ["cuda_graph"] * (problem.graphs is not None)
+    if refused:
+        raise ValueError(f"{refused[0]} cannot be used under torch.func or forward-mode AD")
     base, z0 = Cell(problem), pytree.tree_leaves(problem.z0)
     _check_held(base, z0)
     forward = _Forward(problem, base.packing.spec)
