@@ -134,7 +134,7 @@ def _resources(path: str) -> dict[tuple[str, str], tuple[int, int, int]]:
 
 
 def _instructions(path: str) -> tuple[list[Counter[tuple[str, str]]], dict[tuple[str, str], list[int]]]:
-    """By mangled name and architecture: for each kind of instruction of ``CompiledKernel`` its number; the flights."""
+    """Number of each kind of instruction of ``CompiledKernel``, and flights, by mangled name and architecture."""
     kinds = ("BAR.SYNC", r"LDG\.E[.\w]*\.128|LDGSTS[.\w]*\.128", r"STG\.E[.\w]*\.128", r"STG\.E[.\w]*\.U16")
     patterns = [re.compile(kind) for kind in kinds]
     counts: list[Counter[tuple[str, str]]] = [Counter() for _ in kinds]

@@ -48,7 +48,7 @@ def other_rows():
     model = {"ms": 1.0, "gpus": [1, 8], "images_per_second": [1e3, 8e3], "internet_s": 36e5}
     return [
         *rows_of("nc", "nc1-2000x8192-K100-fp64", ms_min=10.0, error=0.0, gains={"pinv": 600.0}),
-        *(row for name in ("ops", "training", "fc") for row in rows_of(name, name, ms_min=1.0)),
+        *(row for name in ("ops", "training", "fc", "rivals") for row in rows_of(name, name, ms_min=1.0)),
         *rows_of("training step", "width 16, batch 32, jfb", ("explicit", "deq"), ms=2.0, **step),
         *rows_of("training step", "width 16, batch 32, jfb", ("explicit", "deq"), ms=4.0, **step),
         *rows_of("options", "trace", evaluations=20.0, peak_bytes=71e6),
