@@ -61,11 +61,12 @@ def processes(device: str) -> Iterator[None]:
 
 
 def command_line() -> str:
-    """The command that started this run."""
+    """The command that started this run, its script by the path from the working directory if that is above it."""
     start = ["python"]
     if launched():
         start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])]
-    return shlex.join([*start, *sys.argv])
+    script = os.path.relpath(sys.argv[0])
+    return shlex.join([*start, sys.argv[0] if script.startswith(os.pardir) else script, *sys.argv[1:]])
 
 
 def from_first(function: Callable[..., T], *arguments: Any) -> T:

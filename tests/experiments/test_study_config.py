@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 
 import pytest
+from nc_study import distributed
 from nc_study.config import ARMS, Experiment, SettingsError, arm_options, parse, settings_from
 
 
@@ -75,3 +77,12 @@ def test_settings_that_a_machine_or_a_study_cannot_have(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SettingsError, match="--device cuda"):
         settings_from("cifar_lt", device="cuda")
+
+
+def test_a_command_names_its_script_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "experiments" / "cifar_lt.py"), "--out", "a b"])
+    assert distributed.command_line() == "python experiments/cifar_lt.py --out 'a b'"
+    monkeypatch.chdir(tmp_path.parent.parent)
+    monkeypatch.setattr(sys, "argv", ["/elsewhere/cifar_lt.py"])
+    assert distributed.command_line() == "python /elsewhere/cifar_lt.py"
