@@ -12,6 +12,7 @@ run on tensors without data; what solvers move is a formula.
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -185,4 +186,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly where `| head` has seen enough
     main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +117,16 @@ def test_bad_arguments_are_named(cell, arguments, error, message):
 def test_an_injection_of_another_shape_is_named(cell, z, x, message):
     with pytest.raises(ValueError, match=message):
         cell(torch.zeros(z), torch.zeros(x))
+
+
+@pytest.mark.parametrize("cell", [partial(LinearCell, 8), partial(FCCell, 8, 8), partial(ResidualCell, 8)])
+def test_parameters_are_made_where_and_as_asked(cell):
+    assert {parameter.dtype for parameter in cell(dtype=torch.float64).parameters()} == {torch.float64}
+    assert all(parameter.is_meta for parameter in cell(device="meta").parameters())
+    torch.manual_seed(0)
+    plain = cell()
+    torch.manual_seed(0)
+    assert_close([*cell(device="cpu").parameters()], [*plain.parameters()], 0.0)
 
 
 def test_cells_work_without_a_block():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from ..ops.fc import reference
 from ..solution import Solution
 from ..solvers import Solver
 from ..solvers.base import check_choice, check_count
-from .linear import check_features, is_plain, recurrent_weight
+from .linear import Device, check_features, is_plain, recurrent_weight
 
 _ACTIVATIONS = dict(zip(ACTIVATIONS, reference.ACTIVATIONS, strict=True))
 
@@ -24,6 +25,7 @@ class FCCell(nn.Module):
         features: width of z, (B, features).
         activation: "identity", "relu", "tanh" or "gelu".
         bias: whether there is a b.
+        device, dtype: of the parameters, as for the modules of torch; None: torch's defaults.
 
     Raises:
         TypeError, ValueError: an argument is not as above; at a call, x has another shape.
@@ -37,13 +39,22 @@ class FCCell(nn.Module):
         torch.Size([4, 8])
     """
 
-    def __init__(self, in_features: int, features: int, activation: str = "tanh", bias: bool = True):
+    def __init__(
+        self,
+        in_features: int,
+        features: int,
+        activation: str = "tanh",
+        bias: bool = True,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_count("in_features", in_features)
         check_count("features", features)
         check_choice("activation", activation, tuple(_ACTIVATIONS))
-        self.weight = recurrent_weight(features)
-        self.injection = nn.Linear(in_features, features, bias=bias)
+        self.weight = recurrent_weight(features, device, dtype)
+        self.injection = nn.Linear(in_features, features, bias=bias, device=device, dtype=dtype)
         self.activation = activation
 
     def initial_state(self, x: Tensor) -> Tensor:

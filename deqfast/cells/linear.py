@@ -13,6 +13,8 @@ from ..solution import Solution
 from ..solvers import Solver
 from ..solvers.base import check_count
 
+Device = torch.device | str | None
+
 # Spectral radius at initialisation: clearly contractive, far from trivial.
 _INITIAL_RADIUS = 0.5
 
@@ -28,10 +30,11 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module).forward is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def recurrent_weight(features: int) -> nn.Parameter:
+def recurrent_weight(features: int, device: Device, dtype: torch.dtype | None) -> nn.Parameter:
     """Random weight (features, features) of spectral radius about 0.5."""
     # The eigenvalues of a Gaussian matrix of variance 1/n fill the unit disc (circular law).
-    return nn.Parameter(torch.randn(features, features) * _INITIAL_RADIUS / math.sqrt(features))
+    weight = torch.randn(features, features, device=device, dtype=dtype)
+    return nn.Parameter(weight * _INITIAL_RADIUS / math.sqrt(features))
 
 
 class LinearCell(nn.Module):
@@ -39,6 +42,7 @@ class LinearCell(nn.Module):
 
     Args:
         features: D, the width of z and x, both (B, D).
+        device, dtype: of the parameters, as for the modules of torch; None: torch's defaults.
 
     Raises:
         TypeError, ValueError: `features` is not an integer of at least 1; at a call, x has another shape.
@@ -51,10 +55,10 @@ class LinearCell(nn.Module):
         True
     """
 
-    def __init__(self, features: int):
+    def __init__(self, features: int, *, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__()
         check_count("features", features)
-        self.weight = recurrent_weight(features)
+        self.weight = recurrent_weight(features, device, dtype)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         """f(z, x), (B, features) as z and x."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
 from ..solvers.base import check_count
 from ..transforms import in_forward_mode, in_torch_func
+from .linear import Device
 
 
 class ResidualCell(nn.Module):
@@ -28,6 +31,7 @@ class ResidualCell(nn.Module):
             modules, the others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They exist for
             float32, bfloat16 and float64, and for normalisations that are GroupNorm still; for anything else, and under
             torch.func and forward-mode AD, "auto" is "torch".
+        device, dtype: of the parameters, as for the modules of torch; None: torch's defaults.
 
     Raises:
         TypeError, ValueError: an argument is not as above; at a call, x has another shape, or `kernel` was asked for by
@@ -42,18 +46,27 @@ class ResidualCell(nn.Module):
         torch.Size([2, 8, 6, 6])
     """
 
-    def __init__(self, channels: int, groups: int = 8, kernel: str = "auto"):
+    def __init__(
+        self,
+        channels: int,
+        groups: int = 8,
+        kernel: str = "auto",
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         check_count("channels", channels)
         check_count("groups", groups)
         if channels % groups:
             raise ValueError(f"groups must divide channels ({channels}), got {groups}")
         self.kernel = check_kernel_name(kernel)
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(groups, channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(groups, channels)
-        self.norm3 = nn.GroupNorm(groups, channels)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **where)
+        self.norm1 = nn.GroupNorm(groups, channels, **where)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False, **where)
+        self.norm2 = nn.GroupNorm(groups, channels, **where)
+        self.norm3 = nn.GroupNorm(groups, channels, **where)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         """f(z, x), (B, channels, H, W) as z and x."""
