@@ -25,7 +25,8 @@ class FCCell(nn.Module):
         features: width of z, (B, features).
         activation: "identity", "relu", "tanh" or "gelu".
         bias: whether there is a b.
-        device, dtype: of the parameters, as for the modules of torch; None: torch's defaults.
+        device: of the parameters, as for the modules of torch; None: torch's default.
+        dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
         TypeError, ValueError: an argument is not as above; at a call, x has another shape.

@@ -42,7 +42,8 @@ class LinearCell(nn.Module):
 
     Args:
         features: D, the width of z and x, both (B, D).
-        device, dtype: of the parameters, as for the modules of torch; None: torch's defaults.
+        device: of the parameters, as for the modules of torch; None: torch's default.
+        dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
         TypeError, ValueError: `features` is not an integer of at least 1; at a call, x has another shape.

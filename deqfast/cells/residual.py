@@ -31,7 +31,8 @@ class ResidualCell(nn.Module):
             modules, the others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They exist for
             float32, bfloat16 and float64, and for normalisations that are GroupNorm still; for anything else, and under
             torch.func and forward-mode AD, "auto" is "torch".
-        device, dtype: of the parameters, as for the modules of torch; None: torch's defaults.
+        device: of the parameters, as for the modules of torch; None: torch's default.
+        dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
         TypeError, ValueError: an argument is not as above; at a call, x has another shape, or `kernel` was asked for by
