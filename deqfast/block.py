@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from . import tracing
 from .adjoints import SHINE, Adjoint, Problem, Unrolled, as_adjoint
+from .adjoints.linearised import Linearised
 from .compiled import Compiled
 from .exporting import is_exporting
 from .graphs import Graphs
@@ -24,7 +25,7 @@ from .ops import check_kernel_name
 from .packing import Packing
 from .solution import Solution
 from .solvers import Solver, as_solver
-from .solvers.base import check_count
+from .solvers.base import check_choice, check_count
 from .transforms import values
 from .weights import hold_weights
 
@@ -51,8 +52,9 @@ class DEQBlock(nn.Module):
             only in its rows that are not finite, and is not cut.
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
             or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
-        compile: on a CPU, compile the forward solve: the cell, the steps and the loop around them become one graph, for
-            each solver and shape of a sample. Takes seconds at the first call. Not under torch.func.
+        compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
+            solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
+            leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
         trace: record the residual after every evaluation in ``Solution.trace``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``. On a GPU it is said one call late, so that nothing waits.
@@ -93,7 +95,7 @@ class DEQBlock(nn.Module):
         trace: bool = False,
         warn: bool = True,
         per_sample: Any = None,
-        compile: bool = False,
+        compile: bool | str = False,
     ):
         super().__init__()
         if not callable(cell):
@@ -111,7 +113,9 @@ class DEQBlock(nn.Module):
         self.check_every = check_every
         self.compact, self.trace = compact, trace
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
+        check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
+        self.linearised = Linearised() if compile is True else None
         self._check_combination()
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
@@ -166,6 +170,7 @@ class DEQBlock(nn.Module):
             forward_options={"compact": self.compact, "trace": self.trace},
             graphs=self.graphs,
             compiled=self.compiled,
+            linearised=self.linearised,
             on_backward=self._keep_backward_solution,
             per_sample=self.per_sample,
         )

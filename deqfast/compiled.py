@@ -1,4 +1,4 @@
-"""Compiled forward solves: cell, solver steps and the loop around them in one graph, which runs without Python.
+"""Compiled solves: cell, solver steps and the loop around them in one graph, which runs without Python.
 
 The loop is torch's ``while_loop``, left when no sample is running any more; the steps are the ops ``*_chained``, which
 do what those of the ordinary loop do, bit by bit. What the cell computes is inductor's, whose rounding is its own.
@@ -39,9 +39,14 @@ _numbers = itertools.count()
 
 
 class Compiled:
-    """Compiled forward solves of a block: one for each solver and shape of a sample, which serves any batch."""
+    """Compiled solves: one for each solver and shape of a sample, which serves any batch.
 
-    def __init__(self) -> None:
+    Args:
+        refusal: begins the error of a solve that cannot be compiled.
+    """
+
+    def __init__(self, refusal: str = "the solve cannot be compiled") -> None:
+        self._refusal = refusal
         self._loops: dict[Any, Callable[..., Tensor]] = {}
 
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, keep_inverse: bool = False) -> Solution:
@@ -72,29 +77,38 @@ class Compiled:
     def _run(self, solve: _Solve) -> None:
         key = solve.packing.resized(0).signature(), solve.solver
         if key not in self._loops:
-            self._loops[key] = torch.compile(_own_copy(_iterate), fullgraph=True, options=OPTIONS)
+            self._loops[key] = torch.compile(own_copy(_iterate), fullgraph=True, options=OPTIONS)
         try:
             with torch._dynamo.config.patch(specialize_float=True):  # a loop's body takes no number that varies
                 self._loops[key](*solve.arguments())
         except Exception as error:
             if evaluations := int(solve.count):
-                raise RuntimeError(f"compile=True: evaluation {evaluations + 1} failed: {_reason(error)}") from error
+                raise RuntimeError(f"compile=True: evaluation {evaluations + 1} failed: {reason(error)}") from error
             # An error of the cell's own says more.
             solve.packing.check_value(evaluate(solve.cell, solve.packing.unpack(solve.state.z), solve.x))
-            raise RuntimeError(f"compile=True: the solve cannot be compiled: {_reason(error)}") from error
+            raise RuntimeError(f"compile=True: {self._refusal}: {reason(error)}") from error
         if not int(solve.count):
             raise RuntimeError(f"compile=True: torch {torch.__version__} ran a copy of the solve; use compile=False")
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the code, which lives in one process."""
-        return {"_loops": {}}
+        return {**self.__dict__, "_loops": {}}
 
 
-def _own_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with code of its own under a name of its own: by these torch counts recompilations, and tells sizes
     that change from those that do not."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     return types.FunctionType(code, function.__globals__)
+
+
+def reason(error: BaseException) -> str:
+    """What torch explains, else the first line of the error's first cause."""
+    if explained := re.search(r"Explanation: (.+)", str(error)):
+        return explained[1]
+    while (cause := getattr(error, "inner_exception", error.__cause__)) is not None:
+        error = cause
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass
@@ -156,12 +170,3 @@ def _kernel(kernel: str, packing: Packing) -> Any:
             f"compile=True runs on kernel {KERNEL!r}, for tensors on the CPU; here kernel={kernel!r} is {chosen.name!r}"
         )
     return chosen
-
-
-def _reason(error: BaseException) -> str:
-    """What torch explains, else the first line of the error's first cause."""
-    if explained := re.search(r"Explanation: (.+)", str(error)):
-        return explained[1]
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

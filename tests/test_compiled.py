@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deqfast import Anderson, Broyden, DEQBlock, FCCell, Picard, ResidualCell, Status, backends
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, Picard, ResidualCell, Status, backends
 from deqfast.testing import assert_close
 
 pytestmark = pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"]))
@@ -102,15 +102,138 @@ def test_trees_and_memory_orders():
         assert (found[name].dtype, found[name].stride()) == (expected[name].dtype, expected[name].stride())
 
 
-@pytest.mark.parametrize("adjoint", ["implicit", "shine"])
-def test_gradients(adjoint):
-    cell, x = Linear(nn.utils.parametrizations.orthogonal), torch.randn(4, 3)
-    gradients = []
-    for block in both(cell, Broyden(1e-6, 40), adjoint):
-        given = x.clone().requires_grad_()
-        gradients.append(torch.autograd.grad(block(given).square().sum(), [given, *cell.parameters()]))
-    for found, expected in zip(*gradients, strict=True):
-        assert_close(found, expected, 1e-5)
+def gradients(block, x, **options):
+    """Gradients of the sum of sines of z* in x and in the parameters."""
+    given = x.clone().requires_grad_()
+    parameters = [parameter for parameter in block.cell.parameters() if parameter.requires_grad]
+    values = torch.utils._pytree.tree_leaves(block(given))
+    return torch.autograd.grad(sum(value.sin().sum() for value in values), [given, *parameters], **options)
+
+
+def assert_same_gradients(cell, x, tolerance, adjoint="implicit", solver=None):
+    """Assert that the compiled block has the gradients of the ordinary one; return it."""
+    ordinary, compiled = both(cell, solver or Broyden(1e-6, 40), adjoint)
+    for found, expected in zip(gradients(compiled, x), gradients(ordinary, x), strict=True):
+        assert_close(found, expected, tolerance)
+    return compiled
+
+
+class InPlace(Linear):
+    """Cell with views and with operations in place, forward and, in torch's formula of indexing, backward."""
+
+    def forward(self, z, x):
+        y = self.linear(z.flatten(0, 1)).view(z.shape)
+        y = y.relu_().clone()
+        y[..., 1:] = 0.1 * z[..., :2]
+        return 0.3 * y[:, :, [2, 1, 0]] + x
+
+
+class Attending(nn.Module):
+    """Self-attention, whose projections are views of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, z, x):
+        return 0.5 * self.attention(z, z, z, need_weights=False)[0] + x
+
+
+class TestGradients:
+    @pytest.mark.parametrize("adjoint", ["implicit", "shine"])
+    def test_parametrised_weights(self, adjoint):
+        assert_same_gradients(Linear(nn.utils.parametrizations.orthogonal), torch.randn(4, 3), 1e-5, adjoint)
+
+    @pytest.mark.parametrize("solver", [Picard(1e-6, 60), Anderson(1e-6, 40), Broyden(1e-6, 40)])
+    @pytest.mark.parametrize("batch", [1, 0, 63])
+    def test_solvers_and_batches(self, solver, batch):
+        block = assert_same_gradients(Linear(), torch.randn(batch, 3), 1e-5, Implicit(solver))
+        if batch:
+            assert block.backward_solution.converged.all() and block.backward_solution.evaluations > 2
+            assert block.backward_solution.value.shape == (batch, 3)
+
+    @pytest.mark.parametrize("trained", [True, False])
+    def test_the_cell_with_kernels_of_its_own(self, trained):
+        x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+        assert_same_gradients(ResidualCell(8, groups=4).requires_grad_(trained), x, 1e-4)
+
+    def test_a_tree_of_two_dtypes(self):
+        assert_same_gradients(Tree(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), 1e-5)
+
+    @pytest.mark.skipif(torch.__version__ < "2.14", reason="this torch does not compile the indexing")
+    def test_operations_in_place(self):
+        assert_same_gradients(InPlace(), torch.randn(2, 4, 3), 1e-5)
+
+    def test_views_that_share_memory(self):
+        assert_same_gradients(Attending(), torch.randn(2, 3, 8), 1e-5)
+
+    def test_numerically_and_twice(self):
+        block = DEQBlock(Linear().double(), Broyden(1e-10, 60), Implicit(Broyden(1e-10, 60)), compile=True)
+        x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        torch.autograd.gradcheck(block, x)
+        torch.autograd.gradgradcheck(block, x)
+
+    def test_autocast(self):
+        cell, x = ResidualCell(8, groups=4), torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_same_gradients(cell, x, 2e-2, Implicit(Anderson(1e-3, 30)), Anderson(1e-3, 30))
+
+    def test_what_is_not_finite_spoils_no_other_sample(self):
+        ordinary, compiled = both(Linear(), Broyden(1e-6, 40), "implicit")
+        x = torch.randn(4, 3)
+        x[1] = float("nan")
+        for found, expected in zip(gradients(compiled, x), gradients(ordinary, x), strict=True):
+            assert torch.isfinite(found).all()
+            assert_close(found, expected, 1e-5)
+
+    def test_weights_of_the_moment_by_few_codes(self):
+        ordinary, compiled = both(Linear(), Broyden(1e-6, 40), "implicit")
+        with torch._dynamo.config.patch(recompile_limit=3):
+            for size in (2, 4, 6, 7, 9):
+                x = torch.randn(size, 3)
+                for found, expected in zip(gradients(compiled, x), gradients(ordinary, x), strict=True):
+                    assert_close(found, expected, 1e-5)
+                with torch.no_grad():
+                    compiled.cell.linear.weight.mul_(0.9)
+
+    def test_weights_that_change_before_the_backward_pass(self):
+        block = DEQBlock(Linear(), Broyden(), "implicit", compile=True)
+        value = block(torch.randn(2, 3))
+        with torch.no_grad():
+            block.cell.linear.weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.sum().backward()
+
+    def test_code_as_written_and_copies(self):
+        cell, x = Linear(), torch.randn(2, 3)
+        block = assert_same_gradients(cell, x, 1e-5)
+        expected = gradients(block, x)
+        with torch.compiler.set_stance("force_eager"):
+            for found, wanted in zip(gradients(block, x), expected, strict=True):
+                assert_close(found, wanted, 1e-5)
+        for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+            for found, wanted in zip(gradients(copied, x), expected, strict=True):
+                assert torch.equal(found, wanted)
+
+    def test_a_gradient_that_cannot_be_compiled(self):
+        class Look(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, z):
+                return z.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad if float(grad.sum()) != 7 else -grad
+
+        def cell(z, x):
+            return 0.5 * Look.apply(z) + x
+
+        x = torch.randn(2, 3, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"gradient's solve cannot be compiled \(compile='forward'"):
+            DEQBlock(cell, adjoint="implicit", compile=True)(x)
+        value = DEQBlock(cell, "picard", "implicit", compile="forward")(x)
+        assert_close(torch.autograd.grad(value.sum(), x)[0], torch.full((2, 3), 2.0), 1e-5)
 
 
 @pytest.mark.parametrize(("kind", "codes"), [({}, 1), ({"parametrisation": nn.utils.parametrizations.orthogonal}, 2)])

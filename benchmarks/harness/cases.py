@@ -115,7 +115,11 @@ OPTIONS = (
     kinds("sawtooth", dim=12),
     *(kinds(f"{name}, b 1", dim=0) for name in ("gaussian 0.7", "decaying 0.99", "outliers outside")),
     kinds("tanh decaying 0.99, b 1", dim=0),
-    *(compiled_solve(*size, deqfast.Anderson(1e-5, 40)) for size in ((1, 64), (2048, 256))),
+    *(
+        compiled_solve(*size, deqfast.Anderson(1e-5, 40), trains)
+        for size in ((1, 64), (2048, 256))
+        for trains in (False, True)
+    ),
     *(compiled(*size, adjoint) for size in ((512, 64), (2048, 256)) for adjoint in ("jfb", "implicit")),
     streaming(50_000, 512),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -184,25 +185,33 @@ def compiled(batch: int, dim: int, adjoint: str) -> Case:
     return option(f"compiled-{adjoint}-{batch}x{dim}", (batch, dim), ("compiled", "eager"), contender)
 
 
-def compiled_solve(batch: int, dim: int, solver: Any) -> Case:
-    """A prediction with the cell of ``compiled``: cell, steps and loop in one compiled graph, beside eager mode."""
+def compiled_solve(batch: int, dim: int, solver: Any, trains: bool = False) -> Case:
+    """A prediction with the cell of ``compiled``, or an exact gradient: solves in one graph, beside eager mode."""
 
     def contender(provider: str, device: str) -> Contender:
         torch.manual_seed(0)
         cell, x = Gated(dim), torch.randn(batch, dim)
-        block = deqfast.DEQBlock(cell, solver, compile=provider == "compile").eval()
 
-        @torch.no_grad()
-        def predict() -> tuple[Tensor, deqfast.Solution]:
-            return block(x, return_solution=True)
+        def run(solver: Any, cell: nn.Module, x: Tensor, **options: Any) -> Callable[[], tuple[Tensor, Any]]:
+            block = deqfast.DEQBlock(cell, solver, deqfast.Implicit(solver), **options)
 
+            def predict() -> tuple[Tensor, deqfast.Solution]:
+                with torch.set_grad_enabled(trains):
+                    value, solution = block(x, return_solution=True)
+                    if trains:
+                        value = flat(torch.autograd.grad(value.square().mean(), list(cell.parameters())))
+                return value, solution
+
+            return predict
+
+        predict = run(solver, cell, x, compile=provider == "compile")
         value, solution = predict()
-        exact = deqfast.solve(lambda z: cell(z, x), torch.zeros_like(x), solver, "torch").value
-        error = relative_error(value, exact.double())
+        exact = run(deqfast.Anderson(1e-9, 200), copy.deepcopy(cell).double(), x.double(), kernel="torch")()[0]
+        error = relative_error(value, exact)
         check("relative error", error, 1e-3)
         return Contender(predict, counted(solution) | {"error": error, "allowed": 1e-3})
 
-    name = f"compile-{type(solver).__name__.lower()}-{batch}x{dim}"
+    name = f"compile-{'implicit' if trains else type(solver).__name__.lower()}-{batch}x{dim}"
     return option(name, (batch, dim), ("compile", "eager"), contender, devices=("cpu",))
 
 

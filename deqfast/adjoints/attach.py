@@ -57,6 +57,11 @@ class Recorded:
         self.sources = [*requiring_grad(x), *held]
         self.held = held
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Answer whether there is anything to differentiate in."""
+        return bool(self.sources) or self.hides
+
 
 class Rule:
     """How gradients of z* enter the evaluation: as they come. Not differentiable twice.
@@ -93,7 +98,7 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
 
     broken: (N,) mask of the rows that get no gradient; None: all do.
     """
-    if not recorded.sources and not recorded.hides:
+    if not recorded.is_differentiable:
         return value
     values, spec = pytree.tree_flatten(value)
     tensors = (*values, *recorded.outputs, *recorded.sources)
@@ -196,6 +201,22 @@ def vjp(
             **options,
         )
     )
+
+
+def keep(tensor: Tensor) -> tuple[Tensor, int]:
+    """Tensor and its version, for ``kept``."""
+    return tensor, tensor._version
+
+
+def kept(saved: tuple[Tensor, int]) -> Tensor:
+    """The tensor; RuntimeError where it has been modified since."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "deqfast: a tensor that the gradient of Implicit needs has been modified by an inplace operation: "
+            f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
+        )
+    return tensor
 
 
 def requiring_grad(tree: Any) -> list[Tensor]:

@@ -18,6 +18,7 @@ from ..solve import solve
 from ..solvers import Solver
 from ..transforms import in_forward_mode, in_torch_func
 from .functional import Derivative, solve_transformed
+from .linearised import Linearised
 from .samples import mark_samples, take_rows, without_broken
 
 
@@ -35,6 +36,7 @@ class Problem:
         forward_options: further arguments of the forward ``solve``: compact, trace, keep_inverse.
         graphs: where given, these capture the forward solve and replay it.
         compiled: where given, its code runs the forward solve.
+        linearised: where given, its code runs the backward solve of ``Implicit``.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
     """
 
@@ -47,6 +49,7 @@ class Problem:
     forward_options: dict[str, Any] = field(default_factory=dict)
     graphs: Graphs | None = None
     compiled: Compiled | None = None
+    linearised: Linearised | None = None
     per_sample: Any = None
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor]:

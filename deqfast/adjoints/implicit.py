@@ -28,16 +28,21 @@ from .attach import (
     confirmed,
     detached,
     in_order_of,
+    keep,
+    kept,
     requiring_grad,
     vjp,
 )
 from .base import Adjoint, Problem
 from .functional import At, Derivative, Map, Task, attached, for_members, in_dtypes_of, jvp, transpose, unfold
+from .linearised import Product
 from .samples import per_row, rows_of
 
 # With all of its history Broyden takes the fewest products to a gradient that is right to 1e-5 where J has a spectral
 # radius of 0.95 to 0.99; what converges before is not charged for the rest.
 DEFAULT_SOLVER = Broyden(tol=1e-6, max_iter=100)
+
+Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class Implicit(Adjoint):
         z, x, broken = problem.without_broken(solution)
         settings = _Settings(as_solver(self.solver or DEFAULT_SOLVER), problem.options, problem.on_backward)
         rule = _Inverted(settings, problem.cell, z, x)
+        if problem.linearised is not None and rule.recorded.is_differentiable:
+            rule.product = problem.linearised(problem.cell, z, x)
         value = attach(solution.value, rule.recorded, rule, broken)
         return value, confirmed(solution, problem, z, rule.recorded.outputs)
 
@@ -110,16 +117,18 @@ class _Inverted(Rule):
         self.settings, self.evaluate, self.x = settings, uncompiled(evaluate), x
         self.z = detached(z, requires_grad=True)
         # Checkpointing would compute what this evaluation saves anew for every product with it.
-        with saved_tensors_hooks(_keep, _kept):
+        with saved_tensors_hooks(keep, kept):
             self.recorded = Recorded(self.evaluate, self.z, x)
         device = pytree.tree_leaves(z)[0].device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.autocast = partial(torch.autocast, device, enabled=enabled, dtype=dtype)  # that of the forward pass
+        self.product: Product | None = None  # compiled
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
+        product = self.product or partial(vjp, self.recorded.outputs, leaves)
         with self.autocast():
-            return _invert(partial(vjp, self.recorded.outputs, leaves), grads, spec, self.settings)
+            return _invert(product, grads, spec, self.settings)
 
     def pull_members(self, grads: list[Tensor], members: Members) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
@@ -180,7 +189,7 @@ class _Inverted(Rule):
 
 
 def _invert(
-    product: Callable[[list[Tensor]], Sequence[Tensor | None]],
+    product: Products | Product,
     grads: list[Tensor],
     spec: pytree.TreeSpec,
     settings: _Settings,
@@ -196,16 +205,25 @@ def _invert(
     exponent = _exponents(start, groups)
     rows = exponent if groups is None else groups.of_rows(exponent)
     start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
+    solution = _solve_affine(product, start, spec, settings.solver, options)
+    values = [torch.ldexp(u, per_row(rows, u)) for u in pytree.tree_leaves(solution.value)]
+    residual = torch.ldexp(solution.residual_abs, exponent)
+    settings.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
+    return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, grads, strict=True)]
+
+
+def _solve_affine(
+    product: Products | Product, start: list[Tensor], spec: pytree.TreeSpec, solver: Solver, options: dict[str, Any]
+) -> Solution:
+    """u = product(u) + start, from `start`."""
+    if isinstance(product, Product):
+        return product.solve(start, solver, options["kernel"])
 
     def f(u: Any) -> Any:
         products = product(pytree.tree_leaves(u))
         return pytree.tree_unflatten([g if p is None else p + g for p, g in zip(products, start, strict=True)], spec)
 
-    solution = solve(f, pytree.tree_unflatten(start, spec), settings.solver, **options)
-    values = [torch.ldexp(u, per_row(rows, u)) for u in pytree.tree_leaves(solution.value)]
-    residual = torch.ldexp(solution.residual_abs, exponent)
-    settings.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
-    return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, grads, strict=True)]
+    return solve(f, pytree.tree_unflatten(start, spec), solver, **options)
 
 
 class _Implicitly(Derivative):
@@ -265,20 +283,6 @@ class _Affine(Map):
 
     def folded(self, members: int, dims: list[int | None], randomness: str) -> Map:
         return _Affine(self.product.folded(members, dims, randomness))
-
-
-def _keep(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
-
-
-def _kept(saved: tuple[Tensor, int]) -> Tensor:
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            "deqfast: a tensor that the gradient of Implicit needs has been modified by an inplace operation: "
-            f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
-        )
-    return tensor
 
 
 def _exponents(grads: list[Tensor], groups: Groups | None) -> Tensor:

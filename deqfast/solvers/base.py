@@ -37,7 +37,7 @@ def check_count(name: str, value: Any, low: int = 1) -> None:
         raise ValueError(f"{name} must be at least {low}, got {value}")
 
 
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
