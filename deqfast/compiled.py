@@ -24,7 +24,7 @@ from .packing import Packing, evaluate
 from .solution import Solution
 from .solve import check_inverse, finite_rows, inverse_of, solution_of
 from .solvers import Anderson, Broyden, Picard, Solver
-from .solvers.base import STALL_UNITS, State
+from .solvers.base import State
 from .solvers.multisecant import MultisecantState
 from .transforms import check_plain
 
@@ -38,6 +38,40 @@ OPTIONS: dict[str, Any] = {
 _numbers = itertools.count()
 
 
+class Codes:
+    """What torch.compile makes of a function, apart for each key and for all that the code has found fixed.
+
+    Args:
+        function: compiled whole.
+        options: of ``torch.compile``.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._function, self._options = function, options
+        self._codes: dict[Any, Callable[..., Any]] = {}
+
+    def call(self, key: Any, *arguments: Any) -> Any:
+        """Call the code of `key`, which is made where there is none that serves."""
+        if key not in self._codes:
+            self._renew(key)
+        with torch._dynamo.config.patch(specialize_float=True):  # a loop's body takes no number that varies
+            try:
+                return self._codes[key](*arguments)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # a number has had more values than torch keeps code for
+                self._renew(key)
+                return self._codes[key](*arguments)
+
+    def _renew(self, key: Any) -> None:
+        # By code and name torch counts recompilations, and tells sizes that change from those that do not.
+        code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_numbers)}")
+        own = types.FunctionType(code, self._function.__globals__)
+        self._codes[key] = torch.compile(own, fullgraph=True, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the code, which lives in one process."""
+        return {**self.__dict__, "_codes": {}}
+
+
 class Compiled:
     """Compiled solves: one for each solver and shape of a sample, which serves any batch.
 
@@ -47,7 +81,7 @@ class Compiled:
 
     def __init__(self, refusal: str = "the solve cannot be compiled") -> None:
         self._refusal = refusal
-        self._loops: dict[Any, Callable[..., Tensor]] = {}
+        self._codes = Codes(_iterate, options=OPTIONS)
 
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, keep_inverse: bool = False) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x).
@@ -76,11 +110,8 @@ class Compiled:
 
     def _run(self, solve: _Solve) -> None:
         key = solve.packing.resized(0).signature(), solve.solver
-        if key not in self._loops:
-            self._loops[key] = torch.compile(own_copy(_iterate), fullgraph=True, options=OPTIONS)
         try:
-            with torch._dynamo.config.patch(specialize_float=True):  # a loop's body takes no number that varies
-                self._loops[key](*solve.arguments())
+            self._codes.call(key, *solve.arguments())
         except Exception as error:
             if evaluations := int(solve.count):
                 raise RuntimeError(f"compile=True: evaluation {evaluations + 1} failed: {reason(error)}") from error
@@ -89,17 +120,6 @@ class Compiled:
             raise RuntimeError(f"compile=True: {self._refusal}: {reason(error)}") from error
         if not int(solve.count):
             raise RuntimeError(f"compile=True: torch {torch.__version__} ran a copy of the solve; use compile=False")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the code, which lives in one process."""
-        return {**self.__dict__, "_loops": {}}
-
-
-def own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with code of its own under a name of its own: by these torch counts recompilations, and tells sizes
-    that change from those that do not."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
-    return types.FunctionType(code, function.__globals__)
 
 
 def reason(error: BaseException) -> str:
@@ -153,7 +173,7 @@ def _iterate(
         of_batch = packing.resized(z.shape[0])
         value = cell(of_batch.unpack(z), x)
         fz = of_batch.pack_value(value, z)
-        floor = STALL_UNITS * of_batch.low_precision_eps(value)
+        floor = of_batch.stall_floor(value)
         rule = solver.max_iter, *solver.rule(floor)
         if before and not is_tracing():  # run as written, where the cell may return one buffer again and again
             fz = fz.clone()

@@ -21,7 +21,8 @@ from .ops.registry import library
 from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
-from .solvers.base import STALL_UNITS, check_choice
+from .precision import stall_floor
+from .solvers.base import check_choice
 from .transforms import check_plain
 
 _STATE_DTYPES = tuple(STATE.beside)
@@ -89,11 +90,11 @@ def solve_cell(
         return None
     if z0.shape[1] != len(weight) or z0.device != weight.device or z0.dtype != weight.dtype:
         return None
-    stall_floor, device = 0.0, z0.device.type
+    floor, device = 0.0, z0.device.type
     if torch.is_autocast_enabled(device):
         if torch.get_autocast_dtype(device) != torch.bfloat16 or z0.dtype != torch.float32:
             return None
-        weight, stall_floor = weight.to(torch.bfloat16), STALL_UNITS * torch.finfo(torch.bfloat16).eps
+        weight, floor = weight.to(torch.bfloat16), stall_floor([z0], z0.device, 0.0)
     chosen = choose_kernel(kernel, z0.device)
     if z0.dtype not in _STATE_DTYPES or not serves(kernel, chosen, weight, z0):
         return None
@@ -101,7 +102,7 @@ def solve_cell(
     c = c.to(z0.dtype) if weight.dtype == torch.bfloat16 else c
     if c.shape != z0.shape or c.dtype != z0.dtype:
         return None
-    return _solve(weight, c, z0, activation, solver, chosen, stall_floor)
+    return _solve(weight, c, z0, activation, solver, chosen, floor)
 
 
 def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:

@@ -7,8 +7,8 @@ are conditional one by one, not a while loop, because the number of an iteration
 
 What a graph replays is fixed when it is captured: the memory of parameters and inputs, the kernels, every choice that
 Python made. Inputs are therefore copied into memory of the graph's, and a solve is captured anew when the cell, shapes,
-dtypes, the memory of parameters and buffers, training flags, solver or autocast change. Tensors that the cell keeps
-elsewhere must stay where they are.
+dtypes, the memory of parameters and buffers, training flags, solver, autocast or the precision of float32 products
+change. Tensors that the cell keeps elsewhere must stay where they are.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Graphs:
         tensors = tuple((_layout(t), t.data_ptr()) for t in (*cell.parameters(), *cell.buffers()))
         training = tuple(module.training for module in cell.modules())
         autocast = torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE)
-        return cell, str(spec), inputs, packing.signature(), solver, kernel, check_every, autocast, training, tensors
+        precision = autocast, packing.products_eps
+        return cell, str(spec), inputs, packing.signature(), solver, kernel, check_every, precision, training, tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the graphs, which live on one device in one process."""

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .exporting import is_exporting, is_tracing
 from .grouping import Groups
-from .precision import float32_products_eps, rounding_unit
+from .precision import float32_products_eps, stall_floor
 from .transforms import has_values
 
 
@@ -153,10 +153,9 @@ class Packing:
         tensors = [leaf.restore(part).to(leaf.dtype) for leaf, part in zip(self.leaves, parts, strict=True)]
         return pytree.tree_unflatten(tensors, self.spec)
 
-    def low_precision_eps(self, value: Any) -> float:
-        """Rounding unit of the f that gave `value`, if f ran in less than float32; else 0."""
-        unit = rounding_unit(pytree.tree_leaves(value), self.device, self.products_eps)
-        return unit if unit > torch.finfo(torch.float32).eps else 0.0
+    def stall_floor(self, value: Any) -> float:
+        """Residual under which no gain is a stall, for the f that gave `value`; see ``precision.stall_floor``."""
+        return stall_floor(pytree.tree_leaves(value), self.device, self.products_eps)
 
 
 def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:

@@ -16,7 +16,7 @@ from .ops import choose_kernel
 from .packing import Packing, evaluate
 from .solution import Solution
 from .solvers import Solver, as_solver
-from .solvers.base import STALL_UNITS, State, check_count
+from .solvers.base import State, check_count
 from .solvers.multisecant import Multisecant
 from .transforms import check_plain, values
 
@@ -240,7 +240,7 @@ class Run:
         for k in range(first, until):
             value, rows = self.batches.evaluate(self.f, self.packing, self.state)
             if k == 0:
-                self.state.stall_floor = STALL_UNITS * self.packing.low_precision_eps(value)
+                self.state.stall_floor = self.packing.stall_floor(value)
             self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
             if self.state.trace is not None:
                 self.state.trace[k].copy_(self.state.residual)

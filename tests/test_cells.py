@@ -123,6 +123,9 @@ def test_an_injection_of_another_shape_is_named(cell, z, x, message):
 def test_parameters_are_made_where_and_as_asked(cell):
     assert {parameter.dtype for parameter in cell(dtype=torch.float64).parameters()} == {torch.float64}
     assert all(parameter.is_meta for parameter in cell(device="meta").parameters())
+    for dtype in (torch.int32, torch.complex64, "float32"):
+        with pytest.raises(TypeError, match="dtype must be a floating-point type or None, got"):
+            cell(dtype=dtype)
     torch.manual_seed(0)
     plain = cell()
     torch.manual_seed(0)

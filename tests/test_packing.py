@@ -103,7 +103,7 @@ def test_dtype_of_the_solve(dtypes, expected):
 def test_low_precision_is_seen_in_the_value_and_in_autocast():
     packing = Packing(torch.zeros(1, 2))
     full, half = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.float16)
-    assert packing.low_precision_eps(full) == packing.low_precision_eps(full.double()) == 0
-    assert packing.low_precision_eps(half) == packing.low_precision_eps((full, half)) == torch.finfo(torch.float16).eps
+    assert packing.stall_floor(full) == packing.stall_floor(full.double()) == 0
+    assert packing.stall_floor(half) == packing.stall_floor((full, half)) == 8 * torch.finfo(torch.float16).eps
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert packing.low_precision_eps(full) == torch.finfo(torch.bfloat16).eps
+        assert packing.stall_floor(full) == 8 * torch.finfo(torch.bfloat16).eps

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import deqfast
-from deqfast import Status
+from deqfast import Status, precision
 from deqfast.packing import Packing
-from deqfast.precision import float32_products_eps
+from deqfast.precision import float32_products_eps, residual_floor
 
 BF16, TF32 = torch.finfo(torch.bfloat16).eps, 2.0**-10
 
@@ -21,15 +21,33 @@ def products(monkeypatch):
     torch.backends.mkldnn.matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize(("precision", "eps"), [("ieee", 0.0), ("tf32", TF32), ("bf16", BF16)])
+@pytest.mark.parametrize(("precision", "eps"), [("ieee", 0.0), ("tf32", 0.0), ("bf16", BF16)])
 def test_products_of_float32_count_as_what_torch_may_round_them_to(products, precision, eps):
     products(precision)
     full = torch.zeros(1, 2)
     packing = Packing(full)
-    assert packing.low_precision_eps(full) == eps
-    assert packing.low_precision_eps(full.double()) == 0
+    assert packing.stall_floor(full) == eps / 4
+    assert packing.stall_floor(full.double()) == 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert packing.low_precision_eps(full) == BF16
+        assert packing.stall_floor(full) == 8 * BF16
+
+
+def rounded(tensor, bits):
+    """A float32 tensor rounded to so many bits behind the leading one."""
+    dropped = 23 - bits
+    raised = tensor.contiguous().view(torch.int32) + (1 << (dropped - 1))
+    return (raised & ~((1 << dropped) - 1)).view(torch.float32)
+
+
+@pytest.mark.parametrize("bits", [10, 7], ids=["tf32", "bf16"])
+@pytest.mark.parametrize("solver", [deqfast.Picard(1e-9, 300), deqfast.Anderson(1e-9, 150), deqfast.Broyden(1e-9, 150)])
+def test_rounded_factors_leave_residuals_below_the_floor_and_above_a_hundredth_of_it(solver, bits):
+    torch.manual_seed(0)
+    weight, x = 0.7 * torch.randn(256, 256) / 16, torch.randn(64, 256)
+    short = rounded(weight, bits)
+    solution = deqfast.solve(lambda z: torch.tanh(rounded(z, bits) @ short + x), torch.zeros_like(x), solver, "torch")
+    floor = residual_floor([x], torch.device("cpu"), 2.0**-bits)
+    assert solution.residual.max() < floor < 100 * solution.residual.median()
 
 
 @pytest.mark.parametrize(
@@ -43,6 +61,7 @@ def test_products_of_float32_count_as_what_torch_may_round_them_to(products, pre
 )
 def test_on_a_gpu_both_settings_and_the_architecture_count(monkeypatch, matmul, conv, capability, eps):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(precision, "_has_tf32", precision._has_tf32.__wrapped__)
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
     monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=conv))
     assert float32_products_eps(torch.device("cuda")) == eps
@@ -55,7 +74,7 @@ def test_samples_stall_at_the_floor_of_rounded_products(products, compile):
     weight, x = 0.3 * torch.randn(16, 16) / 4, torch.randn(5, 16)
 
     def cell(z, x):
-        return torch.tanh(z @ weight + x) + 1e-3 * torch.sin(1e6 * z)
+        return torch.tanh(z @ weight + x) + 1e-4 * torch.sin(1e6 * z)
 
     def status():
         if compile:

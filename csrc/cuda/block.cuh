@@ -76,10 +76,10 @@ __device__ void store_global(T* to, const Pack<T, N>& pack) {
 }
 
 // Begin to copy an element to shared memory; it is there for the threads of the block after `wait_for_copies` of this
-// one and a barrier.
+// one and a barrier. Before sm_80 it is there at once.
 template <class T>
 __device__ void copy_to_shared(T* to, const T* from) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
                :
                : "r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(__cvta_generic_to_global(from)),
@@ -91,7 +91,7 @@ __device__ void copy_to_shared(T* to, const T* from) {
 }
 
 __device__ inline void wait_for_copies() {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }

@@ -23,9 +23,8 @@ from torch.utils import _pytree as pytree
 
 from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
-from ..precision import float32_products_eps, rounding_unit
+from ..precision import float32_products_eps, residual_floor
 from ..solution import Solution, Status
-from ..solvers.base import STALL_UNITS
 from ..transforms import Members
 from ..uncompiled import untraced
 from ..weights import held_nodes, next_node
@@ -281,7 +280,7 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
         return solution
     leaves = pytree.tree_leaves(z)
     device = leaves[0].device
-    rounding = STALL_UNITS * rounding_unit(evaluation, device, float32_products_eps(device))
+    rounding = residual_floor(evaluation, device, float32_products_eps(device))
     solver = problem.solver
     size = sample_norms(evaluation, problem.groups, solver.norm == "max")
     gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..compiled import Compiled, own_copy, reason
+from ..compiled import Codes, Compiled, reason
 from ..ops.registry import library
 from ..packing import Packing
 from ..solution import Solution
@@ -66,7 +66,7 @@ class Linearised:
     """Compiled linearisations of a cell: one for each shape of a sample, which serves any batch."""
 
     def __init__(self) -> None:
-        self._captures: dict[Any, Callable[..., Any]] = {}
+        self._codes = Codes(_evaluated, backend=self._capture)
         self._found = threading.local()
 
     def __call__(self, cell: Callable[[Any, Any], Any], z: Any, x: Any) -> Product | None:
@@ -78,15 +78,12 @@ class Linearised:
         packing = Packing(z)
         if not packing.batch:
             return None
-        key = packing.resized(0).signature()
-        if key not in self._captures:
-            self._captures[key] = torch.compile(own_copy(_evaluated), fullgraph=True, backend=self._capture)
         leaves = [leaf.detach().requires_grad_() for leaf in pytree.tree_leaves(z)]
         x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
         self._found.product = None
         try:
-            with torch.enable_grad(), torch._dynamo.config.patch(specialize_float=True):
-                self._captures[key](cell, packing.spec, leaves, x)
+            with torch.enable_grad():
+                self._codes.call(packing.resized(0).signature(), cell, packing.spec, leaves, x)
         except Exception as error:
             raise RuntimeError(f"compile=True: {_REFUSAL}: {reason(error)}") from error
         if self._found.product is None:

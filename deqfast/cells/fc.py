@@ -12,7 +12,7 @@ from ..ops.fc import reference
 from ..solution import Solution
 from ..solvers import Solver
 from ..solvers.base import check_choice, check_count
-from .linear import Device, check_features, is_plain, recurrent_weight
+from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
 
 _ACTIVATIONS = dict(zip(ACTIVATIONS, reference.ACTIVATIONS, strict=True))
 
@@ -53,6 +53,7 @@ class FCCell(nn.Module):
         super().__init__()
         check_count("in_features", in_features)
         check_count("features", features)
+        check_dtype(dtype)
         check_choice("activation", activation, tuple(_ACTIVATIONS))
         self.weight = recurrent_weight(features, device, dtype)
         self.injection = nn.Linear(in_features, features, bias=bias, device=device, dtype=dtype)

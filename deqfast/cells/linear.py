@@ -25,6 +25,12 @@ def check_features(name: str, tensor: Tensor, width: int) -> None:
         raise ValueError(f"{name} must have shape (B, {width}), got {tuple(tensor.shape)}")
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless `dtype` is None or a floating-point type."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point type or None, got {dtype!r}")
+
+
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Answer whether a call of `module` is the forward of `kind` and nothing else."""
     return type(module).forward is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
@@ -59,6 +65,7 @@ class LinearCell(nn.Module):
     def __init__(self, features: int, *, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__()
         check_count("features", features)
+        check_dtype(dtype)
         self.weight = recurrent_weight(features, device, dtype)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:

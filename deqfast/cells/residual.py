@@ -12,7 +12,7 @@ from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
 from ..solvers.base import check_count
 from ..transforms import in_forward_mode, in_torch_func
-from .linear import Device
+from .linear import Device, check_dtype
 
 
 class ResidualCell(nn.Module):
@@ -59,6 +59,7 @@ class ResidualCell(nn.Module):
         super().__init__()
         check_count("channels", channels)
         check_count("groups", groups)
+        check_dtype(dtype)
         if channels % groups:
             raise ValueError(f"groups must divide channels ({channels}), got {groups}")
         self.kernel = check_kernel_name(kernel)

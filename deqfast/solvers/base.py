@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ..ops import Kernel
 
-# A low-precision f has a residual floor of a few units of its rounding error; below this many, no gain is a stall.
-STALL_UNITS = 8
 # More than this many times tol, atol / tol would leave the range in which a float32 holds residuals.
 MAX_ATOL = 1e20
 
