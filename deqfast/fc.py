@@ -18,10 +18,10 @@ from .ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
 from .ops.fc import STATE, reference
 from .ops.fc.autograd import JacobianFree
 from .ops.registry import library
+from .precision import stall_floor
 from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
-from .precision import stall_floor
 from .solvers.base import check_choice
 from .transforms import check_plain
 
