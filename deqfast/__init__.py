@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _checkout as _checkout  # first: it lets a run from the checkout find deqfast.kernels
 from . import metrics
-from .adjoints import JFB, SHINE, Implicit, Phantom, Unrolled
+from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, ResidualCell
 from .fc import fc_fixed_point
@@ -33,10 +33,12 @@ __all__ = [
     "JFB",
     "LinearCell",
     "NCResult",
+    "Neumann",
     "NeuralCollapse",
     "Phantom",
     "Picard",
     "ResidualCell",
+    "Reversible",
     "SHINE",
     "Solution",
     "Status",

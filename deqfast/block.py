@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from . import tracing
-from .adjoints import SHINE, Adjoint, Problem, Unrolled, as_adjoint
+from .adjoints import SHINE, Adjoint, Iterated, Problem, as_adjoint
 from .adjoints.linearised import Linearised
 from .compiled import Compiled
 from .exporting import is_exporting
@@ -39,7 +39,7 @@ class DEQBlock(nn.Module):
     Args:
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
         solver: "broyden", "anderson", "picard" or a solver object.
-        adjoint: "jfb", "implicit", "phantom", "shine", "unrolled" or an adjoint object.
+        adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         init: x -> z0; None: see above.
         eval_solver: solver of evaluation mode; None: `solver`.
@@ -135,8 +135,9 @@ class DEQBlock(nn.Module):
             raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
         if self.compiled is not None and (records or self.graphs is not None or self.check_every is not None):
             raise ValueError("compile cannot be combined with compact, trace, cuda_graph or check_every")
-        if isinstance(self.adjoint, Unrolled) and (records or self.graphs is not None or self.compiled is not None):
-            raise ValueError("Unrolled runs no solver: compact, trace, cuda_graph and compile have no meaning for it")
+        if isinstance(self.adjoint, Iterated) and (records or self.graphs is not None or self.compiled is not None):
+            name = type(self.adjoint).__name__
+            raise ValueError(f"{name} runs no solver: compact, trace, cuda_graph and compile have no meaning for it")
 
     def forward(
         self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None

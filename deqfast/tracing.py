@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import block as blocks
-from .adjoints import Problem, Unrolled
+from .adjoints import Iterated, Problem, Unrolled
 from .adjoints.attach import depends_on_others, detached, vjp
 from .grouping import Groups
 from .ops.registry import library
 from .solution import Solution
 from .solve import solve
-from .weights import holding_nothing
+from .weights import holding
 
 # What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
@@ -103,7 +103,7 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
         block.cell, x, z0, block.current_solver, {"kernel": block.kernel, "groups": groups}, lambda _: None
     )
     with block.solving():
-        if isinstance(block.adjoint, Unrolled):  # the one adjoint with a value of its own
+        if isinstance(block.adjoint, Iterated):  # whose value is not the solver's
             value, solution = block.adjoint(problem)
         else:
             solution = solve(lambda z: block.cell(z, x), z0, problem.solver, **problem.options)
@@ -215,7 +215,7 @@ def _solved(
     swapped = {name: t for name, t in swapped.items() if t.requires_grad or not own[name].is_set_to(t)}
     autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
     alone = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
-    with torch.set_grad_enabled(call["records"]), autocasts, holding_nothing(), alone:
+    with torch.set_grad_enabled(call["records"]), autocasts, holding({}), alone:
         value, solution = torch.func.functional_call(plain, swapped, (call["x"], call["z0"], call["groups"]))
     starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
     ticket = torch.tensor(next(_numbers))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,14 +84,23 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
             _thread.held.pop(weight, None)
 
 
+Weights = dict[ParametrizationList, _Held]
+
+
+def held_weights() -> Weights:
+    """What this thread holds, for ``holding``."""
+    return dict(_thread.held)
+
+
 @contextmanager
-def holding_nothing() -> Iterator[None]:
-    """Let go of what this thread holds, for a call with other tensors in the place of the modules' own."""
-    held, _thread.held = _thread.held, {}
+def holding(weights: Weights) -> Iterator[None]:
+    """Hold these and no others, also in a checkpoint that has begun since; nothing where they are none."""
+    before = _thread.held
+    _thread.held = {weight: replace(held, hooks=_saved_tensor_hooks()) for weight, held in weights.items()}
     try:
         yield
     finally:
-        _thread.held = held
+        _thread.held = before
 
 
 def check_not_cached(cell: nn.Module) -> None:

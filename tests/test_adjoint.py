@@ -17,9 +17,11 @@ from deqfast import (
     DEQBlock,
     FCCell,
     Implicit,
+    Neumann,
     Phantom,
     Picard,
     ResidualCell,
+    Reversible,
     Status,
     Unrolled,
 )
@@ -30,12 +32,15 @@ TIGHT = 1e-13
 ADJOINTS = {
     "jfb": JFB(),
     "implicit": Implicit(Broyden(tol=TIGHT, max_iter=40)),
+    "neumann": Neumann(steps=3),
     "phantom": Phantom(steps=3),
+    "reversible": Reversible(steps=12),
     "unrolled": Unrolled(steps=60),
+    "checkpoint": Unrolled(steps=60, checkpoint=True),
 }
 every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOINTS)
 # Those that attach a gradient to a solve.
-attaching = pytest.mark.parametrize("adjoint", [ADJOINTS[n] for n in ("jfb", "implicit", "phantom")])
+attaching = pytest.mark.parametrize("adjoint", [ADJOINTS[n] for n in ("jfb", "implicit", "neumann", "phantom")])
 
 
 class Toy:
@@ -133,6 +138,54 @@ class TestDefinitions:
         expected = torch.autograd.grad(z, toy.inputs, toy.cotangent)
         assert_close(toy.gradients(Phantom(steps, damping)), expected, rounding(torch.float64))
         assert torch.equal(toy.block(Phantom(steps, damping))(toy.x, z0=toy.z0), solution)
+
+    @pytest.mark.parametrize(("steps", "damping"), [(1, 1.0), (5, 0.5), (3, 0.2)])
+    def test_neumann_is_phantom_at_the_solution(self, steps, damping):
+        toy = Toy()
+        assert_close(toy.gradients(Neumann(steps, damping)), toy.gradients(Phantom(steps, damping)), GRADIENT)
+
+    @pytest.mark.parametrize(("steps", "damping"), [(1, 0.5), (9, 0.8), (None, 0.3)])
+    def test_reversible_is_the_derivative_of_its_iteration(self, steps, damping):
+        toy, solver = Toy(), Picard(max_iter=21)
+        y = z = toy.z0
+        for _ in range(steps or 10):
+            y = (1 - damping) * y + damping * toy.cell(z, toy.x)
+            z = (1 - damping) * z + damping * toy.cell(y, toy.x)
+        value, solution = toy.block(Reversible(steps, damping), solver)(toy.x, z0=toy.z0, return_solution=True)
+        assert_close(value.detach(), z.detach(), rounding(torch.float64))
+        absolute = (toy.cell(y, toy.x) - y).norm(dim=1).detach()
+        assert_close(solution.residual_abs, absolute, GRADIENT)
+        assert solution.evaluations == 2 * (steps or 10)
+        expected = torch.autograd.grad(z, toy.inputs, toy.cotangent)
+        assert_close(toy.gradients(Reversible(steps, damping), solver), expected, GRADIENT)
+
+    def test_reversible_notices_that_it_does_not_come_back(self):
+        toy = Toy()
+        z = toy.block(Reversible(steps=10))(toy.x, z0=toy.z0)
+        toy.b = toy.b + 1
+        with pytest.raises(RuntimeError, match="steps back of Reversible end .+ off z0: take fewer steps than 10"):
+            z.sum().backward()
+
+    def test_a_checkpoint_changes_no_bit(self):
+        toy = Toy()
+        for found, expected in zip(
+            toy.gradients(Unrolled(9, checkpoint=True)), toy.gradients(Unrolled(9)), strict=True
+        ):
+            assert torch.equal(found, expected)
+
+    @pytest.mark.parametrize(
+        ("adjoint", "least", "most"), [(Unrolled(40), 80, 200), (Unrolled(40, True), 1, 50), (Reversible(20), 0, 8)]
+    )
+    def test_states_that_are_kept_for_the_backward_pass(self, adjoint, least, most):
+        toy, kept = Toy(batch=1000), {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            z = DEQBlock(lambda z, x: toy.cell(z.sin().cos(), x), adjoint=adjoint)(toy.x, z0=toy.z0)
+        assert z.requires_grad and least <= sum(len(tensor) == 1000 for tensor in kept.values()) <= most
 
     @pytest.mark.parametrize("steps", [1, 4, None])
     def test_unrolled_is_a_loop(self, steps):
@@ -499,8 +552,8 @@ class TestStructures:
         x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
         z = DEQBlock(lambda z, x: 2 * x, Broyden(tol=TIGHT), adjoint)(x)
         (gradient,) = torch.autograd.grad(z.sum(), x)
-        # Phantom's damped steps go part of the way from the solution.
-        reached = 1 - (1 - adjoint.damping) ** adjoint.steps if isinstance(adjoint, Phantom) else 1.0
+        # Damped steps go part of the way, Phantom's from the solution.
+        reached = 1 - (1 - adjoint.damping) ** adjoint.steps if isinstance(adjoint, (Phantom, Reversible)) else 1.0
         assert_close(gradient, torch.full_like(x, 2 * reached), GRADIENT)
 
     @every_adjoint
@@ -576,7 +629,10 @@ BAD_ARGUMENTS = [
         "solver of Implicit must have stop='rel' and atol=0, got Broyden",
     ),
     (JFB, {"steps": 1}, TypeError, "unexpected keyword argument"),
-    (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'phantom', 'shine', 'unrolled', got 'ift'"),
+    (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'neumann', .+ 'unrolled', got 'ift'"),
+    (Neumann, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
+    (Reversible, {"damping": 1.0}, ValueError, "damping must be finite and greater than 0 and at most 0.99, got 1.0"),
+    (Unrolled, {"checkpoint": 2}, ValueError, "checkpoint must be one of False, True, got 2"),
     (as_adjoint, {"adjoint": JFB}, ValueError, "adjoint must be a deqfast adjoint"),
 ]
 

@@ -34,7 +34,7 @@ from deqfast import (
 from deqfast.testing import assert_close, rounding, solved
 
 EPS = rounding(torch.float32)
-ADJOINTS = ("jfb", "implicit", "phantom", "unrolled")
+ADJOINTS = ("jfb", "implicit", "neumann", "phantom", "reversible", "unrolled")
 every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS)
 
 

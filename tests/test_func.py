@@ -18,6 +18,7 @@ from deqfast import (
     DEQBlock,
     FCCell,
     Implicit,
+    Neumann,
     Phantom,
     ResidualCell,
     Status,
@@ -32,6 +33,7 @@ TIGHT = Broyden(tol=1e-13, max_iter=60)
 ADJOINTS = {
     "jfb": JFB(),
     "implicit": Implicit(TIGHT),
+    "neumann": Neumann(steps=3),
     "phantom": Phantom(steps=3),
     "unrolled": Unrolled(steps=80),
 }

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, ResidualCell, Unrolled, weights
+from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, ResidualCell, Reversible, Unrolled, weights
 from deqfast.testing import GRADIENT, assert_close
 
 TIGHT = Broyden(tol=1e-12, max_iter=60)
@@ -58,7 +58,7 @@ def gradients(block, x, context=nullcontext):
     return torch.autograd.grad(value, [x, *block.parameters()])
 
 
-ADJOINTS = ["jfb", Implicit(TIGHT), "phantom", "shine", Unrolled(60)]
+ADJOINTS = ["jfb", Implicit(TIGHT), "neumann", "phantom", Reversible(25), "shine", Unrolled(60)]
 KINDS = {"weight norm": weight_norm, "spectral norm": spectral_norm, "orthogonal": orthogonal, "own": Counted()}
 every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS, ids=str)
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_same_weights(kind, adjoint):
 @every_adjoint
 def test_spectral_norm_in_training_moves_once_per_call(adjoint):
     cell, x = Cell(spectral_norm), inputs()
-    block, alone = DEQBlock(cell, TIGHT, adjoint), copy.deepcopy(cell)
+    block, alone = DEQBlock(cell, TIGHT, adjoint, warn=adjoint != Reversible(25)), copy.deepcopy(cell)
     value = block(x)
     weight = alone.linear.weight  # one step of the power iteration
     for a, b in zip(cell.buffers(), alone.buffers(), strict=True):

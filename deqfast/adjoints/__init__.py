@@ -5,14 +5,18 @@ from __future__ import annotations
 from .base import Adjoint, Problem
 from .implicit import Implicit
 from .jfb import JFB
+from .neumann import Neumann
 from .phantom import Phantom
+from .reversible import Reversible
 from .shine import SHINE
-from .unrolled import Unrolled
+from .unrolled import Iterated, Unrolled
 
 _BY_NAME: dict[str, type[Adjoint]] = {
     "jfb": JFB,
     "implicit": Implicit,
+    "neumann": Neumann,
     "phantom": Phantom,
+    "reversible": Reversible,
     "shine": SHINE,
     "unrolled": Unrolled,
 }
@@ -21,7 +25,7 @@ _BY_NAME: dict[str, type[Adjoint]] = {
 def as_adjoint(adjoint: str | Adjoint) -> Adjoint:
     """Return the adjoint itself, or the default-constructed one that a name stands for.
 
-    Names are "jfb", "implicit", "phantom", "shine" and "unrolled"; ValueError for anything else.
+    Names are those of the classes in small letters; ValueError for anything else.
     """
     if isinstance(adjoint, Adjoint):
         return adjoint
@@ -30,4 +34,16 @@ def as_adjoint(adjoint: str | Adjoint) -> Adjoint:
     raise ValueError(f"adjoint must be a deqfast adjoint or one of {', '.join(map(repr, _BY_NAME))}, got {adjoint!r}")
 
 
-__all__ = ["Adjoint", "Implicit", "JFB", "Phantom", "Problem", "SHINE", "Unrolled", "as_adjoint"]
+__all__ = [
+    "Adjoint",
+    "Implicit",
+    "Iterated",
+    "JFB",
+    "Neumann",
+    "Phantom",
+    "Problem",
+    "Reversible",
+    "SHINE",
+    "Unrolled",
+    "as_adjoint",
+]

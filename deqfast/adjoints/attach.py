@@ -12,8 +12,9 @@ whose value is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,6 +182,12 @@ class _Valve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None if ctx.valve.is_closed else grads[0]
+
+
+def present_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
+    """Context with the autocast state of now, for a backward pass."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, enabled=enabled, dtype=dtype)
 
 
 def vjp(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from ..packing import Packing
 from ..solution import Solution
 from ..solve import solve
 from ..transforms import constant, forward_mode, is_transformed, over_members, without_tangent
-from .attach import confirmed
+from .attach import confirmed, present_autocast
 from .samples import per_row
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ class Cell(Map):
             }
         self.names = list(held)
         self.others = [*(leaves[i] for i in self.in_x), *held.values()]
-        device = self.packing.device.type
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self.autocast = partial(torch.autocast, device, enabled=enabled, dtype=dtype)
+        self.autocast = present_autocast(self.packing.device.type)
 
     def x_of(self, others: Tensors) -> Any:
         """The tree x with these tensors."""

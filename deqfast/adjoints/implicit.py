@@ -30,6 +30,7 @@ from .attach import (
     in_order_of,
     keep,
     kept,
+    present_autocast,
     requiring_grad,
     vjp,
 )
@@ -119,9 +120,7 @@ class _Inverted(Rule):
         # Checkpointing would compute what this evaluation saves anew for every product with it.
         with saved_tensors_hooks(keep, kept):
             self.recorded = Recorded(self.evaluate, self.z, x)
-        device = pytree.tree_leaves(z)[0].device.type
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self.autocast = partial(torch.autocast, device, enabled=enabled, dtype=dtype)  # that of the forward pass
+        self.autocast = present_autocast(pytree.tree_leaves(z)[0].device.type)
         self.product: Product | None = None  # compiled
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:

@@ -67,11 +67,11 @@ class Phantom(Adjoint):
         return z
 
     def derivative(self, problem: Problem) -> Derivative:
-        return Once("Phantom", lambda base: _Damped(base, self))
+        return Once("Phantom", lambda base: Damped(base, self))
 
 
 @dataclass(frozen=True)
-class _Damped(Map):
+class Damped(Map):
     """Damped calls of a map."""
 
     base: Map

@@ -1,13 +1,16 @@
-"""Backpropagation through the iterations."""
+"""Backpropagation through iterations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from ..exporting import is_exporting, outside_exports
 from ..ops.steps.reference import residuals
@@ -15,44 +18,25 @@ from ..packing import Packing, evaluate
 from ..solution import Solution, Status
 from ..solve import finite_rows
 from ..solvers import Solver
-from ..solvers.base import check_count
+from ..solvers.base import check_choice, check_count
 from ..transforms import values
+from ..weights import held_weights, holding
 from .attach import detached
 from .base import Adjoint, Problem
 from .samples import per_row
 
 
-@dataclass(frozen=True)
-class Unrolled(Adjoint):
-    """Backpropagation through plain calls of the cell from z0, without a solver.
+class Iterated(Adjoint):
+    """Base of the adjoints whose value is an iterate of their own instead of a solver's, with gradients through all.
 
-    The value is the last iterate; the Solution's residual is that of the iterate before it, the last one f was
-    evaluated at. Differentiable any number of times, also in z0. Memory grows with the calls.
-
-    Args:
-        steps: number of calls, at least 1; None takes the solver's max_iter.
-
-    Raises:
-        TypeError, ValueError: `steps` is not such a number.
-
-    Examples:
-        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Unrolled(steps=30))
-        >>> x = torch.randn(4, 3, requires_grad=True)
-        >>> (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
-        >>> gradient.square().sum().backward()  # a second derivative
+    The Solution's residual is that of the last iterate that f was evaluated at.
     """
-
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps is not None:
-            check_count("steps", self.steps)
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
         packing = Packing(problem.z0, problem.groups)
         with outside_exports(torch.no_grad()):
             finite_rows(packing, problem.z0)
-        value, solution = self._unroll(problem, packing, problem.z0, problem.x)
+        value, solution = self.iterate(problem, packing, problem.z0, problem.x)
         broken = solution.status == Status.NONFINITE
         if is_exporting():
             value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z, v), value, problem.z0)
@@ -62,24 +46,73 @@ class Unrolled(Adjoint):
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
         stand_ins = replace(solution, value=problem.z0)
         z0, x, broken = problem.without_broken(stand_ins)
-        healthy, _ = self._unroll(problem, packing, z0, x)
+        healthy, _ = self.iterate(problem, packing, z0, x)
         value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, problem.z0)
         return value, replace(solution, value=detached(value))
 
-    def _unroll(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
+    def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
+        """Last iterate from z, with its gradient, and the Solution."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Unrolled(Iterated):
+    """Backpropagation through plain calls of the cell from z0, without a solver.
+
+    The value is the last iterate; the Solution's residual is that of the iterate before it, the last one f was
+    evaluated at. Differentiable any number of times, also in z0. Memory grows with the calls.
+
+    Args:
+        steps: number of calls, at least 1; None takes the solver's max_iter.
+        checkpoint: keep the iterates alone, and compute each call's graph anew in the backward pass: twice the calls,
+            in the memory of one graph. The cell must then be the same function as in the forward pass.
+
+    Raises:
+        TypeError, ValueError: `steps` is not such a number, `checkpoint` not True or False.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Unrolled(steps=30))
+        >>> x = torch.randn(4, 3, requires_grad=True)
+        >>> (gradient,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
+        >>> gradient.square().sum().backward()  # a second derivative
+    """
+
+    steps: int | None = None
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            check_count("steps", self.steps)
+        check_choice("checkpoint", self.checkpoint, (False, True))
+
+    def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
+        cell = problem.cell
+        if self.checkpoint and torch.is_grad_enabled():
+            cell = partial(checkpoint, _holding(cell), use_reentrant=False)
         steps = self.steps or problem.solver.max_iter
         previous = z
         for _ in range(steps):
-            value = evaluate(problem.cell, z, x)
+            value = evaluate(cell, z, x)
             packing.check_value(value)
             previous, z = z, pytree.tree_map(lambda new, old: new.to(old.dtype), value, z)
         with outside_exports(torch.no_grad()):
-            return z, _judge(packing, problem.solver, steps, previous, z)
+            return z, judged(packing, problem.solver, steps, previous, z, z)
 
 
-def _judge(packing: Packing, solver: Solver, steps: int, previous: Any, z: Any) -> Solution:
-    """Solution of `steps` calls of f, the last of which gave z = f(previous)."""
-    now, before = packing.pack(z), packing.pack(previous)
+def _holding(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The cell with the weights that are held now, whenever it is called."""
+    weights = held_weights()
+
+    def call(z: Any, x: Any) -> Any:
+        with holding(weights):
+            return cell(z, x)
+
+    return call
+
+
+def judged(packing: Packing, solver: Solver, evaluations: int, z: Any, fz: Any, value: Any) -> Solution:
+    """Solution of so many calls of f, the last of which gave fz = f(z), that have come to `value`."""
+    now, before = packing.pack(fz), packing.pack(z)
     relative, absolute = residuals(now - before, now, solver.offset, solver.norm == "max")
     measure = absolute if solver.stop == "abs" else relative
     finite = torch.isfinite(now).all(dim=1) & torch.isfinite(measure)
@@ -90,12 +123,12 @@ def _judge(packing: Packing, solver: Solver, steps: int, previous: Any, z: Any) 
         return torch.where(finite, residual, torch.inf)
 
     return Solution(
-        value=detached(z),
+        value=detached(value),
         status=status,
-        iterations=torch.full_like(status, steps, dtype=torch.int32),
+        iterations=torch.full_like(status, evaluations, dtype=torch.int32),
         residual=where_finite(measure),
         residual_rel=where_finite(relative),
         residual_abs=where_finite(absolute),
-        evaluations=steps,
-        sample_evaluations=steps * packing.batch,
+        evaluations=evaluations,
+        sample_evaluations=evaluations * packing.batch,
     )

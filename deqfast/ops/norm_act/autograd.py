@@ -42,7 +42,8 @@ class _NormActResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tensors, statistics = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors  # once: a checkpoint refuses more
+        tensors, statistics = saved[:7], saved[7:]
         if torch.is_grad_enabled():
             _, *statistics = _TORCH.op("norm_act_residual")(*tensors, ctx.groups, ctx.eps)
             backward, grad = _TORCH.op("norm_act_residual_backward"), grads[0]

@@ -1,0 +1,77 @@
+"""Truncated Neumann series."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from ..solution import Solution
+from ..solvers.base import check_count, check_number
+from ..uncompiled import uncompiled
+from .attach import Recorded, Rule, attach, confirmed, detached, keep, kept, present_autocast, vjp
+from .base import Adjoint, Problem
+from .functional import Derivative, Once
+from .phantom import Damped, Phantom
+
+
+@dataclass(frozen=True)
+class Neumann(Adjoint):
+    """Neumann series: (I - J^T)^-1 taken as damping (I + M + ... + M^(steps-1)), M = damping J^T + (1 - damping) I.
+
+    Where z* is exact this is the gradient of ``Phantom`` of as many steps, in the memory of one evaluation of the cell.
+    Source: Geng et al., NeurIPS 2021, equation 8.
+
+    Args:
+        steps: number of terms, at least 1; steps=1 with damping=1 is ``JFB``. Each but the first costs a product with
+            the Jacobian.
+        damping: in ]0, 1].
+
+    Raises:
+        TypeError, ValueError: an argument is not a number of this range.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Neumann(steps=5))
+        >>> block(torch.randn(4, 3)).sum().backward()
+    """
+
+    steps: int = 5
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_number("damping", self.damping, 0.0, 1.0, low_open=True)
+
+    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = problem.without_broken(solution)
+        leaves, spec = pytree.tree_flatten(detached(z, requires_grad=True))
+        with saved_tensors_hooks(keep, kept):  # a checkpoint in the cell would be computed anew for each term
+            recorded = Recorded(uncompiled(problem.cell), pytree.tree_unflatten(leaves, spec), x)
+        value = attach(solution.value, recorded, _Series(self, recorded.outputs, leaves), broken)
+        return value, confirmed(solution, problem, z, recorded.outputs)
+
+    def derivative(self, problem: Problem) -> Derivative:
+        phantom = Phantom(self.steps, self.damping)  # the same at z*
+        return Once("Neumann", lambda base: Damped(base, phantom))
+
+
+class _Series(Rule):
+    """Gradients pass the series, by Horner's rule."""
+
+    def __init__(self, neumann: Neumann, outputs: list[Tensor], leaves: list[Tensor]) -> None:
+        super().__init__("Neumann")
+        self.neumann, self.outputs, self.leaves = neumann, outputs, leaves
+        self.autocast = present_autocast(leaves[0].device.type)
+
+    def pull(self, grads: list[Tensor]) -> list[Tensor]:
+        damping = self.neumann.damping
+        u = [damping * g for g in grads]
+        with self.autocast():
+            for _ in range(self.neumann.steps - 1):
+                products = vjp(self.outputs, self.leaves, u)
+                undamped = [g if p is None else p + g for p, g in zip(products, grads, strict=True)]
+                u = [v + damping * (w - v) for v, w in zip(u, undamped, strict=True)]
+        return u

@@ -1,0 +1,162 @@
+"""Backpropagation through an iteration that runs backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..exporting import outside_exports
+from ..ops.double_backward import NoDoubleBackward
+from ..packing import Packing, evaluate
+from ..solution import Solution
+from ..solvers.base import check_count, check_number
+from ..uncompiled import uncompiled, untraced
+from ..weights import held_weights, holding
+from .attach import Gradients, Recorded, detached, in_order_of, present_autocast, vjp
+from .base import Problem
+from .unrolled import Iterated, judged
+
+# Distance from the start to which the way back has to lead, in lengths of the iterates.
+_LOST = 1e-3
+
+
+@dataclass(frozen=True)
+class Reversible(Iterated):
+    """Exact backpropagation through an iteration of two states, in the memory of one evaluation of the cell.
+
+    From y = z = z0, y <- (1 - damping) y + damping f(z), then z <- (1 - damping) z + damping f(y): the backward pass
+    takes the steps back instead of having kept them. The states are float64, in which rounding grows by
+    1 / (1 - damping) a half-step. Source: McCallum et al., arXiv 2509.12917.
+
+    Args:
+        steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
+        damping: weight of f in a step, in ]0, 1[; nearer to 1 fewer steps are needed, and fewer can be taken back.
+
+    Raises:
+        TypeError, ValueError: an argument is not a number of this range.
+        RuntimeError: under torch.func and in forward-mode AD; in the backward pass, where the steps back do not lead
+            to z0, since the cell is another function by then or rounding has grown too large.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Reversible(steps=15))
+        >>> block(torch.randn(4, 3)).sum().backward()
+    """
+
+    steps: int | None = None
+    damping: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            check_count("steps", self.steps)
+        check_number("damping", self.damping, 0.0, 0.99, low_open=True)
+
+    def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
+        if problem.is_transformed():
+            raise RuntimeError(
+                "deqfast: Reversible has no derivative under torch.func and forward-mode AD: use Unrolled"
+            )
+        run = _Run(problem.cell, self.damping, self.steps or max(1, problem.solver.max_iter // 2), detached(z), x)
+        with outside_exports(torch.no_grad()):
+            y, fy = run.forward(packing)
+            solution = judged(packing, problem.solver, 2 * run.steps, run.tree(y), run.tree(fy), run.tree(run.ends[1]))
+        if not torch.is_grad_enabled():
+            return solution.value, solution
+        sources = Recorded(problem.cell, solution.value, x).sources
+        leaves, spec = pytree.tree_flatten(solution.value)
+        return pytree.tree_unflatten(list(_Reversed.apply(run, len(leaves), *leaves, *sources)), spec), solution
+
+
+class _Run:
+    """Steps from z0 and back."""
+
+    def __init__(self, cell: Callable[[Any, Any], Any], damping: float, steps: int, z0: Any, x: Any) -> None:
+        self.cell, self.damping, self.steps, self.x = cell, damping, steps, x
+        self.start, self.spec = pytree.tree_flatten(z0)
+        self.autocast = present_autocast(self.start[0].device.type)
+        self.held = held_weights()
+        self.ends = [[leaf.double() for leaf in self.start] for _ in range(2)]  # y and z
+
+    def tree(self, state: list[Tensor]) -> Any:
+        """Tree like z0 of a state in float64."""
+        return pytree.tree_unflatten([s.to(leaf.dtype) for s, leaf in zip(state, self.start, strict=True)], self.spec)
+
+    def _mix(self, state: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+        return [s + self.damping * (v.double() - s) for s, v in zip(state, values, strict=True)]
+
+    def forward(self, packing: Packing) -> tuple[list[Tensor], list[Tensor]]:
+        """Go to the ends; the last state that the cell was evaluated at, and its value there."""
+        y, z = self.ends
+        for _ in range(self.steps):
+            y = self._mix(y, packing.check_value(evaluate(self.cell, self.tree(z), self.x)))
+            value = packing.check_value(evaluate(self.cell, self.tree(y), self.x))
+            z = self._mix(z, value)
+        self.ends = [y, z]
+        return y, value
+
+    def pull(self, grads: list[Tensor], sources: list[Tensor]) -> Gradients:
+        """Gradients in the sources for these of z, on the way back."""
+        ends, cell = [list(state) for state in self.ends], uncompiled(self.cell)
+        passed = [[torch.zeros_like(end) for end in ends[0]], [grad.double() for grad in grads]]
+        found: Gradients = [None] * len(sources)
+        with self.autocast(), holding(self.held):
+            for half in range(2 * self.steps):
+                at, of = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
+                z = detached(self.tree(ends[at]), requires_grad=True)
+                with torch.enable_grad():
+                    values = in_order_of(z, cell(z, self.x))
+                scaled = [self.damping * grad for grad in passed[of]]
+                pulled = vjp(values, [*pytree.tree_leaves(z), *sources], scaled)
+                passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
+                passed[of] = [(1 - self.damping) * p for p in passed[of]]
+                found = [_sum(a, b) for a, b in zip(found, pulled[len(grads) :], strict=True)]
+                ends[of] = [self._unmixed(end, v.detach()) for end, v in zip(ends[of], values, strict=True)]
+        self._check(ends)
+        return found
+
+    def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
+        return (state - self.damping * value.double()) / (1 - self.damping)
+
+    def _check(self, found: list[list[Tensor]]) -> None:
+        """RuntimeError where the states found are not the start."""
+        for state in found:
+            for leaf, start, end in zip(state, self.start, self.ends[1], strict=True):
+                size = start.double().norm() + end.norm()
+                if not bool((leaf - start).norm() <= _LOST * size):
+                    distance = float((leaf - start).norm() / size)
+                    raise RuntimeError(
+                        f"deqfast: the steps back of Reversible end {distance:.1g} lengths of the iterates off z0: "
+                        f"take fewer steps than {self.steps}, a damping below {self.damping}, or a cell that is the "
+                        "same function in the backward pass"
+                    )
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Any:
+    return a if b is None else b if a is None else a + b
+
+
+class _Reversed(torch.autograd.Function):
+    """Values of a run, with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, count: int, *tensors: Tensor) -> Any:
+        ctx.run, ctx.count = run, count
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(value.clone() for value in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return untraced(_Reversed.pull, ctx, grads)
+
+    @staticmethod
+    def pull(ctx: Any, grads: tuple[Tensor, ...]) -> Any:
+        sources = list(ctx.saved_tensors)
+        with torch.no_grad():
+            found = ctx.run.pull(list(grads), sources)
+        if torch.is_grad_enabled():
+            found = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in found]
+        return (*[None] * (2 + ctx.count), *found)
