@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from . import _checkout as _checkout  # first: it lets a run from the checkout find deqfast.kernels
-from . import metrics
+from . import metrics, regularize
 from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, ResidualCell
 from .fc import fc_fixed_point
+from .functional import fixed_point
 from .grouping import Groups
 from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory
@@ -45,7 +46,9 @@ __all__ = [
     "Unrolled",
     "backends",
     "fc_fixed_point",
+    "fixed_point",
     "neural_collapse",
+    "regularize",
     "release_memory",
     "solve",
 ]

@@ -1,0 +1,93 @@
+"""What keeps a cell's fixed point easy to find, and what measures how easy it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .adjoints.attach import detached, in_order_of, sample_norms, vjp
+from .adjoints.samples import per_row
+from .solvers.base import check_count
+from .uncompiled import uncompiled
+
+
+def jacobian_penalty(cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: int = 1) -> Tensor:
+    """Hutchinson's estimate of |J|_F^2 / D, averaged over the samples, to be added to a loss with a small weight.
+
+    It costs one evaluation of the cell and `probes` products with its Jacobian in z, which are differentiated in turn.
+    The estimate is without bias; its relative standard deviation is about sqrt(2 / (B D probes)) for a dense J. Source:
+    Bai et al., ICML 2021, equation 7.
+
+    Args:
+        cell: the map (z, x) -> z.
+        z: where, the value of a block (detached here): a tensor (B, ...) or a pytree of them; D numbers a sample.
+        x: the second argument of `cell`; the penalty is differentiable in it and in the parameters.
+        probes: number of random vectors, of torch's generator, at least 1.
+
+    Returns:
+        A scalar, differentiable.
+
+    Raises:
+        TypeError, ValueError: `probes` is no such number.
+
+    Examples:
+        >>> cell, x = deqfast.FCCell(3, 8), torch.randn(4, 3)
+        >>> z = deqfast.DEQBlock(cell)(x)
+        >>> loss = z.square().mean() + 0.1 * deqfast.regularize.jacobian_penalty(cell, z, x)
+        >>> loss.backward()
+    """
+    check_count("probes", probes)
+    with torch.enable_grad():
+        z = detached(z, requires_grad=True)
+        leaves = pytree.tree_leaves(z)
+        values = in_order_of(z, uncompiled(cell)(z, x))
+        wide = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+        total = torch.zeros((), device=leaves[0].device, dtype=wide)
+        for _ in range(probes):
+            probe = [torch.randn_like(value) for value in values]
+            products = vjp(values, leaves, probe, create_graph=True)
+            total = total + sum(p.to(wide).square().sum() for p in products if p is not None)
+    return total / (probes * sum(leaf.numel() for leaf in leaves))
+
+
+@torch.no_grad()
+def spectral_radius(cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50) -> Tensor:
+    """Spectral radius of the Jacobian of cell(., x) at z, a sample each, by power iteration with its transpose.
+
+    From the growth of a vector's length over the second half of the iterations, which tells complex pairs as well as
+    real eigenvalues (a Rayleigh quotient does not). Under 1, and the nearer to 0 the sooner, plain iteration converges.
+
+    Args:
+        cell: the map (z, x) -> z, which must treat every sample by itself.
+        z, x: as for ``jacobian_penalty``.
+        iterations: products with the Jacobian, at least 2.
+
+    Returns:
+        (B,) float64.
+
+    Raises:
+        TypeError, ValueError: `iterations` is no such number.
+
+    Examples:
+        >>> turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]])
+        >>> deqfast.regularize.spectral_radius(lambda z, x: z @ turn + x, torch.zeros(3, 2), torch.zeros(3, 2))
+        tensor([0.9000, 0.9000, 0.9000], dtype=torch.float64)
+    """
+    check_count("iterations", iterations, 2)
+    with torch.enable_grad():
+        z = detached(z, requires_grad=True)
+        leaves = pytree.tree_leaves(z)
+        values = in_order_of(z, uncompiled(cell)(z, x))
+    vector, half, growth = [torch.randn_like(leaf) for leaf in leaves], iterations // 2, torch.zeros(())
+    for k in range(iterations):
+        products = vjp(values, leaves, vector)
+        vector = [torch.zeros_like(v) if p is None else p for p, v in zip(products, vector, strict=True)]
+        lengths = sample_norms(vector, None)
+        vector = [v / per_row(lengths.clamp_min(1e-30), v).to(v.dtype) for v in vector]
+        if k >= half:
+            growth = growth + lengths.log()
+    return (growth / (iterations - half)).exp()

@@ -1,0 +1,71 @@
+"""Fixed points as functions: the gradients of blocks, in arguments, in modules and under torch.func."""
+
+import pytest
+import torch
+from torch import nn
+
+from deqfast import JFB, Broyden, Implicit, Status, Unrolled, fixed_point
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close
+
+TIGHT = Broyden(tol=1e-12, max_iter=60)
+
+
+def mix(z, w, x):
+    return {"a": 0.4 * torch.tanh(z["b"] @ w) + x["shift"], "b": 0.5 * torch.sin(z["a"])}
+
+
+def arguments():
+    torch.manual_seed(0)
+    w, shift = (torch.randn(size, 4, dtype=torch.float64, requires_grad=True) for size in (4, 3))
+    return {name: torch.zeros(3, 4, dtype=torch.float64) for name in "ab"}, w, {"shift": shift}
+
+
+def test_gradients_three_ways():
+    z0, w, x = arguments()
+
+    def value(w, shift, adjoint=None):
+        return fixed_point(mix, z0, w, {"shift": shift}, solver=TIGHT, adjoint=adjoint or Implicit(TIGHT))["a"]
+
+    assert torch.autograd.gradcheck(value, (w, x["shift"]), **FINITE_DIFFERENCES)
+    found, expected = (
+        torch.autograd.grad(value(w, x["shift"], adjoint).sin().sum(), [w, x["shift"]])
+        for adjoint in (Implicit(TIGHT), Unrolled(80))
+    )
+    assert_close(found, expected, GRADIENT)
+
+
+def test_a_module_and_options():
+    module, x = nn.Linear(4, 4).double(), torch.randn(3, 4, dtype=torch.float64)
+
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = module
+
+        def forward(self, z, x):
+            return 0.5 * torch.tanh(self.linear(z)) + x
+
+    value, solution = fixed_point(Cell(), torch.zeros_like(x), x, adjoint=JFB(), return_solution=True, groups="batch")
+    assert solution.status.tolist() == [Status.CONVERGED] and torch.equal(value, solution.value)
+    value.sum().backward()
+    assert module.weight.grad is not None
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tolerance'"):
+        fixed_point(Cell(), torch.zeros_like(x), x, tolerance=1e-3)
+
+
+def test_transforms():
+    """Per-sample gradients by vmap of grad, and a Hessian."""
+    x = torch.randn(5, 1, 3, dtype=torch.float64)
+    w = 0.3 * torch.randn(3, 3, dtype=torch.float64)
+
+    def loss(w, x):
+        z = fixed_point(
+            lambda z, w, x: torch.tanh(z @ w + x), torch.zeros_like(x), w, x, solver=TIGHT, adjoint=Implicit(TIGHT)
+        )
+        return z.square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
+    expected = torch.stack([torch.func.grad(loss)(w, one) for one in x])
+    assert_close(found, expected, GRADIENT)
+    hessian = torch.func.hessian(loss)(w, x[0]).reshape(9, 9)
+    assert_close(hessian, hessian.T, GRADIENT)

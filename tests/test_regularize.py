@@ -1,0 +1,78 @@
+"""Jacobian penalty and spectral radius against dense Jacobians."""
+
+import pytest
+import torch
+
+from deqfast import DEQBlock, FCCell, ResidualCell
+from deqfast.regularize import jacobian_penalty, spectral_radius
+from deqfast.testing import assert_close
+
+
+def jacobians(cell, z, x):
+    """Dense ones of every sample, (B, D, D)."""
+    return torch.stack(
+        [
+            torch.func.jacrev(lambda one, i=i: cell(one[None], x[i : i + 1])[0])(z[i]).reshape(z[i].numel(), -1)
+            for i in range(len(z))
+        ]
+    )
+
+
+def problem(dtype=torch.float64):
+    torch.manual_seed(0)
+    cell, x = FCCell(3, 6, dtype=dtype), torch.randn(4, 3, dtype=dtype)
+    return cell, DEQBlock(cell)(x).detach(), x
+
+
+def test_the_penalty_is_the_mean_square_of_the_jacobian_without_bias():
+    cell, z, x = problem()
+    expected = jacobians(cell, z, x).square().sum((1, 2)).mean() / 6
+    found = torch.stack([jacobian_penalty(cell, z, x) for _ in range(2000)])
+    assert (found.mean() - expected).abs() < 4 * found.std() / 2000**0.5
+    assert_close(jacobian_penalty(cell, z, x, probes=4000), expected, 0.05)
+    assert found.std() > 0.01 * expected
+
+
+def test_the_penaltys_gradient_is_that_of_the_same_probes():
+    cell, z, x = problem()
+    x.requires_grad_()
+
+    def penalty(x, weight):
+        torch.manual_seed(1)
+        return jacobian_penalty(lambda z, x: torch.tanh(z @ weight.T + x @ cell.injection.weight.T), z, x)
+
+    assert torch.autograd.gradcheck(penalty, (x, cell.weight))
+    torch.manual_seed(1)
+    assert torch.autograd.grad(jacobian_penalty(cell, z, x), cell.weight)[0].any()
+
+
+def test_the_penalty_of_a_cell_with_kernels_of_its_own_and_of_one_without_state():
+    cell, x = ResidualCell(8, 4), torch.randn(2, 8, 4, 4)
+    jacobian_penalty(cell, torch.randn_like(x), x).backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.any() for p in (cell.conv1.weight, cell.conv2.weight))
+    assert jacobian_penalty(lambda z, x: 2 * x, x, x) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_spectral_radius_of_real_and_complex_pairs(dtype):
+    torch.manual_seed(0)
+    scale = torch.tensor([0.3, 0.9, 2.0], dtype=dtype)[:, None]
+    for matrix in (
+        torch.tensor([[0.0, -1.0], [1.0, 0.0]]),
+        torch.diag(torch.tensor([1.0, -0.5])),
+        torch.ones(2, 2) / 2,
+    ):
+        found = spectral_radius(lambda z, x: scale * (z @ x), torch.randn(3, 2, dtype=dtype), matrix.to(dtype))
+        assert_close(found, scale[:, 0].double(), 1e-5)
+    cell, z, x = problem(dtype)
+    expected = torch.linalg.eigvals(jacobians(cell, z, x).double()).abs().amax(dim=1)
+    assert_close(spectral_radius(cell, z, x, iterations=400), expected, 0.02)
+
+
+def test_a_radius_of_zero_and_bad_numbers():
+    z = torch.zeros(2, 3)
+    assert (spectral_radius(lambda z, x: torch.ones_like(z), z, None) < 1e-9).all()
+    with pytest.raises(ValueError, match="iterations must be at least 2, got 1"):
+        spectral_radius(lambda z, x: z, z, None, iterations=1)
+    with pytest.raises(ValueError, match="probes must be at least 1, got 0"):
+        jacobian_penalty(lambda z, x: z, z, None, probes=0)
