@@ -24,6 +24,7 @@ from .notice import Notice
 from .ops import check_kernel_name
 from .packing import Packing
 from .solution import Solution
+from .solve import Halt
 from .solvers import Solver, as_solver
 from .solvers.base import check_choice, check_count
 from .transforms import values
@@ -56,6 +57,7 @@ class DEQBlock(nn.Module):
             solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
             leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
         trace: record the residual after every evaluation in ``Solution.trace``.
+        halt: rule that ends samples beside the solver's, see ``solve``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``. On a GPU it is said one call late, so that nothing waits.
 
@@ -96,6 +98,7 @@ class DEQBlock(nn.Module):
         warn: bool = True,
         per_sample: Any = None,
         compile: bool | str = False,
+        halt: Halt | None = None,
     ):
         super().__init__()
         if not callable(cell):
@@ -111,7 +114,7 @@ class DEQBlock(nn.Module):
         self.kernel = check_kernel_name(kernel)
         self.init = init
         self.check_every = check_every
-        self.compact, self.trace = compact, trace
+        self.compact, self.trace, self.halt = compact, trace, halt
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
@@ -128,16 +131,16 @@ class DEQBlock(nn.Module):
         self._number = tracing.new_number(self)  # a copy is another block
 
     def _check_combination(self) -> None:
-        records = self.compact or self.trace
+        records = self.compact or self.trace or self.halt is not None
         if self.graphs is not None and records:
-            raise ValueError("cuda_graph cannot be combined with compact or trace: a graph replays one batch size")
+            raise ValueError("cuda_graph cannot be combined with compact, trace or halt: a graph replays the same work")
         if self.graphs is not None and isinstance(self.adjoint, SHINE):
             raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
         if self.compiled is not None and (records or self.graphs is not None or self.check_every is not None):
-            raise ValueError("compile cannot be combined with compact, trace, cuda_graph or check_every")
+            raise ValueError("compile cannot be combined with compact, trace, halt, cuda_graph or check_every")
         if isinstance(self.adjoint, Iterated) and (records or self.graphs is not None or self.compiled is not None):
             name = type(self.adjoint).__name__
-            raise ValueError(f"{name} runs no solver: compact, trace, cuda_graph and compile have no meaning for it")
+            raise ValueError(f"{name} runs no solver: compact, trace, halt, cuda_graph and compile mean nothing to it")
 
     def forward(
         self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None
@@ -168,7 +171,7 @@ class DEQBlock(nn.Module):
             z0=z0,
             solver=self.current_solver,
             options={"kernel": self.kernel, "check_every": self.check_every, "groups": self._grouping(groups, z0)},
-            forward_options={"compact": self.compact, "trace": self.trace},
+            forward_options={"compact": self.compact, "trace": self.trace, "halt": self.halt},
             graphs=self.graphs,
             compiled=self.compiled,
             linearised=self.linearised,

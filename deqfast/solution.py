@@ -21,6 +21,7 @@ class Status(IntEnum):
         INCONSISTENT: the residual met the tolerance in the solve, and did not when f was called again at the answer, as
             the gradient needs it. Then f couples the samples, see `groups` of ``solve``, or is another function at
             every call.
+        HALTED: the caller's rule `halt` ended the solve of the sample.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
@@ -35,6 +36,7 @@ class Status(IntEnum):
     NONFINITE = 2
     STALLED = 3
     INCONSISTENT = 4
+    HALTED = 5
 
     @property
     def message(self) -> str:
@@ -48,6 +50,7 @@ _MESSAGES = {
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
+    Status.HALTED: "The rule `halt` ended the solve; the iterate that it saw is returned.",
 }
 
 

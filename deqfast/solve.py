@@ -13,8 +13,9 @@ from torch import Tensor
 from .exporting import is_exporting, outside_exports
 from .grouping import Groups
 from .ops import choose_kernel
+from .ops.steps.reference import residuals
 from .packing import Packing, evaluate
-from .solution import Solution
+from .solution import Solution, Status
 from .solvers import Solver, as_solver
 from .solvers.base import State, check_count
 from .solvers.multisecant import Multisecant
@@ -24,6 +25,8 @@ from .transforms import check_plain, values
 CHECK_EVERY_ON_GPU = 2
 # Finished samples leave f's batch when they are this share of it: fewer are not worth moving the others.
 COMPACT_SHARE = 0.25
+
+Halt = Callable[[Any, Any, int], Tensor]
 
 
 def solve(
@@ -36,6 +39,7 @@ def solve(
     trace: bool = False,
     keep_inverse: bool = False,
     groups: Groups | Tensor | str | None = None,
+    halt: Halt | None = None,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -60,6 +64,9 @@ def solve(
             freezing are then those of such samples, whose number is the Solution's B. Samples are lengthened to the
             longest with zeros, in memory and in time. ``Groups`` are made once for many solves. None: each row is a
             sample, and f must not couple rows.
+        halt: rule of the caller's own beside the solver's: halt(z, value, k), given the iterate z, f(z) and the number
+            k = 1, 2, ... of the evaluation, returns a mask (B,) of the samples to end as they are, HALTED. It is asked
+            about all samples and counts for those that run and have not converged; nothing waits for the device.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:
@@ -83,6 +90,10 @@ def solve(
     if check_every is not None:
         check_count("check_every", check_every)
     check_inverse(solver, keep_inverse)
+    if halt is not None and not callable(halt):
+        raise TypeError(f"halt must be callable, got {halt!r}")
+    if compact and halt is not None:
+        raise ValueError("compact cannot be combined with halt, which is asked about all samples")
     if compact and groups is not None:
         raise ValueError("compact cannot be combined with groups: f could not tell which rows are left")
     check_plain("solve", z0)
@@ -95,7 +106,7 @@ def solve(
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
         watch = watch_of(state.active)
-        run = Run(f, packing, solver, state, Compaction(watch) if compact else Whole())
+        run = Run(f, packing, solver, state, Compaction(watch) if compact else Whole(), halt)
         evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if packing.batch else 0
         solution = solution_of(packing, solver, state, evaluations, run.batches.sample_evaluations)
         if keep_inverse:
@@ -234,6 +245,7 @@ class Run:
     solver: Solver
     state: State
     batches: Whole
+    halt: Halt | None = None
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
@@ -241,9 +253,26 @@ class Run:
             value, rows = self.batches.evaluate(self.f, self.packing, self.state)
             if k == 0:
                 self.state.stall_floor = self.packing.stall_floor(value)
+            if self.halt is not None:
+                self._end(self.halt(self.packing.unpack(self.state.z), value, k + 1), rows, k)
             self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
             if self.state.trace is not None:
                 self.state.trace[k].copy_(self.state.residual)
+
+    def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
+        """End the running samples of the mask, unless they have converged or are not finite, at the present iterate."""
+        state, solver = self.state, self.solver
+        if not isinstance(ended, Tensor) or ended.dtype != torch.bool or ended.shape != state.status.shape:
+            got = f"{tuple(ended.shape)} {ended.dtype}" if isinstance(ended, Tensor) else repr(ended)
+            raise ValueError(f"halt must return a mask ({self.packing.batch},) torch.bool, got {got}")
+        measures = residuals(rows - state.z, rows, solver.offset, solver.norm == "max")
+        measure = measures[int(solver.stop == "abs")]
+        ended = ended & (state.status == Status.MAX_ITER) & torch.isfinite(measures[1]) & ~(measure <= solver.tol)
+        state.best.copy_(torch.where(ended[:, None], state.z, state.best))
+        state.residual.copy_(torch.where(ended, measures, state.residual))
+        state.iterations.masked_fill_(ended, k + 1)
+        state.status.masked_fill_(ended, Status.HALTED)
+        state.active -= ended.sum(dtype=torch.int32)
 
 
 def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:

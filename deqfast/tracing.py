@@ -95,8 +95,10 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
     A sample that is done is frozen, so that the value is that of the solve which stops early.
 
     Raises:
-        ValueError: the block is in training mode, whose gradients an export does not hold.
+        ValueError: the block is in training mode, whose gradients an export does not hold, or has a `halt`.
     """
+    if block.halt is not None:
+        raise ValueError("halt cannot be exported")
     if block.training:
         raise ValueError("torch.export of a DEQBlock serves inference: call eval() before")
     problem = Problem(

@@ -414,10 +414,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"trace": True}, "compile cannot be combined with compact, trace, cuda_graph or check_every"),
-            ({"compact": True}, "compile cannot be combined with compact, trace, cuda_graph or check_every"),
-            ({"check_every": 2}, "compile cannot be combined with compact, trace, cuda_graph or check_every"),
-            ({"adjoint": "unrolled"}, "Unrolled runs no solver: .+ compile have no meaning"),
+            ({"trace": True}, "compile cannot be combined with compact, trace, halt, cuda_graph or check_every"),
+            ({"compact": True}, "compile cannot be combined with compact, trace, halt, cuda_graph or check_every"),
+            ({"check_every": 2}, "compile cannot be combined with compact, trace, halt, cuda_graph or check_every"),
+            ({"adjoint": "unrolled"}, "Unrolled runs no solver: .+ compile mean nothing"),
         ],
     )
     def test_combinations(self, options, words):

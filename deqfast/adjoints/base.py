@@ -33,7 +33,7 @@ class Problem:
         solver: the solver of the forward solve.
         options: arguments of every ``solve``, forward and backward: kernel, check_every, groups.
         on_backward: called with the Solution of a backward solve.
-        forward_options: further arguments of the forward ``solve``: compact, trace, keep_inverse.
+        forward_options: further arguments of the forward ``solve``: compact, trace, halt, keep_inverse.
         graphs: where given, these capture the forward solve and replay it.
         compiled: where given, its code runs the forward solve.
         linearised: where given, its code runs the backward solve of ``Implicit``.
@@ -67,7 +67,7 @@ class Problem:
 
     def solve(self) -> Solution:
         """Solution of the forward solve: by the cell's own ``fixed_point``, graphs, compiled code or the loop."""
-        records = self.forward_options.get("trace") or self.forward_options.get("keep_inverse")
+        records = any(self.forward_options.get(name) for name in ("trace", "halt", "keep_inverse"))
         if hasattr(self.cell, "fixed_point") and not records and self.groups is None:
             with torch.no_grad():
                 solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])

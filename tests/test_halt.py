@@ -1,0 +1,88 @@
+"""Rules of the caller's own that end samples."""
+
+import pytest
+import torch
+from torch.nn.functional import kl_div
+
+from deqfast import Anderson, Broyden, DEQBlock, Groups, LinearCell, Picard, Status, solve
+from deqfast.testing import assert_close
+
+
+def slow(z):
+    return 0.9 * z + 1
+
+
+@pytest.mark.parametrize("solver", [Picard(1e-6, 50), Anderson(1e-6, 50), Broyden(1e-6, 50)])
+@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+def test_each_sample_ends_where_its_rule_says(solver, kernel):
+    seen = {}
+
+    def halt(z, value, k):
+        seen[k] = z.clone()
+        return torch.tensor([k == 2, k >= 3, False])
+
+    f = lambda z: torch.sin(z @ weight) + shift  # noqa: E731
+    torch.manual_seed(0)
+    weight, shift = torch.randn(4, 4) / 3, torch.randn(3, 4)
+    plain, halted = solve(f, torch.zeros(3, 4), solver, kernel), solve(f, torch.zeros(3, 4), solver, kernel, halt=halt)
+    assert halted.status.tolist() == [Status.HALTED, Status.HALTED, Status.CONVERGED]
+    assert halted.iterations[:2].tolist() == [2, 3]
+    assert torch.equal(halted.value[0], seen[2][0]) and torch.equal(halted.value[1], seen[3][1])
+    assert torch.equal(halted.value[2], plain.value[2]) and halted.residual[2] == plain.residual[2]
+    gap = f(halted.value) - halted.value
+    assert_close(halted.residual_abs, gap.norm(dim=1), 1e-5)
+    assert_close(halted.residual_rel, gap.norm(dim=1) / f(halted.value).norm(dim=1), 1e-5)
+    assert not halted.converged[:2].any()
+
+
+def test_the_solve_ends_with_the_last_sample_and_convergence_and_nan_come_first():
+    solution = solve(slow, torch.zeros(5, 2), Picard(1e-9, 100), halt=lambda z, value, k: torch.full((5,), k == 7))
+    assert solution.evaluations == 7 and (solution.status == Status.HALTED).all()
+    always = solve(torch.cos, torch.full((1, 1), 0.739), Picard(1e-2), halt=lambda z, value, k: torch.tensor([True]))
+    assert always.status.tolist() == [Status.CONVERGED]
+    broken = solve(lambda z: z / 0, torch.ones(1, 1), halt=lambda z, value, k: torch.tensor([True]))
+    assert broken.status.tolist() == [Status.NONFINITE]
+
+
+def test_a_rule_of_outputs_in_a_block_with_gradients_and_no_warning(recwarn):
+    """The divergence of a readout from the one before, as models of recurrent depth use it."""
+    cell, x, readout = LinearCell(6), torch.randn(8, 6, requires_grad=True), torch.randn(6, 3)
+    before = {}
+
+    def settled(z, value, k):
+        now = (value @ readout).log_softmax(dim=1)
+        moved = kl_div(before.get(k - 1, torch.zeros_like(now)), now, log_target=True, reduction="none").sum(dim=1)
+        before[k] = now
+        return (moved < 1e-2) & (k > 1)
+
+    block = DEQBlock(cell, Picard(1e-7, 60), halt=settled)
+    value, solution = block(x, return_solution=True)
+    assert (solution.status == Status.HALTED).all() and len(set(solution.iterations.tolist())) > 1
+    value.sum().backward()
+    assert torch.isfinite(x.grad).all() and x.grad.any() and not recwarn.list
+
+
+def test_groups_end_as_samples():
+    groups = Groups(torch.tensor([0, 1, 1, 0]), 4, torch.device("cpu"))
+    solution = solve(
+        slow, torch.zeros(4, 2), "picard", groups=groups, halt=lambda z, value, k: torch.tensor([k == 3, False])
+    )
+    assert solution.status.tolist() == [Status.HALTED, Status.MAX_ITER] and solution.iterations.tolist() == [3, 20]
+    assert torch.equal(solution.value[0], solution.value[3]) and not torch.equal(solution.value[0], solution.value[1])
+
+
+@pytest.mark.parametrize("mask", [None, True, torch.tensor([True]), torch.ones(3)])
+def test_a_bad_mask_is_named(mask):
+    with pytest.raises(ValueError, match=r"halt must return a mask \(3,\) torch.bool, got"):
+        solve(slow, torch.zeros(3, 2), halt=lambda z, value, k: mask)
+
+
+def test_what_it_cannot_be_combined_with():
+    with pytest.raises(TypeError, match="halt must be callable, got 3"):
+        solve(slow, torch.zeros(3, 2), halt=3)
+    rule = lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)  # noqa: E731
+    for options in ({"compact": True}, {"compile": True}, {"adjoint": "unrolled"}):
+        with pytest.raises(ValueError, match="halt"):
+            DEQBlock(LinearCell(2), halt=rule, **options)(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="halt cannot be used under torch.func"):
+        torch.vmap(DEQBlock(LinearCell(2), halt=rule))(torch.zeros(2, 1, 2))
