@@ -112,9 +112,14 @@ def trace(batch: int, dim: int, iterations: int = 20) -> Case:
 
 ADJOINTS = {
     "jfb": deqfast.JFB(),
-    "phantom": deqfast.Phantom(),
+    "phantom": deqfast.Phantom(damping=1.0),
+    "neumann": deqfast.Neumann(),
     "shine": deqfast.SHINE(),
     "implicit": deqfast.Implicit(),
+    "gmres": deqfast.Implicit(deqfast.Anderson(1e-6, 100, history=32)),  # in exact arithmetic
+    "unrolled": deqfast.Unrolled(40),
+    "checkpoint": deqfast.Unrolled(40, checkpoint=True),
+    "reversible": deqfast.Reversible(12),
 }
 
 
