@@ -58,6 +58,10 @@ SOLVERS = {  # in the block of README
 }
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # how the problems of the suite are named: by the scale of their injection
 SHOWN = ("fully connected tanh, digits", "residual block, cifar10")  # in the figure
+GRADIENTS = {
+    "gradient-fc-broyden-128x256": "fully connected tanh, 128 samples of 256",
+    "gradient-residual-broyden-8x32x8x8": "residual block, 8 samples of 32 × 8 × 8",
+}
 FACT = re.compile(r"<!-- ([\w-]+\.[\w.-]+) -->")
 BLOCK = re.compile(r"(<!-- numbers: ([\w ]+) -->)\n.*?(<!-- end of numbers -->|(?=<!-- numbers)|\Z)", re.DOTALL)
 
@@ -343,7 +347,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
 
 
 # What the options' cases are told by; all but the times are the same on every machine.
-OF_OPTIONS = ("ms_min", "evaluations", "sample_evaluations", "samples_missed", "peak_bytes")
+OF_OPTIONS = ("ms_min", "evaluations", "backward_evaluations", "sample_evaluations", "samples_missed", "peak_bytes")
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -405,6 +409,36 @@ def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
     lines = axes[0][0].get_lines()
     legend = figure.legend(handles=lines, title=made, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     legend.get_title().set_fontsize(7)
+    return png(figure, digest)
+
+
+def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
+    """A PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(GRADIENTS), figsize=(9.6, 4), sharey=True, layout="constrained")
+    for axis, (case, title) in zip(axes, GRADIENTS.items(), strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel="training step (ms)", xscale="log", yscale="log")
+        axis.grid(alpha=0.25, which="both")
+        for row in [row for row in rows if row["case"] == case]:
+            axis.plot(row["ms_min"], row["error"], "o", color="#0072B2")
+            axis.annotate(
+                row["provider"], (row["ms_min"], row["error"]), (4, 4), textcoords="offset points", fontsize=8
+            )
+        axis.margins(x=0.15)
+    axes[0].set_ylabel("relative error of the gradient")
+    figure.supxlabel(made, fontsize=7)
+    return png(figure, digest)
+
+
+def png(figure: Any, digest: str) -> bytes:
+    """The figure as a PNG that holds the digest of its data."""
+    from matplotlib import pyplot
+
     target = io.BytesIO()
     figure.savefig(target, dpi=150, metadata={"deqfast data": digest})
     pyplot.close(figure)
@@ -447,12 +481,15 @@ def run(check: bool) -> list[str]:
         if (wanted := filled(text, lines, path)) != text:
             stale[path] = wanted.encode()
         wrong += [f"{path}, {fault}" for fault in wrong_numbers(wanted, known)]
-    figure = ROOT / "benchmarks" / "results" / "time_to_residual.png"
-    courses = [row for row in results.rows("residual course") if row["case"] in SHOWN]
-    made = results.origin("residual course")
-    digest = hashlib.sha256(json.dumps([courses, made]).encode()).hexdigest()
-    if not figure.is_file() or digest.encode() not in figure.read_bytes():
-        stale[figure] = b"" if check else draw(courses, made, digest)
+    for name, section, cases, drawn in (
+        ("time_to_residual.png", "residual course", SHOWN, draw),
+        ("gradient_error.png", "options", tuple(GRADIENTS), draw_gradients),
+    ):
+        figure, made = ROOT / "benchmarks" / "results" / name, results.origin(section)
+        rows = [row for row in results.rows(section) if row["case"] in cases]
+        digest = hashlib.sha256(json.dumps([rows, made]).encode()).hexdigest()
+        if not figure.is_file() or digest.encode() not in figure.read_bytes():
+            stale[figure] = b"" if check else drawn(rows, made, digest)
     for path, content in stale.items():
         if check:
             wrong.append(f"{path} is not what the records give: run python benchmarks/report.py")

@@ -1,5 +1,6 @@
 """deepinv's algorithms on deqfast's solvers: their own fixed points and gradients, an image by itself."""
 
+import deepinv
 import pytest
 import torch
 from torch import nn
@@ -8,7 +9,6 @@ from deqfast import Anderson, Broyden, Picard, Status
 from deqfast.compat.deepinv import Equilibrium
 from deqfast.testing import assert_close
 
-deepinv = pytest.importorskip("deepinv")
 TIGHT = Anderson(1e-6, 200)
 
 
