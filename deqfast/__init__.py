@@ -6,7 +6,7 @@ from . import _checkout as _checkout  # first: it lets a run from the checkout f
 from . import metrics
 from .adjoints import JFB, SHINE, Implicit, Phantom, Unrolled
 from .block import DEQBlock
-from .cells import Cell, CellHooks, FCCell, LinearCell, ResidualCell
+from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout
 from .fc import fc_fixed_point
 from .grouping import Groups
 from .metrics import NCResult, neural_collapse
@@ -32,6 +32,7 @@ __all__ = [
     "Implicit",
     "JFB",
     "LinearCell",
+    "MonotoneCell",
     "NCResult",
     "NeuralCollapse",
     "Phantom",
@@ -39,6 +40,7 @@ __all__ = [
     "ResidualCell",
     "SHINE",
     "Solution",
+    "SolveDropout",
     "Status",
     "Unrolled",
     "backends",

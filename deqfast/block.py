@@ -232,7 +232,7 @@ class DEQBlock(nn.Module):
             if module.training and _changes_with_calls(module):
                 warnings.warn(
                     f"deqfast: {name} ({type(module).__name__}) in training mode makes the cell another function at "
-                    "every call, which has no fixed point; use GroupNorm, frozen statistics, or a mask fixed per solve",
+                    "every call, which has no fixed point; use GroupNorm, frozen statistics, or deqfast.SolveDropout",
                     stacklevel=3,
                 )
                 return
