@@ -6,7 +6,7 @@ from . import _checkout as _checkout  # first: it lets a run from the checkout f
 from . import metrics, regularize
 from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
-from .cells import Cell, CellHooks, FCCell, LinearCell, ResidualCell
+from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout
 from .fc import fc_fixed_point
 from .functional import fixed_point
 from .grouping import Groups
@@ -33,6 +33,7 @@ __all__ = [
     "Implicit",
     "JFB",
     "LinearCell",
+    "MonotoneCell",
     "NCResult",
     "Neumann",
     "NeuralCollapse",
@@ -42,6 +43,7 @@ __all__ = [
     "Reversible",
     "SHINE",
     "Solution",
+    "SolveDropout",
     "Status",
     "Unrolled",
     "backends",

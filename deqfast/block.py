@@ -203,11 +203,14 @@ class DEQBlock(nn.Module):
     def solving(self) -> Iterator[None]:
         """Tell the cell when a solve begins, and how it ends."""
         modules = [*self.cell.modules()] if isinstance(self.cell, nn.Module) else []
-        _notify(modules, "begin_solve")
+        begun: list[nn.Module] = []
         try:
+            for module in modules:
+                _notify([module], "begin_solve")
+                begun.append(module)
             yield
         except BaseException:
-            _notify(modules, "cancel_solve", "end_solve")
+            _notify(begun, "cancel_solve", "end_solve")
             raise
         _notify(modules, "end_solve")
 
@@ -236,7 +239,7 @@ class DEQBlock(nn.Module):
             if module.training and _changes_with_calls(module):
                 warnings.warn(
                     f"deqfast: {name} ({type(module).__name__}) in training mode makes the cell another function at "
-                    "every call, which has no fixed point; use GroupNorm, frozen statistics, or a mask fixed per solve",
+                    "every call, which has no fixed point; use GroupNorm, frozen statistics, or deqfast.SolveDropout",
                     stacklevel=3,
                 )
                 return

@@ -31,7 +31,7 @@ from .grouping import Groups
 from .ops.registry import library
 from .solution import Solution
 from .solve import solve
-from .weights import holding
+from .weights import hold_weights, holding
 
 # What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
@@ -104,7 +104,7 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
     problem = Problem(
         block.cell, x, z0, block.current_solver, {"kernel": block.kernel, "groups": groups}, lambda _: None
     )
-    with block.solving():
+    with block.solving(), hold_weights(block.cell):
         if isinstance(block.adjoint, Iterated):  # whose value is not the solver's
             value, solution = block.adjoint(problem)
         else:

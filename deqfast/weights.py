@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .exporting import is_tracing
+from .exporting import is_tracing, outside_exports
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Holdable(ParametrizationList):
         if held is None or _in_own_checkpoint(held):
             return super().forward()
         if held.value is None:
-            with torch.set_grad_enabled(held.with_graph):
+            with outside_exports(torch.set_grad_enabled(held.with_graph)):
                 held.age = next_node() if held.with_graph else 0
                 held.value = super().forward()
         return held.value
@@ -76,7 +76,8 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
         for module, name, weight in found:
             weight.__class__ = _Holdable
             _thread.held[weight] = _Held(torch.is_grad_enabled(), _saved_tensor_hooks())
-            with torch.autocast(next(weight.parameters()).device.type, enabled=False):  # the cell may be outside of it
+            device = next(weight.parameters()).device.type
+            with outside_exports(torch.autocast(device, enabled=False)):  # the cell may be outside of it
                 getattr(module, name)
         yield
     finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from .dropout import SolveDropout
 from .fc import FCCell
 from .linear import LinearCell
+from .monotone import MonotoneCell
 from .protocol import Cell, CellHooks
 from .residual import ResidualCell
 
-__all__ = ["Cell", "CellHooks", "FCCell", "LinearCell", "ResidualCell"]
+__all__ = ["Cell", "CellHooks", "FCCell", "LinearCell", "MonotoneCell", "ResidualCell", "SolveDropout"]

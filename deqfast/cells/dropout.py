@@ -1,0 +1,94 @@
+"""Dropout that is drawn once per solve."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..solvers.base import check_count, check_number
+
+
+class SolveDropout(nn.Module):
+    """Dropout with one mask for all evaluations of a forward pass of a ``DEQBlock``, and for its gradient.
+
+    In training, entries are zeroed with probability p and divided by 1 - p otherwise. torch's generator draws the mask
+    at the first call in a solve, in the shape of its input. A block inside of a cell keeps the mask of the outer solve;
+    outside of a solve every call draws its own, as in ``nn.Dropout``. In evaluation mode it is the identity.
+
+    A module has one mask: give each place of a cell its own. In training these are errors: ``compact``, ``compile``, an
+    activation checkpoint inside of the cell (one around the block is served), second derivatives, and gradients of
+    torch.func. A block with ``cuda_graph`` refuses it. Source: Gal and Ghahramani, NeurIPS 2016, in recurrent networks.
+
+    Args:
+        p: probability, from 0 to 1.
+        dims: dimensions, from 0 on, along which entries share a draw: (2, 3) for whole channels of (B, C, H, W), (1,)
+            for features of (B, T, D) at all positions.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+        RuntimeError: at a call in a solve, for another shape than before; in a backward pass, after its solve.
+
+    Examples:
+        >>> class Cell(torch.nn.Module):
+        ...     def __init__(self, features):
+        ...         super().__init__()
+        ...         self.linear, self.drop = torch.nn.Linear(features, features), deqfast.SolveDropout(0.2)
+        ...
+        ...     def forward(self, z, x):
+        ...         return torch.tanh(0.5 * self.linear(self.drop(z)) + x)
+        >>> z, solution = deqfast.DEQBlock(Cell(8))(torch.randn(4, 8), return_solution=True)
+        >>> bool(solution.converged.all())
+        True
+    """
+
+    def __init__(self, p: float = 0.5, dims: tuple[int, ...] = ()):
+        super().__init__()
+        check_number("p", p, 0, 1)
+        self.p, self.dims = p, tuple(dims)
+        for dim in self.dims:
+            check_count("dims", dim, 0)
+        self._scale = 1 / (1 - p) if p < 1 else 0.0
+        self._solves: list[list[Tensor]] = []  # for each that is under way its mask, once drawn, the innermost's last
+        self._has_solved = False
+
+    def begin_solve(self) -> None:
+        """Forget the mask, unless a solve around this one holds it."""
+        self._has_solved = True
+        self._solves.append(self._solves[-1] if self._solves else [])
+
+    def end_solve(self) -> None:
+        """Drop the mask, unless a solve around this one holds it."""
+        self._solves.pop()
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Tensor like z (B, ...), with entries dropped in training."""
+        if not self.training or self.p == 0:
+            return z
+        return (z * self._scale).masked_fill_(self._dropped(z), 0)  # in place, which keeps the memory order
+
+    def _dropped(self, z: Tensor) -> Tensor:
+        """Mask that broadcasts to z."""
+        for dim in self.dims:
+            z = z.narrow(dim, 0, 1)
+        if not self._solves:
+            if self._has_solved and torch._C._current_graph_task_id() != -1:  # there is no public way to ask
+                raise RuntimeError(
+                    "SolveDropout was called in a backward pass, when its mask was gone: by an activation checkpoint "
+                    "inside of the cell (put it around the block), for a second derivative, or by torch.func"
+                )
+            return self._draw(z)
+        drawn = self._solves[-1]
+        if not drawn:
+            drawn.append(self._draw(z))
+        if drawn[0].shape != z.shape:
+            raise RuntimeError(
+                f"SolveDropout drew a mask {tuple(drawn[0].shape)} in this solve, which does not fit {tuple(z.shape)}: "
+                "give each place of a cell its own, and use no compact=True"
+            )
+        return drawn[0]
+
+    def _draw(self, z: Tensor) -> Tensor:
+        return torch.rand_like(z, dtype=torch.float32, requires_grad=False) < self.p
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, dims={self.dims}"

@@ -1,0 +1,174 @@
+"""The monotone operator cell, whose fixed point always exists and is unique."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..fc import solve_cell
+from ..solution import Solution
+from ..solvers import Solver
+from ..solvers.base import check_choice, check_count, check_number
+from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
+
+SPLITTINGS = ("peaceman-rachford", "forward-backward")
+# Those that are the proximal operator of one function times any alpha; tanh, say, is not.
+PROXIMAL = ("relu", "identity")
+
+
+class MonotoneCell(nn.Module):
+    """Monotone operator cell: z = act(W z + U x + b) with exactly one solution, whatever the parameters are.
+
+    W = (1 - m) I - A^T A + B - B^T makes M = I - W strongly monotone, <z, M z> >= m |z|^2. With c = U x + b and L, the
+    spectral norm of M, the map f is one step of a splitting, with u = z - alpha (M z - c):
+
+        forward-backward:   f(z) = act(u), which shrinks distances by sqrt(1 - (m / L)^2) or more
+        Peaceman-Rachford:  f(z) = V (2 act(u) - u + alpha c), V = (I + alpha M)^-1, which shrinks distances, of V^-1 z,
+                            by sqrt((L - m) / (L + m)) or more
+
+    Peaceman-Rachford takes two products with a matrix and far fewer evaluations; it is written in the value of V, whose
+    fixed point is z* itself, as that of u is not. Forward-backward takes one product, and under ``Picard`` one launch
+    for a solve, as ``FCCell``; its residual is about alpha times that of the equation: give it a smaller tol. The
+    matrices are computed once per solve. Source: Winston and Kolter, NeurIPS 2020, section 3.
+
+    Args:
+        in_features: width of x, (B, in_features).
+        features: D, the width of z, (B, features).
+        splitting: "peaceman-rachford" or "forward-backward".
+        activation: "relu" or "identity".
+        margin: m, greater than 0.
+        alpha: step, greater than 0; forward-backward contracts below 2 m / L^2, Peaceman-Rachford for any. None: of
+            each solve's A and B, m / L^2 and 1 / L with an upper bound of L.
+        bias: whether there is a b.
+        device: of the parameters, as for the modules of torch; None: torch's default.
+        dtype: of the parameters, a floating point type; None: torch's default.
+
+    Attributes:
+        A, B: parameters (D, D), to be changed in place. torch pickles no parametrised module: save the state_dict.
+        weight: W.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; at a call, x has another shape.
+
+    Examples:
+        >>> cell = deqfast.MonotoneCell(in_features=3, features=8)
+        >>> block = deqfast.DEQBlock(cell, deqfast.Anderson(tol=1e-5, max_iter=50), adjoint="implicit")
+        >>> x = torch.randn(4, 3)
+        >>> z = block(x)
+        >>> torch.allclose(z, torch.relu(z @ cell.weight.T + cell.injection(x)), atol=1e-3)
+        True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        features: int,
+        splitting: str = "peaceman-rachford",
+        activation: str = "relu",
+        margin: float = 1.0,
+        alpha: float | None = None,
+        bias: bool = True,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_count("in_features", in_features)
+        check_count("features", features)
+        check_choice("splitting", splitting, SPLITTINGS)
+        check_choice("activation", activation, PROXIMAL)
+        check_number("margin", margin, 0, low_open=True)
+        if alpha is not None:
+            check_number("alpha", alpha, 0, low_open=True)
+        check_dtype(dtype)
+        self.splitting, self.activation = splitting, activation
+        both = recurrent_weight(features, device, dtype), recurrent_weight(features, device, dtype)
+        # A parametrised tensor, because the block computes such once per solve, with its graph.
+        self.matrices = nn.Parameter(torch.stack(both).detach())
+        parametrize.register_parametrization(self, "matrices", _Matrices(splitting, margin, alpha), unsafe=True)
+        self.injection = nn.Linear(in_features, features, bias=bias, device=device, dtype=dtype)
+
+    @property
+    def A(self) -> nn.Parameter:
+        """Parameter (D, D) of the symmetric part of W."""
+        return self.parametrizations.matrices.original0  # type: ignore[union-attr, return-value]
+
+    @property
+    def B(self) -> nn.Parameter:
+        """Parameter (D, D) of the antisymmetric part of W."""
+        return self.parametrizations.matrices.original1  # type: ignore[union-attr, return-value]
+
+    @property
+    def weight(self) -> Tensor:
+        """W (D, D), computed at every call."""
+        operator = self.parametrizations.matrices[0].operator(self.A, self.B)  # type: ignore[union-attr, index, operator]
+        return torch.eye(len(operator), dtype=operator.dtype, device=operator.device) - operator
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        """Zeros (B, features) in the dtype of x."""
+        return x.new_zeros(x.shape[0], len(self.A))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        """f(z, x), (B, features) for z (B, features) and x (B, in_features)."""
+        check_features("x", x, self.injection.in_features)
+        explicit, *resolvent, alpha = self.matrices.split(len(self.A))
+        offset = alpha * self.injection(x)
+        u = F.linear(z, explicit) + offset
+        value = torch.relu(u) if self.activation == "relu" else u
+        return F.linear(2 * value - u + offset, *resolvent) if resolvent else value
+
+    def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
+        """Solve in one launch, see ``deqfast.fc_fixed_point``; None where only the ordinary loop serves."""
+        check_features("x", x, self.injection.in_features)
+        if self.splitting != "forward-backward" or not is_plain(self, MonotoneCell):
+            return None
+        explicit, alpha = self.matrices.split(len(self.A))
+        return solve_cell(explicit, lambda: alpha * self.injection(x), self.activation, z0, solver, kernel)
+
+    def extra_repr(self) -> str:
+        return f"splitting={self.splitting!r}, activation={self.activation!r}"
+
+
+class _Matrices(nn.Module):
+    """Parametrisation by A and B: I - alpha M, for Peaceman-Rachford V, and a row of alphas, in one tensor (., D)."""
+
+    def __init__(self, splitting: str, margin: float, alpha: float | None):
+        super().__init__()
+        self.resolvent, self.margin, self.alpha = splitting == "peaceman-rachford", margin, alpha
+
+    def right_inverse(self, both: Tensor) -> tuple[Tensor, ...]:
+        """A and B of the stack (2, D, D) of them."""
+        return tuple(matrix.clone() for matrix in both)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        wide = torch.promote_types(a.dtype, torch.float32)  # what the inverse exists for
+        operator = self.operator(a.to(wide), b.to(wide))
+        eye = torch.eye(len(a), dtype=wide, device=a.device)
+        # z* does not depend on alpha, and needs no gradient through it.
+        bound = norm_bound(operator.detach())
+        best = 1 / bound if self.resolvent else self.margin / bound.square()
+        alpha = best if self.alpha is None else torch.full_like(best, self.alpha)
+        # Without checks, which wait for the device: I + alpha M cannot be singular.
+        resolvent = [torch.linalg.inv_ex(eye + alpha * operator).inverse] if self.resolvent else []
+        return torch.cat([eye - alpha * operator, *resolvent, alpha.expand(1, len(a))]).to(a.dtype)
+
+    def operator(self, a: Tensor, b: Tensor) -> Tensor:
+        """M = m I + A^T A - B + B^T."""
+        return self.margin * torch.eye(len(a), dtype=a.dtype, device=a.device) + a.T @ a - b + b.T
+
+    def extra_repr(self) -> str:
+        return f"margin={self.margin}, alpha={self.alpha}"
+
+
+def norm_bound(matrix: Tensor) -> Tensor:
+    """Upper bound of the spectral norm of M (D, D), at most D^(1/64) times it: the Frobenius |(M^T M)^16|^(1/32)."""
+    largest = matrix.abs().amax()
+    matrix = matrix / largest  # or squares would leave the range of the dtype, as those of `power` below
+    power, bound = matrix.T @ matrix, torch.ones_like(largest)
+    for exponent in (1, 1 / 2, 1 / 4, 1 / 8):
+        size = torch.linalg.vector_norm(power)
+        power = torch.linalg.matrix_power(power / size, 2)
+        bound = bound * size**exponent
+    return largest * (bound * torch.linalg.vector_norm(power) ** (1 / 16)).sqrt()

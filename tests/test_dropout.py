@@ -1,0 +1,210 @@
+"""SolveDropout: one mask for a solve and its gradient, another for the next."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, SolveDropout, Unrolled
+from deqfast.testing import GRADIENT, assert_close, solved
+
+TIGHT = Broyden(1e-12, 60)
+ADJOINTS = ["jfb", Implicit(TIGHT), "phantom", "shine", Unrolled(60)]
+every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+class Recording(SolveDropout):
+    """Keeps the masks that it has applied."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.seen = []
+
+    def forward(self, z):
+        self.seen.append(super().forward(torch.ones_like(z)))
+        return super().forward(z)
+
+
+class Cell(nn.Module):
+    """z = tanh(0.4 W drop(z) + x), perhaps in a checkpoint inside of it."""
+
+    def __init__(self, drop, reentrant=None):
+        super().__init__()
+        self.linear, self.drop, self.reentrant = nn.Linear(6, 6, dtype=torch.float64), drop, reentrant
+
+    def layer(self, z, x):
+        return torch.tanh(0.4 * self.linear(self.drop(z)) + x)
+
+    def forward(self, z, x):
+        if self.reentrant is None:
+            return self.layer(z, x)
+        return checkpoint(self.layer, z, x, use_reentrant=self.reentrant)
+
+
+def inputs(batch=4):
+    return torch.randn(batch, 6, dtype=torch.float64)
+
+
+@every_adjoint
+def test_one_mask_for_a_call_and_another_for_the_next(adjoint):
+    block, masks = DEQBlock(Cell(Recording(0.5)), TIGHT, adjoint), []
+    for _ in range(2):
+        seen = block.cell.drop.seen = []
+        block(inputs()).sum().backward()
+        assert len(seen) > 5 and all(torch.equal(mask, seen[0]) for mask in seen)
+        assert set(seen[0].unique().tolist()) == {0.0, 2.0}
+        masks.append(seen[0])
+    assert not torch.equal(*masks)
+    assert not block.cell.drop._solves
+
+
+@every_adjoint
+def test_value_and_gradient_are_those_of_the_mask_as_a_constant(adjoint):
+    block, x = DEQBlock(Cell(Recording(0.3)), TIGHT, adjoint), inputs().requires_grad_()
+    tensors = [x, *block.parameters()]
+    z = block(x)
+    found = torch.autograd.grad(z.square().sum(), tensors)
+    mask = block.cell.drop.seen[0]
+    plain = DEQBlock(lambda z, x: torch.tanh(0.4 * block.cell.linear(z * mask) + x), TIGHT, adjoint)
+    assert_close(z, plain(x), solved(1e-12))
+    assert_close(found, torch.autograd.grad(plain(x).square().sum(), tensors), GRADIENT)
+
+
+def test_keeps_the_expectation():
+    drop, z = SolveDropout(0.3), torch.ones(100_000)
+    for _ in range(2):
+        dropped = drop(z)  # outside of a solve
+        assert abs(dropped.mean().item() - 1) < 0.02
+        assert dropped.unique().tolist() == pytest.approx([0, 1 / 0.7])
+    assert not torch.equal(drop(z), drop(z))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
+def test_identity_without_training_or_probability(p):
+    drop, z = SolveDropout(p), torch.randn(8, 8, requires_grad=True)
+    assert drop.eval()(z) is z
+    dropped = drop.train()(z)
+    (grad,) = torch.autograd.grad(dropped.sum(), z)
+    assert (dropped is z) == (p == 0) and torch.isfinite(grad).all()
+    assert p < 1 or not dropped.any()
+
+
+@pytest.mark.parametrize(("dims", "drawn"), [((), (4, 3, 5, 6)), ((2, 3), (4, 3, 1, 1)), ((1,), (4, 1, 5, 6))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dimensions_that_share_a_draw(dims, drawn, dtype):
+    z = torch.ones(4, 3, 5, 6, dtype=dtype).to(memory_format=torch.channels_last)
+    dropped = SolveDropout(0.5, dims)(z)
+    assert dropped.dtype == dtype and dropped.stride() == z.stride()
+    first = dropped[tuple(slice(0, size) for size in drawn)]
+    assert torch.equal(dropped, first.expand_as(z)) and 0 < first.float().mean() < 2
+
+
+def test_the_generator_decides():
+    block, x, values = DEQBlock(Cell(SolveDropout(0.5))), inputs(), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        values.append(block(x))
+    assert torch.equal(*values)
+
+
+def test_no_warning_of_a_changing_cell():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DEQBlock(Cell(SolveDropout(0.5)))(inputs())
+    with pytest.warns(UserWarning, match=r"cell.drop \(Dropout\) .* or deqfast.SolveDropout"):
+        DEQBlock(Cell(nn.Dropout(0.5)), warn=False)(inputs())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_the_block(reentrant):
+    block, x, found = DEQBlock(Cell(SolveDropout(0.5)), TIGHT, "implicit"), inputs().requires_grad_(), []
+    for call in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        torch.manual_seed(3)
+        block.zero_grad()
+        call(x).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in block.parameters()])
+    assert_close(*found, 0.0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_inside_of_the_cell_is_refused_not_wrong(reentrant):
+    z = DEQBlock(Cell(SolveDropout(0.5), reentrant))(inputs().requires_grad_())
+    with pytest.raises(RuntimeError, match="called in a backward pass, when its mask was gone"):
+        z.sum().backward()
+
+
+def test_outside_of_a_solve_a_checkpoint_is_served():
+    drop, z = SolveDropout(0.5), torch.ones(64, requires_grad=True)
+    dropped = checkpoint(drop, z, use_reentrant=False)
+    (grad,) = torch.autograd.grad(dropped.sum(), z)
+    assert torch.equal(grad, dropped)
+
+
+@pytest.mark.parametrize("refused", ["compact", "other shape", "failure"])
+def test_a_solve_that_fails_leaves_nothing_behind(refused):
+    drop, x = SolveDropout(0.5), inputs(8)
+
+    def forward(z, x):
+        if refused == "other shape":
+            drop(z[:, :2])
+        if refused == "failure":
+            raise RuntimeError("does not fit")
+        return x[:, :1] * drop(z) + 1
+
+    cell = Cell(drop)
+    cell.forward = forward
+    block = DEQBlock(cell, Picard(max_iter=100), compact=refused == "compact", init=torch.ones_like)
+    x[:, 0] = torch.linspace(0, 0.45, 8)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        block(x)
+    assert not drop._solves and not torch.equal(drop(x), drop(x))
+
+
+def test_blocks_that_share_a_module_and_blocks_in_cells():
+    drop, x = Recording(0.5), inputs()
+    first, second = DEQBlock(Cell(drop)), DEQBlock(Cell(drop))
+    second(first(x)).sum().backward()
+    assert len({tuple(mask.flatten().tolist()) for mask in drop.seen}) == 2
+    drop.seen, outer = [], nn.Module()
+    outer.inner, outer.drop, outer.forward = first, drop, lambda z, x: 0.5 * first(drop(z)) + x
+    DEQBlock(outer)(x).sum().backward()
+    assert len({tuple(mask.flatten().tolist()) for mask in drop.seen}) == 1
+
+
+def test_in_compiled_models():
+    block, x = DEQBlock(Cell(Recording(0.5)), Anderson(1e-10, 60)), inputs().requires_grad_()
+    torch.compile(block, backend="eager")(x).sum().backward()
+    seen = block.cell.drop.seen
+    assert len(seen) > 5 and all(torch.equal(mask, seen[0]) for mask in seen)
+
+
+def test_compiled_solves_serve_evaluation_only():
+    block, x = DEQBlock(Cell(SolveDropout(0.5)), compile=True), inputs()
+    with pytest.raises(RuntimeError, match="compile=True"):
+        block(x)
+    with torch.no_grad():
+        assert_close(block.eval()(x), DEQBlock(block.cell)(x), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"p": -0.1}, ValueError, "p must be finite and at least 0 and at most 1, got -0.1"),
+        ({"p": 1.5}, ValueError, "p must be finite and at least 0 and at most 1, got 1.5"),
+        ({"p": "0.5"}, TypeError, "p must be a number, got '0.5'"),
+        ({"dims": (-1,)}, ValueError, "dims must be at least 0, got -1"),
+        ({"dims": (1.0,)}, TypeError, "dims must be an integer, got 1.0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        SolveDropout(**arguments)

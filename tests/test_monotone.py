@@ -1,0 +1,185 @@
+"""MonotoneCell: its only fixed point, found by both splittings and all solvers, and its gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, MonotoneCell, Picard, Status, Unrolled
+from deqfast.cells.monotone import SPLITTINGS, norm_bound
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding, solved
+
+EYE = torch.eye(12, dtype=torch.float64)
+SOLVERS = [Picard(1e-12, 4000), Anderson(1e-12, 400), Broyden(1e-12, 400)]
+TIGHT = SOLVERS[2]
+every_splitting = pytest.mark.parametrize("splitting", SPLITTINGS)
+every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def cell_of(splitting="peaceman-rachford", scale=1.0, **options):
+    """Cell in float64 whose A and B are `scale` times those that a cell begins with."""
+    cell = MonotoneCell(3, 12, splitting, dtype=torch.float64, **options)
+    with torch.no_grad():
+        cell.A.mul_(scale)
+        cell.B.mul_(scale)
+    return cell
+
+
+def inputs(batch=5):
+    return torch.randn(batch, 3, dtype=torch.float64)
+
+
+@every_splitting
+@every_solver
+def test_all_find_the_one_fixed_point_from_anywhere(splitting, solver):
+    cell, x = cell_of(splitting, scale=2.0), inputs()
+    other = MonotoneCell(3, 12, next(s for s in SPLITTINGS if s != splitting), dtype=torch.float64)
+    other.load_state_dict(cell.state_dict())
+    expected = DEQBlock(other, TIGHT)(x)
+    assert expected.any()
+    for z0 in (None, *(10 * torch.randn(3, 5, 12, dtype=torch.float64))):
+        z = DEQBlock(cell, solver)(x, z0)
+        assert_close(z, expected, solved(1e-9))
+        assert_close(torch.relu(z @ cell.weight.T + cell.injection(x)), z, solved(1e-9))
+
+
+def test_where_plain_iteration_of_the_same_layer_finds_none():
+    cell, plain, x = cell_of(scale=2.0), FCCell(3, 12, "relu", dtype=torch.float64), inputs()
+    plain.weight.data = cell.weight.detach()
+    plain.injection = cell.injection
+    statuses = []
+    for each in (cell, plain):
+        block = DEQBlock(each, Picard(1e-6, 4000), warn=False)
+        statuses.append(block(x, return_solution=True)[1].status.unique().tolist())
+    assert statuses[0] == [Status.CONVERGED] and Status.CONVERGED not in statuses[1]
+
+
+def test_the_weight_is_that_of_the_paper():
+    cell = cell_of(margin=0.3)
+    assert_close(cell.weight, 0.7 * EYE - cell.A.T @ cell.A + cell.B - cell.B.T, rounding(torch.float64))
+
+
+@every_splitting
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+def test_contracts_at_the_documented_rate(splitting, scale):
+    cell, margin = cell_of(splitting, scale, margin=0.5), 0.5
+    operator = (EYE - cell.weight).detach()
+    bound, x = norm_bound(operator).item(), inputs(1).expand(200, 3)
+    a, b = torch.randn(2, 200, 12, dtype=torch.float64)
+    before, after = a - b, cell(a, x) - cell(b, x)
+    rate = (1 - (margin / bound) ** 2) ** 0.5
+    if splitting == "peaceman-rachford":  # in the norm of V^-1 z
+        before, after = (d @ (EYE + operator / bound).T for d in (before, after))
+        rate = ((bound - margin) / (bound + margin)) ** 0.5
+    assert (after.norm(dim=1) <= (rate + 1e-9) * before.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("features", [1, 2, 64])
+@pytest.mark.parametrize("factor", [1e-12, 1.0, 1e12])
+def test_norm_bound(features, factor):
+    matrix, room = factor * torch.randn(features, features), 1 + rounding(torch.float32)
+    ratio = float(norm_bound(matrix) / torch.linalg.matrix_norm(matrix, 2))
+    assert 1 / room <= ratio <= features ** (1 / 64) * room
+
+
+@every_splitting
+@pytest.mark.parametrize("alpha", [None, 0.1])
+@pytest.mark.parametrize("adjoint", [Implicit(TIGHT), Unrolled(400)], ids=str)
+def test_gradients_against_finite_differences(splitting, alpha, adjoint):
+    """In x, A, B, U and b; the default alpha moves with A and B."""
+    block = DEQBlock(MonotoneCell(2, 3, splitting, alpha=alpha, dtype=torch.float64), TIGHT, adjoint)
+    names, parameters = zip(*block.named_parameters(), strict=True)
+    x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+
+    def value(x, *parameters):
+        return functional_call(block, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert len(parameters) == 4 and value(x, *parameters).any()
+    assert torch.autograd.gradcheck(value, (x, *parameters), **FINITE_DIFFERENCES)
+
+
+@every_splitting
+def test_second_derivatives(splitting):
+    block, x = DEQBlock(cell_of(splitting), TIGHT), inputs().requires_grad_()
+
+    def second(adjoint):
+        block.adjoint, tensors = adjoint, [x, *block.parameters()]
+        first = torch.autograd.grad(block(x).sin().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), tensors)
+
+    assert_close(second(Implicit(TIGHT)), second(Unrolled(400)), GRADIENT)
+
+
+@every_splitting
+def test_matrices_are_computed_once_per_call(splitting):
+    block, calls = DEQBlock(cell_of(splitting), TIGHT, "implicit"), []
+    block.cell.parametrizations.matrices[0].register_forward_hook(lambda *_: calls.append(1))
+    block(inputs()).sum().backward()
+    assert len(calls) == 1
+
+
+def test_matrices_are_computed_once_per_exported_solve():
+    block, x = DEQBlock(cell_of(), Anderson(1e-6, 20)).eval(), inputs()
+    program = torch.export.export(block, (x,))
+    assert sum(node.target is torch.ops.aten.linalg_inv_ex.default for node in program.graph.nodes) == 1
+    assert_close(program.module()(x), block(x), rounding(torch.float64))
+
+
+@pytest.mark.parametrize("activation", ["relu", "identity"])
+def test_one_launch_is_the_loop(activation):
+    block, x = DEQBlock(cell_of("forward-backward", activation=activation), Picard(1e-8, 400)), inputs()
+    _, launched = block(x, return_solution=True)
+    block.cell.fixed_point = lambda *_: None
+    _, looped = block(x, return_solution=True)
+    assert launched.converged.all() and torch.equal(launched.iterations, looped.iterations)
+    assert_close(launched.value, looped.value, rounding(torch.float64))
+
+
+def test_identity_against_the_direct_solution():
+    cell, x = cell_of(activation="identity", bias=False), inputs()
+    assert_close(DEQBlock(cell, TIGHT)(x), torch.linalg.solve(EYE - cell.weight, cell.injection(x).T).T, GRADIENT)
+
+
+@every_splitting
+def test_half_precision_and_copies(splitting):
+    cell = MonotoneCell(3, 8, splitting, dtype=torch.bfloat16)
+    x = torch.randn(4, 3, dtype=torch.bfloat16)
+    z = DEQBlock(cell, Picard(1e-2, 200))(x)
+    assert z.dtype == torch.bfloat16 and torch.isfinite(z).all()
+    assert torch.equal(DEQBlock(copy.deepcopy(cell), Picard(1e-2, 200))(x), z)
+
+
+def test_parameters_are_made_where_and_as_asked():
+    assert all(parameter.is_meta for parameter in MonotoneCell(3, 8, device="meta").parameters())
+    assert {parameter.shape for parameter in MonotoneCell(3, 8, bias=False).parameters()} == {(8, 8), (8, 3)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"features": 0}, ValueError, "features must be at least 1, got 0"),
+        ({"in_features": 2.0}, TypeError, "in_features must be an integer, got 2.0"),
+        ({"splitting": "douglas"}, ValueError, "splitting must be one of 'peaceman-rachford', 'forward-backward'"),
+        ({"activation": "tanh"}, ValueError, "activation must be one of 'relu', 'identity', got 'tanh'"),
+        ({"margin": 0}, ValueError, "margin must be finite and greater than 0, got 0"),
+        ({"alpha": -1.0}, ValueError, "alpha must be finite and greater than 0, got -1.0"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be a floating-point type or None"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        MonotoneCell(**{"in_features": 3, "features": 4} | arguments)
+
+
+@every_splitting
+def test_an_injection_of_another_shape_is_named(splitting):
+    with pytest.raises(ValueError, match=r"x must have shape \(B, 3\), got \(2, 4\)"):
+        DEQBlock(MonotoneCell(3, 4, splitting), Picard())(torch.zeros(2, 4))
