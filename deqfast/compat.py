@@ -5,7 +5,7 @@ Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -77,7 +77,7 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     is unknown, contradicts another or cannot be honoured.
 
     Args:
-        args: torchdeq's options as a dict, or as a Namespace or other object with attributes, which may have attributes
+        args: torchdeq's options as a mapping, or as a Namespace or other object with attributes, which may have others
             besides: one that resembles an option is warned of. Never modified.
         kwargs: options, which go before those of `args`.
 
@@ -97,7 +97,7 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     """
     if type(args).__name__ == "DEQConfig":  # torchdeq's
         args = args.config
-    own = {} if args is None else args if isinstance(args, dict) else vars(args)
+    own: Mapping[str, Any] = {} if args is None else args if isinstance(args, Mapping) else vars(args)
     known = _DEFAULTS.keys() | _ELSEWHERE
     for name in sorted(({**own, **kwargs} if own is args else kwargs).keys() - known):
         if any(name in options for options in _SOLVER_OPTIONS.values()):

@@ -40,7 +40,8 @@ def solve_along(problem: Problem, at: Sequence[int]) -> tuple[list[Any], Solutio
     options = {**problem.forward_options, "compact": False}
     taps = Taps(problem.cell, at)
     solution = replace(problem, cell=taps, graphs=None, compiled=None, forward_options=options).solve()
-    return [*taps.states, *[solution.value] * (len(at) - len(taps.states))], solution
+    rest = [pytree.tree_map(torch.clone, solution.value) for _ in at[len(taps.states) :]]
+    return [*taps.states, *rest], solution
 
 
 def differentiate_along(problem: Problem, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:

@@ -101,6 +101,16 @@ class TestTheSameAsTorchdeq:
         assert bool((ours[1]["abs_lowest"] <= tol).all())
         assert_same(ours[0], theirs[0], 4 * tol)
 
+    def test_the_best_iterate_of_a_solve_that_diverges(self):
+        """The value is f at the iterate with the least residual, which is not the last one evaluated."""
+        z0 = torch.ones(1, 3, dtype=torch.float64)
+        (ours, info), (theirs, expected) = (
+            library.get_deq(f_max_iter=9).eval()(lambda z: 2 * torch.sin(5 * z) - 1.5 * z, z0)
+            for library in (compat, torchdeq)
+        )
+        assert int(expected["nstep"]) < 9 and torch.equal(info["nstep"], expected["nstep"])
+        assert_same([z.detach() for z in ours], theirs)
+
     @pytest.mark.parametrize("training", [True, False])
     def test_a_list_state(self, training):
         def run(library):
@@ -231,6 +241,64 @@ class TestTwoUsers:
             theirs.eval()(moved)  # its value has no gradient in evaluation
 
 
+def test_torchdeqs_other_functions_work_beside_it():
+    """Its normalisation of weights, checkpointing, fixed-point correction and Jacobian penalty."""
+    from torchdeq.loss import fp_correction, jac_reg
+    from torchdeq.norm import apply_norm, reset_norm
+    from torchdeq.utils.mem import mem_gc
+
+    def run(library):
+        torch.manual_seed(0)
+        layer = nn.Linear(WIDTH, WIDTH).double()
+        apply_norm(layer, norm_type="weight_norm")
+        reset_norm(layer)
+        x = injection(1).detach()
+        f = lambda z: torch.tanh(0.5 * mem_gc(layer, (z,)) + x)  # noqa: E731
+        states, _ = library.get_deq(f_tol=0.0, f_max_iter=15, n_states=3)(f, torch.zeros_like(x))
+        z = states[-1].detach().requires_grad_()
+        loss = fp_correction(lambda a, b: (a - b).square().sum(), (states, x), weight_func="exp")
+        loss = loss + 0.1 * jac_reg(torch.tanh(0.5 * layer(z) + x), z)
+        loss.backward()
+        return [loss, *(p.grad for p in layer.parameters())]
+
+    assert_same(run(compat), run(torchdeq))
+
+
+def test_a_module_holds_its_parametrised_weights():
+    calls = []
+
+    class Noted(nn.Module):
+        def forward(self, w):
+            calls.append(1)
+            return 0.5 * torch.tanh(w)
+
+    func = nn.Linear(3, 3)
+    nn.utils.parametrize.register_parametrization(func, "weight", Noted())
+    calls.clear()
+    states, info = get_deq(f_tol=1e-5)(func, torch.zeros(2, 3))
+    states[-1].sum().backward()
+    assert info["nstep"].max() > 4 and len(calls) == 1
+    assert func.parametrizations.weight.original.grad is not None
+
+
+def test_torch_compile_leaves_it_out():
+    linear, layer = nn.Linear(3, 3), get_deq(f_solver="broyden")
+    linear.weight.data.mul_(0.5)
+
+    def model(x):
+        return 2 * layer(lambda z: torch.tanh(linear(z) + x), torch.zeros_like(x))[0][-1]
+
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_statistics_that_are_not_asked_for(mode):
+    with mode():
+        states, info = get_deq(no_stat=True).eval()(torch.cos, torch.zeros(2, 3))
+    assert info["abs_trace"].shape == (2, 1) and not states[0].requires_grad
+
+
 class TestWhereTorchdeqIsWrong:
     @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
     def test_a_sample_that_breaks_down(self, solver):
@@ -359,7 +427,8 @@ def test_bad_solver_kwargs(solver, given, message):
         get_deq(f_solver=solver)(torch.cos, torch.zeros(2, 3), solver_kwargs=given)
 
 
-def test_groups_for_rows_that_are_coupled():
+@pytest.mark.parametrize("solver", ["fixed_point_iter", "broyden"])
+def test_groups_for_rows_that_are_coupled(solver):
     """Rows of one sample stop together, and its sum of rows holds at the solution."""
     w, x, groups = weight(0.4), injection(5), torch.tensor([0, 0, 1, 1, 1])
     sums = torch.nn.functional.one_hot(groups).double()
@@ -367,7 +436,7 @@ def test_groups_for_rows_that_are_coupled():
     def func(z):
         return torch.tanh(sums @ (sums.T @ z) @ w.T / 3 + x)
 
-    states, info = get_deq(f_solver="broyden", f_tol=1e-9, ift=True)(func, torch.zeros_like(x), groups=groups)
+    states, info = get_deq(f_solver=solver, f_tol=1e-9, ift=True)(func, torch.zeros_like(x), groups=groups)
     assert info["abs_lowest"].shape == (2,)
     torch.testing.assert_close(func(states[-1]), states[-1])
 
@@ -438,15 +507,20 @@ class TestTrajectory:
         assert torch.equal(late, value) and torch.equal(last, value) and not first.any()
         torch.testing.assert_close(value, block(self.x), rtol=0, atol=0)
         with torch.no_grad():
-            assert not any(state.requires_grad for state in block.trajectory(self.x, [1, 40, 50]))
+            states = block.trajectory(self.x, [1, 40, 50])
+        assert not any(state.requires_grad for state in states)
+        assert len({state.data_ptr() for state in states}) == 4  # a caller may work in place on each
 
-    @pytest.mark.parametrize("options", [{}, {"compact": True}, {"compile": "forward"}, {"trace": True}], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{"check_every": 7}, {"compact": True}, {"compile": "forward"}, {"trace": True}], ids=str
+    )
     def test_the_loop_serves_all_blocks(self, options):
         cell = deqfast.FCCell(WIDTH, WIDTH).double()  # has a fixed_point of its own
         cell.weight.data.mul_(0.5)
         block = deqfast.DEQBlock(cell, self.SOLVER, **options)
-        plain = deqfast.DEQBlock(cell, self.SOLVER).trajectory(self.x, self.AT)
-        assert_same(block.trajectory(self.x, self.AT), plain, 1e-12)
+        at = range(1, 26)  # to where some samples are done
+        plain = deqfast.DEQBlock(cell, self.SOLVER).trajectory(self.x, at)
+        assert_same(block.trajectory(self.x, at), plain, 1e-12)
 
     def test_a_tree_and_a_broken_sample(self):
         def cell(z, x):
