@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,9 @@ from .solution import Solution
 from .solve import Halt
 from .solvers import Solver, as_solver
 from .solvers.base import check_choice, check_count
+from .trajectory import check_trajectory, differentiate_along
 from .transforms import values
+from .uncompiled import untraced
 from .weights import hold_weights
 
 
@@ -165,7 +167,58 @@ class DEQBlock(nn.Module):
             return tracing.solve_traced(self, x, z0, return_solution, groups)
         if self.training and not self._checked_training:
             self._warn_of_changing_cells()
-        problem = Problem(
+        problem = self._problem(x, z0, groups)
+        holds = self.graphs is None and not problem.is_transformed()
+        with self.solving(), hold_weights(self.cell) if holds else nullcontext():
+            value, solution = self.adjoint(problem)
+        if self.warn:
+            self._forward_notice.look(replace(solution, status=values(solution.status)))
+        return (value, solution) if return_solution else value
+
+    def trajectory(
+        self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
+    ) -> list[Any]:
+        """Solve once for x, and return states on the way beside z*, each with a gradient: for a loss of several states.
+
+        The loop runs as it is: what `compact`, `cuda_graph`, `compile` and a cell's own ``fixed_point`` save is not
+        saved. Each state costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
+
+        Args:
+            x: see ``forward``.
+            at: ascending evaluations of the cell in this solve, counted from 1, so that 1 is z0. A sample that is done
+                before is given as its value.
+            z0: see ``forward``.
+            groups: see ``forward``.
+
+        Returns:
+            len(at) + 1 trees like z0: the states that the cell was given at these evaluations, then z*. Their gradients
+            are those of the block's adjoint, taken at each.
+
+        Raises:
+            TypeError, ValueError: `at` holds no such evaluations; the adjoint is ``Unrolled`` or ``Reversible``, which run no solver, or
+                ``SHINE``, which has the history of the end of a solve only; else as ``forward``.
+            RuntimeError: within torch.func, forward-mode AD or torch.export.
+
+        Examples:
+            >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, damping=0.8))
+            >>> losses = [z.square().mean() for z in block.trajectory(torch.randn(4, 3), at=[2, 4])]
+            >>> (losses[2] + 0.8 * losses[1] + 0.64 * losses[0]).backward()
+        """
+        return untraced(self._trajectory, x, at, z0, groups)
+
+    def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Groups | Tensor | str | None) -> list[Any]:
+        at = check_trajectory(self.adjoint, self.current_solver, at)
+        if self.training and not self._checked_training:
+            self._warn_of_changing_cells()
+        problem = self._problem(x, self._initial_state(x) if z0 is None else z0, groups)
+        with self.solving(), nullcontext() if problem.is_transformed() else hold_weights(self.cell):
+            states, solution = differentiate_along(problem, self.adjoint, at)
+        if self.warn:
+            self._forward_notice.look(solution)
+        return states
+
+    def _problem(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> Problem:
+        return Problem(
             cell=self.cell,
             x=x,
             z0=z0,
@@ -178,12 +231,6 @@ class DEQBlock(nn.Module):
             on_backward=self._keep_backward_solution,
             per_sample=self.per_sample,
         )
-        holds = self.graphs is None and not problem.is_transformed()
-        with self.solving(), hold_weights(self.cell) if holds else nullcontext():
-            value, solution = self.adjoint(problem)
-        if self.warn:
-            self._forward_notice.look(replace(solution, status=values(solution.status)))
-        return (value, solution) if return_solution else value
 
     @property
     def current_solver(self) -> Solver:

@@ -15,6 +15,7 @@ _REMEDIES = {
     Status.INCONSISTENT: "pass groups= if the cell couples the samples of a batch; hold fixed during a solve what "
     "changes from call to call, such as dropout or spectral norm in training",
 }
+OF_BLOCKS = "return_solution=True and backward_solution tell of every solve, warn=False silences"
 
 
 def is_late(status: Tensor) -> bool:
@@ -27,10 +28,11 @@ class Notice:
 
     Args:
         kind: "forward" or "backward".
+        more: what tells of every solve, and how to silence this.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.is_given = kind, False
+    def __init__(self, kind: str, more: str = OF_BLOCKS) -> None:
+        self.kind, self.more, self.is_given = kind, more, False
         self.pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     def look(self, solution: Solution) -> None:
@@ -61,8 +63,7 @@ class Notice:
         self.is_given = True
         said = "; ".join(f"{number} samples {status.name}: {_REMEDIES[status]}" for number, status in found)
         warnings.warn(
-            f"deqfast: in a {self.kind} solve, {said}. Said once; return_solution=True and backward_solution tell of "
-            "every solve, warn=False silences",
+            f"deqfast: in a {self.kind} solve, {said}. Said once; {self.more}",
             stacklevel=6,  # who calls the block, behind two functions of nn.Module
         )
 

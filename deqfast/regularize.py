@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .adjoints.attach import detached, in_order_of, sample_norms, vjp
 from .adjoints.samples import per_row
+from .grouping import Groups
 from .solvers.base import check_count
 from .uncompiled import uncompiled
 
@@ -55,7 +56,9 @@ def jacobian_penalty(cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: in
 
 
 @torch.no_grad()
-def spectral_radius(cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50) -> Tensor:
+def spectral_radius(
+    cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50, groups: Groups | None = None
+) -> Tensor:
     """Spectral radius of the Jacobian of cell(., x) at z, a sample each, by power iteration with its transpose.
 
     From the growth of a vector's length over the second half of the iterations, which tells complex pairs as well as
@@ -63,8 +66,10 @@ def spectral_radius(cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations:
 
     Args:
         cell: the map (z, x) -> z, which must treat every sample by itself.
-        z, x: as for ``jacobian_penalty``.
+        z: as for ``jacobian_penalty``.
+        x: as for ``jacobian_penalty``.
         iterations: products with the Jacobian, at least 2.
+        groups: of rows of z that are one sample.
 
     Returns:
         (B,) float64.
@@ -86,8 +91,9 @@ def spectral_radius(cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations:
     for k in range(iterations):
         products = vjp(values, leaves, vector)
         vector = [torch.zeros_like(v) if p is None else p for p, v in zip(products, vector, strict=True)]
-        lengths = sample_norms(vector, None)
-        vector = [v / per_row(lengths.clamp_min(1e-30), v).to(v.dtype) for v in vector]
+        lengths = sample_norms(vector, groups)
+        rows = lengths if groups is None else groups.of_rows(lengths)
+        vector = [v / per_row(rows.clamp_min(1e-30), v).to(v.dtype) for v in vector]
         if k >= half:
             growth = growth + lengths.log()
     return (growth / (iterations - half)).exp()

@@ -70,6 +70,8 @@ class Solution:
         evaluations: calls of f in the solve, without the gradient's.
         sample_evaluations: samples that these calls held, evaluations * B unless finished ones were left out.
         trace: (evaluations, B) residual of the best iterate after every evaluation, or None where it was not asked for.
+        trace_rel: the trace of ``residual_rel``, or None.
+        trace_abs: the trace of ``residual_abs``, or None.
         transposed_inverse: maps v like z0 to an estimate of (I - J^T)^-1 v, J the Jacobian of f at `value`, from the
             history of the solve; None where it was not kept.
 
@@ -93,6 +95,8 @@ class Solution:
     evaluations: int
     sample_evaluations: int
     trace: Tensor | None = None
+    trace_rel: Tensor | None = None
+    trace_abs: Tensor | None = None
     transposed_inverse: Callable[[Any], Any] | None = None
 
     @property

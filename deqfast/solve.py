@@ -58,7 +58,7 @@ def solve(
             the count comes one look late, so that the host never waits for the step it has just queued.
         compact: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is then
             called as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
-        trace: record the residual of the best iterate after every evaluation.
+        trace: record the residuals of the best iterate after every evaluation.
         groups: for an f that couples rows of z, as a graph does its nodes: (N,) integers, the sample that each of the N
             rows of z0 belongs to, from 0, in any order; or "batch", for one sample of all rows. Residual, history and
             freezing are then those of such samples, whose number is the Solution's B. Samples are lengthened to the
@@ -278,6 +278,7 @@ class Run:
 def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:
     """Solution of a solve that has come to `state` in so many calls of f."""
     measure = int(solver.stop == "abs")
+    traces: list[Any] = [None, None] if state.trace is None else [state.trace[:evaluations, i] for i in range(2)]
     return Solution(
         value=packing.unpack(state.best),
         status=state.status,
@@ -287,5 +288,7 @@ def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int
         residual_abs=state.residual[1],
         evaluations=evaluations,
         sample_evaluations=sample_evaluations,
-        trace=None if state.trace is None else state.trace[:evaluations, measure],
+        trace=traces[measure],
+        trace_rel=traces[0],
+        trace_abs=traces[1],
     )

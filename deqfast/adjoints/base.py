@@ -19,7 +19,7 @@ from ..solvers import Solver
 from ..transforms import in_forward_mode, in_torch_func
 from .functional import Derivative, solve_transformed
 from .linearised import Linearised
-from .samples import mark_samples, take_rows, without_broken
+from .samples import mark_samples, per_row, take_rows, without_broken
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Problem:
         compiled: where given, its code runs the forward solve.
         linearised: where given, its code runs the backward solve of ``Implicit``.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
+        advances: the value with its gradient is not z* but what the gradient's own calls of the cell make of it.
     """
 
     cell: Callable[[Any, Any], Any]
@@ -51,6 +52,17 @@ class Problem:
     compiled: Compiled | None = None
     linearised: Linearised | None = None
     per_sample: Any = None
+    advances: bool = False
+
+    def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor) -> Any:
+        """Value that the gradient is attached to: z*, or these `outputs` in all rows that did not break down."""
+        if not self.advances:
+            return solution.value
+        leaves, spec = pytree.tree_flatten(solution.value)
+        pairs = zip(leaves, outputs, strict=True)
+        return pytree.tree_unflatten(
+            [torch.where(per_row(broken, z), z, y.detach().to(z.dtype)) for z, y in pairs], spec
+        )
 
     def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor]:
         """(z*, x, broken), see ``samples.without_broken``."""

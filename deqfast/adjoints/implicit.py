@@ -85,7 +85,7 @@ class Implicit(Adjoint):
         rule = _Inverted(settings, problem.cell, z, x)
         if problem.linearised is not None and rule.recorded.is_differentiable:
             rule.product = problem.linearised(problem.cell, z, x)
-        value = attach(solution.value, rule.recorded, rule, broken)
+        value = attach(problem.forward_value(solution, rule.recorded.outputs, broken), rule.recorded, rule, broken)
         return value, confirmed(solution, problem, z, rule.recorded.outputs)
 
     def derivative(self, problem: Problem) -> Derivative:

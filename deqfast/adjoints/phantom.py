@@ -57,7 +57,7 @@ class Phantom(Adjoint):
             return pytree.tree_unflatten(self.damped(call, leaves), spec)
 
         recorded = Recorded(damped_calls, detached(z), x)
-        value = attach(solution.value, recorded, Rule("Phantom"), broken)
+        value = attach(problem.forward_value(solution, recorded.outputs, broken), recorded, Rule("Phantom"), broken)
         return value, confirmed(solution, problem, z, first)
 
     def damped(self, f: Callable[[list[Tensor]], list[Tensor]], z: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,370 @@
+"""torchdeq's interface on deqfast's solvers and adjoints.
+
+Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..adjoints import Adjoint, Implicit, Phantom, Problem
+from ..adjoints.attach import detached
+from ..adjoints.samples import per_row
+from ..grouping import Groups
+from ..notice import Notice
+from ..packing import Packing
+from ..regularize import spectral_radius
+from ..solution import Solution, Status
+from ..solvers import Anderson, Broyden, Picard, Solver
+from ..solvers.base import check_choice, check_count, check_number
+from ..trajectory import solve_along
+from ..uncompiled import untraced
+from ..weights import hold_weights
+
+_DEFAULTS: dict[str, Any] = {
+    "core": "sliced",
+    "f_solver": "fixed_point_iter",
+    "b_solver": "fixed_point_iter",
+    "no_stat": None,
+    "f_max_iter": 40,
+    "b_max_iter": 40,
+    "f_tol": 1e-3,
+    "b_tol": 1e-6,
+    "f_stop_mode": "abs",
+    "b_stop_mode": "abs",
+    "eval_factor": 1.0,
+    "eval_f_max_iter": 0,
+    "ift": False,
+    "hook_ift": False,
+    "grad": 1,
+    "tau": 1.0,
+    "sup_gap": -1,
+    "sup_loc": None,
+    "n_states": 1,
+    "indexing": None,
+}
+# What torchdeq's command line also has, for its normalisations and losses and for the training loop.
+_ELSEWHERE = {"gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
+_ELSEWHERE |= {"norm_no_scale", "norm_clip", "norm_clip_value", "norm_target_norm", "sn_n_power_iters"}
+_SOLVER_OPTIONS = {
+    "fixed_point_iter": ("tau", "return_final"),
+    "simple_fixed_point_iter": ("tau",),
+    "anderson": ("m", "lam", "tau", "return_final"),
+    "broyden": ("LBFGS_thres", "ls", "return_final"),
+}
+_REFUSALS = {
+    "lam": "its effect in torchdeq depends on the scale of z: leave it out for a ridge of 1e-6 relative to each "
+    "sample's window, give lam=0 for none, or give deqfast.Anderson(ridge=...) to a DEQBlock",
+    "ls": "deqfast has no line search: leave it out, or give deqfast.Broyden(step=...) to a DEQBlock",
+    "return_final": "deqfast returns the best iterate: leave it out; f_tol=0 runs all iterations",
+}
+_RUN_ALL = 1e-30  # tolerance that a residual meets at an exact fixed point only
+
+
+def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
+    """Layer with torchdeq's interface: in place of ``torchdeq.get_deq``, with the same options and defaults.
+
+    What is done otherwise: each sample stops by itself; the window of Anderson has a relative ridge of 1e-6; the
+    backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode`; `core="indexing"` gives its states
+    wherever the solve ends; gradients also pass in evaluation, where they are recorded. An option is an error where it
+    is unknown, contradicts another or cannot be honoured.
+
+    Args:
+        args: torchdeq's options as a mapping, or as a Namespace or other object with attributes, which may have others
+            besides: one that resembles an option is warned of. Never modified.
+        kwargs: options, which go before those of `args`.
+
+    Returns:
+        Layer ``deq(func, z_init, solver_kwargs=None, sradius_mode=False)``, see ``DEQ``.
+
+    Raises:
+        TypeError: for an unknown option, naming the closest one there is, or for a value of the wrong type.
+        ValueError: for a value out of range, or options that contradict each other.
+
+    Examples:
+        >>> deq = get_deq(f_solver="broyden", f_max_iter=20, f_tol=1e-4, f_stop_mode="rel", ift=True)
+        >>> layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+        >>> states, info = deq(lambda z: torch.tanh(0.5 * layer(z) + x), torch.zeros(4, 8))
+        >>> states[-1].shape, info["rel_lowest"].shape
+        (torch.Size([4, 8]), torch.Size([4]))
+    """
+    if type(args).__name__ == "DEQConfig":  # torchdeq's
+        args = args.config
+    own: Mapping[str, Any] = {} if args is None else args if isinstance(args, Mapping) else vars(args)
+    known = _DEFAULTS.keys() | _ELSEWHERE
+    for name in sorted(({**own, **kwargs} if own is args else kwargs).keys() - known):
+        if any(name in options for options in _SOLVER_OPTIONS.values()):
+            raise TypeError(f"get_deq takes no {name!r}: it belongs in solver_kwargs of the call")
+        raise TypeError(f"get_deq takes no {name!r}; {_closest(name, known)}")
+    for name in sorted(own.keys() - known):
+        if get_close_matches(name, _DEFAULTS, 1, 0.8):
+            warn(f"deqfast: args.{name} is no option of get_deq; {_closest(name, _DEFAULTS)}", stacklevel=2)
+    given = {**own, **kwargs}
+    return DEQ(**{name: given.get(name, default) for name, default in _DEFAULTS.items()})
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    return f"did you mean {get_close_matches(name, sorted(known), 1, 0.0)[0]!r}?"
+
+
+@dataclass(frozen=True)
+class _Method:
+    """Solver whose iterates are torchdeq's.
+
+    Attributes:
+        solver: solves z = z + damping (f(z) - z).
+        damping: see `solver`.
+        unseen: first evaluations that torchdeq keeps no residual of.
+        ends_in_f: its result is f at the iterate with the least residual, not that iterate.
+    """
+
+    solver: Solver
+    damping: float = 1.0
+    unseen: int = 0
+    ends_in_f: bool = True
+
+
+def _method(name: str, max_iter: int, tol: float, stop: str, options: dict[str, Any]) -> _Method:
+    for option, value in options.items():
+        if option not in _SOLVER_OPTIONS[name]:
+            raise TypeError(f"{name} takes no {option!r}; {_closest(option, ('f_max_iter', *_SOLVER_OPTIONS[name]))}")
+        if option in _REFUSALS and value:
+            raise ValueError(f"{option}={value!r}: {_REFUSALS[option]}")
+    common: dict[str, Any] = {"tol": tol or _RUN_ALL, "stop": stop}
+    tau = options.get("tau", 1.0)
+    if name == "broyden":  # evaluates z0 and then max_iter iterates
+        solver = Broyden(max_iter=max_iter + 1, history=options.get("LBFGS_thres"), **common)
+        return _Method(solver, unseen=1, ends_in_f=False)
+    if name == "anderson":  # m counts iterates, history their differences
+        check_count("m", options.get("m", 6), 2)
+        ridge = 0.0 if "lam" in options else 1e-6
+        history = options.get("m", 6) - 1
+        return _Method(Anderson(max_iter=max_iter, history=history, mixing=tau, ridge=ridge, **common), unseen=2)
+    check_number("tau", tau, 0.0, 2.0, low_open=True)
+    if name == "simple_fixed_point_iter":
+        common["tol"] = _RUN_ALL
+    return _Method(Picard(max_iter=max_iter, **common), damping=tau)
+
+
+class DEQ(nn.Module):
+    """Layer with torchdeq's interface, made by ``get_deq``, whose options these are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        check_choice("core", options["core"], ("sliced", "indexing"))
+        for each in ("f", "b"):
+            check_choice(f"{each}_solver", options[f"{each}_solver"], tuple(_SOLVER_OPTIONS))
+            check_choice(f"{each}_stop_mode", options[f"{each}_stop_mode"], ("abs", "rel"))
+            check_number(f"{each}_tol", options[f"{each}_tol"], 0.0)
+            check_count(f"{each}_max_iter", options[f"{each}_max_iter"])
+        self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
+        self._forward_method(options["f_max_iter"], {})
+        self.eval_f_max_iter = options["eval_f_max_iter"] or int(options["f_max_iter"] * options["eval_factor"])
+        check_count("eval_f_max_iter", self.eval_f_max_iter)
+        at, grad = self._evaluations(options["f_max_iter"]), options["grad"]
+        grad = [grad] if isinstance(grad, int) else list(grad)
+        if len(grad) not in (1, len(at)):
+            raise ValueError(f"grad must hold one number of steps or one for each of {len(at)} states, got {grad}")
+        grad = grad * len(at) if len(grad) == 1 else grad
+        for steps in grad:
+            check_count("grad", steps)
+        check_number("tau", options["tau"], 0.0, 1.0, low_open=True)
+        self.adjoints: list[list[Adjoint]] = [self._phantoms(steps) for steps in grad]
+        if options["ift"] or options["hook_ift"]:
+            if grad == [grad[0]] and grad[0] > 1:
+                raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
+            backward = _method(options["b_solver"], options["b_max_iter"], options["b_tol"], "rel", {}).solver
+            # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
+            self.adjoints[-1] = [Implicit(replace(backward, max_iter=options["b_max_iter"]))]
+        where = "info and backward_writer tell of every solve"
+        self._forward_notice, self._backward_notice = Notice("forward", where), Notice("backward", where)
+
+    def forward(
+        self,
+        func: Callable[..., Any],
+        z_init: Tensor | Sequence[Tensor],
+        solver_kwargs: dict[str, Any] | None = None,
+        sradius_mode: bool = False,
+        backward_writer: Callable[[dict[str, Tensor]], None] | None = None,
+        groups: Groups | Tensor | str | None = None,
+    ) -> tuple[list[Any], dict[str, Tensor]]:
+        """Solve z = func(z) from z_init, for B samples.
+
+        Args:
+            func: takes a tensor like z_init, or as many as z_init holds, and returns the like. Parametrised weights are
+                held for the length of a solve where it is a module.
+            z_init: floating-point (B, ...), or a list of such.
+            solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
+                anderson, `LBFGS_thres` of broyden.
+            sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
+            backward_writer: called with the ``info`` of each backward solve of ift.
+            groups: for a func that couples rows of z_init, as a graph does its nodes: see ``deqfast.solve``.
+
+        Returns:
+            (states, info). In training the states that the options ask for, each as its gradient's own evaluations of
+            func leave it, the solution last; in evaluation the solution. info: abs_lowest, rel_lowest, nstep (B,);
+            abs_trace, rel_trace (B, N), residuals of the best iterate; sradius (B,) where asked for, else (1,).
+
+        Raises:
+            TypeError, ValueError: an option of `solver_kwargs` is unknown, contradicts or cannot be honoured; z_init is
+                not finite; func returns another shape.
+        """
+        given = dict(solver_kwargs or {})
+        states, info, judged = untraced(self._run, func, z_init, given, sradius_mode, backward_writer, groups)
+        self._forward_notice.look(judged)
+        return states, info
+
+    def _run(self, func: Any, z: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any) -> Any:
+        z = z if isinstance(z, Tensor) else list(z)
+        max_iter = int(given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter))
+        check_count("f_max_iter", max_iter)
+        method = self._forward_method(max_iter, given)
+
+        def on_backward(solution: Solution) -> None:
+            self._backward_notice.look(solution)
+            if writer is not None:
+                writer(_info(solution, method))
+
+        problem = Problem(
+            cell=(lambda z, _: func(z)) if isinstance(z, Tensor) else (lambda z, _: list(func(*z))),
+            x=(),
+            z0=detached(z),
+            solver=method.solver,
+            options={
+                "kernel": "auto",
+                "check_every": None,
+                "groups": None if groups is None else Packing(z, groups).groups,
+            },
+            on_backward=on_backward,
+            forward_options={"trace": self.traces},
+            advances=self.training,
+        )
+        with hold_weights(func):
+            states, solution, method = self._states(problem, method, max_iter)
+            info = _info(solution, method)
+            if sradius_mode and not self.training:
+                radius = spectral_radius(problem.cell, states[-1], problem.x, 100, problem.groups)
+                info["sradius"] = radius.to(pytree.tree_leaves(states[-1])[0].dtype)
+        # A solve that ends at max_iter is no surprise: the tolerance is often a mere bound here.
+        running = solution.status == Status.MAX_ITER
+        return states, info, replace(solution, status=solution.status.masked_fill(running, Status.CONVERGED))
+
+    def _states(self, problem: Problem, method: _Method, max_iter: int) -> tuple[list[Any], Solution, _Method]:
+        """States with their gradients; the Solution of the solve that ends in the last, and its method."""
+        at = self._evaluations(max_iter) if self.training else [max_iter]
+        adjoints = self.adjoints if self.training else [self.adjoints[-1][-1:]]
+        states: list[Any] = []
+        if self.options["core"] == "indexing":
+            # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
+            before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
+            for of_state, state in zip(adjoints, [*before, value], strict=True):
+                found, last = _attach(problem, method, of_state, replace(solution, value=state))
+                states += found
+            return states, last, method
+        for of_state, end, begin in zip(adjoints, at, [0, *at], strict=False):
+            solver = replace(method.solver, max_iter=end - begin + method.solver.max_iter - max_iter)
+            part = replace(method, solver=solver)
+            problem = replace(problem, solver=solver)
+            _, value, solution = _solve(problem, part, [])
+            found, last = _attach(problem, part, of_state, replace(solution, value=value))
+            states += found
+            problem = replace(problem, z0=detached(found[-1]))
+        return states, last, part
+
+    def _forward_method(self, max_iter: int, given: dict[str, Any]) -> _Method:
+        options = self.options
+        return _method(options["f_solver"], max_iter, options["f_tol"], options["f_stop_mode"], given)
+
+    def _evaluations(self, max_iter: int) -> list[int]:
+        """Evaluations behind which the states of a training pass lie; the last is max_iter."""
+        count, given = self.options["n_states"], list(self.options["indexing"] or ())
+        check_count("n_states", count)
+        if count > 1 and given:
+            raise ValueError(f"n_states={count} contradicts indexing={given}: leave out one of them")
+        if count > max_iter:
+            raise ValueError(f"n_states={count} must be at most f_max_iter, got {max_iter}")
+        if count > 1 and self.options["core"] == "sliced":
+            return [(k + 1) * (max_iter // count) for k in range(count)]
+        if count > 1:
+            return [max_iter - (count - 1 - k) * (max_iter // count) for k in range(count)]
+        for n in given:
+            check_count("indexing", n)
+        if any(a >= b for a, b in zip(given, [*given[1:], max_iter], strict=False)):
+            raise ValueError(f"indexing must ascend and end below f_max_iter={max_iter}, got {given}")
+        return [*given, max_iter]
+
+    def _phantoms(self, steps: int) -> list[Adjoint]:
+        """Gradient of a state, behind those of the phantom steps that sup_gap or sup_loc ask for."""
+        gap, at, tau = self.options["sup_gap"], list(self.options["sup_loc"] or ()), self.options["tau"]
+        if gap > 0 and at:
+            raise ValueError(f"sup_gap={gap} contradicts sup_loc={at}: leave out one of them")
+        if gap > steps or any(not 0 < n < steps for n in at):
+            raise ValueError(f"sup_gap and sup_loc must lie within the {steps} steps of grad, got {gap} and {at}")
+        chosen = range(gap, steps + 1, gap) if gap > 0 else [*at, steps]
+        return [Phantom(n, tau) for n in chosen]
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value != _DEFAULTS[name])
+
+
+def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any], Any, Solution]:
+    """States at the evaluations `at`, the value that torchdeq's solver returns, and the Solution."""
+    last: list[Any] = [None]
+
+    def f(z: Any, x: Any) -> Any:
+        value = problem.cell(z, x)
+        if method.damping != 1.0:
+            value = pytree.tree_map(lambda y, z: method.damping * y + (1 - method.damping) * z, value, z)
+        last[0] = value
+        return value
+
+    states, solution = solve_along(replace(problem, cell=f), at)
+    if not method.ends_in_f or not len(solution.status):
+        return states, solution.value, solution
+    # The last evaluation of a sample that converged is the one at its solution.
+    if not bool(solution.converged.all()):
+        with torch.no_grad():
+            f(solution.value, problem.x)
+    broken = solution.status == Status.NONFINITE
+    broken = broken if problem.groups is None else problem.groups.of_rows(broken)
+    value = pytree.tree_map(lambda z, y: torch.where(per_row(broken, z), z, y.to(z.dtype)), solution.value, last[0])
+    return states, value, solution
+
+
+def _attach(
+    problem: Problem, method: _Method, adjoints: list[Adjoint], solution: Solution
+) -> tuple[list[Any], Solution]:
+    """Value of the solution with each of these gradients; and the solution as the last one's evaluation confirms it."""
+    records = torch.is_grad_enabled()
+    if torch.is_inference_mode_enabled() or not (records or problem.advances):
+        return [solution.value], solution
+    problem = replace(problem, solver=replace(method.solver, tol=method.solver.tol / method.damping))
+    with torch.enable_grad():
+        found = [adjoint.differentiate(problem, solution) for adjoint in adjoints]
+    return [value if records else detached(value) for value, _ in found], found[-1][1]
+
+
+def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:
+    """torchdeq's statistics. Traces begin with its 1e8, and are filled up with the least residual."""
+    info = {"abs_lowest": solution.residual_abs, "rel_lowest": solution.residual_rel}
+    traces = {"abs_trace": solution.trace_abs, "rel_trace": solution.trace_rel}
+    for (name, trace), lowest in zip(traces.items(), list(info.values()), strict=True):
+        rows = lowest[None]
+        if trace is not None:
+            rest = method.solver.max_iter - max(len(trace), method.unseen)
+            rows = torch.cat([torch.full_like(rows, 1e8), trace[method.unseen :], rows.expand(max(rest, 0), -1)])
+        info[name] = rows.T
+    steps = solution.iterations
+    if solution.trace is not None:  # the evaluation that the least residual was met at
+        steps = len(solution.trace) + 1 - (solution.trace == solution.residual).sum(0)
+        steps = steps - int(not method.ends_in_f)  # Broyden's of z0 is none
+    return {**info, "nstep": steps.float(), "sradius": -torch.ones(1, device=steps.device)}

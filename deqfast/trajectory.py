@@ -1,0 +1,73 @@
+"""States on the way of one solve, each with the gradient of an adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .adjoints import SHINE, Adjoint, Iterated, Problem
+from .exporting import is_exporting
+from .solution import Solution
+from .solvers import Solver
+from .solvers.base import check_count
+
+
+class Taps:
+    """Map that keeps copies of the states it is given at the calls `at`, which count from 1."""
+
+    def __init__(self, f: Callable[[Any, Any], Any], at: Sequence[int]) -> None:
+        self.f, self.at = f, frozenset(at)
+        self.calls = 0
+        self.states: list[Any] = []
+
+    def __call__(self, z: Any, x: Any) -> Any:
+        self.calls += 1
+        if self.calls in self.at:
+            self.states.append(pytree.tree_map(torch.clone, z))
+        return self.f(z, x)
+
+
+def solve_along(problem: Problem, at: Sequence[int]) -> tuple[list[Any], Solution]:
+    """States that the forward solve of a problem gives to its cell at the evaluations `at`, and its Solution.
+
+    A sample that is done is frozen, and where all are done the state is the Solution's value. Runs the loop: neither
+    graphs, which count no calls, nor compiled code, nor what the cell has in its place, nor compaction.
+    """
+    options = {**problem.forward_options, "compact": False}
+    taps = Taps(problem.cell, at)
+    solution = replace(problem, cell=taps, graphs=None, compiled=None, forward_options=options).solve()
+    rest = [pytree.tree_map(torch.clone, solution.value) for _ in at[len(taps.states) :]]
+    return [*taps.states, *rest], solution
+
+
+def differentiate_along(problem: Problem, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:
+    """States of ``solve_along`` and z* behind them, each with the adjoint's gradient; and the Solution."""
+    if problem.is_transformed() or is_exporting():
+        raise RuntimeError("deqfast: a trajectory cannot go through torch.func, forward-mode AD or torch.export")
+    problem = replace(problem, linearised=None)
+    states, solution = solve_along(problem, at)
+    if not torch.is_grad_enabled():
+        return [*states, solution.value], solution
+    states = [adjoint.differentiate(problem, replace(solution, value=state))[0] for state in states]
+    value, solution = adjoint.differentiate(problem, solution)
+    return [*states, value], solution
+
+
+def check_trajectory(adjoint: Adjoint, solver: Solver, at: Sequence[int]) -> list[int]:
+    """The evaluations `at`; TypeError or ValueError where this solver has no such, or this adjoint no trajectory."""
+    if isinstance(adjoint, (SHINE, Iterated)):
+        why = "has the history of the end of a solve only" if isinstance(adjoint, SHINE) else "runs no solver"
+        raise ValueError(f"{type(adjoint).__name__} {why}, and so no trajectory: use JFB, Phantom or Implicit")
+    if isinstance(at, str) or not isinstance(at, Sequence):
+        raise TypeError(f"at must be a list of evaluations, counted from 1, got {at!r}")
+    for evaluation in at:
+        check_count("at", evaluation)
+        if evaluation > solver.max_iter:
+            raise ValueError(f"at must be at most the solver's max_iter, {solver.max_iter}, got {evaluation}")
+    if any(a >= b for a, b in zip(at, at[1:], strict=False)):
+        raise ValueError(f"at must ascend, got {list(at)}")
+    return list(at)

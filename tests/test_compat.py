@@ -1,0 +1,559 @@
+"""torchdeq's interface: the same numbers where torchdeq is right, the right ones where it is not; trajectories."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import doctest
+import pickle
+import warnings
+
+import pytest
+import torch
+import torchdeq
+from torch import Tensor, nn
+
+import deqfast
+from deqfast import compat
+from deqfast.compat import get_deq
+
+WIDTH = 8
+
+
+def weight(radius: float = 0.7, seed: int = 0) -> Tensor:
+    """A leaf (WIDTH, WIDTH) of this spectral norm."""
+    gaussian = torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (gaussian * radius / torch.linalg.matrix_norm(gaussian, 2)).requires_grad_()
+
+
+def injection(batch: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def call(library, batch=1, solver_kwargs=None, **options):
+    """States, info, and gradients in the weight and the injection of a loss of all states."""
+    w, x = weight(), injection(batch)
+    layer = library.get_deq(**options)
+    z0 = torch.zeros_like(x)
+    states, info = layer(lambda z: torch.tanh(z @ w.T + x), z0, solver_kwargs=solver_kwargs)
+    loss = sum((i + 1) * z.square().sum() for i, z in enumerate(states))
+    return states, info, torch.autograd.grad(loss, [w, x])
+
+
+def assert_same(ours, theirs, tolerance=1e-9):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+SOLVERS = [
+    ("fixed_point_iter", None),
+    ("fixed_point_iter", {"tau": 0.8}),
+    ("simple_fixed_point_iter", None),
+    ("anderson", {"lam": 0.0}),
+    ("anderson", {"lam": 0.0, "m": 3}),
+    ("broyden", None),
+    ("broyden", {"f_max_iter": 7}),
+]
+GRADIENTS = [{}, {"grad": [4], "tau": 0.8}, {"grad": 4, "sup_gap": 2}, {"grad": 4, "sup_loc": [1]}]
+
+
+class TestTheSameAsTorchdeq:
+    @pytest.mark.parametrize("tol", [5e-2, 1e-5, 0.0])
+    @pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
+    @pytest.mark.parametrize(("solver", "given"), SOLVERS, ids=str)
+    def test_one_sample(self, solver, given, gradient, tol):
+        """Iterates, stop, value, gradients and statistics."""
+        options = {"f_solver": solver, "f_max_iter": 12, "f_tol": tol, "f_stop_mode": "rel", **gradient}
+        ours, theirs = (call(library, solver_kwargs=given, **options) for library in (compat, torchdeq))
+        assert_same(ours[0], theirs[0])
+        assert_same(ours[2], theirs[2])
+        for name, statistic in theirs[1].items():
+            assert ours[1][name].shape == statistic.shape, name
+            if name != "sradius" and solver != "simple_fixed_point_iter":  # of which torchdeq gives those of the end
+                torch.testing.assert_close(ours[1][name].double(), statistic.double(), rtol=1e-6, atol=1e-9)
+
+    @pytest.mark.parametrize("core", ["sliced", "indexing"])
+    @pytest.mark.parametrize("states", [{"n_states": 3}, {"indexing": [2, 5]}, {"indexing": [2, 5], "grad": [1, 2, 3]}])
+    def test_states_on_the_way(self, core, states):
+        options = {"core": core, "f_max_iter": 12, "f_tol": 0.0, **states}
+        ours, theirs = (call(library, **options) for library in (compat, torchdeq))
+        assert len(ours[0]) == 3
+        assert_same(ours[0], theirs[0])
+        assert_same(ours[2], theirs[2])
+
+    @pytest.mark.parametrize("kind", ["ift", "hook_ift"])
+    @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
+    def test_implicit(self, solver, kind):
+        options = {"f_solver": solver, "f_tol": 1e-9, "f_max_iter": 80, kind: True}
+        options |= {"b_solver": solver, "b_tol": 1e-9, "b_max_iter": 80}
+        ours, theirs = (call(library, batch=4, **options) for library in (compat, torchdeq))
+        assert_same(ours[0], theirs[0], 1e-8)
+        assert_same(ours[2], theirs[2], 1e-6)
+
+    @pytest.mark.parametrize("tol", [1e-2, 1e-4, 1e-7])
+    def test_a_batch_to_the_tolerance(self, tol):
+        """Each sample stops by itself here, all with the slowest there."""
+        ours, theirs = (
+            call(library, batch=6, f_tol=tol, f_max_iter=60, f_solver="broyden") for library in (compat, torchdeq)
+        )
+        assert bool((ours[1]["abs_lowest"] <= tol).all())
+        assert_same(ours[0], theirs[0], 4 * tol)
+
+    def test_the_best_iterate_of_a_solve_that_diverges(self):
+        """The value is f at the iterate with the least residual, which is not the last one evaluated."""
+        z0 = torch.ones(1, 3, dtype=torch.float64)
+        (ours, info), (theirs, expected) = (
+            library.get_deq(f_max_iter=9).eval()(lambda z: 2 * torch.sin(5 * z) - 1.5 * z, z0)
+            for library in (compat, torchdeq)
+        )
+        assert int(expected["nstep"]) < 9 and torch.equal(info["nstep"], expected["nstep"])
+        assert_same([z.detach() for z in ours], theirs)
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_a_list_state(self, training):
+        def run(library):
+            w, x = weight(), injection(3)
+            layer = library.get_deq(f_max_iter=15, f_tol=0.0, grad=2).train(training)
+            func = lambda a, b: (torch.tanh(b @ w[:, :2].T + x), 0.5 * torch.sin(a[:, :2]))  # noqa: E731
+            z0 = [torch.zeros_like(x), x.detach().new_zeros(3, 2)]
+            return layer(func, z0)
+
+        (ours, info), (theirs, _) = run(compat), run(torchdeq)
+        assert [z.shape for z in ours[-1]] == [(3, WIDTH), (3, 2)]
+        assert_same(ours[-1], theirs[-1])
+        assert info["sradius"].shape == (1,)
+
+    @pytest.mark.parametrize("more", [{}, {"eval_factor": 0.5}, {"eval_f_max_iter": 5}])
+    def test_evaluation(self, more):
+        values = []
+        for library in (compat, torchdeq):
+            layer = library.get_deq(f_solver="broyden", f_max_iter=10, f_tol=0.0, **more).eval()
+            with torch.no_grad():
+                (value,), _ = layer(lambda z: torch.tanh(z @ weight().T + injection(2)), torch.zeros_like(injection(2)))
+            values.append(value)
+        assert_same(values[:1], values[1:])
+
+    def test_training_without_gradients(self):
+        """The phantom steps are part of the value."""
+        with torch.no_grad():
+            values = [
+                library.get_deq(f_max_iter=3, grad=2, tau=0.5)(torch.cos, torch.zeros(2, 3, dtype=torch.float64))[0]
+                for library in (compat, torchdeq)
+            ]
+        assert_same(*values)
+        assert not values[0][0].requires_grad
+
+    def test_what_a_parser_gives(self):
+        from torchdeq.utils.arg_utils import add_deq_args
+
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--lr", default=0.1)
+        add_deq_args(parser)
+        args = parser.parse_args(["--f_solver", "broyden", "--grad", "3", "--tau", "0.7"])
+        before = copy.deepcopy(vars(args))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer = get_deq(args, f_tol=1e-4)
+        assert vars(args) == before
+        assert layer.options["f_tol"] == 1e-4 and layer.adjoints == [[deqfast.Phantom(3, 0.7)]]
+
+
+class LanguageModel(nn.Module):
+    """Tokens mixed causally and a residual map, at an equilibrium; the settings of a model published with torchdeq."""
+
+    def __init__(self, library) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.mix, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.deq = library.get_deq(
+            f_solver="fixed_point_iter",
+            f_stop_mode="rel",
+            f_tol=0.05,
+            f_max_iter=24,
+            eval_f_max_iter=32,
+            grad=4,
+            tau=0.8,
+        )
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x = self.embed(tokens)
+        counts = torch.arange(1, tokens.shape[1] + 1, dtype=x.dtype)[:, None]
+        f = lambda z: self.norm(x + torch.tanh(self.mix(z.cumsum(1) / counts)))  # noqa: E731
+        states, info = self.deq(f, torch.zeros_like(x))
+        return self.head(states[-1]), info
+
+
+class Molecule(nn.Module):
+    """Energy of atoms in a line, from an equilibrium of their features; forces by its gradient in the positions."""
+
+    def __init__(self, library) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight(0.6).detach())
+        self.deq = library.get_deq(
+            f_solver="broyden", f_tol=1e-9, f_max_iter=40, ift=True, b_solver="broyden", b_tol=1e-9
+        )
+        self.last = None
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Energies (B,), forces like positions, and the evaluations of each."""
+        positions = positions.detach().requires_grad_()
+        x = torch.sin(torch.arange(1, WIDTH + 1) * torch.pdist(positions[0])[:1]) + positions.sum((1, 2))[:, None]
+        z0 = torch.zeros_like(x) if self.last is None else self.last
+        states, info = self.deq(lambda z: torch.tanh(z @ self.weight.T + x), z0)
+        self.last = states[-1].detach()
+        energy = states[-1].square().sum(1)
+        return energy, -torch.autograd.grad(energy.sum(), positions)[0], info["nstep"]
+
+
+class TestTwoUsers:
+    def test_language_model(self):
+        tokens = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
+        logits, gradients = [], []
+        for library in (compat, torchdeq):
+            model = LanguageModel(library).double()
+            for training in (True, False):
+                out, info = model.train(training)(tokens[:1])
+                logits.append(out)
+                assert bool((info["rel_lowest"] < 0.05).all())
+            nn.functional.cross_entropy(model.train()(tokens[:1])[0].flatten(0, 1), tokens[0]).backward()
+            gradients.append([p.grad for p in model.parameters()])
+            out, info = model(tokens)
+            assert out.shape == (2, 7, 11) and bool((info["rel_lowest"] < 0.05).all())
+        assert_same(logits[:2], logits[2:])
+        assert_same(*gradients)
+
+    def test_molecular_forces(self):
+        positions = torch.randn(1, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[0]
+        ours, theirs, evaluations = Molecule(compat), Molecule(torchdeq), []
+        for step in range(3):
+            moved = (positions + 0.01 * step)[None]
+            (energy, forces, used), (expected, expected_forces, _) = ours(moved), theirs(moved)
+            torch.testing.assert_close(energy, expected)
+            torch.testing.assert_close(forces, expected_forces, rtol=1e-6, atol=1e-6)
+            evaluations.append(int(used))
+        assert max(evaluations[1:]) < evaluations[0]
+        _, in_evaluation, _ = ours.eval()(moved)
+        torch.testing.assert_close(in_evaluation, forces, rtol=1e-6, atol=1e-6)
+        with pytest.raises(RuntimeError):
+            theirs.eval()(moved)  # its value has no gradient in evaluation
+
+
+def test_torchdeqs_other_functions_work_beside_it():
+    """Its normalisation of weights, checkpointing, fixed-point correction and Jacobian penalty."""
+    from torchdeq.loss import fp_correction, jac_reg
+    from torchdeq.norm import apply_norm, reset_norm
+    from torchdeq.utils.mem import mem_gc
+
+    def run(library):
+        torch.manual_seed(0)
+        layer = nn.Linear(WIDTH, WIDTH).double()
+        apply_norm(layer, norm_type="weight_norm")
+        reset_norm(layer)
+        x = injection(1).detach()
+        f = lambda z: torch.tanh(0.5 * mem_gc(layer, (z,)) + x)  # noqa: E731
+        states, _ = library.get_deq(f_tol=0.0, f_max_iter=15, n_states=3)(f, torch.zeros_like(x))
+        z = states[-1].detach().requires_grad_()
+        loss = fp_correction(lambda a, b: (a - b).square().sum(), (states, x), weight_func="exp")
+        loss = loss + 0.1 * jac_reg(torch.tanh(0.5 * layer(z) + x), z)
+        loss.backward()
+        return [loss, *(p.grad for p in layer.parameters())]
+
+    assert_same(run(compat), run(torchdeq))
+
+
+def test_a_module_holds_its_parametrised_weights():
+    calls = []
+
+    class Noted(nn.Module):
+        def forward(self, w):
+            calls.append(1)
+            return 0.5 * torch.tanh(w)
+
+    func = nn.Linear(3, 3)
+    nn.utils.parametrize.register_parametrization(func, "weight", Noted())
+    calls.clear()
+    states, info = get_deq(f_tol=1e-5)(func, torch.zeros(2, 3))
+    states[-1].sum().backward()
+    assert info["nstep"].max() > 4 and len(calls) == 1
+    assert func.parametrizations.weight.original.grad is not None
+
+
+def test_torch_compile_leaves_it_out():
+    linear, layer = nn.Linear(3, 3), get_deq(f_solver="broyden")
+    linear.weight.data.mul_(0.5)
+
+    def model(x):
+        return 2 * layer(lambda z: torch.tanh(linear(z) + x), torch.zeros_like(x))[0][-1]
+
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_statistics_that_are_not_asked_for(mode):
+    with mode():
+        states, info = get_deq(no_stat=True).eval()(torch.cos, torch.zeros(2, 3))
+    assert info["abs_trace"].shape == (2, 1) and not states[0].requires_grad
+
+
+class TestWhereTorchdeqIsWrong:
+    @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
+    def test_a_sample_that_breaks_down(self, solver):
+        """Its best iterate stays, the others are what they would be without it, and so is the weight's gradient."""
+
+        def run(library, batch):
+            w, x, calls = weight(), injection(4)[:batch], [0]
+
+            def func(z):
+                calls[0] += 1
+                value = torch.tanh(z @ w.T + x)
+                return torch.where(torch.arange(batch)[:, None] == 3, torch.nan, value) if calls[0] > 4 else value
+
+            states, info = library.get_deq(f_solver=solver, f_tol=1e-8)(func, torch.zeros_like(x))
+            return states[-1], info, torch.autograd.grad(states[-1][:3].sum(), w)[0], calls[0]
+
+        with pytest.warns(UserWarning, match="1 samples NONFINITE"):
+            value, info, gradient, calls = run(compat, 4)
+        alone = run(compat, 3)
+        assert bool(value.isfinite().all()) and bool(info["rel_lowest"].isfinite().all()) and calls < 38
+        assert_same([value[:3], gradient], [alone[0], alone[2]], 1e-7)
+        value, info, _, calls = run(torchdeq, 4)
+        assert not bool(value.isfinite().all()) and calls > 38
+
+    @pytest.mark.parametrize("solver", ["fixed_point_iter", "broyden"])
+    def test_states_of_a_solve_that_ends_early(self, solver):
+        """The last state keeps its implicit gradient; torchdeq gives it the one-step gradient of the first."""
+        options = {"core": "indexing", "n_states": 3, "ift": True, "f_solver": solver, "f_tol": 1e-7, "f_max_iter": 90}
+        options |= {"b_solver": "broyden", "b_tol": 1e-12}
+        w, x = weight(), injection(2)
+        gradients = []
+        for library in (compat, torchdeq):
+            states, _ = library.get_deq(**options)(lambda z: torch.tanh(z @ w.T + x), torch.zeros_like(x))
+            gradients.append(torch.autograd.grad(states[-1].sum(), w)[0])
+            assert len(states) == (3 if library is compat else 1)
+        z = torch.zeros_like(x)
+        for _ in range(150):
+            z = torch.tanh(z @ w.T + x)
+        exact = torch.autograd.grad(z.sum(), w)[0]
+        torch.testing.assert_close(gradients[0], exact, rtol=1e-5, atol=1e-5)
+        assert (gradients[1] - exact).norm() > 0.1 * exact.norm()
+
+    def test_the_last_iterate_of_broyden(self):
+        """torchdeq's indexing drops it, though it has paid for it."""
+        options = {"core": "indexing", "f_solver": "broyden", "f_tol": 0.0, "f_max_iter": 6}
+        ours, theirs, sliced = (
+            call(library, **{**options, **more})[0]
+            for library, more in ((compat, {}), (torchdeq, {}), (torchdeq, {"core": "sliced"}))
+        )
+        assert_same(ours, sliced)
+        assert not torch.allclose(ours[-1], theirs[-1], rtol=1e-6)
+
+    def test_a_key_that_is_ignored_there(self):
+        torchdeq.get_deq(stop_mode="rel")
+        with pytest.raises(TypeError, match="'stop_mode'; did you mean 'f_stop_mode'"):
+            get_deq(stop_mode="rel")
+        with pytest.raises(TypeError, match="f_max_iter"):
+            get_deq({"f_max_itre": 3})
+        with pytest.warns(UserWarning, match="did you mean 'f_stop_mode'"):
+            get_deq(argparse.Namespace(stop_mode="rel", lr=0.1))
+
+    def test_options_are_not_changed(self):
+        theirs, ours = {"f_tol": 1e-3}, {"f_tol": 1e-3}
+        torchdeq.get_deq(theirs, grad=2)
+        get_deq(ours, grad=2)
+        assert ours == {"f_tol": 1e-3} != theirs
+
+    def test_pickling(self):
+        assert pickle.loads(pickle.dumps(get_deq(ift=True))).options == get_deq(ift=True).options
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            pickle.dumps(torchdeq.get_deq(ift=True))
+
+    def test_spectral_radius_of_a_rotation(self):
+        turn = 0.9 * torch.tensor([[0.5, -(0.75**0.5)], [0.75**0.5, 0.5]], dtype=torch.float64)
+        z0 = torch.ones(3, 2, dtype=torch.float64)
+        radii = [
+            library.get_deq(f_max_iter=5).eval()(lambda z: z @ turn.T, z0, sradius_mode=True)[1]["sradius"]
+            for library in (compat, torchdeq)
+        ]
+        torch.testing.assert_close(radii[0], torch.full((3,), 0.9, dtype=torch.float64), rtol=0.02, atol=0)
+        assert bool((radii[1] < 0.8).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"core": "slice"}, "core must be"),
+        ({"f_solver": "newton"}, "f_solver must be"),
+        ({"f_stop_mode": "relative"}, "f_stop_mode must be"),
+        ({"b_stop_mode": "relative"}, "b_stop_mode must be"),
+        ({"f_max_iter": 0}, "f_max_iter must be"),
+        ({"f_tol": -1.0}, "f_tol must be"),
+        ({"b_tol": "tight"}, "b_tol must be"),
+        ({"grad": 0}, "grad must be"),
+        ({"grad": [1, 2]}, "grad must hold"),
+        ({"grad": 5, "ift": True}, "contradicts ift"),
+        ({"tau": 1.5}, "tau must be"),
+        ({"n_states": 3, "indexing": [2]}, "contradicts indexing"),
+        ({"n_states": 41}, "at most f_max_iter"),
+        ({"indexing": [5, 3]}, "must ascend"),
+        ({"indexing": [40]}, "below f_max_iter"),
+        ({"grad": 4, "sup_gap": 2, "sup_loc": [1]}, "contradicts sup_loc"),
+        ({"grad": 2, "sup_gap": 3}, "within the 2 steps"),
+        ({"m": 4}, "solver_kwargs"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        get_deq(**options)
+
+
+@pytest.mark.parametrize(
+    ("solver", "given", "message"),
+    [
+        ("fixed_point_iter", {"m": 4}, "fixed_point_iter takes no 'm'"),
+        ("anderson", {"lam": 1e-4}, "relative"),
+        ("anderson", {"m": 1}, "m must be"),
+        ("broyden", {"ls": True}, "no line search"),
+        ("broyden", {"return_final": True}, "best iterate"),
+        ("broyden", {"LBFGS_thresh": 4}, "did you mean 'LBFGS_thres'"),
+    ],
+)
+def test_bad_solver_kwargs(solver, given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        get_deq(f_solver=solver)(torch.cos, torch.zeros(2, 3), solver_kwargs=given)
+
+
+@pytest.mark.parametrize("solver", ["fixed_point_iter", "broyden"])
+def test_groups_for_rows_that_are_coupled(solver):
+    """Rows of one sample stop together, and its sum of rows holds at the solution."""
+    w, x, groups = weight(0.4), injection(5), torch.tensor([0, 0, 1, 1, 1])
+    sums = torch.nn.functional.one_hot(groups).double()
+
+    def func(z):
+        return torch.tanh(sums @ (sums.T @ z) @ w.T / 3 + x)
+
+    states, info = get_deq(f_solver=solver, f_tol=1e-9, ift=True)(func, torch.zeros_like(x), groups=groups)
+    assert info["abs_lowest"].shape == (2,)
+    torch.testing.assert_close(func(states[-1]), states[-1])
+
+
+def test_the_backward_solve_is_told_of():
+    told = []
+    states, _ = get_deq(ift=True)(lambda z: 0.5 * z + 1, torch.zeros(2, 3), backward_writer=told.append)
+    states[-1].sum()  # nothing to differentiate in
+    w = torch.tensor(0.5, requires_grad=True)
+    states, _ = get_deq(ift=True)(lambda z: w * z + 1, torch.zeros(2, 3), backward_writer=told.append)
+    states[-1].sum().backward()
+    torch.testing.assert_close(w.grad, torch.tensor(24.0), rtol=1e-2, atol=0)
+    assert len(told) == 1 and told[0]["rel_lowest"].shape == (2,)
+
+
+def test_the_docstring_runs():
+    scope = {"torch": torch, "get_deq": get_deq}
+    (test,) = doctest.DocTestFinder(recurse=False).find(get_deq, "get_deq", globs=scope)
+    assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
+
+
+class TestTrajectory:
+    SOLVER = deqfast.Picard(tol=1e-9, max_iter=60)
+    AT = (1, 2, 4)
+
+    def setup_method(self):
+        self.w, self.x = weight(), injection(3)
+
+    def cell(self, z, x):
+        return torch.tanh(z @ self.w.T + x)
+
+    def iterates(self):
+        """Picard's by hand, as evaluations 1 ... are given them, and the fixed point."""
+        with torch.no_grad():
+            z = [torch.zeros_like(self.x)]
+            for _ in range(100):
+                z.append(self.cell(z[-1], self.x))
+        return [*(z[n - 1] for n in self.AT), z[-1]]
+
+    @pytest.mark.parametrize("adjoint", [deqfast.JFB(), deqfast.Phantom(3, 0.8)], ids=str)
+    def test_each_state_has_its_gradient(self, adjoint):
+        states = deqfast.DEQBlock(self.cell, self.SOLVER, adjoint).trajectory(self.x, self.AT)
+        steps, damping = (1, 1.0) if adjoint == deqfast.JFB() else (3, 0.8)
+        for state, iterate in zip(states, self.iterates(), strict=True):
+            torch.testing.assert_close(state, iterate, rtol=0, atol=1e-8)
+            z = iterate
+            for _ in range(steps):
+                z = (1 - damping) * z + damping * self.cell(z, self.x)
+            ours, by_hand = (
+                torch.autograd.grad((factor * value).sum(), [self.w, self.x], retain_graph=True)
+                for value, factor in ((state, iterate), (z, iterate))
+            )
+            assert_same(ours, by_hand, 1e-7)
+
+    def test_the_implicit_gradient_of_the_last_is_exact(self):
+        states = deqfast.DEQBlock(self.cell, self.SOLVER, "implicit").trajectory(self.x, self.AT)
+        z = torch.zeros_like(self.x)
+        for _ in range(100):
+            z = self.cell(z, self.x)
+        ours, unrolled = (torch.autograd.grad(value.square().sum(), [self.w, self.x]) for value in (states[-1], z))
+        assert_same(ours, unrolled, 1e-5)
+
+    def test_a_solve_that_ends_before(self):
+        """The states behind its end are the value, of which each has a copy."""
+        solver = deqfast.Picard(tol=1e-2, max_iter=50)
+        block = deqfast.DEQBlock(self.cell, solver)
+        first, late, last, value = block.trajectory(self.x, [1, 40, 50])
+        assert torch.equal(late, value) and torch.equal(last, value) and not first.any()
+        torch.testing.assert_close(value, block(self.x), rtol=0, atol=0)
+        with torch.no_grad():
+            states = block.trajectory(self.x, [1, 40, 50])
+        assert not any(state.requires_grad for state in states)
+        assert len({state.data_ptr() for state in states}) == 4  # a caller may work in place on each
+
+    @pytest.mark.parametrize(
+        "options", [{"check_every": 7}, {"compact": True}, {"compile": "forward"}, {"trace": True}], ids=str
+    )
+    def test_the_loop_serves_all_blocks(self, options):
+        cell = deqfast.FCCell(WIDTH, WIDTH).double()  # has a fixed_point of its own
+        cell.weight.data.mul_(0.5)
+        block = deqfast.DEQBlock(cell, self.SOLVER, **options)
+        at = range(1, 26)  # to where some samples are done
+        plain = deqfast.DEQBlock(cell, self.SOLVER).trajectory(self.x, at)
+        assert_same(block.trajectory(self.x, at), plain, 1e-12)
+
+    def test_a_tree_and_a_broken_sample(self):
+        def cell(z, x):
+            value = self.cell(z["a"], x)
+            return {"a": torch.where((z["a"] != 0).any() & (torch.arange(3)[:, None] == 1), torch.nan, value)}
+
+        block = deqfast.DEQBlock(cell, self.SOLVER, warn=False)
+        states = block.trajectory(self.x, self.AT, z0={"a": torch.zeros_like(self.x)})
+        sum(state["a"].sum() for state in states).backward()
+        assert all(bool(state["a"].isfinite().all()) for state in states)
+        assert bool(self.w.grad.isfinite().all())
+
+    @pytest.mark.parametrize(
+        ("at", "error", "message"),
+        [
+            (3, TypeError, "must be a list"),
+            ([0], ValueError, "at least 1"),
+            ([1.5], TypeError, "integer"),
+            ([61], ValueError, "max_iter, 60"),
+            ([3, 2], ValueError, "ascend"),
+            ([2, 2], ValueError, "ascend"),
+        ],
+    )
+    def test_bad_evaluations(self, at, error, message):
+        with pytest.raises(error, match=message):
+            deqfast.DEQBlock(self.cell, self.SOLVER).trajectory(self.x, at)
+
+    @pytest.mark.parametrize("adjoint", ["unrolled", "shine"])
+    def test_adjoints_without_a_trajectory(self, adjoint):
+        with pytest.raises(ValueError, match="no trajectory"):
+            deqfast.DEQBlock(self.cell, "broyden", adjoint).trajectory(self.x, [1])
+
+    def test_torch_func_is_refused(self):
+        block = deqfast.DEQBlock(self.cell, self.SOLVER)
+        with pytest.raises(RuntimeError, match=r"torch\.func"):
+            torch.func.grad(lambda x: block.trajectory(x, [1])[-1].sum())(self.x)
