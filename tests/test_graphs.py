@@ -293,7 +293,7 @@ def test_wrong_settings():
         with pytest.raises(ValueError, match="Unrolled runs no solver"):
             deqfast.DEQBlock(deqfast.LinearCell(5), adjoint="unrolled", **{option: True})
     for option in ("compact", "trace"):
-        with pytest.raises(ValueError, match="cannot be combined with compact or trace"):
+        with pytest.raises(ValueError, match="cannot be combined with compact, trace or halt"):
             deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True, **{option: True})
 
 

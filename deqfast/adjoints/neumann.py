@@ -50,12 +50,7 @@ class Neumann(Adjoint):
         leaves, spec = pytree.tree_flatten(detached(z, requires_grad=True))
         with saved_tensors_hooks(keep, kept):  # a checkpoint in the cell would be computed anew for each term
             recorded = Recorded(uncompiled(problem.cell), pytree.tree_unflatten(leaves, spec), x)
-        value = attach(
-            problem.forward_value(solution, recorded.outputs, broken),
-            recorded,
-            _Series(self, recorded.outputs, leaves),
-            broken,
-        )
+        value = attach(solution.value, recorded, _Series(self, recorded.outputs, leaves), broken)
         return value, confirmed(solution, problem, z, recorded.outputs)
 
     def derivative(self, problem: Problem) -> Derivative:
