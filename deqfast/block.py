@@ -195,8 +195,8 @@ class DEQBlock(nn.Module):
             are those of the block's adjoint, taken at each.
 
         Raises:
-            TypeError, ValueError: `at` holds no such evaluations; the adjoint is ``Unrolled`` or ``Reversible``, which run
-                no solver, or ``SHINE``, which has the history of the end of a solve only; else as ``forward``.
+            TypeError, ValueError: `at` holds no such evaluations; the adjoint is ``Unrolled`` or ``Reversible``, which
+                run no solver, or ``SHINE``, which has the history of the end of a solve only; else as ``forward``.
             RuntimeError: within torch.func, forward-mode AD or torch.export.
 
         Examples:
