@@ -422,14 +422,13 @@ def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
     figure, axes = pyplot.subplots(1, len(GRADIENTS), figsize=(9.6, 4), sharey=True, layout="constrained")
     for axis, (case, title) in zip(axes, GRADIENTS.items(), strict=True):
         axis.set_title(title, fontsize=10)
-        axis.set(xlabel="training step (ms)", xscale="log", yscale="log")
-        axis.grid(alpha=0.25, which="both")
-        for row in [row for row in rows if row["case"] == case]:
-            axis.plot(row["ms_min"], row["error"], "o", color="#0072B2")
-            axis.annotate(
-                row["provider"], (row["ms_min"], row["error"]), (4, 4), textcoords="offset points", fontsize=8
-            )
-        axis.margins(x=0.15)
+        axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
+        axis.grid(alpha=0.25)
+        for i, row in enumerate(sorted((row for row in rows if row["case"] == case), key=lambda row: row["ms_min"])):
+            at = row["ms_min"], row["error"]
+            axis.plot(*at, "o", color="#0072B2")
+            axis.annotate(row["provider"], at, (4, 4 - 14 * (i % 2)), textcoords="offset points", fontsize=8)
+        axis.margins(x=0.2)
     axes[0].set_ylabel("relative error of the gradient")
     figure.supxlabel(made, fontsize=7)
     return png(figure, digest)
