@@ -107,6 +107,8 @@ class DEQBlock(nn.Module):
             raise TypeError(f"cell must be callable, got {cell!r}")
         if init is not None and not callable(init):
             raise TypeError(f"init must be callable, got {init!r}")
+        if halt is not None and not callable(halt):
+            raise TypeError(f"halt must be callable, got {halt!r}")
         if check_every is not None:
             check_count("check_every", check_every)
         self.cell = cell

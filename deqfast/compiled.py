@@ -54,7 +54,8 @@ class Codes:
         """Call the code of `key`, which is made where there is none that serves."""
         if key not in self._codes:
             self._renew(key)
-        with torch._dynamo.config.patch(specialize_float=True):  # a loop's body takes no number that varies
+        # A loop's body takes no number that varies; hooks may come and go.
+        with torch._dynamo.config.patch(specialize_float=True, skip_nnmodule_hook_guards=False):
             try:
                 return self._codes[key](*arguments)
             except torch._dynamo.exc.FailOnRecompileLimitHit:  # a number has had more values than torch keeps code for

@@ -41,14 +41,15 @@ def fixed_point(
         solver: of the forward solve, as for ``DEQBlock``.
         adjoint: how gradients are found, as for ``DEQBlock``.
         return_solution: return the Solution beside the value.
-        options: further ones of ``DEQBlock`` and of its call: kernel, check_every, compact, per_sample, trace, warn,
-            groups.
+        options: further ones of ``DEQBlock`` and of its call: kernel, check_every, compact, per_sample, trace, halt,
+            warn (which then warns at every call), groups.
 
     Returns:
         z*, a tree like z0; with `return_solution` (z*, Solution).
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``DEQBlock``; TypeError for an option that it does not have.
+        TypeError, ValueError, RuntimeError: as ``DEQBlock``; TypeError for an option that it does not have, or that
+            means something to a block of many calls only: init, eval_solver, cuda_graph, compile.
 
     Examples:
         The square root of a by Newton's iteration, and its derivative:
@@ -66,6 +67,8 @@ def fixed_point(
         >>> torch.vmap(torch.func.grad(root))(torch.tensor([[[4.0]], [[16.0]]])).flatten()
         tensor([0.2500, 0.1250])
     """
+    if kept := sorted(options.keys() & {"init", "eval_solver", "cuda_graph", "compile"}):
+        raise TypeError(f"fixed_point takes no {kept[0]!r}, which serves many calls: make a DEQBlock")
     groups = options.pop("groups", None)
     block = DEQBlock(_Spread(f), solver, adjoint, **options)
     return block(args, z0, return_solution=return_solution, groups=groups)

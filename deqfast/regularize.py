@@ -42,17 +42,15 @@ def jacobian_penalty(cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: in
         >>> loss.backward()
     """
     check_count("probes", probes)
-    with torch.enable_grad():
-        z = detached(z, requires_grad=True)
-        leaves = pytree.tree_leaves(z)
-        values = in_order_of(z, uncompiled(cell)(z, x))
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves, values = _evaluated(cell, z, x)
         wide = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
         total = torch.zeros((), device=leaves[0].device, dtype=wide)
         for _ in range(probes):
             probe = [torch.randn_like(value) for value in values]
             products = vjp(values, leaves, probe, create_graph=True)
             total = total + sum(p.to(wide).square().sum() for p in products if p is not None)
-    return total / (probes * sum(leaf.numel() for leaf in leaves))
+    return total / max(1, probes * sum(leaf.numel() for leaf in leaves))
 
 
 @torch.no_grad()
@@ -83,10 +81,8 @@ def spectral_radius(
         tensor([0.9000, 0.9000, 0.9000], dtype=torch.float64)
     """
     check_count("iterations", iterations, 2)
-    with torch.enable_grad():
-        z = detached(z, requires_grad=True)
-        leaves = pytree.tree_leaves(z)
-        values = in_order_of(z, uncompiled(cell)(z, x))
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves, values = _evaluated(cell, z, x)
     vector, half, growth = [torch.randn_like(leaf) for leaf in leaves], iterations // 2, torch.zeros(())
     for k in range(iterations):
         products = vjp(values, leaves, vector)
@@ -97,3 +93,14 @@ def spectral_radius(
         if k >= half:
             growth = growth + lengths.log()
     return (growth / (iterations - half)).exp()
+
+
+def _evaluated(cell: Callable[[Any, Any], Any], z: Any, x: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves of z and of the cell's value there, with a graph between them."""
+
+    def ordinary(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    z, x = pytree.tree_map(ordinary, z), pytree.tree_map(ordinary, x)
+    z = detached(z, requires_grad=True)
+    return pytree.tree_leaves(z), in_order_of(z, uncompiled(cell)(z, x))

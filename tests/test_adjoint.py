@@ -166,6 +166,29 @@ class TestDefinitions:
         with pytest.raises(RuntimeError, match="steps back of Reversible end .+ off z0: take fewer steps than 10"):
             z.sum().backward()
 
+    def test_reversible_judges_the_way_back_sample_by_sample(self):
+        toy = Toy()
+        lost = torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.float64)
+        off = torch.zeros(1, dtype=torch.float64)
+        block = DEQBlock(lambda z, x: toy.cell(z, x) + off * lost, adjoint=Reversible(steps=10), warn=False)
+        big = torch.cat([toy.x[:1], 1e6 * torch.ones(2, 3, dtype=torch.float64)])
+        z = block(big.requires_grad_(), z0=torch.tensor([[0.0], [1e6], [1e6]], dtype=torch.float64).expand(3, 4))
+        off += 0.1
+        with pytest.raises(RuntimeError, match="off z0"):
+            z.sum().backward()
+
+    def test_reversible_refuses_what_it_would_lose_and_frees_x(self):
+        toy = Toy()
+        held = toy.w * 1.0
+        with pytest.raises(RuntimeError, match="Reversible would lose the gradient"):
+            DEQBlock(lambda z, x: torch.tanh(z @ held.T + x @ toy.u.T), adjoint=Reversible(9))(toy.x, z0=toy.z0)
+        x = toy.x * 1.0
+        z, kept = toy.block(Reversible(9), warn=False)(x, z0=toy.z0), weakref.ref(x)
+        del x
+        z.sum().backward()
+        gc.collect()
+        assert kept() is None
+
     def test_a_checkpoint_changes_no_bit(self):
         toy = Toy()
         for found, expected in zip(

@@ -151,6 +151,27 @@ class Attending(nn.Module):
         return 0.5 * self.attention(z, z, z, need_weights=False)[0] + x
 
 
+class Pooling(nn.Module):
+    """Operations whose formulas ask for sizes."""
+
+    def forward(self, z, x):
+        small = nn.functional.avg_pool2d(torch.tanh(z), 2)
+        return 0.5 * nn.functional.interpolate(small, scale_factor=2, mode="bilinear", align_corners=False) + x
+
+
+class Projected(nn.Module):
+    """Scaled dot-product attention of projections in one product."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 18)
+
+    def forward(self, z, x):
+        q, k, v = self.linear(z).chunk(3, dim=-1)
+        return 0.5 * nn.functional.scaled_dot_product_attention(q, k, v) + x
+
+
 class TestGradients:
     @pytest.mark.parametrize("adjoint", ["implicit", "shine"])
     def test_parametrised_weights(self, adjoint):
@@ -178,6 +199,25 @@ class TestGradients:
 
     def test_views_that_share_memory(self):
         assert_same_gradients(Attending(), torch.randn(2, 3, 8), 1e-5)
+
+    @pytest.mark.parametrize(
+        ("cell", "sample"), [(Pooling(), (2, 4, 6)), (Projected(), (5, 6))], ids=["pool", "attention"]
+    )
+    def test_formulas_of_sizes_at_many_batches(self, cell, sample):
+        ordinary, compiled = both(cell, Broyden(1e-6, 40), "implicit")
+        for batch in (3, 6, 7, 1):
+            x = torch.randn(batch, *sample)
+            for found, expected in zip(gradients(compiled, x), gradients(ordinary, x), strict=True):
+                assert_close(found, expected, 1e-5)
+
+    def test_hooks_that_come_later_and_nothing_kept(self):
+        cell, x = Linear(), torch.randn(2, 3)
+        block = assert_same_gradients(cell, x, 1e-5)
+        cell.linear.register_forward_hook(lambda module, given, value: 0.2 * value)
+        ordinary = DEQBlock(cell, Broyden(1e-6, 40), "implicit")
+        for found, expected in zip(gradients(block, x), gradients(ordinary, x), strict=True):
+            assert_close(found, expected, 1e-5)
+        assert block.linearised._found.product is None
 
     def test_numerically_and_twice(self):
         block = DEQBlock(Linear().double(), Broyden(1e-10, 60), Implicit(Broyden(1e-10, 60)), compile=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from threading import Thread
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_one_mask_for_a_call_and_another_for_the_next(adjoint):
         assert set(seen[0].unique().tolist()) == {0.0, 2.0}
         masks.append(seen[0])
     assert not torch.equal(*masks)
-    assert not block.cell.drop._solves
+    assert not block.cell.drop._of_thread.solves
 
 
 @every_adjoint
@@ -166,7 +167,7 @@ def test_a_solve_that_fails_leaves_nothing_behind(refused):
     x[:, 0] = torch.linspace(0, 0.45, 8)
     with pytest.raises(RuntimeError, match="does not fit"):
         block(x)
-    assert not drop._solves and not torch.equal(drop(x), drop(x))
+    assert not drop._of_thread.solves and not torch.equal(drop(x), drop(x))
 
 
 def test_blocks_that_share_a_module_and_blocks_in_cells():
@@ -208,3 +209,21 @@ def test_compiled_solves_serve_evaluation_only():
 def test_bad_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         SolveDropout(**arguments)
+
+
+def test_threads_have_masks_of_their_own():
+    block, failed = DEQBlock(Cell(SolveDropout(0.3)), TIGHT, warn=False), []
+
+    def run(batch):
+        try:
+            for _ in range(20):
+                block(torch.randn(batch, 6, dtype=torch.float64))
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [Thread(target=run, args=(batch,)) for batch in (3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed

@@ -51,6 +51,8 @@ def test_a_module_and_options():
     assert module.weight.grad is not None
     with pytest.raises(TypeError, match="unexpected keyword argument 'tolerance'"):
         fixed_point(Cell(), torch.zeros_like(x), x, tolerance=1e-3)
+    with pytest.raises(TypeError, match="fixed_point takes no 'compile', which serves many calls"):
+        fixed_point(Cell(), torch.zeros_like(x), x, compile=True)
 
 
 def test_transforms():
@@ -67,5 +69,12 @@ def test_transforms():
     found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
     expected = torch.stack([torch.func.grad(loss)(w, one) for one in x])
     assert_close(found, expected, GRADIENT)
+    checkpointed = torch.func.grad(
+        lambda w: fixed_point(lambda z, w: torch.tanh(z @ w + x[0]), x[0], w, adjoint=Unrolled(9, True)).sum()
+    )(w)
+    plain = torch.func.grad(
+        lambda w: fixed_point(lambda z, w: torch.tanh(z @ w + x[0]), x[0], w, adjoint=Unrolled(9)).sum()
+    )(w)
+    assert torch.equal(checkpointed, plain)
     hessian = torch.func.hessian(loss)(w, x[0]).reshape(9, 9)
     assert_close(hessian, hessian.T, GRADIENT)

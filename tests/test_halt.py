@@ -80,6 +80,8 @@ def test_a_bad_mask_is_named(mask):
 def test_what_it_cannot_be_combined_with():
     with pytest.raises(TypeError, match="halt must be callable, got 3"):
         solve(slow, torch.zeros(3, 2), halt=3)
+    with pytest.raises(TypeError, match="halt must be callable, got 3"):
+        DEQBlock(LinearCell(2), halt=3)
     rule = lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)  # noqa: E731
     for options in ({"compact": True}, {"compile": True}, {"adjoint": "unrolled"}):
         with pytest.raises(ValueError, match="halt"):

@@ -69,6 +69,16 @@ def test_the_spectral_radius_of_real_and_complex_pairs(dtype):
     assert_close(spectral_radius(cell, z, x, iterations=400), expected, 0.02)
 
 
+def test_in_inference_mode_and_without_samples():
+    with torch.inference_mode():
+        turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]])
+        z = torch.randn(3, 2)
+        assert_close(spectral_radius(lambda z, x: z @ x, z, turn), torch.full((3,), 0.9).double(), 1e-5)
+        assert jacobian_penalty(lambda z, x: z @ x, z, turn) > 0
+    assert jacobian_penalty(lambda z, x: 2 * z, torch.zeros(0, 2), None) == 0
+    assert spectral_radius(lambda z, x: 2 * z, torch.zeros(0, 2), None).shape == (0,)
+
+
 def test_a_radius_of_zero_and_bad_numbers():
     z = torch.zeros(2, 3)
     assert (spectral_radius(lambda z, x: torch.ones_like(z), z, None) < 1e-9).all()

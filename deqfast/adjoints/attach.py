@@ -219,7 +219,7 @@ def kept(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(
-            "deqfast: a tensor that the gradient of Implicit needs has been modified by an inplace operation: "
+            "deqfast: a tensor that the gradient of a block needs has been modified by an inplace operation: "
             f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
         )
     return tensor

@@ -86,9 +86,10 @@ class Linearised:
                 self._codes.call(packing.resized(0).signature(), cell, packing.spec, leaves, x)
         except Exception as error:
             raise RuntimeError(f"compile=True: {_REFUSAL}: {reason(error)}") from error
-        if self._found.product is None:
+        found, self._found.product = self._found.product, None
+        if found is None:
             return None
-        graph, saved, loops = self._found.product
+        graph, saved, loops = found
         return Product(graph, [keep(tensor) for tensor in saved], loops, leaves)
 
     def _capture(self, captured: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -102,7 +103,9 @@ class Linearised:
                 found = vjp(values, evaluation.leaves, u)
             return [torch.zeros_like(v) if p is None else p for p, v in zip(found, u, strict=True)]
 
-        arguments = [torch.empty_like(z) for z in states], list(inputs)
+        # What torch.compile traced with, whose sizes its guards know.
+        given = [node.meta["example_value"] for node in captured.graph.nodes if node.op == "placeholder"]
+        arguments = [torch.empty_like(z) for z in states], given
         graph = make_fx(products, tracing_mode="symbolic")(*arguments)
         # Backward formulas may write to fresh zeros, which would be computed once.
         graph = make_fx(torch.func.functionalize(graph), tracing_mode="symbolic")(*arguments)

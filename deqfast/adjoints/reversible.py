@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..solution import Solution
 from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled, untraced
 from ..weights import held_weights, holding
-from .attach import Gradients, Recorded, detached, in_order_of, present_autocast, vjp
+from .attach import Gradients, Recorded, detached, in_order_of, present_autocast, sample_norms, vjp
 from .base import Problem
 from .unrolled import Iterated, judged
 
@@ -39,7 +40,8 @@ class Reversible(Iterated):
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.
-        RuntimeError: under torch.func and in forward-mode AD; in the backward pass, where the steps back do not lead
+        RuntimeError: under torch.func and in forward-mode AD; the cell holds a tensor with a gradient that is neither a
+            leaf nor in x; in the backward pass, where the steps back do not lead
             to z0, since the cell is another function by then or rounding has grown too large.
 
     Examples:
@@ -60,13 +62,20 @@ class Reversible(Iterated):
             raise RuntimeError(
                 "deqfast: Reversible has no derivative under torch.func and forward-mode AD: use Unrolled"
             )
-        run = _Run(problem.cell, self.damping, self.steps or max(1, problem.solver.max_iter // 2), detached(z), x)
+        steps = self.steps or max(1, problem.solver.max_iter // 2)
+        run = _Run(problem.cell, self.damping, steps, detached(z), x, problem.groups)
         with outside_exports(torch.no_grad()):
             y, fy = run.forward(packing)
             solution = judged(packing, problem.solver, 2 * run.steps, run.tree(y), run.tree(fy), run.tree(run.ends[1]))
         if not torch.is_grad_enabled():
             return solution.value, solution
-        sources = Recorded(problem.cell, solution.value, x).sources
+        recorded = Recorded(problem.cell, solution.value, x)
+        if recorded.hides:
+            raise RuntimeError(
+                "deqfast: Reversible would lose the gradient of a tensor that the cell holds and that is computed "
+                "outside of it: give it to the block in x"
+            )
+        sources = recorded.sources
         leaves, spec = pytree.tree_flatten(solution.value)
         return pytree.tree_unflatten(list(_Reversed.apply(run, len(leaves), *leaves, *sources)), spec), solution
 
@@ -74,11 +83,14 @@ class Reversible(Iterated):
 class _Run:
     """Steps from z0 and back."""
 
-    def __init__(self, cell: Callable[[Any, Any], Any], damping: float, steps: int, z0: Any, x: Any) -> None:
+    def __init__(
+        self, cell: Callable[[Any, Any], Any], damping: float, steps: int, z0: Any, x: Any, groups: Any
+    ) -> None:
         self.cell, self.damping, self.steps, self.x = cell, damping, steps, x
         self.start, self.spec = pytree.tree_flatten(z0)
         self.autocast = present_autocast(self.start[0].device.type)
         self.held = held_weights()
+        self.lengths = partial(sample_norms, groups=groups)
         self.ends = [[leaf.double() for leaf in self.start] for _ in range(2)]  # y and z
 
     def tree(self, state: list[Tensor]) -> Any:
@@ -122,17 +134,16 @@ class _Run:
         return (state - self.damping * value.double()) / (1 - self.damping)
 
     def _check(self, found: list[list[Tensor]]) -> None:
-        """RuntimeError where the states found are not the start."""
-        for state in found:
-            for leaf, start, end in zip(state, self.start, self.ends[1], strict=True):
-                size = start.double().norm() + end.norm()
-                if not bool((leaf - start).norm() <= _LOST * size):
-                    distance = float((leaf - start).norm() / size)
-                    raise RuntimeError(
-                        f"deqfast: the steps back of Reversible end {distance:.1g} lengths of the iterates off z0: "
-                        f"take fewer steps than {self.steps}, a damping below {self.damping}, or a cell that is the "
-                        "same function in the backward pass"
-                    )
+        """RuntimeError where the states found are not the start, a sample of its own."""
+        size = self.lengths(self.ends[1]) + self.lengths([leaf.double() for leaf in self.start])
+        off = [self.lengths([a - b for a, b in zip(state, self.start, strict=True)]) / size for state in found]
+        distance = float(torch.stack(off).nan_to_num(0.0).max()) if len(size) else 0.0  # NaN: of zero by zero
+        if distance > _LOST:
+            raise RuntimeError(
+                f"deqfast: the steps back of Reversible end {distance:.1g} lengths of a sample's iterates off z0: take "
+                f"fewer steps than {self.steps}, a damping below {self.damping}, or a cell that is the same function "
+                "in the backward pass"
+            )
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Any:
@@ -159,4 +170,6 @@ class _Reversed(torch.autograd.Function):
             found = ctx.run.pull(list(grads), sources)
         if torch.is_grad_enabled():
             found = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in found]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.run = None  # as torch frees what is saved
         return (*[None] * (2 + ctx.count), *found)

@@ -87,7 +87,7 @@ class Unrolled(Iterated):
 
     def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         cell = problem.cell
-        if self.checkpoint and torch.is_grad_enabled():
+        if self.checkpoint and torch.is_grad_enabled() and not problem.is_transformed():  # which takes none
             cell = partial(checkpoint, _holding(cell), use_reentrant=False)
         steps = self.steps or problem.solver.max_iter
         previous = z

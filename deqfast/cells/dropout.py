@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..solvers.base import check_count, check_number
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.solves: list[list[Tensor]] = []  # for each under way its mask, once drawn, the innermost's last
 
 
 class SolveDropout(nn.Module):
@@ -48,17 +56,17 @@ class SolveDropout(nn.Module):
         for dim in self.dims:
             check_count("dims", dim, 0)
         self._scale = 1 / (1 - p) if p < 1 else 0.0
-        self._solves: list[list[Tensor]] = []  # for each that is under way its mask, once drawn, the innermost's last
+        self._of_thread = _OfThread()
         self._has_solved = False
 
     def begin_solve(self) -> None:
         """Forget the mask, unless a solve around this one holds it."""
         self._has_solved = True
-        self._solves.append(self._solves[-1] if self._solves else [])
+        self._of_thread.solves.append(self._of_thread.solves[-1] if self._of_thread.solves else [])
 
     def end_solve(self) -> None:
         """Drop the mask, unless a solve around this one holds it."""
-        self._solves.pop()
+        self._of_thread.solves.pop()
 
     def forward(self, z: Tensor) -> Tensor:
         """Tensor like z (B, ...), with entries dropped in training."""
@@ -70,14 +78,14 @@ class SolveDropout(nn.Module):
         """Mask that broadcasts to z."""
         for dim in self.dims:
             z = z.narrow(dim, 0, 1)
-        if not self._solves:
+        if not self._of_thread.solves:
             if self._has_solved and torch._C._current_graph_task_id() != -1:  # there is no public way to ask
                 raise RuntimeError(
                     "SolveDropout was called in a backward pass, when its mask was gone: by an activation checkpoint "
                     "inside of the cell (put it around the block), for a second derivative, or by torch.func"
                 )
             return self._draw(z)
-        drawn = self._solves[-1]
+        drawn = self._of_thread.solves[-1]
         if not drawn:
             drawn.append(self._draw(z))
         if drawn[0].shape != z.shape:
@@ -89,6 +97,14 @@ class SolveDropout(nn.Module):
 
     def _draw(self, z: Tensor) -> Tensor:
         return torch.rand_like(z, dtype=torch.float32, requires_grad=False) < self.p
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the masks of solves under way, which are a thread's."""
+        return {**self.__dict__, "_of_thread": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._of_thread = _OfThread()
 
     def extra_repr(self) -> str:
         return f"p={self.p}, dims={self.dims}"

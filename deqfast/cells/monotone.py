@@ -103,7 +103,8 @@ class MonotoneCell(nn.Module):
     @property
     def weight(self) -> Tensor:
         """W (D, D), computed at every call."""
-        operator = self.parametrizations.matrices[0].operator(self.A, self.B)  # type: ignore[union-attr, index, operator]
+        with torch.autocast(self.A.device.type, enabled=False):  # as the matrices of a solve are made
+            operator = self.parametrizations.matrices[0].operator(self.A, self.B)  # type: ignore[union-attr, index, operator]
         return torch.eye(len(operator), dtype=operator.dtype, device=operator.device) - operator
 
     def initial_state(self, x: Tensor) -> Tensor:

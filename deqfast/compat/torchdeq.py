@@ -225,7 +225,7 @@ class DEQ(nn.Module):
 
     def _run(self, func: Any, z: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any) -> Any:
         z = z if isinstance(z, Tensor) else list(z)
-        max_iter = int(given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter))
+        max_iter = given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter)
         check_count("f_max_iter", max_iter)
         method = self._forward_method(max_iter, given)
 
