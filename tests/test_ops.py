@@ -23,7 +23,8 @@ OPS = ["picard_step", "multisecant_step", "broyden_step"]
 # In test_shine.py, test_neural_collapse_ops.py and test_fc.py.
 CHECKED_ELSEWHERE = ["multisecant_transposed", "class_means", "within_class_scatter", "fc_fixed_point", "fc_vjp"]
 NOT_ON_A_GPU = {"broyden_step"}
-WHOLE_SOLVES = {"deqfast::solve_block", "deqfast::pull_block", "deqfast::solve_fc"}  # see tests/test_compile.py
+# See tests/test_compile.py and, of the mark of a compiled gradient, tests/test_compiled.py.
+WHOLE_SOLVES = {f"deqfast::{op}" for op in ("solve_block", "pull_block", "solve_fc", "differentiated")}
 SHORT = {"history_dtype": torch.bfloat16}
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}
 every_method = pytest.mark.parametrize("method", METHODS)

@@ -701,8 +701,9 @@ def test_solution_speaks_plainly():
         "NONFINITE": 2,
         "STALLED": 3,
         "INCONSISTENT": 4,
+        "HALTED": 5,
     }
     for status in Status:
         assert status.message.endswith(".") and " " in status.message
-    assert len({status.message for status in Status}) == 5
+    assert len({status.message for status in Status}) == 6
     assert solution.status.dtype == torch.int8 and solution.iterations.dtype == torch.int32
