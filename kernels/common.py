@@ -1,5 +1,12 @@
-"""Jit helpers shared by the kernels of the solver steps."""
+"""Jit helpers shared by the kernels of the solver steps.
 
+Where several programs share a sample, a step is a sequence of launches, the STAGE of a kernel: "sums" (B, S) over each
+program's columns, "judge" (B,) by the sums of all, and "step" (B, S); else one launch does "all". The sums are numbers
+x programs of every sample: those of squares of f(z) - z and f(z), their norms, and what the step adds.
+"""
+
+# The language of jit functions grows tuples in loops.
+# mypy: disable-error-code="assignment"
 import triton
 import triton.language as tl
 
@@ -75,11 +82,39 @@ def length_of(square, scale, scaled_square):
 
 
 @triton.jit
-def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr):
+def columns(D, BLK: tl.constexpr, STAGE: tl.constexpr):
+    """The columns [begin, end) of this program: whole blocks; less or none may be left for the last ones."""
+    if (STAGE == "sums") | (STAGE == "step"):
+        width = tl.cdiv(tl.cdiv(D, BLK), tl.num_programs(1)) * BLK
+        begin = tl.minimum(tl.program_id(1) * width, D)
+        return begin, tl.minimum(begin + width, D)
+    else:
+        return 0, D
+
+
+@triton.jit
+def store_number(p_sums, i, x):
+    """Leave number i of this program."""
+    tl.store(p_sums + i * tl.num_programs(1) + tl.program_id(1), x)
+
+
+@triton.jit
+def load_numbers(p_sums, first, COUNT: tl.constexpr, S, BLK: tl.constexpr):
+    """The numbers from `first` on of all S programs of a sample, a vector each, in their order."""
+    o_s = tl.arange(0, BLK)
+    vectors = ()
+    for i in tl.static_range(COUNT):
+        vectors = vectors + (tl.load(p_sums + (first + i) * S + o_s, mask=o_s < S, other=0.0),)
+    return vectors
+
+
+@triton.jit
+def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.constexpr = False):
     """Norms of f(z) - z and f(z), a row each; b_gg and b_ff are their sums of squares.
 
     The rows are read again for the largest magnitudes, which are the norms if `maximum`, and once more for the sums of
-    squares of both over a scale, where the plain sums do not do.
+    squares of both over a scale, where the plain sums do not do. OF_NORMS: in the place of z and f(z) stand the norms
+    of parts of f(z) - z and of f(z).
     """
     dtype: tl.constexpr = b_gg.dtype
     PART: tl.constexpr = BLK if BLK < 1024 else 1024  # few registers beside the rows that the caller may hold
@@ -92,7 +127,8 @@ def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr):
             o_d = start + tl.arange(0, PART)
             m_d = o_d < D
             b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-            b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
+            b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+            b_g = b_z if OF_NORMS else b_fz - b_z
             b_res = tl.maximum(b_res, magnitude(b_g))
             b_f = tl.maximum(b_f, magnitude(b_fz))
         res_norm = tl.max(b_res, axis=0)
@@ -106,13 +142,30 @@ def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr):
                 o_d = start + tl.arange(0, PART)
                 m_d = o_d < D
                 b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-                b_g = (b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)) / res_scale
+                b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+                b_g = (b_z if OF_NORMS else b_fz - b_z) / res_scale
                 b_fz = b_fz / f_scale
                 b_res = tl.fma(b_g, b_g, b_res)
                 b_f = tl.fma(b_fz, b_fz, b_f)
             res_norm = length_of(b_gg, res_scale, tl.sum(b_res, axis=0))
             f_norm = length_of(b_ff, f_scale, tl.sum(b_f, axis=0))
     return res_norm, f_norm
+
+
+@triton.jit
+def norms_at(p_z, p_fz, width, p_sums, S, b_gg, b_ff, maximum, STAGE: tl.constexpr, BLK: tl.constexpr):
+    """The norms of this program's columns, of which it leaves numbers 0 to 3; in stage "judge" those of the sample."""
+    gg, ff = tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0)
+    if STAGE == "judge":
+        return norms_of(p_sums + 2 * S, p_sums + 3 * S, S, gg, ff, maximum, BLK, OF_NORMS=True)
+    else:
+        res_norm, f_norm = norms_of(p_z, p_fz, width, gg, ff, maximum, BLK)
+        if STAGE == "sums":
+            store_number(p_sums, 0, gg)
+            store_number(p_sums, 1, ff)
+            store_number(p_sums, 2, res_norm)
+            store_number(p_sums, 3, f_norm)
+        return res_norm, f_norm
 
 
 @triton.jit
@@ -186,6 +239,12 @@ def judge(
     if status != 0:
         tl.atomic_add(p_active, -1, sem="relaxed")
     return status, improved
+
+
+@triton.jit
+def store_verdict(p_verdict, status, improved):
+    """Stage "judge": what the next launch does with the iterate. 1: keep it as the best, 2: go back to that one."""
+    tl.store(p_verdict, tl.where(status == 2, 2, improved.to(tl.int32)).to(p_verdict.dtype.element_ty))
 
 
 @triton.jit

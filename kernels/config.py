@@ -15,6 +15,9 @@ MAX_INLINE_WINDOW = 8
 FC_ROWS = 16
 # Above this padded window the second sweep works on tiles, not on a vector per row of the history.
 MAX_VECTOR_WINDOW = 16
+# Programs that share a sample have so many columns each at least, to be worth the launches that they add.
+MIN_COLUMNS = 4096
+MAX_PROGRAMS = 64
 # All that a thread can have. Left alone, ptxas spills a few bytes in hope of more warps.
 MAX_REGISTERS = 255
 
@@ -25,6 +28,10 @@ class LaunchConfig:
 
     block: int
     num_warps: int
+
+
+# One warp adds up the numbers that all programs of a sample have left.
+JUDGE_CONFIG = LaunchConfig(MAX_PROGRAMS, 1)
 
 
 def next_power_of_2(n: int) -> int:
@@ -69,6 +76,24 @@ def rows_at_once(padded: int, method: int, dtype: torch.dtype, history_dtype: to
 def solve_config(padded: int) -> LaunchConfig:
     """One warp needs no barriers; two where the window matrix would not stay in the registers of one."""
     return LaunchConfig(padded, max(1, padded // 16))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at once on `device`; the interpreter runs one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def programs_per_sample(batch: int, size: int, device: torch.device) -> int:
+    """As many as give each multiprocessor two; one where that is not three: they may have to run in two waves."""
+    programs = min(2 * multiprocessors(device) // batch, size // MIN_COLUMNS, MAX_PROGRAMS)
+    return programs if programs > 2 else 1
+
+
+def stages(batch: int, programs: int, sweep: LaunchConfig) -> list[tuple[str, tuple[int, ...], LaunchConfig]]:
+    """Stage, grid and configuration of each launch up to the judgement, see ``common``."""
+    if programs == 1:
+        return [("all", (batch,), sweep)]
+    return [("sums", (batch, programs), sweep), ("judge", (batch,), JUDGE_CONFIG)]
 
 
 def shared_memory(device: torch.device) -> int:

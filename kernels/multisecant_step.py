@@ -8,6 +8,9 @@ f, or beta Y + S where beta != 1. Three kernels, one program per sample; samples
 2. solve N gamma = t (part of kernel 3 while the window is at most ``MAX_INLINE_WINDOW``);
 3. sweep over DF: the best iterate, the step, z, the next pair's step, and its row of N.
 
+Where the batch does not fill the GPU, S programs share a sample in each sweep, see ``common``. What follows the dots of
+sweep 1 is then a launch of its own, and so is the sum of the parts of the row.
+
 z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T; the scratch t, then gamma, (B, M + 1) T. T is
 float32 or float64, H is T or bfloat16. Everything is computed in T. Windows are walked by age, newest pair first.
 """
@@ -29,20 +32,27 @@ from .common import (
     BROYDEN_GOOD,
     PIVOT_FLOOR,
     carry_out,
+    columns,
     is_finite,
     is_sound,
     judge,
-    norms_of,
+    load_numbers,
+    norms_at,
     scalar,
+    store_number,
+    store_verdict,
 )
 from .config import (
+    JUDGE_CONFIG,
     MAX_INLINE_WINDOW,
     MAX_REGISTERS,
     MAX_VECTOR_WINDOW,
     device_guard,
     padded_window,
+    programs_per_sample,
     rows_at_once,
     solve_config,
+    stages,
     sweep_config,
     tile_config,
 )
@@ -56,10 +66,10 @@ def _slots_by_age(newest, M, MP: tl.constexpr):
 
 
 @triton.jit
-def _row(p_history, newest, age, n, M, D, o_d):
-    """The columns o_d of the pair of that age; zeros past the window."""
+def _row(p_history, newest, age, n, M, D, end, o_d):
+    """The columns o_d, below `end`, of the pair of that age; zeros past the window."""
     o_row = _slot(newest, age, M).to(tl.int64) * D
-    return tl.load(p_history + o_row + o_d, mask=o_d < tl.where(age < n, D, 0), other=0.0)
+    return tl.load(p_history + o_row + o_d, mask=o_d < tl.where(age < n, end, 0), other=0.0)
 
 
 @triton.jit
@@ -215,7 +225,81 @@ def _window_gamma(
     return tl.where(overflows == 0, b_gamma, 0.0)
 
 
-@triton.jit(do_not_specialize=["B", "M", "k", "n", "newest", "absolute", "maximum"])
+@triton.jit
+def _sweep_left(
+    p_z,
+    p_fz,
+    p_f_prev,
+    p_left,
+    p_left_new,
+    p_df_new,
+    D,
+    M,
+    n,
+    newest,
+    begin,
+    end,
+    beta,
+    first: tl.constexpr,
+    METHOD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLK: tl.constexpr,
+):
+    """g^2, f(z)^2, s^2, y^2 (on the first sweep), and L g, L y and L s of the ROWS pairs from age `first` on.
+
+    A vector of BLK columns each, to be added up. The first sweep completes the newest pair.
+    """
+    dtype: tl.constexpr = p_z.dtype.element_ty
+    short: tl.constexpr = p_left.dtype.element_ty
+    LEFT_IS_Y: tl.constexpr = (METHOD == BROYDEN_BAD) | (METHOD == ANDERSON_II)
+    b_w = scalar(beta, dtype)
+    b_v = scalar(1.0 - beta, dtype)
+    b_gg = tl.zeros([BLK], dtype)
+    b_ff = tl.zeros([BLK], dtype)
+    b_ss = tl.zeros([BLK], dtype)
+    b_yy = tl.zeros([BLK], dtype)
+    b_t = _zeros(ROWS, BLK, dtype)
+    b_q = _zeros(ROWS, BLK, dtype)
+    b_p = _zeros(ROWS if METHOD == ANDERSON_I else 0, BLK, dtype)
+    for start in range(begin, end, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < end
+        b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+        b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
+        b_s = tl.load(p_left_new + o_d, mask=m_d, other=0.0).to(dtype)
+        if LEFT_IS_Y & (first > 0):
+            b_y = b_s
+        else:
+            b_delta = b_fz - tl.load(p_f_prev + o_d, mask=m_d, other=0.0)
+            b_y = b_delta - b_s
+        if first == 0:
+            b_gg = tl.fma(b_g, b_g, b_gg)
+            b_ff = tl.fma(b_fz, b_fz, b_ff)
+            tl.store(p_df_new + o_d, (b_w * b_delta + b_v * b_s).to(short), mask=m_d)
+            if LEFT_IS_Y:
+                # Every warp has read s before y takes its place.
+                tl.debug_barrier()
+                tl.store(p_left_new + o_d, b_y.to(short), mask=m_d)
+                b_y = b_y.to(short).to(dtype)
+            else:
+                b_ss = tl.fma(b_s, b_s, b_ss)
+                b_yy = tl.fma(b_y, b_y, b_yy)
+        next_t = ()
+        next_q = ()
+        next_p = ()
+        for i in tl.static_range(ROWS):
+            b_l = b_y if LEFT_IS_Y & (first + i == 0) else _row(p_left, newest, first + i, n, M, D, end, o_d).to(dtype)
+            next_t = next_t + (tl.fma(b_l, b_g, b_t[i]),)
+            next_q = next_q + (tl.fma(b_l, b_y, b_q[i]),)
+            if METHOD == ANDERSON_I:
+                next_p = next_p + (tl.fma(b_l, b_s, b_p[i]),)
+        b_t = next_t
+        b_q = next_q
+        b_p = next_p
+    return b_gg, b_ff, b_ss, b_yy, b_t, b_q, b_p
+
+
+@triton.jit(do_not_specialize=["B", "M", "S", "k", "n", "newest", "absolute", "maximum"])
 def _multisecant_left_kernel(
     p_z,
     p_fz,
@@ -230,9 +314,11 @@ def _multisecant_left_kernel(
     p_df,
     p_gram,
     p_t,
+    p_sums,
     B,
     D,
     M,
+    S,
     k,
     n,
     newest,
@@ -245,6 +331,7 @@ def _multisecant_left_kernel(
     METHOD: tl.constexpr,
     MP: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGE: tl.constexpr,
     BLK: tl.constexpr,
 ):
     """Sweep 1 (n > 0). With y = fz - f_prev - s, s the step in the newest slot, and DF_new = beta y + s:
@@ -254,10 +341,12 @@ def _multisecant_left_kernel(
     """
     i_b = tl.program_id(0).to(tl.int64)
     if tl.load(p_status + i_b) != 0:
+        if STAGE == "judge":
+            tl.store(p_t + i_b * (M + 1) + M, 0.0)
         return
     dtype: tl.constexpr = p_z.dtype.element_ty
-    short: tl.constexpr = p_left.dtype.element_ty
     LEFT_IS_Y: tl.constexpr = (METHOD == BROYDEN_BAD) | (METHOD == ANDERSON_II)
+    begin, end = columns(D, BLK, STAGE)
     p_z += i_b * D
     p_fz += i_b * D
     p_f_prev += i_b * D
@@ -266,81 +355,61 @@ def _multisecant_left_kernel(
     p_left_new = p_left + newest.to(tl.int64) * D
     p_gram += i_b * (M + 2) * M
     p_t += i_b * (M + 1)
+    if STAGE != "all":
+        p_sums += i_b * (6 + 3 * MP) * S
     b_w = scalar(beta, dtype)
-    b_v = scalar(1.0 - beta, dtype)
 
     advance = n > 0
     for first in tl.static_range(0, MP, ROWS):
         if advance:
-            b_gg = tl.zeros([BLK], dtype)
-            b_ff = tl.zeros([BLK], dtype)
-            b_ss = tl.zeros([BLK], dtype)
-            b_yy = tl.zeros([BLK], dtype)
-            b_t = _zeros(ROWS, BLK, dtype)
-            b_q = _zeros(ROWS, BLK, dtype)
-            b_p = _zeros(ROWS if METHOD == ANDERSON_I else 0, BLK, dtype)
-            for start in range(0, D, BLK):
-                o_d = start + tl.arange(0, BLK)
-                m_d = o_d < D
-                b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-                b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
-                b_s = tl.load(p_left_new + o_d, mask=m_d, other=0.0).to(dtype)
-                if LEFT_IS_Y & (first > 0):
-                    b_y = b_s
-                else:
-                    b_delta = b_fz - tl.load(p_f_prev + o_d, mask=m_d, other=0.0)
-                    b_y = b_delta - b_s
-                if first == 0:
-                    b_gg = tl.fma(b_g, b_g, b_gg)
-                    b_ff = tl.fma(b_fz, b_fz, b_ff)
-                    tl.store(p_df_new + o_d, (b_w * b_delta + b_v * b_s).to(short), mask=m_d)
-                    if LEFT_IS_Y:
-                        # Every warp has read s before y takes its place.
-                        tl.debug_barrier()
-                        tl.store(p_left_new + o_d, b_y.to(short), mask=m_d)
-                        b_y = b_y.to(short).to(dtype)
-                    else:
-                        b_ss = tl.fma(b_s, b_s, b_ss)
-                        b_yy = tl.fma(b_y, b_y, b_yy)
-                next_t = ()
-                next_q = ()
-                next_p = ()
-                for i in tl.static_range(ROWS):
-                    if LEFT_IS_Y & (first + i == 0):
-                        b_l = b_y
-                    else:
-                        b_l = _row(p_left, newest, first + i, n, M, D, o_d).to(dtype)
-                    next_t = next_t + (tl.fma(b_l, b_g, b_t[i]),)
-                    next_q = next_q + (tl.fma(b_l, b_y, b_q[i]),)
-                    if METHOD == ANDERSON_I:
-                        next_p = next_p + (tl.fma(b_l, b_s, b_p[i]),)
-                b_t = next_t
-                b_q = next_q
-                b_p = next_p
-
-            if first == 0:
-                gg, ff = tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0)
-                res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
-                status, improved = judge(
-                    p_status,
-                    p_iterations,
-                    p_residual,
-                    p_gain,
-                    p_active,
-                    i_b,
-                    B,
-                    res_norm,
-                    f_norm,
-                    k,
-                    tol,
-                    absolute,
-                    stall_floor,
-                    offset,
+            if STAGE == "judge":
+                b_gg, b_ff = load_numbers(p_sums, 0, 2, S, BLK)
+                b_ss, b_yy = load_numbers(p_sums, 4, 2, S, BLK)
+                b_t = load_numbers(p_sums, 6 + first, ROWS, S, BLK)
+                b_q = load_numbers(p_sums, 6 + MP + first, ROWS, S, BLK)
+                b_p = load_numbers(p_sums, 6 + 2 * MP + first, ROWS if METHOD == ANDERSON_I else 0, S, BLK)
+            else:
+                b_gg, b_ff, b_ss, b_yy, b_t, b_q, b_p = _sweep_left(
+                    *(p_z, p_fz, p_f_prev, p_left, p_left_new, p_df_new, D, M, n, newest, begin, end, beta),
+                    *(first, METHOD, ROWS, BLK),
                 )
-                advance = status == 0
-                tl.store(p_t + M, improved.to(dtype))
-                carry_out(status, improved & (status != 0), p_z, p_best + i_b * D, D, BLK)
-            if advance:
+            if first == 0:
+                res_norm, f_norm = norms_at(
+                    p_z + begin, p_fz + begin, end - begin, p_sums, S, b_gg, b_ff, maximum, STAGE, BLK
+                )
+                if STAGE == "sums":
+                    store_number(p_sums, 4, tl.sum(b_ss, axis=0))
+                    store_number(p_sums, 5, tl.sum(b_yy, axis=0))
+                else:
+                    status, improved = judge(
+                        p_status,
+                        p_iterations,
+                        p_residual,
+                        p_gain,
+                        p_active,
+                        i_b,
+                        B,
+                        res_norm,
+                        f_norm,
+                        k,
+                        tol,
+                        absolute,
+                        stall_floor,
+                        offset,
+                    )
+                    advance = status == 0
+                if STAGE == "judge":
+                    store_verdict(p_t + M, status, improved)
+                elif STAGE == "all":
+                    tl.store(p_t + M, improved.to(dtype))
+                    carry_out(status, improved & (status != 0), p_z, p_best + i_b * D, D, BLK)
+            if STAGE == "sums":
+                for i in tl.static_range(ROWS):
+                    store_number(p_sums, 6 + first + i, tl.sum(b_t[i], axis=0))
+                    store_number(p_sums, 6 + MP + first + i, tl.sum(b_q[i], axis=0))
+                    if METHOD == ANDERSON_I:
+                        store_number(p_sums, 6 + 2 * MP + first + i, tl.sum(b_p[i], axis=0))
+            elif advance:
                 for i in tl.static_range(ROWS):
                     slot = _slot(newest, first + i, M)
                     m_i = first + i < n
@@ -378,7 +447,7 @@ def _multisecant_solve_kernel(
     tl.store(p_t + o_i, b_gamma, mask=o_i < n)
 
 
-@triton.jit(do_not_specialize=["M", "n", "newest", "new"])
+@triton.jit(do_not_specialize=["M", "S", "n", "newest", "new"])
 def _multisecant_right_kernel(
     p_z,
     p_fz,
@@ -388,8 +457,10 @@ def _multisecant_right_kernel(
     p_df,
     p_gram,
     p_t,
+    p_sums,
     D,
     M,
+    S,
     n,
     newest,
     new,
@@ -401,6 +472,7 @@ def _multisecant_right_kernel(
     TILE: tl.constexpr,
     MP: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGE: tl.constexpr,
     BLK: tl.constexpr,
 ):
     """Sweep 2: z <- z + H(alpha (beta g - DF gamma)), the step taken into slot `new` of L, and r = DF^T s into N.
@@ -410,7 +482,11 @@ def _multisecant_right_kernel(
     the first ROWS read them again, from the cache. TILE: the rows are one tile, whose sums cross threads instead.
     """
     i_b = tl.program_id(0).to(tl.int64)
+    begin, end = columns(D, BLK, STAGE)
     if tl.load(p_status + i_b) != 0:
+        if STAGE == "step":
+            verdict = tl.load(p_t + i_b * (M + 1) + M, mask=n > 0, other=0.0)
+            carry_out(verdict, verdict == 1, p_z + i_b * D + begin, p_best + i_b * D + begin, end - begin, BLK)
         return
     dtype: tl.constexpr = p_z.dtype.element_ty
     short: tl.constexpr = p_left.dtype.element_ty
@@ -434,9 +510,9 @@ def _multisecant_right_kernel(
         gammas = _small_gammas(p_gram, p_t, M, n, newest, ridge, METHOD, MP, SOLVE)
         b_r = _zeros(MP if HAS_ROW else 0, BLK, dtype)
 
-    for start in range(0, D, BLK):
+    for start in range(begin, end, BLK):
         o_d = start + tl.arange(0, BLK)
-        m_d = o_d < D
+        m_d = o_d < end
         b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
         if improved:
             tl.store(p_best + o_d, b_z, mask=m_d)
@@ -448,7 +524,7 @@ def _multisecant_right_kernel(
         else:
             rows = ()
             for i in tl.static_range(MP):
-                rows = rows + (_row(p_df, newest, i, n, M, D, o_d).to(dtype),)
+                rows = rows + (_row(p_df, newest, i, n, M, D, end, o_d).to(dtype),)
                 b_x -= rows[i] * gammas[i]
         b_next = b_z + (b_alpha * b_x).to(short).to(dtype)
         b_s = (b_next - b_z).to(short)
@@ -461,14 +537,30 @@ def _multisecant_right_kernel(
         elif HAS_ROW:
             next_r = ()
             for i in tl.static_range(MP):
-                b_f = rows[i] if i < ROWS else _row(p_df, newest, i, n, M, D, o_d).to(dtype)
+                b_f = rows[i] if i < ROWS else _row(p_df, newest, i, n, M, D, end, o_d).to(dtype)
                 next_r = next_r + (tl.fma(b_f, b_s.to(dtype), b_r[i]),)
             b_r = next_r
+    p_row = p_gram + new * M
+    if STAGE == "step":
+        p_row = p_sums + i_b * (6 + 3 * MP) * S + tl.program_id(1)
     if HAS_ROW & TILE:
-        tl.store(p_gram + new * M + slot, tl.sum(b_r, axis=1), mask=o_i < n)
+        tl.store(p_row + (slot if STAGE == "all" else o_i * S), tl.sum(b_r, axis=1), mask=o_i < n)
     elif HAS_ROW:
         for i in tl.static_range(MP):
-            tl.store(p_gram + new * M + _slot(newest, i, M), tl.sum(b_r[i], axis=0), mask=i < n)
+            o_r = _slot(newest, i, M) if STAGE == "all" else i * S
+            tl.store(p_row + o_r, tl.sum(b_r[i], axis=0), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["M", "S", "n", "newest", "new"])
+def _multisecant_row_kernel(p_status, p_gram, p_sums, M, S, n, newest, new, MP: tl.constexpr, BLK: tl.constexpr):
+    """After a sweep 2 whose S programs per sample have left their parts of r: r into N."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if tl.load(p_status + i_b) != 0:
+        return
+    p_row = p_gram + (i_b * (M + 2) + new) * M
+    parts = load_numbers(p_sums + i_b * (6 + 3 * MP) * S, 0, MP, S, BLK)
+    for i in tl.static_range(MP):
+        tl.store(p_row + _slot(newest, i, M), tl.sum(parts[i], axis=0), mask=i < n)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -549,7 +641,11 @@ def multisecant_step(a: Any) -> None:
     left_config = sweep_config(size, padded, a.z.dtype, a.left.dtype)
     right_config = left_config if padded <= MAX_VECTOR_WINDOW else tile_config(size, padded, a.z.dtype)
     inline = padded <= MAX_INLINE_WINDOW
+    programs = programs_per_sample(batch, size, a.z.device)
+    grid = (batch,) if programs == 1 else (batch, programs)
     t = torch.empty(batch, history + 1, dtype=a.z.dtype, device=a.z.device)
+    shared_by = None if programs == 1 else programs
+    sums = None if programs == 1 else t.new_empty(batch, 6 + 3 * padded, programs)
     rows = rows_at_once(padded, a.method, a.z.dtype, a.left.dtype)
     fixed = {"METHOD": a.method, "MP": padded, "enable_fp_fusion": False}
     sweep = fixed | {"ROWS": rows, "maxnreg": MAX_REGISTERS}
@@ -557,25 +653,36 @@ def multisecant_step(a: Any) -> None:
     rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
     with device_guard(a.z):
         if n:
-            _multisecant_left_kernel[(batch,)](
-                *(a.z, a.fz, a.best, *monitor, a.f_prev, a.left, a.df, a.gram, t),
-                *(batch, size, history, a.k, n, newest, *rule, a.beta),
-                BLK=left_config.block,
-                num_warps=left_config.num_warps,
-                **sweep,
-            )
+            for stage, left_grid, config in stages(batch, programs, left_config):
+                _multisecant_left_kernel[left_grid](
+                    *(a.z, a.fz, a.best, *monitor, a.f_prev, a.left, a.df, a.gram, t, sums),
+                    *(batch, size, history, shared_by, a.k, n, newest, *rule, a.beta),
+                    STAGE=stage,
+                    BLK=config.block,
+                    num_warps=config.num_warps,
+                    **sweep,
+                )
             if not inline:
                 _multisecant_solve_kernel[(batch,)](
                     *(a.status, a.gram, t, history, n, newest, a.ridge),
                     num_warps=solve_config(padded).num_warps,
                     **fixed,
                 )
-        _multisecant_right_kernel[(batch,)](
-            *(a.z, a.fz, a.best, a.status, a.left, a.df, a.gram, t),
-            *(size, history, n, newest, a.k % history, a.alpha, a.beta, a.ridge),
+        _multisecant_right_kernel[grid](
+            *(a.z, a.fz, a.best, a.status, a.left, a.df, a.gram, t, sums),
+            *(size, history, shared_by, n, newest, a.k % history, a.alpha, a.beta, a.ridge),
             SOLVE=inline,
             TILE=padded > MAX_VECTOR_WINDOW,
+            STAGE="all" if programs == 1 else "step",
             BLK=right_config.block,
             num_warps=right_config.num_warps,
             **sweep,
         )
+        if n and programs > 1 and a.method in (BROYDEN_GOOD.value, ANDERSON_I.value):
+            _multisecant_row_kernel[(batch,)](
+                *(a.status, a.gram, sums, history, programs, n, newest, a.k % history),
+                MP=padded,
+                BLK=JUDGE_CONFIG.block,
+                num_warps=JUDGE_CONFIG.num_warps,
+                enable_fp_fusion=False,
+            )

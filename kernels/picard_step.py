@@ -1,19 +1,21 @@
 """Picard step: z <- z + damping (f(z) - z), with the residuals, best iterate and status of every sample.
 
 z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations (B,) int32; residual, gain (2, B) T;
-active (1,) int32. Accumulation in T. One program per sample; samples with status != 0 move no bytes.
+active (1,) int32. Accumulation in T. One program per sample, or S of them in three launches, which leave sums
+(B, 5, S) T for each other; samples with status != 0 move no bytes.
 """
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from .common import carry_out, copy_row, judge, norms_of, scalar
-from .config import device_guard, picard_config
+from .common import carry_out, columns, copy_row, judge, load_numbers, norms_at, scalar, store_verdict
+from .config import MAX_REGISTERS, device_guard, picard_config, programs_per_sample, stages
 
 
-@triton.jit(do_not_specialize=["B", "k", "last", "absolute", "maximum"])
+@triton.jit(do_not_specialize=["B", "S", "k", "last", "absolute", "maximum"])
 def _picard_step_kernel(
     p_z,
     p_fz,
@@ -23,8 +25,10 @@ def _picard_step_kernel(
     p_residual,
     p_gain,
     p_active,
+    p_sums,
     B,
     D,
+    S,
     k,
     last,
     tol: tl.float64,
@@ -34,51 +38,70 @@ def _picard_step_kernel(
     maximum,
     damping: tl.float64,
     WHOLE: tl.constexpr,
+    STAGE: tl.constexpr,
     BLK: tl.constexpr,
 ):
     """WHOLE: a row fits one block, which is held on chip: one pass over the memory."""
     i_b = tl.program_id(0).to(tl.int64)
-    if tl.load(p_status + i_b) != 0:
+    status = tl.load(p_status + i_b)
+    if STAGE != "all":
+        p_sums += i_b * 5 * S
+    if STAGE == "step":
+        verdict = tl.load(p_sums + 4 * S)
+        improved = verdict == 1
+    elif status != 0:
+        if STAGE == "judge":
+            tl.store(p_sums + 4 * S, 0.0)
         return
     dtype: tl.constexpr = p_z.dtype.element_ty
+    begin, end = columns(D, BLK, STAGE)
     p_z += i_b * D
     p_fz += i_b * D
     p_best += i_b * D
     b_w = scalar(damping, dtype)
-    if WHOLE:
+    if STAGE == "judge":
+        b_gg, b_ff = load_numbers(p_sums, 0, 2, S, BLK)
+    elif WHOLE:
         o_d = tl.arange(0, BLK)
         m_d = o_d < D
         b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
         b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
         b_gg = (b_fz - b_z) * (b_fz - b_z)
         b_ff = b_fz * b_fz
-    else:
+    elif STAGE != "step":
         b_gg = tl.zeros([BLK], dtype)
         b_ff = tl.zeros([BLK], dtype)
-        for start in range(0, D, BLK):
+        for start in range(begin, end, BLK):
             o_d = start + tl.arange(0, BLK)
-            m_d = o_d < D
+            m_d = o_d < end
             b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
             b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
             b_gg = tl.fma(b_g, b_g, b_gg)
             b_ff = tl.fma(b_fz, b_fz, b_ff)
-    res_norm, f_norm = norms_of(p_z, p_fz, D, tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0), maximum, BLK)
-    status, improved = judge(
-        p_status,
-        p_iterations,
-        p_residual,
-        p_gain,
-        p_active,
-        i_b,
-        B,
-        res_norm,
-        f_norm,
-        k,
-        tol,
-        absolute,
-        stall_floor,
-        offset,
-    )
+    if STAGE != "step":
+        res_norm, f_norm = norms_at(p_z + begin, p_fz + begin, end - begin, p_sums, S, b_gg, b_ff, maximum, STAGE, BLK)
+        if STAGE == "sums":
+            return
+        status, improved = judge(
+            p_status,
+            p_iterations,
+            p_residual,
+            p_gain,
+            p_active,
+            i_b,
+            B,
+            res_norm,
+            f_norm,
+            k,
+            tol,
+            absolute,
+            stall_floor,
+            offset,
+        )
+        verdict = status
+        if STAGE == "judge":
+            store_verdict(p_sums + 4 * S, status, improved)
+            return
     if WHOLE:
         if improved:
             tl.store(p_best + o_d, b_z, mask=m_d)
@@ -88,11 +111,11 @@ def _picard_step_kernel(
             tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
         return
     advance = (status == 0) & (last == 0)
-    carry_out(status, improved & (advance == 0), p_z, p_best, D, BLK)
+    carry_out(verdict, improved & (advance == 0), p_z + begin, p_best + begin, end - begin, BLK)
     if advance:
-        for start in range(0, D, BLK):
+        for start in range(begin, end, BLK):
             o_d = start + tl.arange(0, BLK)
-            m_d = o_d < D
+            m_d = o_d < end
             b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
             if improved:
                 tl.store(p_best + o_d, b_z, mask=m_d)
@@ -106,12 +129,21 @@ def launch(a: Any, last: bool, damping: float) -> None:
     if batch == 0:
         return
     config = picard_config(size, a.z.dtype)
-    state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.gain, a.active)
+    programs = programs_per_sample(batch, size, a.z.device)
+    launches = stages(batch, programs, config)
+    sums = shared_by = None
+    if programs > 1:
+        launches += [("step", (batch, programs), config)]
+        sums, shared_by = torch.empty(batch, 5, programs, dtype=a.z.dtype, device=a.z.device), programs
+    state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.gain, a.active, sums)
     rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
-    numbers = (batch, size, a.k, int(last), *rule, damping)
-    options = {"BLK": config.block, "num_warps": config.num_warps, "enable_fp_fusion": False}
+    numbers = (batch, size, shared_by, a.k, int(last), *rule, damping)
+    whole = programs == 1 and size <= config.block
     with device_guard(a.z):
-        _picard_step_kernel[(batch,)](*state, *numbers, WHOLE=size <= config.block, **options)
+        for stage, grid, launch in launches:
+            options = {"BLK": launch.block, "num_warps": launch.num_warps, "enable_fp_fusion": False}
+            registers = None if stage == "all" else MAX_REGISTERS
+            _picard_step_kernel[grid](*state, *numbers, WHOLE=whole, STAGE=stage, maxnreg=registers, **options)
 
 
 def picard_step(a: Any) -> None:

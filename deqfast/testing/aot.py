@@ -45,14 +45,15 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
-SCALAR_LOADS = ("solve", "means")  # kernels whose loads need not be wide
+SCALAR_LOADS = ("solve", "means", "row", "picard/judge", "left/judge")  # kernels whose loads need not be wide
+STAGES = ("sums", "judge", "step")  # of a kernel whose programs share samples, named behind it
 NORM_KERNELS = {
     "act": norm_act._norm_act_kernel,
     "act'": norm_act._norm_act_backward_kernel,
     "resid": norm_act_residual._norm_act_residual_kernel,
     "resid'": norm_act_residual._norm_act_residual_backward_kernel,
 }
-INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "last", "absolute", "count"}
+INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "last", "absolute", "count", "S"}
 INTEGERS |= {"stride", "max_iter", "maximum"}
 
 
@@ -108,6 +109,12 @@ def table() -> list[Case]:
         for state, history in dtypes if window > 8 else dtypes[:-1]:
             cases.append(Case("left", state, history, window, "and1"))
             cases.append(Case("right", state, history, window, "good"))
+    cases += [Case(f"picard/{stage}", state, size=65536) for stage in STAGES for state in ("fp32", "fp64")]
+    for history, window in (("fp32", 8), ("bf16", 8), ("fp32", 16), ("fp64", 32)):
+        state = "fp64" if history == "fp64" else "fp32"
+        cases += [Case(f"left/{stage}", state, history, window, "and1", 65536) for stage in STAGES[:-1]]
+        cases += [Case(kernel, state, history, window, "good", 65536) for kernel in ("right/step", "row")]
+    cases += [Case("left/sums", "fp32", "bf16", 6, "and2", 65537), Case("right/step", "fp32", "fp32", 8, "good", 65537)]
     for window, history in ((6, "bf16"), (20, "fp32")):
         cases += [Case(kernel, "fp32", history, window, "and2") for kernel in ("left", "right")]
     cases += [Case("left", "fp32", "fp32", 10, "bad"), Case("left", "fp32", "fp32", 20, "good")]
@@ -177,9 +184,12 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     if case.kernel in ("sums", "means", "scatter"):
         return specialise_collapse(case)
     one: dict[str, object] = {"D": 1} if case.size == 1 else {}  # triton specialises on arguments that are 1
-    if case.kernel == "picard":
-        launch = config.picard_config(case.size, dtype)
-        return picard_step._picard_step_kernel, {"WHOLE": case.size <= launch.block, "BLK": launch.block, **one}, launch
+    kernel, _, stage = case.kernel.partition("/")
+    stages: dict[str, object] = {"STAGE": stage} if stage else {"STAGE": "all", "p_sums": None, "S": None}
+    if kernel == "picard":
+        launch = config.JUDGE_CONFIG if stage == "judge" else config.picard_config(case.size, dtype)
+        whole = not stage and case.size <= launch.block
+        return picard_step._picard_step_kernel, {"WHOLE": whole, "BLK": launch.block, **one, **stages}, launch
     if case.kernel == "fc_vjp":
         launch = config.picard_config(case.size, dtype)
         return (
@@ -198,19 +208,23 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
         return NORM_KERNELS[case.kernel], group, launch
     padded = config.padded_window(case.window)
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
+    if kernel == "row":
+        launch = config.JUDGE_CONFIG
+        return multisecant_step._multisecant_row_kernel, {"MP": padded, "BLK": launch.block}, launch
     if case.kernel == "solve":
         return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
     if case.kernel == "transp":
         launch = config.tile_config(case.size, padded, dtype)
         return multisecant_step._multisecant_transposed_kernel, {**constants, **one, "BLK": launch.block}, launch
-    tiled = case.kernel == "right" and padded > config.MAX_VECTOR_WINDOW
+    tiled = kernel == "right" and padded > config.MAX_VECTOR_WINDOW
     if tiled:
         launch = config.tile_config(case.size, padded, dtype)
     else:
         launch = config.sweep_config(case.size, padded, dtype, DTYPES[case.history])
     rows = config.rows_at_once(padded, METHODS[case.method], dtype, DTYPES[case.history])
-    constants.update(one, BLK=launch.block, ROWS=rows)
-    if case.kernel == "left":
+    launch = config.JUDGE_CONFIG if stage == "judge" else launch
+    constants.update(one, BLK=launch.block, ROWS=rows, **stages)
+    if kernel == "left":
         return multisecant_step._multisecant_left_kernel, constants, launch
     constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tiled)
     return multisecant_step._multisecant_right_kernel, constants, launch
@@ -251,7 +265,7 @@ def compile_case(case: Case, arch: int) -> Row:
         fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in divisible}
     )
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    if case.kernel in ("left", "right", "transp"):
+    if case.kernel.startswith(("left", "right", "transp", "picard/")):
         options["maxnreg"] = config.MAX_REGISTERS
     elif case.kernel == "fc":
         options["maxnreg"] = config.fc_registers(DTYPES[case.history])

@@ -25,12 +25,33 @@ from deqfast.testing.states import (
 if not (available := backends()["triton"]):
     pytest.skip(available.reason, allow_module_level=True)
 
+from deqfast.kernels import config, multisecant_step, picard_step
+from deqfast.kernels.config import LaunchConfig
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter truncates to bfloat16 where a GPU rounds to nearest: each of two conversions may be an ulp off.
 SHORT = {"history_dtype": torch.bfloat16, "history_slack": 2**-6 if INTERPRETED else 0.0}
 DTYPES = {"fp32": {}, "bf16": SHORT, "fp64": {"dtype": torch.float64}}
 PLAIN = [Case(None, size=31, k=1), Case("good", size=31, k=3), Case("and2", size=31, k=3)]
+
+
+@pytest.fixture(params=[1, 3], ids=["alone", "shared"])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program per sample; or three and short blocks, which leave nothing for the third where there are four."""
+    if request.param > 1:
+
+        def short(size, *_):
+            return LaunchConfig(16 if size < 100 else 128, 1)
+
+        for module in (picard_step, multisecant_step):
+            monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: request.param)
+        monkeypatch.setattr(picard_step, "picard_config", short)
+        for sweep in ("sweep_config", "tile_config"):
+            monkeypatch.setattr(multisecant_step, sweep, short)
+
+
+one_and_three_programs = pytest.mark.usefixtures("programs")
 
 
 def step_of(case: Case):
@@ -51,6 +72,14 @@ def after_step(case: Case, state: State) -> State:
     return state
 
 
+def test_programs_share_long_samples_where_the_batch_leaves_multiprocessors_idle(monkeypatch):
+    monkeypatch.setattr(config, "multiprocessors", lambda device: 132)
+    device, long = torch.device("cuda"), 65536
+    assert [config.programs_per_sample(batch, long, device) for batch in (1, 32, 88, 89, 500)] == [16, 8, 3, 1, 1]
+    assert [config.programs_per_sample(1, size, device) for size in (1, 8192, 12288, 2**24)] == [1, 1, 3, 64]
+
+
+@one_and_three_programs
 @pytest.mark.parametrize("damping", [1.0, 0.6])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("size", [1, 63, 777, 9000])
@@ -59,6 +88,7 @@ def test_picard_run(size, dtype, damping):
     check_run(step_of(case), case, DEVICE)
 
 
+@one_and_three_programs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_run_through_filling_and_eviction(method, dtype):
@@ -74,18 +104,21 @@ def test_mixing_step_and_ridge(method, beta, dtype):
         check(replace(case, k=k))
 
 
+@one_and_three_programs
 @pytest.mark.parametrize("size", [1, 777])
 @pytest.mark.parametrize("method", METHODS)
 def test_odd_sizes(method, size):
     check(Case(method, size=size, history=1 if size == 1 else 3, k=4, batch=1))
 
 
+@one_and_three_programs
 @pytest.mark.parametrize(("history", "k"), [(6, 8), (10, 12), (20, 20), (32, 33)])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_padded_window(method, history, k):
     check(Case(method, history=history, k=k, batch=1, wobble=0.5))
 
 
+@one_and_three_programs
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("case", PLAIN, ids=label)
@@ -131,6 +164,7 @@ def test_empty_batch(case):
     case.call(step_of(case), start_state(case, DEVICE))
 
 
+@one_and_three_programs
 @pytest.mark.parametrize("case", PLAIN, ids=label)
 def test_bits_depend_neither_on_the_run_nor_on_the_batch(case):
     case = replace(case, batch=3, k=4, size=200)
