@@ -116,7 +116,10 @@ class TestTheSameAsTorchdeq:
         def run(library):
             w, x = weight(), injection(3)
             layer = library.get_deq(f_max_iter=15, f_tol=0.0, grad=2).train(training)
-            func = lambda a, b: (torch.tanh(b @ w[:, :2].T + x), 0.5 * torch.sin(a[:, :2]))  # noqa: E731
+
+            def func(a, b):
+                return (torch.tanh(b @ w[:, :2].T + x), 0.5 * torch.sin(a[:, :2]))
+
             z0 = [torch.zeros_like(x), x.detach().new_zeros(3, 2)]
             return layer(func, z0)
 
@@ -181,7 +184,10 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = self.embed(tokens)
         counts = torch.arange(1, tokens.shape[1] + 1, dtype=x.dtype)[:, None]
-        f = lambda z: self.norm(x + torch.tanh(self.mix(z.cumsum(1) / counts)))  # noqa: E731
+
+        def f(z):
+            return self.norm(x + torch.tanh(self.mix(z.cumsum(1) / counts)))
+
         states, info = self.deq(f, torch.zeros_like(x))
         return self.head(states[-1]), info
 
@@ -253,7 +259,10 @@ def test_torchdeqs_other_functions_work_beside_it():
         apply_norm(layer, norm_type="weight_norm")
         reset_norm(layer)
         x = injection(1).detach()
-        f = lambda z: torch.tanh(0.5 * mem_gc(layer, (z,)) + x)  # noqa: E731
+
+        def f(z):
+            return torch.tanh(0.5 * mem_gc(layer, (z,)) + x)
+
         states, _ = library.get_deq(f_tol=0.0, f_max_iter=15, n_states=3)(f, torch.zeros_like(x))
         z = states[-1].detach().requires_grad_()
         loss = fp_correction(lambda a, b: (a - b).square().sum(), (states, x), weight_func="exp")

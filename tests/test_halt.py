@@ -21,7 +21,9 @@ def test_each_sample_ends_where_its_rule_says(solver, kernel):
         seen[k] = z.clone()
         return torch.tensor([k == 2, k >= 3, False])
 
-    f = lambda z: torch.sin(z @ weight) + shift  # noqa: E731
+    def f(z):
+        return torch.sin(z @ weight) + shift
+
     torch.manual_seed(0)
     weight, shift = torch.randn(4, 4) / 3, torch.randn(3, 4)
     plain, halted = solve(f, torch.zeros(3, 4), solver, kernel), solve(f, torch.zeros(3, 4), solver, kernel, halt=halt)
@@ -82,7 +84,10 @@ def test_what_it_cannot_be_combined_with():
         solve(slow, torch.zeros(3, 2), halt=3)
     with pytest.raises(TypeError, match="halt must be callable, got 3"):
         DEQBlock(LinearCell(2), halt=3)
-    rule = lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)  # noqa: E731
+
+    def rule(z, value, k):
+        return torch.zeros(len(z), dtype=torch.bool)
+
     for options in ({"compact": True}, {"compile": True}, {"adjoint": "unrolled"}):
         with pytest.raises(ValueError, match="halt"):
             DEQBlock(LinearCell(2), halt=rule, **options)(torch.zeros(1, 2))

@@ -66,6 +66,9 @@ class Linearised:
     """Compiled linearisations of a cell: one for each shape of a sample, which serves any batch."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._codes = Codes(_evaluated, backend=self._capture)
         self._found = threading.local()
 
@@ -124,7 +127,7 @@ class Linearised:
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self._begin()
 
 
 def _evaluated(cell: Callable[[Any, Any], Any], spec: pytree.TreeSpec, leaves: list[Tensor], x: Any) -> list[Tensor]:

@@ -51,7 +51,7 @@ class Iterated(Adjoint):
         return value, replace(solution, value=detached(value))
 
     def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
-        """Last iterate from z, with its gradient, and the Solution."""
+        """Last iterate from z, with its gradient, and the Solution; a subclass defines it."""
         raise NotImplementedError
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -91,20 +93,25 @@ class MonotoneCell(nn.Module):
         self.injection = nn.Linear(in_features, features, bias=bias, device=device, dtype=dtype)
 
     @property
+    def _parametrised(self) -> Any:
+        lists: Any = self.parametrizations  # whose type torch leaves open
+        return lists.matrices
+
+    @property
     def A(self) -> nn.Parameter:
         """Parameter (D, D) of the symmetric part of W."""
-        return self.parametrizations.matrices.original0  # type: ignore[union-attr, return-value]
+        return self._parametrised.original0
 
     @property
     def B(self) -> nn.Parameter:
         """Parameter (D, D) of the antisymmetric part of W."""
-        return self.parametrizations.matrices.original1  # type: ignore[union-attr, return-value]
+        return self._parametrised.original1
 
     @property
     def weight(self) -> Tensor:
         """W (D, D), computed at every call."""
         with torch.autocast(self.A.device.type, enabled=False):  # as the matrices of a solve are made
-            operator = self.parametrizations.matrices[0].operator(self.A, self.B)  # type: ignore[union-attr, index, operator]
+            operator = self._parametrised[0].operator(self.A, self.B)
         return torch.eye(len(operator), dtype=operator.dtype, device=operator.device) - operator
 
     def initial_state(self, x: Tensor) -> Tensor:
