@@ -199,27 +199,23 @@ def _window_gamma(
         b_a = tl.where(o_i[:, None] == o_i[None, :], b_a + tl.where(b_a < 0, -b_w, b_w), b_a)
     b_b = b_t * b_sl
 
+    # Gauss-Jordan: a column is eliminated above the diagonal too, which takes no substitution afterwards.
     kept = n * 0
+    b_pivot = tl.full([MP], 1.0, dtype)
     for c in range(n):
-        b_row = tl.sum(tl.where((o_i == c)[:, None], b_a, 0.0), axis=0)
-        b_col = tl.sum(tl.where((o_i == c)[None, :], b_a, 0.0), axis=1)
-        pivot = tl.sum(tl.where(o_i == c, b_row, 0.0), axis=0)
-        rhs = tl.sum(tl.where(o_i == c, b_b, 0.0), axis=0)
+        is_c = o_i == c
+        b_row = tl.sum(tl.where(is_c[:, None], b_a, 0.0), axis=0)
+        b_col = tl.sum(tl.where(is_c[None, :], b_a, 0.0), axis=1)
+        pivot = tl.sum(tl.where(is_c, b_row, 0.0), axis=0)
+        rhs = tl.sum(tl.where(is_c, b_b, 0.0), axis=0)
         regular = (kept == c) & (tl.abs(pivot) >= PIVOT_FLOOR)
         kept += regular.to(tl.int32)
-        m_r = regular & (o_i > c)
+        b_pivot = tl.where(regular & is_c, pivot, b_pivot)
+        m_r = regular & (o_i != c)
         b_factor = b_col / tl.where(regular, pivot, 1.0)
         b_a = tl.where(m_r[:, None], b_a - b_factor[:, None] * b_row[None, :], b_a)
         b_b = tl.where(m_r, b_b - b_factor * rhs, b_b)
-
-    b_gamma = tl.zeros([MP], dtype)
-    for i in range(n):
-        c = n - 1 - i
-        b_row = tl.sum(tl.where((o_i == c)[:, None], b_a, 0.0), axis=0)
-        pivot = tl.sum(tl.where(o_i == c, b_row, 0.0), axis=0)
-        rhs = tl.sum(tl.where(o_i == c, b_b, 0.0), axis=0)
-        known = tl.sum(tl.where((o_i > c) & (o_i < kept), b_row * b_gamma, 0.0), axis=0)
-        b_gamma = tl.where((o_i == c) & (c < kept), (rhs - known) / pivot, b_gamma)
+    b_gamma = tl.where(o_i < kept, b_b / b_pivot, 0.0)
     b_gamma = b_gamma * b_sr
     overflows = tl.sum(tl.where(is_finite(b_gamma), 0, 1), axis=0)
     return tl.where(overflows == 0, b_gamma, 0.0)

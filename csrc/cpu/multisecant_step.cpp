@@ -5,6 +5,7 @@
 #include "../common/steps.h"
 #include "chained.h"
 #include "judged.h"
+#include "window.h"
 
 namespace deqfast {
 namespace {
@@ -56,7 +57,7 @@ struct MultisecantStep {
     std::vector<double> dots;
 
     explicit Sample(const MultisecantStep& step)
-        : t(step.n), gamma(step.n), work(solve_workspace<OneLane>(step.n)), dots(3 * step.n) {}
+        : t(step.n), gamma(step.n), work(solve_workspace(step.n)), dots(3 * step.n) {}
   };
 
   const MultisecantParams<T, H>& a;
@@ -109,8 +110,7 @@ struct MultisecantStep {
     enter_pair(gram, &gram.at(a.window.newest(), 0), ly, ls, static_cast<T>(sums.total(kSSq)),
                static_cast<T>(sums.total(kYSq)), a.window, a.method, a.beta, OneLane());
     for (int j = 0; j < n; ++j) sample.t[j] = static_cast<T>(lg[j]);
-    solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), a.window, a.method, a.ridge,
-                 OneLane());
+    solve_window(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), a.window, a.method, a.ridge);
   }
 
   // Take the step, store it as the next pair's, and take its dots with DF where the method needs them.
@@ -158,7 +158,7 @@ struct TransposedStep {
     std::vector<T> t, gamma, work;
 
     explicit Sample(const TransposedStep& step)
-        : t(step.p.history), gamma(step.p.history), work(solve_workspace<OneLane>(step.p.history)) {}
+        : t(step.p.history), gamma(step.p.history), work(solve_workspace(step.p.history)) {}
   };
 
   const TransposedParams<T, H>& p;
@@ -193,8 +193,8 @@ struct TransposedStep {
     for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
     if (p.window(row).size() == 0) return;
     const Gram<const T> gram{p.gram + row * (p.history + 2) * p.history, p.history};
-    solve_window<true>(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), p.window(row), p.method, p.ridge,
-                       OneLane());
+    solve_window<true>(gram, sample.t.data(), sample.gamma.data(), sample.work.data(), p.window(row), p.method,
+                       p.ridge);
   }
 
   DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {

@@ -8,15 +8,10 @@
 #include "../common/steps.h"
 #include "block.cuh"
 #include "convert.cuh"
+#include "window.cuh"
 
 namespace deqfast {
 namespace {
-
-struct WarpLanes {
-  int index;
-  static constexpr int count = 32;
-  __device__ void sync() const { __syncwarp(); }
-};
 
 // The sums of sweep 1: four squares, then L^T g, L^T y and, for Anderson I, L^T s, of n pairs each.
 enum Sum { kResSq, kFSq, kSSq, kYSq, kDots };
@@ -199,12 +194,12 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
 // What the small solve works on, in shared memory.
 template <class T>
 struct SmallSolve {
-  T gram[row_stride<WarpLanes>(kMaxGpuHistory) * (kMaxGpuHistory + 2)];
-  T work[solve_workspace<WarpLanes>(kMaxGpuHistory)];
+  T gram[(kMaxGpuHistory | 1) * (kMaxGpuHistory + 2)];
   T t[kMaxGpuHistory];
   T gamma[kMaxGpuHistory];
 
-  __device__ Gram<T> matrix(int history) { return {gram, row_stride<WarpLanes>(history)}; }
+  // Rows are an odd distance apart, lest the lanes meet in a bank where each reads a row of its own.
+  __device__ Gram<T> matrix(int history) { return {gram, history | 1}; }
 
   // Begin to copy the window matrix of the sample, (history + 2, history), which has until `wait_for_copies`.
   __device__ void fetch(const T* whole, int history) {
@@ -222,18 +217,17 @@ __device__ void solve_sample(const MultisecantParams<T, H>& p, int64_t row, cons
                              SmallSolve<T>& small) {
   const int m = p.window.history, n = p.window.size(), newest = p.window.newest(), j = threadIdx.x;
   if (threadIdx.x < 32) {
-    const WarpLanes lanes{j};
     const Gram<T> gram = small.matrix(m);
     if (j < n) small.t[j] = sums[kDots + j];
     enter_pair(gram, old_row ? old_row : &gram.at(newest, 0), sums + kDots + n, sums + kDots + 2 * n, sums[kSSq],
-               sums[kYSq], p.window, p.method, p.beta, lanes);
+               sums[kYSq], p.window, p.method, p.beta, WarpLanes{j});
     T* whole = p.gram + row * (m + 2) * m;
     if (blockIdx.y == 0 && j < n) {
       whole[newest * m + j] = gram.at(newest, j);
       whole[j * m + newest] = gram.at(j, newest);
     }
     if (blockIdx.y == 0 && j < 2) whole[(m + j) * m + newest] = gram.at(m + j, newest);
-    solve_window(gram, small.t, small.gamma, small.work, p.window, p.method, p.ridge, lanes);
+    solve_window<false, T>({gram.entries, gram.stride}, small.t, small.gamma, p.window, p.method, p.ridge);
   }
   __syncthreads();
 }
@@ -402,7 +396,8 @@ void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
 
 // out = alpha (beta v - L gamma), N^T gamma = DF^T v: one block per sample.
 template <class T, class H, int N>
-__global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(const TransposedParams<T, H> p) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 2)
+    multisecant_transposed_kernel(const TransposedParams<T, H> p) {
   constexpr int R = 4;  // rows of the history whose loads are in flight together
   __shared__ BlockSums<T, kMaxGpuHistory> sums;
   __shared__ SmallSolve<T> small;
@@ -438,8 +433,8 @@ __global__ void __launch_bounds__(kThreads, 2) multisecant_transposed_kernel(con
   wait_for_copies();
   sums.finish(p.history);
   if (n && threadIdx.x < 32) {
-    solve_window<true>(small.matrix(p.history), sums.totals, small.gamma, small.work, window, p.method, p.ridge,
-                       WarpLanes{static_cast<int>(threadIdx.x)});
+    const Gram<T> gram = small.matrix(p.history);
+    solve_window<true, T>({gram.entries, gram.stride}, sums.totals, small.gamma, window, p.method, p.ridge);
   }
   __syncthreads();
   for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
