@@ -32,6 +32,9 @@ from nc_study.figures import png  # noqa: E402
 from nc_study.record import Machine, to_json  # noqa: E402
 from nc_study.results import provenance  # noqa: E402
 from nc_study.rundir import prepare_out, write_atomically  # noqa: E402
+from nc_study.shapes import draw_shapes  # noqa: E402
+
+__all__ = ["Options", "Outcome", "Record", "Run", "SettingsError", "StudyError", "draw_shapes", "main", "option"]
 
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
 EXECUTION = {"seeds", "jobs", "out", "resume", "data_root"}  # options that do not change what one run comes to
@@ -160,7 +163,7 @@ def main(
     train: Train,
     draw: Callable[[Sequence[Record]], Figure],
     argv: Sequence[str] | None = None,
-    check: Callable[[Any], None] = lambda options: None,
+    check: Callable[[Any], object] = lambda options: None,
 ) -> int:
     """Train what is asked for and print the table; the exit status is 0, 1 for an error (told in a line), 2 for bad
     arguments, 130 after Ctrl-C. `check` looks at the data before any work is done."""

@@ -1,0 +1,287 @@
+"""A multiscale deep equilibrium model on CIFAR-10: one state of several resolutions (MDEQ), beside residual networks.
+
+deq and deq-regularised: MDEQ under JFB, without and with a penalty on the norm of its Jacobian. explicit-parameters: a
+ResNet of as many parameters. explicit-compute: the MDEQ's cell applied as often from 0, and differentiated through, as
+costs what the DEQ's training step costs, where an evaluation that is differentiated counts as three.
+All arms have the recipe of the ResNet's: Adam, one cycle of the rate. Without --data-root, images of ten drawn shapes.
+Sources: Bai, Koltun, Kolter, NeurIPS 2020 and ICML 2021.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from runs import Options, Outcome, Record, Run, StudyError, draw_shapes, main, option
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate, pad
+from torchvision.datasets import CIFAR10
+
+import deqfast
+
+ARMS = ("deq", "deq-regularised", "explicit-parameters", "explicit-compute")
+STEPS_OF_TWIN = 4
+GAIN = (
+    2.0  # of injections and blocks at the start: the first solves take 9 evaluations, with 1 they do not converge in 40
+)
+SHAPES = {"train": 10_000, "test": 2_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images(Options):
+    """Options of images.py."""
+
+    width: int = option("model", "channels of the finest resolution; each coarser one has twice as many", 16, minimum=4)
+    scales: int = option("model", "resolutions, from 16 x 16 on", 2, minimum=1, maximum=3)
+    tol: float = option("model", "relative residual of a solve", 1e-2, above=0.0)
+    max_iter: int = option("model", "evaluations of a solve at most", 18, minimum=1)
+    penalty: float = option("training", "weight of the Jacobian's penalty in deq-regularised", 1.0, minimum=0.0)
+    epochs: int = option("training", "passes over the training images", 4, minimum=1)
+    images: int | None = option("training", "training images; off: all", None, minimum=1)
+    batch: int = option("training", "images of a step", 128, minimum=2)
+    lr: float = option("training", "largest learning rate of Adam", 3e-3, above=0.0)
+
+
+class Found(NamedTuple):
+    """Logits, and of a DEQ how the solve went, the state, and what was injected."""
+
+    logits: Tensor
+    solution: deqfast.Solution | None = None
+    z: tuple[Tensor, ...] = ()
+    x: tuple[Tensor, ...] = ()
+
+
+def norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(math.gcd(4, channels), channels)
+
+
+def conv(inputs: int, outputs: int, size: int = 3, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+
+
+class Resample(nn.Module):
+    """From the resolution `source` to `target`: strided convolutions, or a 1 x 1 convolution and repetition."""
+
+    def __init__(self, width: int, source: int, target: int) -> None:
+        super().__init__()
+        self.factor = 2 ** max(0, source - target)
+        steps = [conv(width * 2**k, width * 2 ** (k + 1), 3, 2) for k in range(source, target)]
+        up = conv(width * 2**source, width * 2**target, 1)
+        self.layers = nn.Sequential(*(steps or [up]), norm(width * 2**target))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return interpolate(self.layers(z), scale_factor=self.factor) if self.factor > 1 else self.layers(z)
+
+
+class Cell(nn.Module):
+    """A residual block at every resolution, with an injection each, then the sum over what all send to each."""
+
+    def __init__(self, width: int, scales: int) -> None:
+        super().__init__()
+        widths = [width * 2**k for k in range(scales)]
+        blocks = [deqfast.ResidualCell(one, groups=4) for one in widths]
+        for block in blocks:
+            nn.init.constant_(block.norm2.weight, GAIN)
+        self.blocks = nn.ModuleList(blocks)
+        pairs = [(i, j) for i in range(scales) for j in range(scales) if i != j]
+        self.sends = nn.ModuleDict({f"{i}{j}": Resample(width, i, j) for i, j in pairs})
+        self.norms = nn.ModuleList(norm(one) for one in widths)
+
+    def initial_state(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(map(torch.zeros_like, x))
+
+    def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        inner = [block(*both) for block, *both in zip(self.blocks, z, x, strict=True)]
+        fused = []
+        for j, own in enumerate(inner):
+            received = [self.sends[f"{i}{j}"](one) for i, one in enumerate(inner) if i != j]
+            fused.append(self.norms[j]((own + sum(received)).relu()) if received else own)
+        return tuple(fused)
+
+
+class Classifier(nn.Module):
+    """Injections of several resolutions, the state that they drive, and a linear readout of its means."""
+
+    def __init__(self, arm: str, options: Images) -> None:
+        super().__init__()
+        width, scales = options.width, options.scales
+        self.steps = STEPS_OF_TWIN if arm == "explicit-compute" else 0
+        self.stem = nn.Sequential(conv(3, width, 3, 2), norm(width), nn.ReLU())
+        self.coarser = nn.ModuleList(Resample(width, k, k + 1) for k in range(scales - 1))
+        self.gain = nn.Parameter(torch.full((scales,), GAIN))
+        self.cell = Cell(width, scales)
+        solver = deqfast.Broyden(options.tol, options.max_iter)
+        self.block = deqfast.DEQBlock(self.cell, solver, adjoint="jfb", warn=False)
+        self.readout = nn.Linear(width * (2**scales - 1), 10)
+
+    def forward(self, images: Tensor) -> Found:
+        levels = list(accumulate(self.coarser, lambda x, layer: layer(x), initial=self.stem(images)))
+        x = tuple(gain * level for gain, level in zip(self.gain, levels, strict=True))
+        z, solution = self.cell.initial_state(x), None
+        if not self.steps:
+            z, solution = self.block(x, z, return_solution=True)
+        for _ in range(self.steps):
+            z = self.cell(z, x)
+        return Found(self.readout(torch.cat([one.mean((2, 3)) for one in z], dim=1)), solution, z, x)
+
+
+class Block(nn.Module):
+    """Residual block of a ResNet."""
+
+    def __init__(self, inputs: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        first, second = conv(inputs, channels, 3, stride), conv(channels, channels)
+        self.inner = nn.Sequential(first, norm(channels), nn.ReLU(), second, norm(channels))
+        self.last = norm(channels)
+        same = inputs == channels and stride == 1
+        self.skip: nn.Module = nn.Identity() if same else conv(inputs, channels, 1, stride)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.last((self.inner(z) + self.skip(z)).relu())
+
+
+class ResNet(nn.Module):
+    """A ResNet of three blocks, of the width at which it has about as many parameters as `twin`."""
+
+    def __init__(self, twin: nn.Module) -> None:
+        super().__init__()
+        target = count(twin)
+        self.layers = min((self.of_width(width) for width in range(2, 129)), key=lambda net: abs(count(net) - target))
+
+    @staticmethod
+    def of_width(width: int) -> nn.Sequential:
+        widths = [width, width, 2 * width, 4 * width]
+        blocks = [Block(a, b, 1 if k == 0 else 2) for k, (a, b) in enumerate(pairwise(widths))]
+        mean = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
+        return nn.Sequential(conv(3, width, 3, 2), norm(width), nn.ReLU(), *blocks, mean)
+
+    def forward(self, images: Tensor) -> Found:
+        return Found(self.layers(images))
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def load(options: Images) -> tuple[str, dict[str, tuple[Tensor, Tensor]]]:
+    """Name of the data, and images (N, 3, 32, 32) with labels, of which "valid" is a tenth of the training images."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for split, number in SHAPES.items():
+        if options.data_root is None:
+            array, targets = draw_shapes(np.arange(number) % 10, 10, seed=split == "test")
+        else:
+            try:
+                data = CIFAR10(Path(options.data_root), train=split == "train")
+            except (RuntimeError, OSError) as error:
+                raise StudyError(f"--data-root {options.data_root}: no CIFAR-10 (cifar-10-batches-py) there") from error
+            array, targets = data.data, np.asarray(data.targets)
+        pixels = torch.from_numpy(array).permute(0, 3, 1, 2).float() / 255
+        found[split] = (pixels - 0.47) / 0.25, torch.from_numpy(targets)
+    images, labels = found["train"]
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    held_out = len(order) // 10
+    if (most := len(order) - held_out) < (options.images or 0):
+        raise StudyError(f"--images {options.images}: there are {most}")
+    chosen = order[held_out:][: options.images]
+    found |= {"train": (images[chosen], labels[chosen]), "valid": (images[order[:held_out]], labels[order[:held_out]])}
+    return f"{'drawn shapes' if options.data_root is None else 'CIFAR-10'}, {len(chosen)} training images", found
+
+
+def augment(images: Tensor) -> Tensor:
+    """Shift by up to four pixels and mirror, an image by itself."""
+    rows, columns = torch.randint(9, (2, len(images), 1, 1, 1))
+    there = torch.arange(32)
+    index = torch.arange(len(images))[:, None, None, None], torch.arange(3)[:, None, None]
+    moved = pad(images, (4, 4, 4, 4))[(*index, rows + there[:, None], columns + there)]
+    return torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, moved.flip(3), moved)
+
+
+def train(run: Run) -> Outcome:
+    """Train an arm; accuracy, evaluations and spectral radius after every epoch."""
+    options: Images = run.options
+    name, data = load(options)
+    images, labels = data["train"]
+    deq = Classifier(run.arm, options)
+    model = ResNet(deq) if run.arm == "explicit-parameters" else deq
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    epoch_steps = max(1, len(images) // options.batch)
+    total, began, used = options.epochs * epoch_steps, time.monotonic(), []
+    for step in run.steps(total, model=model, optimizer=optimizer):
+        part = step / total
+        optimizer.param_groups[0]["lr"] = options.lr * min(1, part / 0.2) * (0.5 + 0.5 * math.cos(math.pi * part))
+        batch = torch.randint(len(images), (options.batch,))
+        logits, solution, z, x = model(augment(images[batch]))
+        loss = cross_entropy(logits, labels[batch], label_smoothing=0.1)
+        if solution is not None:
+            used.append(float(solution.iterations.float().mean()))
+            if run.arm == "deq-regularised":
+                loss = loss + options.penalty * deqfast.regularize.jacobian_penalty(deq.cell, z, x)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % epoch_steps == 0:
+            spent = (time.monotonic() - began) / 60 + (run.log[-1]["minutes"] if run.log else 0)
+            row = {"step": step, "minutes": spent, "accuracy": evaluate(model.eval(), *data["valid"])["accuracy"]}
+            row |= {"evaluations, training": fmean(used), "spectral radius": radius(deq, images)} if used else {}
+            run.log.append(row)
+            model.train()
+            began, used = time.monotonic(), []
+    last = {key: value for key, value in run.log[-1].items() if key in ("evaluations, training", "spectral radius")}
+    return Outcome(model, name, evaluate(model.eval(), *data["test"]) | last, {"log": run.log})
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Accuracy in %, and of a DEQ the evaluations an image and the share of images whose solve converged."""
+    right, used, converged = [], [], []
+    for some, truth in zip(images.split(500), labels.split(500), strict=True):
+        logits, solution, _, _ = model(some)
+        right.append((logits.argmax(dim=1) == truth).float())
+        if solution is not None:
+            used.append(solution.iterations.float())
+            converged.append(solution.converged.float())
+    found = {"accuracy": right, "evaluations": used, "converged": converged}
+    return {
+        key: float(torch.cat(some).mean()) * (100 if key == "accuracy" else 1) for key, some in found.items() if some
+    }
+
+
+@torch.no_grad()
+def radius(model: Classifier, images: Tensor) -> float:
+    """Mean spectral radius of the cell's Jacobian at 32 fixed points."""
+    _, _, z, x = model(images[:32])
+    return float(deqfast.regularize.spectral_radius(model.cell, z, x, iterations=30).mean())
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """Accuracy against minutes of training, spectral radius and evaluations against epochs; a line a seed."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+    arms = list(dict.fromkeys(record.arm for record in records))
+    for record in records:
+        log, colour = record.shown["log"], f"C{arms.index(record.arm)}"
+        label = record.arm if record.seed == 0 else None
+        axes[0].plot([row["minutes"] for row in log], [row["accuracy"] for row in log], color=colour, label=label)
+        for axis, name in zip(axes[1:], ("spectral radius", "evaluations, training"), strict=True):
+            if name in log[0]:
+                axis.plot(range(1, len(log) + 1), [row[name] for row in log], color=colour)
+                axis.set(xlabel="epoch", ylabel=name)
+    axes[0].set(xlabel="minutes of training, one thread", ylabel="validation accuracy in %")
+    axes[0].legend(fontsize="small")
+    axes[1].axhline(1.0, color="grey", ls=":")
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, Images, ARMS, train, draw, check=load))

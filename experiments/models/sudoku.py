@@ -1,0 +1,289 @@
+"""Sudoku by a small recursive model that is iterated to its fixed point, beside explicit twins of it.
+
+The state is a pair as in TRM (Jolicoeur-Martineau, 2025, "Less is more: recursive reasoning with tiny networks"): an
+answer y and a latent z, which one block updates. The block passes messages, as recurrent relational networks do (Palm et
+al., 2018), here between placements (row, column, digit) and the constraints that exactly one of some placements holds: of
+those in a cell, and of those of a digit in a row, a column or a box. Digits are interchangeable to it. Every solve starts
+from random z; restarts of a puzzle are rows of the batch, among which the least residual chooses (EqR, locuslab, 2026).
+
+Arms, of which a training step costs the same number of block applications, a differentiated one counted as three:
+deq: phantom gradients at the random start and at the fixed point. explicit-parameters: the same block applied DEPTH times
+and differentiated through, a recurrent relational network; it is tested by the DEQ's solves, too. explicit-compute: DEPTH
+blocks with weights of their own, tested as they are. All have two losses, the same optimiser, rate and puzzles.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from runs import Options, Outcome, Run, SettingsError, main, option, write_atomically
+from sudoku_figure import animation, draw
+from sudoku_puzzles import BOXES, FEWEST, Puzzle, generate, read_folder
+from torch import Tensor, nn
+
+import deqfast
+
+USUAL = {4: 5, 6: 10, 9: 28}
+ARMS = ("deq", "explicit-parameters", "explicit-compute")
+SOLVE, PHANTOM = 6, 4  # evaluations of a training solve; differentiated evaluations for each of its two losses
+DEPTH = (SOLVE + 2 * 3 * PHANTOM) // 3  # applications of the twins: a differentiated one costs three
+AT = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+DAMPING = 0.8
+MORE_CLUES = 0.3  # most of the empty cells that are shown in training, so that some boards are easy
+
+State = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sudoku(Options):
+    """Options of sudoku.py."""
+
+    size: str = option("data", "digits; boxes of 6 are 2 x 3", "6", choices=("4", "6", "9"))
+    clues: int | None = option("data", f"clues of a generated puzzle; off: {USUAL} by size", None, minimum=1)
+    puzzles: int = option("data", "generated puzzles to train on", 1000, minimum=1)
+    tests: int = option("data", "puzzles to test on, of each file of --data-root", 200, minimum=1)
+    width: int = option("network", "features of a placement", 16, minimum=1)
+    steps: int = option("training", "training steps", 500, minimum=1)
+    batch_size: int = option("training", "puzzles a step", 32, minimum=1)
+    lr: float = option("training", "learning rate of AdamW", 3e-3, above=0)
+    evaluations: int = option("test", "most evaluations of a solve", 64, minimum=1)
+    starts: int = option("test", "random starts of a puzzle", 8, minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size, least = int(self.size), FEWEST[int(self.size)]
+        if not least <= self.shown < size**2:
+            raise SettingsError(f"--clues {self.clues}: {least} to {size**2 - 1} with --size {size}")
+        if self.data_root and size != 9:
+            raise SettingsError(f"--size {size}: 9 with --data-root")
+
+    @property
+    def shown(self) -> int:
+        return self.clues or USUAL[int(self.size)]
+
+
+def mlp(features: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(features, 2 * out), nn.ReLU(), nn.Linear(2 * out, out))
+
+
+class Block(nn.Module):
+    """f((y, z), x): placements tell their constraints, constraints tell their placements, three times; then the answer.
+
+    y (B, n, n, n) are logits of row, column, digit, z (B, n, n, n, width), x (B, n, n, n, 2) as of ``encode``.
+    """
+
+    def __init__(self, size: int, width: int, rounds: int = 3):
+        super().__init__()
+        self.size, self.width, self.rounds = size, width, rounds
+        self.inject, self.send = nn.Linear(3, width), nn.Linear(width, width)
+        self.cell, self.line, self.box = (mlp(width, width) for _ in range(3))
+        self.update, self.norm, self.answer = mlp(2 * width, width), nn.RMSNorm(width), nn.Linear(width, 1)
+
+    def forward(self, state: State, x: Tensor) -> State:
+        y, z = state
+        injected = self.inject(torch.cat([x, y.softmax(-1)[..., None]], -1))
+        for _ in range(self.rounds):
+            h = z + injected
+            z = self.norm(h + self.update(torch.cat([h, self.constraints(self.send(h).relu())], -1)))
+        return self.answer(z).squeeze(-1), z
+
+    def constraints(self, sent: Tensor) -> Tensor:
+        """Sum over the four constraints of each placement of what they make of all their placements' messages."""
+        n, (height, width) = self.size, BOXES[self.size]
+        boxed = sent.view(-1, n // height, height, n // width, width, n, self.width)
+        lines = sum(net(0.3 * sent.sum(dim, True)) for net, dim in ((self.cell, 3), (self.line, 1), (self.line, 2)))
+        return (lines.view_as(boxed) + self.box(0.3 * boxed.sum((2, 4), keepdim=True))).view_as(sent)
+
+    def start(self, x: Tensor) -> State:
+        return x.new_zeros(x.shape[:-1]), torch.randn(*x.shape[:-1], self.width)
+
+
+class Stack(nn.Module):
+    """Explicit twin: blocks applied in turn, `DEPTH` times in all."""
+
+    def __init__(self, blocks: Sequence[Block]):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def states(self, x: Tensor) -> list[State]:
+        """States half-way and at the end."""
+        blocks: list[Any] = [*self.blocks]
+        states = [blocks[0].start(x)]
+        for depth in range(DEPTH):
+            states.append(blocks[depth % len(blocks)](states[-1], x))
+        return [states[DEPTH // 2], states[DEPTH]]
+
+
+class Equilibrium(deqfast.DEQBlock):
+    """The block's fixed point."""
+
+    def __init__(self, block: Block, evaluations: int):
+        training, evaluation = (deqfast.Picard(1e-3, most, damping=DAMPING) for most in (SOLVE, evaluations))
+        adjoint = deqfast.Phantom(PHANTOM, 1.0)
+        super().__init__(block, training, adjoint, init=block.start, eval_solver=evaluation, warn=False)
+
+    def states(self, x: Tensor) -> list[State]:
+        """The random start and the fixed point, each with the phantom gradient of the steps behind it."""
+        return self.trajectory(x, at=[1])
+
+
+def tensors(puzzles: Sequence[Puzzle], size: int) -> tuple[Tensor, Tensor]:
+    """Clues and digits (B, n, n)."""
+    clues, digits = torch.tensor(puzzles).view(-1, 2, size, size).unbind(1)
+    return clues, digits
+
+
+def encode(clues: Tensor) -> Tensor:
+    """x (B, n, n, n, 2) of clues (B, n, n): the placement is given; another one in its cell is."""
+    given = F.one_hot(clues, clues.shape[1] + 1)[..., 1:].float()
+    return torch.stack([given, (clues > 0).float()[..., None] - given], -1)
+
+
+def train(run: Run) -> Outcome:
+    options: Sudoku = run.options
+    size = int(options.size)
+    rng = random.Random(run.seed)
+    clues, digits = tensors([generate(size, options.shown, rng) for _ in range(options.puzzles)], size)
+    torch.manual_seed(run.seed)
+    blocks = [Block(size, options.width) for _ in range(DEPTH if run.arm == "explicit-compute" else 1)]
+    model = Equilibrium(blocks[0], options.evaluations) if run.arm == "deq" else Stack(blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), options.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps, pct_start=0.1)
+    for step in run.steps(options.steps, model=model, optimizer=optimizer, schedule=schedule):
+        chosen = torch.randint(len(clues), (options.batch_size,))
+        more = torch.rand(options.batch_size, 1, 1) * MORE_CLUES
+        shown = torch.where(torch.rand(options.batch_size, size, size) < more, digits[chosen], clues[chosen])
+        states = model.states(encode(shown))
+        loss = torch.stack([F.cross_entropy(y.flatten(0, 2), digits[chosen].flatten() - 1) for y, _ in states]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 10 == 0:
+            run.log.append({"step": step, "loss": loss.item()})
+    with torch.no_grad():
+        return evaluate(model, run)
+
+
+def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
+    """Test all puzzles from several random starts; blocks of one kind are iterated further than in training."""
+    options: Sudoku = run.options
+    size, starts = int(options.size), options.starts
+    sets = test_puzzles(options)
+    clues, digits = tensors([puzzle for puzzles in sets.values() for puzzle in puzzles], size)
+    torch.manual_seed(run.seed)
+    x, empty = encode(clues), clues == 0
+    rows, target = x.repeat_interleave(starts, 0), digits.repeat_interleave(starts, 0)
+    parts = rows.split(256)
+    model.train()  # the training solve
+    right = torch.cat([model.states(part)[-1][0] for part in parts]).argmax(-1) + 1 == target
+    model.eval()
+    scores = {"boards as trained, %": percent(solved(right))}
+    shown: dict[str, Any] = {}
+    residual = torch.zeros(len(rows))
+    if solver := as_equilibrium(model, options):
+        done = [solver(part, return_solution=True) for part in parts]
+        right = torch.cat([y for (y, _), _ in done]).argmax(-1) + 1 == target
+        residual = torch.cat([solution.residual for _, solution in done])
+        iterations = torch.cat([solution.iterations for _, solution in done]).float()
+    boards, residual = solved(right).view(-1, starts), residual.view(-1, starts)
+    chosen = boards.gather(1, residual.argmin(1, keepdim=True))[:, 0]
+    scores |= {"boards, %": percent(boards), "empty cells, %": percent(right[empty.repeat_interleave(starts, 0)])}
+    if solver:
+        scores |= {
+            f"least residual of {starts}, %": percent(chosen),
+            f"best of {starts}, %": percent(boards.any(1)),
+            "residual tells right from wrong, AUC": auc(residual.flatten(), boards.flatten()),
+            "evaluations a solve": iterations.mean().item(),
+        }
+        shown = {
+            "curve": along(solver, x, digits),
+            "starts": [
+                [percent(boards[:, :k].any(1)), percent(boards[:, :k].gather(1, residual[:, :k].argmin(1, True)))]
+                for k in range(1, starts + 1)
+            ],
+            "answered": answered(residual.flatten(), boards.flatten()),
+        }
+        hardest = (iterations.view(-1, starts).mean(1) * boards.any(1)).argmax()
+        shown["film"] = film(solver, x[hardest], clues[hardest], digits[hardest])
+        if run.arm == "deq":
+            write_atomically(run.path.with_suffix(".gif"), animation(shown["film"]))
+    if len(sets) > 1:
+        parts = chosen.split([len(puzzles) for puzzles in sets.values()])
+        scores |= {f"{name}, %": percent(part) for name, part in zip(sets, parts, strict=True)}
+    data = f"{options.puzzles} generated {size} x {size} puzzles of {options.shown} clues, tested on " + ", ".join(sets)
+    return Outcome(model, data, scores, shown)
+
+
+def test_puzzles(options: Sudoku) -> dict[str, list[Puzzle]]:
+    """Puzzles of --data-root by file, or generated ones."""
+    if options.data_root:
+        return read_folder(Path(options.data_root), options.tests)
+    rng = random.Random("test")
+    return {"generated": [generate(int(options.size), options.shown, rng) for _ in range(options.tests)]}
+
+
+def as_equilibrium(model: Any, options: Sudoku) -> Equilibrium | None:
+    """The solve of a model with one block; None for others."""
+    if isinstance(model, Equilibrium):
+        return model
+    return Equilibrium(model.blocks[0], options.evaluations).eval() if len(model.blocks) == 1 else None
+
+
+def solved(right: Tensor) -> Tensor:
+    return right.flatten(1).all(1)
+
+
+def percent(hits: Tensor) -> float:
+    return 100 * hits.float().mean().item()
+
+
+def auc(residual: Tensor, boards: Tensor) -> float:
+    """Probability that a solved board has the smaller residual of a solved and an unsolved one (0.5 without either)."""
+    less = residual[boards][:, None] < residual[~boards]
+    return less.float().mean().item() if less.numel() else 0.5
+
+
+def answered(residual: Tensor, boards: Tensor, points: int = 20) -> list[float]:
+    """Boards solved, in percent, among the twentieths with the least residual."""
+    order = boards[residual.argsort()]
+    return [percent(order[: max(1, len(order) * k // points)]) for k in range(1, points + 1)]
+
+
+def along(solver: Equilibrium, x: Tensor, digits: Tensor) -> list[tuple[int, float]]:
+    """Boards solved after so many evaluations, in percent."""
+    at = [k for k in AT if k < solver.current_solver.max_iter]
+    states = solver.trajectory(x, at=[k + 1 for k in at])[:-1]
+    return [(k, percent(solved(y.argmax(-1) + 1 == digits))) for k, (y, _) in zip(at, states, strict=True)]
+
+
+def film(solver: Equilibrium, x: Tensor, clues: Tensor, digits: Tensor) -> dict[str, Any]:
+    """Answers (digit, confidence) of a puzzle after every evaluation, from the random start that comes out best."""
+    states = solver.trajectory(x.expand(8, *x.shape), at=range(1, solver.current_solver.max_iter + 1))
+    answers = torch.stack([y for y, _ in states]).softmax(-1)
+    right = (answers.argmax(-1) + 1 == digits).flatten(2)
+    start = int(right[-1].sum(-1).argmax())
+    until = int((~right[:, start].all(-1)).nonzero().max()) + 1 if right[-1, start].all() else len(states) - 1
+    sure, digit = answers[: until + 1, start].max(-1)
+    frames = [
+        [(digit[k] + 1).flatten().tolist(), [round(p, 2) for p in sure[k].flatten().tolist()]] for k in range(until + 1)
+    ]
+    return {"clues": clues.flatten().tolist(), "digits": digits.flatten().tolist(), "frames": frames}
+
+
+def check(options: Sudoku) -> None:
+    """Read all of --data-root; StudyError for what is wrong with it."""
+    if options.data_root:
+        read_folder(Path(options.data_root))
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, Sudoku, ARMS, train, draw, check=check))

@@ -1,0 +1,93 @@
+"""Pictures of Sudoku boards while they are solved, and the figure of the example."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib import font_manager
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont
+from runs import Record
+from sudoku_puzzles import BOXES
+
+COLOURS = {"deq": "#D55E00", "explicit-parameters": "#0072B2", "explicit-compute": "#009E73"}
+
+
+def picture(film: dict[str, Any], k: int, side: int = 400) -> Image.Image:
+    """The board after k evaluations: clues grey, right cells blue, wrong ones red, the paler the less sure."""
+    size, scale = round(len(film["clues"]) ** 0.5), 2
+    height, width = BOXES[size]
+    cell, foot = scale * side / size, scale * 44
+    board = Image.new("RGB", (scale * side + 1, scale * side + foot), "white")
+    draw = ImageDraw.Draw(board)
+    path = font_manager.findfont("DejaVu Sans")
+    font, small = ImageFont.truetype(path, int(cell * 0.56)), ImageFont.truetype(path, scale * 17)
+    digits, sure = film["frames"][k]
+    right = 0
+    for place, (clue, digit, true) in enumerate(zip(film["clues"], digits, film["digits"], strict=True)):
+        row, column = divmod(place, size)
+        shade = (sure[place] - 1 / size) / (1 - 1 / size)
+        hue = (64, 132, 214) if digit == true else (222, 62, 56)
+        fill = (233, 233, 236) if clue else tuple(round(255 - (255 - c) * (0.06 + 0.62 * shade)) for c in hue)
+        draw.rectangle((column * cell, row * cell, (column + 1) * cell, (row + 1) * cell), fill)
+        ink = (40, 44, 58) if clue else tuple(round(c * 0.35) for c in hue)
+        draw.text(((column + 0.5) * cell, (row + 0.5) * cell), str(digit), ink, font, anchor="mm")
+        right += not clue and digit == true
+    for line in range(size + 1):
+        for thick, ends in (
+            (line % height == 0, (0, line * cell, size * cell, line * cell)),
+            (line % width == 0, (line * cell, 0, line * cell, size * cell)),
+        ):
+            draw.line(ends, (40, 44, 58) if thick else (190, 194, 204), 3 * scale if thick else scale)
+    empty = film["clues"].count(0)
+    text = f"evaluation {k}:  {right} of {empty} cells right"
+    draw.text((scale * side / 2, scale * side + foot / 2), text, (40, 44, 58), small, anchor="mm")
+    return board.resize((side, side + foot // scale), Image.Resampling.LANCZOS)
+
+
+def animation(film: dict[str, Any]) -> bytes:
+    """GIF of all evaluations; the last one stays."""
+    last = len(film["frames"]) - 1
+    frames = [picture(film, k).quantize(48, dither=Image.Dither.NONE) for k in range(last + 1)]
+    content = io.BytesIO()
+    times = [700, *[220] * (last - 1), 2600][-len(frames) :]
+    frames[0].save(content, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
+    return content.getvalue()
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """Boards solved against evaluations, against starts, against the share answered; and a board while it is solved."""
+    figure = plt.figure(figsize=(12.5, 7), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1))
+    curve, starts, answered = above.subplots(1, 3).tolist()
+    for record in records:
+        style = {"color": COLOURS[record.arm], "label": record.arm if record.seed == 0 else None, "alpha": 0.85}
+        if not record.shown:
+            curve.axhline(record.scores["boards as trained, %"], ls="--", **style)
+            continue
+        curve.plot(*zip(*record.shown["curve"], strict=True), marker="o", ms=3, **style)
+        best, least = zip(*record.shown["starts"], strict=True)
+        numbers = range(1, len(best) + 1)
+        starts.plot(numbers, least, marker="o", ms=3, **style)
+        starts.plot(numbers, best, ls=":", color=COLOURS[record.arm])
+        starts.axhline(record.scores["boards, %"], ls="--", lw=0.8, color=COLOURS[record.arm])
+        share = [100 * k / len(record.shown["answered"]) for k in range(1, len(record.shown["answered"]) + 1)]
+        answered.plot(share, record.shown["answered"], **style)
+    ticks = (1, 2, 4, 8, 16, 32, 64)
+    curve.set(xscale="log", xlabel="evaluations at test", ylabel="boards solved, %")
+    curve.set_xticks(ticks, [*map(str, ticks)], fontsize="x-small", minor=False)
+    curve.minorticks_off()
+    starts.set(xlabel="random starts: least residual, ··· best, - - any one")
+    answered.set(xlabel="share answered, least residuals first, %")
+    curve.legend(fontsize="small")
+    if films := [record.shown["film"] for record in records if record.arm == "deq"] or [
+        r.shown["film"] for r in records if r.shown
+    ]:
+        last = len(films[0]["frames"]) - 1
+        for axis, part in zip(below.subplots(1, 5), (0, 0.2, 0.45, 0.7, 1), strict=True):
+            axis.imshow(picture(films[0], round(part * last)))
+            axis.axis("off")
+    return figure

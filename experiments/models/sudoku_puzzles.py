@@ -1,0 +1,119 @@
+"""Sudoku puzzles: their rules, an exact solver, a generator, and files of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from runs import StudyError
+
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # height and width of a box
+FEWEST = {4: 4, 6: 8, 9: 24}  # fewer clues take the generator long, or are not enough
+
+Puzzle = tuple[list[int], list[int]]  # clues with 0 for empty, and solution, row by row
+
+
+@cache
+def units(size: int) -> tuple[list[list[int]], list[set[int]]]:
+    """Cells of every row, column and box; and for every cell those that share one with it."""
+    height, width = BOXES[size]
+    cells = [divmod(cell, size) for cell in range(size**2)]
+    keys = [(("row", r), ("column", c), ("box", r // height, c // width)) for r, c in cells]
+    groups = [[cell for cell, mine in enumerate(keys) if key in mine] for key in dict.fromkeys(sum(keys, ()))]
+    return groups, [{o for group in groups if cell in group for o in group} - {cell} for cell in range(size**2)]
+
+
+def propagate(board: list[int], found: list[int], size: int) -> bool:
+    """Remove digits (bits) that the cells `found` and those that follow from them rule out; False: a contradiction."""
+    groups, peers = units(size)
+    while True:
+        while found:
+            cell = found.pop()
+            for peer in peers[cell]:
+                if board[peer] & board[cell]:
+                    board[peer] ^= board[cell]
+                    if not board[peer]:
+                        return False
+                    if not board[peer] & (board[peer] - 1):
+                        found.append(peer)
+        for group in groups:
+            once = twice = 0
+            for cell in group:
+                once, twice = once | board[cell], twice | once & board[cell]
+            if once != (1 << size) - 1:
+                return False
+            for cell in group:  # a digit that has one place left
+                only = board[cell] & once & ~twice
+                if only and only != board[cell]:
+                    board[cell] = only & -only
+                    found.append(cell)
+        if not found:
+            return True
+
+
+def solutions(board: list[int], found: list[int], size: int, rng: random.Random | None = None) -> Iterator[list[int]]:
+    """All solutions of a board of candidate digits (bits), which is used up; `rng` draws their order."""
+    if not propagate(board, found, size):
+        return
+    if not (unknown := [cell for cell, digits in enumerate(board) if digits & (digits - 1)]):
+        yield [digit.bit_length() for digit in board]
+        return
+    cell = min(unknown, key=lambda cell: board[cell].bit_count())
+    digits = [1 << digit for digit in range(size) if board[cell] >> digit & 1]
+    for digit in rng.sample(digits, len(digits)) if rng else digits:
+        yield from solutions([*board[:cell], digit, *board[cell + 1 :]], [cell], size, rng)
+
+
+def candidates(clues: Sequence[int], size: int) -> tuple[list[int], list[int]]:
+    """Board of candidate digits as bits, and the cells that are known."""
+    board = [1 << digit >> 1 or (1 << size) - 1 for digit in clues]
+    return board, [cell for cell, digit in enumerate(clues) if digit]
+
+
+def generate(size: int, clues: int, rng: random.Random) -> Puzzle:
+    """A puzzle with exactly one solution: cells of a random board are emptied where no other digit could stand."""
+    while True:
+        solution = next(solutions(*candidates([0] * size**2, size), size, rng))
+        puzzle, left = solution.copy(), size**2
+        for cell in rng.sample(range(size**2), size**2):
+            if left == clues:
+                return puzzle, solution
+            puzzle[cell] = 0
+            board, found = candidates(puzzle, size)
+            board[cell] ^= 1 << solution[cell] >> 1
+            if next(solutions(board, found, size), None):
+                puzzle[cell] = solution[cell]
+            else:
+                left -= 1
+        if left == clues:
+            return puzzle, solution
+
+
+def read(path: Path, most: int | None = None) -> list[Puzzle]:
+    """Puzzles of a file, each a line of 81 digits, 0 for empty, a space, and the solution; StudyError names a line."""
+    try:
+        lines = path.read_text("ascii").splitlines()[:most]
+    except (OSError, UnicodeDecodeError) as error:
+        raise StudyError(f"--data-root: {path} cannot be read ({error})") from error
+    puzzles = []
+    for number, line in enumerate(lines, 1):
+        fields = line.split()
+        if [len(field) for field in fields] != [81, 81] or not "".join(fields).isdigit() or "0" in fields[1]:
+            raise StudyError(f"{path}, line {number}: not 81 digits (0: empty), a space, and 81 digits of 1 to 9")
+        clues, solution = ([int(digit) for digit in field] for field in fields)
+        found = [one for one, _ in zip(solutions(*candidates(clues, 9), 9), range(2), strict=False)]
+        if found != [solution]:
+            what = ("no solution", "another solution than the line says", "more than one solution")[len(found)]
+            raise StudyError(f"{path}, line {number}: the puzzle has {what}")
+        puzzles.append((clues, solution))
+    return puzzles
+
+
+def read_folder(folder: Path, most: int | None = None) -> dict[str, list[Puzzle]]:
+    """The first puzzles of every file of a folder, by its name."""
+    found = {path.stem: puzzles for path in sorted(folder.glob("*.txt")) if (puzzles := read(path, most))}
+    if not found:
+        raise StudyError(f"--data-root {folder}: a folder of *.txt with a puzzle a line")
+    return found

@@ -1,0 +1,83 @@
+"""The frame of the example models: records, resuming, figures, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from matplotlib import pyplot as plt
+from runs import Options, Outcome, Run, main, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line(Options):
+    lr: float = option("training", "rate", 0.1, above=0.0)
+
+
+def train(run: Run) -> Outcome:
+    """Fit a line; the log has what torch's generator drew at every step."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=run.options.lr)
+    for step in run.steps(4, model=model, optimizer=optimizer):
+        x = torch.randn(8, 1)
+        loss = (model(x) - 2 * x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.log.append({"step": step, "drawn": float(x.sum())})
+    return Outcome(model, "lines", {"weight": model.weight.item()}, {"log": run.log})
+
+
+def draw(records: Any) -> Any:
+    figure, axes = plt.subplots()
+    axes.plot([record.scores["weight"] for record in records])
+    return figure
+
+
+def call(tmp_path, *arguments: str) -> int:
+    return main("Lines.", Line, ("one", "other"), train, draw, ["--out", str(tmp_path), "--jobs", "1", *arguments])
+
+
+def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
+    assert call(tmp_path, "--seeds", "1", "--arms", "one") == 0
+    record = json.loads((tmp_path / "one-seed0.json").read_text())
+    assert record["parameters"] == 2 and record["data"] == "lines" and record["peak_memory"] > 0
+    assert "| one" in (tmp_path / "table.md").read_text() and list(tmp_path.glob("*.png"))
+    assert call(tmp_path, "--seeds", "1", "--arms", "one") == 1
+    assert "--resume goes on" in capsys.readouterr().err
+    assert call(tmp_path, "--seeds", "1", "--arms", "one", "--resume", "--lr", "0.2") == 1
+    assert "--lr 0.1, not 0.2" in capsys.readouterr().err
+    before = (tmp_path / "one-seed0.json").read_bytes()
+    assert call(tmp_path, "--seeds", "1", "--resume") == 0
+    assert (tmp_path / "one-seed0.json").read_bytes() == before and (tmp_path / "other-seed0.json").exists()
+
+
+def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, monkeypatch):
+    whole = train(Run(Line(), tmp_path, "whole", 3))
+    cut = Run(Line(), tmp_path, "cut", 3)
+    monkeypatch.setattr("runs.SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = cut.steps(4, model=model, optimizer=optimizer)
+    for step in steps:
+        cut.log.append({"step": step, "drawn": float(torch.randn(8, 1).sum())})
+        if step == 1:
+            next(steps)  # writes the checkpoint of step 1, and is then abandoned
+            break
+    again = Run(Line(), tmp_path, "cut", 3)
+    train(again)
+    assert again.log == whole.shown["log"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["--arms", "none"], "one of all, one, other"), (["--lr", "0"], "--lr 0.0"), (["--seeds", "0"], "--seeds 0")],
+)
+def test_bad_options(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        call(tmp_path, *arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
