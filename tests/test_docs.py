@@ -49,7 +49,8 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)
-def test_python_runs(page: Path) -> None:
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     with torch.random.fork_rng(devices=[]):
         for block in python_of(page):

@@ -1,15 +1,15 @@
 """Sudoku by a small recursive model that is iterated to its fixed point, beside explicit twins of it.
 
 The state is a pair as in TRM (Jolicoeur-Martineau, 2025, "Less is more: recursive reasoning with tiny networks"): an
-answer y and a latent z, which one block updates. The block passes messages, as recurrent relational networks do (Palm et
-al., 2018), here between placements (row, column, digit) and the constraints that exactly one of some placements holds: of
-those in a cell, and of those of a digit in a row, a column or a box. Digits are interchangeable to it. Every solve starts
+answer y and a latent z, which one block updates. It passes messages as recurrent relational networks do (Palm et al.,
+2018), here between placements (row, column, digit) and the constraints that exactly one of some placements holds: of
+those in a cell, and of those of a digit in a row, a column or a box. Digits are interchangeable to it. A solve starts
 from random z; restarts of a puzzle are rows of the batch, among which the least residual chooses (EqR, locuslab, 2026).
 
 Arms, of which a training step costs the same number of block applications, a differentiated one counted as three:
-deq: phantom gradients at the random start and at the fixed point. explicit-parameters: the same block applied DEPTH times
-and differentiated through, a recurrent relational network; it is tested by the DEQ's solves, too. explicit-compute: DEPTH
-blocks with weights of their own, tested as they are. All have two losses, the same optimiser, rate and puzzles.
+deq: phantom gradients at the random start and at the fixed point. explicit-parameters: the same block applied DEPTH
+times and differentiated through, a recurrent relational network; it is tested by the DEQ's solves, too.
+explicit-compute: DEPTH blocks with weights of their own, tested as they are. Losses, rate and puzzles are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from runs import Options, Outcome, Run, SettingsError, main, option, write_atomically
-from sudoku_figure import animation, draw
+from sudoku_figure import animation, draw, film
 from sudoku_puzzles import BOXES, FEWEST, Puzzle, generate, read_folder
 from torch import Tensor, nn
 
@@ -127,7 +127,7 @@ class Equilibrium(deqfast.DEQBlock):
     def __init__(self, block: Block, evaluations: int):
         training, evaluation = (deqfast.Picard(1e-3, most, damping=DAMPING) for most in (SOLVE, evaluations))
         adjoint = deqfast.Phantom(PHANTOM, 1.0)
-        super().__init__(block, training, adjoint, init=block.start, eval_solver=evaluation, warn=False)
+        super().__init__(block, training, adjoint, init=block.start, eval_solver=evaluation, compact=True, warn=False)
 
     def states(self, x: Tensor) -> list[State]:
         """The random start and the fixed point, each with the phantom gradient of the steps behind it."""
@@ -263,20 +263,6 @@ def along(solver: Equilibrium, x: Tensor, digits: Tensor) -> list[tuple[int, flo
     at = [k for k in AT if k < solver.current_solver.max_iter]
     states = solver.trajectory(x, at=[k + 1 for k in at])[:-1]
     return [(k, percent(solved(y.argmax(-1) + 1 == digits))) for k, (y, _) in zip(at, states, strict=True)]
-
-
-def film(solver: Equilibrium, x: Tensor, clues: Tensor, digits: Tensor) -> dict[str, Any]:
-    """Answers (digit, confidence) of a puzzle after every evaluation, from the random start that comes out best."""
-    states = solver.trajectory(x.expand(8, *x.shape), at=range(1, solver.current_solver.max_iter + 1))
-    answers = torch.stack([y for y, _ in states]).softmax(-1)
-    right = (answers.argmax(-1) + 1 == digits).flatten(2)
-    start = int(right[-1].sum(-1).argmax())
-    until = int((~right[:, start].all(-1)).nonzero().max()) + 1 if right[-1, start].all() else len(states) - 1
-    sure, digit = answers[: until + 1, start].max(-1)
-    frames = [
-        [(digit[k] + 1).flatten().tolist(), [round(p, 2) for p in sure[k].flatten().tolist()]] for k in range(until + 1)
-    ]
-    return {"clues": clues.flatten().tolist(), "digits": digits.flatten().tolist(), "frames": frames}
 
 
 def check(options: Sudoku) -> None:

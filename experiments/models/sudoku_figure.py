@@ -6,17 +6,35 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 from runs import Record
 from sudoku_puzzles import BOXES
+from torch import Tensor
 
+import deqfast
+
+DARK, GREY, LINE, RIGHT, WRONG = (40, 44, 58), (233, 233, 236), (190, 194, 204), (64, 132, 214), (222, 62, 56)
 COLOURS = {"deq": "#D55E00", "explicit-parameters": "#0072B2", "explicit-compute": "#009E73"}
 
 
-def picture(film: dict[str, Any], k: int, side: int = 400) -> Image.Image:
+def film(solver: deqfast.DEQBlock, x: Tensor, clues: Tensor, digits: Tensor) -> dict[str, Any]:
+    """Answers (digits, confidences) of a puzzle after every evaluation, from the random start that gets there last."""
+    most = solver.current_solver.max_iter
+    states = solver.trajectory(x.expand(8, *x.shape), at=range(1, most + 1))[:most]
+    sure, answer = torch.stack([y for y, _ in states]).softmax(-1).flatten(2, 3).max(-1)
+    right = (answer + 1 == digits.flatten()).all(-1)
+    until = (torch.arange(1, most + 1)[:, None] * ~right).amax(0)  # by start; `most`: never right
+    start = int(torch.where(until < most, until, 0).argmax())
+    shown = range(min(int(until[start]), most - 1) + 1)
+    frames = [[(answer[k, start] + 1).tolist(), [round(p, 2) for p in sure[k, start].tolist()]] for k in shown]
+    return {"clues": clues.flatten().tolist(), "digits": digits.flatten().tolist(), "frames": frames}
+
+
+def picture(film: dict[str, Any], k: int, side: int = 360) -> Image.Image:
     """The board after k evaluations: clues grey, right cells blue, wrong ones red, the paler the less sure."""
     size, scale = round(len(film["clues"]) ** 0.5), 2
     height, width = BOXES[size]
@@ -29,31 +47,39 @@ def picture(film: dict[str, Any], k: int, side: int = 400) -> Image.Image:
     right = 0
     for place, (clue, digit, true) in enumerate(zip(film["clues"], digits, film["digits"], strict=True)):
         row, column = divmod(place, size)
-        shade = (sure[place] - 1 / size) / (1 - 1 / size)
-        hue = (64, 132, 214) if digit == true else (222, 62, 56)
-        fill = (233, 233, 236) if clue else tuple(round(255 - (255 - c) * (0.06 + 0.62 * shade)) for c in hue)
+        shade = max(0.0, (sure[place] - 1 / size) / (1 - 1 / size))
+        hue = RIGHT if digit == true else WRONG
+        fill = GREY if clue else tuple(round(255 - (255 - c) * (0.06 + 0.62 * shade)) for c in hue)
         draw.rectangle((column * cell, row * cell, (column + 1) * cell, (row + 1) * cell), fill)
-        ink = (40, 44, 58) if clue else tuple(round(c * 0.35) for c in hue)
-        draw.text(((column + 0.5) * cell, (row + 0.5) * cell), str(digit), ink, font, anchor="mm")
+        ink = (
+            DARK
+            if clue
+            else tuple(round(b + min(1, 2 * shade) * (0.35 * c - b)) for b, c in zip(fill, hue, strict=True))
+        )
+        draw.text(((column + 0.5) * cell, (row + 0.5) * cell), str(clue or digit), ink, font, anchor="mm")
         right += not clue and digit == true
     for line in range(size + 1):
         for thick, ends in (
             (line % height == 0, (0, line * cell, size * cell, line * cell)),
             (line % width == 0, (line * cell, 0, line * cell, size * cell)),
         ):
-            draw.line(ends, (40, 44, 58) if thick else (190, 194, 204), 3 * scale if thick else scale)
+            draw.line(ends, DARK if thick else LINE, 3 * scale if thick else scale)
     empty = film["clues"].count(0)
     text = f"evaluation {k}:  {right} of {empty} cells right"
-    draw.text((scale * side / 2, scale * side + foot / 2), text, (40, 44, 58), small, anchor="mm")
+    draw.text((scale * side / 2, scale * side + foot / 2), text, DARK, small, anchor="mm")
     return board.resize((side, side + foot // scale), Image.Resampling.LANCZOS)
 
 
 def animation(film: dict[str, Any]) -> bytes:
     """GIF of all evaluations; the last one stays."""
-    last = len(film["frames"]) - 1
-    frames = [picture(film, k).quantize(48, dither=Image.Dither.NONE) for k in range(last + 1)]
+    frames = [picture(film, k) for k in range(len(film["frames"]))]
+    shown = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))
+    for k, frame in enumerate(frames):
+        shown.paste(frame, (0, k * frame.height))
+    palette = shown.quantize(64)  # of all frames, so that a frame's file holds what changes
+    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    times = [800, *[250] * len(frames)][: len(frames) - 1] + [3000]
     content = io.BytesIO()
-    times = [700, *[220] * (last - 1), 2600][-len(frames) :]
     frames[0].save(content, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
     return content.getvalue()
 
@@ -61,7 +87,8 @@ def animation(film: dict[str, Any]) -> bytes:
 def draw(records: Sequence[Record]) -> Figure:
     """Boards solved against evaluations, against starts, against the share answered; and a board while it is solved."""
     figure = plt.figure(figsize=(12.5, 7), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.15, 1))
+    above, below = parts
     curve, starts, answered = above.subplots(1, 3).tolist()
     for record in records:
         style = {"color": COLOURS[record.arm], "label": record.arm if record.seed == 0 else None, "alpha": 0.85}
@@ -80,12 +107,12 @@ def draw(records: Sequence[Record]) -> Figure:
     curve.set(xscale="log", xlabel="evaluations at test", ylabel="boards solved, %")
     curve.set_xticks(ticks, [*map(str, ticks)], fontsize="x-small", minor=False)
     curve.minorticks_off()
+    for axis in (curve, starts, answered):
+        axis.set_ylim(0, 103)
     starts.set(xlabel="random starts: least residual, ··· best, - - any one")
     answered.set(xlabel="share answered, least residuals first, %")
     curve.legend(fontsize="small")
-    if films := [record.shown["film"] for record in records if record.arm == "deq"] or [
-        r.shown["film"] for r in records if r.shown
-    ]:
+    if films := [record.shown["film"] for record in records if record.shown]:
         last = len(films[0]["frames"]) - 1
         for axis, part in zip(below.subplots(1, 5), (0, 0.2, 0.45, 0.7, 1), strict=True):
             axis.imshow(picture(films[0], round(part * last)))

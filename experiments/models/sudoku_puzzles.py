@@ -112,8 +112,9 @@ def read(path: Path, most: int | None = None) -> list[Puzzle]:
 
 
 def read_folder(folder: Path, most: int | None = None) -> dict[str, list[Puzzle]]:
-    """The first puzzles of every file of a folder, by its name."""
-    found = {path.stem: puzzles for path in sorted(folder.glob("*.txt")) if (puzzles := read(path, most))}
+    """The first puzzles of every *.txt of a folder, by its name."""
+    paths = [path for path in sorted(folder.glob("*.txt")) if path.stem not in ("LICENSE", "README")]
+    found = {path.stem: puzzles for path in paths if (puzzles := read(path, most))}
     if not found:
         raise StudyError(f"--data-root {folder}: a folder of *.txt with a puzzle a line")
     return found
