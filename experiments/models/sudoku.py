@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from runs import Options, Outcome, Run, SettingsError, main, option, write_atomically
 from sudoku_figure import animation, draw, film
-from sudoku_puzzles import BOXES, FEWEST, Puzzle, generate, read_folder
+from sudoku_puzzles import BOXES, FEWEST, encode, generate, read_folder, tensors
 from torch import Tensor, nn
 
 import deqfast
@@ -50,7 +50,7 @@ class Sudoku(Options):
     puzzles: int = option("data", "generated puzzles to train on", 1000, minimum=1)
     tests: int = option("data", "puzzles to test on, of each file of --data-root", 200, minimum=1)
     width: int = option("network", "features of a placement", 16, minimum=1)
-    steps: int = option("training", "training steps", 500, minimum=1)
+    steps: int = option("training", "training steps", 400, minimum=1)
     batch_size: int = option("training", "puzzles a step", 32, minimum=1)
     lr: float = option("training", "learning rate of AdamW", 3e-3, above=0)
     evaluations: int = option("test", "most evaluations of a solve", 64, minimum=1)
@@ -134,22 +134,9 @@ class Equilibrium(deqfast.DEQBlock):
         return self.trajectory(x, at=[1])
 
 
-def tensors(puzzles: Sequence[Puzzle], size: int) -> tuple[Tensor, Tensor]:
-    """Clues and digits (B, n, n)."""
-    clues, digits = torch.tensor(puzzles).view(-1, 2, size, size).unbind(1)
-    return clues, digits
-
-
-def encode(clues: Tensor) -> Tensor:
-    """x (B, n, n, n, 2) of clues (B, n, n): the placement is given; another one in its cell is."""
-    given = F.one_hot(clues, clues.shape[1] + 1)[..., 1:].float()
-    return torch.stack([given, (clues > 0).float()[..., None] - given], -1)
-
-
 def train(run: Run) -> Outcome:
     options: Sudoku = run.options
-    size = int(options.size)
-    rng = random.Random(run.seed)
+    size, rng = int(options.size), random.Random(run.seed)
     clues, digits = tensors([generate(size, options.shown, rng) for _ in range(options.puzzles)], size)
     torch.manual_seed(run.seed)
     blocks = [Block(size, options.width) for _ in range(DEPTH if run.arm == "explicit-compute" else 1)]
@@ -174,67 +161,55 @@ def train(run: Run) -> Outcome:
 
 
 def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
-    """Test all puzzles from several random starts; blocks of one kind are iterated further than in training."""
+    """Test from several random starts; a model of one block is solved with more evaluations than in training."""
     options: Sudoku = run.options
-    size, starts = int(options.size), options.starts
-    sets = test_puzzles(options)
+    size, starts, rng = int(options.size), options.starts, random.Random("test")
+    if options.data_root:
+        sets = read_folder(Path(options.data_root), options.tests)
+    else:
+        sets = {"generated": [generate(size, options.shown, rng) for _ in range(options.tests)]}
     clues, digits = tensors([puzzle for puzzles in sets.values() for puzzle in puzzles], size)
     torch.manual_seed(run.seed)
-    x, empty = encode(clues), clues == 0
-    rows, target = x.repeat_interleave(starts, 0), digits.repeat_interleave(starts, 0)
-    parts = rows.split(256)
-    model.train()  # the training solve
-    right = torch.cat([model.states(part)[-1][0] for part in parts]).argmax(-1) + 1 == target
-    model.eval()
-    scores = {"boards as trained, %": percent(solved(right))}
+    x, target = encode(clues), digits.repeat_interleave(starts, 0)
+    parts = x.repeat_interleave(starts, 0).split(256)
+    right = torch.cat([model.states(part)[-1][0] for part in parts]).argmax(-1) + 1 == target  # the training solve
     shown: dict[str, Any] = {}
-    residual = torch.zeros(len(rows))
+    scores = {"boards as trained, %": percent(solved(right))}
+    boards = chosen = solved(right).view(-1, starts)
     if solver := as_equilibrium(model, options):
         done = [solver(part, return_solution=True) for part in parts]
         right = torch.cat([y for (y, _), _ in done]).argmax(-1) + 1 == target
-        residual = torch.cat([solution.residual for _, solution in done])
-        iterations = torch.cat([solution.iterations for _, solution in done]).float()
-    boards, residual = solved(right).view(-1, starts), residual.view(-1, starts)
-    chosen = boards.gather(1, residual.argmin(1, keepdim=True))[:, 0]
-    scores |= {"boards, %": percent(boards), "empty cells, %": percent(right[empty.repeat_interleave(starts, 0)])}
-    if solver:
-        scores |= {
-            f"least residual of {starts}, %": percent(chosen),
-            f"best of {starts}, %": percent(boards.any(1)),
-            "residual tells right from wrong, AUC": auc(residual.flatten(), boards.flatten()),
-            "evaluations a solve": iterations.mean().item(),
-        }
+        boards = solved(right).view(-1, starts)
+        residual, iterations = (
+            torch.cat([getattr(solution, name) for _, solution in done]).view(-1, starts).float()
+            for name in ("residual", "iterations")
+        )
+        least = [boards.gather(1, residual[:, :k].argmin(1, keepdim=True)) for k in range(1, starts + 1)]
+        chosen, hardest = least[-1], (iterations.mean(1) * boards.any(1)).argmax()
         shown = {
             "curve": along(solver, x, digits),
-            "starts": [
-                [percent(boards[:, :k].any(1)), percent(boards[:, :k].gather(1, residual[:, :k].argmin(1, True)))]
-                for k in range(1, starts + 1)
-            ],
+            "starts": [[percent(boards[:, :k].any(1)), percent(one)] for k, one in enumerate(least, 1)],
             "answered": answered(residual.flatten(), boards.flatten()),
+            "film": film(solver, x[hardest], clues[hardest], digits[hardest]),
         }
-        hardest = (iterations.view(-1, starts).mean(1) * boards.any(1)).argmax()
-        shown["film"] = film(solver, x[hardest], clues[hardest], digits[hardest])
+        scores["evaluations a solve"] = iterations.mean().item()
+        scores["residual tells right from wrong, AUC"] = auc(residual.flatten(), boards.flatten())
+        scores[f"least residual of {starts}, %"], scores[f"best of {starts}, %"] = shown["starts"][-1][::-1]
         if run.arm == "deq":
             write_atomically(run.path.with_suffix(".gif"), animation(shown["film"]))
+    empty = (clues == 0).repeat_interleave(starts, 0)
+    scores |= {"boards, any start, %": percent(boards), "empty cells, any start, %": percent(right[empty])}
     if len(sets) > 1:
-        parts = chosen.split([len(puzzles) for puzzles in sets.values()])
-        scores |= {f"{name}, %": percent(part) for name, part in zip(sets, parts, strict=True)}
+        split = chosen.split([len(puzzles) for puzzles in sets.values()])
+        scores |= {f"{name}, chosen, %": percent(part) for name, part in zip(sets, split, strict=True)}
     data = f"{options.puzzles} generated {size} x {size} puzzles of {options.shown} clues, tested on " + ", ".join(sets)
     return Outcome(model, data, scores, shown)
 
 
-def test_puzzles(options: Sudoku) -> dict[str, list[Puzzle]]:
-    """Puzzles of --data-root by file, or generated ones."""
-    if options.data_root:
-        return read_folder(Path(options.data_root), options.tests)
-    rng = random.Random("test")
-    return {"generated": [generate(int(options.size), options.shown, rng) for _ in range(options.tests)]}
-
-
 def as_equilibrium(model: Any, options: Sudoku) -> Equilibrium | None:
-    """The solve of a model with one block; None for others."""
+    """Solve of a model with one block; None for others."""
     if isinstance(model, Equilibrium):
-        return model
+        return model.eval()
     return Equilibrium(model.blocks[0], options.evaluations).eval() if len(model.blocks) == 1 else None
 
 

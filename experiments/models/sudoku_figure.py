@@ -34,7 +34,7 @@ def film(solver: deqfast.DEQBlock, x: Tensor, clues: Tensor, digits: Tensor) -> 
     return {"clues": clues.flatten().tolist(), "digits": digits.flatten().tolist(), "frames": frames}
 
 
-def picture(film: dict[str, Any], k: int, side: int = 360) -> Image.Image:
+def picture(film: dict[str, Any], k: int, side: int = 340) -> Image.Image:
     """The board after k evaluations: clues grey, right cells blue, wrong ones red, the paler the less sure."""
     size, scale = round(len(film["clues"]) ** 0.5), 2
     height, width = BOXES[size]
@@ -71,12 +71,13 @@ def picture(film: dict[str, Any], k: int, side: int = 360) -> Image.Image:
 
 
 def animation(film: dict[str, Any]) -> bytes:
-    """GIF of all evaluations; the last one stays."""
-    frames = [picture(film, k) for k in range(len(film["frames"]))]
+    """GIF of the evaluations, of each or of every other one and so on, at most 25; the last one stays."""
+    last = len(film["frames"]) - 1
+    frames = [picture(film, k) for k in [*range(0, last, 1 + last // 25), last]]
     shown = Image.new("RGB", (frames[0].width, sum(frame.height for frame in frames)))
     for k, frame in enumerate(frames):
         shown.paste(frame, (0, k * frame.height))
-    palette = shown.quantize(64)  # of all frames, so that a frame's file holds what changes
+    palette = shown.quantize(32)  # of all frames, so that a frame's file holds what changes
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     times = [800, *[250] * len(frames)][: len(frames) - 1] + [3000]
     content = io.BytesIO()
@@ -100,7 +101,7 @@ def draw(records: Sequence[Record]) -> Figure:
         numbers = range(1, len(best) + 1)
         starts.plot(numbers, least, marker="o", ms=3, **style)
         starts.plot(numbers, best, ls=":", color=COLOURS[record.arm])
-        starts.axhline(record.scores["boards, %"], ls="--", lw=0.8, color=COLOURS[record.arm])
+        starts.axhline(record.scores["boards, any start, %"], ls="--", lw=0.8, color=COLOURS[record.arm])
         share = [100 * k / len(record.shown["answered"]) for k in range(1, len(record.shown["answered"]) + 1)]
         answered.plot(share, record.shown["answered"], **style)
     ticks = (1, 2, 4, 8, 16, 32, 64)

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+import torch
 from runs import StudyError
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # height and width of a box
 FEWEST = {4: 4, 6: 8, 9: 24}  # fewer clues take the generator long, or are not enough
@@ -118,3 +121,15 @@ def read_folder(folder: Path, most: int | None = None) -> dict[str, list[Puzzle]
     if not found:
         raise StudyError(f"--data-root {folder}: a folder of *.txt with a puzzle a line")
     return found
+
+
+def tensors(puzzles: Sequence[Puzzle], size: int) -> tuple[Tensor, Tensor]:
+    """Clues and digits (B, n, n)."""
+    clues, digits = torch.tensor(puzzles).view(-1, 2, size, size).unbind(1)
+    return clues, digits
+
+
+def encode(clues: Tensor) -> Tensor:
+    """x (B, n, n, n, 2) of clues (B, n, n): the placement is given; another one in its cell is."""
+    given = one_hot(clues, clues.shape[1] + 1)[..., 1:].float()
+    return torch.stack([given, (clues > 0).float()[..., None] - given], -1)

@@ -1,0 +1,248 @@
+"""An implicit graph network, Z = relu(A Z W' + X B'), whose receptive field is the whole graph.
+
+A is the adjacency matrix with its rows divided by their sums, sparse; the rows of W have an absolute sum of at most
+kappa < 1, so that there is one fixed point. explicit-parameters: the same weights as two graph convolutions.
+explicit-compute: so many steps of the same map from 0, differentiated through, as cost what a training step of the DEQ
+costs, where a step that is differentiated counts as three. The default task are chains whose first node tells the class
+of all; with --data-root, node classification on the ten splits of Geom-GCN, a seed each.
+Sources: Gu et al., NeurIPS 2020; Pei et al., ICLR 2020 (splits).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from runs import Options, Outcome, Record, Run, StudyError, main, option
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout
+from torch.nn.utils import parametrize
+
+import deqfast
+
+ARMS = ("deq", "explicit-parameters", "explicit-compute")
+LENGTHS, CLASSES, NOISE = (10, 20, 40, 60, 80, 100), 4, 0.02
+CHAINS = {"train": 8, "valid": 8, "test": 40}  # of each length
+GRAPHS = ("cora", "citeseer", "cornell", "texas", "wisconsin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs(Options):
+    """Options of graphs.py."""
+
+    data: str = option("data", "chains, or one of the graphs in --data-root", "chains", choices=("chains", *GRAPHS))
+    width: int = option("model", "features of a node", 32, minimum=1)
+    kappa: float = option("model", "bound on the rows of W", 0.98, above=0.0, maximum=1.0)
+    tol: float = option("model", "relative residual of a solve", 1e-4, above=0.0)
+    max_iter: int = option("model", "evaluations of a solve at most", 150, minimum=1)
+    layers: int = option("model", "steps of explicit-compute", 60, minimum=1)
+    drop: float = option("training", "dropout of the features", 0.0, minimum=0.0, maximum=0.99)
+    steps: int = option("training", "training steps, of which the best in validation is kept", 150, minimum=1)
+    lr: float = option("training", "learning rate of Adam", 0.01, above=0.0)
+    decay: float = option("training", "weight decay", 0.0, minimum=0.0)
+
+
+class Problem(NamedTuple):
+    """Nodes of one or several graphs."""
+
+    name: str
+    adjacency: Tensor  # (N, N), sparse CSR, rows sum to 1
+    features: Tensor  # (N, F), sparse CSR
+    labels: Tensor  # (N,)
+    graph: Tensor  # (N,): the graph of each node
+    masks: dict[str, Tensor]  # of nodes that are trained on, validated and tested on
+    lengths: Tensor | None = None  # (N,) of chains: the nodes of the chain
+
+
+class RowSums(nn.Module):
+    """Scale the rows of a matrix whose absolute sum is above a bound down to it."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * (self.bound / weight.abs().sum(dim=1, keepdim=True)).clamp(max=1.0)
+
+
+class Cell(nn.Module):
+    """f(Z, (A, U)) = relu(A Z W' + U)."""
+
+    def __init__(self, width: int, kappa: float | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        nn.init.eye_(self.linear.weight)  # what a node knows is handed on, from the start
+        if kappa is not None:
+            parametrize.register_parametrization(self.linear, "weight", RowSums(kappa))
+
+    def forward(self, z: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        adjacency, injected = x
+        return (adjacency @ self.linear(z) + injected).relu()
+
+
+class Network(nn.Module):
+    """Logits of every node."""
+
+    def __init__(self, arm: str, options: Graphs, features: int, classes: int) -> None:
+        super().__init__()
+        self.arm, self.layers, self.drop = arm, options.layers, options.drop
+        self.embed = nn.Parameter(torch.randn(features, options.width) / math.sqrt(options.width))
+        self.cell = Cell(options.width, options.kappa if arm == "deq" else None)
+        solver = deqfast.Anderson(options.tol, options.max_iter, history=5)
+        self.block = deqfast.DEQBlock(self.cell, solver, deqfast.Implicit(solver), warn=False)
+        self.readout = nn.Linear(options.width, classes)
+
+    def forward(self, problem: Problem) -> tuple[Tensor, deqfast.Solution | None]:
+        injected = dropout(torch.sparse.mm(problem.features, self.embed), self.drop, self.training)
+        x, solution = (problem.adjacency, injected), None
+        if self.arm == "deq":
+            z, solution = self.block(x, torch.zeros_like(injected), return_solution=True, groups=problem.graph)
+        elif self.arm == "explicit-parameters":
+            hidden = (problem.adjacency @ injected).relu()
+            z = (problem.adjacency @ self.cell.linear(hidden)).relu()
+        else:
+            z = torch.zeros_like(injected)
+            for _ in range(self.layers):
+                z = self.cell(z, x)
+        return self.readout(dropout(z, self.drop, self.training)), solution
+
+
+def adjacency(rows: Tensor, columns: Tensor, nodes: int) -> Tensor:
+    """(N, N) sparse CSR with entries at (row, column), and rows that sum to 1 where they have entries."""
+    degrees = torch.bincount(rows, minlength=nodes)[rows].float()
+    return torch.sparse_coo_tensor(torch.stack([rows, columns]), 1 / degrees, (nodes, nodes)).coalesce().to_sparse_csr()
+
+
+def chains(seed: int) -> Problem:
+    """Directed chains of all lengths and splits: the features of the first node name the class, with noise on all."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(split, length) for split, count in CHAINS.items() for length in LENGTHS for _ in range(count)]
+    lengths = torch.tensor([length for _, length in sizes])
+    first = lengths.cumsum(0) - lengths
+    graph = torch.arange(len(sizes)).repeat_interleave(lengths)
+    classes = torch.randint(CLASSES, (len(sizes),), generator=generator)
+    features = NOISE * torch.randn(len(graph), CLASSES, generator=generator)
+    features[first, classes] += 1
+    nodes = torch.arange(len(graph))
+    inner = nodes[~torch.isin(nodes, first)]
+    masks = {s: torch.tensor([split == s for split, _ in sizes])[graph] for s in CHAINS}
+    matrix = adjacency(inner, inner - 1, len(nodes))
+    name = f"{len(sizes)} generated chains"
+    return Problem(name, matrix, features.to_sparse_csr(), classes[graph], graph, masks, lengths[graph])
+
+
+def citations(options: Graphs, seed: int) -> Problem:
+    """A graph of --data-root under split `seed`; StudyError if the file is missing or not as it should be."""
+    path = Path(options.data_root or ".") / f"{options.data}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            x = (file["x_indptr"], file["x_indices"], file["x_data"])
+            shape, labels, edges = file["x_shape"].tolist(), file["y"], file["edges"]
+            splits = {"train": "train", "valid": "val", "test": "test"}
+            masks = {
+                ours: torch.from_numpy(file[f"{theirs}_mask_{seed % 10}"]).bool() for ours, theirs in splits.items()
+            }
+    except (OSError, ValueError, KeyError) as error:
+        raise StudyError(f"--data-root: {path} cannot be read: {error}") from error
+    if edges.ndim != 2 or edges.shape[1] != 2 or not len(edges):
+        raise StudyError(f"--data-root: edges of {path} must be (E, 2) with E > 0, not {edges.shape}")
+    features = torch.sparse_csr_tensor(*(torch.from_numpy(part) for part in x), shape).float()
+    own = torch.arange(len(labels))
+    both = torch.cat([torch.from_numpy(edges).long(), torch.stack([own, own], dim=1)]).unique(dim=0)
+    matrix = adjacency(both[:, 0], both[:, 1], len(labels))
+    found = torch.from_numpy(labels).long()
+    return Problem(f"{options.data}, split {seed % 10}", matrix, features, found, torch.zeros_like(found), masks)
+
+
+def load(options: Graphs, seed: int = 0) -> Problem:
+    """The problem of a seed."""
+    if (options.data == "chains") != (options.data_root is None):
+        raise StudyError(f"--data {options.data}: graphs come from --data-root, chains are made without it")
+    return chains(seed) if options.data == "chains" else citations(options, seed)
+
+
+def train(run: Run) -> Outcome:
+    """Train an arm on all graphs at once; the weights that are best in validation are measured."""
+    options: Graphs = run.options
+    problem = load(options, run.seed)
+    model = Network(run.arm, options, problem.features.shape[1], int(problem.labels.max()) + 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, weight_decay=options.decay)
+    best, kept = -1.0, model.state_dict()
+    for step in run.steps(options.steps):
+        logits, solution = model.train()(problem)
+        loss = cross_entropy(logits[problem.masks["train"]], problem.labels[problem.masks["train"]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        row = {"step": step, "loss": loss.item()}
+        if solution is not None and model.block.backward_solution is not None:
+            row |= {"evaluations": solution.evaluations, "backward": model.block.backward_solution.evaluations}
+        run.log.append(row)
+        if step % 5 == 4 or step == options.steps - 1:
+            with torch.no_grad():
+                accuracy = right(model.eval()(problem)[0], problem, "valid").mean().item()
+            if accuracy >= best:
+                best, kept = accuracy, {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(kept)
+    return Outcome(model, problem.name.split(",")[0], *measured(model.eval(), problem, run.log))
+
+
+def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
+    """Which nodes of a split are told right; of chains the last nodes alone."""
+    mask = problem.masks[split]
+    if problem.lengths is not None:
+        mask = mask & (problem.graph != torch.cat([problem.graph[1:], problem.graph.new_tensor([-1])]))
+    return (logits.argmax(dim=1) == problem.labels)[mask].float()
+
+
+@torch.no_grad()
+def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Scores in % of the test nodes, and of chains by their length."""
+    logits, solution = model(problem)
+    found = right(logits, problem, "test")
+    scores, shown = {"accuracy": 100 * float(found.mean())}, {"log": log}
+    if problem.lengths is not None:
+        by_length = found.view(len(LENGTHS), -1).mean(dim=1)
+        shown["by length"] = (100 * by_length).tolist()
+        scores["of 100 nodes"] = 100 * float(by_length[-1])
+    if solution is not None:
+        scores |= {"evaluations": solution.evaluations, "converged": float(solution.converged.float().mean())}
+        scores |= {f"{name}, training": fmean(row[name] for row in log) for name in ("evaluations", "backward")}
+        if problem.lengths is not None:
+            used = solution.iterations.float()
+            sizes = torch.bincount(problem.graph)
+            shown["iterations"] = [float(used[sizes == length].mean()) for length in LENGTHS]
+    return scores, shown
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """Of chains accuracy and evaluations against length; else the losses."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    chained = "by length" in records[0].shown
+    for record in records:
+        colour, label = f"C{ARMS.index(record.arm)}", record.arm if record.seed == 0 else None
+        course = record.shown.get("by length", [row["loss"] for row in record.shown["log"]])
+        axes[0].plot(
+            LENGTHS if chained else range(len(course)), course, "o-" if chained else "-", color=colour, label=label
+        )
+        used = record.shown.get("iterations", [row.get("evaluations", math.nan) for row in record.shown["log"]])
+        axes[1].plot(LENGTHS if chained else range(len(used)), used, color=colour)
+    axes[0].set(
+        xlabel="nodes" if chained else "step", ylabel="right at the last node in %" if chained else "training loss"
+    )
+    axes[1].set(xlabel="nodes" if chained else "step", ylabel="evaluations of the DEQ")
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, Graphs, ARMS, train, draw, check=load))
