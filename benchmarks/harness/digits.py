@@ -88,7 +88,7 @@ def told(
     def settled(z: Tensor, value: Tensor, k: int) -> Tensor:
         seen.append(readout(value).log_softmax(dim=1))
         now, before = seen[-1], seen[max(0, k - 2)]
-        return (now.exp() * (now - before)).sum(dim=1).lt(moves) & (k > 1)
+        return (now.exp() * (now - before)).sum(dim=1).lt(moves or 0.0) & (k > 1)
 
     halt = None if moves is None else settled
     z, solution = deqfast.DEQBlock(cell, deqfast.Broyden(tol, most), warn=False, halt=halt)(x, return_solution=True)
