@@ -346,8 +346,19 @@ def blocks(results: Results) -> dict[str, list[str]]:
     }
 
 
-# What the options' cases are told by; all but the times are the same on every machine.
-OF_OPTIONS = ("ms_min", "evaluations", "backward_evaluations", "sample_evaluations", "samples_missed", "peak_bytes")
+# What the options' cases are told by; all but the times, and what is trained, are the same on every machine.
+OF_OPTIONS = (
+    "ms_min",
+    "evaluations",
+    "backward_evaluations",
+    "sample_evaluations",
+    "samples_missed",
+    "peak_bytes",
+    "mean_evaluations",
+    "accuracy",
+    "accuracy_of_few",
+    "radius",
+)
 
 
 def facts(results: Results) -> dict[str, str]:

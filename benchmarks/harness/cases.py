@@ -14,6 +14,7 @@ import torch
 import deqfast
 
 from .collapse import collapse_case
+from .digits import digits_case
 from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
@@ -102,6 +103,7 @@ def collapse() -> Iterator[Case]:
 
 
 LOOSE = deqfast.Broyden(1e-4, 60)
+CORRECTED = deqfast.Phantom(steps=3, damping=0.8)
 OPTIONS = (
     compact(256, 1024),
     compact(256, 1024, rates=(0.8, 0.8)),
@@ -122,6 +124,14 @@ OPTIONS = (
     ),
     *(compiled(*size, adjoint) for size in ((512, 64), (2048, 256)) for adjoint in ("jfb", "implicit")),
     streaming(50_000, 512),
+    digits_case("halt", {"halt-1e-3": {"told": {"moves": 1e-3}}, "tol-1e-3": {}, "tol-1e-1": {"told": {"tol": 1e-1}}}),
+    digits_case("penalty", {"penalty-10": {"penalty": 10.0}, "penalty-1": {"penalty": 1.0}, "none": {}}),
+    digits_case(
+        "dropout", {"dropout-0.2": {"dropout": 0.2}, "dropout-0.3": {"dropout": 0.3}, "none": {}}, 200, 5, images=200
+    ),
+    digits_case(
+        "trajectory", {"trajectory": {"adjoint": CORRECTED, "on_the_way": True}, "z-star": {"adjoint": CORRECTED}}
+    ),
 )
 CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *rivals()]
 
@@ -151,4 +161,5 @@ SMALL: list[Case] = [
     gradient("fc", (3, 16), LOOSE),
     kinds("linear-0.9", 2, 16),
     streaming(100, 9),
+    digits_case("halt", {"halt": {"told": {"moves": 1e-3}, "penalty": 1.0, "dropout": 0.2, "on_the_way": True}}, 2, 1),
 ]

@@ -19,6 +19,7 @@ host_waits           times per call that the host has to know a value of the dev
 gain, gains          the time of `peer`, of every peer / this one: solver_ms where there is one, else ms_min; of section
                      "residual" ms, where `reached` says whether `residual` is within `tol`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
+accuracy, radius     of a trained layer: share of digits told, spectral radius; accuracy_of_few: after three evaluations
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
 flop, nc_share ...   of section "training step": see harness/study_step.py
 skipped, fault       why there is no time

@@ -59,7 +59,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("share_of_f", "floor_x", "times_explicit", "flop_ratio", "over_flop"), times),
     **dict.fromkeys(("residual", "error"), scientific),
     "peak_bytes": megabytes,
-    "nc_share": percent,
+    **dict.fromkeys(("nc_share", "accuracy", "accuracy_of_few"), percent),
     "paper_hours": hours,
 }
 

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import deqfast
 
+from .digits import IMAGES, digits
 from .problems import Problem, of_cell
 
 BATCH = 128
-DIGITS_TRAINED_ON = 1500  # of 1797 images; the problem is of the others
 DIGITS_STEPS = {"tanh": 1000, "relu": 300}  # of training, by activation
 
 
@@ -50,10 +50,7 @@ def digits_cell(activation: str, dim: int = 256) -> Problem:
 
     Adam on the cross-entropy of a linear readout trains it; nothing keeps its spectral radius small.
     """
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.from_numpy(images).float() / images.max(), torch.from_numpy(labels)
+    x, y = digits()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         cell, readout = deqfast.FCCell(x.shape[1], dim, activation), nn.Linear(dim, int(y.max()) + 1)
@@ -61,10 +58,10 @@ def digits_cell(activation: str, dim: int = 256) -> Problem:
         block = deqfast.DEQBlock(cell, solver, deqfast.Implicit(solver))
         optimizer = torch.optim.Adam([*block.parameters(), *readout.parameters()], lr=3e-3)
         for _ in range(DIGITS_STEPS[activation]):
-            rows = torch.randint(DIGITS_TRAINED_ON, (64,))
+            rows = torch.randint(IMAGES, (64,))
             loss = F.cross_entropy(readout(block(x[rows])), y[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    test = x[DIGITS_TRAINED_ON : DIGITS_TRAINED_ON + BATCH]
+    test = x[IMAGES : IMAGES + BATCH]
     return of_cell(f"fully connected {activation}, digits", cell, test, cell.initial_state(test))
