@@ -1,7 +1,7 @@
 """A language model by characters whose one transformer block is an equilibrium: z* = norm(block(z* + x)).
 
 deq: a pre-norm block with rotary positions that is given the embedded characters x at every evaluation.
-explicit-parameters: four blocks of half the width, which have as many parameters as the one. explicit-compute: as many
+explicit-parameters: four blocks of half the width, with as many parameters within 4 %. explicit-compute: as many
 untied blocks as cost what a training step of the DEQ costs, where an evaluation that is differentiated counts as three.
 All arms have the recipe of nanoGPT's small setting (Karpathy, 2022): AdamW, warm-up, cosine. Without --data-root, the
 text is that of Python's help topics. Source: Bai, Kolter, Koltun, NeurIPS 2019.
@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import deqfast
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
-BLOCKS_OF_TWIN, WRITTEN = 4, 200
+BLOCKS_OF_TWIN, WRITTEN = 3, 200
 GAIN = 2.0  # of x beside z, whose entries have size 1: the block is a contraction at the start
 
 
@@ -139,9 +139,8 @@ class Language(nn.Module):
         if not blocks:
             cell, solver = Cell(width, options.heads), deqfast.Anderson(options.tol, options.max_iter)
             eval_solver = deqfast.Anderson(options.eval_tol, max_iter=40)
-            self.equilibrium = deqfast.DEQBlock(cell, solver, adjoint="jfb", eval_solver=eval_solver, warn=False)
+            self.equilibrium = deqfast.DEQBlock(cell, solver, "jfb", eval_solver=eval_solver, compact=True, warn=False)
         self.readout = nn.Linear(width, characters, bias=False)
-        self.readout.weight = self.embedding.weight
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 last = name.endswith(("out.weight", "down.weight"))

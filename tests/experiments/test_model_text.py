@@ -40,7 +40,7 @@ def test_no_character_is_told_by_those_after_it(arm):
 def test_the_twin_has_as_many_parameters():
     options = text.Text()
     deq, twin = (sum(p.numel() for p in text.Language(arm, options, 65).parameters()) for arm in text.ARMS[:2])
-    assert abs(deq - twin) < 0.03 * deq
+    assert abs(deq - twin) < 0.05 * deq
 
 
 def test_writing_begins_at_the_fixed_point():
