@@ -58,7 +58,7 @@ def test_the_rows_of_the_weight_are_bounded():
 
 def test_files_are_read_and_checked(tmp_path):
     options = graphs.Graphs(data="cora", data_root=str(tmp_path), width=4, steps=5)
-    with pytest.raises(StudyError, match="cora.npz cannot be read"):
+    with pytest.raises(StudyError, match="no such .npz file"):
         graphs.load(options)
     write_graph(tmp_path)
     problem = graphs.load(options, seed=1)
@@ -66,10 +66,13 @@ def test_files_are_read_and_checked(tmp_path):
     assert torch.allclose(problem.adjacency.to_dense().sum(dim=1), torch.ones(6))
     assert graphs.train(Run(options, tmp_path, "deq", seed=0)).scores["converged"] == 1
     write_graph(tmp_path, y=None)
-    with pytest.raises(StudyError, match="'y|y is not"):
+    with pytest.raises(StudyError, match="y is not"):
         graphs.load(options)
     write_graph(tmp_path, edges=np.zeros((0, 2), int))
-    with pytest.raises(StudyError, match=r"edges of .* must be \(E, 2\) with E > 0"):
+    with pytest.raises(StudyError, match=r"edges must be \(E, 2\) with E > 0"):
+        graphs.load(options)
+    write_graph(tmp_path, edges=np.array([[0, 99]]))
+    with pytest.raises(StudyError, match="edges must join nodes from 0 to 5, not 0 and 99"):
         graphs.load(options)
     for given in ({"data": "cora"}, {"data_root": "."}):
         with pytest.raises(StudyError, match="--data-root, chains are made without it"):
