@@ -7,7 +7,7 @@ those in a cell, and of those of a digit in a row, a column or a box. Digits are
 from random z; restarts of a puzzle are rows of the batch, among which the least residual chooses (EqR, locuslab, 2026).
 
 Arms, of which a training step costs the same number of block applications, a differentiated one counted as three:
-deq: phantom gradients at the random start and at the fixed point. explicit-parameters: the same block applied DEPTH
+deq: phantom gradients after two evaluations and at the fixed point. explicit-parameters: the same block applied DEPTH
 times and differentiated through, a recurrent relational network; it is tested by the DEQ's solves, too.
 explicit-compute: DEPTH blocks with weights of their own, tested as they are. Losses, rate and puzzles are the same.
 """
@@ -48,7 +48,7 @@ class Sudoku(Options):
     size: str = option("data", "digits; boxes of 6 are 2 x 3", "6", choices=("4", "6", "9"))
     clues: int | None = option("data", f"clues of a generated puzzle; off: {USUAL} by size", None, minimum=1)
     puzzles: int = option("data", "generated puzzles to train on", 1000, minimum=1)
-    tests: int = option("data", "puzzles to test on, of each file of --data-root", 200, minimum=1)
+    tests: int = option("data", "puzzles to test on, of each file of --data-root", 100, minimum=1)
     width: int = option("network", "features of a placement", 16, minimum=1)
     steps: int = option("training", "training steps", 400, minimum=1)
     batch_size: int = option("training", "puzzles a step", 32, minimum=1)
@@ -130,8 +130,8 @@ class Equilibrium(deqfast.DEQBlock):
         super().__init__(block, training, adjoint, init=block.start, eval_solver=evaluation, compact=True, warn=False)
 
     def states(self, x: Tensor) -> list[State]:
-        """The random start and the fixed point, each with the phantom gradient of the steps behind it."""
-        return self.trajectory(x, at=[1])
+        """The state after two evaluations and the fixed point, each with the phantom gradient of the steps behind it."""
+        return self.trajectory(x, at=[3])
 
 
 def train(run: Run) -> Outcome:
