@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 PAGES = Path(__file__).parent / "pages"
-OUTSIDE = re.compile(r"\]\((\.\./[^)\s]+\.png)\)")
+OUTSIDE = re.compile(r"\]\((\.\./[^)\s]+\.(?:png|gif))\)")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -130,7 +130,7 @@ class Equilibrium(deqfast.DEQBlock):
         super().__init__(block, training, adjoint, init=block.start, eval_solver=evaluation, compact=True, warn=False)
 
     def states(self, x: Tensor) -> list[State]:
-        """The state after two evaluations and the fixed point, each with the phantom gradient of the steps behind it."""
+        """The state after two evaluations and the fixed point, each with the phantom gradient of steps from there."""
         return self.trajectory(x, at=[3])
 
 
