@@ -52,10 +52,13 @@ def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
 
 
 def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torch.dtype) -> LaunchConfig:
-    """16 bytes of a row of the history per thread, as long as the dots of all rows stay in registers."""
+    """16 bytes of a row of the history per thread, as long as the dots of all rows stay in registers.
+
+    Addresses of single elements, where rows do not all start on 16 bytes, need registers too.
+    """
     short = history_dtype != dtype
     warps = 4 if padded > 8 or short else 8
-    width = 8 if short and padded <= 8 else 16 // dtype.itemsize
+    width = 8 if short and padded <= 8 and size % 16 == 0 else 16 // dtype.itemsize
     block = min(32 * warps * width, max(32, next_power_of_2(size)))
     return LaunchConfig(block, max(1, block // (32 * width)))
 

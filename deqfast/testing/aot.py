@@ -119,6 +119,7 @@ def table() -> list[Case]:
         cases += [Case(kernel, "fp32", history, window, "and2") for kernel in ("left", "right")]
     cases += [Case("left", "fp32", "fp32", 10, "bad"), Case("left", "fp32", "fp32", 20, "good")]
     cases += [Case("left", "fp32", "bf16", 6, "and2", size) for size in (777, 1)]
+    cases += [Case("left", "fp32", "bf16", 8, "good", 777)]
     cases += [Case("left", "fp32", "fp32", 16, "and1", 777), Case("right", "fp32", "fp32", 8, "good", 1)]
     cases += [
         Case("solve", state, state, window, "and1") for state, window in (("fp32", 16), ("fp32", 32), ("fp64", 32))
