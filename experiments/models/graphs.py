@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,9 @@ class Graphs(Options):
     steps: int = option("training", "training steps, of which the best in validation is kept", 150, minimum=1)
     lr: float = option("training", "learning rate of Adam", 0.02, above=0.0)
     decay: float = option("training", "weight decay", 0.0, minimum=0.0)
+
+
+warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")  # what is used of it is tested
 
 
 class Problem(NamedTuple):
@@ -253,19 +257,13 @@ def draw(records: Sequence[Record]) -> Figure:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     chained = "by length" in records[0].shown
     for record in records:
-        colour, label = f"C{ARMS.index(record.arm)}", record.arm if record.seed == 0 else None
-        log, style = record.shown["log"], "o-" if chained else "-"
+        index, log = ARMS.index(record.arm), record.shown["log"]
+        look: dict[str, Any] = {"color": f"C{index}", "lw": 4 - index, "marker": "o" if chained else None}
         steps = LENGTHS if chained else range(len(log))
-        axes[0].plot(
-            steps,
-            record.shown["by length"] if chained else [row["loss"] for row in log],
-            style,
-            color=colour,
-            label=label,
-        )
+        course = record.shown["by length"] if chained else [row["loss"] for row in log]
+        axes[0].plot(steps, course, label=record.arm if record.seed == 0 else None, ms=12 - 4 * index, **look)
         if record.arm == "deq":
-            used = record.shown["iterations"] if chained else [row["evaluations"] for row in log]
-            axes[1].plot(steps, used, style, color=colour)
+            axes[1].plot(steps, record.shown["iterations"] if chained else [row["evaluations"] for row in log], **look)
     axes[0].set(
         xlabel="nodes" if chained else "step", ylabel="right at the last node in %" if chained else "training loss"
     )

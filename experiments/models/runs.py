@@ -273,7 +273,8 @@ def spread(values: Sequence[float]) -> str:
 def show(script: str, records: Sequence[Record], draw: Callable[[Sequence[Record]], Figure], folder: Path) -> None:
     """Write the figure and the table, and print the table."""
     last = max(records, key=lambda record: record.finished)
-    text = f"{table(records)}\n\n{last.data}; {last.machine.cpu}, a thread a run, torch {last.versions['torch']}\n"
+    where = f"{last.machine.cpu}, a thread a run, torch {last.versions['torch']}"
+    text = f"{table(records)}\n\n{last.data}; {where}; commit {last.commit}, {last.finished}\n"
     write_atomically(folder / "table.md", text.encode())
     write_atomically(folder / f"{script}.png", png(draw(records)))
     print(f"{text}\ntable:  {folder / 'table.md'}\nfigure: {folder / f'{script}.png'}")
