@@ -253,7 +253,7 @@ def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> t
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Of chains accuracy and evaluations against length; else the losses."""
+    """Accuracy and evaluations against the length of chains; of other graphs the losses."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     chained = "by length" in records[0].shown
     for record in records:

@@ -32,9 +32,7 @@ import deqfast
 
 ARMS = ("deq", "deq-regularised", "explicit-parameters", "explicit-compute")
 STEPS_OF_TWIN = 4
-GAIN = (
-    2.0  # of injections and blocks at the start: the first solves take 9 evaluations, with 1 they do not converge in 40
-)
+GAIN = 2.0  # of injections and blocks at the start: first solves take 9 evaluations; with 1, more than 40
 SHAPES = {"train": 10_000, "test": 2_000}
 
 
@@ -71,7 +69,7 @@ def conv(inputs: int, outputs: int, size: int = 3, stride: int = 1) -> nn.Conv2d
 
 
 class Resample(nn.Module):
-    """From the resolution `source` to `target`: strided convolutions, or a 1 x 1 convolution and repetition."""
+    """Resampling from resolution `source` to `target`: strided convolutions, or a 1 x 1 convolution and repetition."""
 
     def __init__(self, width: int, source: int, target: int) -> None:
         super().__init__()
