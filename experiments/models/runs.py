@@ -48,7 +48,7 @@ class Options:
     arms: str = option("runs", "arms to train, with commas between; all: each of them", "all")
     data_root: str | None = option("data", "folder (or file) of the real data; off: the script makes its own", None)
     jobs: int = option("runs", "runs at a time, with a thread each", os.cpu_count() or 1, minimum=1)
-    out: str | None = option("runs", "folder for records, table and figure; off: runs/ and the script's name", None)
+    out: str | None = option("runs", "folder for records, weights, table and figure; off: runs/ and the script's name", None)
     resume: bool = option("runs", "go on with the runs in --out, and leave finished ones as they are", False)
 
     def __post_init__(self) -> None:
@@ -126,9 +126,7 @@ class Run:
     def _save(self, step: int, kept: Mapping[str, Any]) -> None:
         state = {name: one.state_dict() for name, one in kept.items()}
         state |= {"step": step, "minutes": self.minutes, "log": self.log, "options": self.options.deciding}
-        content = io.BytesIO()
-        torch.save(state, content)
-        write_atomically(self.checkpoint, content.getvalue())
+        save(self.checkpoint, state)
 
     def _restore(self, kept: Mapping[str, Any]) -> int:
         if not self.checkpoint.exists():
@@ -142,6 +140,13 @@ class Run:
             raise StudyError(f"{self.checkpoint} cannot be read ({error}): remove it to train anew") from error
         self.minutes, self.log = state["minutes"], state["log"]
         return int(state["step"])
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Write what `torch.load(path, weights_only=True)` reads."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    write_atomically(path, content.getvalue())
 
 
 def check_same(path: Path, before: Mapping[str, Any], options: Options) -> None:
@@ -221,7 +226,7 @@ def _in_child(lock: Any) -> None:
 
 
 def measure(script: str, train: Train, run: Run) -> str:
-    """Train a run and write its record; its name."""
+    """Train a run, write its weights and its record; its name."""
     torch.manual_seed(run.seed)
     outcome = train(run)
     record = Record(
@@ -237,6 +242,7 @@ def measure(script: str, train: Train, run: Run) -> str:
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **provenance(1, "cpu"),
     )
+    save(run.path.with_suffix(".pt"), outcome.model.state_dict())
     write_atomically(run.path, to_json(record))
     run.checkpoint.unlink(missing_ok=True)
     return run.path.stem

@@ -200,12 +200,12 @@ def look_inside(model: Language, corpus: Corpus, options: Text) -> tuple[dict[st
     """How the equilibrium is solved character by character: scores, and what the figure shows."""
     count = min(256, (len(corpus.validation) - 1) // options.context)
     indices = corpus.validation[: count * options.context].view(count, -1)
-    course = residuals(model, indices)
-    needed = 1.0 + (course > 1e-2).sum(dim=1)
+    needed = 1.0 + (residuals(model, indices) > 1e-2).cumprod(dim=1).sum(dim=1)
     means = {c: needed[indices == i] for i, c in enumerate(corpus.characters)}
     cold, warm, written = write(model, indices[0], options)
     passage, words = ("".join(corpus.characters[i] for i in part) for part in (indices[0].tolist(), written))
-    shown: dict[str, Any] = {"residuals": course[0].tolist(), "passage": passage, "written": words}
+    course = residuals(model, indices[:1])[0]
+    shown: dict[str, Any] = {"residuals": course.tolist(), "passage": passage, "written": words}
     shown["needed"] = {c: float(found.mean()) for c, found in means.items() if len(found) >= 50}
     return {"writing, cold": cold, "writing, warm": warm}, shown
 

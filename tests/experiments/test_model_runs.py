@@ -45,6 +45,7 @@ def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
     assert call(tmp_path, "--seeds", "1", "--arms", "one") == 0
     record = json.loads((tmp_path / "one-seed0.json").read_text())
     assert record["parameters"] == 2 and record["data"] == "lines" and record["peak_memory"] > 0
+    assert torch.load(tmp_path / "one-seed0.pt", weights_only=True)["weight"].item() == record["scores"]["weight"]
     assert "| one" in (tmp_path / "table.md").read_text() and list(tmp_path.glob("*.png"))
     assert call(tmp_path, "--seeds", "1", "--arms", "one") == 1
     assert "--resume goes on" in capsys.readouterr().err
