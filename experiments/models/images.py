@@ -31,7 +31,7 @@ from torchvision.datasets import CIFAR10
 import deqfast
 
 ARMS = ("deq", "deq-regularised", "explicit-parameters", "explicit-compute")
-STEPS_OF_TWIN = 4
+STEPS_OF_TWIN = 6
 GAIN = 2.0  # of injections and blocks at the start: first solves take 9 evaluations; with 1, more than 40
 SHAPES = {"train": 10_000, "test": 2_000}
 
