@@ -7,7 +7,6 @@ do what those of the ordinary loop do, bit by bit. What the cell computes is ind
 from __future__ import annotations
 
 import itertools
-import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
-from .exporting import is_tracing
+from .exporting import is_tracing, reason
 from .ops import choose_kernel
 from .packing import Packing, evaluate
 from .solution import Solution
@@ -121,15 +120,6 @@ class Compiled:
             raise RuntimeError(f"compile=True: {self._refusal}: {reason(error)}") from error
         if not int(solve.count):
             raise RuntimeError(f"compile=True: torch {torch.__version__} ran a copy of the solve; use compile=False")
-
-
-def reason(error: BaseException) -> str:
-    """What torch explains, else the first line of the error's first cause."""
-    if explained := re.search(r"Explanation: (.+)", str(error)):
-        return explained[1]
-    while (cause := getattr(error, "inner_exception", error.__cause__)) is not None:
-        error = cause
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass

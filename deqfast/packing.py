@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class _Leaf:
         strides = tensor.stride()
         order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
         inverse = [0, *(1 + order.index(d) for d in range(1, tensor.dim()))]
-        width = tensor[0].numel() if tensor.shape[0] else 0
+        width = math.prod(tensor.shape[1:])
         return cls(tensor.shape, tensor.dtype, order, inverse, inverse == [*range(tensor.dim())], width)
 
     def resized(self, batch: int) -> _Leaf:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .exported import iterate_in_graph
 from .exporting import is_exporting, outside_exports
 from .grouping import Groups
 from .ops import choose_kernel
@@ -107,7 +108,10 @@ def solve(
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
         watch = watch_of(state.active)
         run = Run(f, packing, solver, state, Compaction(watch) if compact else Whole(), halt)
-        evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if packing.batch else 0
+        if is_exporting():
+            evaluations = export(run)
+        else:
+            evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if packing.batch else 0
         solution = solution_of(packing, solver, state, evaluations, run.batches.sample_evaluations)
         if keep_inverse:
             solution = replace(solution, transposed_inverse=inverse_of(packing, solver, state))
@@ -146,8 +150,6 @@ def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any]
 
 def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number."""
-    if is_exporting():
-        check_every = max_iter
     check_every = check_every or (CHECK_EVERY_ON_GPU if watch.active.is_cuda else 1)
     for first in range(0, max_iter, check_every):
         until = min(first + check_every, max_iter)
@@ -155,6 +157,18 @@ def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, ch
         if until < max_iter and watch.count() == 0:
             return until
     return max_iter
+
+
+def export(run: Run) -> Any:
+    """Iterate where torch.export traces; the number of evaluations, a tensor if a loop of the graph counts them."""
+    run.advance(0, 1)
+    if type(run.batches) is Whole and run.halt is None and run.state.trace is None:
+        evaluations = iterate_in_graph(run.f, run.packing, run.solver, run.state)
+        if evaluations is not None:
+            run.batches.sample_evaluations = evaluations * run.packing.batch
+            return evaluations
+    run.advance(1, run.solver.max_iter)
+    return run.solver.max_iter
 
 
 class Watch:

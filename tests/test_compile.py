@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from deqfast import Anderson, Broyden, DEQBlock, Groups, Implicit, Picard, ResidualCell, Status, fc_fixed_point, tracing
 from deqfast.testing import GRADIENT, assert_close
@@ -291,19 +292,95 @@ class TestOfABlock:
                 compiled(f)(torch.ones(2, 4), torch.full((2, 4), torch.nan))
 
 
+BATCH = torch.export.Dim("batch")
+SLIDING = Anderson(tol=1e-5, max_iter=9, history=3, kind="I")
+WITH_PAIRS = Broyden(tol=1e-5, max_iter=9, history=2, kind="bad")
+
+
+class Judged(Model):
+    """A model that tells how its solve went."""
+
+    def forward(self, x, **more):
+        z, solution = self.block(self.encoder(x), return_solution=True, **more)
+        return z, solution.status, solution.iterations, solution.residual, torch.as_tensor(solution.evaluations)
+
+
+def exported(model):
+    """The program of a model in evaluation mode, which takes any batch."""
+    return torch.export.export(model.eval(), (torch.randn(5, 3),), dynamic_shapes=({0: BATCH},))
+
+
+def same(program, model, x):
+    """Whether the program gives the bits that the model gives in eager mode, NaN being NaN."""
+    pairs = zip(program.module()(x), model(x), strict=True)
+    return all(torch.equal(found.nan_to_num(7), expected.nan_to_num(7)) for found, expected in pairs)
+
+
 class TestExport:
-    @pytest.mark.parametrize("solver", [Picard(max_iter=4), Anderson(max_iter=4), Broyden(max_iter=4)], ids=str)
+    @pytest.mark.parametrize("solver", [Picard(max_iter=4), SLIDING, Broyden(max_iter=4), WITH_PAIRS], ids=str)
     def test_the_answer_is_that_of_eager_mode(self, solver):
-        """For samples that end early, run out of evaluations or break down."""
-        model = Model(solver, kernel="torch", warn=False).eval()
-        program = torch.export.export(model, (torch.randn(5, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        """For samples that end early, run out of evaluations or break down, and for none."""
+        model = Judged(solver, kernel="torch", warn=False)
+        program = exported(model)
         x = torch.randn(7, 3)
         x[0], x[1] = 1e6, torch.nan
-        assert torch.equal(program.module()(x).nan_to_num(7), model(x).nan_to_num(7))
+        assert same(program, model, x) and same(program, model, x[:1])
+        assert program.module()(x[:0])[0].shape == (0, 4)
+
+    def test_a_loop_of_the_graph_ends_with_the_solve(self):
+        model = Judged(Broyden(tol=1e-3, max_iter=500, history=4), kernel="torch")
+        program = exported(model)
+        graphs = [program.graph_module, *program.graph_module.children()]
+        assert sum(node.target is torch.ops.aten.tanh.default for graph in graphs for node in graph.graph.nodes) == 2
+        counts = [int(program.module()(x)[-1]) for x in (torch.full((2, 3), 1e6), torch.randn(9, 3))]
+        assert counts[0] < counts[1] < 20
+
+    def test_a_cell_that_no_loop_can_hold(self):
+        """All evaluations are made, one after the other."""
+
+        class Counting(Cell):
+            calls = 0
+
+            def forward(self, z, x):
+                self.calls += 1
+                return super().forward(z, x)
+
+        model = Judged(Picard(max_iter=6), cell=Counting(), kernel="torch", warn=False)
+        with pytest.warns(
+            UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the cell: "
+        ):
+            program = exported(model)
+        *found, evaluations = program.module()(x := torch.randn(3, 3))
+        assert int(evaluations) == 6 and all(map(torch.equal, found, model(x)))
+
+    @pytest.mark.parametrize("options", [{"kernel": "cpp"}, {"kernel": "torch", "groups": "batch"}], ids=str)
+    def test_what_runs_without_a_loop(self, options):
+        """Steps that are deqfast's own operations, and samples of several rows."""
+        more = {name: options.pop(name) for name in ("groups",) if name in options}
+
+        class Given(Judged):
+            def forward(self, x):
+                return super().forward(x, **more)[:-1]
+
+        model = Given(Anderson(max_iter=4), warn=False, **options).eval()
+        program = torch.export.export(model, (torch.randn(5, 3),))
+        assert same(program, model, torch.randn(5, 3))
+
+    def test_a_package_of_aot_inductor(self, tmp_path):
+        """Code that runs from C++ too, in one loop for every batch."""
+        model = Model(Anderson(max_iter=8, history=2), kernel="torch").eval()
+        reuse = {"allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14"}
+        path = torch._inductor.aoti_compile_and_package(
+            exported(model), package_path=str(tmp_path / "model.pt2"), inductor_configs=reuse
+        )
+        package = torch._inductor.aoti_load_package(path)
+        for batch in (2, 7):
+            x = torch.randn(batch, 3)
+            assert_close(package(x), model(x), GRADIENT)
 
     def test_a_saved_model_runs_where_deqfast_is_not(self, tmp_path):
         model, x = Model(Picard(max_iter=3), warn=False).eval(), torch.randn(4, 3)
-        program = torch.export.export(model, (torch.randn(5, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        program = exported(model)
         torch.export.save(program, tmp_path / "model.pt2")
         torch.save(x, tmp_path / "x.pt")
         run = (
@@ -314,20 +391,9 @@ class TestExport:
         assert_close(torch.load(tmp_path / "y.pt"), model(x), GRADIENT)
 
     def test_unrolled_and_the_solution(self):
-        class Judged(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.block = DEQBlock(Cell(), Picard(max_iter=3), "unrolled", warn=False)
-
-            def forward(self, x):
-                z, solution = self.block(x, return_solution=True)
-                return z, solution.status
-
-        model, x = Judged().eval(), torch.tensor([[1.0] * 4, [torch.nan] * 4])
-        program = torch.export.export(model, (torch.randn(2, 4),))
-        (value, status), (plain, expected) = program.module()(x), model(x)
-        assert torch.equal(value, plain) and torch.equal(status, expected)
-        assert int(status[1]) == Status.NONFINITE
+        model, x = Judged(Picard(max_iter=3), "unrolled", warn=False), torch.tensor([[1.0] * 3, [torch.nan] * 3])
+        program = exported(model)
+        assert same(program, model, x) and program.module()(x)[1][1] == Status.NONFINITE
 
     def test_training_is_refused(self):
         with pytest.raises(ValueError, match=r"serves inference: call eval\(\)"):

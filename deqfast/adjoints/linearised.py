@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..compiled import Codes, Compiled, reason
+from ..compiled import Codes, Compiled
+from ..exporting import reason
 from ..ops.registry import library
 from ..packing import Packing
 from ..solution import Solution

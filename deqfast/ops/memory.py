@@ -59,10 +59,13 @@ def release_memory() -> None:
 def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory without values for a solve's history; fresh memory of the CPU in large pages where the system has them.
 
-    On the CPU the tensor owns its memory for as long as it lives itself: a view may not outlive it.
+    On the CPU the tensor owns its memory for as long as it lives itself: a view may not outlive it. In an export it
+    holds zeros, pairs that change nothing.
     """
+    if is_exporting():
+        return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    if is_exporting() or device.type != "cpu" or nbytes < SMALLEST:
+    if device.type != "cpu" or nbytes < SMALLEST:
         return torch.empty(shape, dtype=dtype, device=device)
     block = _blocks.free(nbytes)
     memory = block.memory if block else torch.empty(nbytes, dtype=torch.uint8)

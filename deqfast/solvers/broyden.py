@@ -84,7 +84,7 @@ class Broyden(Multisecant):
             z,
             kernel,
             steps=empty_history((batch, rows, dim), z.dtype, z.device),
-            gram=torch.empty(batch, rows, rows, dtype=z.dtype, device=z.device),
+            gram=empty_history((batch, rows, rows), z.dtype, z.device),
             first=torch.zeros(batch, dtype=torch.int32, device=z.device),
         )
 

@@ -85,7 +85,7 @@ class Multisecant(Solver):
             f_prev=z,
             left=empty_history((batch, history, dim), dtype, z.device),
             df=empty_history((batch, history, dim), dtype, z.device),
-            gram=torch.empty(batch, history + 2, history, dtype=z.dtype, device=z.device),
+            gram=empty_history((batch, history + 2, history), z.dtype, z.device),
         )
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:

@@ -1,4 +1,8 @@
-"""The steps in plain torch: the specification of their kernels. They do not wait for the device."""
+"""The steps in plain torch: the specification of their kernels. They do not wait for the device.
+
+In a loop that a graph holds, k is a tensor (1,) int64 instead of a number, at least 1. All slots of the history are
+then in the window, which must hold zeros where no pair is yet: such pairs change nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ from ...kernels.constants import (
 from . import BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep
 
 Step = PicardStep | MultisecantStep | BroydenStep
+Index = int | Tensor  # a number, or a tensor (1,) int64 in its place
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -67,14 +72,14 @@ def _judge(a: Step, g: Tensor) -> Tensor:
     improved = running & finite & (measure < best_measure)
     a.best.copy_(torch.where(improved[:, None], a.z, a.best))
     gained = running & finite & (res_rel < STALL_GAIN * a.gain[0])
-    a.gain.copy_(torch.where(gained, torch.stack([res_rel, torch.full_like(res_rel, a.k)]), a.gain))
+    a.gain.copy_(torch.where(gained, torch.stack([res_rel, torch.zeros_like(res_rel) + a.k]), a.gain))
     a.residual.copy_(torch.where(improved, torch.stack([res_rel, res_abs]), a.residual))
     converged = running & finite & (measure <= a.tol)
     stalled = (a.residual[0] < a.stall_floor) & (a.k - a.gain[1] >= STALL_ITERATIONS)
     stalled &= running & finite & ~converged
     broken = running & ~finite
 
-    a.iterations.masked_fill_(running, a.k + 1)
+    a.iterations.copy_(torch.where(running, a.k + 1, a.iterations))
     a.status.masked_fill_(converged, CONVERGED).masked_fill_(broken, NONFINITE).masked_fill_(stalled, STALLED)
     a.z.copy_(torch.where(broken[:, None], a.best, a.z))
     a.active.sub_((running & (a.status != RUNNING)).sum())
@@ -95,7 +100,7 @@ def multisecant_step(a: MultisecantStep) -> None:
     advance = _judge(a, g)
     if a.last:
         return
-    n, slot = min(a.k, a.left.shape[1]), a.k % a.left.shape[1]
+    n, slot = _pairs(a.k, a.left.shape[1]), a.k % a.left.shape[1]
     with torch.autocast(a.z.device.type, enabled=False):
         step = a.beta * g
         if n:
@@ -105,10 +110,10 @@ def multisecant_step(a: MultisecantStep) -> None:
             step = step - torch.einsum("bmd,bm->bd", a.df[:, :n].to(a.z.dtype), gamma)
         # The history holds the step as it is taken, so that secant equations stay exact in a short history dtype.
         z_next = a.z + (a.alpha * step).to(a.left.dtype).to(a.z.dtype)
-        _put(a.left, (slice(None), slot), z_next - a.z, advance)
+        _put(a.left, slot, z_next - a.z, advance)
         if n and a.method in (BROYDEN_GOOD, ANDERSON_I):
-            dots = torch.einsum("bmd,bd->bm", a.df[:, :n].to(a.z.dtype), a.left[:, slot].to(a.z.dtype))
-            _put(a.gram, (slice(None), slot, slice(n)), dots, advance)
+            dots = torch.einsum("bmd,bd->bm", a.df[:, :n].to(a.z.dtype), _at(a.left, slot).to(a.z.dtype))
+            _put(a.gram[:, :, :n], slot, dots, advance)
         a.z.copy_(torch.where(advance[:, None], z_next, a.z))
 
 
@@ -120,18 +125,18 @@ def broyden_step(a: BroydenStep) -> None:
         return
     step = g
     with torch.autocast(a.z.device.type, enabled=False):
-        if a.k:
-            known = a.steps[:, : a.k]
-            newest = torch.einsum("bmd,bd->bm", known, a.steps[:, a.k - 1])
-            _put(a.gram, (slice(None), a.k - 1, slice(a.k)), newest, advance)
-            c = _step_coefficients(a.gram, torch.einsum("bmd,bd->bm", known, g), a.first, a.k)
-            scale = 1 - c[:, -1]
-            square = newest[:, -1]
+        if n := _pairs(a.k, a.steps.shape[1]):
+            known = a.steps[:, :n]
+            newest = torch.einsum("bmd,bd->bm", known, _at(a.steps, a.k - 1))
+            _put(a.gram[:, :, :n], a.k - 1, newest, advance)
+            c = _step_coefficients(a.gram, torch.einsum("bmd,bd->bm", known, g), a.first, n)
+            scale = 1 - _at(c, a.k - 1)
+            square = _at(newest, a.k - 1)
             regular = torch.isfinite(c).all(dim=1) & (scale.abs() >= PIVOT_FLOOR) & ((square == 0) | _is_sound(square))
             broyden = (g + torch.einsum("bmd,bm->bd", known[:, 1:], c[:, :-1])) / scale[:, None]
             step = torch.where(regular[:, None], broyden, g)
-            a.first.masked_fill_(advance & ~regular, a.k)
-    _put(a.steps, (slice(None), a.k), step, advance)
+            a.first.copy_(torch.where(advance & ~regular, a.k, a.first))
+    _put(a.steps, a.k % a.steps.shape[1], step, advance)  # in a graph the step behind the last evaluation is taken too
     a.z.copy_(torch.where(advance[:, None], a.z + step, a.z))
 
 
@@ -164,37 +169,51 @@ def multisecant_transposed(a: MultisecantTransposed) -> Tensor:
         return a.alpha * (a.beta * a.v - torch.einsum("bmd,bm->bd", in_order(a.left), gamma))
 
 
-def _put(target: Tensor, where: tuple[slice | int, ...], values: Tensor, advance: Tensor) -> None:
-    """target[where] = values in the rows of the samples that advance; the others keep what they have."""
+def _pairs(k: Index, history: int) -> int:
+    """Slots of the window in iteration k."""
+    return min(k, history) if isinstance(k, int) else history
+
+
+def _at(pairs: Tensor, slot: Index) -> Tensor:
+    """pairs[:, slot]."""
+    return pairs[:, slot] if isinstance(slot, int) else pairs.index_select(1, slot).squeeze(1)
+
+
+def _put(target: Tensor, slot: Index, values: Tensor, advance: Tensor) -> None:
+    """target[:, slot] = values in the rows of the samples that advance; the others keep what they have."""
     rows = advance.view(-1, *([1] * (values.dim() - 1)))
-    target[where] = torch.where(rows, values.to(target.dtype), target[where])
+    values = torch.where(rows, values.to(target.dtype), _at(target, slot))
+    if isinstance(slot, int):
+        target[:, slot] = values
+    else:
+        target.index_copy_(1, slot, values[:, None])
 
 
 def _append_pair(a: MultisecantStep, advance: Tensor) -> None:
     """Complete the newest pair, whose step lies in `left`, and its row and column of the window matrix."""
     history = a.left.shape[1]
-    n, newest, everything = min(a.k, history), (a.k - 1) % history, slice(None)
+    n, newest = _pairs(a.k, history), (a.k - 1) % history
     delta = a.fz - a.f_prev
-    s = a.left[:, newest].to(a.z.dtype)
+    s = _at(a.left, newest).to(a.z.dtype)
     y = delta - s
-    _put(a.df, (everything, newest), a.beta * delta + (1 - a.beta) * s, advance)
+    _put(a.df, newest, a.beta * delta + (1 - a.beta) * s, advance)
     if a.method in (ANDERSON_II, BROYDEN_BAD):
-        _put(a.left, (everything, newest), y, advance)
-        y = a.left[:, newest].to(a.z.dtype)
+        _put(a.left, newest, y, advance)
+        y = _at(a.left, newest).to(a.z.dtype)
     window = a.left[:, :n].to(a.z.dtype)
     column = torch.einsum("bmd,bd->bm", window, y)
-    row, lengths = column, (column[:, newest], column[:, newest])
+    row, lengths = column, (_at(column, newest), _at(column, newest))
     if a.method == ANDERSON_I:
-        row = (a.gram[:, newest, :n] - torch.einsum("bmd,bd->bm", window, s)) / a.beta
+        row = (_at(a.gram[:, :, :n], newest) - torch.einsum("bmd,bd->bm", window, s)) / a.beta
     if a.method in (ANDERSON_I, BROYDEN_GOOD):
         lengths = _dot(s, s), _dot(y, y)
     if a.method != BROYDEN_GOOD:
-        _put(a.gram, (everything, newest, slice(n)), row, advance)
-    _put(a.gram, (everything, slice(n), newest), column, advance)
-    _put(a.gram, (everything, slice(history, None), newest), torch.stack(lengths, dim=1), advance)
+        _put(a.gram[:, :, :n], newest, row, advance)
+    _put(a.gram[:, :n].mT, newest, column, advance)
+    _put(a.gram[:, history:].mT, newest, torch.stack(lengths, dim=1), advance)
 
 
-def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, transposed: bool = False) -> Tensor:
+def solve_window(gram: Tensor, t: Tensor, k: Index, method: int, ridge: float, transposed: bool = False) -> Tensor:
     """Solve N gamma = t in the window of iteration k; t and gamma (B, n) are in the order of the slots.
 
     N is equilibrated by the lengths of its pairs and eliminated without pivoting from the newest pair to the oldest:
@@ -202,8 +221,8 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, tra
     the rest is regular. Gamma is zero (a Picard step) where nothing is left or the solution overflows. `transposed`:
     `gram` holds N^T and its lengths are swapped.
     """
-    history, n = gram.shape[2], min(k, gram.shape[2])
-    order = [(k - 1 - age) % history for age in range(n)]  # newest first
+    history, n = gram.shape[2], _pairs(k, gram.shape[2])
+    order = (k - 1 - torch.arange(n, device=t.device)) % history  # newest first
     squares = gram[:, history:, order]
     scale = torch.where(_is_sound(squares), squares.rsqrt(), 0)
     a = gram[:, order][:, :, order] * scale[:, 0, :, None] * scale[:, 1, None, :]
@@ -228,4 +247,4 @@ def solve_window(gram: Tensor, t: Tensor, k: int, method: int, ridge: float, tra
         gamma[:, c] = torch.where(kept[:, c], value, 0)
     gamma = gamma * scale[:, 1]
     gamma = torch.where(torch.isfinite(gamma).all(dim=1, keepdim=True), gamma, 0)
-    return torch.empty_like(gamma).index_copy_(1, torch.tensor(order, device=t.device), gamma)
+    return gamma[:, order]  # the age of a slot is found as the slot of an age is
