@@ -67,7 +67,8 @@ def solve(
             sample, and f must not couple rows.
         halt: rule of the caller's own beside the solver's: halt(z, value, k), given the iterate z, f(z) and the number
             k = 1, 2, ... of the evaluation, returns a mask (B,) of the samples to end as they are, HALTED. It is asked
-            about all samples and counts for those that run and have not converged; nothing waits for the device.
+            about all samples, with z as the value of those that `compact` leaves out, and counts for those that run and
+            have not converged; nothing waits for the device.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:
@@ -93,8 +94,6 @@ def solve(
     check_inverse(solver, keep_inverse)
     if halt is not None and not callable(halt):
         raise TypeError(f"halt must be callable, got {halt!r}")
-    if compact and halt is not None:
-        raise ValueError("compact cannot be combined with halt, which is asked about all samples")
     if compact and groups is not None:
         raise ValueError("compact cannot be combined with groups: f could not tell which rows are left")
     check_plain("solve", z0)
@@ -107,7 +106,7 @@ def solve(
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
         watch = watch_of(state.active)
-        run = Run(f, packing, solver, state, Compaction(watch) if compact else Whole(), halt)
+        run = Run(f, packing, solver, state, Compaction(watch, halt is not None) if compact else Whole(), halt)
         if is_exporting():
             evaluations = export(run)
         else:
@@ -221,11 +220,13 @@ class Whole:
 
 
 class Compaction(Whole):
-    """Batches of the running samples, or some more. Rows of others hold nothing; no solver reads them."""
+    """Batches of the running samples, or some more. Rows of others hold nothing, which no solver reads, or, where
+    `fills`, their z.
+    """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, fills: bool) -> None:
         super().__init__()
-        self.watch = watch
+        self.watch, self.fills = watch, fills
         self.rows: Tensor | None = None
 
     def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
@@ -238,9 +239,9 @@ class Compaction(Whole):
         self.sample_evaluations += part.batch
         z = state.z.index_select(0, self.rows)
         value = evaluate(f, part.unpack(z), self.rows)
-        rows = torch.empty_like(state.z)
+        rows = state.z.clone() if self.fills else torch.empty_like(state.z)
         rows.index_copy_(0, self.rows, part.pack_value(value, z))
-        return value, rows
+        return packing.unpack(rows) if self.fills else value, rows
 
     def _drop(self, packing: Packing, state: State) -> None:
         """Take the rows anew where enough of them are done; finding them waits for the device."""

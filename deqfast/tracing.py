@@ -90,9 +90,7 @@ def solve_traced(
 
 
 def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | None) -> Any:
-    """``DEQBlock.forward`` in an export: all evaluations that the solver may make, without a look at what they give.
-
-    A sample that is done is frozen, so that the value is that of the solve which stops early.
+    """``DEQBlock.forward`` in an export, which looks at no value; see ``solve.export``.
 
     Raises:
         ValueError: the block is in training mode, whose gradients an export does not hold, or has a `halt`.

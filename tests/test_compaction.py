@@ -46,6 +46,26 @@ def test_the_answer_is_the_same_with_less_work(name, kernel, device):
     assert compact.sizes == sorted(compact.sizes, reverse=True) and len(set(compact.sizes)) > 1
 
 
+@pytest.mark.covering(0)
+@some_solvers
+def test_a_rule_sees_all_samples(name, kernel, device):
+    """Those that the batch has left stand there with their iterate."""
+    solver, last = SOLVERS[name](tol=1e-5), {}
+
+    def rule(z, value, k):
+        last[compact] = z.clone(), value.clone()
+        return torch.tensor([k >= 2, k >= 3, *[False] * 4], device=device)
+
+    found = {}
+    for compact in (False, True):
+        found[compact] = solve(Spread(device), start(device), solver, kernel, compact=compact, halt=rule)
+    assert_same_solution(found[True], found[False], but=("sample_evaluations",))
+    assert found[True].sample_evaluations < found[False].sample_evaluations
+    assert found[True].status[1] == deqfast.Status.HALTED
+    (z, whole), (_, value) = last.values()
+    assert torch.equal(value[1], z[1]) and torch.equal(value[-1], whole[-1])
+
+
 def test_samples_that_break_down_leave_too(kernel, device):
     class Breaking(Spread):
         def __call__(self, z, rows=None):

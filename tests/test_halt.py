@@ -88,7 +88,7 @@ def test_what_it_cannot_be_combined_with():
     def rule(z, value, k):
         return torch.zeros(len(z), dtype=torch.bool)
 
-    for options in ({"compact": True}, {"compile": True}, {"adjoint": "unrolled"}):
+    for options in ({"compile": True}, {"adjoint": "unrolled"}):
         with pytest.raises(ValueError, match="halt"):
             DEQBlock(LinearCell(2), halt=rule, **options)(torch.zeros(1, 2))
     with pytest.raises(ValueError, match="halt cannot be used under torch.func"):
