@@ -127,7 +127,12 @@ class Equilibrium(deqfast.DEQBlock):
     def __init__(self, block: Block, evaluations: int):
         training, evaluation = (deqfast.Picard(1e-3, most, damping=DAMPING) for most in (SOLVE, evaluations))
         adjoint = deqfast.Phantom(PHANTOM, 1.0)
-        super().__init__(block, training, adjoint, init=block.start, eval_solver=evaluation, compact=True, warn=False)
+        options: dict[str, Any] = {"eval_solver": evaluation, "compact": True, "halt": self.ends}
+        super().__init__(block, training, adjoint, init=block.start, warn=False, **options)
+
+    def ends(self, state: State, value: State, k: int) -> Tensor:
+        """At a test's last evaluation, so that a solve that does not converge gives its last state, not its stillest."""
+        return torch.full((len(state[0]),), not self.training and k == self.current_solver.max_iter)
 
     def states(self, x: Tensor) -> list[State]:
         """The state after two evaluations and the fixed point, each with the phantom gradient of steps from there."""
