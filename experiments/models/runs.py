@@ -49,7 +49,7 @@ class Options:
     data_root: str | None = option("data", "folder (or file) of the real data; off: the script makes its own", None)
     jobs: int = option("runs", "runs at a time, with a thread each", os.cpu_count() or 1, minimum=1)
     out: str | None = option(
-        "runs", "folder for records, weights, table and figure; off: runs/ and the script's name", None
+        "runs", "folder for records, weights, table, figure; off: runs/ and the script's name", None
     )
     resume: bool = option("runs", "go on with the runs in --out, and leave finished ones as they are", False)
 

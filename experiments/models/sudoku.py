@@ -131,7 +131,7 @@ class Equilibrium(deqfast.DEQBlock):
         super().__init__(block, training, adjoint, init=block.start, warn=False, **options)
 
     def ends(self, state: State, value: State, k: int) -> Tensor:
-        """At a test's last evaluation, so that a solve that does not converge gives its last state, not its stillest."""
+        """A test's last evaluation, so that a solve that does not converge gives its last state, not its stillest."""
         return torch.full((len(state[0]),), not self.training and k == self.current_solver.max_iter)
 
     def states(self, x: Tensor) -> list[State]:
