@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from harness.rivals import JAX, OWN
+from harness.rivals import OWN, THEIRS
 from harness.tables import (
     FORMS,
     Form,
@@ -200,8 +200,8 @@ def rivals(results: Results) -> Table:
     """Times of whole solves by every library, and how near they have come."""
     lines = []
     for name, runs in results.cases("rivals").items():
-        residuals = [middle(runs, provider, "residual") for provider in (*OWN, PEER, *JAX)]
-        times = {provider: middle(runs, provider, "ms_min") for provider in (*OWN, PEER, *JAX)}
+        residuals = [middle(runs, provider, "residual") for provider in (*OWN, *THEIRS)]
+        times = {provider: middle(runs, provider, "ms_min") for provider in (*OWN, *THEIRS)}
         lines.append({"case": name, **times, "residuals": " / ".join(filter(None, residuals[1:]))})
     return Table("Rivals", lines)
 

@@ -41,6 +41,19 @@ def torchdeq_solve(solver: Any, **options: float) -> Solve:
     return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop, **options)[0]
 
 
+def silva_solve(solver: Any) -> Solve:
+    """All the iterations of a solve by silva-networks; Anderson sample by sample. ``Skipped`` where it is missing."""
+    try:
+        from silva_networks.solvers import SolverConfig, fixed_point
+    except ImportError as error:
+        raise Skipped(f"silva-networks cannot be imported: {error}") from None
+    options: dict[str, Any] = {"history": traffic.window(solver)} if type(solver) in _WINDOWS else {}
+    options |= {"ridge": solver.ridge, "anderson_batch_dims": 1} if isinstance(solver, deqfast.Anderson) else {}
+    name = type(solver).__name__.lower()
+    config = SolverConfig(name, solver.max_iter, 1e-30, track_residuals=False, reengage=False, **options)
+    return lambda f, z0: fixed_point(f, z0, config).z
+
+
 def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, z0) -> z with gradient, by ``torchdeq.get_deq``: one step at z* for "jfb", "ift" for "implicit".
 

@@ -1,4 +1,4 @@
-"""Cases beside solvers of JAX: whole solves, f included and compiled on both sides, in as many iterations."""
+"""Cases beside other libraries: whole solves, f included, in as many iterations; JAX and ours compile it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import deqfast
 
 from .entry import Case, Contender, Skipped, check, crossed, size_of
 from .maps import FC_RADIUS, relative_residual
-from .peers import torchdeq_solve
+from .peers import silva_solve, torchdeq_solve
 from .solves import APPROACHED, PEER, solver_name
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # JAX hangs beside processes that inductor compiles in
 OWN, JAX = ("compiled", "eager"), ("jaxopt", "optimistix")
+THEIRS = (PEER, "silva-networks", *JAX)
 RATE = 0.9
 
 
@@ -51,8 +52,8 @@ def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], A
         if provider in OWN:
             block = deqfast.DEQBlock(f, solver, kernel="cpp", compile=provider == "compiled", warn=False)
             solve: Callable[[], Any] = torch.no_grad()(lambda: block(x, z0))
-        elif provider == PEER:
-            run = torch.no_grad()(torchdeq_solve(solver))
+        elif provider not in JAX:
+            run = torch.no_grad()((torchdeq_solve if provider == PEER else silva_solve)(solver))
             solve = lambda: run(lambda z: f(z, x), z0)  # noqa: E731
         else:
             solve = jax_solve(provider, solver, linear, x, z0)
@@ -65,7 +66,7 @@ def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], A
     solves = 20 if batch * dim < 1 << 14 else 1  # of the short ones, so that no library is timed with a colder cache
     size = size_of((batch, dim), iterations=solver.max_iter, solves=solves)
     name = f"rivals-{linear.__name__}-{solver_name(solver)}-{crossed((batch, dim))}"
-    return Case("rivals", name, size, (*OWN, PEER, *JAX), (PEER, *JAX), contender, devices=("cpu",))
+    return Case("rivals", name, size, (*OWN, *THEIRS), THEIRS, contender, devices=("cpu",))
 
 
 def jax_solve(library: str, solver: Any, linear: Callable[[Any, Any], Any], x: Any, z0: Tensor) -> Callable[[], Any]:
