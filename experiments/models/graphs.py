@@ -2,6 +2,7 @@
 
 A is the adjacency matrix with its rows divided by their sums, sparse; the rows of W have an absolute sum of at most
 kappa < 1, so that there is one fixed point. explicit-parameters: the same weights as two graph convolutions.
+perceptron: the same without edges, which says what the features of a node alone do.
 explicit-compute: --layers steps of the same map from 0, without the bound on W. By default they see every node of the
 longest chain; a training step of the DEQ takes one and a half times as long. The default task are chains whose first
 node tells the class of all; with --data-root, node classification on the ten splits of Geom-GCN, a seed each.
@@ -32,7 +33,7 @@ from torch.nn.utils import parametrize
 
 import deqfast
 
-ARMS = ("deq", "explicit-parameters", "explicit-compute")
+ARMS = ("deq", "explicit-parameters", "explicit-compute", "perceptron")
 LENGTHS, CLASSES, NOISE = (10, 20, 40, 60, 80, 100), 4, 0.01
 CHAINS = {"train": 16, "valid": 8, "test": 16}  # of each length
 GRAPHS = ("cora", "citeseer", "cornell", "texas", "wisconsin")
@@ -114,13 +115,14 @@ class Network(nn.Module):
         x, solution = (problem.adjacency, injected), None
         if self.arm == "deq":
             z, solution = self.block(x, torch.zeros_like(injected), return_solution=True, groups=problem.graph)
-        elif self.arm == "explicit-parameters":
-            hidden = (problem.adjacency @ injected).relu()
-            z = (problem.adjacency @ self.cell.linear(hidden)).relu()
-        else:
+        elif self.arm == "explicit-compute":
             z = torch.zeros_like(injected)
             for _ in range(self.layers):
                 z = self.cell(z, x)
+        elif self.arm == "explicit-parameters":
+            z = (problem.adjacency @ self.cell.linear((problem.adjacency @ injected).relu())).relu()
+        else:
+            z = self.cell.linear(injected.relu()).relu()
         return self.readout(dropout(z, self.drop, self.training)), solution
 
 
@@ -258,10 +260,10 @@ def draw(records: Sequence[Record]) -> Figure:
     chained = "by length" in records[0].shown
     for record in records:
         index, log = ARMS.index(record.arm), record.shown["log"]
-        look: dict[str, Any] = {"color": f"C{index}", "lw": 4 - index, "marker": "o" if chained else None}
+        look: dict[str, Any] = {"color": f"C{index}", "lw": max(4 - index, 1), "marker": "o" if chained else None}
         steps = LENGTHS if chained else range(len(log))
         course = record.shown["by length"] if chained else [row["loss"] for row in log]
-        axes[0].plot(steps, course, label=record.arm if record.seed == 0 else None, ms=12 - 4 * index, **look)
+        axes[0].plot(steps, course, label=record.arm if record.seed == 0 else None, ms=max(12 - 4 * index, 3), **look)
         if record.arm == "deq":
             axes[1].plot(steps, record.shown["iterations"] if chained else [row["evaluations"] for row in log], **look)
     axes[0].set(

@@ -50,6 +50,14 @@ def test_graphs_of_a_batch_are_solved_apart_and_as_they_would_be_alone():
     assert torch.allclose(model(alone)[0], logits[last], atol=1e-4)
 
 
+def test_the_perceptron_alone_sees_no_edge():
+    problem = graphs.chains(0)
+    cut = problem._replace(adjacency=graphs.adjacency(*torch.arange(len(problem.graph)).repeat(2, 1), len(problem.graph)))
+    for arm in graphs.ARMS:
+        model = graphs.Network(arm, graphs.Graphs(width=4, layers=6), 4, 4).eval()
+        assert torch.equal(model(problem)[0], model(cut)[0]) == (arm == "perceptron")
+
+
 def test_the_rows_of_the_weight_are_bounded():
     cell = graphs.Cell(5, kappa=0.5)
     cell.linear.parametrizations.weight.original.data.normal_()
