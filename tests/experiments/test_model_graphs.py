@@ -52,7 +52,8 @@ def test_graphs_of_a_batch_are_solved_apart_and_as_they_would_be_alone():
 
 def test_the_perceptron_alone_sees_no_edge():
     problem = graphs.chains(0)
-    cut = problem._replace(adjacency=graphs.adjacency(*torch.arange(len(problem.graph)).repeat(2, 1), len(problem.graph)))
+    nodes = torch.arange(len(problem.graph))
+    cut = problem._replace(adjacency=graphs.adjacency(nodes, nodes, len(nodes)))
     for arm in graphs.ARMS:
         model = graphs.Network(arm, graphs.Graphs(width=4, layers=6), 4, 4).eval()
         assert torch.equal(model(problem)[0], model(cut)[0]) == (arm == "perceptron")
