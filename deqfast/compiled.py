@@ -140,9 +140,9 @@ class _Solve:
         step = getattr(torch.ops.deqfast, f"{name}_chained").default
         kept = isinstance(state, MultisecantState)
         before = (torch.empty_like(state.z),) if kept else ()
-        rest = (*(tensors[1:] if kept else tensors), self.count)
+        shared = torch.ops.deqfast.chain_state([*state.monitor(), *(tensors[1:] if kept else tensors), self.count])
         packing, done = self.packing.resized(0), torch.zeros((), dtype=torch.bool, device=self.packing.device)
-        return self.cell, self.x, packing, self.solver, step, numbers, done, state.z, before, state.monitor(), rest
+        return self.cell, self.x, packing, self.solver, step, numbers, done, state.z, before, shared
 
 
 def _iterate(
@@ -155,10 +155,9 @@ def _iterate(
     done: Tensor,
     z: Tensor,
     before: tuple[Tensor, ...],
-    monitor: tuple[Tensor, ...],
-    rest: tuple[Tensor, ...],
+    shared: Tensor,
 ) -> Tensor:
-    """All iterations from z; `before` is f at the iterate before, where the step needs it, `rest` ends in the count."""
+    """All iterations from z; `before` is f at the iterate before, where the step needs it, `shared` its other state."""
 
     def body(done: Tensor, z: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
         of_batch = packing.resized(z.shape[0])
@@ -168,7 +167,7 @@ def _iterate(
         rule = solver.max_iter, *solver.rule(floor)
         if before and not is_tracing():  # run as written, where the cell may return one buffer again and again
             fz = fz.clone()
-        following, done = step(z, fz, *monitor, *before, *rest, *rule, *numbers)
+        following, done = step(z, fz, *before, shared, *rule, *numbers)
         return done, following, *((fz,) if before else ())
 
     return torch.while_loop(lambda done, z, *before: ~done, body, (done, z, *before))[1]

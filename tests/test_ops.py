@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -38,6 +39,13 @@ def op_of(op: str, kernel: str):
     return getattr(torch.ops.deqfast, f"{op}_triton" if kernel == "triton" else op).default
 
 
+def link_of(op: str, tensors: dict[str, torch.Tensor], count: torch.Tensor):
+    """The chained op with its tensors."""
+    taken = [name for name in ("z", "fz", "f_prev") if name in tensors]
+    state = torch.ops.deqfast.chain_state([*(t for name, t in tensors.items() if name not in taken), count])
+    return partial(getattr(torch.ops.deqfast, f"{op}_chained").default, *[tensors[name] for name in taken], state)
+
+
 def arguments(case: Case, device: str) -> tuple:
     state = make_state(case, device)
     return (*(torch.nan_to_num(state[name]) for name in case.names), *case.scalars())
@@ -63,7 +71,7 @@ class TestRegistration:
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
         ops = {*OPS, *NORM_OPS, *CHECKED_ELSEWHERE}
         on_triton = {f"deqfast::{op}_triton" for op in ops - NOT_ON_A_GPU}
-        chained = {f"deqfast::{op}_chained" for op in OPS}
+        chained = {*(f"deqfast::{op}_chained" for op in OPS), "deqfast::chain_state"}
         assert registered == {f"deqfast::{op}" for op in ops} | on_triton | chained | WHOLE_SOLVES
 
     @pytest.mark.parametrize("op", OPS)
@@ -106,22 +114,38 @@ class TestLinks:
     @pytest.mark.parametrize("size", [1, 63, 777])
     def test_a_link_does_what_the_step_does(self, op, last, size):
         case = replace(self.CASES[op], size=size, last=last)
-        stepped, linked = arguments(case, "cpu"), arguments(case, "cpu")
-        at = len(case.names)
-        z, count = linked[0].clone(), torch.tensor([case.k])
+        stepped, linked = arguments(case, "cpu"), dict(zip(case.names, arguments(case, "cpu"), strict=False))
+        z, count = linked["z"].clone(), torch.tensor([case.k])
         op_of(op, "cpp")(*stepped)
         max_iter = case.k + 1 if last else case.k + 2
-        link = getattr(torch.ops.deqfast, f"{op}_chained").default
-        following, done = link(*linked[:at], count, max_iter, *linked[at + 2 :])
-        assert same_bits(following, stepped[0]) and same_bits(linked[0], z)
-        assert all(same_bits(a, b) for a, b in zip(linked[1:at], stepped[1:at], strict=True))
+        numbers = stepped[len(case.names) + 2 :]
+        following, done = link_of(op, linked, count)(max_iter, *numbers)
+        assert same_bits(following, stepped[0]) and same_bits(linked["z"], z)
+        assert all(same_bits(linked[name], b) for name, b in zip(case.names[1:], stepped[1:], strict=False))
         assert int(count) == case.k + 1 and bool(done) == (last or not int(stepped[case.names.index("active")]))
 
     @pytest.mark.parametrize("count", [torch.zeros(2, dtype=torch.int64), torch.zeros(1)])
     def test_a_count_of_another_kind_is_named(self, count):
-        given = arguments(self.CASES["picard_step"], "cpu")
+        case = self.CASES["picard_step"]
+        given = dict(zip(case.names, arguments(case, "cpu"), strict=False))
         with pytest.raises(RuntimeError, match="`k` must be one int64 on the CPU"):
-            torch.ops.deqfast.picard_step_chained(*given[:8], count, 5, *given[10:])
+            link_of("picard_step", given, count)(5, *case.scalars()[2:])
+
+    @pytest.mark.parametrize("tensors", [None, 3])
+    def test_a_state_of_another_kind_is_named(self, tensors):
+        case = self.CASES["picard_step"]
+        z, fz = arguments(case, "cpu")[:2]
+        state = torch.zeros(64, dtype=torch.uint8) if tensors is None else torch.ops.deqfast.chain_state([z] * tensors)
+        with pytest.raises(RuntimeError, match="`state` must be what chain_state makes of 7 tensors"):
+            torch.ops.deqfast.picard_step_chained(z, fz, state, 5, *case.scalars()[2:])
+
+    def test_a_state_keeps_its_tensors(self):
+        tensor = torch.zeros(3)
+        before = tensor._use_count()
+        state = torch.ops.deqfast.chain_state([tensor])
+        assert tensor._use_count() == before + 1
+        del state
+        assert tensor._use_count() == before
 
 
 class TestArguments:

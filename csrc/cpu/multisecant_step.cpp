@@ -233,11 +233,13 @@ struct Kernels {
   }
 };
 
+using Linked = Chained<&multisecant_step<Kernels>, true>;
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
-  m.impl("multisecant_step_chained", TORCH_BOX(&Chained<&multisecant_step<Kernels>>::Whole::run));
+  m.impl("multisecant_step_chained", TORCH_BOX(&Linked::Whole::run));
   m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 

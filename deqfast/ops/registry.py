@@ -109,9 +109,6 @@ def _either(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-_LINK = {"int k": "Tensor k", "bool last": "int max_iter"}
-
-
 @dataclass(frozen=True, eq=False)
 class Op:
     """An op: `arguments` is its table, `anchor` the tensor on which dtypes and device of the others hang.
@@ -119,10 +116,11 @@ class Op:
     limits: sizes that its dimensions may have; check: what else the Triton kernel asks of the arguments, raising
     ValueError; triton: the module of ``deqfast.kernels`` that launches it, None: it has no Triton kernel.
 
-    chained: there is a `name`_chained for loops that a graph holds, on the CPU alone. It takes ``Tensor k, int
-    max_iter`` in the place of ``int k, bool last``, counts k, one int64, and returns the next iterate and whether
-    no evaluation follows. Its schema is silent about all else that it writes to: between the first iterate and
-    the last one nobody else may read or write the state.
+    chained: if any, there is a `name`_chained for loops that a graph holds, on the CPU alone. It takes the tensors
+    named here, the others with k, one int64, behind them as what ``chain_state`` makes of them, and ``int max_iter`` in
+    the place of ``int k, bool last``; it counts k and returns the next iterate and whether no evaluation follows. Its
+    schema is silent about all else that it writes to: between the first iterate and the last one nobody else may read
+    or write the state.
     """
 
     name: str
@@ -132,7 +130,7 @@ class Op:
     limits: Mapping[str, Range] = field(default_factory=dict)
     check: Callable[[str, Any], None] | None = None
     triton: str | None = None
-    chained: bool = False
+    chained: tuple[str, ...] = ()
 
     @cached_property
     def _fields(self) -> dict[str, tuple[type, Any]]:
@@ -168,8 +166,8 @@ class Op:
     def chained_schema(self) -> str:
         """The schema of `name`_chained, see ``Op``."""
         kinds = {name: kind.__name__ for name, (kind, _) in self._fields.items()}
-        parts = [f"{kind} {name}" for name, kind in kinds.items()]
-        parts = [_LINK.get(part, part) for part in parts]
+        numbers = [f"{kind} {name}" for name, kind in kinds.items() if kind != "Tensor" and name not in ("k", "last")]
+        parts = [*(f"Tensor {name}" for name in self.chained), "Tensor state", "int max_iter", *numbers]
         return f"({', '.join(parts)}) -> (Tensor next, Tensor done)"
 
     @cached_property
@@ -308,6 +306,10 @@ def register(op: Op) -> None:
     if op.chained:
         library.define(f"{op.name}_chained{op.chained_schema}")
         torch.library.register_fake(f"deqfast::{op.name}_chained", _fake_link, lib=library)
+        library.impl(f"{op.name}_chained", torch.library.fallthrough_kernel, "AutogradCPU")  # no gradient is recorded
+
+
+library.define("chain_state(Tensor[] tensors) -> Tensor")
 
 
 def _fake_link(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -112,9 +112,18 @@ class BroydenStep(_Rule, _Steps, _State):
 
 PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
 
-register(Op("picard_step", PicardStep, "z", triton="picard_step", chained=True))
-register(Op("multisecant_step", MultisecantStep, "z", limits=PAIRS, triton="multisecant_step", chained=True))
-register(Op("broyden_step", BroydenStep, "z", chained=True))
+register(Op("picard_step", PicardStep, "z", triton="picard_step", chained=("z", "fz")))
+register(
+    Op(
+        "multisecant_step",
+        MultisecantStep,
+        "z",
+        limits=PAIRS,
+        triton="multisecant_step",
+        chained=("z", "fz", "f_prev"),
+    )
+)
+register(Op("broyden_step", BroydenStep, "z", chained=("z", "fz")))
 register(
     Op(
         "multisecant_transposed",
