@@ -275,6 +275,7 @@ def draw(records: Sequence[Record]) -> Figure:
             if name in log[0]:
                 axis.plot(range(1, len(log) + 1), [row[name] for row in log], color=colour)
                 axis.set(xlabel="epoch", ylabel=name)
+                axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set(xlabel="minutes of training, one thread", ylabel="validation accuracy in %")
     axes[0].legend(fontsize="small")
     axes[1].axhline(1.0, color="grey", ls=":")

@@ -110,6 +110,7 @@ def draw(records: Sequence[Record]) -> Figure:
     curve.minorticks_off()
     for axis in (curve, starts, answered):
         axis.set_ylim(0, 103)
+    starts.xaxis.get_major_locator().set_params(integer=True)
     starts.set(xlabel="random starts: least residual, ··· best, - - any one")
     answered.set(xlabel="share answered, least residuals first, %")
     curve.legend(fontsize="small")
