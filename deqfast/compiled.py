@@ -53,13 +53,18 @@ class Codes:
         """Call the code of `key`, which is made where there is none that serves."""
         if key not in self._codes:
             self._renew(key)
-        # A loop's body takes no number that varies; hooks may come and go.
-        with torch._dynamo.config.patch(specialize_float=True, skip_nnmodule_hook_guards=False):
-            try:
-                return self._codes[key](*arguments)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:  # a number has had more values than torch keeps code for
-                self._renew(key)
-                return self._codes[key](*arguments)
+        config: Any = torch._dynamo.config
+        before = config.specialize_float, config.skip_nnmodule_hook_guards
+        # A loop's body takes no number that varies; hooks may come and go. ``config.patch`` would take a tenth of the
+        # time of a small solve.
+        config.specialize_float, config.skip_nnmodule_hook_guards = True, False
+        try:
+            return self._codes[key](*arguments)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # a number has had more values than torch keeps code for
+            self._renew(key)
+            return self._codes[key](*arguments)
+        finally:
+            config.specialize_float, config.skip_nnmodule_hook_guards = before
 
     def _renew(self, key: Any) -> None:
         # By code and name torch counts recompilations, and tells sizes that change from those that do not.
