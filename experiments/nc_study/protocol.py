@@ -130,15 +130,20 @@ def choose(trials: list[Trial]) -> Tuning:
     return Tuning(tuple(trials), chosen)
 
 
-def tuned(path: Path = TUNING) -> dict[str, dict[str, float]]:
-    """The values chosen for every arm; StudyError if the trials are not over."""
+def tuning() -> Tuning:
+    """The trials and the values chosen by them; StudyError if the trials are not over."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Tuning).chosen
+        found = msgspec.json.decode(TUNING.read_bytes(), type=Tuning)
     except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error}): python experiments/study.py --tune makes it") from error
-    if not found:
-        raise StudyError(f"{path}: not all trials are over, python experiments/study.py --tune goes on with them")
+        raise StudyError(f"{TUNING} cannot be read ({error}): python experiments/study.py --tune makes it") from error
+    if not found.chosen:
+        raise StudyError(f"{TUNING}: not all trials are over, python experiments/study.py --tune goes on with them")
     return found
+
+
+def tuned() -> dict[str, dict[str, float]]:
+    """The values chosen for every arm; StudyError if the trials are not over."""
+    return tuning().chosen
 
 
 def trials() -> Iterator[Options]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from nc_study.config import Settings, parse, settings_from
 from nc_study.data import Source, StudyData, class_sizes, load
+from nc_study.protocol import ARMS, TUNED, Trial, trials
 from nc_study.record import Epoch, KernelChoice, RunResult, Seconds, SolverSummary, SpectralRadius
 from nc_study.results import network_result, run_result
 from torch.utils._pytree import tree_flatten
@@ -188,3 +189,13 @@ MADE_UP |= {"model": "deq"}
 def made_up_settings(study: str = "cifar_lt", **given: Any) -> Settings:
     """Settings of a short run on a CPU; its number of epochs must be even."""
     return settings_from(study, **{**MADE_UP, **given})
+
+
+def made_up_trials(best: int) -> list[Trial]:
+    """All trials, in which `best` of its arm's twelve is the best; the first of an arm has no finite loss."""
+    found = []
+    for number, options in enumerate(trials()):
+        arm = settings_from("cifar_lt", device="cpu", **options).arm
+        overall = None if number < len(ARMS) else 50.0 + (number // len(ARMS) == best)
+        found.append(Trial(arm, *(options[name] for name in TUNED), overall))
+    return found

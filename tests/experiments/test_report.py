@@ -6,14 +6,17 @@ import html
 import re
 import statistics
 
+import msgspec
 import pytest
+from nc_study import protocol
 from nc_study.config import StudyError
+from nc_study.protocol import choose
 from nc_study.record import RunResult, read_record
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import write
 from nc_study.reporting.runs import collect
-from study_helpers import EXPERIMENTS, python, run_script
+from study_helpers import EXPERIMENTS, made_up_trials, python, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
 STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
@@ -63,6 +66,21 @@ def test_the_table_holds_the_results_numbers_beside_the_papers(made_up, tmp_path
     assert apart["arm"] == "DEQ, JFB" and apart["overall"] == r"+2.00 \[-0.48, +4.48\]"
     assert apart["NC1"] == r"×1.00 \[×1.00, ×1.00\]" and apart["NC2 centred"] == r"-0.200 \[-0.448, +0.048\]"
     assert "Not comparable with the paper: width 16 instead of 64" in text and "(3,7) R = 50; (3,7) R = 100;" in text
+
+
+def test_the_protocols_runs_come_with_the_values_chosen(made_up, tmp_path, no_pictures, monkeypatch):
+    found = choose(made_up_trials(9))
+    monkeypatch.setattr(protocol, "TUNING", tmp_path / "tuning.json")
+    protocol.TUNING.write_bytes(msgspec.json.encode(found))
+    path = made_up(preset="study", epochs=30, precision="bf16", **found.chosen["deq-jfb"])
+    text = report_on(path.parent, tmp_path / "out")
+    rows = {row["arm"]: row for row in table(text, "Hyper-parameters")}
+    assert len(rows) == len(found.chosen) and rows["DEQ, JFB"] == {
+        **{"arm": "DEQ, JFB", "rate": "0.3", "weight decay": "0.0005", "gain": "0.3", "at the edge": "rate"},
+        **{"best trial, %": "51.00", "other trials, %": "50.00 to 50.00"},
+    }
+    (row, *_) = tables.chosen_rows(choose(made_up_trials(5)))
+    assert row["rate"] == "0.1" and row["at the edge"] == "–"
 
 
 def test_what_cannot_be_compared_is_not(made_up, tmp_path, no_pictures):

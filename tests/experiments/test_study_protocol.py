@@ -9,11 +9,11 @@ import pytest
 import study as script
 from nc_study import protocol
 from nc_study.config import CLASSES, StudyError, settings_from
-from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, TUNED, Trial, choose, runs, trials, tuned
+from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, TUNED, choose, runs, trials, tuned
 from nc_study.record import RunResult, read_record, to_json
 from nc_study.reporting.verdicts import BANDS
 from nc_study.scheduler import plan
-from study_helpers import EXPERIMENTS, made_up_result
+from study_helpers import EXPERIMENTS, made_up_result, made_up_trials
 
 CHOSEN = {arm: {"lr": 0.1, "weight_decay": 2e-3, "scale": 0.3} for arm in ARMS}
 
@@ -77,16 +77,6 @@ def test_every_arm_has_the_same_trials_none_of_which_sees_the_test_set():
     assert {one.seed for one in settings}.isdisjoint(range(max(block.seeds for block in PRIMARY)))
 
 
-def made_up_trials(best):
-    """All trials, in which `best` of its arm's twelve is the best; the first of an arm has no finite loss."""
-    found = []
-    for number, options in enumerate(trials()):
-        arm = settings_from("cifar_lt", device="cpu", **options).arm
-        overall = None if number < len(ARMS) else 50.0 + (number // len(ARMS) == best)
-        found.append(Trial(arm, *(options[name] for name in TUNED), overall))
-    return found
-
-
 def test_the_best_trial_is_chosen_and_of_equal_ones_the_first():
     found = choose(made_up_trials(7))
     assert set(found.chosen) == set(ARMS) and found.chosen["once"] == {"lr": 0.1, "weight_decay": 2e-3, "scale": 0.3}
@@ -99,7 +89,6 @@ def test_trials_are_run_recorded_and_read_by_the_runs(tmp_path, monkeypatch, cap
     monkeypatch.setattr(protocol, "TUNING", tmp_path / "tuning.json")
     monkeypatch.setattr(protocol, "ARMS", ("explicit",))
     monkeypatch.setattr(protocol, "GRID", {"lr": (0.3, 0.1), "weight_decay": (5e-4,), "scale": (1.0,)})
-    monkeypatch.setattr(protocol, "tuned", lambda: tuned(tmp_path / "tuning.json"))
     monkeypatch.setattr(script, "find_source", lambda *_: None)
     with pytest.raises(SystemExit):
         script.main(["--protocol"])
@@ -119,11 +108,11 @@ def test_trials_are_run_recorded_and_read_by_the_runs(tmp_path, monkeypatch, cap
     result = read_record(RunResult, path)
     assert result.settings.evaluate == "validation" and to_json(result)
     assert [trial.overall for trial in written.trials] == [None, result.network.quantity("overall")]
-    assert tuned(tmp_path / "tuning.json") == {"explicit": {"lr": 0.1, "weight_decay": 5e-4, "scale": 1.0}}
+    assert tuned() == {"explicit": {"lr": 0.1, "weight_decay": 5e-4, "scale": 1.0}}
     monkeypatch.setattr(protocol, "GRID", {**protocol.GRID, "scale": (1.0, 0.3)})
     (tmp_path / "tuning.json").write_bytes(msgspec.json.encode(choose(list(written.trials))))
     with pytest.raises(StudyError, match="not all trials are over, .* --tune goes on"):
-        tuned(tmp_path / "tuning.json")
+        tuned()
 
 
 def test_without_data_the_study_fails_at_once_and_says_what_to_do(tmp_path, monkeypatch, capsys):

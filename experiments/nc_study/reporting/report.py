@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..figures import png
 from ..paper import RATIOS
+from ..protocol import tuning
 from ..record import AVERAGED
 from ..rundir import prepare_out, write_atomically
 from . import tables
@@ -44,6 +45,7 @@ def write(found: Collection, out: Path) -> Path:
             {
                 "group": group,
                 "verdicts": tables.verdict_rows(group) if group.protocol else [],
+                "chosen": tables.chosen_rows(tuning()) if group.protocol else [],
                 "unfinished": tables.unfinished(group) if group.trunk else [],
                 "differences": tables.difference_rows(group),
                 "results": tables.result_rows(group),

@@ -10,7 +10,7 @@ from statistics import fmean
 from ..config import Setting
 from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
-from ..protocol import CLAIMS
+from ..protocol import CLAIMS, GRID, TUNED, Tuning
 from ..record import CENTRED, COLLAPSE, GROUPS, Number, Spread
 from .runs import Group, Run
 from .verdicts import conclusions, estimate, progress, verdicts
@@ -117,6 +117,25 @@ def shown_difference(quantity: str, mean: float, interval: tuple[float, float] |
 def result_rows(group: Group) -> list[Row]:
     """Tell of every arm in every setting what it came to at the end, over seeds, beside the paper's accuracy."""
     return [_result(group, *key) for key in product(group.settings, ARMS) if key in group.runs]
+
+
+def chosen_rows(tuning: Tuning) -> list[Row]:
+    """Tell which values every arm has, and how its best trial compares with its others; the rate, of which more than
+    two were tried, is marked where it is the grid's least or largest."""
+    rows: list[Row] = []
+    for arm, chosen in tuning.chosen.items():
+        at_edge = chosen["lr"] in (min(GRID["lr"]), max(GRID["lr"]))
+        seen = sorted(one.overall for one in tuning.trials if one.arm == arm and one.overall is not None)
+        rows.append(
+            {
+                "arm": ARMS[arm][0],
+                **dict(zip(("rate", "weight decay", "gain"), (f"{chosen[name]:g}" for name in TUNED), strict=True)),
+                "at the edge": "rate" if at_edge else NOTHING,
+                "best trial, %": f"{seen[-1]:.2f}" if seen else NOTHING,
+                "other trials, %": f"{seen[0]:.2f} to {seen[-2]:.2f}" if len(seen) > 1 else NOTHING,
+            }
+        )
+    return rows
 
 
 def missing(group: Group) -> list[str]:
