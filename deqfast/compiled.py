@@ -7,8 +7,10 @@ do what those of the ordinary loop do, bit by bit. What the cell computes is ind
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +37,8 @@ OPTIONS: dict[str, Any] = {
     "freezing": False,  # it takes the weights of a code without gradients for constants
 }
 _numbers = itertools.count()
+# Dynamo's config is the process's before 2.14, and each thread's from then on.
+_config_lock: Any = nullcontext() if TorchVersion(torch.__version__) >= "2.14" else threading.RLock()
 
 
 class Codes:
@@ -53,6 +57,10 @@ class Codes:
         """Call the code of `key`, which is made where there is none that serves."""
         if key not in self._codes:
             self._renew(key)
+        with _config_lock:
+            return self._called(key, arguments)
+
+    def _called(self, key: Any, arguments: tuple[Any, ...]) -> Any:
         config: Any = torch._dynamo.config
         before = config.specialize_float, config.skip_nnmodule_hook_guards
         # A loop's body takes no number that varies; hooks may come and go. ``config.patch`` would take a tenth of the

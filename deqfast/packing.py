@@ -114,6 +114,13 @@ class Packing:
         rows = [leaf.rows(tensor).to(self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
         return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
 
+    def fill(self, whole: Any, part: Any, rows: Tensor) -> Any:
+        """A structure like `whole` in the dtypes of `part`, f's output for these rows, with it in their place."""
+        found = []
+        for to, leaf in zip(self.spec.flatten_up_to(whole), self.check_value(part), strict=True):
+            found.append(to.to(leaf.dtype, copy=True).index_copy_(0, rows, leaf))
+        return pytree.tree_unflatten(found, self.spec)
+
     def check_value(self, value: Any) -> list[Tensor]:
         """Tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
         first = self.leaves[0]
@@ -161,15 +168,20 @@ class Packing:
 
 def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
     """f(z, *more); ValueError if f has written to z, which is the solver's memory."""
-    leaves = [z] if isinstance(z, Tensor) else pytree.tree_leaves(z)
-    versions = [_version(leaf) for leaf in leaves]
+    before = versions(z)
     value = f(z, *more)
-    if [_version(leaf) for leaf in leaves] != versions:
+    if versions(z) != before:
         raise ValueError(
             "f must not modify its argument z, got an f that works in place on it: begin with an operation that is not "
             "in place, such as z.mul(2) for z.mul_(2), ReLU() for ReLU(inplace=True), or with z.clone()"
         )
     return value
+
+
+def versions(tree: Any) -> list[int]:
+    """Numbers that change where something writes to the tensors of a structure."""
+    leaves = [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
+    return [_version(leaf) for leaf in leaves]
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:

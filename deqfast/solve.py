@@ -15,7 +15,7 @@ from .exporting import is_exporting, outside_exports
 from .grouping import Groups
 from .ops import choose_kernel
 from .ops.steps.reference import residuals
-from .packing import Packing, evaluate
+from .packing import Packing, evaluate, versions
 from .solution import Solution, Status
 from .solvers import Solver, as_solver
 from .solvers.base import State, check_count
@@ -68,7 +68,7 @@ def solve(
         halt: rule of the caller's own beside the solver's: halt(z, value, k), given the iterate z, f(z) and the number
             k = 1, 2, ... of the evaluation, returns a mask (B,) of the samples to end as they are, HALTED. It is asked
             about all samples, with z as the value of those that `compact` leaves out, and counts for those that run and
-            have not converged; nothing waits for the device.
+            have not converged; nothing waits for the device. It may keep z, and must not write to f(z).
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:
@@ -76,7 +76,7 @@ def solve(
 
     Raises:
         TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape
-            or works in place on its argument.
+            or works in place on its argument; halt returns no such mask or writes to f(z).
         RuntimeError: a kernel asked for by name cannot serve; z0 belongs to torch.func or forward-mode AD.
 
     Examples:
@@ -220,8 +220,8 @@ class Whole:
 
 
 class Compaction(Whole):
-    """Batches of the running samples, or some more. Rows of others hold nothing, which no solver reads, or, where
-    `fills`, their z.
+    """Batches of the running samples, or some more. Rows of others hold nothing, which no solver reads; where it
+    `fills`, the value has their z.
     """
 
     def __init__(self, watch: Watch, fills: bool) -> None:
@@ -239,9 +239,10 @@ class Compaction(Whole):
         self.sample_evaluations += part.batch
         z = state.z.index_select(0, self.rows)
         value = evaluate(f, part.unpack(z), self.rows)
-        rows = state.z.clone() if self.fills else torch.empty_like(state.z)
-        rows.index_copy_(0, self.rows, part.pack_value(value, z))
-        return packing.unpack(rows) if self.fills else value, rows
+        rows = torch.empty_like(state.z).index_copy_(0, self.rows, part.pack_value(value, z))
+        if self.fills:
+            value = part.fill(packing.unpack(state.z), value, self.rows)
+        return value, rows
 
     def _drop(self, packing: Packing, state: State) -> None:
         """Take the rows anew where enough of them are done; finding them waits for the device."""
@@ -269,17 +270,27 @@ class Run:
             if k == 0:
                 self.state.stall_floor = self.packing.stall_floor(value)
             if self.halt is not None:
-                self._end(self.halt(self.packing.unpack(self.state.z), value, k + 1), rows, k)
+                self._end(self._asked(self.halt, value, k + 1), rows, k)
             self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
             if self.state.trace is not None:
                 self.state.trace[k].copy_(self.state.residual)
 
+    def _asked(self, halt: Halt, value: Any, k: int) -> Tensor:
+        """The mask of samples to end, by the rule, which may keep z, a copy of the solver's, but not write to f(z)."""
+        before, status = versions(value), self.state.status
+        ended = halt(self.packing.unpack(self.state.z.clone()), value, k)
+        if versions(value) != before:
+            raise ValueError("halt must not modify its argument value, got a rule that works in place on it")
+        parts = (ended.shape, ended.dtype, ended.device) if isinstance(ended, Tensor) else ()
+        if parts != (status.shape, torch.bool, status.device):
+            got = f"{tuple(ended.shape)} {ended.dtype} on {ended.device}" if parts else repr(ended)
+            wanted = f"({self.packing.batch},) torch.bool on {status.device}"
+            raise ValueError(f"halt must return a mask {wanted}, got {got}")
+        return ended
+
     def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
         """End the running samples of the mask, unless they have converged or are not finite, at the present iterate."""
         state, solver = self.state, self.solver
-        if not isinstance(ended, Tensor) or ended.dtype != torch.bool or ended.shape != state.status.shape:
-            got = f"{tuple(ended.shape)} {ended.dtype}" if isinstance(ended, Tensor) else repr(ended)
-            raise ValueError(f"halt must return a mask ({self.packing.batch},) torch.bool, got {got}")
         measures = residuals(rows - state.z, rows, solver.offset, solver.norm == "max")
         measure = measures[int(solver.stop == "abs")]
         ended = ended & (state.status == Status.MAX_ITER) & torch.isfinite(measures[1]) & ~(measure <= solver.tol)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, Picard, ResidualCell, Status, backends
+from deqfast.compiled import Codes
 from deqfast.testing import assert_close
 
 pytestmark = pytest.mark.skipif(not backends()["cpp"], reason=str(backends()["cpp"]))
@@ -476,3 +478,25 @@ class TestErrors:
         block.solver, block.kernel = Picard(), "torch"
         with pytest.raises(RuntimeError, match="compile=True runs on kernel 'cpp'.+kernel='torch' is 'torch'"):
             block(torch.randn(2, 3))
+
+
+def test_threads_leave_dynamos_settings_as_they_were():
+    """The calls overlap where these settings are the thread's, and wait for each other where they are the process's."""
+    settings, other = torch._dynamo.config, threading.Event()
+    before, seen = (settings.specialize_float, settings.skip_nnmodule_hook_guards), []
+
+    def first():
+        thread = threading.Thread(target=codes.call, args=("second",))
+        thread.start()
+        other.wait(0.2)
+        return thread
+
+    def second():
+        seen.append((settings.specialize_float, settings.skip_nnmodule_hook_guards))
+        other.set()
+
+    codes = Codes(lambda: None)
+    codes._codes = {"first": first, "second": second}
+    codes.call("first").join()
+    assert seen == [(True, False)]
+    assert (settings.specialize_float, settings.skip_nnmodule_hook_guards) == before

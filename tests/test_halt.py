@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from deqfast import Anderson, Broyden, DEQBlock, Groups, LinearCell, Picard, Status, solve
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Groups, LinearCell, Picard, Status, solve
 from deqfast.testing import assert_close
 
 
@@ -73,9 +73,59 @@ def test_groups_end_as_samples():
     assert torch.equal(solution.value[0], solution.value[3]) and not torch.equal(solution.value[0], solution.value[1])
 
 
-@pytest.mark.parametrize("mask", [None, True, torch.tensor([True]), torch.ones(3)])
+def test_a_rule_may_keep_what_it_was_given_and_write_to_none_of_the_solvers_memory():
+    kept, rows, plain = [], torch.arange(3.0), solve(slow, torch.zeros(3, 2), Picard(1e-3, 50))
+
+    def halt(z, value, k):
+        kept.append(z)
+        return torch.zeros(3, dtype=torch.bool)
+
+    def spoiling(z, value, k):
+        z.sub_(value)
+        return torch.zeros(3, dtype=torch.bool)
+
+    for rule in (halt, spoiling):
+        assert torch.equal(solve(slow, torch.zeros(3, 2), Picard(1e-3, 50), halt=rule).value, plain.value)
+    assert torch.equal(kept[1], slow(kept[0])) and not kept[0].any()
+    with pytest.raises(ValueError, match="halt must not modify its argument value"):
+        solve(slow, torch.zeros(3, 2), halt=lambda z, value, k: value.mul_(2).sum(dim=1) > rows)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_rule_sees_the_values_dtype(compact):
+    rates, seen = torch.linspace(0.1, 0.9, 16)[:, None], set()
+
+    def f(z, rows=None):
+        return (rates if rows is None else rates[rows]).double() * torch.cos(z) + 1
+
+    def halt(z, value, k):
+        seen.add((z.dtype, value.dtype, len(value)))
+        return torch.zeros(16, dtype=torch.bool)
+
+    solution = solve(f, torch.zeros(16, 4), Picard(1e-4, 60), halt=halt, compact=compact)
+    assert seen == {(torch.float32, torch.float64, 16)} and solution.converged[:12].all()
+    assert (solution.sample_evaluations < 16 * solution.evaluations) == compact
+
+
+class EmptyRule(list):
+    """A rule that is a container, and empty at first."""
+
+    def __call__(self, z, value, k):
+        self.append(k)
+        return torch.full((len(z),), k == 3)
+
+
+def test_an_empty_container_is_a_rule():
+    block = DEQBlock(FCCell(3, 3), Picard(1e-8, 50), halt=EmptyRule())
+    _, solution = block(torch.randn(4, 3), return_solution=True)
+    assert (solution.status == Status.HALTED).all() and block.halt == [1, 2, 3]
+    with pytest.raises(ValueError, match="halt cannot be used under torch.func"):
+        torch.vmap(DEQBlock(FCCell(3, 3), halt=EmptyRule()))(torch.zeros(2, 1, 3))
+
+
+@pytest.mark.parametrize("mask", [None, True, torch.tensor([True]), torch.ones(3), torch.zeros(3).bool().to("meta")])
 def test_a_bad_mask_is_named(mask):
-    with pytest.raises(ValueError, match=r"halt must return a mask \(3,\) torch.bool, got"):
+    with pytest.raises(ValueError, match=r"halt must return a mask \(3,\) torch.bool on cpu, got"):
         solve(slow, torch.zeros(3, 2), halt=lambda z, value, k: mask)
 
 

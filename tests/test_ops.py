@@ -131,11 +131,13 @@ class TestLinks:
         with pytest.raises(RuntimeError, match="`k` must be one int64 on the CPU"):
             link_of("picard_step", given, count)(5, *case.scalars()[2:])
 
-    @pytest.mark.parametrize("tensors", [None, 3])
+    @pytest.mark.parametrize("tensors", [None, 3, 7])
     def test_a_state_of_another_kind_is_named(self, tensors):
+        """Other bytes, another number of tensors, and a copy, which keeps none."""
         case = self.CASES["picard_step"]
         z, fz = arguments(case, "cpu")[:2]
         state = torch.zeros(64, dtype=torch.uint8) if tensors is None else torch.ops.deqfast.chain_state([z] * tensors)
+        state = state.clone() if tensors == 7 else state
         with pytest.raises(RuntimeError, match="`state` must be what chain_state makes of 7 tensors"):
             torch.ops.deqfast.picard_step_chained(z, fz, state, 5, *case.scalars()[2:])
 

@@ -8,8 +8,10 @@ namespace {
 
 Tensor chain_state(std::vector<Tensor> tensors) {
   constexpr int64_t size = sizeof(ChainState);
+  auto* made = new ChainState{nullptr, std::move(tensors)};
+  made->self = made;
   return torch::stable::from_blob(
-      new ChainState{ChainState::kMark, std::move(tensors)}, {size}, {1},
+      made, {size}, {1},
       torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
       [](void* state) { delete static_cast<ChainState*>(state); });
 }

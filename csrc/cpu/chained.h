@@ -17,14 +17,12 @@ namespace deqfast {
 // What all links of a chain work on. A graph hands it on as one tensor of bytes, since each tensor that it hands to a
 // loop's body or to an op costs about a tenth of a microsecond.
 struct ChainState {
-  static constexpr int64_t kMark = 0x636861696e656421;
-
-  int64_t mark;
+  const ChainState* self;  // tells a state from other bytes, and from a copy, whose tensors nobody keeps
   std::vector<Tensor> tensors;  // of the step, in its order, without those that a link takes itself; k, the count
 
   static ChainState& of(const Tensor& bytes, size_t tensors) {
     auto* state = static_cast<ChainState*>(bytes.mutable_data_ptr());
-    STD_TORCH_CHECK(bytes.numel() == sizeof(ChainState) && state->mark == kMark && state->tensors.size() == tensors,
+    STD_TORCH_CHECK(bytes.numel() == sizeof(ChainState) && state->self == state && state->tensors.size() == tensors,
                     "a link of a chain: `state` must be what chain_state makes of ", tensors, " tensors");
     return *state;
   }

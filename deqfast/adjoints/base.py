@@ -72,6 +72,11 @@ class Problem:
         """Answer whether torch.func or forward-mode AD goes through this forward pass."""
         return in_torch_func() or in_forward_mode()
 
+    def is_asked(self, name: str) -> bool:
+        """Answer whether an option of the forward solve is given; a rule may be a container, and empty."""
+        option = self.forward_options.get(name)
+        return option is not None and option is not False
+
     @property
     def groups(self) -> Groups | None:
         """Samples of several rows, if any."""
@@ -79,7 +84,7 @@ class Problem:
 
     def solve(self) -> Solution:
         """Solution of the forward solve: by the cell's own ``fixed_point``, graphs, compiled code or the loop."""
-        records = any(self.forward_options.get(name) for name in ("trace", "halt", "keep_inverse"))
+        records = any(self.is_asked(name) for name in ("trace", "halt", "keep_inverse"))
         if hasattr(self.cell, "fixed_point") and not records and self.groups is None:
             with torch.no_grad():
                 solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])

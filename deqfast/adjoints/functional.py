@@ -303,7 +303,7 @@ class Refused(Derivative):
 
 def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution]:
     """Value of a block whose tensors belong to transforms, with its derivative, and the Solution."""
-    refused = [name for name in ("compact", "trace", "halt") if problem.forward_options.get(name)]
+    refused = [name for name in ("compact", "trace", "halt") if problem.is_asked(name)]
     refused += ["compile"] * (problem.compiled is not None) + ["cuda_graph"] * (problem.graphs is not None)
     if refused:
         raise ValueError(f"{refused[0]} cannot be used under torch.func or forward-mode AD")
