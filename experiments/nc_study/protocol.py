@@ -155,7 +155,8 @@ def trials() -> Iterator[Options]:
 
 def runs(chosen: Mapping[str, Mapping[str, float]]) -> Iterator[Options]:
     """The options of every run in the protocol's order, all arms of a seed together."""
-    early = [(block, range(min(block.seeds, EARLY_SEEDS))) for block in (PRECISION_CHECK, *PRIMARY, SHOWN_EARLY)]
+    first = (PRECISION_CHECK, *PRIMARY[:-1], SHOWN_EARLY, PRIMARY[-1])
+    early = [(block, range(min(block.seeds, EARLY_SEEDS))) for block in first]
     later = [(block, range(EARLY_SEEDS, block.seeds)) for block in PRIMARY]
     for block, seeds in (*early, *later, *((block, range(block.seeds)) for block in SECONDARY)):
         for seed in seeds:

@@ -54,11 +54,10 @@ def test_any_part_of_the_list_is_fair_to_the_arms(tmp_path):
     )
     assert arms[4:139] == list(ARMS) * 27 and all(one.settings.threads == 1 for one in listed)
     early, late = listed[4:79:5], listed[79:139:5]
-    assert [task.settings.seed for task in early] == [0, 1, 2] * 5 and {one.settings.majority for one in early} == {
-        3,
-        5,
-        7,
-    }
+    assert [task.settings.seed for task in early] == [0, 1, 2] * 5
+    order = ["(3,7) R = 10", "(3,7) R = 100", "(5,5) R = 100", "(7,3) R = 100", "(7,3) R = 10"]
+    assert [task.settings.setting.imbalance for task in early[::3]] == order
+    assert [row[0] for row in table("## Runs")[1:6]] == order
     assert [task.settings.seed for task in late] == [*range(3, 10), 3, 4, 3, 4, 3]
     for task in listed:
         one = task.settings
