@@ -46,6 +46,8 @@ def _cifar10(majority: int | None, ratio: int | None, seeds: int, *rest: Any) ->
 
 
 PRECISION_CHECK = _cifar10(3, 10, 2, PAIR, {"precision": "fp32"})
+PRECISION_POINTS = 2.0
+"""By how much the difference between its arms may differ between the precisions."""
 PRIMARY = (_cifar10(3, 10, 10), _cifar10(3, 100, 5), _cifar10(5, 100, 5), _cifar10(7, 10, 4))
 SHOWN_EARLY = _cifar10(7, 100, 3)
 EARLY_SEEDS = 3
@@ -168,10 +170,15 @@ def _options(setting: Setting, seed: int, arm: str) -> Options:
     return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm)}
 
 
-def follows(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether a run is one of the protocol's main ones: the preset's, but for the values chosen for its arm."""
-    values = chosen.get(experiment.arm) if experiment.study != HEADS else None
-    apart = {name: one for name, one in experiment.departures.items() if name not in TUNED}
-    ours = values is not None and all(getattr(experiment, name) == one for name, one in values.items())
-    ours = ours and experiment.preset == PRESET and experiment.dataset == "cifar10"
-    return ours and apart == {"precision": "bf16"}
+def has_chosen_values(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether a run of a whole network has the protocol's preset and what was chosen for its arm; in other options it
+    may depart from the preset."""
+    values = chosen.get(experiment.arm) if experiment.study != HEADS and experiment.preset == PRESET else None
+    return values is not None and all(getattr(experiment, name) == one for name, one in values.items())
+
+
+def is_main(experiment: Experiment, precision: str = "bf16") -> bool:
+    """Whether a run that has the values chosen for its arm is one of the main ones, elsewhere the preset's, or with
+    fp32 one of their check."""
+    apart = experiment.departures.keys() - {*TUNED, "precision"}
+    return experiment.dataset == "cifar10" and not apart and experiment.precision == precision

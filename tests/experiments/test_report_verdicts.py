@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 import pytest
 from nc_study import protocol
@@ -21,6 +21,7 @@ from nc_study.reporting.verdicts import (
     estimate,
     holm,
     judge,
+    precision_check,
     verdicts,
 )
 from scipy import stats
@@ -115,9 +116,36 @@ def test_the_conclusions_are_the_protocols():
 
 
 def test_no_verdict_before_the_last_primary_run(primary):
-    found, said = primary(lambda seed, arm: 2.0, without=1)
+    """Estimates are of the settings that have two seeds of every arm; where none has, there is a first look."""
+    found, said = primary(lambda seed, arm: 2 + seed / 5, without=1)
     assert set(found.values()) == {"not yet: 39 of 40 runs"}
-    assert said[0].startswith("No verdict yet: 39 of the 40 runs") and "overall accuracy +2.00" in said[1]
+    assert said[0].startswith("No verdict yet: 39 of the 40 runs")
+    assert said[0].endswith("(3,7) R = 100; (5,5) R = 100; (7,3) R = 10.")
+    # Three settings, each with the differences 2.0 and 2.2: standard error 0.058, three degrees of freedom, t = 3.182.
+    assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[1] and len(said) == 4
+
+
+def test_a_first_look_before_any_setting_is_ready(primary):
+    _, said = primary(lambda seed, arm: 2.0, without=31)
+    assert said[0].startswith("No verdict yet: 9 of the 40 runs") and "overall accuracy +2.00" in said[1]
+
+
+@pytest.mark.parametrize(("moved", "judged"), [(2.0, "2.00 is allowed"), (-2.5, "2.50 is not allowed: all runs are")])
+def test_the_check_of_the_precision(made_up, monkeypatch, moved, judged):
+    """Arms with rates of their own are compared; half of the check says nothing."""
+    rates = {"explicit": 0.03, "deq-implicit": 0.3}
+    monkeypatch.setattr(protocol, "tuned", lambda: {arm: {"lr": lr} for arm, lr in rates.items()})
+    options = {"preset": "study", "epochs": 30}
+    for precision, seed, (arm, lr) in product(("bf16", "fp32"), range(2), rates.items()):
+        given = {**options, **arm_options(arm), "lr": lr, "seed": seed, "precision": precision}
+        shift = 1.0 + moved * (precision == "fp32") + seed
+        path = made_up(f"{arm}{seed}{precision}", shift, **given)
+    groups = collect([path.parent]).groups
+    assert precision_check(groups) == pytest.approx({"bf16": 1.5, "fp32": 1.5 + moved})
+    assert judged in findings(groups)[-1]
+    (path / "result.json").unlink()
+    groups = collect([path.parent]).groups
+    assert precision_check(groups) == {} and not any("Check of" in one for one in findings(groups))
 
 
 def test_noise_is_inconclusive(primary):

@@ -44,13 +44,18 @@ class Rejected:
 
 @dataclass
 class Group:
-    """Runs of one experiment, by seed of each setting and arm; `experiment` is that of one of them. `protocol`: they
-    are main runs of experiments/protocol.md. `trunk`: they are heads alone, on the trunk of the run of this name."""
+    """Runs of one experiment, by seed of each setting and arm; `experiment` is that of one of them. `tuned`: each has
+    what the trials chose for its arm. `trunk`: they are heads alone, on the trunk of the run of this name."""
 
     experiment: Experiment
-    protocol: bool
+    tuned: bool
     trunk: str | None = None
     runs: dict[tuple[Setting, str], dict[int, Run]] = field(default_factory=dict)
+
+    @property
+    def protocol(self) -> bool:
+        """Whether they are main runs of experiments/protocol.md."""
+        return self.tuned and protocol.is_main(self.experiment)
 
     @property
     def name(self) -> str:
@@ -59,7 +64,7 @@ class Group:
         if self.trunk:
             return f"heads alone on the frozen trunk of {self.trunk}"
         parts = [f"{one.preset} preset on {one.dataset}", one.solver]
-        hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.protocol else ())}
+        hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.tuned else ())}
         apart = ((name, value) for name, value in one.departures.items() if name not in hidden)
         return ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
 
@@ -104,11 +109,11 @@ class Group:
         return found
 
 
-def identity(run: Run, main: bool) -> tuple[Any, ...]:
-    """Return all that two runs must share to be averaged or compared; the main runs of the protocol, and heads, have
-    rate, weight decay and scale of their arm."""
-    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if main or run.trunk else ())}
-    return main, run.trunk, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
+def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
+    """Return all that two runs must share to be averaged or compared; those that have what the trials chose for their
+    arm, and heads, have rate, weight decay and scale of their own."""
+    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned or run.trunk else ())}
+    return tuned, run.trunk, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
 
 
 @dataclass(frozen=True)
@@ -142,11 +147,11 @@ def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
     groups: dict[tuple[Any, ...], Group] = {}
     duplicates = []
     chosen: dict[str, dict[str, float]] = {}
-    with suppress(StudyError):  # before the trials no run is one of the protocol's
+    with suppress(StudyError):  # before the trials nothing is chosen
         chosen = protocol.tuned()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
-        result, main = run.result, protocol.follows(run.result.settings, chosen)
-        group = groups.setdefault(identity(run, main), Group(result.settings, main, run.trunk))
+        result, tuned = run.result, protocol.has_chosen_values(run.result.settings, chosen)
+        group = groups.setdefault(identity(run, tuned), Group(result.settings, tuned, run.trunk))
         seeds = group.runs.setdefault((result.setting, result.arm), {})
         counted = seeds.setdefault(result.settings.seed, run)
         if counted is not run:

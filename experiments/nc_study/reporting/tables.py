@@ -10,10 +10,10 @@ from statistics import fmean
 from ..config import Setting
 from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
-from ..protocol import CLAIMS, GRID, TUNED, Tuning
+from ..protocol import CLAIMS, GRID, PRECISION_CHECK, PRECISION_POINTS, TUNED, Tuning
 from ..record import CENTRED, COLLAPSE, GROUPS, Number, Spread
 from .runs import Group, Run
-from .verdicts import conclusions, estimate, progress, verdicts
+from .verdicts import conclusions, estimate, precision_check, progress, ready, verdicts
 
 QUANTITIES = {name: name for name in GROUPS} | {
     "nc1": "NC1",
@@ -49,16 +49,39 @@ EVIDENCE = (
 
 def findings(groups: Sequence[Group]) -> list[str]:
     """Say what was found: by the protocol's verdicts, and before there are any, how far its runs are and what the
-    other runs give."""
+    finished ones give; then what the check of the precision came to."""
     main = next((group for group in groups if group.protocol), None)
     done, needed = progress(main)
-    if main and done == needed:
-        rows = {str(row[""]): row for row in verdict_rows(main)}
+    rows = {str(row[""]): row for row in verdict_rows(main)} if main else {}
+    if done == needed:
         shown = {name: f"{row['difference']} ({row['verdict']})" for name, row in rows.items()}
         said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
-        return [*said, *(sentence.format(**shown) for sentence in EVIDENCE)]
-    said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
-    return said + [sentence for group in groups[:1] if (sentence := _first_look(group))]
+        said += [sentence.format(**shown) for sentence in EVIDENCE]
+    else:
+        said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
+        if main and (settings := [block.setting.imbalance for block in ready(main)]):
+            said[0] += f" Estimates, with 95 % intervals, from the settings that are far enough: {'; '.join(settings)}."
+            said += [
+                sentence.format(**{name: row["difference"] for name, row in rows.items()}) for sentence in EVIDENCE
+            ]
+        else:
+            said += [sentence for group in groups[:1] if (sentence := _first_look(group))]
+    return said + _precision(groups)
+
+
+def _precision(groups: Sequence[Group]) -> list[str]:
+    """Say what the check of the precision came to, once it is over."""
+    found = precision_check(groups)
+    if not found:
+        return []
+    apart = abs(found["bf16"] - found["fp32"])
+    judged = "is allowed" if apart <= PRECISION_POINTS else "is not allowed: all runs are to be made in float32"
+    return [
+        f"Check of the precision, {PRECISION_CHECK.setting.imbalance}, {PRECISION_CHECK.seeds} seeds: overall, the DEQ "
+        f"with the implicit gradient less the explicit network is {found['bf16']:+.2f} points in bfloat16 and "
+        f"{found['fp32']:+.2f} in float32; by the protocol a difference of {apart:.2f} {judged} "
+        f"(at most {PRECISION_POINTS:g})."
+    ]
 
 
 def _first_look(group: Group) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from ..protocol import PRIMARY, Claim
+from ..protocol import PRECISION_CHECK, PRIMARY, Block, Claim, is_main
 from ..record import GROUPS
 from .runs import Group
 
@@ -80,15 +80,20 @@ def judge(expected: str, found: Estimate, band: float, p_different: float, p_equ
     return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
-def differences(group: Group, claim: Claim) -> list[list[float]]:
-    """The paired differences of each primary setting, arm less control, of the seeds that both have finished."""
+def ready(group: Group) -> list[Block]:
+    """The primary settings of which every arm has two seeds or more: enough for an estimate."""
+    return [block for block in PRIMARY if all(len(group.networks(block.setting, arm)) > 1 for arm in block.arms)]
+
+
+def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[list[float]]:
+    """The paired differences of each setting, arm less control, of the seeds that both have finished."""
     return [
         [
             one
             for seed, one in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
             if seed < block.seeds
         ]
-        for block in PRIMARY
+        for block in blocks
     ]
 
 
@@ -104,12 +109,28 @@ def progress(group: Group | None) -> tuple[int, int]:
     return done, sum(block.seeds * len(block.arms) for block in PRIMARY)
 
 
+def precision_check(groups: Sequence[Group]) -> dict[str, float]:
+    """By how many points of overall accuracy the arm of the check of the precision is ahead of its control, on average
+    over its seeds, in each precision; empty before all of its runs and the main ones beside them are finished."""
+    block, found = PRECISION_CHECK, {}
+    control, arm = block.arms
+    for precision in ("bf16", "fp32"):
+        group = next((one for one in groups if one.tuned and is_main(one.experiment, precision)), None)
+        apart = group.differences(block.setting, arm, control, "overall") if group else {}
+        if not apart.keys() >= set(range(block.seeds)):
+            return {}
+        found[precision] = statistics.fmean(apart[seed] for seed in range(block.seeds))
+    return found
+
+
 def verdicts(group: Group, claims: Sequence[Claim]) -> list[tuple[str, Estimate | None]]:
-    """The verdict on each claim and the estimate behind it. None is given before every primary run has a result;
-    a claim whose quantity is not defined in some seed rests on the others, if each setting keeps two."""
-    measured = [differences(group, claim) for claim in claims]
-    estimates = [estimate(kept) if (kept := [one for one in found if len(one) > 1]) else None for found in measured]
+    """The verdict on each claim and the estimate behind it. None is given before every primary run has a result: until
+    then estimates are of the settings that are ready. A claim whose quantity is not defined in some seed rests on the
+    others, if each setting keeps two."""
     done, needed = progress(group)
+    blocks = PRIMARY if done == needed else ready(group)
+    measured = [differences(group, claim, blocks) for claim in claims]
+    estimates = [estimate(kept) if (kept := [one for one in found if len(one) > 1]) else None for found in measured]
     if done < needed:
         return [(f"not yet: {done} of {needed} runs", found) for found in estimates]
     bands = [BANDS[claim.quantity] for claim in claims]
