@@ -113,8 +113,10 @@ def build(settings: Settings) -> ResNet18:
             return Once(cell)
         solver = SOLVERS[settings.solver](tol=settings.tol, max_iter=settings.max_iter)
         adjoint = deqfast.Implicit(solver) if settings.adjoint == "implicit" else settings.adjoint
-        # How solves end is counted and recorded: no warnings.
-        return deqfast.DEQBlock(cell, solver=solver, adjoint=adjoint, kernel=settings.kernel, warn=False)
+        # On a GPU, finding the samples that still run would wait for the device. How solves end is counted and
+        # recorded: no warnings.
+        compact = settings.device == "cpu" and settings.adjoint != "unrolled"
+        return deqfast.DEQBlock(cell, solver, adjoint, settings.kernel, compact=compact, warn=False)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
