@@ -54,26 +54,25 @@ def png(figure: Figure) -> bytes:
 
 
 def study_figure(rows: Mapping[str, Mapping[str, Sequence[Curves]]]) -> Figure:
-    """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), NC2 and NC3 (centred, where that was
-    logged) against epoch, from the curves of each seed of each arm. With more than one seed a line is their mean, and
-    the band their range."""
-    figure = plt.figure(figsize=(12.5, 3.2 * len(rows)), layout="constrained")
+    """Draw a row of four panels for each heading: test accuracy, NC1 (log scale), centred NC2 and NC3 against epoch,
+    from the curves of each seed of each arm. With more than one seed a line is their mean, and the band their range."""
+    labels = ("NC1", "NC2 centred", "NC3 centred")
+    figure = plt.figure(figsize=(12.5, 3.4 * len(rows)), layout="constrained")
     parts = figure.subfigures(len(rows), 1, hspace=0.04, squeeze=False)[:, 0]
     for part, (heading, curves) in zip(parts, rows.items(), strict=True):
         part.suptitle(heading)
         accuracy, *others = part.subplots(1, 4)
-        logged = all("nc2_centered" in seed for seeds in curves.values() for seed in seeds)  # of former runs it was not
-        metrics, mark = (CENTRED, " centred") if logged else (("nc2", "nc3"), "")
-        labels = ("NC1", f"NC2{mark}", f"NC3{mark}")
         for arm, seeds in curves.items():
             for group, dash in DASHES.items():
                 label = ARMS[arm][0] if group == "overall" else None
                 _plot_seeds(accuracy, arm, seeds, group, linestyle=dash, label=label)
-            for axis, name, label in zip(others, ("nc1", *metrics), labels, strict=True):
+            for axis, name, label in zip(others, ("nc1", *CENTRED), labels, strict=True):
                 _plot_seeds(axis, arm, seeds, name)
                 axis.set_ylabel(label)
         accuracy.set_ylabel("test accuracy (%)\n- - majority,  ··· minority")
-        accuracy.legend(fontsize="small")
+        part.legend(
+            *accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=len(curves), fontsize="small"
+        )
         others[0].set_yscale("log")
         for axis in part.axes:
             axis.set_xlabel("epoch")

@@ -3,6 +3,7 @@ table and figure, and every claim that the layer-peeled problems can judge."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from .config import BOTH, Experiment, Setting, StudyError, flag_of, preset_values
@@ -81,8 +82,8 @@ def on_cifar(setting: Setting) -> Setting:
     return replace(setting, dataset="cifar10" if setting.classes == 10 else "cifar100")
 
 
-def differences(experiment: Experiment) -> list[str]:
-    """What makes a run another experiment than the paper's; empty if nothing."""
+def differences(experiment: Experiment, without: Collection[str] = ()) -> list[str]:
+    """What makes a run another experiment than the paper's, but for the options named; empty if nothing."""
     found = []
     if experiment.dataset.startswith("shapes"):
         found.append(f"{experiment.dataset}, not CIFAR")
@@ -90,7 +91,7 @@ def differences(experiment: Experiment) -> list[str]:
     # The bounds are the paper's; how it kept them it does not say.
     wanted |= {name: 0.01 for name in ("e_w", "e_h") if getattr(experiment, name) is not None}
     for name, value in {**wanted, **preset_values("paper", experiment.classes)}.items():
-        if name != "metrics_every" and getattr(experiment, name) != value:
+        if name not in ("metrics_every", *without) and getattr(experiment, name) != value:
             found.append(f"{flag_of(name)[2:]} {getattr(experiment, name)} instead of {value}")
     return found
 

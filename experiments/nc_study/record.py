@@ -204,19 +204,3 @@ def read_record(kind: type[T], path: Path) -> T:
         return from_json(kind, content)
     except (OSError, ValueError) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error
-
-
-def read_results(path: Path) -> list[RunResult]:
-    """The result in a file; of format 4, whose runs trained two networks, one for each."""
-    try:
-        content = from_json(dict[str, Any], path.read_bytes())
-        if content.get("format") != 4:
-            return [read_record(RunResult, path)]
-        found = []
-        for model, network in content.pop("networks").items():
-            settings = msgspec.convert({**content["settings"], "model": model}, Experiment)
-            told = {"format": FORMAT, "arm": settings.arm, "settings": settings, "network": network}
-            found.append(msgspec.convert({**content, **told}, RunResult))
-        return found
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error})") from error

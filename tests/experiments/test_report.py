@@ -16,6 +16,7 @@ from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import write
 from nc_study.reporting.runs import collect
+from nc_study.reporting.verdicts import progress
 from study_helpers import EXPERIMENTS, made_up_trials, python, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
@@ -102,22 +103,22 @@ def test_tables_escape_what_they_hold_and_align_numbers():
     assert NASTY in text_of(to_html("title", text, EXPERIMENTS)), "HTML shows what was written"
 
 
-def test_the_documentation_quotes_the_committed_results():
-    (group,) = collect([EXPERIMENTS / "results" / "cifar10-quick"]).groups
-    rows = {tuple(row.values())[:2]: row for row in tables.result_rows(group)}
-    quoted = table(STUDY_PAGE.read_text(), "A reduced study")
-    assert len(quoted) == 12
-    for row in quoted:
-        assert {name: rows[tuple(row.values())[:2]][name] for name in row} == row
+def test_the_documentation_says_what_the_committed_results_do():
+    groups = collect([EXPERIMENTS / "results" / "protocol"]).groups
+    _, said, _ = re.split("<!-- (?:end of )?findings -->", STUDY_PAGE.read_text())
+    quoted = " ".join(said.replace("\\", "").split()).removeprefix("- ").split(" - ")
+    assert quoted == tables.findings(groups)
+    done, needed = progress(groups[0])
+    assert f"{done} of the {needed} runs that count are finished" in (EXPERIMENTS.parent / "README.md").read_text()
 
 
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(EXPERIMENTS.parent)
     monkeypatch.setattr("nc_study.figures.features_figure", lambda *_: "a t-SNE takes seconds")
     monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
-    assert run_script("report.py", "experiments/results/cifar10-quick", "--out", str(tmp_path)) == 0
+    assert run_script("report.py", "experiments/results/protocol", "--out", str(tmp_path)) == 0
     printed = capsys.readouterr().out
-    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "10 finished runs" in printed
+    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "main runs of the protocol" in printed
     committed = EXPERIMENTS / "results" / "report"
     assert (tmp_path / "report.md").read_text() == (committed / "report.md").read_text()
     names = {path.name for path in (committed / "figures").iterdir()}

@@ -27,8 +27,8 @@ COMPARISON = (
     "centred), and minority means of 0 beside a simplex of the majority."
 )
 COURSE = (
-    "Test accuracy (dashed: majority, dotted: minority), and NC1 (logarithmic), NC2 and NC3 of the training images, "
-    "against epoch. With more than one seed a line is their mean, and the band their range."
+    "Test accuracy (dashed: majority, dotted: minority), and NC1 (logarithmic), centred NC2 and NC3 of the training "
+    "images, against epoch. With more than one seed a line is their mean, and the band their range."
 )
 FEATURES = (
     "Features of the first training images of every class, seed {seed}. Above: t-SNE (perplexity "
@@ -118,17 +118,15 @@ def _features(group: Group, setting: Setting) -> Iterator[Picture]:
         return
     seed, classes = min(left), group.experiment.classes
     name, title = f"{setting.slug}-features", f"Features, {setting.imbalance}, as in figure 2 of the paper"
-    features = {arm: read_features(path, arm) for arm, path in left[seed].items()}
+    features = {arm: read_features(path) for arm, path in left[seed].items()}
     figure = figures.features_figure(features, classes, setting.majority_classes, _heading(group, setting))
     yield Picture(name, title, FEATURES.format(seed=seed), figure)
 
 
-def read_features(path: Path, arm: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read an arm's features (N, D) and labels (N,), sorted by class, without the rows that are not finite. Runs of
-    two networks named them after these."""
+def read_features(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Read an arm's features (N, D) and labels (N,), sorted by class, without the rows that are not finite."""
     arrays = read_arrays(path)
-    prefix = "" if "features" in arrays else f"{arm.partition('-')[0]}/"
-    features, labels = arrays[f"{prefix}features"], arrays[f"{prefix}labels"]
+    features, labels = arrays["features"], arrays["labels"]
     kept = np.isfinite(features).all(1)
     order = np.argsort(labels[kept], kind="stable")
     return features[kept][order].astype(np.float32), labels[kept][order]

@@ -26,8 +26,7 @@ def show(runs: list[Path], out: Path) -> int:
         print(f"{entry.state}: {entry.folder} ({entry.reason})")
     print(*tables.findings(found.groups), sep="\n", end="\n\n")
     for group in found.groups:
-        judged = tables.verdict_rows(group) if group.protocol else []
-        lines = (f"  {row['']} {row['verdict']:22} {row['claim']}" for row in judged)
+        lines = (f"  {row['']} {row['verdict']:22} {row['claim']}" for row in tables.verdict_rows(group))
         print(f"{group.name}, {len(group.finished)} finished runs", *lines, sep="\n", end="\n\n")
     print(f"report:   {page}\nmarkdown: {out / 'report.md'}\nfigures:  {out / 'figures'}")
     return 0
@@ -37,6 +36,7 @@ def write(found: Collection, out: Path) -> Path:
     """Write report.md, report.html and figures/ into `out`; return the page's path. StudyError where nothing can be
     written."""
     prepare_out(out / "figures")
+    explained: set[str] = set()
     text = render(
         TEMPLATES / "report.md",
         title=TITLE,
@@ -44,13 +44,13 @@ def write(found: Collection, out: Path) -> Path:
         groups=[
             {
                 "group": group,
-                "verdicts": tables.verdict_rows(group) if group.protocol else [],
+                "verdicts": tables.verdict_rows(group),
                 "chosen": tables.chosen_rows(tuning()) if group.protocol else [],
                 "unfinished": tables.unfinished(group) if group.trunk else [],
                 "differences": tables.difference_rows(group),
                 "results": tables.result_rows(group),
                 "missing": tables.missing(group),
-                "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-")),
+                "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
             }
             for number, group in enumerate(found.groups, 1)
         ],
@@ -64,9 +64,12 @@ def write(found: Collection, out: Path) -> Path:
     return out / "report.html"
 
 
-def _draw(group: Group, out: Path, prefix: str) -> Iterator[dict[str, str]]:
-    """Write a group's figures under names that begin with the prefix; what the template shows of each."""
+def _draw(group: Group, out: Path, prefix: str, explained: set[str]) -> Iterator[dict[str, str]]:
+    """Write a group's figures under names that begin with the prefix; what the template shows of each, with those
+    captions that are not explained yet."""
     for picture in pictures(group):
         path = f"figures/{prefix}{picture.name}.png"
         write_atomically(out / path, png(picture.figure))
-        yield {"title": picture.title, "caption": picture.caption, "path": path}
+        caption = "As above." if picture.caption in explained else picture.caption
+        explained.add(picture.caption)
+        yield {"title": picture.title, "caption": caption, "path": path}

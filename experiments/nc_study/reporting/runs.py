@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import paper, protocol
 from ..config import Experiment, Setting, StudyError, flag_of
-from ..record import NetworkResult, RunResult, read_results
+from ..record import NetworkResult, RunResult
 from ..rundir import RunDirectory
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
@@ -59,14 +59,18 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The preset, the data, the solver, and every option in which it departs from the preset."""
+        """The part of the protocol, the preset, the data, the solver, and every option in which it departs from the
+        preset."""
         one = self.experiment
         if self.trunk:
             return f"heads alone on the frozen trunk of {self.trunk}"
         parts = [f"{one.preset} preset on {one.dataset}", one.solver]
         hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.tuned else ())}
         apart = ((name, value) for name, value in one.departures.items() if name not in hidden)
-        return ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
+        named = ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
+        if self.tuned and protocol.is_main(one, "fp32"):
+            return f"check of the precision, {named}, fp32"
+        return f"main runs of the protocol, {named}" if self.protocol else named
 
     @property
     def drawn(self) -> bool:
@@ -76,7 +80,9 @@ class Group:
     @property
     def not_the_papers(self) -> list[str]:
         """Ways in which these runs are not the paper's experiment."""
-        return paper.differences(self.experiment)
+        if not (self.tuned or self.trunk):
+            return paper.differences(self.experiment)
+        return [*paper.differences(self.experiment, protocol.TUNED), "rate, weight decay and gain chosen by trials"]
 
     @property
     def settings(self) -> list[Setting]:
@@ -133,7 +139,7 @@ def collect(roots: Sequence[Path]) -> Collection:
         folder = RunDirectory(path)
         try:
             if folder.finished:
-                finished += [Run(path, result) for result in read_results(folder.path / "result.json")]
+                finished.append(Run(path, folder.result))
             elif begun := folder.begun:
                 rejected.append(Rejected(path, "unfinished", f"{len(folder.epochs)} of {begun.epochs} epochs"))
         except StudyError as error:

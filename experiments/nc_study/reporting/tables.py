@@ -27,8 +27,10 @@ NOTHING = "–"
 
 
 def verdict_rows(group: Group) -> list[Row]:
-    """Judge every claim of the protocol, with the numbers that a verdict rests on."""
+    """Judge every claim of the protocol, with the numbers that a verdict rests on; nothing before there are any."""
     rows: list[Row] = []
+    if not (group.protocol and ready(group)):
+        return rows
     for claim, (verdict, found) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True):
         text = f"{ARMS[claim.arm][0]} against {ARMS[claim.control][0]}: {QUANTITIES[claim.quantity]} {claim.expected}"
         shown = shown_difference(claim.quantity, found.mean, found.interval) if found else NOTHING
@@ -59,8 +61,9 @@ def findings(groups: Sequence[Group]) -> list[str]:
         said += [sentence.format(**shown) for sentence in EVIDENCE]
     else:
         said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
-        if main and (settings := [block.setting.imbalance for block in ready(main)]):
-            said[0] += f" Estimates, with 95 % intervals, from the settings that are far enough: {'; '.join(settings)}."
+        if main and rows:
+            settings = "; ".join(block.setting.imbalance for block in ready(main))
+            said[0] += f" Estimates, with 95 % intervals, from the settings that are far enough: {settings}."
             said += [
                 sentence.format(**{name: row["difference"] for name, row in rows.items()}) for sentence in EVIDENCE
             ]
@@ -92,13 +95,13 @@ def _first_look(group: Group) -> str:
         if arm != "explicit"
     }
     setting, arm = max(pairs, key=lambda key: pairs[key], default=(None, ""))
-    if setting is None or not pairs[setting, arm]:
+    if setting is None or not (count := pairs[setting, arm]):
         return ""
     row = _difference(group, setting, arm)
     return (
         f"An estimate, no verdict ({group.name}): {row['arm']}, less the explicit network, at "
-        f"{setting.imbalance}, paired by seed, {pairs[setting, arm]} pairs: overall accuracy {row['overall']} points, "
-        f"centred NC2 {row['NC2 centred']}, centred NC3 {row['NC3 centred']}."
+        f"{setting.imbalance}, paired by seed, {count} pair{'s'[: count - 1]}: "
+        f"overall accuracy {row['overall']} points, centred NC2 {row['NC2 centred']}, centred NC3 {row['NC3 centred']}."
     )
 
 
