@@ -25,6 +25,7 @@ from nc_study.reporting.verdicts import (
     verdicts,
 )
 from scipy import stats
+from study_helpers import SOLVER
 
 ONE, OTHER = [0.4, 1.1, -0.3, 2.0], [1.2, 0.1, 0.9]
 
@@ -94,10 +95,13 @@ def test_verdicts_of_all_primary_runs(primary):
         **{"N2": EQUAL, "N5": SUPPORTED},
     }
     # Four settings, each with the differences 2.0 and 2.2: standard error 0.05, four degrees of freedom, t = 2.776.
-    assert said[0] == "The equilibrium makes long-tailed classification better." and len(said) == 5
+    assert said[0] == "The equilibrium makes long-tailed classification better." and len(said) == 7
     assert "in points: +2.10 [+1.96, +2.24] (supported) against the explicit network, +2.10" in said[2]
     assert "centred NC2: -0.210 [-0.224, -0.196] (supported), -0.210" in said[3] and "NC1 ×1.00" in said[3]
     assert "is +1.10 [+0.96, +1.24] (supported) against the explicit network and -1.00" in said[4]
+    assert said[6].startswith(
+        "DEQ, implicit is no equilibrium: in the last epoch 90 % of the samples reach the tolerance"
+    )
 
 
 def test_the_conclusions_are_the_protocols():
@@ -122,7 +126,7 @@ def test_no_verdict_before_the_last_primary_run(primary):
     assert said[0].startswith("No verdict yet: 39 of the 40 runs")
     assert said[0].endswith("(3,7) R = 100; (5,5) R = 100; (7,3) R = 10.")
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.058, three degrees of freedom, t = 3.182.
-    assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[1] and len(said) == 4
+    assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[1] and len(said) == 6
 
 
 def test_a_first_look_before_any_setting_is_ready(primary):
@@ -146,6 +150,12 @@ def test_the_check_of_the_precision(made_up, monkeypatch, moved, judged):
     (path / "result.json").unlink()
     groups = collect([path.parent]).groups
     assert precision_check(groups) == {} and not any("Check of" in one for one in findings(groups))
+
+
+def test_arms_whose_samples_reach_the_tolerance_are_not_named(primary, monkeypatch):
+    monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.95))
+    _, said = primary(lambda seed, arm: 2.0)
+    assert len(said) == 5 and not any("no equilibrium" in one for one in said)
 
 
 def test_noise_is_inconclusive(primary):

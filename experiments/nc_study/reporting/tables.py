@@ -21,6 +21,7 @@ QUANTITIES = {name: name for name in GROUPS} | {
     "nc3_centered": "NC3 centred",
 }
 TERMINAL = 99.9  # percent of the training images
+SOLVED = 0.95  # of the samples: with fewer an arm is no equilibrium
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
 NOTHING = "–"
@@ -51,7 +52,7 @@ EVIDENCE = (
 
 def findings(groups: Sequence[Group]) -> list[str]:
     """Say what was found: by the protocol's verdicts, and before there are any, how far its runs are and what the
-    finished ones give; then what the check of the precision came to."""
+    finished ones give; then which arms are no equilibria, and what the check of the precision came to."""
     main = next((group for group in groups if group.protocol), None)
     done, needed = progress(main)
     rows = {str(row[""]): row for row in verdict_rows(main)} if main else {}
@@ -69,7 +70,22 @@ def findings(groups: Sequence[Group]) -> list[str]:
             ]
         else:
             said += [sentence for group in groups[:1] if (sentence := _first_look(group))]
-    return said + _precision(groups)
+    return said + (_unsolved(main) if main else []) + _precision(groups)
+
+
+def _unsolved(group: Group) -> list[str]:
+    """Name the arms too few of whose samples reach the tolerance at the end of training, on average over the runs."""
+    said = []
+    for arm in ARMS:
+        networks = [one for setting in group.settings for one in group.networks(setting, arm).values() if one.solver]
+        shares = [one.curves["converged"][-1] or 0 for one in networks]
+        if shares and fmean(shares) < SOLVED:
+            said.append(
+                f"{ARMS[arm][0]} is no equilibrium: in the last epoch {100 * fmean(shares):.0f} % of the samples reach "
+                f"the tolerance, {100 * min(shares):.0f} % in the worst of {len(shares)} runs; the others end at "
+                f"{group.experiment.max_iter} evaluations, and count."
+            )
+    return said
 
 
 def _precision(groups: Sequence[Group]) -> list[str]:
