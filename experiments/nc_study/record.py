@@ -16,6 +16,8 @@ from .config import Experiment, Setting, StudyError
 FORMAT = 5  # rises when what a run writes changes a name or a meaning
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
+LATE = {name: f"{name}, last epochs" for name in GROUPS}
+"""The names of the accuracies' means over the last epochs."""
 COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
 CENTRED = ("nc2_centered", "nc3_centered")
 SOLVER_MEANS = ("iterations", "residual", "converged")
@@ -127,7 +129,10 @@ class NetworkResult:
 
     def quantity(self, name: str) -> Number:
         """What a claim is about, after the last epoch: an accuracy by the name of its group, or a metric of neural
-        collapse."""
+        collapse; or an accuracy's mean over the last epochs."""
+        if name in LATE.values():
+            spread = getattr(self.accuracy, name.partition(",")[0])
+            return spread.mean if spread else None
         return self.curves[name][-1] if name in GROUPS else self.nc[name]
 
 

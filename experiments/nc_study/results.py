@@ -21,6 +21,9 @@ from . import distributed, record
 from .config import Settings
 from .paper import PAPER, differences, on_cifar
 
+COMMIT = commit(Path(__file__).parent)
+"""The code that this process runs, as it was when it began."""
+
 
 def run_result(
     settings: Settings, kernel: record.KernelChoice, counts: tuple[int, ...], network: record.NetworkResult
@@ -48,7 +51,7 @@ def provenance(threads: int, device: str, processes: int = 1) -> dict[str, Any]:
     return {
         "machine": record.Machine(cpu=processor(), cores=os.cpu_count(), threads=threads, gpu=gpu, processes=processes),
         "versions": versions,
-        "commit": commit(Path(__file__).parent),
+        "commit": COMMIT,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -23,7 +23,7 @@ from .models import ResNet18, build, project
 from .record import AVERAGED, GROUPS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
-EVALUATION_BATCH = 250  # on a CPU, 1000 take the explicit network a third longer an image
+EVALUATION_BATCH = 250  # on a CPU, with 1000 the explicit network takes a third longer per image
 WARM_UP = 0.05
 PACE_STEPS = 3
 DIVERGED = "the loss is no longer finite"

@@ -22,6 +22,7 @@ from nc_study.reporting.verdicts import (
     holm,
     judge,
     precision_check,
+    ready,
     verdicts,
 )
 from scipy import stats
@@ -73,6 +74,8 @@ def primary(made_up, monkeypatch):
     for module in (protocol, "nc_study.reporting.verdicts"):
         name = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{name}.PRIMARY", blocks)
+    monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: {"bf16": 1.0, "fp32": 1.5})
+    monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.95))
     names = count()
 
     def write(gain, without=0):
@@ -95,13 +98,11 @@ def test_verdicts_of_all_primary_runs(primary):
         **{"N2": EQUAL, "N5": SUPPORTED},
     }
     # Four settings, each with the differences 2.0 and 2.2: standard error 0.05, four degrees of freedom, t = 2.776.
-    assert said[0] == "The equilibrium makes long-tailed classification better." and len(said) == 7
+    assert said[0] == "The equilibrium makes long-tailed classification better." and len(said) == 6
     assert "in points: +2.10 [+1.96, +2.24] (supported) against the explicit network, +2.10" in said[2]
     assert "centred NC2: -0.210 [-0.224, -0.196] (supported), -0.210" in said[3] and "NC1 ×1.00" in said[3]
     assert "is +1.10 [+0.96, +1.24] (supported) against the explicit network and -1.00" in said[4]
-    assert said[6].startswith(
-        "DEQ, implicit is no equilibrium: in the last epoch 90 % of the samples reach the tolerance"
-    )
+    assert said[5].startswith("Check of the precision") and "0.50 is allowed" in said[5]
 
 
 def test_the_conclusions_are_the_protocols():
@@ -126,7 +127,20 @@ def test_no_verdict_before_the_last_primary_run(primary):
     assert said[0].startswith("No verdict yet: 39 of the 40 runs")
     assert said[0].endswith("(3,7) R = 100; (5,5) R = 100; (7,3) R = 10.")
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.058, three degrees of freedom, t = 3.182.
-    assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[1] and len(said) == 6
+    assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[1] and len(said) == 5
+
+
+def test_a_setting_is_ready_when_the_arms_share_two_seeds(made_up, monkeypatch):
+    monkeypatch.setattr(protocol, "tuned", lambda: {arm: {"lr": 0.3} for arm in protocol.ARMS})
+    options = {"preset": "study", "epochs": 30, "lr": 0.3, "precision": "bf16"}
+    for arm, seed in product(protocol.ARMS, range(3)):
+        if (arm, seed) != ("deq-jfb", 0):
+            path = made_up(f"{arm}{seed}", seed=seed, **{**options, **arm_options(arm)})
+    (group,) = collect([path.parent]).groups
+    assert ready(group) == [PRIMARY[0]]
+    (path.parent / "once1" / "result.json").unlink()
+    (group,) = collect([path.parent]).groups
+    assert ready(group) == [], "they share seed 2 alone"
 
 
 def test_a_first_look_before_any_setting_is_ready(primary):
@@ -152,10 +166,18 @@ def test_the_check_of_the_precision(made_up, monkeypatch, moved, judged):
     assert precision_check(groups) == {} and not any("Check of" in one for one in findings(groups))
 
 
-def test_arms_whose_samples_reach_the_tolerance_are_not_named(primary, monkeypatch):
-    monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.95))
-    _, said = primary(lambda seed, arm: 2.0)
-    assert len(said) == 5 and not any("no equilibrium" in one for one in said)
+def test_no_conclusion_where_the_implicit_gradient_is_not_at_a_fixed_point(primary, monkeypatch):
+    monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.9))
+    found, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
+    assert found["A1"] == SUPPORTED and said[0].startswith("No conclusion about the equilibrium")
+    assert said[-2].startswith("DEQ, implicit is not at a fixed point: in the last epoch 90.0 % of the samples reach")
+
+
+@pytest.mark.parametrize("checked", [{}, {"bf16": 1.0, "fp32": 3.5}])
+def test_no_conclusion_without_the_check_of_the_precision(primary, monkeypatch, checked):
+    monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: checked)
+    _, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
+    assert said[0].startswith("No conclusion about the equilibrium") and len(said) == 4 + bool(checked)
 
 
 def test_noise_is_inconclusive(primary):

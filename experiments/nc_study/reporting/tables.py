@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
@@ -11,17 +12,17 @@ from ..config import Setting
 from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import CLAIMS, GRID, PRECISION_CHECK, PRECISION_POINTS, TUNED, Tuning
-from ..record import CENTRED, COLLAPSE, GROUPS, Number, Spread
+from ..record import CENTRED, COLLAPSE, GROUPS, LATE, Number, Spread
 from .runs import Group, Run
-from .verdicts import conclusions, estimate, precision_check, progress, ready, verdicts
+from .verdicts import conclusions, differences, estimate, precision_check, progress, ready, verdicts
 
-QUANTITIES = {name: name for name in GROUPS} | {
+QUANTITIES = {name: name for name in (*GROUPS, LATE["overall"], LATE["minority"])} | {
     "nc1": "NC1",
     "nc2_centered": "NC2 centred",
     "nc3_centered": "NC3 centred",
 }
 TERMINAL = 99.9  # percent of the training images
-SOLVED = 0.95  # of the samples: with fewer an arm is no equilibrium
+SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
 NOTHING = "–"
@@ -35,7 +36,15 @@ def verdict_rows(group: Group) -> list[Row]:
     for claim, (verdict, found) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True):
         text = f"{ARMS[claim.arm][0]} against {ARMS[claim.control][0]}: {QUANTITIES[claim.quantity]} {claim.expected}"
         shown = shown_difference(claim.quantity, found.mean, found.interval) if found else NOTHING
-        rows.append({"": claim.name, "claim": text, "verdict": verdict, "difference": shown, "source": claim.source})
+        late = LATE.get(claim.quantity)
+        apart = estimate(differences(group, replace(claim, quantity=late), ready(group))) if late else None
+        rows.append(
+            {
+                **{"": claim.name, "claim": text, "verdict": verdict, "difference": shown},
+                "last epochs": shown_difference(late, apart.mean, apart.interval) if late and apart else NOTHING,
+                "source": claim.source,
+            }
+        )
     return rows
 
 
@@ -52,13 +61,18 @@ EVIDENCE = (
 
 def findings(groups: Sequence[Group]) -> list[str]:
     """Say what was found: by the protocol's verdicts, and before there are any, how far its runs are and what the
-    finished ones give; then which arms are no equilibria, and what the check of the precision came to."""
+    finished ones give; then which arms are not at a fixed point, and what the check of the precision came to."""
     main = next((group for group in groups if group.protocol), None)
     done, needed = progress(main)
     rows = {str(row[""]): row for row in verdict_rows(main)} if main else {}
+    unsolved = _unsolved(main) if main else {}
+    checked = precision_check(groups)
     if done == needed:
         shown = {name: f"{row['difference']} ({row['verdict']})" for name, row in rows.items()}
-        said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
+        if "deq-implicit" in unsolved or not checked or _apart(checked) > PRECISION_POINTS:
+            said = ["No conclusion about the equilibrium: what the protocol asks of solves and precision is not met."]
+        else:
+            said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
         said += [sentence.format(**shown) for sentence in EVIDENCE]
     else:
         said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
@@ -70,37 +84,37 @@ def findings(groups: Sequence[Group]) -> list[str]:
             ]
         else:
             said += [sentence for group in groups[:1] if (sentence := _first_look(group))]
-    return said + (_unsolved(main) if main else []) + _precision(groups)
+    return [*said, *unsolved.values(), *([_precision(checked)] if checked else [])]
 
 
-def _unsolved(group: Group) -> list[str]:
-    """Name the arms too few of whose samples reach the tolerance at the end of training, on average over the runs."""
-    said = []
+def _unsolved(group: Group) -> dict[str, str]:
+    """Say of which arms too few samples reach the tolerance at the end of training, on average over the runs."""
+    said = {}
     for arm in ARMS:
         networks = [one for setting in group.settings for one in group.networks(setting, arm).values() if one.solver]
         shares = [one.curves["converged"][-1] or 0 for one in networks]
         if shares and fmean(shares) < SOLVED:
-            said.append(
-                f"{ARMS[arm][0]} is no equilibrium: in the last epoch {100 * fmean(shares):.0f} % of the samples reach "
-                f"the tolerance, {100 * min(shares):.0f} % in the worst of {len(shares)} runs; the others end at "
-                f"{group.experiment.max_iter} evaluations, and count."
+            said[arm] = (
+                f"{ARMS[arm][0]} is not at a fixed point: in the last epoch {100 * fmean(shares):.1f} % of the samples "
+                f"reach the tolerance, on average over all main runs, and {100 * min(shares):.1f} % in the worst."
             )
     return said
 
 
-def _precision(groups: Sequence[Group]) -> list[str]:
-    """Say what the check of the precision came to, once it is over."""
-    found = precision_check(groups)
-    if not found:
-        return []
-    apart = abs(found["bf16"] - found["fp32"])
+def _apart(checked: Mapping[str, float]) -> float:
+    return abs(checked["bf16"] - checked["fp32"])
+
+
+def _precision(checked: Mapping[str, float]) -> str:
+    """Say what the check of the precision came to."""
+    apart = _apart(checked)
     judged = "is allowed" if apart <= PRECISION_POINTS else "is not allowed: all runs are to be made in float32"
-    return [
+    return (
         f"Check of the precision, {PRECISION_CHECK.setting.imbalance}, {PRECISION_CHECK.seeds} seeds: overall, the DEQ "
-        f"with the implicit gradient less the explicit network is {found['bf16']:+.2f} points in bfloat16 and "
-        f"{found['fp32']:+.2f} in float32; by the protocol a difference of {apart:.2f} {judged} "
+        f"with the implicit gradient less the explicit network is {checked['bf16']:+.2f} points in bfloat16 and "
+        f"{checked['fp32']:+.2f} in float32; by the protocol a difference of {apart:.2f} {judged} "
         f"(at most {PRECISION_POINTS:g})."
-    ]
+    )
 
 
 def _first_look(group: Group) -> str:
@@ -117,7 +131,8 @@ def _first_look(group: Group) -> str:
     return (
         f"An estimate, no verdict ({group.name}): {row['arm']}, less the explicit network, at "
         f"{setting.imbalance}, paired by seed, {count} pair{'s'[: count - 1]}: "
-        f"overall accuracy {row['overall']} points, centred NC2 {row['NC2 centred']}, centred NC3 {row['NC3 centred']}."
+        f"overall accuracy {row['overall']} points ({row[LATE['overall']]} over the last epochs), "
+        f"centred NC2 {row['NC2 centred']}, centred NC3 {row['NC3 centred']}."
     )
 
 
@@ -151,7 +166,7 @@ def unfinished(group: Group) -> list[str]:
 
 def shown_difference(quantity: str, mean: float, interval: tuple[float, float] | None) -> str:
     """Show a mean difference and its interval, of NC1 as a ratio."""
-    form = "×{:.2f}" if quantity == "nc1" else "{:+.2f}" if quantity in GROUPS else "{:+.3f}"
+    form = "×{:.2f}" if quantity == "nc1" else "{:+.3f}" if quantity.startswith("nc") else "{:+.2f}"
     numbers = [form.format(math.exp(one) if quantity == "nc1" else one) for one in (mean, *(interval or ()))]
     return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]" if interval else numbers[0]
 
@@ -198,6 +213,7 @@ def _result(group: Group, setting: Setting, arm: str) -> Row:
             row["overall, last epochs"] = over_seeds([one.accuracy.overall.mean for one in networks])
         if not group.drawn:
             row[f"{classes}, paper"] = f"{paper}{mark}" if paper else NOTHING
+    row["training"] = over_seeds([one.curves["train_accuracy"][-1] for one in networks])
     row |= {QUANTITIES.get(name, name.upper()): over_seeds([one.quantity(name) for one in networks]) for name in SHOWN}
     solvers = [one.solver for one in networks if one.solver]
     row["evaluations a sample"] = over_seeds([one.iterations for one in solvers])

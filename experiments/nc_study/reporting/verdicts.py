@@ -81,8 +81,12 @@ def judge(expected: str, found: Estimate, band: float, p_different: float, p_equ
 
 
 def ready(group: Group) -> list[Block]:
-    """The primary settings of which every arm has two seeds or more: enough for an estimate."""
-    return [block for block in PRIMARY if all(len(group.networks(block.setting, arm)) > 1 for arm in block.arms)]
+    """The primary settings in which all arms share two seeds or more: enough for an estimate."""
+    shared = {
+        block: set(range(block.seeds)).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
+        for block in PRIMARY
+    }
+    return [block for block, seeds in shared.items() if len(seeds) > 1]
 
 
 def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[list[float]]:
@@ -110,8 +114,8 @@ def progress(group: Group | None) -> tuple[int, int]:
 
 
 def precision_check(groups: Sequence[Group]) -> dict[str, float]:
-    """By how many points of overall accuracy the arm of the check of the precision is ahead of its control, on average
-    over its seeds, in each precision; empty before all of its runs and the main ones beside them are finished."""
+    """Points of overall accuracy by which the arm of the check of the precision is ahead of its control, on average over
+    its seeds, in each precision; empty before all of its runs and the main ones beside them are finished."""
     block, found = PRECISION_CHECK, {}
     control, arm = block.arms
     for precision in ("bf16", "fp32"):
