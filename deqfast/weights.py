@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
         for module, name, weight in found:
             weight.__class__ = _Holdable
             _thread.held[weight] = _Held(torch.is_grad_enabled(), _saved_tensor_hooks())
-            device = next(weight.parameters()).device.type
+            device = next(chain(weight.parameters(), weight.buffers())).device.type
             with outside_exports(torch.autocast(device, enabled=False)):  # the cell may be outside of it
                 getattr(module, name)
         yield

@@ -189,6 +189,30 @@ class TestDefinitions:
         gc.collect()
         assert kept() is None
 
+    @pytest.mark.parametrize("adjoint", [Reversible(25), Implicit(), Unrolled(60)])
+    @pytest.mark.parametrize("second", [lambda h, w: h, lambda h, w: h.sin(), lambda h, w: h @ w])
+    def test_sources_that_depend_on_one_another(self, adjoint, second):
+        """x holds a tensor twice, one made of another, one made with a weight that the cell holds too; and so does the
+        cell one of x."""
+        torch.manual_seed(0)
+        w, h = torch.randn(3, 3, dtype=torch.float64) / 8, torch.randn(2, 3, dtype=torch.float64)
+
+        def value(w, h):
+            def cell(z, x):
+                return torch.tanh(z @ w) + x[0] + 0.5 * x[1] + 0.1 * h * h
+
+            block = DEQBlock(cell, Anderson(1e-10, 60), adjoint, init=lambda x: torch.zeros_like(x[0]), warn=False)
+            return block((h, second(h, w)))
+
+        assert torch.autograd.gradcheck(value, (w.requires_grad_(), h.requires_grad_()), eps=1e-5, atol=1e-5)
+
+    def test_reversible_does_not_need_the_memory_of_z0_again(self):
+        toy = Toy()
+        z0 = toy.z0.clone()
+        z = toy.block(Reversible(9), warn=False)(toy.x, z0=z0)
+        z0.fill_(7.0)
+        z.sum().backward()
+
     def test_a_checkpoint_changes_no_bit(self):
         toy = Toy()
         for found, expected in zip(

@@ -79,6 +79,15 @@ def test_computed_once_and_cached_around_it_changes_nothing(adjoint):
     assert all(bool(grad.any()) for grad in found[0])
 
 
+def test_a_parametrised_buffer():
+    """It has no parameter, from which the device could be told."""
+    cell = nn.Module()
+    cell.register_buffer("scale", torch.tensor(0.2))
+    parametrize.register_parametrization(cell, "scale", Counted())
+    cell.forward = lambda z, x: cell.scale * torch.tanh(z) + x
+    assert DEQBlock(cell)(torch.ones(1, 2)).isfinite().all() and cell.parametrizations["scale"][0].calls <= 3
+
+
 def test_what_others_cache_is_used_and_keeps_its_graph():
     cell = Cell(Counted())
     block, x = DEQBlock(cell, TIGHT, Implicit(TIGHT)), inputs()

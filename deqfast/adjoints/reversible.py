@@ -18,7 +18,7 @@ from ..solution import Solution
 from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled, untraced
 from ..weights import held_weights, holding
-from .attach import Gradients, Recorded, detached, in_order_of, present_autocast, sample_norms, vjp
+from .attach import Gradients, Recorded, detached, in_order_of, present_autocast, requiring_grad, sample_norms, vjp
 from .base import Problem
 from .unrolled import Iterated, judged
 
@@ -87,7 +87,8 @@ class _Run:
         self, cell: Callable[[Any, Any], Any], damping: float, steps: int, z0: Any, x: Any, groups: Any
     ) -> None:
         self.cell, self.damping, self.steps, self.x = cell, damping, steps, x
-        self.start, self.spec = pytree.tree_flatten(z0)
+        leaves, self.spec = pytree.tree_flatten(z0)
+        self.start = [leaf.clone() for leaf in leaves]  # the caller's memory may hold another state by the way back
         self.autocast = present_autocast(self.start[0].device.type)
         self.held = held_weights()
         self.lengths = partial(sample_norms, groups=groups)
@@ -114,21 +115,33 @@ class _Run:
         """Gradients in the sources for these of z, on the way back."""
         ends, cell = [list(state) for state in self.ends], uncompiled(self.cell)
         passed = [[torch.zeros_like(end) for end in ends[0]], [grad.double() for grad in grads]]
-        found: Gradients = [None] * len(sources)
+        # Gradients of a half-step end at x: what lies behind it, another source perhaps, is the outer pass's.
+        x = pytree.tree_map(self._cut, self.x)
+        given = requiring_grad(x)
+        found: Gradients = [None] * (len(given) + len(sources))
         with self.autocast(), holding(self.held):
             for half in range(2 * self.steps):
                 at, of = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
                 z = detached(self.tree(ends[at]), requires_grad=True)
                 with torch.enable_grad():
-                    values = in_order_of(z, cell(z, self.x))
+                    values = in_order_of(z, cell(z, x))
                 scaled = [self.damping * grad for grad in passed[of]]
-                pulled = vjp(values, [*pytree.tree_leaves(z), *sources], scaled)
+                pulled = vjp(values, [*pytree.tree_leaves(z), *given, *sources], scaled)
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
                 passed[of] = [(1 - self.damping) * p for p in passed[of]]
                 found = [_sum(a, b) for a, b in zip(found, pulled[len(grads) :], strict=True)]
                 ends[of] = [self._unmixed(end, v.detach()) for end, v in zip(ends[of], values, strict=True)]
         self._check(ends)
-        return found
+        # What the cell holds itself of x: a leaf counts among those held, what x has twice once.
+        by_cell = found[len(given) :]
+        for i, source in enumerate(sources[: len(given)]):
+            if not any(source is other for other in (*sources[:i], *sources[len(given) :])):
+                found[i] = _sum(found[i], by_cell[i])
+        return [*found[: len(given)], *by_cell[len(given) :]]
+
+    @staticmethod
+    def _cut(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_() if requiring_grad(leaf) else leaf
 
     def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
         return (state - self.damping * value.double()) / (1 - self.damping)
