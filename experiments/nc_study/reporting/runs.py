@@ -119,7 +119,9 @@ def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
     """Return all that two runs must share to be averaged or compared; those that have what the trials chose for their
     arm, and heads, have rate, weight decay and scale of their own."""
     free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned or run.trunk else ())}
-    return tuned, run.trunk, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
+    main = tuned and protocol.is_main(run.result.settings, run.result.settings.precision)
+    rest = ((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
+    return main, tuned, run.trunk, *rest
 
 
 @dataclass(frozen=True)
