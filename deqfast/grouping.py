@@ -42,7 +42,7 @@ class Groups:
         self.index = _checked(groups, rows, device)
         self.rows, self.count = rows, 0
         if isinstance(groups, str):  # one sample, known without a look at the device
-            self.count, self.size, self.slots, self.is_whole = min(rows, 1), rows, self.index, True
+            self.count, self.size, self.slots, self.is_whole = min(rows, 1), max(rows, 1), self.index, True
             return
         if rows:
             low, high = torch.stack(self.index.aminmax()).tolist()
@@ -53,7 +53,7 @@ class Groups:
                 )
             self.count = high + 1
         sizes = self.index.bincount(minlength=self.count)
-        self.size = int(sizes.max()) if self.count else 0
+        self.size = int(sizes.max()) if self.count else 1
         order = self.index.argsort(stable=True)
         within = torch.arange(rows, device=device) - (sizes.cumsum(0) - sizes)[self.index[order]]
         # Where row i lies among the rows of all samples, each lengthened to `size`.
@@ -75,9 +75,7 @@ class Groups:
 
     def scatter(self, samples: Tensor) -> Tensor:
         """Rows (N, D) of samples (B, size * D): the inverse of ``gather``."""
-        if not self.count:
-            return samples.reshape(0, 0)
-        rows = samples.reshape(self.count * self.size, -1)
+        rows = samples.reshape(self.count * self.size, samples.shape[1] // self.size)
         return rows if self.is_whole else rows.index_select(0, self.slots)
 
     def repeated(self, times: int) -> Groups:

@@ -77,6 +77,8 @@ def test_a_sample_without_rows_and_a_batch_without_samples():
     solution = solve(torch.cos, torch.zeros(3, 2), groups=torch.tensor([0, 2, 2]))
     assert solution.status.tolist() == [Status.CONVERGED] * 3 and solution.iterations.tolist()[1] == 1
     for groups in ("batch", torch.zeros(0, dtype=torch.int64)):
+        several = solve(lambda z: z, (torch.zeros(0, 2), torch.zeros(0, 3)), groups=groups).value
+        assert [part.shape for part in several] == [(0, 2), (0, 3)]
         solution = solve(torch.cos, torch.zeros(0, 2), groups=groups)
         assert solution.status.shape == (0,) and solution.value.shape == (0, 2)
 
