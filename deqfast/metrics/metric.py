@@ -129,6 +129,16 @@ class NeuralCollapse(Metric):
         self.add_state("precision", default=torch.zeros(2, dtype=torch.float64), dist_reduce_fx="max")
         self.add_state("excluded", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Result of a batch, which is added to what was collected; an error, of a batch without rows too, leaves that
+        as it was."""
+        before = {name: list(one) if isinstance(one, list) else one for name, one in self.__dict__.items()}
+        try:
+            return super().forward(*args, **kwargs)
+        except Exception:
+            self.__dict__.update(before)
+            raise
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; ``classifier_weight`` is checked and stays outside of the module tree."""
         if name == "classifier_weight":

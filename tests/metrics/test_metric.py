@@ -149,6 +149,16 @@ def test_forward_gives_the_batch_and_accumulates(streaming):
 
 
 @list_and_streaming
+def test_an_error_of_a_batch_leaves_what_was_collected(streaming):
+    features, labels, weight = make_samples(300, 63, 10)
+    metric = NeuralCollapse(10, weight, streaming=streaming)
+    metric.update(features, labels)
+    with pytest.raises(ValueError, match="no rows|no samples"):
+        metric(features[:0], labels[:0])
+    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
+
+
+@list_and_streaming
 def test_merge_state(streaming):
     features, labels, weight = make_samples(777, 63, 10, offset=1.0)
     first, second = (NeuralCollapse(10, weight, streaming=streaming) for _ in range(2))
