@@ -385,6 +385,12 @@ class TestCells:
         for a, e in zip(grads, expected, strict=True):
             assert_close(a, e, EPS)
 
+    def test_a_forward_of_the_instances_own_is_called(self, monkeypatch):
+        made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
+        cell.forward = lambda z, x, own=cell.forward: 0.5 * z + 0.5 * own(z, 2 * x)
+        _, solution = DEQBlock(cell, Picard(1e-5, 200))(x, return_solution=True)
+        assert not made and solution.converged.all()
+
     def test_float64(self, monkeypatch):
         made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
         z, solution = DEQBlock(cell.double(), Picard(1e-10, 200))(x.double(), return_solution=True)

@@ -33,7 +33,8 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Answer whether a call of `module` is the forward of `kind` and nothing else."""
-    return type(module).forward is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
+    own = getattr(module.forward, "__func__", None)  # of an instance it may be replaced
+    return own is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def recurrent_weight(features: int, device: Device, dtype: torch.dtype | None) -> nn.Parameter:
