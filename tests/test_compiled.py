@@ -131,6 +131,18 @@ def assert_same_gradients(cell, x, tolerance, adjoint="implicit", solver=None):
     return compiled
 
 
+def test_a_cell_that_gives_a_tensor_twice_or_its_argument():
+    class Twice(nn.Module):
+        def forward(self, z, x):
+            value = torch.tanh(0.3 * z[0] + 0.2 * z[1] + x)
+            return value, value, x
+
+        def initial_state(self, x):
+            return (torch.zeros_like(x),) * 3
+
+    assert_same_gradients(Twice(), torch.randn(3, 4), 1e-5)
+
+
 class InPlace(Linear):
     """Cell with views and with operations in place, forward and, in torch's formula of indexing, backward."""
 

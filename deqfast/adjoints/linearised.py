@@ -133,7 +133,8 @@ class Linearised:
 
 def _evaluated(cell: Callable[[Any, Any], Any], spec: pytree.TreeSpec, leaves: list[Tensor], x: Any) -> list[Tensor]:
     z = pytree.tree_unflatten([_differentiated(leaf) for leaf in leaves], spec)
-    return in_order_of(z, cell(z, x))
+    # Copies, which no product needs: of a graph, outputs that repeat or are inputs would be left out.
+    return [value.clone() for value in in_order_of(z, cell(z, x))]
 
 
 class _Evaluation(fx.Interpreter):
