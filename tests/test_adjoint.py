@@ -660,6 +660,41 @@ def test_the_graph_is_freed_with_the_output(adjoint):
         gc.enable()
 
 
+@pytest.mark.parametrize("adjoint", [Implicit(), Neumann()])
+@pytest.mark.parametrize("retained", [False, True])
+def test_an_evaluation_that_no_backward_pass_frees_is_freed(adjoint, retained):
+    """The node of an operation that saves its own output holds no graph by it."""
+    x, held = torch.randn(2, 3, requires_grad=True), []
+
+    def cell(z, x):
+        value = torch.tanh(0.3 * z + x)
+        held.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    z = DEQBlock(cell, adjoint=adjoint)(x)
+    if retained:
+        z.sum().backward(retain_graph=True)
+    del z
+    assert all(reference() is None for reference in held)
+
+
+def test_second_derivatives_through_a_block_in_the_cell_of_a_block():
+    torch.manual_seed(0)
+    w, x = torch.randn(2, 2, dtype=torch.float64) / 4, torch.randn(1, 2, dtype=torch.float64)
+
+    def value(adjoint, w, x):
+        inner = DEQBlock(lambda z, x: torch.tanh(z @ w + x), Anderson(1e-12, 60), adjoint, warn=False)
+        outer = DEQBlock(lambda z, x: 0.3 * inner(z + x), Anderson(1e-12, 60), adjoint, warn=False)
+        return outer(x).square().sum()
+
+    def second(adjoint):
+        a, b = w.clone().requires_grad_(), x.clone().requires_grad_()
+        first = torch.autograd.grad(value(adjoint, a, b), (a, b), create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), (a, b))
+
+    torch.testing.assert_close(second(Implicit(Anderson(1e-12, 60))), second(Unrolled(60)), rtol=1e-6, atol=1e-8)
+
+
 BAD_ARGUMENTS = [
     (Phantom, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Phantom, {"steps": 2.0}, TypeError, "steps must be an integer, got 2.0"),

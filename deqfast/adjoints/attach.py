@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 Gradients = list[Tensor | None]
 Evaluate = Callable[[Any, Any], Any]
+
+_states = WeakTensorKeyDictionary()
+"""Leaves that stand for the state of an evaluation: nobody's, where one block is in another's cell."""
 
 
 class Recorded:
@@ -177,6 +181,7 @@ class _Valve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, valve: Valve, tensor: Tensor) -> Tensor:
         ctx.valve = valve
+        ctx.set_materialize_grads(False)  # zeros for what a closed valve behind has stopped would begin a solve
         return tensor.detach()
 
     @staticmethod
@@ -210,8 +215,8 @@ def vjp(
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
-    """Tensor and its version, for ``kept``."""
-    return tensor, tensor._version
+    """Tensor, without its graph, which would hold itself by it, and its version, for ``kept``."""
+    return tensor.detach(), tensor._version
 
 
 def kept(saved: tuple[Tensor, int]) -> Tensor:
@@ -248,7 +253,8 @@ def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> 
         seen.add(edge)
         first = begins.get(edge[0], first)
         if edge[0].name() == "torch::autograd::AccumulateGrad":
-            found.append(edge[0].variable)
+            if edge[0].variable not in _states:
+                found.append(edge[0].variable)
         elif (
             edge[0]._sequence_nr() < first and edge[0].name() != "ToCopyBackward0"
         ):  # a weight that autocast keeps cast
@@ -302,4 +308,7 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
 
 def detached(tree: Any, requires_grad: bool = False) -> Any:
     """`tree` with its tensors cut from their graphs, as fresh leaves where `requires_grad`."""
-    return pytree.tree_map(lambda t: t.detach().requires_grad_() if requires_grad else t.detach(), tree)
+    found = pytree.tree_map(torch.Tensor.detach, tree)
+    if requires_grad:
+        _states.update((leaf.requires_grad_(), None) for leaf in pytree.tree_leaves(found))
+    return found
