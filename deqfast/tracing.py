@@ -31,7 +31,7 @@ from .grouping import Groups
 from .ops.registry import library
 from .solution import Solution
 from .solve import solve
-from .weights import hold_weights, holding
+from .weights import hold_weights, holding, tensors_of
 
 # What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
@@ -79,7 +79,7 @@ def solve_traced(
     if any(wanted):
         results = _Solve.apply(block._number, described, wanted, autocast, *tensors)
     else:
-        results = torch.ops.deqfast.solve_block(block._number, described, tensors, wanted, autocast)[:-1]
+        results = torch.ops.deqfast.solve_block(tensors[0], block._number, described, tensors, wanted, autocast)[:-1]
     *values, status, iterations, relative, absolute, calls = results
     value = pytree.tree_unflatten(values, pytree.tree_structure(z0))
     if not return_solution:
@@ -148,7 +148,7 @@ class _Solve(torch.autograd.Function):
     def forward(
         ctx: Any, number: int, described: str, wanted: list[bool], autocast: torch.dtype | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        *results, ticket = torch.ops.deqfast.solve_block(number, described, tensors, wanted, autocast)
+        *results, ticket = torch.ops.deqfast.solve_block(tensors[0], number, described, tensors, wanted, autocast)
         ctx.save_for_backward(ticket, *[tensor for tensor, want in zip(tensors, wanted, strict=True) if want])
         ctx.wanted, ctx.values = wanted, len(results) - 5
         ctx.mark_non_differentiable(*results[-5:])
@@ -186,7 +186,7 @@ class _Plain(nn.Module):
 
 
 def _solve_block(
-    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    first: Tensor, number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
 ) -> list[Tensor]:
     block = _live.get(number)
     if block is None:
@@ -207,16 +207,19 @@ def _solved(
         return leaf
 
     call = _rebuild(described, fresh)
-    swapped = {f"block.cell.{name}": tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
+    own = tensors_of(block.cell)
+    fresh_of = {id(own[name]): tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
     device = pytree.tree_leaves(call["z0"])[0].device.type
     plain = _Plain(block)
-    own = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers(remove_duplicate=False))
     # What is no leaf and is what the graph was given stays the block's own, which a hook may replace.
-    swapped = {name: t for name, t in swapped.items() if t.requires_grad or not own[name].is_set_to(t)}
+    pairs = [(name, tensor, fresh_of[id(tensor)]) for name, tensor in own.items()]
+    swapped = {f"block.cell.{name}": t for name, tensor, t in pairs if t.requires_grad or not tensor.is_set_to(t)}
     autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
     alone = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
     with torch.set_grad_enabled(call["records"]), autocasts, holding({}), alone:
-        value, solution = torch.func.functional_call(plain, swapped, (call["x"], call["z0"], call["groups"]))
+        value, solution = torch.func.functional_call(
+            plain, swapped, (call["x"], call["z0"], call["groups"]), tie_weights=False
+        )
     starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
     ticket = torch.tensor(next(_numbers))
     if call["records"]:
@@ -248,7 +251,7 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _fake_solve_block(
-    number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    first: Tensor, number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
 ) -> list[Tensor]:
     given = iter(tensors)
     call = _rebuild(described, lambda mark: next(given))
@@ -292,9 +295,10 @@ def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
     torch.library.register_fake(f"deqfast::{name}", fake, lib=library)
 
 
+# `first` is the first of the tensors: an activation checkpoint tells the device by it, and sees none in a list.
 _register(
     "solve_block",
-    "(int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
+    "(Tensor first, int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
     _solve_block,
     _fake_solve_block,
     torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one, from torch 2.14 on

@@ -23,6 +23,18 @@ from torch.nn.utils.parametrize import ParametrizationList
 from .exporting import is_tracing, outside_exports
 
 
+def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
+    """Parameters and buffers of a module by name, those of each submodule once; none of another callable.
+
+    For ``torch.func.functional_call``, which does not put back what it swaps under two names of one submodule.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in cell.named_modules() if isinstance(cell, nn.Module) else ():
+        found.update(module.named_parameters(path, recurse=False, remove_duplicate=False))
+        found.update(module.named_buffers(path, recurse=False, remove_duplicate=False))
+    return found
+
+
 @dataclass
 class _Held:
     """Parametrised tensor that is held.

@@ -13,8 +13,21 @@ import pytest
 import torch
 from torch import nn
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
-from deqfast import Anderson, Broyden, DEQBlock, Groups, Implicit, Picard, ResidualCell, Status, fc_fixed_point, tracing
+from deqfast import (
+    Anderson,
+    Broyden,
+    DEQBlock,
+    Groups,
+    Implicit,
+    Picard,
+    ResidualCell,
+    Reversible,
+    Status,
+    fc_fixed_point,
+    tracing,
+)
 from deqfast.testing import GRADIENT, assert_close
 from deqfast.uncompiled import uncompiled
 
@@ -261,6 +274,36 @@ class TestOfABlock:
         plain = derivatives(within, x, [scale])
         for f in (compiled(within), around):
             assert all(torch.equal(*pair) for pair in zip(derivatives(f, x, [scale]), plain, strict=True))
+
+    def test_a_submodule_under_two_names_keeps_its_parameters(self, compiled):
+        cell = Cell()
+        cell.again, weight = cell.linear, cell.linear.weight
+        block, x = DEQBlock(cell), torch.randn(2, 4)
+        found = derivatives(compiled(block), x, [weight])
+        assert cell.linear.weight is weight
+        assert all(torch.equal(*pair) for pair in zip(found, derivatives(block, x, [weight]), strict=True))
+
+    def test_reversible(self, compiled):
+        block, x = DEQBlock(Cell(), adjoint=Reversible(5), warn=False), torch.randn(2, 4)
+        parameters = [*block.parameters()]
+        pairs = zip(derivatives(compiled(block), x, parameters), derivatives(block, x, parameters), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+    def test_within_an_activation_checkpoint(self, compiled):
+        block, x = DEQBlock(Cell()), torch.randn(2, 4)
+        fast = compiled(lambda x: checkpoint(block, x, use_reentrant=False))
+        parameters = [*block.parameters()]
+        pairs = zip(derivatives(fast, x, parameters), derivatives(block, x, parameters), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+    @pytest.mark.parametrize("adjoint", ["implicit", "neumann"])
+    def test_a_block_in_the_cell_of_a_block(self, adjoint, compiled):
+        inner, x = DEQBlock(Cell(), adjoint=adjoint), torch.randn(2, 4)
+        outer = nn.Module()
+        outer.inner, outer.forward = inner, lambda z, x: 0.3 * inner(z + x)
+        block, parameters = DEQBlock(outer), [*inner.parameters()]
+        pairs = zip(derivatives(compiled(block), x, parameters), derivatives(block, x, parameters), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
 
     def test_two_leaves_of_one_gradient(self, compiled):
         block = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x[0] + x[1]))

@@ -250,6 +250,30 @@ def test_trees_indices_and_buffers(adjoint):
         assert_close(found[i], torch.autograd.grad((z["a"] * z["b"]).sum(), y)[0], GRADIENT)
 
 
+def test_a_submodule_under_two_names_keeps_its_parameters():
+    cell = FCCell(3, 4)
+    cell.again, weight = cell.injection, cell.injection.weight
+    vmap(DEQBlock(cell, adjoint="implicit"))(torch.randn(2, 1, 3))
+    assert cell.injection.weight is weight
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "phantom"])
+def test_complex_parameters(adjoint):
+    class Spectral(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(0.2 * torch.randn(5, dtype=torch.complex128))
+
+        def forward(self, z, x):
+            return torch.tanh(torch.fft.irfft(self.weight * torch.fft.rfft(z), n=8) + x)
+
+    block, x = DEQBlock(Spectral(), TIGHT, adjoint), torch.randn(3, 8, dtype=torch.float64)
+    parameters = {name: p.detach() for name, p in block.named_parameters()}
+    found = grad(lambda given: functional_call(block, given, (x,)).square().sum())(parameters)
+    expected = eager_gradients(block, x)["cell.weight"]
+    torch.testing.assert_close(found["cell.weight"], expected, rtol=1e-8, atol=1e-10)
+
+
 def test_a_residual_cell():
     torch.manual_seed(0)
     block = DEQBlock(ResidualCell(2, groups=2).double(), TIGHT, Implicit(TIGHT))

@@ -22,6 +22,7 @@ from ..packing import Packing
 from ..solution import Solution
 from ..solve import solve
 from ..transforms import constant, forward_mode, is_transformed, over_members, without_tangent
+from ..weights import tensors_of
 from .attach import confirmed, present_autocast
 from .samples import per_row
 
@@ -70,12 +71,7 @@ class Cell(Map):
         leaves, self.x_spec = pytree.tree_flatten(problem.x)
         self.x_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.in_x = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        held: dict[str, Tensor] = {}
-        if isinstance(self.cell, nn.Module):
-            held = {
-                **dict(self.cell.named_parameters(remove_duplicate=False)),
-                **dict(self.cell.named_buffers(remove_duplicate=False)),
-            }
+        held = tensors_of(self.cell)
         self.names = list(held)
         self.others = [*(leaves[i] for i in self.in_x), *held.values()]
         self.autocast = present_autocast(self.packing.device.type)
@@ -253,7 +249,7 @@ class _Attached(torch.autograd.Function):
 def _point(ctx: Any, tensors: Tensors, needed: Sequence[bool]) -> At:
     split = ctx.states + ctx.rows
     given = tensors[ctx.states :]
-    chosen = [i for i, need in enumerate(needed) if need and given[i].is_floating_point()]
+    chosen = [i for i, need in enumerate(needed) if need and (given[i].is_floating_point() or given[i].is_complex())]
     return At(tensors[: ctx.states], tensors[ctx.states : split], tensors[split:], chosen, ctx.members)
 
 

@@ -17,7 +17,7 @@ from ..packing import Packing, evaluate
 from ..solution import Solution
 from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled, untraced
-from ..weights import held_weights, holding
+from ..weights import held_weights, holding, tensors_of
 from .attach import Gradients, Recorded, detached, in_order_of, present_autocast, requiring_grad, sample_norms, vjp
 from .base import Problem
 from .unrolled import Iterated, judged
@@ -90,7 +90,7 @@ class _Run:
         leaves, self.spec = pytree.tree_flatten(z0)
         self.start = [leaf.clone() for leaf in leaves]  # the caller's memory may hold another state by the way back
         self.autocast = present_autocast(self.start[0].device.type)
-        self.held = held_weights()
+        self.held, self.tensors = held_weights(), tensors_of(cell)
         self.lengths = partial(sample_norms, groups=groups)
         self.ends = [[leaf.double() for leaf in self.start] for _ in range(2)]  # y and z
 
@@ -113,7 +113,7 @@ class _Run:
 
     def pull(self, grads: list[Tensor], sources: list[Tensor]) -> Gradients:
         """Gradients in the sources for these of z, on the way back."""
-        ends, cell = [list(state) for state in self.ends], uncompiled(self.cell)
+        ends, cell = [list(state) for state in self.ends], uncompiled(self._as_then)
         passed = [[torch.zeros_like(end) for end in ends[0]], [grad.double() for grad in grads]]
         # Gradients of a half-step end at x: what lies behind it, another source perhaps, is the outer pass's.
         x = pytree.tree_map(self._cut, self.x)
@@ -138,6 +138,14 @@ class _Run:
             if not any(source is other for other in (*sources[:i], *sources[len(given) :])):
                 found[i] = _sum(found[i], by_cell[i])
         return [*found[: len(given)], *by_cell[len(given) :]]
+
+    def _as_then(self, z: Any, x: Any) -> Any:
+        """The cell with the tensors that it had: those of a ``functional_call`` are gone by the way back."""
+        now = tensors_of(self.cell)
+        swapped = {name: tensor for name, tensor in self.tensors.items() if now[name] is not tensor}
+        if not swapped:
+            return self.cell(z, x)
+        return torch.func.functional_call(self.cell, swapped, (z, x), tie_weights=False)  # type: ignore[arg-type]
 
     @staticmethod
     def _cut(leaf: Any) -> Any:
