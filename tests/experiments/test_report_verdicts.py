@@ -125,7 +125,7 @@ def test_no_verdict_before_the_last_primary_run(primary):
     found, said = primary(lambda seed, arm: 2 + seed / 5, without=1)
     assert set(found.values()) == {"not yet: 39 of 40 runs"}
     assert said[0].startswith("No verdict yet: 39 of the 40 runs")
-    assert said[0].endswith("(3,7) R = 100; (5,5) R = 100; (7,3) R = 10.")
+    assert said[0].endswith("(3,7) R = 100 (2 seeds); (5,5) R = 100 (2 seeds); (7,3) R = 10 (2 seeds).")
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.058, three degrees of freedom, t = 3.182.
     assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[1] and len(said) == 5
 
@@ -137,10 +137,10 @@ def test_a_setting_is_ready_when_the_arms_share_two_seeds(made_up, monkeypatch):
         if (arm, seed) != ("deq-jfb", 0):
             path = made_up(f"{arm}{seed}", seed=seed, **{**options, **arm_options(arm)})
     (group,) = collect([path.parent]).groups
-    assert ready(group) == [PRIMARY[0]]
+    assert ready(group) == {PRIMARY[0]: 2}
     (path.parent / "once1" / "result.json").unlink()
     (group,) = collect([path.parent]).groups
-    assert ready(group) == [], "they share seed 2 alone"
+    assert ready(group) == {}, "they share seed 2 alone"
 
 
 def test_a_first_look_before_any_setting_is_ready(primary):
@@ -170,6 +170,7 @@ def test_no_conclusion_where_the_implicit_gradient_is_not_at_a_fixed_point(prima
     monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.9))
     found, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
     assert found["A1"] == SUPPORTED and said[0].startswith("No conclusion about the equilibrium")
+    assert "is not at a fixed point." in said[0]
     assert said[-2].startswith("DEQ, implicit is not at a fixed point: in the last epoch 90.0 % of the samples reach")
 
 
@@ -177,7 +178,7 @@ def test_no_conclusion_where_the_implicit_gradient_is_not_at_a_fixed_point(prima
 def test_no_conclusion_without_the_check_of_the_precision(primary, monkeypatch, checked):
     monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: checked)
     _, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
-    assert said[0].startswith("No conclusion about the equilibrium") and len(said) == 4 + bool(checked)
+    assert "is without the check of the precision." in said[0] and len(said) == 4 + bool(checked)
 
 
 def test_noise_is_inconclusive(primary):
@@ -187,9 +188,15 @@ def test_noise_is_inconclusive(primary):
 
 def test_a_run_of_other_values_than_those_chosen_is_none_of_the_protocols(made_up, monkeypatch):
     monkeypatch.setattr(protocol, "tuned", lambda: {"deq-jfb": {"lr": 0.3}})
-    for name, given in {"a": {}, "b": {"lr": 0.1}, "c": {"precision": "fp32"}, "d": {"dataset": "cifar100"}}.items():
+    for name, given in {
+        "a": {},
+        "b": {"lr": 0.1},
+        "c": {"precision": "fp32"},
+        "d": {"dataset": "cifar100"},
+        "e": {"metrics_every": 7},
+    }.items():
         options = {"preset": "study", "epochs": 30, "lr": 0.3, "precision": "bf16", **given}
         root = made_up(name, **options).parent
     groups = collect([root]).groups
-    assert [group.protocol for group in groups] == [True, False, False, False]
+    assert [group.protocol for group in groups] == [True, False, False, False, False]
     assert groups[0].name == "main runs of the protocol, study preset on cifar10, broyden, precision bf16"

@@ -70,7 +70,7 @@ def _panels(group: Group, setting: Setting) -> Iterator[figures.Panel]:
         for arm in arms:
             apart = group.differences(setting, arm, "explicit", names[0])
             if arm != "explicit" and len(apart) > 1:
-                control = fmean(series[0]["explicit"][seed] for seed in apart)
+                control = fmean(series[0]["explicit"].values())
                 low, high = estimate([list(apart.values())]).interval
                 intervals[arm] = (control + low, control + high)
             entry = getattr(paper.get("deq" if arm.startswith("deq") else arm), names[0], None)
@@ -84,8 +84,8 @@ def _panels(group: Group, setting: Setting) -> Iterator[figures.Panel]:
     lines["orthogonal"] = to_simplex(classes, classes - 1)
     if setting.majority:
         lines["minority collapse"] = to_simplex(classes - 1, setting.majority_classes - 1)
-    yield panel("NC2 centred (hollow: as printed)", ("nc2_centered", "nc2"), lines)
-    yield panel("NC3 centred (hollow: as printed)", ("nc3_centered", "nc3"), {"self-dual": 0.0})
+    yield panel("NC2 centred (hollow: not centred)", ("nc2_centered", "nc2"), lines)
+    yield panel("NC3 centred (hollow: not centred)", ("nc3_centered", "nc3"), {"self-dual": 0.0})
 
 
 def to_simplex(larger: int, smaller: int) -> float:

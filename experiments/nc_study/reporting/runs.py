@@ -70,7 +70,7 @@ class Group:
         named = ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
         if self.tuned and protocol.is_main(one, "fp32"):
             return f"check of the precision, {named}, fp32"
-        return f"main runs of the protocol, {named}" if self.protocol else named
+        return f"{'main' if self.protocol else 'other'} runs of the protocol, {named}" if self.tuned else named
 
     @property
     def drawn(self) -> bool:

@@ -37,7 +37,7 @@ def verdict_rows(group: Group) -> list[Row]:
         text = f"{ARMS[claim.arm][0]} against {ARMS[claim.control][0]}: {QUANTITIES[claim.quantity]} {claim.expected}"
         shown = shown_difference(claim.quantity, found.mean, found.interval) if found else NOTHING
         late = LATE.get(claim.quantity)
-        apart = estimate(differences(group, replace(claim, quantity=late), ready(group))) if late else None
+        apart = estimate(differences(group, replace(claim, quantity=late), [*ready(group)])) if late else None
         rows.append(
             {
                 **{"": claim.name, "claim": text, "verdict": verdict, "difference": shown},
@@ -65,26 +65,23 @@ def findings(groups: Sequence[Group]) -> list[str]:
     main = next((group for group in groups if group.protocol), None)
     done, needed = progress(main)
     rows = {str(row[""]): row for row in verdict_rows(main)} if main else {}
-    unsolved = _unsolved(main) if main else {}
-    checked = precision_check(groups)
-    if done == needed:
-        shown = {name: f"{row['difference']} ({row['verdict']})" for name, row in rows.items()}
-        if "deq-implicit" in unsolved or not checked or _apart(checked) > PRECISION_POINTS:
-            said = ["No conclusion about the equilibrium: what the protocol asks of solves and precision is not met."]
-        else:
-            said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
-        said += [sentence.format(**shown) for sentence in EVIDENCE]
-    else:
+    verdict = {name: f" ({row['verdict']})" if done == needed else "" for name, row in rows.items()}
+    shown = {name: f"{row['difference']}{verdict[name]}" for name, row in rows.items()}
+    evidence = [sentence.format(**shown) for sentence in EVIDENCE] if rows else []
+    unsolved, checked = _unsolved(main) if main else {}, precision_check(groups)
+    if done < needed:
         said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
         if main and rows:
-            settings = "; ".join(block.setting.imbalance for block in ready(main))
+            settings = "; ".join(f"{block.setting.imbalance} ({seeds} seeds)" for block, seeds in ready(main).items())
             said[0] += f" Estimates, with 95 % intervals, from the settings that are far enough: {settings}."
-            said += [
-                sentence.format(**{name: row["difference"] for name, row in rows.items()}) for sentence in EVIDENCE
-            ]
         else:
-            said += [sentence for group in groups[:1] if (sentence := _first_look(group))]
-    return [*said, *unsolved.values(), *([_precision(checked)] if checked else [])]
+            evidence = [sentence for group in groups[:1] if (sentence := _first_look(group))]
+    elif "deq-implicit" in unsolved or not checked or _apart(checked) > PRECISION_POINTS:
+        cause = "not at a fixed point" if "deq-implicit" in unsolved else "without the check of the precision"
+        said = [f"No conclusion about the equilibrium: the DEQ with the implicit gradient is {cause}."]
+    else:
+        said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
+    return [*said, *evidence, *unsolved.values(), *([_precision(checked)] if checked else [])]
 
 
 def _unsolved(group: Group) -> dict[str, str]:
@@ -96,7 +93,8 @@ def _unsolved(group: Group) -> dict[str, str]:
         if shares and fmean(shares) < SOLVED:
             said[arm] = (
                 f"{ARMS[arm][0]} is not at a fixed point: in the last epoch {100 * fmean(shares):.1f} % of the samples "
-                f"reach the tolerance, on average over all main runs, and {100 * min(shares):.1f} % in the worst."
+                f"reach the tolerance, on average over all main runs ({100 * min(shares):.1f} % in the worst): what is "
+                "compared is a cell unrolled by the solver."
             )
     return said
 
@@ -124,7 +122,7 @@ def _first_look(group: Group) -> str:
         for setting, arm in product(group.settings, reversed(ARMS))
         if arm != "explicit"
     }
-    setting, arm = max(pairs, key=lambda key: pairs[key], default=(None, ""))
+    setting, arm = max(pairs, key=lambda key: (pairs[key] * (key[1] == "deq-implicit"), pairs[key]), default=(None, ""))
     if setting is None or not (count := pairs[setting, arm]):
         return ""
     row = _difference(group, setting, arm)
@@ -196,7 +194,9 @@ def chosen_rows(tuning: Tuning) -> list[Row]:
 
 
 def missing(group: Group) -> list[str]:
-    """Name the settings of the paper's tables that were not run."""
+    """Name the settings of the paper's tables that were not run; not of runs that are there for something else."""
+    if (group.tuned or group.trunk) and not group.protocol:
+        return []
     settings = [Setting(group.experiment.dataset, *one) for imbalances in TABLES.values() for one in imbalances]
     return [setting.imbalance for setting in settings if setting not in group.settings]
 
@@ -217,8 +217,8 @@ def _result(group: Group, setting: Setting, arm: str) -> Row:
     row |= {QUANTITIES.get(name, name.upper()): over_seeds([one.quantity(name) for one in networks]) for name in SHOWN}
     solvers = [one.solver for one in networks if one.solver]
     row["evaluations a sample"] = over_seeds([one.iterations for one in solvers])
-    shares = [one.converged for one in solvers]
-    row["converged, %"] = over_seeds([None if share is None else 100 * share for share in shares])
+    shares = [one.curves["converged"][-1] for one in networks if one.solver]
+    row["converged in the last epoch, %"] = over_seeds([None if share is None else 100 * share for share in shares])
     radii = [max(one.spectral_radius.values, default=None) for one in networks if one.spectral_radius]
     row["spectral radius of ∂f/∂z at z*, largest"] = over_seeds(radii)
     row["left out"] = str(sum(one.skipped for one in solvers)) if solvers else NOTHING

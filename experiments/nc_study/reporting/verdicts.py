@@ -80,13 +80,13 @@ def judge(expected: str, found: Estimate, band: float, p_different: float, p_equ
     return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
-def ready(group: Group) -> list[Block]:
-    """The primary settings in which all arms share two seeds or more: enough for an estimate."""
+def ready(group: Group) -> dict[Block, int]:
+    """The primary settings in which all arms share two seeds or more, enough for an estimate, and how many."""
     shared = {
         block: set(range(block.seeds)).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
         for block in PRIMARY
     }
-    return [block for block, seeds in shared.items() if len(seeds) > 1]
+    return {block: len(seeds) for block, seeds in shared.items() if len(seeds) > 1}
 
 
 def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[list[float]]:
@@ -132,7 +132,7 @@ def verdicts(group: Group, claims: Sequence[Claim]) -> list[tuple[str, Estimate 
     then estimates are of the settings that are ready. A claim whose quantity is not defined in some seed rests on the
     others, if each setting keeps two."""
     done, needed = progress(group)
-    blocks = PRIMARY if done == needed else ready(group)
+    blocks = PRIMARY if done == needed else tuple(ready(group))
     measured = [differences(group, claim, blocks) for claim in claims]
     estimates = [estimate(kept) if (kept := [one for one in found if len(one) > 1]) else None for found in measured]
     if done < needed:
