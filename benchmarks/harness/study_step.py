@@ -29,20 +29,20 @@ PAPER_IMAGES, PAPER_SETTINGS, PAPER_EPOCHS, PAPER_METRICS, PAPER_TESTS, TEST_IMA
 
 
 class Stepper:
-    """A network of the study with its own batches. evaluations: of the steps that were made."""
+    """A network of the study with its own batches. evaluations: a sample's in each step that was made, on average."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         epochs = (trainer.data.epoch(0, epoch, trainer.settings.batch_size) for epoch in itertools.count(1))
         self.batches = itertools.chain.from_iterable(epochs)
-        self.evaluations: list[int] = []
+        self.evaluations: list[float] = []
         self.state: Tensor | None = None
         if isinstance(trainer.network.last, deqfast.DEQBlock):
             trainer.network.last.register_forward_hook(self._solved)
 
     def _solved(self, block: Any, inputs: Any, output: Any) -> None:
-        self.evaluations.append(output[1].evaluations)
         self.state = output[0].detach()
+        self.evaluations.append(output[1].sample_evaluations / len(self.state))
 
     def step(self) -> None:
         """A training step, its batch's augmentation included."""
