@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from . import tracing
 from .adjoints import SHINE, Adjoint, Iterated, Problem, as_adjoint
 from .adjoints.linearised import Linearised
+from .cells.protocol import solving
 from .compiled import Compiled
 from .exporting import is_exporting
 from .graphs import Graphs
@@ -54,7 +55,7 @@ class DEQBlock(nn.Module):
             dense tensor with as many rows as z that is no parameter. A square matrix beside other leaves of x counts
             only in its rows that are not finite, and is not cut.
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
-            or "whole" for one graph that the device leaves by itself (torch >= 2.15). See ``deqfast.graphs``.
+            or "whole" for one graph that the device leaves by itself (torch 2.14.1 can). See ``deqfast.graphs``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
             leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
@@ -171,7 +172,7 @@ class DEQBlock(nn.Module):
             self._warn_of_changing_cells()
         problem = self._problem(x, z0, groups)
         holds = self.graphs is None and not problem.is_transformed()
-        with self.solving(), hold_weights(self.cell) if holds else nullcontext():
+        with solving(self.cell), hold_weights(self.cell) if holds else nullcontext():
             value, solution = self.adjoint(problem)
         if self.warn:
             self._forward_notice.look(replace(solution, status=values(solution.status)))
@@ -213,7 +214,7 @@ class DEQBlock(nn.Module):
         if self.training and not self._checked_training:
             self._warn_of_changing_cells()
         problem = self._problem(x, self._initial_state(x) if z0 is None else z0, groups)
-        with self.solving(), nullcontext() if problem.is_transformed() else hold_weights(self.cell):
+        with solving(self.cell), nullcontext() if problem.is_transformed() else hold_weights(self.cell):
             states, solution = differentiate_along(problem, self.adjoint, at)
         if self.warn:
             self._forward_notice.look(solution)
@@ -248,21 +249,6 @@ class DEQBlock(nn.Module):
             raise ValueError("compile cannot be combined with groups")
         return Packing(z0, groups).groups
 
-    @contextmanager
-    def solving(self) -> Iterator[None]:
-        """Tell the cell when a solve begins, and how it ends."""
-        modules = [*self.cell.modules()] if isinstance(self.cell, nn.Module) else []
-        begun: list[nn.Module] = []
-        try:
-            for module in modules:
-                _notify([module], "begin_solve")
-                begun.append(module)
-            yield
-        except BaseException:
-            _notify(begun, "cancel_solve", "end_solve")
-            raise
-        _notify(modules, "end_solve")
-
     def _keep_backward_solution(self, solution: Solution) -> None:
         self.backward_solution = solution
         if self.warn:
@@ -284,7 +270,8 @@ class DEQBlock(nn.Module):
     def _warn_of_changing_cells(self) -> None:
         """Warn, once, of a cell that is another function at every call, and so has no fixed point."""
         self._checked_training = True
-        for name, module in self.named_modules():
+        found = self.cell.named_modules(prefix="cell") if isinstance(self.cell, nn.Module) else ()
+        for name, module in found:
             if module.training and _changes_with_calls(module):
                 warnings.warn(
                     f"deqfast: {name} ({type(module).__name__}) in training mode makes the cell another function at "
@@ -295,15 +282,6 @@ class DEQBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
-
-
-def _notify(modules: list[nn.Module], *events: str) -> None:
-    """Call of each module the first of these hooks that it has itself, not through a module that it wraps."""
-    for module in modules:
-        for event in events:
-            if hasattr(type(module), event) or event in module.__dict__:
-                getattr(module, event)()
-                break
 
 
 def _changes_with_calls(module: nn.Module) -> bool:

@@ -69,6 +69,8 @@ def _solve(
             calls, samples, healthy = torch.stack([iterations.amax(), iterations.sum(), finite.all()]).tolist()
             if not healthy:
                 raise not_finite(finite)
+            if kernel.name == "torch":  # which does not stop
+                calls, samples = solver.max_iter, solver.max_iter * len(c)
     return Solution(value, status, iterations, residual[int(absolute)], residual[0], residual[1], calls, samples)
 
 
@@ -94,7 +96,7 @@ def solve_cell(
     if torch.is_autocast_enabled(device):
         if torch.get_autocast_dtype(device) != torch.bfloat16 or z0.dtype != torch.float32:
             return None
-        weight, floor = weight.to(torch.bfloat16), stall_floor([z0], z0.device, 0.0)
+        weight, floor = weight.to(torch.bfloat16), stall_floor([z0.dtype], [], z0.device, 0.0)
     chosen = choose_kernel(kernel, z0.device)
     if z0.dtype not in _STATE_DTYPES or not serves(kernel, chosen, weight, z0):
         return None
@@ -222,7 +224,7 @@ def _solve_op(
 ) -> list[Tensor]:
     chosen = choose_kernel(kernel, c.device)
     found = _solve_chosen(weight, c, z0, activation, Picard(tol, max_iter, stop, atol=atol, norm=norm), kernel, chosen)
-    calls = torch.tensor([found.evaluations, found.sample_evaluations])
+    calls = torch.tensor([found.evaluations, found.sample_evaluations], device="cpu")
     # Copies of what are rows of one tensor: results of an op may not share memory.
     residuals = [found.residual_rel.clone(), found.residual_abs.clone()]
     return [found.value.contiguous(), found.status, found.iterations, *residuals, calls]
@@ -230,7 +232,7 @@ def _solve_op(
 
 def _fake_solve_op(weight: Tensor, c: Tensor, *settings: Any) -> list[Tensor]:
     rows = [c.new_empty(c.shape[0], dtype=dtype) for dtype in (torch.int8, torch.int32, c.dtype, c.dtype)]
-    return [c.new_empty(c.shape), *rows, torch.empty(2, dtype=torch.int64)]
+    return [c.new_empty(c.shape), *rows, torch.empty(2, dtype=torch.int64, device="cpu")]
 
 
 library.define(

@@ -244,7 +244,7 @@ def capture(work: Callable[[], None], pool: Any, stream: Any) -> Any:
 
 def if_running(active: Tensor, work: Callable[[], None]) -> None:
     """Capture `work` to run only if samples are running then."""
-    graphs: Any = torch.cuda.CUDAGraph  # conditional nodes came with torch 2.15
+    graphs: Any = torch.cuda.CUDAGraph  # conditional nodes, which not every supported torch has
     graph = graphs.get_currently_capturing_graph()
     graph.begin_capture_to_if_node((active > 0).squeeze())
     try:

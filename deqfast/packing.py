@@ -163,7 +163,8 @@ class Packing:
 
     def stall_floor(self, value: Any) -> float:
         """Residual under which no gain is a stall, for the f that gave `value`; see ``precision.stall_floor``."""
-        return stall_floor(pytree.tree_leaves(value), self.device, self.products_eps)
+        values, states = ([leaf.dtype for leaf in leaves] for leaves in (pytree.tree_leaves(value), self.leaves))
+        return stall_floor(values, states, self.device, self.products_eps)
 
 
 def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:

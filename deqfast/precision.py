@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # In units of the rounding of f's value, and in units of that of the factors of its products, which averages out: the
 # best residuals of residual blocks and of dense cells with rounded factors lie at 0.01 to 0.3 of the latter.
@@ -35,18 +34,22 @@ def _has_tf32(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def residual_floor(values: Iterable[Tensor], device: torch.device, products_eps: float) -> float:
-    """Relative residual that rounding alone may leave an f of these `values`, by their dtypes, the autocast state and,
-    where they are float32, `products_eps`, what ``float32_products_eps`` says."""
-    dtypes = {value.dtype for value in values}
-    units = [torch.finfo(dtype).eps for dtype in dtypes]
+def residual_floor(
+    values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
+) -> float:
+    """Relative residual that rounding alone may leave an f by the dtypes of its values and of the states it is given,
+    the autocast state and, where a value is float32, `products_eps`, what ``float32_products_eps`` says."""
+    values = set(values)
+    units = [torch.finfo(dtype).eps for dtype in values.union(states)]
     if torch.is_autocast_enabled(device.type):
         units.append(torch.finfo(torch.get_autocast_dtype(device.type)).eps)
     floor = _UNITS_OF_VALUES * max(units)
-    return max(floor, _UNITS_OF_FACTORS * products_eps) if torch.float32 in dtypes else floor
+    return max(floor, _UNITS_OF_FACTORS * products_eps) if torch.float32 in values else floor
 
 
-def stall_floor(values: Iterable[Tensor], device: torch.device, products_eps: float) -> float:
+def stall_floor(
+    values: Iterable[torch.dtype], states: Iterable[torch.dtype], device: torch.device, products_eps: float
+) -> float:
     """``residual_floor`` of an f that runs in less than float32, under which no gain is a stall; else 0."""
-    floor = residual_floor(values, device, products_eps)
+    floor = residual_floor(values, states, device, products_eps)
     return floor if floor > _UNITS_OF_VALUES * torch.finfo(torch.float32).eps else 0.0

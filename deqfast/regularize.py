@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from .adjoints.attach import detached, in_order_of, sample_norms, vjp
 from .adjoints.samples import per_row
 from .grouping import Groups
+from .packing import Packing
 from .solvers.base import check_count
 from .uncompiled import uncompiled
 
@@ -55,7 +56,7 @@ def jacobian_penalty(cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: in
 
 @torch.no_grad()
 def spectral_radius(
-    cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50, groups: Groups | None = None
+    cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50, groups: Groups | Tensor | str | None = None
 ) -> Tensor:
     """Spectral radius of the Jacobian of cell(., x) at z, a sample each, by power iteration with its transpose,
     whose eigenvalues are the same.
@@ -68,13 +69,13 @@ def spectral_radius(
         z: as for ``jacobian_penalty``.
         x: as for ``jacobian_penalty``.
         iterations: products with the Jacobian, at least 2.
-        groups: of rows of z that are one sample.
+        groups: for a cell that couples rows of z: the sample of each, see ``solve``.
 
     Returns:
         (B,) float64.
 
     Raises:
-        TypeError, ValueError: `iterations` is no such number.
+        TypeError, ValueError: `iterations` is no such number, `groups` no such description.
 
     Examples:
         >>> turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]])
@@ -82,14 +83,16 @@ def spectral_radius(
         tensor([0.9000, 0.9000, 0.9000], dtype=torch.float64)
     """
     check_count("iterations", iterations, 2)
+    grouping = None if groups is None else Packing(z, groups).groups
     with torch.inference_mode(False), torch.enable_grad():
         leaves, values = _evaluated(cell, z, x)
-    vector, half, growth = [torch.randn_like(leaf) for leaf in leaves], iterations // 2, torch.zeros(())
+    vector, half = [torch.randn_like(leaf) for leaf in leaves], iterations // 2
+    growth = torch.zeros((), device=leaves[0].device)
     for k in range(iterations):
         products = vjp(values, leaves, vector)
         vector = [torch.zeros_like(v) if p is None else p for p, v in zip(products, vector, strict=True)]
-        lengths = sample_norms(vector, groups)
-        rows = lengths if groups is None else groups.of_rows(lengths)
+        lengths = sample_norms(vector, grouping)
+        rows = lengths if grouping is None else grouping.of_rows(lengths)
         vector = [v / per_row(rows.clamp_min(1e-30), v).to(v.dtype) for v in vector]
         if k >= half:
             growth = growth + lengths.log()

@@ -187,7 +187,7 @@ class LateWatch(Watch):
 
     def __init__(self, active: Tensor):
         super().__init__(active)
-        self.pinned = torch.empty(1, dtype=torch.int32, pin_memory=active.is_cuda)
+        self.pinned = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=active.is_cuda)
         self.arrived: torch.cuda.Event | None = None
 
     def count(self) -> int:

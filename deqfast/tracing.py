@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from . import block as blocks
 from .adjoints import Iterated, Problem, Unrolled
 from .adjoints.attach import depends_on_others, detached, vjp
+from .cells.protocol import solving
 from .grouping import Groups
 from .ops.registry import library
 from .solution import Solution
@@ -102,7 +103,7 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
     problem = Problem(
         block.cell, x, z0, block.current_solver, {"kernel": block.kernel, "groups": groups}, lambda _: None
     )
-    with block.solving(), hold_weights(block.cell):
+    with solving(block.cell), hold_weights(block.cell):
         if isinstance(block.adjoint, Iterated):  # whose value is not the solver's
             value, solution = block.adjoint(problem)
         else:
@@ -221,10 +222,10 @@ def _solved(
             plain, swapped, (call["x"], call["z0"], call["groups"]), tie_weights=False
         )
     starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
-    ticket = torch.tensor(next(_numbers))
+    ticket = torch.tensor(next(_numbers), device="cpu")
     if call["records"]:
         _keep(values, leaves, ticket)
-    calls = torch.tensor([solution.evaluations, solution.sample_evaluations])
+    calls = torch.tensor([solution.evaluations, solution.sample_evaluations], device="cpu")
     # Copies of what are rows of one tensor: results of an op may not share memory.
     residuals = [solution.residual_rel.clone(), solution.residual_abs.clone()]
     found = [_like(z0, z.detach()) for z0, z in zip(starts, values, strict=True)]
@@ -263,7 +264,7 @@ def _fake_solve_block(
         samples = torch.sym_min(samples, 1)
     state = torch.float64 if any(z0.dtype == torch.float64 for z0 in starts) else torch.float32
     rows = [starts[0].new_empty(samples, dtype=dtype) for dtype in (torch.int8, torch.int32, state, state)]
-    host = [torch.empty(shape, dtype=torch.int64) for shape in ((2,), ())]
+    host = [torch.empty(shape, dtype=torch.int64, device="cpu") for shape in ((2,), ())]
     return [torch.empty_like(z0) for z0 in starts] + rows + host
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .adjoints import SHINE, Adjoint, Iterated, Problem
+from .adjoints.samples import per_row
 from .exporting import is_exporting
 from .solution import Solution
 from .solvers import Solver
@@ -34,14 +35,20 @@ class Taps:
 def solve_along(problem: Problem, at: Sequence[int]) -> tuple[list[Any], Solution]:
     """States that the forward solve of a problem gives to its cell at the evaluations `at`, and its Solution.
 
-    A sample that is done is frozen, and where all are done the state is the Solution's value. Runs the loop: neither
+    A sample that is done before is given as its value in the Solution. Runs the loop: neither
     graphs, which count no calls, nor compiled code, nor what the cell has in its place, nor compaction.
     """
     options = {**problem.forward_options, "compact": False}
     taps = Taps(problem.cell, at)
     solution = replace(problem, cell=taps, graphs=None, compiled=None, forward_options=options).solve()
+    rows = solution.iterations if problem.groups is None else problem.groups.of_rows(solution.iterations)
+
+    def with_values(state: Any, at: int) -> Any:
+        return pytree.tree_map(lambda s, v: torch.where(per_row(rows < at, s), v, s), state, solution.value)
+
+    states = [with_values(*of) for of in zip(taps.states, at, strict=False)]
     rest = [pytree.tree_map(torch.clone, solution.value) for _ in at[len(taps.states) :]]
-    return [*taps.states, *rest], solution
+    return [*states, *rest], solution
 
 
 def differentiate_along(problem: Problem, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:

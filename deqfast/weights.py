@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -89,7 +88,8 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
         for module, name, weight in found:
             weight.__class__ = _Holdable
             _thread.held[weight] = _Held(torch.is_grad_enabled(), _saved_tensor_hooks())
-            device = next(chain(weight.parameters(), weight.buffers())).device.type
+            original: Any = weight.original if weight.is_tensor else weight.original0  # a replica lists no parameters
+            device = original.device.type
             with outside_exports(torch.autocast(device, enabled=False)):  # the cell may be outside of it
                 getattr(module, name)
         yield
@@ -98,16 +98,24 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
             _thread.held.pop(weight, None)
 
 
-Weights = dict[ParametrizationList, _Held]
+def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The cell with the tensors and the held weights of now, whenever it is called: those of a ``functional_call`` are
+    gone by the backward pass."""
+    weights, tensors = dict(_thread.held), tensors_of(cell)
 
+    def call(z: Any, x: Any) -> Any:
+        present = tensors_of(cell)
+        swapped = {name: tensor for name, tensor in tensors.items() if present[name] is not tensor}
+        with holding(weights):
+            if not swapped:
+                return cell(z, x)
+            return torch.func.functional_call(cell, swapped, (z, x), tie_weights=False)  # type: ignore[arg-type]
 
-def held_weights() -> Weights:
-    """What this thread holds, for ``holding``."""
-    return dict(_thread.held)
+    return call
 
 
 @contextmanager
-def holding(weights: Weights) -> Iterator[None]:
+def holding(weights: dict[ParametrizationList, _Held]) -> Iterator[None]:
     """Hold these and no others, also in a checkpoint that has begun since; nothing where they are none."""
     before = _thread.held
     _thread.held = {weight: replace(held, hooks=_saved_tensor_hooks()) for weight, held in weights.items()}

@@ -290,6 +290,16 @@ def test_a_module_holds_its_parametrised_weights():
     assert func.parametrizations.weight.original.grad is not None
 
 
+def test_a_module_has_one_dropout_mask_for_a_call():
+    func = nn.Sequential(deqfast.SolveDropout(0.3), nn.Linear(8, 8), nn.Tanh())
+    values = []
+    for _ in range(2):
+        states, info = get_deq(f_tol=1e-4)(func, torch.zeros(4, 8))
+        assert bool((info["abs_lowest"] <= 1e-4).all())
+        values.append(states[-1])
+    assert not torch.allclose(*values)
+
+
 def test_torch_compile_leaves_it_out():
     linear, layer = nn.Linear(3, 3), get_deq(f_solver="broyden")
     linear.weight.data.mul_(0.5)
@@ -519,6 +529,21 @@ class TestTrajectory:
             states = block.trajectory(self.x, [1, 40, 50])
         assert not any(state.requires_grad for state in states)
         assert len({state.data_ptr() for state in states}) == 4  # a caller may work in place on each
+
+    def test_a_sample_that_has_stalled_is_given_as_its_value(self):
+        torch.manual_seed(0)
+        weight, x, slope = torch.randn(64, 64) * 0.7 / 8, torch.randn(4, 64), torch.tensor([0.3, 0.99, 0.99, 0.5])
+
+        def cell(z, x):
+            return (torch.tanh(z @ weight.T) + x) * slope[:, None]
+
+        block = deqfast.DEQBlock(cell, deqfast.Picard(1e-6, 40), warn=False)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            solution = block(x, return_solution=True)[1]
+            end = int(solution.iterations.max())
+            late, value = block.trajectory(x, [end])
+        done = solution.iterations < end
+        assert (solution.status[done] == deqfast.Status.STALLED).sum() > 1 and torch.equal(late[done], value[done])
 
     @pytest.mark.parametrize(
         "options", [{"check_every": 7}, {"compact": True}, {"compile": "forward"}, {"trace": True}], ids=str

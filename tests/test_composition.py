@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from deqfast import Anderson, Broyden, DEQBlock, Implicit, Unrolled
 from deqfast.testing import GRADIENT, assert_close
@@ -136,3 +137,26 @@ def test_a_weight_changed_in_place_before_the_backward_is_noticed():
         block.cell.linear.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
+
+
+EVERY = ["jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled", Unrolled(20, checkpoint=True)]
+
+
+@pytest.mark.parametrize("adjoint", EVERY, ids=str)
+def test_the_operations_of_a_step_are_counted(adjoint):
+    """torch's counter takes no leaf of a graph as a module's input from autograd.grad."""
+    block, x = DEQBlock(Cell(), adjoint=adjoint), torch.randn(3, 4, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        block(x)
+        forward = counter.get_total_flops()
+        block(x).sum().backward()
+    assert counter.get_total_flops() > 2 * forward > 0
+
+
+@pytest.mark.parametrize("adjoint", EVERY, ids=str)
+def test_a_state_of_low_precision_under_a_value_of_float32(adjoint):
+    linear, norm = nn.Linear(8, 8, dtype=torch.bfloat16), nn.LayerNorm(8)
+    block = DEQBlock(lambda z, x: norm((0.3 * linear(z) + x).float()), adjoint=adjoint, warn=False)
+    z = block(torch.randn(4, 8, dtype=torch.bfloat16))
+    z.float().square().sum().backward()
+    assert z.dtype == torch.bfloat16 and linear.weight.grad.isfinite().all() and linear.weight.grad.any()

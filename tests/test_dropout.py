@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, SolveDropout, Unrolled
+from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, Reversible, SolveDropout, Unrolled
 from deqfast.testing import GRADIENT, assert_close, solved
 
 TIGHT = Broyden(1e-12, 60)
@@ -121,6 +121,7 @@ def test_no_warning_of_a_changing_cell():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DEQBlock(Cell(SolveDropout(0.5)))(inputs())
+        DEQBlock(Cell(SolveDropout(0.5)), init=nn.Dropout(0.5))(inputs())  # which is no part of the cell
     with pytest.warns(UserWarning, match=r"cell.drop \(Dropout\) .* or deqfast.SolveDropout"):
         DEQBlock(Cell(nn.Dropout(0.5)), warn=False)(inputs())
 
@@ -140,6 +141,13 @@ def test_checkpoint_around_the_block(reentrant):
 def test_checkpoint_inside_of_the_cell_is_refused_not_wrong(reentrant):
     z = DEQBlock(Cell(SolveDropout(0.5), reentrant))(inputs().requires_grad_())
     with pytest.raises(RuntimeError, match="called in a backward pass, when its mask was gone"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("adjoint", [Reversible(5), Unrolled(5, checkpoint=True)], ids=str)
+def test_adjoints_that_call_the_cell_once_more_are_named(adjoint):
+    z = DEQBlock(Cell(SolveDropout(0.5)), adjoint=adjoint)(inputs().requires_grad_())
+    with pytest.raises(RuntimeError, match=r"Reversible or Unrolled\(checkpoint=True\)"):
         z.sum().backward()
 
 

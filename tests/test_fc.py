@@ -303,6 +303,11 @@ class TestFunction:
         assert torch.equal(looped.iterations, solution.iterations) and looped.evaluations == solution.evaluations
         assert torch.autograd.grad(value.sum(), weight)[0].isfinite().all()
 
+    def test_the_counts_of_plain_torch_are_those_of_its_calls(self):
+        weight, c = leaves(FCCase(size=5, batch=3), "cpu")
+        solution = fc_fixed_point(weight, c, solver=Picard(1e-2, 30), kernel="torch")[1]
+        assert solution.iterations.max() < 30 and (solution.evaluations, solution.sample_evaluations) == (30, 90)
+
     def test_an_empty_batch(self, kernel, device):
         weight, c = leaves(FCCase(size=5, batch=0), device)
         z, solution = fc_fixed_point(weight, c, kernel=kernel)

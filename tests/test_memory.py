@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import deqfast
-from deqfast.ops import empty_history, memory, release_memory
+from deqfast.ops import choose_kernel, empty_history, memory, release_memory
+from deqfast.solve import LateWatch
 
 CPU = torch.device("cpu")
 SHAPE = (4, 20, 8192)  # 2.6 MB
@@ -102,6 +103,29 @@ def test_solves_give_the_same_bits_in_memory_that_was_used(solver, kernel):
     again = deqfast.solve(f, torch.zeros(4, 8192), solver, kernel)
     assert torch.equal(first.value, again.value) and torch.equal(first.iterations, again.iterations)
     assert all(block.is_free for block in memory._blocks.kept)
+
+
+def test_another_default_device(monkeypatch):
+    """Neither a solve under it nor one after it takes memory there."""
+    monkeypatch.undo()  # torch.device knows torch's own functions only
+    torch.utils._device._device_constructors.cache_clear()
+    for kernel in ("auto", "torch"):
+        release_memory()
+        expected = deqfast.solve(torch.cos, torch.zeros(64, 4096), "anderson", kernel)
+        release_memory()
+        with torch.device("meta"):
+            found = [deqfast.solve(torch.cos, torch.zeros(64, 4096, device="cpu"), "anderson", kernel)]
+            assert LateWatch(torch.ones(1, device="cpu")).pinned.device == CPU
+        found += [deqfast.solve(torch.cos, torch.zeros(64, 4096), "anderson", kernel)]
+        assert expected.converged.all() and all(torch.equal(one.value, expected.value) for one in found)
+
+
+@pytest.mark.parametrize("solver", [deqfast.Broyden(max_iter=400), deqfast.Anderson(max_iter=400, history=400)])
+def test_products_of_pairs_lie_in_ordinary_pages(solver):
+    """Large ones would be filled with zeros for all of them, of which a short solve touches few."""
+    state = solver.init(torch.zeros(50, 8), choose_kernel("torch", CPU))
+    kept = {block.memory.untyped_storage().data_ptr() for block in memory._blocks.kept}
+    assert state.gram.nbytes > memory.SMALLEST and state.gram.untyped_storage().data_ptr() not in kept
 
 
 def test_a_kept_inverse_keeps_its_history():

@@ -121,6 +121,14 @@ class TestKernels:
         for result in op_of(op, kernel)(*NormCase(op, shape=(0, 16, 3, 5)).arguments(device).values()):
             assert 0 in result.shape
 
+    @pytest.mark.parametrize("formats", [("channels_last", "channels_last"), ("contiguous", "channels_last")])
+    def test_an_empty_batch_through_the_cell(self, formats, kernel, device):
+        """Of which torch keeps strides that are of neither format."""
+        cell = ResidualCell(8, 4, kernel=kernel).to(device)
+        z, x = (torch.randn(2, 8, 3, 5, device=device).contiguous(memory_format=FORMATS[name])[:0] for name in formats)
+        cell(z, x.requires_grad_()).mean((2, 3)).sum().backward()
+        assert x.grad.shape == x.shape and not cell.conv1.weight.grad.any()
+
     @every_op
     @every_format
     def test_bits_depend_neither_on_the_run_nor_on_the_batch(self, op, memory_format, kernel, device):

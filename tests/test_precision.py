@@ -28,6 +28,7 @@ def test_products_of_float32_count_as_what_torch_may_round_them_to(products, pre
     packing = Packing(full)
     assert packing.stall_floor(full) == eps / 4
     assert packing.stall_floor(full.double()) == 0
+    assert Packing(full.bfloat16()).stall_floor(full) == 8 * BF16
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert packing.stall_floor(full) == 8 * BF16
 
@@ -46,7 +47,7 @@ def test_rounded_factors_leave_residuals_below_the_floor_and_above_a_hundredth_o
     weight, x = 0.7 * torch.randn(256, 256) / 16, torch.randn(64, 256)
     short = rounded(weight, bits)
     solution = deqfast.solve(lambda z: torch.tanh(rounded(z, bits) @ short + x), torch.zeros_like(x), solver, "torch")
-    floor = residual_floor([x], torch.device("cpu"), 2.0**-bits)
+    floor = residual_floor([x.dtype], [], torch.device("cpu"), 2.0**-bits)
     assert solution.residual.max() < floor < 100 * solution.residual.median()
 
 
@@ -89,3 +90,12 @@ def test_samples_stall_at_the_floor_of_rounded_products(products, compile):
     products("bf16")
     stalled = status()
     assert (stalled.status == Status.STALLED).all() and stalled.evaluations < 60
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_state_of_low_precision_under_a_value_of_float32_stalls_and_is_consistent(dtype):
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 64) / 16, torch.randn(8, 64, requires_grad=True)
+    block = deqfast.DEQBlock(lambda z, x: torch.tanh(z.float() @ weight + x), deqfast.Anderson(1e-4, 40), warn=False)
+    _, solution = block(x, z0=torch.zeros(8, 64, dtype=dtype), return_solution=True)
+    assert set(solution.status.tolist()) <= {Status.CONVERGED, Status.STALLED}

@@ -79,6 +79,13 @@ def test_in_inference_mode_and_without_samples():
     assert spectral_radius(lambda z, x: 2 * z, torch.zeros(0, 2), None).shape == (0,)
 
 
+def test_groups_and_another_default_device():
+    swap, z = torch.tensor([[0.0, 0.9], [0.9, 0.0]]), torch.randn(2, 3)
+    with torch.device("meta"):
+        radius = spectral_radius(lambda z, x: x @ z, z, swap, groups=torch.tensor([0, 0], device="cpu"))
+    assert_close(radius, torch.full((1,), 0.9).double(), 1e-5)
+
+
 def test_a_radius_of_zero_and_bad_numbers():
     z = torch.zeros(2, 3)
     assert (spectral_radius(lambda z, x: torch.ones_like(z), z, None) < 1e-9).all()

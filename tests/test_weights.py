@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import threading
 from contextlib import nullcontext
 
@@ -252,15 +253,31 @@ def test_checkpoints_of_the_block_and_in_the_cell(adjoint, own):
     assert_close(found, expected, GRADIENT)
 
 
-def test_functional_call():
-    """What is computed once is made of the weights given."""
-    block, x = DEQBlock(Cell(weight_norm), TIGHT, Implicit(TIGHT)), inputs()
+@pytest.mark.parametrize("parametrization", [None, weight_norm])
+@pytest.mark.parametrize("adjoint", [*ADJOINTS, Unrolled(60, checkpoint=True)], ids=str)
+def test_functional_call(adjoint, parametrization):
+    """What is computed once is made of the weights given, which are the cell's in the backward pass too."""
+    block, x = DEQBlock(Cell(parametrization), TIGHT, adjoint), inputs()
     weights = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
     found = torch.autograd.grad(torch.func.functional_call(block, weights, (x,)).sum(), list(weights.values()))
     with torch.no_grad():
         for p in block.parameters():
             p.mul_(2)
     assert_close(found, torch.autograd.grad(block(x).sum(), list(block.parameters())), GRADIENT)
+
+
+@pytest.mark.parametrize("adjoint", [one for one in ADJOINTS if not isinstance(one, Reversible)], ids=str)
+def test_replicas_of_data_parallel(adjoint, monkeypatch):
+    """Which list no parameters: theirs are results of operations, which Reversible refuses."""
+    module = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(
+        module, "_broadcast_coalesced_reshape", lambda tensors, *_, **__: [[t.clone() for t in tensors]]
+    )
+    monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
+    block, x = DEQBlock(Cell(weight_norm), TIGHT, adjoint), inputs()
+    (replica,) = module.replicate(block, ["cpu"])
+    found = torch.autograd.grad(replica(x).square().sum(), [x, *block.parameters()])
+    assert_close(found, gradients(block, x), GRADIENT)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)

@@ -14,8 +14,9 @@ struct NormShape {
   bool channels_last;
 };
 
-// Whether the elements lie without gaps, channels fastest or in the order of the dimensions.
+// Whether the elements lie without gaps, channels fastest or in the order of the dimensions; none do in any way.
 inline bool is_dense(const Tensor& tensor, bool channels_last) {
+  if (tensor.numel() == 0) return true;
   constexpr int orders[2][4] = {{3, 2, 1, 0}, {1, 3, 2, 0}};
   int64_t expected = 1;
   for (int d : orders[channels_last]) {

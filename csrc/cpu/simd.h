@@ -46,6 +46,7 @@ template <class T>
 using Vec = typename Simd<T>::Vec;
 
 typedef float F32x8 __attribute__((vector_size(32)));
+typedef int32_t I32x8 __attribute__((vector_size(32)));
 typedef uint32_t U32x8 __attribute__((vector_size(32)));
 typedef uint16_t U16x8 __attribute__((vector_size(16)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
@@ -120,15 +121,15 @@ DEQFAST_INLINE Vec<double> load_double(const BFloat16* from, int64_t count) {
   return __builtin_convertvector(v, Vec<double>);
 }
 
-// The exponent's bias goes from 15 to 127 by a product, which is right for subnormal numbers too.
+// The exponent's bias goes from 15 to 127. Subnormal halves are multiples of 2^-24, made from integers: where the
+// processor takes subnormal floats for zero, they would be lost in those.
 DEQFAST_INLINE Vec<double> load_double(const Half* from, int64_t count) {
-  const U32x8 bits = load_bits(from, count), magnitude = (bits & 0x7fff) << 13;
-  F32x8 v;
-  memcpy(&v, &magnitude, sizeof v);
-  v *= 0x1p112f;
-  U32x8 wide;
-  memcpy(&wide, &v, sizeof wide);
-  const U32x8 not_finite = (U32x8)((bits & 0x7c00) == 0x7c00);
+  const U32x8 bits = load_bits(from, count), exponent = bits & 0x7c00;
+  F32x8 v = __builtin_convertvector((I32x8)(bits & 0x3ff), F32x8) * 0x1p-24f;
+  U32x8 tiny;
+  memcpy(&tiny, &v, sizeof tiny);
+  const U32x8 is_tiny = (U32x8)(exponent == 0), not_finite = (U32x8)(exponent == 0x7c00);
+  U32x8 wide = (is_tiny & tiny) | (~is_tiny & (((bits & 0x7fff) << 13) + (112u << 23)));
   wide |= (not_finite & 0x7f800000) | (bits & 0x8000) << 16;
   memcpy(&v, &wide, sizeof v);
   return __builtin_convertvector(v, Vec<double>);

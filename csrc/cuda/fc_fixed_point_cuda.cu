@@ -27,6 +27,7 @@ namespace {
 
 constexpr const char* kOp = "fc_fixed_point";
 constexpr int64_t kMaxDim = 2048;
+constexpr int kMostRows = 16;            // of a tile
 constexpr int kQuad = 4;                 // columns of f per lane
 constexpr int kPass = 32 * kQuad;        // columns that a warp takes at once
 constexpr int kTileBytes = 32 * 1024;    // of z for the largest tile
@@ -501,7 +502,7 @@ struct Kernels {
   template <class T, class H>
   static void run(const FcProblem<T, H>& p, const FcOutcome& outcome, const Tensor& c) {
     if (p.batch == 0) return;
-    STD_TORCH_CHECK(p.batch <= std::numeric_limits<int32_t>::max() / kMaxDim, kOp, ": `c` has too many rows: ",
+    STD_TORCH_CHECK(p.batch <= std::numeric_limits<int32_t>::max() - kMostRows, kOp, ": `c` has too many rows: ",
                     p.batch);
     const int device = c.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(device);

@@ -55,7 +55,7 @@ class Recorded:
         begin = next_node()
         valve = Valve()
         behind = valve(x)  # or a tensor of x could not be told from the same one held by the cell
-        self.outputs = in_order_of(z, evaluate(z, behind))
+        self.outputs = in_order_of(z, evaluate(not_leaves(z), behind))
         inputs = requiring_grad(behind)
         held, self.hides = leaves_behind(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
         self.sources = [*requiring_grad(x), *held]
@@ -230,6 +230,11 @@ def kept(saved: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
+def not_leaves(tree: Any) -> Any:
+    """Views of the leaves of a graph, which torch's counters of a module's work do not take from ``autograd.grad``."""
+    return pytree.tree_map(lambda t: t.view_as(t) if _requires_grad(t) and t.is_leaf else t, tree)
+
+
 def requiring_grad(tree: Any) -> list[Tensor]:
     """The tensors of a tree that require a gradient."""
     return [leaf for leaf in pytree.tree_leaves(tree) if _requires_grad(leaf)]
@@ -293,7 +298,8 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
         return solution
     leaves = pytree.tree_leaves(z)
     device = leaves[0].device
-    rounding = residual_floor(evaluation, device, float32_products_eps(device))
+    values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
+    rounding = residual_floor(values, states, device, float32_products_eps(device))
     solver = problem.solver
     size = sample_norms(evaluation, problem.groups, solver.norm == "max")
     gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]

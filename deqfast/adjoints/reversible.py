@@ -17,8 +17,18 @@ from ..packing import Packing, evaluate
 from ..solution import Solution
 from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled, untraced
-from ..weights import held_weights, holding, tensors_of
-from .attach import Gradients, Recorded, detached, in_order_of, present_autocast, requiring_grad, sample_norms, vjp
+from ..weights import as_now
+from .attach import (
+    Gradients,
+    Recorded,
+    detached,
+    in_order_of,
+    not_leaves,
+    present_autocast,
+    requiring_grad,
+    sample_norms,
+    vjp,
+)
 from .base import Problem
 from .unrolled import Iterated, judged
 
@@ -90,7 +100,7 @@ class _Run:
         leaves, self.spec = pytree.tree_flatten(z0)
         self.start = [leaf.clone() for leaf in leaves]  # the caller's memory may hold another state by the way back
         self.autocast = present_autocast(self.start[0].device.type)
-        self.held, self.tensors = held_weights(), tensors_of(cell)
+        self.cell_then = as_now(cell)
         self.lengths = partial(sample_norms, groups=groups)
         self.ends = [[leaf.double() for leaf in self.start] for _ in range(2)]  # y and z
 
@@ -113,18 +123,18 @@ class _Run:
 
     def pull(self, grads: list[Tensor], sources: list[Tensor]) -> Gradients:
         """Gradients in the sources for these of z, on the way back."""
-        ends, cell = [list(state) for state in self.ends], uncompiled(self._as_then)
+        ends, cell = [list(state) for state in self.ends], uncompiled(self.cell_then)
         passed = [[torch.zeros_like(end) for end in ends[0]], [grad.double() for grad in grads]]
         # Gradients of a half-step end at x: what lies behind it, another source perhaps, is the outer pass's.
         x = pytree.tree_map(self._cut, self.x)
         given = requiring_grad(x)
         found: Gradients = [None] * (len(given) + len(sources))
-        with self.autocast(), holding(self.held):
+        with self.autocast():
             for half in range(2 * self.steps):
                 at, of = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
                 z = detached(self.tree(ends[at]), requires_grad=True)
                 with torch.enable_grad():
-                    values = in_order_of(z, cell(z, x))
+                    values = in_order_of(z, cell(not_leaves(z), x))
                 scaled = [self.damping * grad for grad in passed[of]]
                 pulled = vjp(values, [*pytree.tree_leaves(z), *given, *sources], scaled)
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
@@ -138,14 +148,6 @@ class _Run:
             if not any(source is other for other in (*sources[:i], *sources[len(given) :])):
                 found[i] = _sum(found[i], by_cell[i])
         return [*found[: len(given)], *by_cell[len(given) :]]
-
-    def _as_then(self, z: Any, x: Any) -> Any:
-        """The cell with the tensors that it had: those of a ``functional_call`` are gone by the way back."""
-        now = tensors_of(self.cell)
-        swapped = {name: tensor for name, tensor in self.tensors.items() if now[name] is not tensor}
-        if not swapped:
-            return self.cell(z, x)
-        return torch.func.functional_call(self.cell, swapped, (z, x), tie_weights=False)  # type: ignore[arg-type]
 
     @staticmethod
     def _cut(leaf: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from ..solve import finite_rows
 from ..solvers import Solver
 from ..solvers.base import check_choice, check_count
 from ..transforms import values
-from ..weights import held_weights, holding
+from ..weights import as_now
 from .attach import detached
 from .base import Adjoint, Problem
 from .samples import per_row
@@ -88,7 +87,7 @@ class Unrolled(Iterated):
     def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         cell = problem.cell
         if self.checkpoint and torch.is_grad_enabled() and not problem.is_transformed():  # which takes none
-            cell = partial(checkpoint, _holding(cell), use_reentrant=False)
+            cell = partial(checkpoint, as_now(cell), use_reentrant=False)
         steps = self.steps or problem.solver.max_iter
         previous = z
         for _ in range(steps):
@@ -97,17 +96,6 @@ class Unrolled(Iterated):
             previous, z = z, pytree.tree_map(lambda new, old: new.to(old.dtype), value, z)
         with outside_exports(torch.no_grad()):
             return z, judged(packing, problem.solver, steps, previous, z, z)
-
-
-def _holding(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The cell with the weights that are held now, whenever it is called."""
-    weights = held_weights()
-
-    def call(z: Any, x: Any) -> Any:
-        with holding(weights):
-            return cell(z, x)
-
-    return call
 
 
 def judged(packing: Packing, solver: Solver, evaluations: int, z: Any, fz: Any, value: Any) -> Solution:

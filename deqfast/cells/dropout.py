@@ -23,9 +23,10 @@ class SolveDropout(nn.Module):
     at the first call in a solve, in the shape of its input. A block inside of a cell keeps the mask of the outer solve;
     outside of a solve every call draws its own, as in ``nn.Dropout``. In evaluation mode it is the identity.
 
-    A module has one mask: give each place of a cell its own. In training these are errors: ``compact``, ``compile``, an
-    activation checkpoint inside of the cell (one around the block is served), second derivatives, and gradients of
-    torch.func. A block with ``cuda_graph`` refuses it. Source: Gal and Ghahramani, NeurIPS 2016, in recurrent networks.
+    A module has one mask: give each place of a cell its own. In training these are errors: ``compact``, ``compile``,
+    ``Reversible``, ``Unrolled(checkpoint=True)``, an activation checkpoint inside of the cell (one around the block is
+    served), second derivatives, and gradients of torch.func. A block with ``cuda_graph`` refuses it. Source: Gal and
+    Ghahramani, NeurIPS 2016, in recurrent networks.
 
     Args:
         p: probability, from 0 to 1.
@@ -81,8 +82,9 @@ class SolveDropout(nn.Module):
         if not self._of_thread.solves:
             if self._has_solved and torch._C._current_graph_task_id() != -1:  # there is no public way to ask
                 raise RuntimeError(
-                    "SolveDropout was called in a backward pass, when its mask was gone: by an activation checkpoint "
-                    "inside of the cell (put it around the block), for a second derivative, or by torch.func"
+                    "SolveDropout was called in a backward pass, when its mask was gone: by Reversible or Unrolled("
+                    "checkpoint=True), by an activation checkpoint inside of the cell (put it around the block), for a "
+                    "second derivative, or by torch.func"
                 )
             return self._draw(z)
         drawn = self._of_thread.solves[-1]

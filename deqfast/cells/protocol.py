@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+from torch import nn
 
 from ..solution import Solution
 from ..solvers import Solver
@@ -110,3 +114,28 @@ class CellHooks(Protocol):
         Called before every solve of a block with cuda_graph. While one module says False, the block runs the ordinary
         loop, because what a module does in Python is fixed when its solve is captured.
         """
+
+
+@contextmanager
+def solving(cell: Callable[..., Any]) -> Iterator[None]:
+    """Tell the modules of a cell when a solve begins, and how it ends."""
+    modules = [*cell.modules()] if isinstance(cell, nn.Module) else []
+    begun: list[nn.Module] = []
+    try:
+        for module in modules:
+            _notify([module], "begin_solve")
+            begun.append(module)
+        yield
+    except BaseException:
+        _notify(begun, "cancel_solve", "end_solve")
+        raise
+    _notify(modules, "end_solve")
+
+
+def _notify(modules: list[nn.Module], *events: str) -> None:
+    """Call of each module the first of these hooks that it has itself, not through a module that it wraps."""
+    for module in modules:
+        for event in events:
+            if hasattr(type(module), event) or event in module.__dict__:
+                getattr(module, event)()
+                break

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..adjoints import Adjoint, Implicit, Phantom, Problem
 from ..adjoints.attach import detached
 from ..adjoints.samples import per_row
+from ..cells.protocol import solving
 from ..grouping import Groups
 from ..notice import Notice
 from ..packing import Packing
@@ -248,7 +249,7 @@ class DEQ(nn.Module):
             forward_options={"trace": self.traces},
             advances=self.training,
         )
-        with hold_weights(func):
+        with solving(func), hold_weights(func):
             states, solution, method = self._states(problem, method, max_iter)
             info = _info(solution, method)
             if sradius_mode and not self.training:

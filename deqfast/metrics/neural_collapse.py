@@ -228,11 +228,17 @@ def undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
 
 def _simplex_distance(means: Tensor, scale: float) -> Tensor:
     """|| M M^T / ||M M^T||_F - scale (I - 11^T / K) ||_F for class means M (K, D)."""
-    gram = means @ means.T
+    means = _unit(means)
     target = torch.eye(len(means), dtype=means.dtype, device=means.device) - 1 / len(means)
-    return torch.linalg.vector_norm(gram / torch.linalg.vector_norm(gram) - scale * target)
+    return torch.linalg.vector_norm(_unit(means @ means.T) - scale * target)
 
 
 def _duality_distance(weight: Tensor, means: Tensor) -> Tensor:
     """|| W / ||W||_F - M / ||M||_F ||_F for W and M (K, D)."""
-    return torch.linalg.vector_norm(weight / torch.linalg.vector_norm(weight) - means / torch.linalg.vector_norm(means))
+    return torch.linalg.vector_norm(_unit(weight) - _unit(means))
+
+
+def _unit(matrix: Tensor) -> Tensor:
+    """The matrix over its norm, whatever the squares of its entries would do."""
+    scaled = matrix / matrix.abs().amax()
+    return scaled / torch.linalg.vector_norm(scaled)

@@ -7,7 +7,7 @@ from .._extension import Availability
 from ..kernels.constants import MAX_GPU_HISTORY
 from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel, kernel_name
 from .fc import ACTIVATIONS
-from .memory import empty_history, release_memory
+from .memory import empty_history, empty_products, release_memory
 
 __all__ = [
     "ACTIVATIONS",
@@ -19,6 +19,7 @@ __all__ = [
     "check_kernel_name",
     "choose_kernel",
     "empty_history",
+    "empty_products",
     "kernel_name",
     "release_memory",
 ]

@@ -56,19 +56,25 @@ def release_memory() -> None:
     _blocks.kept = [block for block in _blocks.kept if not block.is_free]
 
 
+def empty_products(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory without values, in ordinary pages, for the products of a history's pairs: a short solve touches few.
+
+    In an export it holds zeros, those of pairs that change nothing.
+    """
+    return (torch.zeros if is_exporting() else torch.empty)(shape, dtype=dtype, device=device)
+
+
 def empty_history(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory without values for a solve's history; fresh memory of the CPU in large pages where the system has them.
 
     On the CPU the tensor owns its memory for as long as it lives itself: a view may not outlive it. In an export it
     holds zeros, pairs that change nothing.
     """
-    if is_exporting():
-        return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < SMALLEST:
-        return torch.empty(shape, dtype=dtype, device=device)
+    if is_exporting() or device.type != "cpu" or nbytes < SMALLEST:
+        return empty_products(shape, dtype, device)
     block = _blocks.free(nbytes)
-    memory = block.memory if block else torch.empty(nbytes, dtype=torch.uint8)
+    memory = block.memory if block else torch.empty(nbytes, dtype=torch.uint8, device=device)
     if block is None and _extension.cpp_module is not None:
         _extension.cpp_module.advise_huge_pages(memory.data_ptr(), nbytes)
     history = memory[:nbytes].view(dtype).view(shape)

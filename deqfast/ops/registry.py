@@ -278,6 +278,8 @@ class Op:
     def _wrong_memory(self, tensor: Tensor, layout: str, anchor: Tensor) -> str | None:
         if tensor.device != anchor.device:
             return f"be on the device of `{self.anchor}` ({anchor.device}), got {tensor.device}"
+        if not tensor.numel():  # torch does not copy what is empty into another layout
+            return None
         if layout == "channels_last":
             right, wanted = (
                 tensor.is_contiguous(memory_format=torch.channels_last),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.constants import BROYDEN_BAD, BROYDEN_GOOD
-from ..ops import Kernel, empty_history
+from ..ops import Kernel, empty_history, empty_products
 from .base import State, check_choice, check_number
 from .multisecant import Multisecant
 
@@ -84,7 +84,7 @@ class Broyden(Multisecant):
             z,
             kernel,
             steps=empty_history((batch, rows, dim), z.dtype, z.device),
-            gram=empty_history((batch, rows, rows), z.dtype, z.device),
+            gram=empty_products((batch, rows, rows), z.dtype, z.device),
             first=torch.zeros(batch, dtype=torch.int32, device=z.device),
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..exporting import is_exporting
-from ..ops import Kernel, empty_history
+from ..ops import Kernel, empty_history, empty_products
 from .base import Solver, State, check_count
 
 HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -85,7 +85,7 @@ class Multisecant(Solver):
             f_prev=z,
             left=empty_history((batch, history, dim), dtype, z.device),
             df=empty_history((batch, history, dim), dtype, z.device),
-            gram=empty_history((batch, history + 2, history), z.dtype, z.device),
+            gram=empty_products((batch, history + 2, history), z.dtype, z.device),
         )
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:

@@ -96,11 +96,28 @@ def test_minority_collapse_in_float32():
 
 
 def test_nc1_ignores_rotation_scale_and_offset():
-    features, labels, _ = make_samples(500, 63, 10, dtype=torch.float64)
+    features, labels, weight = make_samples(500, 63, 10, dtype=torch.float64)
     rotation, _ = torch.linalg.qr(torch.randn(63, 63, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     expected = neural_collapse(features, labels).nc1
     for same in (features @ rotation, features * 1e30, features * 1e-30, features + 3.0):
         assert neural_collapse(same, labels).nc1 == pytest.approx(expected, rel=EXACT_RTOL)
+    expected = neural_collapse(features, labels, weight)
+    for scale in (1e-90, 1e80):  # whose fourth powers are no numbers
+        assert_metrics_close(neural_collapse(features * scale, labels, weight), expected)
+
+
+@pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
+@pytest.mark.parametrize("flushed", [False, True])
+def test_tiny_numbers_of_half_precision_count_where_the_processor_flushes(flushed, kernel):
+    features = torch.tensor([-3, -2, 1, 2, 5, 1023, 1024, 4096]).mul(2.0**-24).half()[:, None].repeat(1, 3)
+    features[::2, 1] *= 2
+    labels, weight = torch.arange(8) % 2, torch.eye(2, 3)
+    expected = neural_collapse(features.double(), labels, weight.double(), kernel=kernel)
+    torch.set_flush_denormal(flushed)
+    try:
+        assert_metrics_close(neural_collapse(features, labels, weight, kernel=kernel), expected, rtol=1e-6)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_no_matrix_of_the_size_of_the_features_squared():
