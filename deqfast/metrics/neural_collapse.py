@@ -178,10 +178,10 @@ def make_result(
     resolution: float,
 ) -> NCResult:
     """Put the metrics together and bring them to the host at once."""
-    num_classes, means = len(stats.counts), stats.means
+    num_classes, means = len(stats.counts), _unit(stats.means)
     rank = between.kept.sum()
     smallest = torch.where(between.kept, between.singular, math.inf).amin()
-    centred = torch.where(rank > 0, between.centred, math.nan)  # else it is rounding
+    centred = _unit(torch.where(rank > 0, between.centred, math.nan))  # else it is rounding
     unit = 1 / math.sqrt(num_classes - 1) if num_classes > 1 else math.nan
     values = {
         "nc1": torch.where(rank > 0, within.sum() / stats.counts.sum(), math.nan),
@@ -192,8 +192,8 @@ def make_result(
         "nc2_centered": _simplex_distance(centred, unit),
     }
     if weight is not None:
-        values["nc3"] = _duality_distance(weight, means)
-        values["nc3_centered"] = _duality_distance(weight, centred)
+        values["nc3"] = torch.linalg.vector_norm(_unit(weight) - means)
+        values["nc3_centered"] = torch.linalg.vector_norm(_unit(weight) - centred)
     if agreement is not None:
         values["nc4"] = agreement
     host: dict[str, Any] = dict.fromkeys(("nc3", "nc3_centered", "nc4"))
@@ -226,19 +226,13 @@ def undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
     )
 
 
+def _unit(matrix: Tensor) -> Tensor:
+    """The matrix over its norm."""
+    return matrix / torch.linalg.vector_norm(matrix)
+
+
 def _simplex_distance(means: Tensor, scale: float) -> Tensor:
-    """|| M M^T / ||M M^T||_F - scale (I - 11^T / K) ||_F for class means M (K, D)."""
-    means = _unit(means)
+    """|| M M^T / ||M M^T||_F - scale (I - 11^T / K) ||_F for class means M (K, D) of norm 1, or fourth powers of their
+    scale would have to be numbers."""
     target = torch.eye(len(means), dtype=means.dtype, device=means.device) - 1 / len(means)
     return torch.linalg.vector_norm(_unit(means @ means.T) - scale * target)
-
-
-def _duality_distance(weight: Tensor, means: Tensor) -> Tensor:
-    """|| W / ||W||_F - M / ||M||_F ||_F for W and M (K, D)."""
-    return torch.linalg.vector_norm(_unit(weight) - _unit(means))
-
-
-def _unit(matrix: Tensor) -> Tensor:
-    """The matrix over its norm, whatever the squares of its entries would do."""
-    scaled = matrix / matrix.abs().amax()
-    return scaled / torch.linalg.vector_norm(scaled)
