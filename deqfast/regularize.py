@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .adjoints.attach import detached, in_order_of, sample_norms, vjp
+from .adjoints.attach import detached, in_order_of, not_leaves, sample_norms, vjp
 from .adjoints.samples import per_row
 from .grouping import Groups
 from .packing import Packing
@@ -107,4 +107,4 @@ def _evaluated(cell: Callable[[Any, Any], Any], z: Any, x: Any) -> tuple[list[Te
 
     z, x = pytree.tree_map(ordinary, z), pytree.tree_map(ordinary, x)
     z = detached(z, requires_grad=True)
-    return pytree.tree_leaves(z), in_order_of(z, uncompiled(cell)(z, x))
+    return pytree.tree_leaves(z), in_order_of(z, uncompiled(cell)(not_leaves(z), x))

@@ -17,7 +17,8 @@ class Status(IntEnum):
         MAX_ITER: f was called max_iter times, and the tolerance was not met.
         CONVERGED: the residual met the tolerance.
         NONFINITE: f returned NaN or infinity.
-        STALLED: an f in bfloat16, float16 or TF32 came to its rounding floor above the tolerance.
+        STALLED: an f in bfloat16, float16 or TF32, or of a state in these, came to its rounding floor above the
+            tolerance.
         INCONSISTENT: the residual met the tolerance in the solve, and did not when f was called again at the answer, as
             the gradient needs it. Then f couples the samples, see `groups` of ``solve``, or is another function at
             every call.

@@ -30,6 +30,11 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def in_backward() -> bool:
+    """Answer whether this thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Answer whether a transform of torch.func holds the tensor."""
     return _functorch.is_functorch_wrapped_tensor(tensor)

@@ -7,6 +7,7 @@ solve would be a value without a graph, and keeps it for every thread; here each
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .exporting import is_tracing, outside_exports
+from .transforms import in_backward
 
 
 def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
@@ -99,19 +101,28 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
 
 
 def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The cell with the tensors and the held weights of now, whenever it is called: those of a ``functional_call`` are
-    gone by the backward pass."""
-    weights, tensors = dict(_thread.held), tensors_of(cell)
+    """The cell with the held weights of now and, in a backward pass, with the tensors of now: those of a
+    ``functional_call`` are gone by then. FSDP2 puts what it gathers in the place of shards by itself."""
+    weights = dict(_thread.held)
+    tensors = {name: tensor for name, tensor in tensors_of(cell).items() if not hasattr(tensor, "placements")}
 
     def call(z: Any, x: Any) -> Any:
-        present = tensors_of(cell)
-        swapped = {name: tensor for name, tensor in tensors.items() if present[name] is not tensor}
+        present = tensors_of(cell) if in_backward() else tensors
+        swapped = {name: tensor for name, tensor in tensors.items() if present.get(name) is not tensor}
         with holding(weights):
             if not swapped:
                 return cell(z, x)
             return torch.func.functional_call(cell, swapped, (z, x), tie_weights=False)  # type: ignore[arg-type]
 
     return call
+
+
+def shards_weights(cell: Any) -> bool:
+    """Answer whether modules of the cell are units of FSDP2, whose weights are others in a backward pass."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (
+        fsdp is not None and isinstance(cell, nn.Module) and any(isinstance(m, fsdp.FSDPModule) for m in cell.modules())
+    )
 
 
 @contextmanager

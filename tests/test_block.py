@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,9 +29,11 @@ from deqfast import (
     Phantom,
     Picard,
     ResidualCell,
+    Reversible,
     Unrolled,
     solve,
 )
+from deqfast.adjoints import Adjoint
 from deqfast.testing import assert_close, rounding, solved
 
 EPS = rounding(torch.float32)
@@ -403,10 +406,23 @@ def in_two_processes(rank: int, path: str) -> None:
                 parallel(share).square().mean().backward()
             grads = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in parallel.parameters()]
             torch.save(grads, f"{path}/{adjoint}-{kind}-{rank}.pt")
+    cells_as_units(mesh, share)
     dist.destroy_process_group()
 
 
-def parallel_model(adjoint: str) -> nn.Sequential:
+def cells_as_units(mesh: DeviceMesh, share: torch.Tensor) -> None:
+    """A checkpoint changes nothing of cells that are sharded by themselves, and Reversible refuses them."""
+    found = []
+    for adjoint in (Unrolled(5), Unrolled(5, checkpoint=True), Reversible(5)):
+        model = parallel_model(adjoint)
+        fully_shard(model[1].cell, mesh=mesh)
+        with pytest.raises(RuntimeError, match="fully_shard") if isinstance(adjoint, Reversible) else nullcontext():
+            model(share).square().mean().backward()
+            found.append([p.grad.full_tensor() for p in model[1].cell.parameters()])
+    assert_close(*found, rounding(torch.float64))
+
+
+def parallel_model(adjoint: str | Adjoint) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), DEQBlock(FCCell(3, 5), Broyden(tol=1e-6), adjoint), nn.Linear(5, 2)).double()
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from deqfast import Anderson, Broyden, DEQBlock, Implicit, Unrolled
+from deqfast import Anderson, Broyden, DEQBlock, Implicit, Reversible, Unrolled
+from deqfast.regularize import jacobian_penalty
 from deqfast.testing import GRADIENT, assert_close
 
 TIGHT = Broyden(tol=1e-12, max_iter=60)
@@ -145,12 +146,65 @@ EVERY = ["jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unroll
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)
 def test_the_operations_of_a_step_are_counted(adjoint):
     """torch's counter takes no leaf of a graph as a module's input from autograd.grad."""
-    block, x = DEQBlock(Cell(), adjoint=adjoint), torch.randn(3, 4, dtype=torch.float64)
+    block, encoder = DEQBlock(Cell(), adjoint=adjoint), nn.Linear(4, 4, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
-        block(x)
+        z = block(encoder(torch.randn(3, 4, dtype=torch.float64)))
         forward = counter.get_total_flops()
-        block(x).sum().backward()
-    assert counter.get_total_flops() > 2 * forward > 0
+        z.sum().backward()
+        jacobian_penalty(block.cell, z, z.detach()).backward()
+    assert counter.get_total_flops() > forward > 0
+
+
+def test_the_operations_of_a_second_derivative_are_counted():
+    block, encoder = DEQBlock(Cell(), TIGHT, Implicit(TIGHT)), nn.Linear(4, 4, dtype=torch.float64)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    with FlopCounterMode(display=False):
+        (first,) = torch.autograd.grad(block(encoder(2 * x)).sum(), x, create_graph=True)
+        first.square().sum().backward()
+    assert encoder.weight.grad.any()
+
+
+@pytest.mark.parametrize("adjoint", [Unrolled(5), Unrolled(5, checkpoint=True)], ids=str)
+def test_buffers_that_the_cell_assigns(adjoint):
+    class Steps(Cell):
+        """Steps of 1 / k."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(()))
+
+        def forward(self, z, x):
+            self.k = self.k + 1
+            return z + (super().forward(z, x) - z) / self.k
+
+    block = DEQBlock(Steps(), adjoint=adjoint, warn=False)
+    x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    z = x
+    for k in range(1, 6):
+        z = z + (Cell.forward(block.cell, z, x) - z) / k
+    assert_close(block(x, z0=x), z, 1e-12)
+    assert block.cell.k == 5
+
+
+@pytest.mark.parametrize("adjoint", [Reversible(5), Unrolled(5), Unrolled(5, checkpoint=True)], ids=str)
+def test_a_mask_of_the_solve_in_a_buffer(adjoint):
+    class Masked(Cell):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", None)
+
+        def begin_solve(self):
+            self.mask = torch.tensor([1.0, 0.0, 0.5, 1.0], dtype=torch.float64)
+
+        def end_solve(self):
+            self.mask = None
+
+        def forward(self, z, x):
+            return self.mask * super().forward(z, x)
+
+    block = DEQBlock(Masked(), adjoint=adjoint, warn=False)
+    block(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert block.cell.linear.weight.grad.any()
 
 
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)

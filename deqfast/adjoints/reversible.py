@@ -17,7 +17,7 @@ from ..packing import Packing, evaluate
 from ..solution import Solution
 from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled, untraced
-from ..weights import as_now
+from ..weights import as_now, shards_weights
 from .attach import (
     Gradients,
     Recorded,
@@ -51,7 +51,7 @@ class Reversible(Iterated):
     Raises:
         TypeError, ValueError: an argument is not a number of this range.
         RuntimeError: under torch.func and in forward-mode AD; the cell holds a tensor with a gradient that is neither a
-            leaf nor in x; in the backward pass, where the steps back do not lead
+            leaf nor in x, or a module that is a unit of FSDP2; in the backward pass, where the steps back do not lead
             to z0, since the cell is another function by then or rounding has grown too large.
 
     Examples:
@@ -72,6 +72,8 @@ class Reversible(Iterated):
             raise RuntimeError(
                 "deqfast: Reversible has no derivative under torch.func and forward-mode AD: use Unrolled"
             )
+        if shards_weights(problem.cell):
+            raise RuntimeError("deqfast: Reversible takes no cell that fully_shard has cut: let it cut the block")
         steps = self.steps or max(1, problem.solver.max_iter // 2)
         run = _Run(problem.cell, self.damping, steps, detached(z), x, problem.groups)
         with outside_exports(torch.no_grad()):
@@ -134,7 +136,7 @@ class _Run:
                 at, of = half % 2, 1 - half % 2  # z was moved by f(y), and before that y by f(z)
                 z = detached(self.tree(ends[at]), requires_grad=True)
                 with torch.enable_grad():
-                    values = in_order_of(z, cell(not_leaves(z), x))
+                    values = in_order_of(z, cell(not_leaves(z), not_leaves(x)))
                 scaled = [self.damping * grad for grad in passed[of]]
                 pulled = vjp(values, [*pytree.tree_leaves(z), *given, *sources], scaled)
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..solvers.base import check_count, check_number
+from ..transforms import in_backward
 
 
 class _OfThread(threading.local):
@@ -80,7 +81,7 @@ class SolveDropout(nn.Module):
         for dim in self.dims:
             z = z.narrow(dim, 0, 1)
         if not self._of_thread.solves:
-            if self._has_solved and torch._C._current_graph_task_id() != -1:  # there is no public way to ask
+            if self._has_solved and in_backward():
                 raise RuntimeError(
                     "SolveDropout was called in a backward pass, when its mask was gone: by Reversible or Unrolled("
                     "checkpoint=True), by an activation checkpoint inside of the cell (put it around the block), for a "
