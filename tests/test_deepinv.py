@@ -43,7 +43,7 @@ def problem(algorithm="PGD", batch=3, **options):
     return model, physics(torch.rand(batch, 1, 16, 16)), physics
 
 
-@pytest.mark.parametrize("algorithm", ["PGD", "HQS", "ADMM", "DRS"])
+@pytest.mark.parametrize("algorithm", ["PGD", "HQS", "ADMM", "DRS", "PDCP"])
 def test_the_fixed_points_are_deepinvs(algorithm):
     model, y, physics = problem(algorithm)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from ..solution import Solution
 from ..solvers import Solver
 
 # Variables that an iteration goes on from, by its name; of one, the auxiliary variable is made anew of x.
-_VARIABLES = {"GD": 1, "PGD": 1, "HQS": 1, "ADMM": 2, "DRS": 2, "CP": 2}
+_VARIABLES = {"GD": 1, "PGD": 1, "HQS": 1, "ADMM": 2, "DRS": 2, "CP": 3}
 
 
 class _Iteration(nn.Module):
@@ -46,8 +46,8 @@ def _name(model: Any) -> str:
 class Equilibrium(nn.Module):
     """Algorithm of deepinv (>= 0.4), iterated to its fixed point by deqfast, an image by itself, with its gradient.
 
-    For GD, PGD and HQS, and for algorithms of two variables, which deepinv's own DEQ does not serve: ADMM, DRS and CP.
-    The model's `max_iter`, stopping rule and acceleration are not used.
+    For GD, PGD and HQS, and for algorithms of several variables, which deepinv's own DEQ does not serve: ADMM, DRS and
+    CP. The model's `max_iter`, stopping rule, acceleration and `get_output` are not used.
 
     Args:
         model: a ``deepinv.optim.BaseOptim``, such as ``deepinv.optim.PGD(...)``, with or without ``DEQ``.
