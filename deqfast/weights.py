@@ -112,7 +112,8 @@ def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         with holding(weights):
             if not swapped:
                 return cell(z, x)
-            return torch.func.functional_call(cell, swapped, (z, x), tie_weights=False)  # type: ignore[arg-type]
+            assert isinstance(cell, nn.Module)  # no other has tensors
+            return torch.func.functional_call(cell, swapped, (z, x), tie_weights=False)
 
     return call
 
