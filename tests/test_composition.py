@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -130,10 +133,12 @@ def test_a_dict_in_another_order_has_its_own_gradients(adjoint):
     assert_close(gradient(lambda z, x: {"b": 0.5 * z["b"] + x * x, "a": 0.2 * z["a"] + x}), ordered, GRADIENT)
 
 
-def test_a_weight_changed_in_place_before_the_backward_is_noticed():
+@pytest.mark.parametrize("around", [nullcontext, lambda: saved_tensors_hooks(lambda t: t, lambda t: t)])
+def test_a_weight_changed_in_place_before_the_backward_is_noticed(around):
     """By ``Implicit`` too, which keeps what its evaluation saves from the hooks of others."""
     block, x = DEQBlock(Cell(), TIGHT, Implicit(TIGHT)), torch.randn(3, 4, dtype=torch.float64)
-    value = block(x).sum()
+    with around():
+        value = block(x).sum()
     with torch.no_grad():
         block.cell.linear.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -141,6 +146,27 @@ def test_a_weight_changed_in_place_before_the_backward_is_noticed():
 
 
 EVERY = ["jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled", Unrolled(20, checkpoint=True)]
+
+
+class Descent(Cell):
+    """Step down the gradient of an energy, which torch.func finds or which is written out."""
+
+    written = False
+
+    def forward(self, z, x):
+        if self.written:
+            return 0.5 * (z + x) - 0.3 * torch.tanh(self.linear(z)) @ self.linear.weight
+        return z - 0.5 * torch.func.grad(lambda z: ((z - x).square() / 2 + 0.6 * self.linear(z).cosh().log()).sum())(z)
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "unrolled", Reversible(9)], ids=str)
+def test_cells_may_use_torch_func(adjoint):
+    block, x = DEQBlock(Descent(), TIGHT, adjoint, warn=False), torch.randn(3, 4, dtype=torch.float64)
+    gradients = []
+    for block.cell.written in (False, True):
+        gradients.append(torch.autograd.grad(block(x).square().sum(), block.cell.linear.weight)[0])
+    assert_close(*gradients, GRADIENT)
+
 
 
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)

@@ -12,14 +12,14 @@ whose value is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -29,7 +29,7 @@ from ..precision import float32_products_eps, residual_floor
 from ..solution import Solution, Status
 from ..transforms import Members
 from ..uncompiled import untraced
-from ..weights import held_nodes, next_node
+from ..weights import held_nodes, next_node, saved_tensor_hooks
 from .samples import per_row, rows_of
 
 if TYPE_CHECKING:
@@ -212,6 +212,12 @@ def vjp(
             **options,
         )
     )
+
+
+def saved_plainly() -> AbstractContextManager[Any]:
+    """Context in which a graph for several products saves its tensors past the hooks around: those of a checkpoint
+    would compute them anew for each product. Without any it sets none, which torch.func in a cell would refuse."""
+    return saved_tensors_hooks(keep, kept) if saved_tensor_hooks() else nullcontext()
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..grouping import Groups
@@ -28,10 +27,9 @@ from .attach import (
     confirmed,
     detached,
     in_order_of,
-    keep,
-    kept,
     present_autocast,
     requiring_grad,
+    saved_plainly,
     vjp,
 )
 from .base import Adjoint, Problem
@@ -117,8 +115,7 @@ class _Inverted(Rule):
         # A graph of compiled code may serve a single product, and is not differentiable twice.
         self.settings, self.evaluate, self.x = settings, uncompiled(evaluate), x
         self.z = detached(z, requires_grad=True)
-        # Checkpointing would compute what this evaluation saves anew for every product with it.
-        with saved_tensors_hooks(keep, kept):
+        with saved_plainly():
             self.recorded = Recorded(self.evaluate, self.z, x)
         self.autocast = present_autocast(pytree.tree_leaves(z)[0].device.type)
         self.product: Product | None = None  # compiled

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled
-from .attach import Recorded, Rule, attach, confirmed, detached, keep, kept, present_autocast, vjp
+from .attach import Recorded, Rule, attach, confirmed, detached, present_autocast, saved_plainly, vjp
 from .base import Adjoint, Problem
 from .functional import Derivative, Once
 from .phantom import Damped, Phantom
@@ -48,7 +47,7 @@ class Neumann(Adjoint):
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)
         leaves, spec = pytree.tree_flatten(detached(z, requires_grad=True))
-        with saved_tensors_hooks(keep, kept):  # a checkpoint in the cell would be computed anew for each term
+        with saved_plainly():
             recorded = Recorded(uncompiled(problem.cell), pytree.tree_unflatten(leaves, spec), x)
         value = attach(solution.value, recorded, _Series(self, recorded.outputs, leaves), broken)
         return value, confirmed(solution, problem, z, recorded.outputs)
