@@ -43,11 +43,14 @@ _locks: weakref.WeakKeyDictionary[blocks.DEQBlock, threading.RLock] = weakref.We
 _recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: values with their graph, its leaves
 
 
-def new_number(block: blocks.DEQBlock) -> int:
-    """Number by which compiled code finds the block for as long as it lives; no other block has had it."""
+def new_number(block: blocks.DEQBlock) -> Tensor:
+    """Number by which compiled code finds the block for as long as it lives; no other block has had it.
+
+    A tensor, because code is compiled anew for each int.
+    """
     number = next(_numbers)
     _live[number] = block
-    return number
+    return torch.tensor(number, device="cpu")
 
 
 def solve_traced(
@@ -147,7 +150,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, number: int, described: str, wanted: list[bool], autocast: torch.dtype | None, *tensors: Tensor
+        ctx: Any, number: Tensor, described: str, wanted: list[bool], autocast: torch.dtype | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         *results, ticket = torch.ops.deqfast.solve_block(tensors[0], number, described, tensors, wanted, autocast)
         ctx.save_for_backward(ticket, *[tensor for tensor, want in zip(tensors, wanted, strict=True) if want])
@@ -187,9 +190,14 @@ class _Plain(nn.Module):
 
 
 def _solve_block(
-    first: Tensor, number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    first: Tensor,
+    number: Tensor,
+    described: str,
+    tensors: list[Tensor],
+    wanted: list[bool],
+    autocast: torch.dtype | None,
 ) -> list[Tensor]:
-    block = _live.get(number)
+    block = _live.get(int(number))
     if block is None:
         raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
     with _with_autograd():
@@ -212,9 +220,11 @@ def _solved(
     fresh_of = {id(own[name]): tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
     device = pytree.tree_leaves(call["z0"])[0].device.type
     plain = _Plain(block)
-    # What is no leaf and is what the graph was given stays the block's own, which a hook may replace.
+    # What the graph was given stays the block's own, which a hook may replace and other threads may be reading.
     pairs = [(name, tensor, fresh_of[id(tensor)]) for name, tensor in own.items()]
-    swapped = {f"block.cell.{name}": t for name, tensor, t in pairs if t.requires_grad or not tensor.is_set_to(t)}
+    stays = {id(t): tensor for _, tensor, t in pairs if _is_given(tensor, t, call["records"])}
+    leaves = [stays.get(id(leaf), leaf) for leaf in leaves]
+    swapped = {f"block.cell.{name}": t for name, _, t in pairs if id(t) not in stays}
     autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
     alone = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
     with torch.set_grad_enabled(call["records"]), autocasts, holding({}), alone:
@@ -230,6 +240,11 @@ def _solved(
     residuals = [solution.residual_rel.clone(), solution.residual_abs.clone()]
     found = [_like(z0, z.detach()) for z0, z in zip(starts, values, strict=True)]
     return [*found, solution.status, solution.iterations, *residuals, calls, ticket]
+
+
+def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
+    """Answer whether the cell's own tensor is the one given, and where a graph is recorded a leaf like it."""
+    return own.is_set_to(given) and (not records or own.is_leaf and own.requires_grad == given.requires_grad)
 
 
 def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
@@ -252,7 +267,12 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _fake_solve_block(
-    first: Tensor, number: int, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    first: Tensor,
+    number: Tensor,
+    described: str,
+    tensors: list[Tensor],
+    wanted: list[bool],
+    autocast: torch.dtype | None,
 ) -> list[Tensor]:
     given = iter(tensors)
     call = _rebuild(described, lambda mark: next(given))
@@ -299,7 +319,7 @@ def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
 # `first` is the first of the tensors: an activation checkpoint tells the device by it, and sees none in a list.
 _register(
     "solve_block",
-    "(Tensor first, int number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
+    "(Tensor first, Tensor number, str described, Tensor[] tensors, bool[] wanted, ScalarType? autocast) -> Tensor[]",
     _solve_block,
     _fake_solve_block,
     torch.Tag.nondeterministic_seeded,  # hooks may draw a mask: two calls are never one, from torch 2.14 on

@@ -225,7 +225,7 @@ class TestOfABlock:
     def test_copies_have_their_own_number_and_the_dead_none(self, compiled):
         block = DEQBlock(Cell())
         copies = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
-        numbers = {one._number for one in (block, *copies)}
+        numbers = {int(one._number) for one in (block, *copies)}
         assert len(numbers) == 3 and numbers <= set(tracing._live)
         x = torch.randn(2, 4)
         with torch.no_grad():
@@ -255,6 +255,18 @@ class TestOfABlock:
         compiled(block)(x)
         assert int(block.cell.solves) == solves + 1
 
+    def test_weights_stay_where_other_threads_read_them(self, compiled):
+        block, seen = DEQBlock(Cell(), halt=lambda z, v, k: seen.append(block.cell.linear.weight) or v[:, 0] > 9), []
+        weight, call = block.cell.linear.weight, compiled(block)
+        call(torch.randn(2, 4)).sum().backward()
+        assert seen and all(read is weight for read in seen) and weight.grad.any()
+
+    def test_models_of_one_kind_share_their_code(self, compiled):
+        x = torch.randn(2, 3)
+        with torch._dynamo.config.patch(recompile_limit=2):
+            for _ in range(4):
+                compiled(Model())(x)
+
     def test_weights_given_in_the_call_and_hooks_of_the_cells_own(self, compiled):
         block, x, seen = DEQBlock(Cell()), torch.randn(2, 4), []
         value = compiled(block)(x).sum()
@@ -270,10 +282,18 @@ class TestOfABlock:
             weights = {"_orig_mod.cell.linear.weight": scale * block.cell.linear.weight}
             return torch.func.functional_call(fast, weights, (x,))
 
+        def frozen(x):
+            weight = block.cell.linear.weight.detach()
+            return torch.func.functional_call(block, {"cell.linear.weight": weight}, (x,))
+
         fast = compiled(block)
-        plain = derivatives(within, x, [scale])
-        for f in (compiled(within), around):
-            assert all(torch.equal(*pair) for pair in zip(derivatives(f, x, [scale]), plain, strict=True))
+        for f, plain, given in (
+            (compiled(within), within, [scale]),
+            (around, within, [scale]),
+            (compiled(frozen), frozen, []),
+        ):
+            pairs = zip(derivatives(f, x, given), derivatives(plain, x, given), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
 
     def test_a_submodule_under_two_names_keeps_its_parameters(self, compiled):
         cell = Cell()

@@ -168,7 +168,6 @@ def test_cells_may_use_torch_func(adjoint):
     assert_close(*gradients, GRADIENT)
 
 
-
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)
 def test_the_operations_of_a_step_are_counted(adjoint):
     """torch's counter takes no leaf of a graph as a module's input from autograd.grad."""
@@ -179,6 +178,17 @@ def test_the_operations_of_a_step_are_counted(adjoint):
         z.sum().backward()
         jacobian_penalty(block.cell, z, z.detach()).backward()
     assert counter.get_total_flops() > forward > 0
+
+
+@pytest.mark.parametrize("adjoint", EVERY, ids=str)
+def test_hooks_of_a_weight_see_its_whole_gradient_once(adjoint):
+    block, x, seen = DEQBlock(Cell(), adjoint=adjoint, warn=False), torch.randn(3, 4, dtype=torch.float64), []
+    weight = block.cell.linear.weight
+    block(x).sum().backward()
+    plain, weight.grad = weight.grad, None
+    weight.register_hook(lambda grad: seen.append(grad) or 2 * grad)
+    block(x).sum().backward()
+    assert len(seen) == 1 and torch.equal(weight.grad, 2 * plain)
 
 
 def test_the_operations_of_a_second_derivative_are_counted():

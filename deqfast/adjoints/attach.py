@@ -198,20 +198,26 @@ def present_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
 def vjp(
     outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], retain_graph: bool = True, **options: Any
 ) -> Gradients:
-    """Vector-Jacobian product, None where an input is not used."""
+    """Vector-Jacobian product, None where an input is not used. Hooks of an input wait for its whole gradient."""
     attached = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if not attached:
         return [None] * len(inputs)
-    return list(
-        torch.autograd.grad(
-            [y for y, _ in attached],
-            inputs,
-            [g for _, g in attached],
-            retain_graph=retain_graph,
-            allow_unused=True,
-            **options,
-        )
-    )
+    values, given = map(list, zip(*attached, strict=True))
+    with _without_hooks(inputs):
+        found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
+    return list(found)
+
+
+@contextmanager
+def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
+    hooks = [(own, own.copy()) for tensor in tensors if (own := tensor._backward_hooks)]
+    for own, _ in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, those in hooks:
+            own.update(those)
 
 
 def saved_plainly() -> AbstractContextManager[Any]:
