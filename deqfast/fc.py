@@ -23,7 +23,7 @@ from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
 from .solvers.base import check_choice
-from .transforms import check_plain
+from .transforms import check_plain, check_values, has_values
 
 _STATE_DTYPES = tuple(STATE.beside)
 _DEFAULT_SOLVER = Picard()
@@ -89,6 +89,8 @@ def solve_cell(
     Under bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
     """
     if type(solver) is not Picard or solver.damping != 1 or not isinstance(z0, Tensor) or z0.dim() != 2:
+        return None
+    if not has_values(z0):  # which the loop refuses
         return None
     if z0.shape[1] != len(weight) or z0.device != weight.device or z0.dtype != weight.dtype:
         return None
@@ -166,6 +168,7 @@ def fc_fixed_point(
         torch.Size([16, 16])
     """
     _check(weight, c, z0)
+    check_values("c", c)
     check_plain("fc_fixed_point", (weight, c, z0))
     check_choice("activation", activation, ACTIVATIONS)
     solver = _DEFAULT_SOLVER if solver is None else as_solver(solver)

@@ -9,7 +9,9 @@ from torch import nn
 
 from .adjoints import Adjoint
 from .block import DEQBlock
+from .exporting import is_exporting
 from .solvers import Solver
+from .uncompiled import untraced
 
 
 class _Spread(nn.Module):
@@ -33,6 +35,8 @@ def fixed_point(
     **options: Any,
 ) -> Any:
     """z* = f(z*, *args), differentiable in `args` and in the parameters that f holds.
+
+    In compiled code it runs as it is, between two graphs, which fullgraph=True refuses: a ``DEQBlock`` is part of one.
 
     Args:
         f: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
@@ -69,6 +73,11 @@ def fixed_point(
     """
     if kept := sorted(options.keys() & {"init", "eval_solver", "cuda_graph", "compile"}):
         raise TypeError(f"fixed_point takes no {kept[0]!r}, which serves many calls: make a DEQBlock")
+    return untraced(_solve, f, z0, args, return_solution, options | {"solver": solver, "adjoint": adjoint})
+
+
+def _solve(f: Callable[..., Any], z0: Any, x: tuple[Any, ...], return_solution: bool, options: dict[str, Any]) -> Any:
     groups = options.pop("groups", None)
-    block = DEQBlock(_Spread(f), solver, adjoint, **options)
-    return block(args, z0, return_solution=return_solution, groups=groups)
+    block = DEQBlock(_Spread(f), **options)
+    block.training = not is_exporting()  # an export takes none in training, and nobody else has this one
+    return block(x, z0, return_solution=return_solution, groups=groups)

@@ -14,6 +14,7 @@ change. Tensors that the cell keeps elsewhere must stay where they are.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -57,6 +58,7 @@ class Graphs:
         if self.whole and not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
             raise RuntimeError(f"cuda_graph='whole' needs a torch with conditional nodes, got {torch.__version__}")
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
+        self._alone = threading.RLock()  # a graph has one memory
         _check_cell(cell)
 
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
@@ -68,7 +70,7 @@ class Graphs:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
         if not packing.batch or not _is_ready(cell):
             return solve(lambda z: cell(z, x), z0, solver, kernel, check_every)
-        with torch.inference_mode(False), torch.no_grad(), current(packing.device):
+        with self._alone, torch.inference_mode(False), torch.no_grad(), current(packing.device):
             start = finite_rows(packing, z0)
             key = self._key(cell, x, packing, solver, kernel, check_every)
             if key not in self._captured:
@@ -92,8 +94,11 @@ class Graphs:
         return cell, str(spec), inputs, packing.signature(), solver, kernel, check_every, precision, training, tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the graphs, which live on one device in one process."""
-        return {**self.__dict__, "_captured": OrderedDict()}
+        """State without the graphs, which live on one device in one process, and their lock."""
+        return {"whole": self.whole}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.whole, self._captured, self._alone = state["whole"], OrderedDict(), threading.RLock()
 
 
 @dataclass
@@ -108,6 +113,7 @@ class Captured:
     check_every: int
     whole: bool  # one graph for all iterations, instead of one per `check_every`
     graphs: list[Any]
+    finished: Any = None  # event behind the last replay, which another stream must wait for
 
     @classmethod
     def of(
@@ -161,6 +167,8 @@ class Captured:
 
     def replay(self, x: Any, start: Tensor) -> Solution:
         """Solve from `start` with the values of x."""
+        if self.finished is not None:
+            self.finished.wait()
         for fixed, leaf in zip(self.inputs, pytree.tree_leaves(x), strict=True):
             if isinstance(fixed, Tensor):
                 fixed.copy_(leaf)
@@ -172,6 +180,7 @@ class Captured:
             watch = watch_of(self.state.active)
             evaluations = iterate(self._replay_chunk, self.solver.max_iter, watch, self.check_every)
         state = self.state.copy_of_results()
+        self.finished = mark()
         return solution_of(self.packing, self.solver, state, evaluations, evaluations * self.packing.batch)
 
     def _replay_chunk(self, first: int, until: int) -> None:
@@ -232,6 +241,11 @@ def new_pool() -> Any:
 def new_stream() -> Any:
     """Stream of the current device to capture on; torch's own for this belongs to the first device used."""
     return torch.cuda.Stream()
+
+
+def mark() -> Any:
+    """Event behind all that the current stream has queued."""
+    return torch.cuda.current_stream().record_event()
 
 
 def capture(work: Callable[[], None], pool: Any, stream: Any) -> Any:

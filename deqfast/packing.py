@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .exporting import is_exporting, is_tracing
+from .exporting import is_tracing
 from .grouping import Groups
 from .precision import float32_products_eps, stall_floor
-from .transforms import has_values
+from .transforms import check_values
 
 
 @dataclass
@@ -76,9 +76,7 @@ class Packing:
                     "the tensors of z0 must have one batch size and one device, got "
                     + ", ".join(f"{tuple(x.shape)} on {x.device}" for x in leaves)
                 )
-        if not (has_values(leaves[0]) or is_exporting()):
-            kind = "tensors on the device meta" if leaves[0].is_meta else "fake tensors (FakeTensorMode)"
-            raise ValueError(f"z0 must hold values, which a solve looks at, got {kind}")
+        check_values("z0", leaves[0])
         self.leaves = [_Leaf.of(leaf) for leaf in leaves]
         self.batch, self.device = leaves[0].shape[0], leaves[0].device
         self.groups = (

@@ -97,10 +97,13 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
     """``DEQBlock.forward`` in an export, which looks at no value; see ``solve.export``.
 
     Raises:
-        ValueError: the block is in training mode, whose gradients an export does not hold, or has a `halt`.
+        ValueError: the block is in training mode, whose gradients an export does not hold, or has a `halt`; trace=True
+            with `return_solution`.
     """
     if block.halt is not None:
         raise ValueError("halt cannot be exported")
+    if block.trace and return_solution:
+        raise ValueError("trace=True cannot be exported with return_solution=True")
     if block.training:
         raise ValueError("torch.export of a DEQBlock serves inference: call eval() before")
     problem = Problem(

@@ -60,6 +60,13 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if the tensor holds no numbers and nothing is traced."""
+    if not (is_tracing() or has_values(tensor)):
+        kind = "tensors on the device meta" if tensor.is_meta else "fake tensors (FakeTensorMode)"
+        raise ValueError(f"{name} must hold values, which a solve looks at, got {kind}")
+
+
 def values(tensor: Tensor) -> Tensor:
     """Numbers of the tensor under all transforms, those of all members of a vmap."""
     while is_wrapped(tensor):

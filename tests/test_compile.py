@@ -461,3 +461,7 @@ class TestExport:
     def test_training_is_refused(self):
         with pytest.raises(ValueError, match=r"serves inference: call eval\(\)"):
             torch.export.export(Model(), (torch.randn(5, 3),))
+
+    def test_a_trace_is_refused(self):
+        with pytest.raises(ValueError, match="trace=True cannot be exported"):
+            exported(Judged(trace=True))

@@ -18,6 +18,7 @@ from deqfast import (
     DEQBlock,
     FCCell,
     Implicit,
+    LinearCell,
     Neumann,
     Phantom,
     ResidualCell,
@@ -382,3 +383,11 @@ class TestErrors:
     def test_fake_tensors(self, adjoint):
         with FakeTensorMode(), pytest.raises(ValueError, match="z0 must hold values.* got fake tensors"):
             DEQBlock(lambda z, x: 0.5 * z + x, TIGHT, adjoint)(torch.ones(2, 3))
+
+    def test_tensors_without_values_where_a_solve_is_one_launch(self):
+        x = torch.ones(2, 3, device="meta")
+        for cell in (FCCell(3, 3, device="meta"), LinearCell(3, device="meta")):
+            with pytest.raises(ValueError, match="z0 must hold values.* got tensors on the device meta"):
+                DEQBlock(cell, "picard")(x)
+        with pytest.raises(ValueError, match="c must hold values"):
+            fc_fixed_point(torch.zeros(3, 3, device="meta"), x)

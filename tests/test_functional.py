@@ -78,3 +78,21 @@ def test_transforms():
     assert torch.equal(checkpointed, plain)
     hessian = torch.func.hessian(loss)(w, x[0]).reshape(9, 9)
     assert_close(hessian, hessian.T, GRADIENT)
+
+
+def test_in_compiled_and_exported_models():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), torch.zeros_like(x), self.linear(x)).sin()
+
+    layer, x = Layer(), torch.randn(3, 4)
+    fast = torch.compile(layer, backend="eager")
+    for stance in ("default", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            gradients = [torch.autograd.grad(f(x).sum(), layer.linear.weight)[0] for f in (layer, fast)]
+        assert torch.equal(*gradients)
+    assert_close(torch.export.export(layer, (x,)).module()(x), layer(x), GRADIENT)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,6 +82,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(graphs, "aside", lambda work: work())
     monkeypatch.setattr(graphs, "new_pool", lambda: None)
     monkeypatch.setattr(graphs, "new_stream", lambda: None)
+    monkeypatch.setattr(graphs, "mark", lambda: None)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
 
 
@@ -315,6 +318,16 @@ def test_whole_needs_conditional_nodes(monkeypatch):
         pytest.skip("this torch has them")
     with pytest.raises(RuntimeError, match="needs a torch with conditional nodes"):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="whole")
+
+
+def test_threads_may_share_a_block(mode, monkeypatch):
+    graphed, plain = blocks("anderson", mode)
+    graphed(inputs())
+    replay = Recording.replay
+    monkeypatch.setattr(Recording, "replay", lambda graph: (time.sleep(0.01), replay(graph)))
+    given = [inputs(seed=seed) for seed in range(4)]
+    with ThreadPoolExecutor(2) as pool:
+        assert all(map(torch.equal, pool.map(graphed, given), map(plain, given)))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
