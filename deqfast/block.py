@@ -257,8 +257,10 @@ class DEQBlock(nn.Module):
     def _initial_state(self, x: Any) -> Any:
         if self.init is not None:
             return self.init(x)
-        if hasattr(self.cell, "initial_state"):
-            return self.cell.initial_state(x)
+        if (start := getattr(self.cell, "initial_state", None)) is not None:
+            if not callable(start):
+                raise TypeError(f"initial_state of the cell must be a method of x, got {type(start).__name__}")
+            return start(x)
         leaves = pytree.tree_leaves(x)
         if len(leaves) == 1 and isinstance(leaves[0], Tensor) and leaves[0].is_floating_point():
             return torch.zeros_like(leaves[0])

@@ -97,6 +97,12 @@ class TestStart:
         with pytest.raises(ValueError, match=r"no initial state: x is not .* Pass z0 .*init=.*initial_state\(x\)"):
             DEQBlock(halve)(x)
 
+    def test_a_learned_start_is_no_method(self):
+        cell = torch.nn.Bilinear(4, 3, 4)
+        cell.initial_state = torch.nn.Parameter(torch.zeros(4))
+        with pytest.raises(TypeError, match="initial_state of the cell must be a method of x, got Parameter"):
+            DEQBlock(cell)(torch.ones(2, 3))
+
     @every_adjoint
     def test_a_start_that_is_not_finite_names_its_rows(self, adjoint):
         with pytest.raises(ValueError, match="z0 must be finite; it is not in 1 of 2 rows: 1"):
