@@ -110,6 +110,9 @@ def extensions() -> dict:
     cuda_home = find_cuda_home()
     if cuda_home is not None:
         os.environ["CUDA_HOME"] = str(cuda_home)  # read by torch's build code when it is imported
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        raise SystemExit(f"deqfast: no C++ compiler, {compiler} is not there: install one, or set DEQFAST_BUILD=none")
     from torch.utils import cpp_extension
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -28,7 +29,11 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
     try:
         return importlib.import_module(f"deqfast.{name}"), ""
     except ModuleNotFoundError:
-        return None, f"deqfast.{name} was not built: install deqfast where a compiler is, without DEQFAST_BUILD=none"
+        how = "install deqfast where a compiler is, without DEQFAST_BUILD=none"
+        here = Path(__file__).parent
+        if (here.parent / "csrc").is_dir():  # the sources, which hide an installed deqfast from a Python started there
+            how += f", with pip install -e {here.parent}"
+        return None, f"deqfast.{name} was not built in {here}: {how}"
     except ImportError as error:  # for instance a CUDA object beside a torch without CUDA
         return None, f"deqfast.{name} does not load: {error}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +20,7 @@ from .compiled import Compiled
 from .exporting import is_exporting
 from .graphs import Graphs
 from .grouping import Groups
-from .notice import Notice
+from .notice import Notice, warn
 from .ops import check_kernel_name
 from .packing import Packing
 from .solution import Solution
@@ -62,7 +61,8 @@ class DEQBlock(nn.Module):
         trace: record the residual after every evaluation in ``Solution.trace``.
         halt: rule that ends samples beside the solver's, see ``solve``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
-            are inconsistent, see ``Status``. On a GPU it is said one call late, so that nothing waits.
+            are inconsistent, see ``Status``; not of those that the rounding of f has stalled. On a GPU it is said one
+            call late, so that nothing waits.
 
     Attributes:
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
@@ -104,8 +104,8 @@ class DEQBlock(nn.Module):
         halt: Halt | None = None,
     ):
         super().__init__()
-        if not callable(cell):
-            raise TypeError(f"cell must be callable, got {cell!r}")
+        if not callable(cell) or isinstance(cell, type):
+            raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
         if init is not None and not callable(init):
             raise TypeError(f"init must be callable, got {init!r}")
         if halt is not None and not callable(halt):
@@ -264,23 +264,22 @@ class DEQBlock(nn.Module):
         leaves = pytree.tree_leaves(x)
         if len(leaves) == 1 and isinstance(leaves[0], Tensor) and leaves[0].is_floating_point():
             return torch.zeros_like(leaves[0])
+        kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            "no initial state: x is not a single floating-point tensor. Pass z0 to the call, or init=... to DEQBlock, "
-            "or give the cell a method initial_state(x)"
+            f"no initial state: x is not a single floating-point tensor, got {kind}. Pass z0 to the call, or init=... "
+            "to DEQBlock, or give the cell a method initial_state(x)"
         )
 
     def _warn_of_changing_cells(self) -> None:
         """Warn, once, of a cell that is another function at every call, and so has no fixed point."""
         self._checked_training = True
-        found = self.cell.named_modules(prefix="cell") if isinstance(self.cell, nn.Module) else ()
-        for name, module in found:
-            if module.training and _changes_with_calls(module):
-                warnings.warn(
-                    f"deqfast: {name} ({type(module).__name__}) in training mode makes the cell another function at "
-                    "every call, which has no fixed point; use GroupNorm, frozen statistics, or deqfast.SolveDropout",
-                    stacklevel=3,
-                )
-                return
+        modules = self.cell.named_modules(prefix="cell") if isinstance(self.cell, nn.Module) else ()
+        found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
+        if found:
+            warn(
+                f"deqfast: in training mode the cell is another function at every call, by {', '.join(found)}, and has "
+                "no fixed point; use GroupNorm or frozen statistics, and deqfast.SolveDropout"
+            )
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"

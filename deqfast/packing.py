@@ -133,7 +133,10 @@ class Packing:
         expected = [tuple(leaf.shape) for leaf in self.leaves]
         if shapes != expected:
             wanted, found = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
-            raise ValueError(f"f must return the shape of its argument, {wanted}, got {found}")
+            raise ValueError(
+                f"f must return the shape of its argument, {wanted}, got {found}; where no z0, init or initial_state "
+                "gives its state, a block's cell starts at zeros like x"
+            )
         for leaf in leaves:
             if not leaf.is_floating_point():
                 raise TypeError(f"f must return floating-point tensors, got {leaf.dtype}")

@@ -120,7 +120,7 @@ def solve(
 def check_inverse(solver: Solver, keep_inverse: bool) -> None:
     """Raise ValueError where an inverse is to be kept that the solver has not."""
     if keep_inverse and not isinstance(solver, Multisecant):
-        raise ValueError(f"only Anderson and Broyden have an inverse to keep, got {solver}")
+        raise ValueError(f"only Anderson and Broyden have an inverse to keep, which SHINE needs, got {solver}")
 
 
 def finite_rows(packing: Packing, z0: Any) -> Tensor:

@@ -267,7 +267,7 @@ class TestWarnings:
             warnings.simplefilter("error")
             block.eval()(x)
             block.train()
-        with pytest.warns(UserWarning, match=rf"deqfast: cell\.inner\.1 \({name}\) in training mode"):
+        with pytest.warns(UserWarning, match=rf"deqfast: in training mode .*, by cell\.inner\.1 \({name}\), and"):
             block(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -451,7 +451,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"cell": None}, TypeError, "cell must be callable, got None"),
+            ({"cell": None}, TypeError, "cell must be a module or another function .* got None"),
+            ({"cell": FCCell}, TypeError, "cell must be .* got <class .*FCCell"),
             ({"init": 0.0}, TypeError, "init must be callable, got 0.0"),
             ({"solver": "newton"}, ValueError, "solver must be .* got 'newton'"),
             ({"solver": None}, ValueError, "solver must be .* got None"),

@@ -22,7 +22,7 @@ def block(**options):
 class TestForward:
     def test_of_samples_that_do_not_converge_once(self):
         layer, x = block(solver=Picard(tol=1e-6, max_iter=2)), torch.randn(5, 6)
-        with pytest.warns(UserWarning, match=r"in a forward solve, 5 samples MAX_ITER: give .*warn=False silences"):
+        with pytest.warns(UserWarning, match="in a forward solve, 5 of 5 samples MAX_ITER: .*warn=False silences"):
             layer(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -30,10 +30,16 @@ class TestForward:
             copy.deepcopy(layer)(x)
             pickle.loads(pickle.dumps(layer))(x)
 
+    def test_where_the_block_is_called(self):
+        layer = torch.nn.Sequential(block(solver=Picard(tol=1e-6, max_iter=2), adjoint=Implicit(Picard(max_iter=1))))
+        with pytest.warns(UserWarning) as told:
+            layer(torch.randn(5, 6)).sum().backward()
+        assert [one.filename for one in told] == [__file__, __file__]
+
     def test_of_samples_that_break(self):
         x = torch.randn(5, 6)
         x[1:3] = torch.nan
-        with pytest.warns(UserWarning, match="2 samples NONFINITE: look for NaN"):
+        with pytest.warns(UserWarning, match="2 of 5 samples NONFINITE: look for NaN"):
             block(solver=Picard(tol=0.1))(x, z0=torch.zeros(5, 6))
 
     def test_not_where_all_is_well_or_silence_is_wanted(self):
@@ -47,7 +53,7 @@ class TestForward:
 class TestBackward:
     def test_once(self):
         layer, x = block(adjoint=Implicit(Picard(tol=1e-6, max_iter=2))), torch.randn(5, 6)
-        with pytest.warns(UserWarning, match="in a backward solve, 5 samples MAX_ITER"):
+        with pytest.warns(UserWarning, match="in a backward solve, 5 of 5 samples MAX_ITER"):
             layer(x).sum().backward()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -121,7 +127,7 @@ class TestLate:
         assert len(lagging.copies) == 1  # what is on its way is waited for by no further one
         assert not recwarn.list
         lagging.catch_up()
-        with pytest.warns(UserWarning, match="in a forward solve, 2 samples NONFINITE"):
+        with pytest.warns(UserWarning, match="in a forward solve, 2 of 5 samples NONFINITE"):
             layer(x)
         recwarn.clear()
         layer(broken, z0=start)
@@ -132,7 +138,7 @@ class TestLate:
         layer(x).sum().backward()
         assert not recwarn.list
         lagging.catch_up()
-        with pytest.warns(UserWarning, match="in a backward solve, 5 samples MAX_ITER"):
+        with pytest.warns(UserWarning, match="in a backward solve, 5 of 5 samples MAX_ITER"):
             layer(x).sum().backward()
 
     def test_nothing_waits(self, lagging):

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -108,11 +109,22 @@ def test_works_without_the_extension(wheel, tmp_path):
     assert "kernel='cpp' is not available" in printed[1] and printed[0] in printed[1]
 
 
-def test_unknown_build_mode_is_an_error(source):
-    command, environment = [sys.executable, "setup.py", "--version"], os.environ | {"DEQFAST_BUILD": "gpu"}
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"DEQFAST_BUILD": "gpu"}, "DEQFAST_BUILD must be auto, cpu, cuda or none, got 'gpu'"),
+        ({"DEQFAST_BUILD": "cpu", "CXX": "no-such-compiler"}, "no-such-compiler is not there: .* DEQFAST_BUILD=none"),
+    ],
+)
+def test_a_build_that_cannot_be_is_an_error(source, variables, message):
+    command, environment = [sys.executable, "setup.py", "--version"], os.environ | variables
     result = subprocess.run(command, cwd=source, capture_output=True, text=True, env=environment, check=False)
-    assert result.returncode != 0
-    assert "DEQFAST_BUILD must be auto, cpu, cuda or none, got 'gpu'" in result.stderr
+    assert result.returncode != 0 and re.search(message, result.stderr)
+
+
+def test_the_import_does_not_take_the_compiler_along():
+    """torch._dynamo, which takes seconds."""
+    assert run(sys.executable, "-c", "import sys, deqfast; print('torch._dynamo' in sys.modules)").strip() == "False"
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_structures_and_memory_orders():
 
 
 def test_it_needs_a_history_and_no_graph():
-    with pytest.raises(ValueError, match="only Anderson and Broyden have an inverse to keep, got Picard"):
+    with pytest.raises(ValueError, match="only Anderson and Broyden have .* which SHINE needs, got Picard"):
         deqfast.DEQBlock(deqfast.LinearCell(3), "picard", "shine")(torch.randn(2, 3))
     with pytest.raises(ValueError, match="cuda_graph cannot be combined with SHINE"):
         deqfast.DEQBlock(deqfast.LinearCell(3), adjoint="shine", cuda_graph=True)

@@ -400,6 +400,7 @@ BAD_ARGUMENTS = [
         for argument, value, error in [
             ("tol", 0.0, ValueError),
             ("tol", -1e-3, ValueError),
+            ("tol", 40, ValueError),
             ("tol", math.nan, ValueError),
             ("tol", math.inf, ValueError),
             ("tol", "small", TypeError),

@@ -61,6 +61,7 @@ class FCCell(nn.Module):
 
     def initial_state(self, x: Tensor) -> Tensor:
         """Zeros (B, features) in the dtype of x."""
+        check_features("x", x, self.injection.in_features)
         return x.new_zeros(x.shape[0], self.weight.shape[0])
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ _INITIAL_RADIUS = 0.5
 
 
 def check_features(name: str, tensor: Tensor, width: int) -> None:
-    """Raise ValueError unless `tensor` has shape (B, width)."""
+    """Raise ValueError or TypeError unless `tensor` is a floating-point one of shape (B, width)."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
     if tensor.dim() != 2 or tensor.shape[1] != width:
         raise ValueError(f"{name} must have shape (B, {width}), got {tuple(tensor.shape)}")
 

@@ -348,7 +348,9 @@ def _attach(
     records = torch.is_grad_enabled()
     if torch.is_inference_mode_enabled() or not (records or problem.advances):
         return [solution.value], solution
-    problem = replace(problem, solver=replace(method.solver, tol=method.solver.tol / method.damping))
+    tol = method.solver.tol / method.damping
+    tol = min(tol, 0.99) if method.solver.stop == "rel" else tol
+    problem = replace(problem, solver=replace(method.solver, tol=tol))
     with torch.enable_grad():
         found = [adjoint.differentiate(problem, solution) for adjoint in adjoints]
     return [value if records else detached(value) for value, _ in found], found[-1][1]

@@ -132,9 +132,12 @@ def looked_up(name: str, device_type: str) -> str:
     return choose_kernel(name, torch.device(device_type)).name
 
 
-@torch.compiler.assume_constant_result  # or a trace would run through the look-up
 def _constant_name(name: str, device_type: str) -> str:
     return looked_up(name, device_type)
+
+
+# Or a trace would run through the look-up. torch.compiler.assume_constant_result, which does this, imports dynamo.
+vars(_constant_name)["_dynamo_marked_constant"] = True
 
 
 def kernel_name(name: str, device_type: str) -> str:

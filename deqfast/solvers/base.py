@@ -99,7 +99,7 @@ class Solver:
     """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
 
     Args:
-        tol: bound on the residual, positive.
+        tol: bound on the residual, positive, with stop="rel" less than 1.
         max_iter: calls of f, at least 1.
         stop: "rel": a sample has converged where |f(z) - z| <= atol + tol |f(z)|; its residual, which is held against
             tol, is |f(z) - z| / (|f(z)| + atol / tol). "abs": where |f(z) - z|, its residual, is at most tol.
@@ -125,6 +125,8 @@ class Solver:
         check_number("tol", self.tol, 0.0, low_open=True)
         check_count("max_iter", self.max_iter)
         check_choice("stop", self.stop, ("rel", "abs"))
+        if self.stop == "rel" and self.tol >= 1:
+            raise ValueError(f"tol must be less than 1 with stop='rel', or z = 0 has converged, got {self.tol!r}")
         check_number("atol", self.atol, 0.0, MAX_ATOL * self.tol)
         if self.atol and self.stop == "abs":
             raise ValueError(f"atol must be 0 with stop='abs', where tol is the absolute tolerance, got {self.atol!r}")

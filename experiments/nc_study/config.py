@@ -278,6 +278,8 @@ def settings_from(study: str, **given: Any) -> Settings:
         device = "cuda" if gpu else "cpu"
     if preset == "auto":
         preset = "paper" if device == "cuda" else "quick"
+    if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
+        raise SettingsError(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
     classes = CLASSES.get(given.get("dataset", "auto"), 10)
     values = {**preset_values(preset, classes), **given, "study": study, "device": device, "preset": preset}
     if study == "cifar_balanced":
@@ -305,6 +307,7 @@ def preset_values(preset: str, classes: int) -> dict[str, Any]:
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
     """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
     parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]",
         description=description,
         epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
     )

@@ -59,6 +59,7 @@ def test_every_option_that_decides_the_outcome_makes_a_folder_of_its_own():
         (["--threads", "100000"], "--threads 100000: at most"),
         (["--lr", "0"], "--lr 0.0: more than 0"),
         (["--lr", "nan"], "--lr nan: a finite number"),
+        (["--model", "once", "--adjoint", "implicit"], "--adjoint implicit: --model once has no equilibrium"),
         (["--test-images", "9"], "--test-images 9: at least one of each of 10 classes"),
     ],
 )
