@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import http.server
+import shutil
 import tarfile
-import threading
-import urllib.request
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +15,7 @@ from nc_study.config import StudyError, settings_from
 from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
 from nc_study.shapes import draw_shapes
 from study_helpers import CPU, shapes_data, write_cifar
-from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets import CIFAR10, CIFAR100, utils
 
 
 def ldam_selection(targets, per_class):
@@ -129,29 +126,15 @@ def test_damaged_files_are_an_error_and_not_replaced_by_shapes(dataset, damage, 
         find_source(dataset, tmp_path)
 
 
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    """CIFAR-10 as an archive on a local server; the folder that is served."""
-    folder, made = tmp_path / "served", tmp_path / "made"
-    folder.mkdir()
+def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(tmp_path, monkeypatch):
+    made, root, archive = tmp_path / "made", tmp_path / "new" / "data", tmp_path / CIFAR10.filename
     write_cifar(made, CIFAR10, per_class=1, monkeypatch=monkeypatch)
-    archive = folder / CIFAR10.filename
     with tarfile.open(archive, "w:gz") as file:
         file.add(made / CIFAR10.base_folder, CIFAR10.base_folder)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}")
-    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
-    urllib.request.install_opener(None)  # else the proxies of an earlier test's first download stay
-    yield folder
-    server.shutdown()
-    server.server_close()
-
-
-def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(served, tmp_path, monkeypatch):
-    root, archive = tmp_path / "new" / "data", served / CIFAR10.filename
     content = archive.read_bytes()
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(content).hexdigest())
+    monkeypatch.setattr(utils, "_get_redirect_url", lambda url, **given: url)
+    monkeypatch.setattr(utils, "_urlretrieve", lambda url, path: shutil.copy(archive, path))
     archive.write_bytes(content[:1000])
     source = find_source("auto", root)
     assert source.name == "shapes" and "download failed" in source.reason and not list(root.iterdir())
@@ -162,4 +145,4 @@ def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(serv
     assert source.name == "cifar10" and len(source.train[0]) == 50
     assert [path.name for path in root.iterdir()] == [CIFAR10.base_folder]
     monkeypatch.setattr(data, "_download", lambda *_: pytest.fail("network"))
-    assert find_source("cifar10", root).name == find_source("auto", served).name == "cifar10"
+    assert find_source("cifar10", root).name == find_source("auto", tmp_path).name == "cifar10"
