@@ -87,30 +87,3 @@ def test_courses_only_descend():
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(trained.StudyError, match="not the folder of a finished run"):
         trained.study_cell(tmp_path, None)
-
-
-def test_study_cell_is_the_trained_one(tmp_path):
-    pytest.importorskip("matplotlib")
-    from nc_study import cli
-    from nc_study.rundir import RunDirectory
-
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    tiny = [
-        *("--dataset", "shapes", "--width", "1", "--n-majority", "20", "--test-images", "20", "--model", "deq"),
-        *("--epochs", "1", "--batch-size", "16", "--threads", "1", "--device", "cpu", "--out", str(tmp_path)),
-    ]
-    try:
-        assert cli.main("cifar_lt", None, tiny) == 0
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-    (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    problem = trained.study_cell(run, None, batch=4)
-    assert problem.z0.shape == (4, 8, 4, 4) and problem.name == "residual block, shapes"
-    state = RunDirectory(run).restore()
-    assert state
-    solution = deqfast.solve(problem.f, problem.z0, "broyden")
-    deqfast.testing.assert_close(solution.residual_rel, problem.residuals(solution.value), 1e-3)
-    # With a group per channel the last normalisation makes every channel's mean its trained bias.
-    bias, means = state["network"]["last.cell.norm3.bias"], problem.exact(problem.z0.double()).mean((2, 3))
-    assert float(bias.abs().max()) > 0
-    deqfast.testing.assert_close(means, bias.expand_as(means), deqfast.testing.ITERATES)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 
 import pytest
-from nc_study import distributed
 from nc_study.config import ARMS, Experiment, SettingsError, arm_options, parse, settings_from
-
-
-def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
-    for gpu, preset in ((False, "quick"), (True, "paper")):
-        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
-        assert settings_from("cifar_lt").preset == preset
 
 
 @pytest.mark.parametrize(
@@ -25,9 +17,10 @@ def test_quick_is_the_preset_without_a_gpu_and_paper_with_one(monkeypatch):
         (True, {}, "bf16"),
     ],
 )
-def test_the_precision_is_what_the_machine_multiplies_fast_but_for_the_papers(gpu, cpu, auto, monkeypatch):
+def test_preset_and_precision_are_for_the_machine_but_for_the_papers(gpu, cpu, auto, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: cpu)
+    assert settings_from("cifar_lt").preset == ("paper" if gpu else "quick")
     for given, expected in (
         ({"preset": "study"}, auto),
         ({"preset": "paper"}, "fp32"),
@@ -77,12 +70,3 @@ def test_settings_that_a_machine_or_a_study_cannot_have(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SettingsError, match="--device cuda"):
         settings_from("cifar_lt", device="cuda")
-
-
-def test_a_command_names_its_script_from_here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "experiments" / "cifar_lt.py"), "--out", "a b"])
-    assert distributed.command_line() == "python experiments/cifar_lt.py --out 'a b'"
-    monkeypatch.chdir(tmp_path.parent.parent)
-    monkeypatch.setattr(sys, "argv", ["/elsewhere/cifar_lt.py"])
-    assert distributed.command_line() == "python /elsewhere/cifar_lt.py"
