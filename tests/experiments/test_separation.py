@@ -94,14 +94,6 @@ def test_report_names_units_that_are_missing(small, tmp_path):
     assert "Not measured: d4-n2-seed0" in text
 
 
-@pytest.mark.parametrize("arguments", [["--experiment", "none"], ["--jobs", "0"], ["--preset", "huge"]])
-def test_bad_argument_is_an_error_that_names_it(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        separation.main(arguments)
-    assert stop.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
 SOLVERS = {
     "picard": deqfast.Picard,
     "anderson": deqfast.Anderson,
