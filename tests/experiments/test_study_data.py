@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import shutil
 import tarfile
 from dataclasses import replace
@@ -14,7 +15,7 @@ from nc_study import data
 from nc_study.config import StudyError, settings_from
 from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
 from nc_study.shapes import draw_shapes
-from study_helpers import CPU, shapes_data, write_cifar
+from study_helpers import CPU, shapes_data
 from torchvision.datasets import CIFAR10, CIFAR100, utils
 
 
@@ -94,6 +95,32 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
     assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, again, strict=True))
     for seed, epoch in ((1, 3), (2, 2)):
         assert not torch.equal(first[0][0], next(iter(study.epoch(seed, epoch, 16)))[0])
+
+
+def write_cifar(root, dataset, per_class, monkeypatch):
+    """Files in the format of torchvision's CIFAR class, whose checksums it then expects; {"train", "test"} labels."""
+    folder = root / dataset.base_folder
+    folder.mkdir(parents=True)
+    key, classes = ("labels", 10) if dataset.__name__ == "CIFAR10" else ("fine_labels", 100)
+    random = np.random.default_rng(0)
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    labels = {}
+    for split in ("train", "test"):
+        found, entries = [], []
+        for name, _ in getattr(dataset, f"{split}_list"):
+            found.append(random.permutation(np.arange(per_class * classes) % classes))
+            pixels = random.integers(256, size=(len(found[-1]), 3072), dtype=np.uint8)
+            entries.append([name, write(name, {"data": pixels, key: found[-1].tolist()})])
+        monkeypatch.setattr(dataset, f"{split}_list", entries)
+        labels[split] = np.concatenate(found)
+    md5 = write(dataset.meta["filename"], {dataset.meta["key"]: [str(label) for label in range(classes)]})
+    monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
+    return labels
 
 
 @pytest.mark.parametrize(("name", "dataset", "classes"), [("cifar10", CIFAR10, 10), ("cifar100", CIFAR100, 100)])
