@@ -149,5 +149,5 @@ def test_small_run_from_end_to_end_is_the_same_every_time(tmp_path, capsys):
     assert set(result["imbalanced"]["bounds"][1]["comparisons"]) == {"own optimum"} | shared
     assert result["limit"]["bounds"][0]["rows"][-1]["ratio"] is None
     assert markdown(result) == (tmp_path / "layer_peeled.md").read_text() and "## Verdicts" in printed.out
-    again = run(PeeledSettings(**result["settings"]), quiet=True)
+    again = run(PeeledSettings(**result["settings"]))
     assert json.loads(json.dumps(again["claims"])) == result["claims"]
