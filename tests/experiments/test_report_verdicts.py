@@ -191,4 +191,3 @@ def test_a_run_of_other_values_than_those_chosen_is_none_of_the_protocols(made_u
         root = made_up(name, **options).parent
     groups = collect([root]).groups
     assert [group.protocol for group in groups] == [True, False, False, False, False]
-    assert groups[0].name == "main runs of the protocol, study preset on cifar10, broyden, precision bf16"
