@@ -29,7 +29,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--full",
         action="store_true",
-        help="hours: also time to a residual, the study's training step, and the largest layer and pinv",
+        help="hours: also time to a residual, the study's training step, and the largest pinv",
     )
     group.addoption(
         "--small", action="store_true", help="a tiny case of every kind: shows that it works, times nothing"

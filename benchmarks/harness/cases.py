@@ -45,9 +45,6 @@ def ops() -> Iterator[Case]:
         yield step_case("good", *size, 20)
         yield broyden_step_case(*size)
         yield transposed_case(*size)
-    yield step_case(None, *LAST_STAGE, improving=True)
-    yield step_case("and2", *LAST_STAGE, 6, BF16, improving=True)
-    yield step_case("good", *LAST_STAGE, 20, improving=True)
     for size in (LAST_STAGE, MDEQ):
         yield step_case("good", *size, 18, **GPU)
     for op in ("norm_act", "norm_act_residual"):
@@ -86,7 +83,6 @@ TRAINING = (
     training_case("residual", SMALL_IMAGE, "implicit", ANDERSON),
     training_case("residual", SMALL_IMAGE, "jfb", ANDERSON, "bf16"),
     training_case("residual", (4, 64, 32, 32), "jfb", ANDERSON),
-    training_case("residual", STAGE_IMAGE, "jfb", BROYDEN, full=True),
     training_case("fc", FC, "jfb", PICARD),
     training_case("fc", FC, "implicit", ANDERSON),
 )
@@ -138,9 +134,7 @@ CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *rival
 CELL = (2, 8, 4, 4)
 SMALL: list[Case] = [
     step_case(None, 2, 64),
-    step_case(None, 2, 64, improving=True),
     step_case("and2", 9, 64, 6),
-    step_case("and2", 9, 64, 6, improving=True),
     step_case("good", 1, 64, 6, BF16),
     transposed_case(9, 64),
     broyden_step_case(9, 64),

@@ -18,8 +18,7 @@ import pytest
 from .record import provenance, read_record, stale_extensions, write_json
 
 BASELINES = Path(__file__).resolve().parent.parent / "baselines"
-GATE_HELP = """judge counters by the committed baselines, on the CPU and any supported torch, instead of measuring the
-suite: two minutes. What a baseline of another compiler cannot judge is said"""
+GATE_HELP = "judge counters by the committed baselines instead of measuring the suite: two minutes"
 UPDATE_HELP = "with --gate: write what is counted to benchmarks/baselines/, to commit; judges limits alone"
 WORSE, MISSING, BETTER, SAME, NOT_JUDGED = "worse", "missing", "better", "same", "not judged"
 
@@ -104,8 +103,7 @@ def change(now: int, before: int) -> str:
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gate", "deqfast's regression gate")
-    help_text = " ".join(GATE_HELP.split())
-    group.addoption("--gate", nargs="?", const="counters", choices=("counters",), help=help_text)
+    group.addoption("--gate", nargs="?", const="counters", choices=("counters",), help=GATE_HELP)
     group.addoption("--update-baseline", action="store_true", help=UPDATE_HELP)
 
 

@@ -63,33 +63,32 @@ def step_case(
     dim: int,
     history: int = 1,
     history_dtype: torch.dtype | None = None,
-    improving: bool = False,
     **given: Any,
 ) -> Case:
     """A step of Picard (method None) or of a multisecant method whose window of `history` pairs is full.
 
-    improving: every sample finds its best iterate yet, which is copied, as in most steps of a solve; else none does.
+    No sample finds its best iterate in it, which would be copied.
     """
     step = full_window(method, batch, dim, history, history_dtype)
     kind, op, passes = "picard", "picard_step", float(traffic.PICARD_PASSES)
     if method is not None:
         kind, op = f"{LABELS[method]}{history}", "multisecant_step"
         passes = traffic.multisecant_passes(history, traffic.width(history_dtype))
-    name = f"{kind}{'-bf16' if history_dtype else ''}-step{'-improving' if improving else ''}-{batch}x{dim}"
+    name = f"{kind}{'-bf16' if history_dtype else ''}-step-{batch}x{dim}"
     size = size_of((batch, dim), **({"history_dtype": short(history_dtype)} if history_dtype else {}))
-    contender = partial(step_contender, op, step, passes + improving, improving)
+    contender = partial(step_contender, op, step, passes)
     return Case("ops", name, size, KERNELS, ("torch",), contender, **given)
 
 
 def broyden_step_case(batch: int, dim: int, evaluations: int = 20) -> Case:
     """The last step of a solve of so many evaluations by Broyden's method, which has the steps before it alone."""
     step = states.StepsCase(None, batch, dim, evaluations, k=evaluations - 1, tol=0.0, wobble=0.5)
-    contender = partial(step_contender, "broyden_step", step, traffic.steps_passes(step.k), False)
+    contender = partial(step_contender, "broyden_step", step, traffic.steps_passes(step.k))
     name = f"broyden-steps{step.k}-step-{batch}x{dim}"
     return Case("ops", name, size_of((batch, dim)), KERNELS, ("torch",), contender)
 
 
-def step_contender(op: str, step: states.Case, passes: float, improving: bool, provider: str, device: str) -> Contender:
+def step_contender(op: str, step: states.Case, passes: float, provider: str, device: str) -> Contender:
     """`step` is checked; what is timed is a step that leaves z where it is."""
     kernel = kernel_of(provider, device)
     if op == "broyden_step" and not kernel.has_broyden_step:
@@ -107,27 +106,18 @@ def step_contender(op: str, step: states.Case, passes: float, improving: bool, p
     for record in ("residual", "gain"):
         state[record].zero_()  # no iterate is better, so that none is copied to `best`
 
-    def forget(of: states.State = state) -> None:
-        of["residual"].fill_(math.inf)
-
-    def call(of: states.State = state) -> None:
-        if improving:
-            forget(of)
-        still.call(function, of)
+    call = partial(still.call, function, state)
 
     def verify() -> None:
         if state["status"].any() or not state["z"].isfinite().all():
             raise Wrong("samples ended while the step was timed: the time is no time of a full step")
         before = state["z"].clone()
         call()
-        if torch.equal(state["best"], before) != improving:
-            raise Wrong("the best iterate is copied in every improving step, and in no other")
-
-    def another() -> Callable[[], Any]:
-        return partial(call, states.clone(state))
+        if torch.equal(state["best"], before):
+            raise Wrong("the best iterate was copied, which is no part of the step's bytes")
 
     moved = passes * state["z"].nbytes
-    return counted(call, moved, facts, another, f=forget if improving else None, verify=verify)
+    return counted(call, moved, facts, lambda: partial(still.call, function, states.clone(state)), verify=verify)
 
 
 def transposed_case(batch: int, dim: int, history: int = 20) -> Case:

@@ -106,9 +106,7 @@ def block_step(block: deqfast.DEQBlock, x: Tensor, z0: Tensor) -> Tensor:
     return block(x, z0=z0)
 
 
-def training_case(
-    cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, precision: str = "fp32", **given: Any
-) -> Case:
+def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, precision: str = "fp32") -> Case:
     """A training step of a ``Layer``.
 
     torchdeq and explicit call the cell of plain torch modules; deqfast's kernels have their own for what
@@ -136,7 +134,7 @@ def training_case(
         facts |= {"peak_bytes": asked.peak_bytes, "launches": asked.operations, "host_waits": asked.host_waits}
         return Contender(lambda: setup.step(function), facts)
 
-    return Case("training", layer.name, size_of(shape, precision), (*KERNELS, *PEERS), PEERS, contender, **given)
+    return Case("training", layer.name, size_of(shape, precision), (*KERNELS, *PEERS), PEERS, contender)
 
 
 def judged(layer: Layer, explicit: bool, gradient: Iterable[Tensor], z: Tensor) -> Row:

@@ -80,11 +80,11 @@ class PeeledSettings:
         return list(zip(self.numbers("e_w"), self.numbers("e_h"), strict=True))
 
 
-def run(settings: PeeledSettings, quiet: bool = False) -> Part:
+def run(settings: PeeledSettings) -> Part:
     """Solve everything; the result as it is written to layer_peeled.json."""
     start = time.perf_counter()
     torch.set_num_threads(settings.threads)
-    with tqdm(desc="solves", unit="solve", disable=quiet or None) as bar:
+    with tqdm(desc="solves", unit="solve", disable=None) as bar:
         study = Study(settings, bar)
         parts = {"balanced": study.balanced(), "imbalanced": study.imbalanced(), "limit": study.limit()}
     return {

@@ -75,10 +75,10 @@ def dyadic_grid(k: int) -> Tensor:
     return (torch.arange(0, 2 ** (k + 2) + 1, stride, dtype=DOUBLE) * 2.0 ** -(k + 2))[:, None]
 
 
-def exact_error(k: int, solver: Solver = TO_THE_LAST_BIT, kernel: str = "auto") -> float:
+def exact_error(k: int, solver: Solver = TO_THE_LAST_BIT) -> float:
     """Return the largest error of Theorem 1's DEQ on the grid, by a solver that is to end where f(z) = z."""
     network, grid = exact_deq(k, k + 1), dyadic_grid(k)
-    network.block = deqfast.DEQBlock(network.cell, solver, kernel=kernel, warn=False)
+    network.block = deqfast.DEQBlock(network.cell, solver, warn=False)
     with torch.no_grad():
         return float((network(grid) - sawtooth(k, grid[:, 0])).abs().max())
 

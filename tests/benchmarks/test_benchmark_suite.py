@@ -30,7 +30,6 @@ class TestTraffic:
             (deqfast.Anderson(history_dtype=BF16), 20, "torchdeq", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),
             (deqfast.Broyden(), 20, "cpp", sum(6 + steps for steps in range(19))),  # the steps alone
             (deqfast.Broyden(history=18), 20, "cpp", sum(8 + 2 * min(pairs, 18) for pairs in range(19))),
-            (deqfast.Anderson(max_iter=50, history=None), 50, "torch", sum(8 + 2 * k for k in range(49))),
             (deqfast.Anderson(max_iter=50, history=None), 50, "cuda", sum(8 + 2 * min(k, 32) for k in range(49))),
             *((deqfast.Broyden(), 3, provider, 8 + 10) for provider in ("torchdeq", "cuda")),  # which keep pairs
         ],
@@ -57,20 +56,18 @@ class TestTraffic:
 
 
 class TestRegistry:
-    def test_names_are_unique_and_fit_for_selection(self):
+    def test_names_are_unique_and_fit_for_selection_and_small_cases_of_every_section(self):
         assert len(NAMED) == len(cases.CASES)
         assert all(" " not in name and "(" not in name for _, name in NAMED)
+        assert {case.section for case in SMALL} == {section for section, _ in NAMED}
 
     def test_records_are_of_its_cases(self):
         """But those of single ops, some of which are ops no more."""
-        names = {(case.section, case.name) for case in cases.CASES if case.section != "ops"}
+        names = {(section, name) for section, name in NAMED if section != "ops"}
         rows = [row for path in RESULTS.glob("*.json") for row in read_record(path)["rows"]]
         sections = {section for section, _ in names}
         recorded = {(row["section"], row["case"]) for row in rows if row["section"] in sections}
         assert recorded <= names and {section for section, _ in recorded} == sections - {"cells"}
-
-    def test_small_cases_are_of_every_section(self):
-        assert {case.section for case in SMALL} == {case.section for case in cases.CASES}
 
     def test_the_cases_with_targets_are_measured(self):
         for target in (*targets.TARGETS, *targets.GPU_TARGETS):
@@ -227,24 +224,16 @@ def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(
     assert suite.parts_of(of_host, "cuda") == {"whole": of_host.call, "f": of_host.f}
 
 
-def test_gains_and_targets():
+def test_gains():
     name = "anderson-m6-128x8192"
     rows = [
-        {"section": "solves", "case": name, "provider": provider, "ms": 1, "ms_min": 1, "solver_ms": ms, "floor_x": 1.6}
+        {"section": "solves", "case": name, "provider": provider, "ms": 1, "ms_min": 1, "solver_ms": ms}
         for provider, ms in (("cpp", 2.0), ("torchdeq", 10.0))
     ]
     suite.compare(NAMED["solves", name], [rows[0], rows[1] | {"solver_ms": -1.0}])
     assert "gains" not in rows[0]  # torchdeq's time is lost in that of f
     suite.compare(NAMED["solves", name], rows)
     assert rows[0]["gain"] == 5 and rows[0]["peer"] == "torchdeq" and "gain" not in rows[1]
-    rows[0]["peak_bytes"], rows[1]["peak_bytes"] = 3, 4
-    told = {target.what: (value, met) for target, value, met in targets.verdicts(rows) if met is not None}
-    assert told == {
-        f"{name} cpp: >= 4.5x faster than torchdeq": (5, True),
-        f"{name} cpp: <= 1.15x the time of its bytes at the copy rate": (1.6, False),
-    }
-    memory = targets.Target("solves", name, "cpp", "peak_bytes", 0.75, "torchdeq")
-    assert memory.value(rows) == 0.75 and memory.met(0.75) and not memory.met(0.76)
 
 
 @pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import compiled, counted, gate
 from harness.counters import count
-from harness.gate import BASELINES, BETTER, MISSING, NOT_JUDGED, SAME, WORSE, Baseline
+from harness.gate import BASELINES, MISSING, NOT_JUDGED, WORSE, Baseline
 
 ROOT = Path(__file__).resolve().parents[2]
 X, MASK, INDEX = torch.eye(3), torch.eye(3) > 0, torch.tensor([0, 2])
@@ -29,13 +29,11 @@ WAITS = {
     "torch.equal(X, X)": True,
     "torch.linalg.solve(X, X)": True,
     "torch.linalg.solve_ex(X, X)": False,
-    "torch.linalg.pinv(X)": True,
     "INDEX.bincount()": True,
     "torch.repeat_interleave(INDEX, INDEX)": True,
     "torch.repeat_interleave(INDEX, INDEX, output_size=2)": False,
     "X.to('meta')": True,
     "X.to('meta', non_blocking=True)": False,
-    "X.T.reshape(-1).unsqueeze(0).expand(2, 9)[0, :2].split(1)": False,
 }
 
 
@@ -67,8 +65,6 @@ def test_iterations_are_counted_where_rounding_changes_none(solver, problem):
     ("now", "alike", "verdict", "text"),
     [
         ({"operations": 5, "host_waits": 6}, True, WORSE, "host_waits 4 -> 6 (+50%); operations 10 -> 5 (-50%) since"),
-        ({"operations": 9, "host_waits": 4}, True, BETTER, "operations 10 -> 9 (-10%) since abcdef12"),
-        ({"operations": 10, "host_waits": 4}, True, SAME, "as since abcdef12 of 2026-01-02"),
         ({"operations": 10}, True, MISSING, "host_waits: in the baseline or now, not both; accept it with"),
         ({"operations": 11}, False, WORSE, "operations 10 -> 11 (+10%)"),
         ({"others": 11}, False, NOT_JUDGED, "nothing that the baseline"),
@@ -80,19 +76,9 @@ def test_counters_are_judged_one_by_one(now, alike, verdict, text):
     assert finding.verdict == verdict and finding.text.startswith(text)
 
 
-def test_a_baseline_is_read_as_it_was_written_a_line_per_case(tmp_path):
-    rows = {"a": {"operations": 1}, "b": {"registers": 2, "stack": 0}}
-    path = Baseline("cuda-13.0", rows).write(tmp_path)
-    read = Baseline.read(tmp_path, "cuda-13.0")
-    assert read.rows == rows and re.fullmatch(r"\w+ of 20\d\d-\d\d-\d\d", read.since)
-    assert '["b", null, 2, 0]\n' in path.read_text()
-
-
 def test_the_committed_baselines_break_no_limit():
     """They are what an unknown compiler is not compared with."""
-    kernels = [path.stem for path in BASELINES.glob("*-*.json")]
-    assert "cuda-13.0" in kernels and "triton-3.9" in kernels
-    for name in kernels:
+    for name in ("cuda-13.0", *(path.stem for path in BASELINES.glob("triton-*.json"))):
         assert compiled.broken_limits(Baseline.read(BASELINES, name).rows) == {}
     assert compiled.broken_limits({"a": {"stack sm_120": 0, "shared sm_120": 262144}}) == {}  # a limit nobody listed
     assert set(compiled.broken_limits({"a": {"stack sm_90a": 8}})) == {"a"}
@@ -100,7 +86,7 @@ def test_the_committed_baselines_break_no_limit():
     assert broken == {"a": "stack sm_90 8 bytes, the limit is 0; shared sm_80 262144 bytes, the limit is 166912"}
 
 
-COUNTS = {"a": {"operations": 3}, "b": {"operations": 5}}
+COUNTS = {"a": {"operations": 3}, "b": {"operations": 5, "host_waits": 0}}
 KERNELS = {"x": {"registers sm_90": 9}, "y": {"registers sm_90": 9}}
 
 
@@ -136,11 +122,11 @@ def baselines(tmp_path):
     [
         (
             {
-                "counts": {"a": {"operations": 2}, "b": {"operations": 6}, "c": {"operations": 1}},
+                "counts": {"a": {"operations": 2}, "b": {"operations": 6, "host_waits": 0}, "c": {"operations": 1}},
                 "kernels": {"x": {"registers sm_90": 10}},
             },
             2,
-            r"worse: 2\n  counters: b: operations 5 -> 6 \(\+20%\) since .*"
+            r"worse: 2\n  counters: b: operations 5 -> 6 \(\+20%\) since \w+ of 20\d\d-\d\d-\d\d"
             r"\n  cuda-1.0: x: registers sm_90 9 -> 10.*\nmissing: 2\n  counters: c: has no baseline; .*"
             r"\n  cuda-1.0: y: has a baseline.*"
             r"\nbetter: 1\n  counters: a: operations 3 -> 2.*\n.*again with --update-baseline",

@@ -41,12 +41,6 @@ def test_what_a_recording_writes_is_no_change_of_the_commit_and_sources_and_exte
         assert record.commit() == commit + "+changes"
 
 
-def test_the_command_recorded_is_one_to_type_again():
-    installed, script = ["/a/bin/python", "/a/bin/pytest", "benchmarks"], ["python", "benchmarks/report.py", "--check"]
-    assert record.command(installed) == "pytest benchmarks"
-    assert record.command(script) == "python benchmarks/report.py --check"
-
-
 def recorded(folder, target, *options):
     """A run of the suite's smallest case, with the plugins in `folder`."""
     # A worker of xdist says so to its children, in which pytest-benchmark then would write no file.

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from nc_study.cli import main
 from nc_study.record import FORMAT, Begun, to_json
-from nc_study.rundir import RunDirectory, write_arrays
+from nc_study.rundir import RunDirectory
 from study_helpers import TINY, made_up_epoch, made_up_result, made_up_settings
 
 
@@ -44,15 +43,12 @@ def made_up(tmp_path: Path) -> Callable[..., Path]:
     """Write the folder of a finished run with made-up numbers, without training; its path. `shift`: see
     `study_helpers.made_up_epoch`."""
 
-    def write(name: str = "", shift: float = 1.0, features: bool = False, **given: Any) -> Path:
+    def write(name: str = "", shift: float = 1.0, **given: Any) -> Path:
         settings = made_up_settings(**given)
         run = RunDirectory(tmp_path / "runs" / (name or settings.run_name))
         run.path.mkdir(parents=True)
         for number in range(1, settings.epochs + 1):
             run.append(made_up_epoch(number, settings, shift))
-        if features:
-            random, labels = np.random.default_rng(0), np.repeat(np.arange(settings.classes), 2)
-            write_arrays(run.features, {"features": random.normal(size=(len(labels), 4)), "labels": labels})
         (run.path / "settings.json").write_bytes(to_json(Begun(FORMAT, settings.experiment)))
         run.conclude(made_up_result(settings, shift))
         return run.path

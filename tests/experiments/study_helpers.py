@@ -1,11 +1,9 @@
-"""What the tests of the studies share: a tiny run, made-up epochs and results, CIFAR files with made-up pictures."""
+"""What the tests of the studies share: a tiny run, made-up epochs and results."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-import pickle
 import runpy
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from nc_study.config import Settings, parse, settings_from
@@ -109,32 +106,6 @@ def assert_same(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> N
             torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
         else:
             assert a == b
-
-
-def write_cifar(root: Path, dataset: Any, per_class: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    """Files in the format of torchvision's CIFAR class, whose checksums it then expects; {"train", "test"} labels."""
-    folder = root / dataset.base_folder
-    folder.mkdir(parents=True)
-    key, classes = ("labels", 10) if dataset.__name__ == "CIFAR10" else ("fine_labels", 100)
-    random = np.random.default_rng(0)
-
-    def write(name: str, content: dict[str, Any]) -> str:
-        data = pickle.dumps(content)
-        (folder / name).write_bytes(data)
-        return hashlib.md5(data).hexdigest()
-
-    labels = {}
-    for split in ("train", "test"):
-        found, entries = [], []
-        for name, _ in getattr(dataset, f"{split}_list"):
-            found.append(random.permutation(np.arange(per_class * classes) % classes))
-            pixels = random.integers(256, size=(len(found[-1]), 3072), dtype=np.uint8)
-            entries.append([name, write(name, {"data": pixels, key: found[-1].tolist()})])
-        monkeypatch.setattr(dataset, f"{split}_list", entries)
-        labels[split] = np.concatenate(found)
-    md5 = write(dataset.meta["filename"], {dataset.meta["key"]: [str(label) for label in range(classes)]})
-    monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
-    return labels
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The frame of the example models: records, resuming, figures, refusals."""
+"""The frame of the example models: records, resuming, figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from matplotlib import pyplot as plt
 from runs import Options, Outcome, Run, main, option
@@ -72,13 +71,3 @@ def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, monkeyp
     again = Run(Line(), tmp_path, "cut", 3)
     train(again)
     assert again.log == whole.shown["log"]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [(["--arms", "none"], "one of all, one, other"), (["--lr", "0"], "--lr 0.0"), (["--seeds", "0"], "--seeds 0")],
-)
-def test_bad_options(tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stop:
-        call(tmp_path, *arguments)
-    assert stop.value.code == 2 and message in capsys.readouterr().err

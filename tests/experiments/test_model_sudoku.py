@@ -1,40 +1,19 @@
-"""Sudoku: the solver and generator are exact, tiny runs train, and bad input is told in a line."""
+"""Sudoku: the solver and generator are exact, digits and lines interchangeable, and bad input is told in a line."""
 
 from __future__ import annotations
 
-import io
 import random
 
-import msgspec
 import pytest
-import runs
 import sudoku
 import sudoku_puzzles
 import torch
-from PIL import Image
-from sudoku_figure import animation
+from runs import SettingsError, StudyError
 
 EASY = (
     "050703060007000800000816000000030000005000100730040086906000204840572093000409000 "
     "158723469367954821294816375619238547485697132732145986976381254841572693523469718"
 )
-TINY = ["--size", "4", "--puzzles", "8", "--tests", "4", "--steps", "2", "--evaluations", "3", "--starts", "2"]
-TINY += ["--width", "4", "--batch-size", "2", "--seeds", "1", "--jobs", "1"]
-
-
-@pytest.fixture
-def run(tmp_path, capsys):
-    """Run the script with --out in tmp_path: exit status, output and errors."""
-
-    def run(*arguments):
-        options = [*arguments, "--out", str(tmp_path / "out")]
-        try:
-            status = runs.main(None, sudoku.Sudoku, sudoku.ARMS, sudoku.train, sudoku.draw, options, sudoku.check)
-        except SystemExit as stop:
-            status = stop.code
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(("size", "clues"), [(4, 5), (6, 10), (9, 30)])
@@ -62,22 +41,6 @@ def test_digits_and_lines_are_interchangeable_to_the_block():
     torch.testing.assert_close(moved, block((y, z), x)[0][:, rows][..., digits])
 
 
-def test_tiny_runs_make_table_figure_and_film(run, tmp_path):
-    status, output, _ = run(*TINY)
-    assert status == 0
-    assert all(arm in output for arm in sudoku.ARMS) and "least residual of 2" in output
-    assert (tmp_path / "out/sudoku.png").stat().st_size > 10_000
-    assert Image.open(tmp_path / "out/deq-seed0.gif").n_frames > 1
-    record = msgspec.json.decode((tmp_path / "out/deq-seed0.json").read_bytes(), type=runs.Record)
-    assert 0 < record.scores["evaluations a solve"] <= 3
-
-
-def test_film_is_a_small_picture():
-    frames = [[[1 + (cell + k) % 9 for cell in range(81)], [k / 30] * 81] for k in range(30)]
-    content = animation({"clues": [0] * 81, "digits": [1] * 81, "frames": frames})
-    assert len(content) < 300_000 and Image.open(io.BytesIO(content)).n_frames == 16
-
-
 def test_least_residuals_are_the_confidence():
     residual, boards = torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([True, False, True, False])
     assert sudoku.auc(residual, boards) == 1 and sudoku.auc(-residual, boards) == 0
@@ -87,20 +50,22 @@ def test_least_residuals_are_the_confidence():
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("12 34", "line 2: not 81 digits"),
-        (EASY.replace("0507", "5507"), "line 2: the puzzle has no solution"),
+        ("12 34", "not 81 digits"),
+        (EASY.replace("0507", "5507"), "the puzzle has no solution"),
         (EASY.replace("0507", "0007").replace("7003", "0000").replace("0409", "0000"), "more than one solution"),
         (EASY[:-1] + "1", "another solution than the line says"),
     ],
 )
-def test_bad_line_is_named(run, tmp_path, line, told):
+def test_a_bad_line_is_named(tmp_path, line, told):
     (tmp_path / "real.txt").write_text(f"{EASY}\n{line}\n")
-    status, _, errors = run("--size", "9", "--data-root", str(tmp_path))
-    assert status == 1 and told in errors and "real.txt, line 2" in errors
+    with pytest.raises(StudyError, match=f"real.txt, line 2: .*{told}"):
+        sudoku.check(sudoku.Sudoku(size="9", data_root=str(tmp_path)))
 
 
-def test_bad_options_and_folders(run, tmp_path):
-    assert "folder of *.txt" in run("--size", "9", "--data-root", str(tmp_path / "none"))[2]
-    status, _, errors = run("--clues", "3")
-    assert status == 2 and "--clues 3: 8 to 35 with --size 6" in errors
-    assert "--size 6: 9 with --data-root" in run("--data-root", str(tmp_path))[2]
+def test_bad_options_and_folders(tmp_path):
+    with pytest.raises(StudyError, match=r"folder of \*.txt"):
+        sudoku.check(sudoku.Sudoku(size="9", data_root=str(tmp_path)))
+    with pytest.raises(SettingsError, match="--clues 3: 8 to 35 with --size 6"):
+        sudoku.Sudoku(clues=3)
+    with pytest.raises(SettingsError, match="--size 6: 9 with --data-root"):
+        sudoku.Sudoku(data_root=str(tmp_path))

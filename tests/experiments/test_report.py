@@ -6,18 +6,16 @@ import html
 import re
 import statistics
 
-import msgspec
 import pytest
-from nc_study import protocol
 from nc_study.config import StudyError
-from nc_study.protocol import choose
+from nc_study.protocol import ARMS, choose
 from nc_study.record import RunResult, read_record
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import write
 from nc_study.reporting.runs import collect
 from nc_study.reporting.verdicts import progress
-from study_helpers import EXPERIMENTS, made_up_trials, python, run_script
+from study_helpers import EXPERIMENTS, made_up_trials, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
 STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
@@ -28,55 +26,34 @@ def text_of(page):
     return html.unescape(re.sub(r"<[^>]*>", "", page))
 
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """Drawing is tested elsewhere; the tables do not depend on it."""
-    monkeypatch.setattr("nc_study.reporting.report.pictures", lambda group: iter(()))
+def group_of(path):
+    """The group of the runs that are in one folder with this one."""
+    (group,) = collect([path.parent]).groups
+    return group
 
 
-def table(text, heading):
-    """The rows, by column, of the first table after a heading."""
-    lines = text[text.index(f" {heading}") :].splitlines()
-    lines = [[entry.strip() for entry in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
-    width = next((i for i, line in enumerate(lines) if i > 1 and set("".join(line)) <= set(":-")), len(lines) + 1) - 1
-    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:width]]
-
-
-def results(text, setting):
-    """The rows of the networks in a setting."""
-    return [row for row in table(text, "Results beside") if row["setting, number of seeds"].startswith(setting)]
-
-
-def report_on(root, out):
-    return write(collect([root]), out).with_name("report.md").read_text()
-
-
-def test_the_table_holds_the_results_numbers_beside_the_papers(made_up, tmp_path, no_pictures):
+def test_the_tables_hold_the_results_numbers_beside_the_papers(made_up):
     paths = [made_up(seed=seed, shift=1.0 + seed) for seed in range(3)]
     for seed in range(3):
         made_up(seed=seed, model="explicit")
-    text = report_on(paths[0].parent, tmp_path / "out")
-    _, deq = results(text, "(3,7) R = 10,")
+    group = group_of(paths[0])
+    _, deq = tables.result_rows(group)
     networks = [read_record(RunResult, path / "result.json").network for path in paths]
     for classes, paper in (("overall", "73.84±0.72"), ("majority", "96.68±0.87"), ("minority", "64.06±0.66")):
         means = [network.curves[classes][-1] for network in networks]
         assert deq[classes] == f"{statistics.fmean(means):.2f}±{statistics.stdev(means):.2f}"
         assert deq[f"{classes}, paper"] == paper
     assert deq["overall, last epochs"] != deq["overall"] and deq["NC2 centred"] == "0.80±0.10"
-    (apart,) = table(text, "Differences from")
-    assert apart["arm"] == "DEQ, JFB" and apart["overall"] == r"+2.00 \[-0.48, +4.48\]"
-    assert apart["NC1"] == r"×1.00 \[×1.00, ×1.00\]" and apart["NC2 centred"] == r"-0.200 \[-0.448, +0.048\]"
-    assert "Not comparable with the paper: width 16 instead of 64" in text and "(3,7) R = 50; (3,7) R = 100;" in text
+    (apart,) = tables.difference_rows(group)
+    assert apart["arm"] == "DEQ, JFB" and apart["overall"] == "+2.00 [-0.48, +4.48]"
+    assert apart["NC1"] == "×1.00 [×1.00, ×1.00]" and apart["NC2 centred"] == "-0.200 [-0.448, +0.048]"
+    assert "width 16 instead of 64" in group.not_the_papers
+    assert tables.missing(group)[1:3] == ["(3,7) R = 50", "(3,7) R = 100"]
 
 
-def test_the_protocols_runs_come_with_the_values_chosen(made_up, tmp_path, no_pictures, monkeypatch):
-    found = choose(made_up_trials(9))
-    monkeypatch.setattr(protocol, "TUNING", tmp_path / "tuning.json")
-    protocol.TUNING.write_bytes(msgspec.json.encode(found))
-    path = made_up(preset="study", epochs=30, precision="bf16", **found.chosen["deq-jfb"])
-    text = report_on(path.parent, tmp_path / "out")
-    rows = {row["arm"]: row for row in table(text, "Hyper-parameters")}
-    assert len(rows) == len(found.chosen) and rows["DEQ, JFB"] == {
+def test_the_values_chosen_come_with_the_other_trials():
+    rows = {row["arm"]: row for row in tables.chosen_rows(choose(made_up_trials(9)))}
+    assert len(rows) == len(ARMS) and rows["DEQ, JFB"] == {
         **{"arm": "DEQ, JFB", "rate": "0.3", "weight decay": "0.0005", "gain": "0.3", "at the edge": "rate"},
         **{"best trial, %": "51.00", "other trials, %": "50.00 to 50.00"},
     }
@@ -84,14 +61,11 @@ def test_the_protocols_runs_come_with_the_values_chosen(made_up, tmp_path, no_pi
     assert row["rate"] == "0.1" and row["at the edge"] == "–"
 
 
-def test_what_cannot_be_compared_is_not(made_up, tmp_path, no_pictures):
-    path = made_up(dataset="shapes")
-    made_up(majority=2, ratio=20, dataset="shapes")
-    text = report_on(path.parent, tmp_path / "out")
-    assert "these are drawn images, not CIFAR" in text and "paper's ±" not in text
-    assert [[name for name in row if "paper" in name] for row in table(text, "Results\n")] == [[], []]
-    text = report_on(made_up("papers", preset="paper", epochs=100, model="explicit"), tmp_path / "out")
-    assert "Not comparable" not in text and results(text, "(3,7) R = 10,")[0]["overall, paper"] == "72.57±0.25"
+def test_what_cannot_be_compared_is_not(made_up):
+    group = group_of(made_up(dataset="shapes"))
+    assert group.drawn and not any("paper" in name for row in tables.result_rows(group) for name in row)
+    group = group_of(made_up("papers/one", preset="paper", epochs=100, model="explicit"))
+    assert not group.not_the_papers and tables.result_rows(group)[0]["overall, paper"] == "72.57±0.25"
 
 
 def test_tables_escape_what_they_hold_and_align_numbers():
@@ -143,9 +117,3 @@ def test_errors_are_told_in_a_line(made_up, tmp_path, capsys):
         assert run_script("report.py", str(root)) == 1
         assert capsys.readouterr() == ("", f"report.py: error: {reason}\n")
     assert run_script("report.py") == 2
-    # Nothing that takes seconds to import stands before the check.
-    program = (
-        "import runpy, sys; sys.argv[:] = ['report.py', sys.argv[1]]\ntry: runpy.run_path(%r, run_name='__main__')\n"
-    )
-    program += "except SystemExit: print('torch' in sys.modules, 'matplotlib' in sys.modules)"
-    assert python("-c", program % str(EXPERIMENTS / "report.py"), str(empty)).stdout == "False False\n"

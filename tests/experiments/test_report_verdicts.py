@@ -68,12 +68,11 @@ def test_the_words(mean, error, p_different, p_equal, higher, lower, alike):
 
 @pytest.fixture
 def primary(made_up, monkeypatch):
-    """Finished primary runs, two seeds a block, in which an arm's DEQ is ahead by so much; their group's verdicts."""
+    """Finished primary runs, two seeds a block, in which an arm's DEQ is ahead by so much: their group."""
     monkeypatch.setattr(protocol, "tuned", lambda: {arm: {"lr": 0.3} for arm in protocol.ARMS})
     blocks = tuple(replace(block, seeds=2) for block in PRIMARY)
-    for module in (protocol, "nc_study.reporting.verdicts"):
-        name = module if isinstance(module, str) else module.__name__
-        monkeypatch.setattr(f"{name}.PRIMARY", blocks)
+    for module in ("protocol", "reporting.verdicts"):
+        monkeypatch.setattr(f"nc_study.{module}.PRIMARY", blocks)
     monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: {"bf16": 1.0, "fp32": 1.5})
     monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.95))
     names = count()
@@ -85,15 +84,19 @@ def primary(made_up, monkeypatch):
             path = made_up(f"run{next(names)}", gain(seed, arm), precision="bf16", **options)
         (group,) = collect([path.parent]).groups
         assert group.protocol
-        found = {claim.name: verdict for claim, (verdict, _) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True)}
-        return found, findings([group])
+        return group
 
     return write
 
 
-def test_verdicts_of_all_primary_runs(primary):
-    found, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
-    assert found == {
+def verdict_of_each(group):
+    return {claim.name: verdict for claim, (verdict, _) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True)}
+
+
+def test_verdicts_and_conclusions_of_all_primary_runs(primary, monkeypatch):
+    group = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
+    said = findings([group])
+    assert verdict_of_each(group) == {
         **dict.fromkeys(("A1", "A2", "A3", "A4", "A5", "A6", "N1", "N3", "N4"), SUPPORTED),
         **{"N2": EQUAL, "N5": SUPPORTED},
     }
@@ -103,6 +106,14 @@ def test_verdicts_of_all_primary_runs(primary):
     assert "centred NC2: -0.210 [-0.224, -0.196] (supported), -0.210" in said[3] and "NC1 ×1.00" in said[3]
     assert "is +1.10 [+0.96, +1.24] (supported) against the explicit network and -1.00" in said[4]
     assert said[5].startswith("Check of the precision") and "0.50 is allowed" in said[5]
+    for checked in ({}, {"bf16": 1.0, "fp32": 3.5}):
+        monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups, checked=checked: checked)
+        said = findings([group])
+        assert "is without the check of the precision." in said[0] and len(said) == 4 + bool(checked)
+    monkeypatch.setattr("nc_study.reporting.tables.SOLVED", 0.96)  # of the samples
+    said = findings([group])
+    assert said[0].startswith("No conclusion about the equilibrium") and "is not at a fixed point." in said[0]
+    assert said[-2].startswith("DEQ, implicit is not at a fixed point: in the last epoch 95.0 % of the samples reach")
 
 
 def test_the_conclusions_are_the_protocols():
@@ -122,8 +133,9 @@ def test_the_conclusions_are_the_protocols():
 
 def test_no_verdict_before_the_last_primary_run(primary):
     """Estimates are of the settings that have two seeds of every arm; where none has, there is a first look."""
-    found, said = primary(lambda seed, arm: 2 + seed / 5, without=1)
-    assert set(found.values()) == {"not yet: 39 of 40 runs"}
+    group = primary(lambda seed, arm: 2 + seed / 5, without=1)
+    said = findings([group])
+    assert set(verdict_of_each(group).values()) == {"not yet: 39 of 40 runs"}
     assert said[0].startswith("No verdict yet: 39 of the 40 runs")
     assert said[0].endswith("(3,7) R = 100 (2 seeds); (5,5) R = 100 (2 seeds); (7,3) R = 10 (2 seeds).")
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.058, three degrees of freedom, t = 3.182.
@@ -144,7 +156,7 @@ def test_a_setting_is_ready_when_the_arms_share_two_seeds(made_up, monkeypatch):
 
 
 def test_a_first_look_before_any_setting_is_ready(primary):
-    _, said = primary(lambda seed, arm: 2.0, without=31)
+    said = findings([primary(lambda seed, arm: 2.0, without=31)])
     assert said[0].startswith("No verdict yet: 9 of the 40 runs") and "overall accuracy +2.00" in said[1]
 
 
@@ -166,26 +178,6 @@ def test_the_check_of_the_precision(made_up, monkeypatch, moved, judged):
     assert precision_check(groups) == {} and not any("Check of" in one for one in findings(groups))
 
 
-def test_no_conclusion_where_the_implicit_gradient_is_not_at_a_fixed_point(primary, monkeypatch):
-    monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.9))
-    found, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
-    assert found["A1"] == SUPPORTED and said[0].startswith("No conclusion about the equilibrium")
-    assert "is not at a fixed point." in said[0]
-    assert said[-2].startswith("DEQ, implicit is not at a fixed point: in the last epoch 90.0 % of the samples reach")
-
-
-@pytest.mark.parametrize("checked", [{}, {"bf16": 1.0, "fp32": 3.5}])
-def test_no_conclusion_without_the_check_of_the_precision(primary, monkeypatch, checked):
-    monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: checked)
-    _, said = primary(lambda seed, arm: 2 + seed / 5 - (arm == "deq-jfb"))
-    assert "is without the check of the precision." in said[0] and len(said) == 4 + bool(checked)
-
-
-def test_noise_is_inconclusive(primary):
-    found, _ = primary(lambda seed, arm: 5.0 - 10 * seed)
-    assert found["A1"] == found["A5"] == found["N1"] == OPEN
-
-
 def test_a_run_of_other_values_than_those_chosen_is_none_of_the_protocols(made_up, monkeypatch):
     monkeypatch.setattr(protocol, "tuned", lambda: {"deq-jfb": {"lr": 0.3}})
     for name, given in {
@@ -199,4 +191,3 @@ def test_a_run_of_other_values_than_those_chosen_is_none_of_the_protocols(made_u
         root = made_up(name, **options).parent
     groups = collect([root]).groups
     assert [group.protocol for group in groups] == [True, False, False, False, False]
-    assert groups[0].name == "main runs of the protocol, study preset on cifar10, broyden, precision bf16"

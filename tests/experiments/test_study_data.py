@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import http.server
+import pickle
+import shutil
 import tarfile
-import threading
-import urllib.request
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +15,8 @@ from nc_study import data
 from nc_study.config import StudyError, settings_from
 from nc_study.data import Source, class_sizes, crop_and_flip, find_source, load, select_images
 from nc_study.shapes import draw_shapes
-from study_helpers import CPU, shapes_data, write_cifar
-from torchvision.datasets import CIFAR10, CIFAR100
+from study_helpers import CPU, shapes_data
+from torchvision.datasets import CIFAR10, CIFAR100, utils
 
 
 def ldam_selection(targets, per_class):
@@ -99,6 +97,32 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
         assert not torch.equal(first[0][0], next(iter(study.epoch(seed, epoch, 16)))[0])
 
 
+def write_cifar(root, dataset, per_class, monkeypatch):
+    """Files in the format of torchvision's CIFAR class, whose checksums it then expects; {"train", "test"} labels."""
+    folder = root / dataset.base_folder
+    folder.mkdir(parents=True)
+    key, classes = ("labels", 10) if dataset.__name__ == "CIFAR10" else ("fine_labels", 100)
+    random = np.random.default_rng(0)
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    labels = {}
+    for split in ("train", "test"):
+        found, entries = [], []
+        for name, _ in getattr(dataset, f"{split}_list"):
+            found.append(random.permutation(np.arange(per_class * classes) % classes))
+            pixels = random.integers(256, size=(len(found[-1]), 3072), dtype=np.uint8)
+            entries.append([name, write(name, {"data": pixels, key: found[-1].tolist()})])
+        monkeypatch.setattr(dataset, f"{split}_list", entries)
+        labels[split] = np.concatenate(found)
+    md5 = write(dataset.meta["filename"], {dataset.meta["key"]: [str(label) for label in range(classes)]})
+    monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
+    return labels
+
+
 @pytest.mark.parametrize(("name", "dataset", "classes"), [("cifar10", CIFAR10, 10), ("cifar100", CIFAR100, 100)])
 def test_cifar_files_are_read(name, dataset, classes, tmp_path, monkeypatch):
     labels = write_cifar(tmp_path, dataset, per_class=4, monkeypatch=monkeypatch)
@@ -129,29 +153,15 @@ def test_damaged_files_are_an_error_and_not_replaced_by_shapes(dataset, damage, 
         find_source(dataset, tmp_path)
 
 
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    """CIFAR-10 as an archive on a local server; the folder that is served."""
-    folder, made = tmp_path / "served", tmp_path / "made"
-    folder.mkdir()
+def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(tmp_path, monkeypatch):
+    made, root, archive = tmp_path / "made", tmp_path / "new" / "data", tmp_path / CIFAR10.filename
     write_cifar(made, CIFAR10, per_class=1, monkeypatch=monkeypatch)
-    archive = folder / CIFAR10.filename
     with tarfile.open(archive, "w:gz") as file:
         file.add(made / CIFAR10.base_folder, CIFAR10.base_folder)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/{CIFAR10.filename}")
-    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
-    urllib.request.install_opener(None)  # else the proxies of an earlier test's first download stay
-    yield folder
-    server.shutdown()
-    server.server_close()
-
-
-def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(served, tmp_path, monkeypatch):
-    root, archive = tmp_path / "new" / "data", served / CIFAR10.filename
     content = archive.read_bytes()
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(content).hexdigest())
+    monkeypatch.setattr(utils, "_get_redirect_url", lambda url, **given: url)
+    monkeypatch.setattr(utils, "_urlretrieve", lambda url, path: shutil.copy(archive, path))
     archive.write_bytes(content[:1000])
     source = find_source("auto", root)
     assert source.name == "shapes" and "download failed" in source.reason and not list(root.iterdir())
@@ -162,4 +172,4 @@ def test_what_is_not_there_is_downloaded_and_unpacked_or_replaced_by_shapes(serv
     assert source.name == "cifar10" and len(source.train[0]) == 50
     assert [path.name for path in root.iterdir()] == [CIFAR10.base_folder]
     monkeypatch.setattr(data, "_download", lambda *_: pytest.fail("network"))
-    assert find_source("cifar10", root).name == find_source("auto", served).name == "cifar10"
+    assert find_source("cifar10", root).name == find_source("auto", tmp_path).name == "cifar10"

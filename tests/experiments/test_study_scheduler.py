@@ -101,28 +101,6 @@ def test_sigterm_stops_the_runs_and_the_same_command_goes_on(tmp_path, monkeypat
     assert f"to be resumed at {done}/400" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "which runs? one of --tune, --protocol, and"),
-        (["--table", "1", "--tune"], "which runs? one of"),
-        (["--tune", "--epochs", "3", "--lr", "1"], "--epochs, --lr: experiments/protocol.md decides it"),
-        (["--table", "1", "--arms", "explicit,deq"], "--arms explicit,deq: deq is none of explicit, explicit-norm"),
-        (["--table", "9"], "--table 9: all, or some of 1, 2, 3, 4"),
-        (["--table", "1", "--jobs", "0"], "--jobs 0: at least 1"),
-        (["--table", "1", "--seeds", "1,1"], "1,1: different whole numbers"),
-        (["--table", "1", "--seeds", "9" * 20], "at most 9223372036854775807"),
-        (["--table", "1", "--dataset", "mnist"], "invalid choice: 'mnist'"),
-        (["--table", "2", "--n-majority", "50"], "--ratio 100 leaves minority classes empty at --n-majority 50"),
-        (["--table", "1", "--spread"], "only under torchrun with two or more processes"),
-    ],
-)
-def test_bad_arguments_end_with_status_2(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.main(arguments)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_under_torchrun_every_process_takes_its_share_of_the_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = [*ONE_EPOCH, "--seeds", "0,1,2", "--dry-run", "--spread", "--out", str(tmp_path)]

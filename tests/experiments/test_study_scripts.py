@@ -9,10 +9,14 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
+from harness import trained
 from nc_study.cli import main
 from nc_study.record import RunResult, read_record
 from nc_study.training import Trainer
 from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, python, run_script
+
+import deqfast
+from deqfast.testing import ITERATES, assert_close
 
 RUNS = [folder_of(), folder_of(model="deq")]
 
@@ -50,12 +54,24 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
         assert kernel.requested == "triton" and "no CUDA device" in kernel.reason
     assert any(line.startswith("data: shapes") for line in lines)
     assert sum(line.startswith(("explicit   ", "deq-jfb   ")) for line in lines) == 6
-    assert sum(line.startswith("  NC1 ") for line in lines) == 2 and "explicit: overall" in printed
     assert "not comparable with the paper: shapes, not CIFAR" in printed
     paths = [out / name for name in RUNS]
     assert lines[-3:-1] == [f"results: {path / 'result.json'}" for path in paths]
     assert lines[-1] == f"figure:  {paths[1] / 'figure.png'}"
     assert (paths[1] / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_cell_of_a_finished_run_is_a_problem_of_the_benchmarks(whole):
+    run = whole[0] / RUNS[1]
+    problem = trained.study_cell(run, None, batch=4)
+    assert problem.z0.shape == (4, 8, 4, 4) and problem.name == "residual block, shapes"
+    solution = deqfast.solve(problem.f, problem.z0, "broyden")
+    assert_close(solution.residual_rel, problem.residuals(solution.value), 1e-3)
+    # With a group per channel the last normalisation makes every channel's mean its trained bias.
+    bias = torch.load(run / "last.ckpt", weights_only=True)["network"]["last.cell.norm3.bias"]
+    means = problem.exact(problem.z0.double()).mean((2, 3))
+    assert float(bias.abs().max()) > 0
+    assert_close(means, bias.expand_as(means), ITERATES)
 
 
 def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,69 @@
+"""Arguments that make no sense end a script with status 2 and a line that names them, before anything is written."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import graphs
+import heads
+import layer_peeled
+import pytest
+import runs
+import separation
+import study
+from nc_study.config import parse
+
+SCRIPTS = {
+    "cifar_lt": partial(parse, "cifar_lt", None),
+    "cifar_balanced": partial(parse, "cifar_balanced", None),
+    "study": study.main,
+    "heads": heads.main,
+    "layer_peeled": layer_peeled.main,
+    "separation": separation.main,
+    "graphs": partial(runs.main, None, graphs.Graphs, graphs.ARMS, graphs.train, graphs.draw),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("cifar_lt --majority 10", "--majority 10: 1 to 9 tenths of the classes"),
+        ("cifar_lt --ratio 50 --n-majority 49", "--ratio 50 leaves minority classes empty at --n-majority 49"),
+        ("cifar_lt --threads 100000", "--threads 100000: at most"),
+        ("cifar_lt --lr 0", "--lr 0.0: more than 0"),
+        ("cifar_lt --lr nan", "--lr nan: a finite number"),
+        ("cifar_lt --model once --adjoint implicit", "--adjoint implicit: --model once has no equilibrium"),
+        ("cifar_lt --test-images 9", "--test-images 9: at least one of each of 10 classes"),
+        ("cifar_balanced --ratio 10", "unrecognized arguments: --ratio 10"),
+        ("study", "which runs? one of --tune, --protocol, and"),
+        ("study --table 1 --tune", "which runs? one of"),
+        ("study --tune --epochs 3 --lr 1", "--epochs, --lr: experiments/protocol.md decides it"),
+        ("study --table 1 --arms explicit,deq", "--arms explicit,deq: deq is none of explicit, explicit-norm"),
+        ("study --table 9", "--table 9: all, or some of 1, 2, 3, 4"),
+        ("study --table 1 --jobs 0", "--jobs 0: at least 1"),
+        ("study --table 1 --seeds 1,1", "1,1: different whole numbers"),
+        (f"study --table 1 --seeds {'9' * 20}", "at most 9223372036854775807"),
+        ("study --table 1 --dataset mnist", "invalid choice: 'mnist'"),
+        ("study --table 2 --n-majority 50", "--ratio 100 leaves minority classes empty at --n-majority 50"),
+        ("study --table 1 --spread", "only under torchrun with two or more processes"),
+        ("heads trunk --seeds 0", "--seeds 0: at least 1"),
+        ("layer_peeled --e-h=1.5 --e-w=1", "--e-h 1.5"),
+        ("layer_peeled --e-h=0.5", "as many as --e-w"),
+        ("layer_peeled --e-w=-1,2", "--e-w -1,2"),
+        ("layer_peeled --ratio=3", "--ratio 3"),
+        ("layer_peeled --seeds=1,1", "--seeds 1,1"),
+        ("layer_peeled --tolerance=0", "--tolerance 0"),
+        ("separation --experiment none", "--experiment"),
+        ("separation --jobs 0", "--jobs 0"),
+        ("graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
+        ("graphs --lr 0", "--lr 0.0"),
+        ("graphs --seeds 0", "--seeds 0"),
+    ],
+)
+def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script, *arguments = command.split()
+    with pytest.raises(SystemExit) as stop:
+        SCRIPTS[script](arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
