@@ -54,12 +54,15 @@ class Graphs:
     def __init__(self, cell: Callable[[Any, Any], Any], mode: bool | str):
         if mode not in (True, "whole"):
             raise ValueError(f"cuda_graph must be False, True or 'whole', got {mode!r}")
-        self.whole = mode == "whole"
+        self._begin(mode == "whole")
         if self.whole and not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
             raise RuntimeError(f"cuda_graph='whole' needs a torch with conditional nodes, got {torch.__version__}")
-        self._captured: OrderedDict[Any, Captured] = OrderedDict()
-        self._alone = threading.RLock()  # a graph has one memory
         _check_cell(cell)
+
+    def _begin(self, whole: bool) -> None:
+        self.whole = whole
+        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+        self._alone = threading.RLock()  # a graph has one memory: threads take turns
 
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
@@ -75,7 +78,7 @@ class Graphs:
             key = self._key(cell, x, packing, solver, kernel, check_every)
             if key not in self._captured:
                 while len(self._captured) >= MAX_GRAPHS:
-                    self._captured.popitem(last=False)
+                    self._captured.popitem(last=False)[1].finished.synchronize()
                 self._captured[key] = Captured.of(
                     cell, x, packing, start, solver, kernel, check_every or CHECK_EVERY_ON_GPU, self.whole
                 )
@@ -98,7 +101,7 @@ class Graphs:
         return {"whole": self.whole}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.whole, self._captured, self._alone = state["whole"], OrderedDict(), threading.RLock()
+        self._begin(state["whole"])
 
 
 @dataclass
@@ -113,7 +116,7 @@ class Captured:
     check_every: int
     whole: bool  # one graph for all iterations, instead of one per `check_every`
     graphs: list[Any]
-    finished: Any = None  # event behind the last replay, which another stream must wait for
+    finished: Any  # event behind all that works in this memory, which another stream must wait for
 
     @classmethod
     def of(
@@ -133,7 +136,7 @@ class Captured:
         fixed_x = pytree.tree_unflatten(inputs, spec)
         state = solver.init(start.clone(), choose_kernel(kernel, packing.device))
         run = Run(lambda z: cell(z, fixed_x), packing, solver, state, Whole())
-        captured = cls(packing, solver, state, start.clone(), inputs, check_every, whole, [])
+        captured = cls(packing, solver, state, start.clone(), inputs, check_every, whole, [], mark())
         # Casts that autocast keeps from before would be those of old parameters.
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
         with torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False):
@@ -167,8 +170,7 @@ class Captured:
 
     def replay(self, x: Any, start: Tensor) -> Solution:
         """Solve from `start` with the values of x."""
-        if self.finished is not None:
-            self.finished.wait()
+        self.finished.wait()
         for fixed, leaf in zip(self.inputs, pytree.tree_leaves(x), strict=True):
             if isinstance(fixed, Tensor):
                 fixed.copy_(leaf)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import block as blocks
 from .adjoints import Iterated, Problem, Unrolled
@@ -50,7 +51,8 @@ def new_number(block: blocks.DEQBlock) -> Tensor:
     """
     number = next(_numbers)
     _live[number] = block
-    return torch.tensor(number, device="cpu")
+    with torch._C._DisableFuncTorch(), _disable_current_modes():  # which would give it no value to read later
+        return torch.tensor(number, device="cpu")
 
 
 def solve_traced(
@@ -172,11 +174,20 @@ class _Solve(torch.autograd.Function):
         return None, None, None, None, *results
 
 
-def _with_autograd() -> Any:
-    """Context in which operations are recorded as usual, which they are not inside of an op that a graph calls."""
+# What is left out within an op that a compiled graph calls: autograd, lazy views such as conj(), and torch.func.
+_LEFT_OUT = (
+    *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"),
+    *("Conjugate", "Negative", "ZeroTensor"),
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchGradWrapper", "FuncTorchBatched"),
+    "FuncTorchVmapMode",
+)
+
+
+def _as_outside() -> Any:
+    """Context in which operations are those of Python outside of the op."""
     guards: Any = torch._C  # no public way leads back above autograd
     excluded = guards._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+    for key in _LEFT_OUT:
         excluded = excluded.remove(getattr(guards.DispatchKey, key))
     return guards._ForceDispatchKeyGuard(guards._dispatch_tls_local_include_set(), excluded)
 
@@ -203,7 +214,7 @@ def _solve_block(
     block = _live.get(int(number))
     if block is None:
         raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
-    with _with_autograd():
+    with _as_outside():
         return _solved(block, described, tensors, wanted, autocast)
 
 
@@ -219,16 +230,17 @@ def _solved(
         return leaf
 
     call = _rebuild(described, fresh)
-    own = tensors_of(block.cell)
-    fresh_of = {id(own[name]): tensor for name, tensor in (call["parameters"] | call["buffers"]).items()}
+    own, named = tensors_of(block.cell), call["parameters"] | call["buffers"]
+    fresh_of = {id(own[name]): tensor for name, tensor in named.items()}
     device = pytree.tree_leaves(call["z0"])[0].device.type
     plain = _Plain(block)
     # What the graph was given stays the block's own, which a hook may replace and other threads may be reading.
-    pairs = [(name, tensor, fresh_of[id(tensor)]) for name, tensor in own.items()]
+    pairs = [(name, tensor, named.get(name, fresh_of[id(tensor)])) for name, tensor in own.items()]
     stays = {id(t): tensor for _, tensor, t in pairs if _is_given(tensor, t, call["records"])}
     leaves = [stays.get(id(leaf), leaf) for leaf in leaves]
     swapped = {f"block.cell.{name}": t for name, _, t in pairs if id(t) not in stays}
     autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
+    torch.clear_autocast_cache()  # whose casts may be of old weights; compiled code uses none
     alone = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
     with torch.set_grad_enabled(call["records"]), autocasts, holding({}), alone:
         value, solution = torch.func.functional_call(
@@ -298,7 +310,7 @@ def _pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> li
             "an integer, as it is"
         )
     values, leaves = _recorded[int(ticket)]
-    with _with_autograd():
+    with _as_outside():
         pulled = vjp(values, leaves, grads, torch._C._autograd._get_current_graph_task_keep_graph())
     results, seen = [], {grad.untyped_storage().data_ptr() for grad in grads}  # results of an op may not share memory
     for tensor, grad in zip(inputs, pulled, strict=True):

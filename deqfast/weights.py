@@ -89,7 +89,7 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
     try:
         for module, name, weight in found:
             weight.__class__ = _Holdable
-            _thread.held[weight] = _Held(torch.is_grad_enabled(), saved_tensor_hooks())
+            _thread.held[weight] = _Held(torch.is_grad_enabled(), present_hooks())
             original: Any = weight.original if weight.is_tensor else weight.original0  # a replica lists no parameters
             device = original.device.type
             with outside_exports(torch.autocast(device, enabled=False)):  # the cell may be outside of it
@@ -130,7 +130,7 @@ def shards_weights(cell: Any) -> bool:
 def holding(weights: dict[ParametrizationList, _Held]) -> Iterator[None]:
     """Hold these and no others, also in a checkpoint that has begun since; nothing where they are none."""
     before = _thread.held
-    _thread.held = {weight: replace(held, hooks=saved_tensor_hooks()) for weight, held in weights.items()}
+    _thread.held = {weight: replace(held, hooks=present_hooks()) for weight, held in weights.items()}
     try:
         yield
     finally:
@@ -164,8 +164,8 @@ def _parametrised(cell: Any) -> list[tuple[nn.Module, str, ParametrizationList]]
     return [entry for entry in found if type(entry[2]) in (ParametrizationList, _Holdable)]
 
 
-def saved_tensor_hooks() -> Any:
-    """The innermost hooks of saved tensors, or None."""
+def present_hooks() -> Any:
+    """The innermost hooks of saved tensors that are set, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # there is no public way to ask
 
 
@@ -173,5 +173,5 @@ def _in_own_checkpoint(held: _Held) -> bool:
     """Answer whether an activation checkpoint has begun since the tensor is held."""
     if is_tracing():
         return False
-    hooks = saved_tensor_hooks()
+    hooks = present_hooks()
     return bool(hooks) and hooks != held.hooks and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
@@ -260,6 +261,57 @@ class TestOfABlock:
         weight, call = block.cell.linear.weight, compiled(block)
         call(torch.randn(2, 4)).sum().backward()
         assert seen and all(read is weight for read in seen) and weight.grad.any()
+
+    @pytest.mark.parametrize("kind", ["conjugate", "torch.func", "vmap"])
+    def test_operations_that_a_compiled_graph_leaves_out(self, kind, compiled):
+        class Other(Cell):
+            def forward(self, z, x):
+                weight = self.linear.weight
+                if kind == "conjugate":
+                    return torch.tanh(0.3 * torch.complex(z, z).conj().imag @ weight + x)
+                if kind == "vmap":
+                    return torch.tanh(0.5 * torch.vmap(weight.mv)(z) + x)
+                return x - 0.5 * torch.func.grad(lambda z: self.linear(z).cosh().log().sum())(z)
+
+        block, x = DEQBlock(Other(), adjoint="implicit"), torch.randn(2, 4)
+        parameters = [block.cell.linear.weight]
+        pairs = zip(derivatives(compiled(block), x, parameters), derivatives(block, x, parameters), strict=True)
+        assert all(torch.allclose(*pair) for pair in pairs)
+
+    def test_weights_changed_under_one_autocast(self, compiled):
+        block, x = DEQBlock(Cell()), torch.randn(2, 4)
+        call = compiled(block)
+        with torch.autocast("cpu", torch.bfloat16):
+            call(x)
+            with torch.no_grad():
+                block.cell.linear.weight.mul_(-1)
+            found = call(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(found, block(x))
+
+    def test_a_block_made_in_a_mode(self, compiled):
+        with FakeTensorMode():
+            block = DEQBlock(Cell())
+        block.load_state_dict(DEQBlock(Cell()).state_dict(), assign=True)
+        compiled(block)(torch.randn(2, 4)).sum().backward()
+        assert block.cell.linear.weight.grad.any()
+
+    def test_two_weights_in_the_place_of_a_tied_one(self, compiled):
+        class Tied(Cell):
+            def __init__(self):
+                super().__init__()
+                self.second = self.linear.weight
+
+            def forward(self, z, x):
+                return super().forward(z, x) + 0.1 * z @ self.second
+
+        block, x, weight = DEQBlock(Tied()), torch.randn(2, 4), (0.1 * torch.randn(4, 4)).requires_grad_()
+
+        def call(x):
+            return torch.func.functional_call(block, {"cell.second": weight}, (x,), tie_weights=False)
+
+        pairs = zip(derivatives(compiled(call), x, [weight]), derivatives(call, x, [weight]), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
 
     def test_models_of_one_kind_share_their_code(self, compiled):
         x = torch.randn(2, 3)

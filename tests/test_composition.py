@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -178,6 +179,28 @@ def test_the_operations_of_a_step_are_counted(adjoint):
         z.sum().backward()
         jacobian_penalty(block.cell, z, z.detach()).backward()
     assert counter.get_total_flops() > forward > 0
+
+
+def test_hooks_of_a_weight_see_what_other_threads_find_meanwhile():
+    found = []
+
+    class Meanwhile(Cell):
+        def forward(self, z, x):
+            value = super().forward(z, x)
+            if value.requires_grad:
+                value.register_hook(self.in_a_thread)
+            return value
+
+        def in_a_thread(self, grad):
+            weight = self.linear.weight
+            thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(weight.sum(), weight)))
+            thread.start()
+            thread.join()
+
+    block = DEQBlock(Meanwhile(), adjoint=Reversible(3), warn=False)
+    block.cell.linear.weight.register_hook(lambda grad: 2 * grad)
+    block(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
+    assert len(found) >= 6 and all(bool((grad == 2).all()) for grad in found)
 
 
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)

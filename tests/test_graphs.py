@@ -71,6 +71,17 @@ def record_condition(active, work):
     Recording.capturing[-1].calls.append((Condition(active, body), (), {}, None))
 
 
+class Mark:
+    """An event; `waits` counts those for any."""
+
+    waits = 0
+
+    def wait(self):
+        Mark.waits += 1
+
+    synchronize = wait
+
+
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
     """Graphs that are recorded, where there is no GPU."""
@@ -82,7 +93,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(graphs, "aside", lambda work: work())
     monkeypatch.setattr(graphs, "new_pool", lambda: None)
     monkeypatch.setattr(graphs, "new_stream", lambda: None)
-    monkeypatch.setattr(graphs, "mark", lambda: None)
+    monkeypatch.setattr(graphs, "mark", Mark)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
 
 
@@ -325,9 +336,10 @@ def test_threads_may_share_a_block(mode, monkeypatch):
     graphed(inputs())
     replay = Recording.replay
     monkeypatch.setattr(Recording, "replay", lambda graph: (time.sleep(0.01), replay(graph)))
-    given = [inputs(seed=seed) for seed in range(4)]
+    given, before = [inputs(seed=seed) for seed in range(4)], Mark.waits
     with ThreadPoolExecutor(2) as pool:
         assert all(map(torch.equal, pool.map(graphed, given), map(plain, given)))
+    assert GPU or Mark.waits - before == 4
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])

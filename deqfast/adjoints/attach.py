@@ -11,6 +11,7 @@ whose value is zero.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,7 +30,7 @@ from ..precision import float32_products_eps, residual_floor
 from ..solution import Solution, Status
 from ..transforms import Members
 from ..uncompiled import untraced
-from ..weights import held_nodes, next_node, saved_tensor_hooks
+from ..weights import held_nodes, next_node, present_hooks
 from .samples import per_row, rows_of
 
 if TYPE_CHECKING:
@@ -203,27 +204,47 @@ def vjp(
     if not attached:
         return [None] * len(inputs)
     values, given = map(list, zip(*attached, strict=True))
-    with _without_hooks(inputs):
+    with _no_hooks(inputs):
         found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
     return list(found)
 
 
 @contextmanager
-def _without_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    hooks = [(own, own.copy()) for tensor in tensors if (own := tensor._backward_hooks)]
-    for own, _ in hooks:
-        own.clear()
+def _no_hooks(tensors: list[Tensor]) -> Iterator[None]:
+    """Context in which hooks of the tensors are not called by this thread; for good they become ``_Hook``s."""
+    for tensor in tensors:
+        hooks: Any = tensor._backward_hooks or {}
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _Hook):
+                hooks[key] = _Hook(hook)
+    before, _thread.takes_part = _thread.takes_part, True
     try:
         yield
     finally:
-        for own, those in hooks:
-            own.update(those)
+        _thread.takes_part = before
+
+
+class _OfThread(threading.local):
+    takes_part = False  # it finds a part of a gradient, which hooks are not to see
+
+
+_thread = _OfThread()
+
+
+class _Hook:
+    """Hook of a tensor that waits for the whole gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        return None if _thread.takes_part else self.hook(grad)
 
 
 def saved_plainly() -> AbstractContextManager[Any]:
     """Context in which a graph for several products saves its tensors past the hooks around: those of a checkpoint
     would compute them anew for each product. Without any it sets none, which torch.func in a cell would refuse."""
-    return saved_tensors_hooks(keep, kept) if saved_tensor_hooks() else nullcontext()
+    return saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext()
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
