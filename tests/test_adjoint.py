@@ -353,10 +353,10 @@ class TestCalls:
 
 class TestLossScale:
     @pytest.mark.parametrize("name", SOLVERS)
-    def test_scales_take_the_same_steps(self, name):
+    def test_powers_of_two_take_the_same_steps(self, name):
         toy = Toy()
         taken = []
-        for scale in (1e-3, 1.0, 65536.0):
+        for scale in (2.0**-10, 1.0, 65536.0):
             block = toy.block(Implicit(SOLVERS[name](tol=1e-6, max_iter=60)))
             z = block(toy.x, z0=toy.z0)
             gradients = torch.autograd.grad(z, toy.inputs, scale * toy.cotangent)
@@ -364,12 +364,7 @@ class TestLossScale:
             taken.append((solution.iterations.tolist(), solution.status.tolist(), [g / scale for g in gradients]))
         for iterations, status, gradients in taken:
             assert (iterations, status) == taken[0][:2] and set(status) == {Status.CONVERGED}
-            assert_close(gradients, taken[0][2], GRADIENT)
-
-    def test_a_power_of_two_gives_the_same_bits(self):
-        toy = Toy()
-        plain, scaled = toy.gradients(Implicit()), toy.gradients(Implicit(), scale=65536.0)
-        assert all(torch.equal(65536 * a, b) for a, b in zip(plain, scaled, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(gradients, taken[0][2], strict=True))
 
     @every_adjoint
     def test_a_gradient_of_zero(self, adjoint):
@@ -401,16 +396,9 @@ class TestBadSamples:
         assert_close(weight_grads, weights_expected, GRADIENT)
 
     @every_adjoint
-    @pytest.mark.parametrize("rows", [[0], [2], [4], [0, 1, 3]])
+    @pytest.mark.parametrize("rows", [[0], [2], [4], [0, 1, 3], [0, 1, 2, 3, 4]])
     def test_rows_of_nan(self, adjoint, rows):
         self.compare(adjoint, rows)
-
-    @every_adjoint
-    def test_every_row_of_nan(self, adjoint):
-        toy = Toy()
-        with torch.no_grad():
-            toy.x.fill_(math.nan)
-        assert all((g == 0).all() for g in toy.gradients(adjoint))
 
     @every_adjoint
     def test_a_solve_that_overflows_from_finite_input(self, adjoint):
@@ -544,13 +532,6 @@ class TestSecondDerivatives:
         assert torch.autograd.gradcheck(layer, toy.inputs, **FINITE_DIFFERENCES)
         assert torch.autograd.gradgradcheck(layer, toy.inputs, **FINITE_DIFFERENCES)
         assert torch.autograd.gradgradcheck(force, toy.inputs, **FINITE_DIFFERENCES)
-
-    @attaching
-    def test_create_graph_does_not_change_the_first(self, adjoint):
-        toy = Toy()
-        z = toy.block(adjoint)(toy.x, z0=toy.z0)
-        graph = torch.autograd.grad(z, toy.inputs, toy.cotangent, create_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(graph, toy.gradients(adjoint), strict=True))
 
     def test_unrolled_is_differentiable_twice_also_in_the_start(self):
         toy = Toy(batch=1, n=1, m=2)
@@ -710,7 +691,6 @@ BAD_ARGUMENTS = [
         ValueError,
         "solver of Implicit must have stop='rel' and atol=0, got Broyden",
     ),
-    (JFB, {"steps": 1}, TypeError, "unexpected keyword argument"),
     (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'neumann', .+ 'unrolled', got 'ift'"),
     (Neumann, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Reversible, {"damping": 1.0}, ValueError, "damping must be finite and greater than 0 and at most 0.99, got 1.0"),
@@ -728,5 +708,4 @@ def test_bad_arguments_are_named(make, arguments, error, message):
 def test_names_stand_for_default_adjoints():
     names = ("jfb", "implicit", "phantom", "unrolled")
     assert [as_adjoint(name) for name in names] == [JFB(), Implicit(), Phantom(), Unrolled()]
-    assert (Phantom().steps, Phantom().damping, Unrolled().steps, Implicit().solver) == (5, 0.5, None, None)
     assert Implicit("anderson") == Implicit(Anderson())

@@ -132,18 +132,6 @@ def iterates(step: Callable[..., None], f: Callable, z: torch.Tensor, count: int
 class TestReference:
     """In exact arithmetic it is Broyden's good method: in float64, up to rounding."""
 
-    def dense(self, f, z, count):
-        """Broyden's method with a Jacobian of f(z) - z in full, of the one sample z (D,)."""
-        jacobian, g, found = -torch.eye(len(z), dtype=z.dtype), f(z) - z, []
-        for _ in range(count):
-            s = -torch.linalg.solve(jacobian, g)
-            z = z + s
-            g_next = f(z) - z
-            jacobian = jacobian + torch.outer(g_next - g - jacobian @ s, s) / (s @ s)
-            g = g_next
-            found.append(z)
-        return found
-
     def pairs(self, f, z, count):
         """The iterates of multisecant_step with all pairs in its window."""
         case = Case("good", batch=z.shape[0], size=z.shape[1], history=count, dtype=z.dtype, tol=0.0)
@@ -160,13 +148,6 @@ class TestReference:
         problem = linear(batch=3, dim=40, dtype=torch.float64, rho=rho)
         expected = self.pairs(problem.f, problem.z0, 15)
         assert_close(iterates(TORCH.op("broyden_step"), problem.f, problem.z0, 15), expected, tolerance)
-
-    @pytest.mark.parametrize(("rho", "tolerance"), [(0.6, 1e-12), (1.5, ITERATES)])
-    def test_the_iterates_of_a_dense_jacobian(self, rho, tolerance):
-        problem = linear(batch=1, dim=12, dtype=torch.float64, rho=rho)
-        expected = self.dense(lambda z: problem.f(z[None])[0], problem.z0[0], 15)
-        actual = iterates(TORCH.op("broyden_step"), problem.f, problem.z0, 15)
-        assert_close([z[0] for z in actual], expected, tolerance)
 
     def test_a_map_that_is_not_linear(self):
         z = start_steps(StepsCase(batch=2, size=30, dtype=torch.float64))["z"]

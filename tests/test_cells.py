@@ -132,15 +132,6 @@ def test_parameters_are_made_where_and_as_asked(cell):
     assert_close([*cell(device="cpu").parameters()], [*plain.parameters()], 0.0)
 
 
-def test_cells_work_without_a_block():
-    cell = FCCell(3, 5)
-    x = torch.randn(2, 3)
-    with torch.no_grad():
-        solution = solve(lambda z: cell(z, x), cell.initial_state(x))
-        assert_close(cell(solution.value, x), solution.value, solved(1e-3))
-    assert solution.converged.all()
-
-
 def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     """The look-up asks what is available: it may import triton and ask for CUDA."""
     lookups, look_up = [], choice._availability

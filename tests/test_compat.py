@@ -163,35 +163,6 @@ class TestTheSameAsTorchdeq:
         assert layer.options["f_tol"] == 1e-4 and layer.adjoints == [[deqfast.Phantom(3, 0.7)]]
 
 
-class LanguageModel(nn.Module):
-    """Tokens mixed causally and a residual map, at an equilibrium; the settings of a model published with torchdeq."""
-
-    def __init__(self, library) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
-        self.mix, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
-        self.deq = library.get_deq(
-            f_solver="fixed_point_iter",
-            f_stop_mode="rel",
-            f_tol=0.05,
-            f_max_iter=24,
-            eval_f_max_iter=32,
-            grad=4,
-            tau=0.8,
-        )
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        x = self.embed(tokens)
-        counts = torch.arange(1, tokens.shape[1] + 1, dtype=x.dtype)[:, None]
-
-        def f(z):
-            return self.norm(x + torch.tanh(self.mix(z.cumsum(1) / counts)))
-
-        states, info = self.deq(f, torch.zeros_like(x))
-        return self.head(states[-1]), info
-
-
 class Molecule(nn.Module):
     """Energy of atoms in a line, from an equilibrium of their features; forces by its gradient in the positions."""
 
@@ -214,37 +185,20 @@ class Molecule(nn.Module):
         return energy, -torch.autograd.grad(energy.sum(), positions)[0], info["nstep"]
 
 
-class TestTwoUsers:
-    def test_language_model(self):
-        tokens = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
-        logits, gradients = [], []
-        for library in (compat, torchdeq):
-            model = LanguageModel(library).double()
-            for training in (True, False):
-                out, info = model.train(training)(tokens[:1])
-                logits.append(out)
-                assert bool((info["rel_lowest"] < 0.05).all())
-            nn.functional.cross_entropy(model.train()(tokens[:1])[0].flatten(0, 1), tokens[0]).backward()
-            gradients.append([p.grad for p in model.parameters()])
-            out, info = model(tokens)
-            assert out.shape == (2, 7, 11) and bool((info["rel_lowest"] < 0.05).all())
-        assert_same(logits[:2], logits[2:])
-        assert_same(*gradients)
-
-    def test_molecular_forces(self):
-        positions = torch.randn(1, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[0]
-        ours, theirs, evaluations = Molecule(compat), Molecule(torchdeq), []
-        for step in range(3):
-            moved = (positions + 0.01 * step)[None]
-            (energy, forces, used), (expected, expected_forces, _) = ours(moved), theirs(moved)
-            torch.testing.assert_close(energy, expected)
-            torch.testing.assert_close(forces, expected_forces, rtol=1e-6, atol=1e-6)
-            evaluations.append(int(used))
-        assert max(evaluations[1:]) < evaluations[0]
-        _, in_evaluation, _ = ours.eval()(moved)
-        torch.testing.assert_close(in_evaluation, forces, rtol=1e-6, atol=1e-6)
-        with pytest.raises(RuntimeError):
-            theirs.eval()(moved)  # its value has no gradient in evaluation
+def test_molecular_forces():
+    positions = torch.randn(1, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[0]
+    ours, theirs, evaluations = Molecule(compat), Molecule(torchdeq), []
+    for step in range(3):
+        moved = (positions + 0.01 * step)[None]
+        (energy, forces, used), (expected, expected_forces, _) = ours(moved), theirs(moved)
+        torch.testing.assert_close(energy, expected)
+        torch.testing.assert_close(forces, expected_forces, rtol=1e-6, atol=1e-6)
+        evaluations.append(int(used))
+    assert max(evaluations[1:]) < evaluations[0]
+    _, in_evaluation, _ = ours.eval()(moved)
+    torch.testing.assert_close(in_evaluation, forces, rtol=1e-6, atol=1e-6)
+    with pytest.raises(RuntimeError):
+        theirs.eval()(moved)  # its value has no gradient in evaluation
 
 
 def test_torchdeqs_other_functions_work_beside_it():

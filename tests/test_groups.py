@@ -159,14 +159,6 @@ def test_combinations_without_meaning():
         solve(torch.cos, torch.zeros(3, 2), compact=True, groups="batch")
 
 
-def test_gather_and_scatter_are_inverse():
-    groups, rows = Groups(GROUPS, 7, torch.device("cpu")), torch.randn(7, 4)
-    samples = groups.gather(rows)
-    assert samples.shape == (3, 12) and torch.equal(groups.scatter(samples), rows)
-    assert torch.equal(samples[1], torch.cat([rows[3], torch.zeros(8)]))
-    torch.testing.assert_close(groups.sums(rows[:, 0]), torch.stack([rows[k == GROUPS, 0].sum() for k in range(3)]))
-
-
 class TestInconsistency:
     """What a solve takes for converged is judged once more by the evaluation that the gradient is made of."""
 

@@ -141,5 +141,3 @@ def test_what_it_cannot_be_combined_with():
     for options in ({"compile": True}, {"adjoint": "unrolled"}):
         with pytest.raises(ValueError, match="halt"):
             DEQBlock(LinearCell(2), halt=rule, **options)(torch.zeros(1, 2))
-    with pytest.raises(ValueError, match="halt cannot be used under torch.func"):
-        torch.vmap(DEQBlock(LinearCell(2), halt=rule))(torch.zeros(2, 1, 2))

@@ -21,22 +21,8 @@ NC1_OF_DOUBLES = 1e-12
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-@pytest.fixture(params=["cpp", "triton", "cuda", "emulated"])
-def kernel(request):
-    """The kernels that are ops, and those of CUDA run by the emulation."""
-    if request.param == "emulated":
-        if emulate.COMPILER is None:
-            pytest.skip("no g++ was found")
-        emulate.load("neural_collapse")
-    elif not (available := deqfast.backends()[request.param]):
-        pytest.skip(f"kernel {request.param}: {available.reason}")
-    return request.param
-
-
-def op_of(name: str, kernel: str):
-    if kernel == "emulated":
-        return getattr(torch.ops.deqfast_emulated, name).default
-    return getattr(torch.ops.deqfast, f"{name}_triton" if kernel == "triton" else name).default
+def op_of(name: str, implementation):
+    return implementation.op(name, source="neural_collapse")
 
 
 def group(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -69,19 +55,22 @@ class Data:
         tensors = [*self.grouped] if op == "class_means" else [*self.grouped, self.means(), self.directions]
         return [tensor.to(device) for tensor in tensors]
 
+    def run(self, op: str, implementation):
+        return op_of(op, implementation)(*self.arguments(op, implementation.device))
+
 
 def tolerance(kernel: str, dtype: torch.dtype) -> float:
     return rounding(torch.float64 if kernel == "cpp" or dtype == torch.float64 else torch.float32)
 
 
-def check(kernel: str, device: str, data: Data) -> None:
+def check(implementation, data: Data) -> None:
     """Both ops against the reference. Class means: to the accuracy of what they are sums of."""
-    allowed = tolerance(kernel, data.features.dtype)
-    local, shift = (x.cpu() for x in op_of("class_means", kernel)(*data.arguments("class_means", device)))
+    allowed = tolerance(implementation.name, data.features.dtype)
+    local, shift = (x.cpu() for x in data.run("class_means", implementation))
     expected, first = TORCH.op("class_means")(*data.grouped)
     assert torch.equal(shift, first) and local.dtype == torch.float64
     assert relative_error(local, expected) <= allowed
-    within = op_of("within_class_scatter", kernel)(*data.arguments("within_class_scatter", device))
+    within = data.run("within_class_scatter", implementation)
     assert within.dtype == torch.float64
     assert relative_error(within, TORCH.op("within_class_scatter")(*data.arguments("within_class_scatter"))) <= allowed
 
@@ -108,75 +97,76 @@ class TestAccuracy:
         ("count", "dim", "classes"),
         [(1, 1, 1), (1, 63, 2), (63, 1, 2), (64, 63, 10), (300, 96, 10), (257, 64, 1), (600, 16, 2), (40, 40, 30)],
     )
-    def test_sizes(self, count, dim, classes, dtype, kernel, device):
-        check(kernel, device, Data(count, dim, classes, dtype))
+    def test_sizes(self, count, dim, classes, dtype, implementation):
+        check(implementation, Data(count, dim, classes, dtype))
 
     @every_dtype
     @pytest.mark.parametrize(("dim", "directions"), [(777, 10), (1032, 17), (96, 70), (33, 130)])
-    def test_widths(self, dim, directions, dtype, kernel, device):
-        if kernel == "triton" and dim > 100:
+    def test_widths(self, dim, directions, dtype, implementation):
+        if implementation.name == "triton" and dim > 100:
             dim = dim % 100  # the interpreter is slow
-        check(kernel, device, Data(50, dim, 10, dtype, directions=directions))
+        check(implementation, Data(50, dim, 10, dtype, directions=directions))
 
     @every_dtype
-    def test_common_offset(self, dtype, kernel, device):
-        check(kernel, device, Data(100, 33, 4, dtype, offset=100.0))
+    def test_common_offset(self, dtype, implementation):
+        check(implementation, Data(100, 33, 4, dtype, offset=100.0))
 
     @pytest.mark.parametrize("counts", [[0, 3, 0, 0, 1, 300, 0], [1, 1, 1, 1], [256, 0, 256], [255, 2, 255], [0, 0, 5]])
-    def test_empty_classes_and_singletons(self, counts, kernel, device):
+    def test_empty_classes_and_singletons(self, counts, implementation):
         labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         data = Data(0, 24, len(counts), labels=labels[torch.randperm(len(labels))])
-        check(kernel, device, data)
-        local, shift = op_of("class_means", kernel)(*data.arguments("class_means", device))
+        check(implementation, data)
+        local, shift = data.run("class_means", implementation)
         assert not (local + shift)[[k for k, count in enumerate(counts) if count == 0]].any()
 
-    def test_rows_that_are_not_listed(self, kernel, device):
+    def test_rows_that_are_not_listed(self, implementation):
         data = Data(100, 20, 3)
         data.features[::3] = math.nan
         kept = data.labels.clone()
         kept[::3] = 3
         rows, offsets = group(kept, 4)
         data.rows, data.offsets = rows[: offsets[3]].contiguous(), offsets[:4].contiguous()
-        check(kernel, device, data)
+        check(implementation, data)
 
     @every_dtype
-    def test_strided_rows(self, dtype, kernel, device):
+    def test_strided_rows(self, dtype, implementation):
+        class_means, device = op_of("class_means", implementation), implementation.device
         for dim, step in ((24, 1), (7, 3), (1, 2)):
             data = Data(70, dim, 3, dtype)
             wide = torch.full((70, dim + 24 if dim == 24 else step * dim), math.nan, dtype=dtype, device=device)
             view = wide[:, :dim]
             view.copy_(data.features)
-            local, shift = op_of("class_means", kernel)(view, *data.arguments("class_means", device)[1:])
-            expected, _ = op_of("class_means", kernel)(*data.arguments("class_means", device))
+            local, _ = class_means(view, *data.arguments("class_means", device)[1:])
+            expected, _ = data.run("class_means", implementation)
             assert same_bits(local, expected)
-            check(kernel, device, data)
+            check(implementation, data)
         data.features = data.features[:1].expand(70, 1)
         rest = data.arguments("class_means", device)[1:]
-        assert not op_of("class_means", kernel)(data.features.to(device), *rest)[0].any()
+        assert not class_means(data.features.to(device), *rest)[0].any()
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     @every_dtype
-    def test_a_feature_that_is_not_finite(self, value, dtype, kernel, device):
+    def test_a_feature_that_is_not_finite(self, value, dtype, implementation):
         data = Data(300, 20, 3, dtype)
         for row in (int(data.rows[-1]), int(data.rows[data.offsets[1]])):
             clean = data.features.clone()
             data.features[row, 3] = value
-            local, _ = op_of("class_means", kernel)(*data.arguments("class_means", device))
+            local, _ = data.run("class_means", implementation)
             assert not local[data.labels[row], 3].isfinite()
             data.features = clean
 
     @pytest.mark.parametrize("listed", [0, 5])
-    def test_nothing_to_do(self, listed, kernel, device):
+    def test_nothing_to_do(self, listed, implementation):
         data = Data(listed, 6, 2, directions=0 if listed else 3)
-        within = op_of("within_class_scatter", kernel)(*data.arguments("within_class_scatter", device))
+        within = data.run("within_class_scatter", implementation)
         assert within.shape == (data.directions.shape[1],) and not within.any()
         if listed == 0:
-            local, shift = op_of("class_means", kernel)(*data.arguments("class_means", device))
+            local, shift = data.run("class_means", implementation)
             assert local.shape == (2, 6) and shift.shape == (6,) and not local.any() and not shift.any()
 
     @pytest.mark.parametrize(("offset", "spread"), [(0.0, 1e-4), (10.0, 1e-4), (10.0, 1e-6), (1e4, 1e-2)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_collapsed_features(self, offset, spread, dtype, kernel, device):
+    def test_collapsed_features(self, offset, spread, dtype, implementation):
         """NC1 down to 1e-12, where uncentred products have no digit left."""
         data = Data(200, 48, 4, dtype, spread=spread, offset=offset)
 
@@ -189,85 +179,65 @@ class TestAccuracy:
             return float(within_class_scatter(*grouped, local + shift, whitening).sum() / 200)
 
         exact = nc1(TORCH.op("class_means"), TORCH.op("within_class_scatter"), "cpu")
-        reached = nc1(op_of("class_means", kernel), op_of("within_class_scatter", kernel), device)
-        doubles = kernel == "cpp" or dtype == torch.float64
+        ops = (op_of(op, implementation) for op in ("class_means", "within_class_scatter"))
+        reached = nc1(*ops, implementation.device)
+        doubles = implementation.name == "cpp" or dtype == torch.float64
         assert reached == pytest.approx(exact, rel=NC1_OF_DOUBLES if doubles else NC1_OF_FLOATS)
 
 
+@pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
 class TestDeterminism:
-    @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
+    def compare(self, results) -> None:
+        for result in results[1:]:
+            for a, b in zip(result, results[0], strict=True):
+                assert same_bits(a, b)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_the_same_bits_every_time(self, op, dtype, kernel, device):
-        data = Data(600 if kernel != "triton" else 300, 40, 3, dtype)
-        results = [op_of(op, kernel)(*data.arguments(op, device)) for _ in range(4)]
-        for result in results[1:]:
-            for a, b in zip(result, results[0], strict=True):
-                assert same_bits(a, b)
+    def test_the_same_bits_every_time(self, op, dtype, implementation):
+        data = Data(600 if implementation.name != "triton" else 300, 40, 3, dtype)
+        arguments = data.arguments(op, implementation.device)
+        self.compare([op_of(op, implementation)(*arguments) for _ in range(4)])
 
-    @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-    def test_the_number_of_threads_has_no_say(self, op):
-        data = Data(1000, 1500, 7)
-        threads, results = torch.get_num_threads(), []
-        try:
-            for count in (1, 2, 3, 5):
-                torch.set_num_threads(count)
-                results.append(op_of(op, "cpp")(*data.arguments(op)))
-        finally:
-            torch.set_num_threads(threads)
-        for result in results[1:]:
-            for a, b in zip(result, results[0], strict=True):
-                assert same_bits(a, b)
+    @pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
+    def test_the_number_of_threads_has_no_say(self, op, implementation, set_threads):
+        data, results = Data(1000, 1500, 7), []
+        for count in (1, 2, 3, 5):
+            set_threads(count)
+            results.append(op_of(op, implementation)(*data.arguments(op)))
+        self.compare(results)
 
-    @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-    def test_the_order_of_gpu_threads_has_no_say(self, op):
-        if emulate.COMPILER is None:
-            pytest.skip("no g++ was found")
-        emulate.load("neural_collapse")
+    @pytest.mark.parametrize("implementation", ["emulated"], indirect=True)
+    def test_the_order_of_gpu_threads_has_no_say(self, op, implementation):
         data, results = Data(300, 40, 30), []
         for order in emulate.ORDERS:
             emulate.set_order(order)
-            results.append(op_of(op, "emulated")(*data.arguments(op)))
+            results.append(op_of(op, implementation)(*data.arguments(op)))
         emulate.set_order(0)
-        for result in results[1:]:
-            for a, b in zip(result, results[0], strict=True):
-                assert same_bits(a, b)
+        self.compare(results)
 
 
-class TestRegistration:
-    @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-    @every_dtype
-    @pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
-    def test_opcheck(self, op, dtype, kernel, device):
-        results = torch.library.opcheck(op_of(op, kernel), tuple(Data(20, 17, 3, dtype).arguments(op, device)))
-        assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
-
-    @pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
-    def test_it_compiles_without_a_graph_break(self, kernel, device):
-        data = Data(20, 17, 3)
-        means, scatter = op_of("class_means", kernel), op_of("within_class_scatter", kernel)
-        directions = data.directions.to(device)
-
-        def passes(features, rows, offsets):
-            local, shift = means(features, rows, offsets)
-            return scatter(features, rows, offsets, local + shift, directions)
-
-        arguments = data.arguments("class_means", device)
-        compiled = torch.compile(passes, fullgraph=True, backend="aot_eager")
-        assert same_bits(compiled(*arguments), passes(*arguments))
+@pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
+@every_dtype
+@pytest.mark.parametrize("implementation", ["cpp", "triton", "cuda"], indirect=True)
+def test_opcheck(op, dtype, implementation):
+    arguments = Data(20, 17, 3, dtype).arguments(op, implementation.device)
+    results = torch.library.opcheck(op_of(op, implementation).default, tuple(arguments))
+    assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
 
 
 class TestArguments:
     """A wrong tensor is named, with what it must be and what it is."""
 
     @pytest.fixture
-    def refuses(self, kernel, device):
+    def refuses(self, implementation):
         def refuse(op: str, fragments: list[str], **wrong: Tensor) -> None:
             names = ["features", "rows", "offsets", "means", "directions"]
+            device = implementation.device
             data = Data(5, 4, 3).arguments("within_class_scatter", device)
             tensors = dict(zip(names, data, strict=True)) | {name: x.to(device) for name, x in wrong.items()}
             chosen = list(tensors.values())[: 3 if op == "class_means" else 5]
             with pytest.raises((ValueError, RuntimeError)) as error:
-                op_of(op, kernel)(*chosen)
+                op_of(op, implementation)(*chosen)
             message = str(error.value).replace(",)", ")")
             for fragment in [f"`{next(iter(wrong))}` must", *fragments]:
                 assert fragment in message, message
@@ -296,7 +266,7 @@ class TestArguments:
         refuses("within_class_scatter", ["got (4)"], directions=torch.zeros(4, dtype=torch.float64))
         refuses("within_class_scatter", ["contiguous"], directions=torch.zeros(2, 4, dtype=torch.float64).T)
 
-    @pytest.mark.parametrize("kernel", ["cpp"], indirect=True)
+    @pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
     @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
     def test_values_on_the_cpu(self, op, refuses):
         refuses(op, ["[0, 5)", "got 5"], rows=torch.tensor([0, 1, 2, 3, 5]))
@@ -312,9 +282,14 @@ class TestNeuralCollapse:
             pytest.skip(f"kernel {request.param}: {available.reason}")
         return request.param
 
-    def agree(self, kernel: str, dtype: torch.dtype, **settings) -> None:
-        device = "cuda" if torch.cuda.is_available() and kernel != "cpp" else "cpu"
-        data = Data(150, 30, 6, dtype, **settings)
+    @pytest.fixture
+    def device(self, kernel):
+        return "cuda" if torch.cuda.is_available() and kernel != "cpp" else "cpu"
+
+    @every_dtype
+    @pytest.mark.parametrize("offset", [0.0, 10.0])
+    def test_kernels_agree(self, kernel, device, dtype, offset):
+        data = Data(150, 30, 6, dtype, offset=offset)
         data.features[7] = math.nan
         weight = torch.randn(8, 30, dtype=dtype)
         labels = data.labels + (data.labels > 2)  # a class without samples
@@ -330,21 +305,14 @@ class TestNeuralCollapse:
             assert (result.rank, result.num_classes, result.excluded) == (5, 6, 1)
             assert result.nc1 == pytest.approx(expected.nc1, rel=rel)
 
-    @every_dtype
-    @pytest.mark.parametrize("offset", [0.0, 10.0])
-    def test_kernels_agree(self, kernel, dtype, offset):
-        self.agree(kernel, dtype, offset=offset)
-
     @pytest.mark.parametrize("scale", [1e-25, 1e15])
-    def test_the_scale_of_the_features_has_no_say(self, kernel, scale):
-        device = "cuda" if torch.cuda.is_available() and kernel != "cpp" else "cpu"
+    def test_the_scale_of_the_features_has_no_say(self, kernel, device, scale):
         data = Data(60, 20, 3)
         inputs = [(scale * data.features).to(device), data.labels.to(device)]
         expected = neural_collapse(*inputs, kernel="torch").nc1
         assert neural_collapse(*inputs, kernel=kernel).nc1 == pytest.approx(expected, rel=NC1_OF_FLOATS)
 
-    def test_streaming(self, kernel):
-        device = "cuda" if torch.cuda.is_available() and kernel != "cpp" else "cpu"
+    def test_streaming(self, kernel, device):
         data, results = Data(80, 12, 3), []
         for name in (kernel, "torch"):
             metric = NeuralCollapse(3, streaming=True, num_features=12, kernel=name).to(device)
@@ -353,8 +321,7 @@ class TestNeuralCollapse:
             results.append(metric.compute().nc1)
         assert results[0] == pytest.approx(results[1], rel=NC1_OF_FLOATS)
 
-    def test_overflow_is_told(self, kernel):
-        device = "cuda" if torch.cuda.is_available() and kernel != "cpp" else "cpu"
+    def test_overflow_is_told(self, kernel, device):
         features = torch.full((3, 2), 1e308, dtype=torch.float64, device=device)
         features[1:] *= -1
         with pytest.raises(ValueError, match="sums overflow float64"):
@@ -365,9 +332,3 @@ class TestNeuralCollapse:
             NeuralCollapse(2, kernel="cublas")
         with pytest.raises(ValueError, match="kernel must be one of auto, .*, got 'cublas'"):
             neural_collapse(torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64), kernel="cublas")
-
-    def test_a_kernel_that_cannot_serve(self):
-        if deqfast.backends()["cuda"]:
-            pytest.skip("cuda is available")
-        with pytest.raises(RuntimeError, match="kernel='cuda' is not available"):
-            neural_collapse(torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64), kernel="cuda")

@@ -24,8 +24,8 @@ every_format = pytest.mark.parametrize("memory_format", FORMATS)
 fused_kernels = pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
 
 
-def op_of(op: str, kernel: str):
-    return getattr(torch.ops.deqfast, f"{op}_triton" if kernel == "triton" else op).default
+def op_of(op: str, implementation):
+    return implementation.op(op, source=op.removesuffix("_backward"))
 
 
 def supports(kernel: str, memory_format: str) -> bool:
@@ -90,37 +90,39 @@ class TestReference:
         assert_close(rstd, torch.full((2, 4), 1e-5).rsqrt(), rounding(torch.float32))
 
 
-@fused_kernels
 class TestKernels:
     @pytest.mark.covering(2)
     @every_op
     @every_dtype
     @every_shape
-    def test_accuracy(self, shape, groups, dtypes, op, kernel, device):
-        check_norm(op_of(op, kernel), NormCase(op, shape, groups, dtypes), device)
+    def test_accuracy(self, shape, groups, dtypes, op, implementation):
+        check_norm(op_of(op, implementation), NormCase(op, shape, groups, dtypes), implementation.device)
 
     @every_op
     @pytest.mark.parametrize(("shape", "groups"), LARGE_SHAPES)
-    def test_large_groups(self, shape, groups, op, kernel, device):
-        check_norm(op_of(op, kernel), NormCase(op, shape, groups), device)
+    def test_large_groups(self, shape, groups, op, implementation):
+        check_norm(op_of(op, implementation), NormCase(op, shape, groups), implementation.device)
 
     @every_op
-    def test_a_large_mean_costs_no_digits(self, op, kernel, device):
-        check_norm(op_of(op, kernel), NormCase(op, offset=3000.0), device)
+    def test_a_large_mean_costs_no_digits(self, op, implementation):
+        check_norm(op_of(op, implementation), NormCase(op, offset=3000.0), implementation.device)
 
     @pytest.mark.covering(1)
     @every_op
     @every_dtype
-    def test_opcheck(self, op, dtypes, kernel, device):
-        arguments = NormCase(op, dtypes=dtypes).arguments(device)
-        results = torch.library.opcheck(op_of(op, kernel), tuple(arguments.values()))
+    @pytest.mark.parametrize("implementation", ["cpp", "triton", "cuda"], indirect=True)
+    def test_opcheck(self, op, dtypes, implementation):
+        arguments = NormCase(op, dtypes=dtypes).arguments(implementation.device)
+        results = torch.library.opcheck(op_of(op, implementation).default, tuple(arguments.values()))
         assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
 
     @every_op
-    def test_an_empty_batch(self, op, kernel, device):
-        for result in op_of(op, kernel)(*NormCase(op, shape=(0, 16, 3, 5)).arguments(device).values()):
+    def test_an_empty_batch(self, op, implementation):
+        arguments = NormCase(op, shape=(0, 16, 3, 5)).arguments(implementation.device)
+        for result in op_of(op, implementation)(*arguments.values()):
             assert 0 in result.shape
 
+    @fused_kernels
     @pytest.mark.parametrize("formats", [("channels_last", "channels_last"), ("contiguous", "channels_last")])
     def test_an_empty_batch_through_the_cell(self, formats, kernel, device):
         """Of which torch keeps strides that are of neither format."""
@@ -131,26 +133,26 @@ class TestKernels:
 
     @every_op
     @every_format
-    def test_bits_depend_neither_on_the_run_nor_on_the_batch(self, op, memory_format, kernel, device):
-        if not supports(kernel, memory_format):
+    def test_bits_depend_neither_on_the_run_nor_on_the_batch(self, op, memory_format, implementation):
+        if not supports(implementation.name, memory_format):
             pytest.skip("channels_last only")
         case = NormCase(op, shape=(3, 16, 3, 5), memory_format=FORMATS[memory_format])
-        arguments = case.arguments(device)
-        together, again = (op_of(op, kernel)(*arguments.values()) for _ in range(2))
+        arguments = case.arguments(implementation.device)
+        together, again = (op_of(op, implementation)(*arguments.values()) for _ in range(2))
         alone = {
             name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
             for name, value in arguments.items()
         }
-        for a, b, c in zip(together, again, op_of(op, kernel)(*alone.values()), strict=True):
+        for a, b, c in zip(together, again, op_of(op, implementation)(*alone.values()), strict=True):
             mine = a[1:2] if len(a) == 3 else a[:, 1:2]
             assert torch.equal(a, b) and torch.equal(mine, c)
 
     @every_op
-    def test_nan_stays_in_its_group(self, op, kernel, device):
-        arguments = NormCase(op, shape=(3, 16, 3, 5)).arguments(device)
-        healthy = op_of(op, kernel)(*arguments.values())
+    def test_nan_stays_in_its_group(self, op, implementation):
+        arguments = NormCase(op, shape=(3, 16, 3, 5)).arguments(implementation.device)
+        healthy = op_of(op, implementation)(*arguments.values())
         arguments["y"][1, 5, 0, 0] = torch.nan
-        broken = op_of(op, kernel)(*arguments.values())
+        broken = op_of(op, implementation)(*arguments.values())
         for a, b in zip(broken, healthy, strict=True):
             if len(a) != 3:  # per sample in dimension 1
                 a, b = a.transpose(0, 1), b.transpose(0, 1)
@@ -160,84 +162,82 @@ class TestKernels:
             assert torch.equal(broken[0][1, 8:], healthy[0][1, 8:])
 
     @every_op
-    def test_pointers_that_are_not_aligned(self, op, kernel, device):
-        arguments = NormCase(op).arguments(device)
-        expected = op_of(op, kernel)(*arguments.values())
+    def test_pointers_that_are_not_aligned(self, op, implementation):
+        arguments = NormCase(op).arguments(implementation.device)
+        expected = op_of(op, implementation)(*arguments.values())
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor):
                 buffer = value.new_empty(value.numel() + 1)
                 arguments[name] = buffer[1:].as_strided(value.shape, value.stride()).copy_(value)
-        for a, b in zip(op_of(op, kernel)(*arguments.values()), expected, strict=True):
+        for a, b in zip(op_of(op, implementation)(*arguments.values()), expected, strict=True):
             assert_close(a, b, rounding(torch.float32))
 
 
-@pytest.mark.parametrize("kernel", ["cpp"], indirect=True)
+@pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
 @every_op
 @every_dtype
 @every_shape
-def test_accuracy_in_contiguous_memory(shape, groups, dtypes, op, kernel):
-    check_norm(op_of(op, kernel), NormCase(op, shape, groups, dtypes, torch.contiguous_format), "cpu")
+def test_accuracy_in_contiguous_memory(shape, groups, dtypes, op, implementation):
+    check_norm(op_of(op, implementation), NormCase(op, shape, groups, dtypes, torch.contiguous_format), "cpu")
 
 
-@pytest.mark.parametrize("kernel", ["cpp"], indirect=True)
+@pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
 @every_format
 @every_op
-def test_bits_do_not_depend_on_the_number_of_threads(op, memory_format, kernel):
+def test_bits_do_not_depend_on_the_number_of_threads(op, memory_format, implementation, set_threads):
     case = NormCase(op, shape=(5, 64, 16, 16), groups=8, memory_format=FORMATS[memory_format])
     results = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
-        results.append(op_of(op, kernel)(*case.arguments().values()))
-    torch.set_num_threads(1)
+        set_threads(threads)
+        results.append(op_of(op, implementation)(*case.arguments().values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@fused_kernels
 class TestArguments:
     """A wrong argument is named, with what it must be and what it is."""
 
-    def refuses(self, kernel, device, op, name, wrong, *fragments):
-        arguments = NormCase(op).arguments(device)
+    def refuses(self, implementation, op, name, wrong, *fragments):
+        arguments = NormCase(op).arguments(implementation.device)
         assert name in arguments
         with pytest.raises((ValueError, RuntimeError)) as error:
-            op_of(op, kernel)(*(arguments | {name: wrong(arguments[name])}).values())
+            op_of(op, implementation)(*(arguments | {name: wrong(arguments[name])}).values())
         message = str(error.value).replace(",)", ")")
         for fragment in (f"`{name}` must", *fragments):
             assert fragment in message, message
 
     @every_op
     @pytest.mark.parametrize("name", ["y", "x", "z", "grad", "weight", "bias2", "weight3", "mean", "rstd3"])
-    def test_shape_dtype_and_layout(self, name, op, kernel, device):
-        tensor = NormCase(op).arguments(device).get(name)
+    def test_shape_dtype_and_layout(self, name, op, implementation):
+        tensor = NormCase(op).arguments(implementation.device).get(name)
         if tensor is None:
             pytest.skip(f"{op} has no {name}")
         shape = str(tuple(tensor.shape)).replace(",)", ")")
         if name != "y":
-            self.refuses(kernel, device, op, name, lambda t: torch.cat([t, t], dim=-1), shape, "got (")
-            self.refuses(kernel, device, op, name, lambda t: t.double())
-        self.refuses(kernel, device, op, name, lambda t: t[None], "got (1, ")
-        self.refuses(kernel, device, op, name, lambda t: torch.stack([t, t], dim=-1)[..., 0], "contiguous")
+            self.refuses(implementation, op, name, lambda t: torch.cat([t, t], dim=-1), shape, "got (")
+            self.refuses(implementation, op, name, lambda t: t.double())
+        self.refuses(implementation, op, name, lambda t: t[None], "got (1, ")
+        self.refuses(implementation, op, name, lambda t: torch.stack([t, t], dim=-1)[..., 0], "contiguous")
 
     @every_op
-    def test_y(self, op, kernel, device):
-        self.refuses(kernel, device, op, "y", lambda t: t.half(), "float32, bfloat16 or float64")
-        self.refuses(kernel, device, op, "y", lambda t: t[:, :, :0], "(B, C, H, W)", "got (2, 16, 0, 5)")
+    def test_y(self, op, implementation):
+        self.refuses(implementation, op, "y", lambda t: t.half(), "float32, bfloat16 or float64")
+        self.refuses(implementation, op, "y", lambda t: t[:, :, :0], "(B, C, H, W)", "got (2, 16, 0, 5)")
 
     @every_op
     @pytest.mark.parametrize("groups", [0, 3, -4])
-    def test_groups(self, groups, op, kernel, device):
-        self.refuses(kernel, device, op, "groups", lambda _: groups, "divide the 16 channels", f"got {groups}")
+    def test_groups(self, groups, op, implementation):
+        self.refuses(implementation, op, "groups", lambda _: groups, "divide the 16 channels", f"got {groups}")
 
-    def test_the_dtype_of_the_state(self, kernel, device):
-        self.refuses(kernel, device, "norm_act_residual", "z", lambda t: t.bfloat16(), "dtype")
+    def test_the_dtype_of_the_state(self, implementation):
+        self.refuses(implementation, "norm_act_residual", "z", lambda t: t.bfloat16(), "dtype")
 
-    def test_one_memory_format(self, kernel, device):
+    def test_one_memory_format(self, implementation):
         def contiguous(t):
             return t.contiguous()
 
-        self.refuses(kernel, device, "norm_act_residual", "z", contiguous, "memory format channels_last")
-        if kernel != "cpp":
-            self.refuses(kernel, device, "norm_act", "y", contiguous, "memory format channels_last")
+        self.refuses(implementation, "norm_act_residual", "z", contiguous, "memory format channels_last")
+        if implementation.name != "cpp":
+            self.refuses(implementation, "norm_act", "y", contiguous, "memory format channels_last")
 
 
 class TestCell:
@@ -307,17 +307,6 @@ class TestCell:
             results.append((z, *torch.autograd.grad(z.sin().sum(), [x, *twin.parameters()])))
         assert_close(results[0], results[1], GRADIENT)
 
-    def test_double_backward_through_unrolled(self):
-        cell = cell_of("auto").double()
-        _, x = state(dtype=torch.float64, requires_grad=True)
-        results = []
-        for twin in (cell, with_kernel(cell, "torch")):
-            z = DEQBlock(twin, adjoint=Unrolled(steps=3))(x)
-            grads = torch.autograd.grad(z.sin().sum(), [x, *twin.parameters()], create_graph=True)
-            total = sum(grad.square().sum() for grad in grads)
-            results.append(torch.autograd.grad(total, [x, *twin.parameters()]))
-        assert_close(results[0], results[1], GRADIENT)
-
     @pytest.mark.parametrize("z_dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
     def test_autocast(self, x_dtype, z_dtype):
@@ -352,9 +341,3 @@ class TestCell:
         with pytest.raises(ValueError, match="kernel must be one of auto, .*, got 'fast'"):
             ResidualCell(8, kernel="fast")
         assert ResidualCell(8, kernel="torch").kernel == "torch"
-
-    def test_a_kernel_that_cannot_serve_is_an_error(self):
-        if deqfast.backends()["cuda"]:
-            pytest.skip("the CUDA kernels are available")
-        with pytest.raises(RuntimeError, match="kernel='cuda' is not available"):
-            cell_of("cuda")(*state())

@@ -24,8 +24,9 @@ def products(monkeypatch):
 @pytest.mark.parametrize(("precision", "eps"), [("ieee", 0.0), ("tf32", 0.0), ("bf16", BF16)])
 def test_products_of_float32_count_as_what_torch_may_round_them_to(products, precision, eps):
     products(precision)
-    full = torch.zeros(1, 2)
+    full, half = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.float16)
     packing = Packing(full)
+    assert packing.stall_floor(half) == packing.stall_floor((full, half)) == 8 * torch.finfo(torch.float16).eps
     assert packing.stall_floor(full) == eps / 4
     assert packing.stall_floor(full.double()) == 0
     assert Packing(full.bfloat16()).stall_floor(full) == 8 * BF16

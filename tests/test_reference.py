@@ -12,10 +12,10 @@ from deqfast import Status
 from deqfast.ops import Kernel
 from deqfast.ops.steps.reference import solve_window
 from deqfast.testing import ITERATES, assert_accurate, assert_close, assert_solves, linear, relative_error, rounding
+from deqfast.testing.states import METHODS
 
 picard_step, multisecant_step = map(Kernel("torch").op, ("picard_step", "multisecant_step"))
 NAN, INF = math.nan, math.inf
-METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2": ANDERSON_II}
 
 
 def monitor(batch: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -18,7 +18,6 @@ from deqfast.testing import (
     Recorder,
     assert_close,
     assert_same_solution,
-    assert_solves,
     linear,
     rounding,
     solved,
@@ -135,12 +134,6 @@ def test_a_scripted_f_gives_the_scripted_counts(kernel, device):
     assert_close(solution.residual_rel, torch.tensor([0.1 / 1.1, 0.0]), eps)
 
 
-def test_zero_over_zero_is_converged(kernel, device):
-    solution = solve(lambda z: 0 * z, torch.zeros(2, 3, device=device), kernel=kernel)
-    assert solution.status.tolist() == [Status.CONVERGED] * 2 and solution.evaluations == 1
-    assert solution.residual.tolist() == [0.0, 0.0]
-
-
 @every_solver
 def test_one_evaluation_judges_the_start_and_takes_no_step(name, kernel, device):
     problem = linear(device=device)
@@ -167,40 +160,6 @@ def test_check_every_only_adds_evaluations(name, every, kernel, device):
     for solution, looks in ((often, 1), (seldom, every), (default, 1 + late)):
         assert solution.evaluations == min(20, (math.ceil(needed / looks) + late) * looks)
         assert solution.sample_evaluations == 4 * solution.evaluations
-
-
-@some_solvers
-def test_a_sample_does_not_depend_on_its_batch_mates(name, kernel, device):
-    bias = ring_bias(3, device=device)
-    weight = torch.tensor([0.3, 0.7, 0.2], device=device)[:, None]
-    z0 = bias.flip(0)
-    solver = SOLVERS[name](tol=1e-3, max_iter=8)
-    together = solve(ring(bias, weight), z0, solver, kernel)
-    for i in range(3):
-        one = slice(i, i + 1)
-        alone = solve(ring(bias[one], weight[one]), z0[one], solver, kernel)
-        for field in OF_A_SAMPLE:
-            actual, expected = getattr(together, field)[i], getattr(alone, field)[0]
-            if kernel == "torch" and actual.is_floating_point():
-                # The residual of a converged sample is a small difference: it is only as exact as the value.
-                scale = 1 if field == "value" else solver.tol
-                assert_close(actual, expected, rounding(torch.float32) / scale, field)
-            else:
-                assert torch.equal(actual, expected), field
-
-
-@every_solver
-@in_process
-def test_a_straggler_leaves_the_others_as_they_are(name, kernel, device):
-    bias = ring_bias(4, device=device)
-    weight = torch.tensor([0.1, 0.1, 3.0, 0.1], device=device)[:, None]
-    easy = weight.clamp_max(0.1)
-    solver = SOLVERS[name](tol=1e-4, max_iter=12)
-    z0 = torch.zeros_like(bias)
-    slow, fast = solve(ring(bias, weight), z0, solver, kernel), solve(ring(bias, easy), z0, solver, kernel)
-    assert slow.status.tolist()[2] == Status.MAX_ITER and slow.evaluations == 12
-    assert fast.converged.all() and fast.evaluations < 12
-    assert_same_rows(slow, fast, [0, 1, 3])
 
 
 @pytest.mark.covering(1)
@@ -296,11 +255,6 @@ class TestStall:
         assert Status.STALLED in solution.status.tolist()
         assert Status.STALLED not in self.solve(problem.f, problem.z0, "auto").status.tolist()
 
-    def test_a_slow_healthy_solve_in_float32_does_not_stall(self, kernel, device):
-        problem = linear(device=device, rho=0.99)
-        solution = solve(problem.f, problem.z0, Picard(1e-6, 30), kernel)
-        assert solution.status.tolist() == [Status.MAX_ITER] * 2
-
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_a_low_precision_z0_gives_f_its_dtype_and_solves_in_float32(low, kernel, device):
@@ -311,13 +265,6 @@ def test_a_low_precision_z0_gives_f_its_dtype_and_solves_in_float32(low, kernel,
     assert solution.residual.dtype == solution.residual_abs.dtype == torch.float32
     assert solution.converged.all()
     assert_close(solution.value, problem.solution, solved(2e-2))
-
-
-def test_float64_is_solved_in_float64(kernel, device):
-    problem = linear(batch=1, dim=6, dtype=torch.float64, device=device)
-    solution = solve(problem.f, problem.z0, Broyden(tol=1e-13), kernel)
-    assert solution.value.dtype == solution.residual.dtype == torch.float64
-    assert_solves(solution, problem)
 
 
 @every_solver
@@ -355,15 +302,6 @@ def test_sizes(name, batch, dim, kernel, device):
     expected = solve(ring(bias.double(), 0.4), torch.zeros_like(bias).double(), Picard(1e-12, 200), "torch").value
     distance = (solution.value - expected).norm(dim=1)
     assert (distance <= 1e-4 / (1 - 0.4) * expected.norm(dim=1)).all()
-
-
-@pytest.mark.parametrize("dim", [1, 77])
-def test_sizes_interpreted(dim, kernel, device):
-    bias = ring_bias(1, dim, device)
-    solution = solve(ring(bias, 0.2), torch.zeros_like(bias), Broyden(tol=1e-2), kernel)
-    expected = solve(ring(bias, 0.2), torch.zeros_like(bias), Broyden(tol=1e-2), "torch")
-    assert torch.equal(solution.iterations, expected.iterations)
-    assert_close(solution.value, expected.value, rounding(torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(0, 12), (0,), (0, 3, 2, 2)])
@@ -417,42 +355,9 @@ class TestLayout:
         solution = solve(f, torch.zeros(2, 1).expand(2, 6), Broyden(tol=1e-6))
         assert_close(solution.value, torch.full((2, 6), 2.0), solved(1e-6))
 
-    @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 3, 1, 1)])
-    def test_any_number_of_dimensions(self, shape):
-        f = Recorder(lambda z: 0.5 * z + 1)
-        solution = solve(f, torch.zeros(shape), Broyden(tol=1e-6))
-        assert {z.shape for z in f.arguments} == {solution.value.shape} == {torch.Size(shape)}
-        assert_close(solution.value, torch.full(shape, 2.0), solved(1e-6))
-
 
 class TestStructures:
-    """A state of several tensors is solved as the one it makes when laid side by side."""
-
-    @some_solvers
-    @in_process
-    def test_tuple_and_dict(self, name, kernel, device):
-        bias = ring_bias(3, 10, device)
-        solver = SOLVERS[name](tol=1e-3)
-        f = ring(bias)
-        whole = solve(f, torch.zeros_like(bias), solver, kernel)
-
-        def parts(z):
-            return z[:, :4].reshape(3, 2, 2), {"rest": z[:, 4:]}
-
-        def split_f(z):
-            return parts(f(torch.cat([z[0].reshape(3, 4), z[1]["rest"]], dim=1)))
-
-        split = solve(split_f, parts(torch.zeros_like(bias)), solver, kernel)
-        assert isinstance(split.value, tuple) and split.value[0].shape == (3, 2, 2)
-        assert torch.equal(split.value[0].reshape(3, 4), whole.value[:, :4])
-        assert torch.equal(split.value[1]["rest"], whole.value[:, 4:])
-        assert_same_solution(split, whole, but=("value",))
-
-    def test_entries_of_a_dict_are_found_by_their_keys(self):
-        z0 = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)}
-        value = solve(lambda z: {"b": 0.5 * z["b"] + 1, "a": 0.5 * z["a"] + 2}, z0, Picard(1e-6, 40)).value
-        assert_close(value["a"], torch.full((2, 3), 4.0), solved(1e-6))
-        assert_close(value["b"], torch.full((2, 3), 2.0), solved(1e-6))
+    """See test_properties.py for the answer: that of the leaves laid side by side."""
 
     def test_dtypes_of_leaves_are_kept(self):
         z0 = (torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 2))
@@ -551,7 +456,6 @@ class TestErrors:
             ({"f": 3}, TypeError, "f must be callable, got 3"),
             ({"z0": 3}, TypeError, "z0 must hold floating-point tensors only, got int"),
             ({"z0": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "got torch.int64"),
-            ({"z0": torch.zeros(2, 3, dtype=torch.complex64)}, TypeError, "got torch.complex64"),
             ({"z0": ()}, ValueError, "z0 must hold at least one tensor, got an empty structure"),
             ({"z0": torch.tensor(1.0)}, ValueError, "z0 must have the batch as its first dimension"),
             ({"z0": (Z0, Z0[1:])}, ValueError, r"one batch size .*\(4, 3\) on cpu, \(3, 3\) on"),
@@ -560,7 +464,6 @@ class TestErrors:
             ({"kernel": "gpu"}, ValueError, "kernel must be one of auto, triton, cuda, cpp, torch, got 'gpu'"),
             ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
             ({"check_every": 1.5}, TypeError, "check_every must be an integer, got 1.5"),
-            ({"check_every": True}, TypeError, "check_every must be an integer, got True"),
             (
                 {"z0": torch.zeros(4, 3, device="meta")},
                 ValueError,
@@ -571,8 +474,6 @@ class TestErrors:
                 TypeError,
                 "f must return floating-point tensors, got torch.complex64",
             ),
-            ({"f": lambda z: z > 0}, TypeError, "f must return floating-point tensors, got torch.bool"),
-            ({"f": lambda z: z.long()}, TypeError, "f must return floating-point tensors, got torch.int64"),
         ],
     )
     def test_arguments(self, arguments, error, message):
@@ -638,9 +539,6 @@ class TestKernels:
         with pytest.raises(RuntimeError, match="kernel='cpp' does not run on cuda tensors, only on cpu"):
             choose_kernel("cpp", torch.device("cuda"))
 
-    def test_auto_takes_cpp_on_the_cpu(self):
-        assert choose_kernel("auto", torch.device("cpu")).name == "cpp"
-
     def test_auto_prefers_cuda_then_triton_on_cuda_tensors(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(_extension, "cuda_module", object())
@@ -683,26 +581,20 @@ def test_an_f_that_works_in_place_on_its_argument_is_refused(f, leaves, compact,
         solve(cell, z0 if leaves == 1 else [z0, z0.clone()], compact=compact)
 
 
-def test_inference_mode():
-    problem = linear()
-    with torch.inference_mode():
-        inside = solve(problem.f, problem.z0)
-    assert_same_solution(inside, solve(problem.f, problem.z0))
-
-
 def test_solution_speaks_plainly():
     slope = torch.tensor([[0.5], [torch.nan], [1.0]])
     solution = solve(lambda z: z * slope + 1, torch.zeros(3, 2), Picard(max_iter=15))
     assert repr(solution) == "Solution(1 MAX_ITER, 1 CONVERGED, 1 NONFINITE, evaluations=15)"
     assert solution.converged.tolist() == [True, False, False]
-    assert {status.name: int(status) for status in Status} == {
-        "MAX_ITER": 0,
-        "CONVERGED": 1,
-        "NONFINITE": 2,
-        "STALLED": 3,
-        "INCONSISTENT": 4,
-        "HALTED": 5,
-    }
+    assert [status.name for status in Status] == [
+        "MAX_ITER",
+        "CONVERGED",
+        "NONFINITE",
+        "STALLED",
+        "INCONSISTENT",
+        "HALTED",
+    ]
+    assert [int(status) for status in Status] == list(range(6))
     for status in Status:
         assert status.message.endswith(".") and " " in status.message
     assert len({status.message for status in Status}) == 6

@@ -15,7 +15,6 @@ from deqfast.ops import choose_kernel
 from deqfast.solvers import as_solver
 from deqfast.testing import (
     ITERATES,
-    NEGLIGIBLE_RIDGE,
     PROBLEMS,
     SOLVERS,
     FixedPoint,
@@ -81,36 +80,12 @@ def test_limited_memory_converges_where_ring_buffers_break(rho, seed, kernel, de
     assert short.evaluations <= 1.5 * full.evaluations
 
 
-class TestSawtooth:
-    """Theorem 1 of Wu et al.: a fixed point known in closed form, 2^m linear pieces."""
-
-    def test_plain_iteration_ends_exactly(self, kernel, device):
-        m = 8
-        problem = sawtooth(batch=6, dim=m, dtype=torch.float64, device=device)
-        solution = solve(problem.f, problem.z0, Picard(tol=1e-15, max_iter=m + 1), kernel)
-        assert solution.residual.tolist() == [0.0] * 6
-        assert torch.equal(solution.value.cpu(), problem.solution)
-
-    def test_readout_is_the_sawtooth(self):
-        m = 6
-        x = torch.arange(0, 257, dtype=torch.float64) / 256
-        powers = 2.0 ** torch.arange(1, m + 1, dtype=torch.float64)
-        weight = -(powers[:, None] / powers * 2).tril(-1)
-
-        def f(z):
-            return torch.relu(x[:, None] * powers - 1 + z @ weight.T)
-
-        z = solve(f, torch.zeros(257, m, dtype=torch.float64), Picard(tol=1e-15)).value
-        tent = x
-        for _ in range(m):
-            tent = torch.minimum(2 * tent, 2 - 2 * tent)
-        assert torch.equal(2.0**m * x - z @ (2.0 ** (m + 1) / powers), tent)
-        assert int((tent.diff().sign().diff() != 0).sum()) + 1 == 2**m
-
-    @multisecant
-    def test_accelerated(self, name):
-        problem = sawtooth(batch=16, dim=8, dtype=torch.float64)
-        assert_solves(solve(problem.f, problem.z0, SOLVERS[name](tol=1e-12, max_iter=100)), problem)
+def test_plain_iteration_of_the_sawtooth_ends_exactly(kernel, device):
+    m = 8
+    problem = sawtooth(batch=6, dim=m, dtype=torch.float64, device=device)
+    solution = solve(problem.f, problem.z0, Picard(tol=1e-15, max_iter=m + 1), kernel)
+    assert solution.residual.tolist() == [0.0] * 6
+    assert torch.equal(solution.value.cpu(), problem.solution)
 
 
 def textbook_broyden(problem: FixedPoint, count: int, kind: str, step: float, history: int) -> torch.Tensor:
@@ -169,7 +144,7 @@ class TestIterates:
 
     @pytest.mark.covering(1)
     @pytest.mark.parametrize("kind", ["good", "bad"])
-    @pytest.mark.parametrize(("step", "history"), [(1.0, None), (0.7, 3)])
+    @pytest.mark.parametrize(("step", "history"), [(1.0, None), (0.7, 3), (1.0, 1)])
     def test_broyden(self, kind, step, history, kernel, device):
         expected = textbook_broyden(self.problem("cpu"), self.COUNT, kind, step, history or self.COUNT)
         solver = Broyden(tol=NEVER, max_iter=self.COUNT, kind=kind, step=step, history=history)
@@ -177,7 +152,7 @@ class TestIterates:
 
     @pytest.mark.covering(1)
     @pytest.mark.parametrize("kind", ["I", "II"])
-    @pytest.mark.parametrize(("mixing", "history"), [(1.0, None), (0.7, 3)])
+    @pytest.mark.parametrize(("mixing", "history"), [(1.0, None), (0.7, 3), (1.0, 1)])
     def test_anderson(self, kind, mixing, history, kernel, device):
         expected = textbook_anderson(self.problem("cpu"), self.COUNT, kind, mixing, history or self.COUNT)
         solver = Anderson(NEVER, self.COUNT, ridge=0.0, kind=kind, mixing=mixing, history=history or self.COUNT)
@@ -190,17 +165,6 @@ class TestIterates:
         expected = textbook_broyden(self.problem("cpu", maker), self.COUNT, kind, 1.0, self.COUNT)
         self.compare(Broyden(NEVER, self.COUNT, kind=kind), self.problem("cpu", maker), expected, kernel, "cpu")
 
-    @pytest.mark.parametrize("name", ["broyden", "broyden-bad", "anderson", "anderson-I"])
-    @in_process
-    def test_a_window_of_one_pair(self, name, kernel, device):
-        exact = {"ridge": 0.0} if "anderson" in name else {}
-        solver = SOLVERS[name](NEVER, self.COUNT, history=1, **exact)
-        if "anderson" in name:
-            expected = textbook_anderson(self.problem("cpu"), self.COUNT, solver.kind, 1.0, 1)
-        else:
-            expected = textbook_broyden(self.problem("cpu"), self.COUNT, solver.kind, 1.0, 1)
-        self.compare(solver, self.problem(device), expected, kernel, device)
-
     @pytest.mark.parametrize("damping", [1.0, 0.7, 1.3])
     def test_picard(self, damping, kernel, device):
         problem = self.problem(device)
@@ -209,27 +173,6 @@ class TestIterates:
             iterates.append(iterates[-1] + damping * (problem.f(iterates[-1]) - iterates[-1]))
         eps = rounding(torch.float64)
         self.compare(Picard(NEVER, 5, damping=damping), problem, torch.stack(iterates).cpu(), kernel, device, eps)
-
-    def test_torchdeq_broyden_with_its_full_history(self):
-        from torchdeq.solver.broyden import broyden_solver
-
-        problem = self.problem("cpu")
-        peer = Recorder(problem.f)
-        broyden_solver(peer, problem.z0, max_iter=self.COUNT, tol=0.0)
-        expected = torch.stack(peer.arguments)
-        self.compare(Broyden(NEVER, len(expected)), problem, expected, "cpp", "cpu")
-
-    def test_torchdeq_anderson_where_its_ridge_is_negligible(self):
-        from torchdeq.solver.anderson import anderson_solver
-
-        scale = 1e6  # its ridge is absolute: on large residuals it is nothing
-        small = linear(batch=2, dim=12, dtype=torch.float64)
-        problem = FixedPoint(lambda z: scale * small.f(z / scale), small.z0, small.solution, small.amplification)
-        peer = Recorder(problem.f)
-        anderson_solver(peer, problem.z0, max_iter=self.COUNT, tol=0.0, m=6)
-        # Six iterates make five pairs.
-        solver = Anderson(NEVER, self.COUNT, history=5, ridge=0.0)
-        self.compare(solver, problem, torch.stack(peer.arguments), "cpp", "cpu", NEGLIGIBLE_RIDGE)
 
 
 @pytest.mark.covering(0)
@@ -290,14 +233,6 @@ class TestDegenerateHistory:
         solution = solve(lambda z: 1 - z, torch.zeros(2, 4, device=device), SOLVERS[name](tol=1e-6, max_iter=6), kernel)
         assert solution.converged.all()
         assert_close(solution.value, torch.full((2, 4), 0.5), rounding(torch.float32))
-
-
-@pytest.mark.covering(0)
-@multisecant
-def test_a_short_history_dtype_reaches_the_same_answer(name, kernel, device):
-    problem = tanh(device=device)
-    solver = SOLVERS[name](tol=1e-3, history_dtype=torch.bfloat16)
-    assert_solves(solve(problem.f, problem.z0, solver, kernel), problem)
 
 
 @multisecant
@@ -394,42 +329,30 @@ def test_a_history_dtype_that_does_not_fit_the_state_is_an_error(name, types):
 
 
 BAD_ARGUMENTS = [
-    *(
-        (solver, argument, value, error)
-        for solver in SOLVERS.values()
-        for argument, value, error in [
-            ("tol", 0.0, ValueError),
-            ("tol", -1e-3, ValueError),
-            ("tol", 40, ValueError),
-            ("tol", math.nan, ValueError),
-            ("tol", math.inf, ValueError),
-            ("tol", "small", TypeError),
-            ("tol", True, TypeError),
-            ("tol", None, TypeError),
-            ("max_iter", 0, ValueError),
-            ("max_iter", -3, ValueError),
-            ("max_iter", 2.0, TypeError),
-            ("max_iter", True, TypeError),
-            ("stop", "relative", ValueError),
-            ("stop", None, ValueError),
-            ("atol", -1e-9, ValueError),
-            ("atol", 1e18, ValueError),
-            ("atol", "small", TypeError),
-            ("norm", 2, ValueError),
-            ("norm", "l1", ValueError),
-        ]
-    ),
-    *(
-        (solver, argument, value, error)
-        for solver in (Anderson, Broyden)
-        for argument, value, error in [
-            ("history", 0, ValueError),
-            ("history", -1, ValueError),
-            ("history", 2.5, TypeError),
-            ("history_dtype", torch.float16, ValueError),
-            ("history_dtype", "bfloat16", ValueError),
-        ]
-    ),
+    (Picard, "tol", 0.0, ValueError),
+    (Picard, "tol", -1e-3, ValueError),
+    (Picard, "tol", 40, ValueError),
+    (Picard, "tol", math.nan, ValueError),
+    (Picard, "tol", math.inf, ValueError),
+    (Anderson, "tol", "small", TypeError),
+    (Anderson, "tol", True, TypeError),
+    (Broyden, "tol", None, TypeError),
+    (Picard, "max_iter", 0, ValueError),
+    (Picard, "max_iter", -3, ValueError),
+    (Anderson, "max_iter", 2.0, TypeError),
+    (Broyden, "max_iter", True, TypeError),
+    (Picard, "stop", "relative", ValueError),
+    (Anderson, "stop", None, ValueError),
+    (Picard, "atol", -1e-9, ValueError),
+    (Anderson, "atol", 1e18, ValueError),
+    (Broyden, "atol", "small", TypeError),
+    (Picard, "norm", 2, ValueError),
+    (Broyden, "norm", "l1", ValueError),
+    (Anderson, "history", 0, ValueError),
+    (Broyden, "history", -1, ValueError),
+    (Broyden, "history", 2.5, TypeError),
+    (Anderson, "history_dtype", torch.float16, ValueError),
+    (Broyden, "history_dtype", "bfloat16", ValueError),
     (Picard, "damping", 0.0, ValueError),
     (Picard, "damping", 2.5, ValueError),
     (Picard, "damping", "1", TypeError),
@@ -456,16 +379,9 @@ def test_bad_arguments_are_named_with_their_value(solver, argument, value, error
     assert str(raised.value).startswith(f"{argument} must be ") and repr(value) in str(raised.value)
 
 
-@every_solver
-def test_an_absolute_stop_has_one_tolerance(name):
+def test_an_absolute_stop_has_one_tolerance():
     with pytest.raises(ValueError, match="atol must be 0 with stop='abs'.* got 1e-06"):
-        SOLVERS[name](stop="abs", atol=1e-6)
-
-
-@pytest.mark.parametrize("solver", [Picard, Anderson, Broyden])
-def test_unknown_arguments_are_errors(solver):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tolerance'"):
-        solver(tolerance=1e-3)
+        Picard(stop="abs", atol=1e-6)
 
 
 def test_solvers_are_frozen_and_compare_by_value():
@@ -478,14 +394,9 @@ def test_solvers_are_frozen_and_compare_by_value():
 def test_names_stand_for_default_solvers():
     assert [as_solver(name) for name in ("picard", "anderson", "broyden")] == [Picard(), Anderson(), Broyden()]
     assert as_solver(Picard(tol=0.1)) == Picard(tol=0.1)
-    default = Anderson()
-    assert (default.tol, default.max_iter, default.stop) == (1e-3, 20, "rel")
-    assert (default.history, default.kind, default.mixing, default.ridge) == (6, "II", 1.0, 1e-6)
-    assert (Broyden().history, Broyden().kind, Broyden().step, Picard().damping) == (None, "good", 1.0, 1.0)
 
 
-@every_solver
-def test_numbers_of_numpy_are_python_numbers(name):
-    given = SOLVERS[name](tol=np.float32(0.25), max_iter=np.int64(7))
-    assert given == SOLVERS[name](tol=0.25, max_iter=7) and type(given.tol) is float and type(given.max_iter) is int
+def test_numbers_of_numpy_are_python_numbers():
+    given = Anderson(tol=np.float32(0.25), max_iter=np.int64(7))
+    assert given == Anderson(tol=0.25, max_iter=7) and type(given.tol) is float and type(given.max_iter) is int
     assert solve(torch.cos, torch.zeros(1, 2), given).converged.all()

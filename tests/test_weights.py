@@ -140,13 +140,6 @@ class TestSecondDerivatives:
 
         assert_close(second(Implicit(TIGHT)), second(Unrolled(100)), GRADIENT)
 
-    @pytest.mark.parametrize("adjoint", ["jfb", "phantom", "shine"])
-    def test_refused(self, adjoint):
-        block, x = DEQBlock(Cell(weight_norm), TIGHT, adjoint), inputs()
-        (first,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="double backward through .* is not supported"):
-            first.sum().backward()
-
     def test_of_a_block_in_a_cell(self):
         """The inner one's weights are the outer's, and held since before the inner's call."""
         x, inner = inputs(), DEQBlock(Cell(weight_norm), TIGHT)

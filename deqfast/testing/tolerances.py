@@ -22,8 +22,6 @@ ITERATES = 1e-10
 # Gradients in float64: of solves converged to 1e-12, and against central differences.
 GRADIENT = 1e-9
 FINITE_DIFFERENCES = {"eps": 1e-5, "atol": 1e-7, "rtol": 1e-6}
-# Anderson beside torchdeq's, whose absolute ridge of 1e-4 is the difference.
-NEGLIGIBLE_RIDGE = 1e-6
 
 
 def rounding(dtype: torch.dtype) -> float:

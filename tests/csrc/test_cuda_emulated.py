@@ -89,7 +89,7 @@ class TestMultisecant:
 
     @every_method
     @every_dtype
-    def test_step_and_mixing(self, method, dtype, order):
+    def test_step_and_mixing(self, method, dtype):
         case = Case(method, size=130, history=3, k=5, alpha=0.7, beta=0.5, **DTYPES[dtype])
         check_step(step_of(case), case)
 

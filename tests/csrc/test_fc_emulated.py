@@ -1,4 +1,4 @@
-"""The CUDA kernels of the fully connected cell, run by an emulation on the CPU, against the reference."""
+"""The CUDA kernel of the fully connected cell, emulated: what test_fc.py does not ask of all kernels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import emulate
 import pytest
 import torch
 
-from deqfast.ops import ACTIVATIONS, Kernel
-from deqfast.testing import assert_accurate
 from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, unlike_alone
 from deqfast.testing.states import RULES
 
@@ -35,12 +33,7 @@ def op(*arguments):
 
 class TestFixedPoint:
     @every_dtype
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_activations(self, activation, dtype):
-        check_solve(op, FCCase(size=12, batch=3, activation=activation, **DTYPES[dtype]))
-
-    @every_dtype
-    @pytest.mark.parametrize(("size", "batch"), [(1, 1), (7, 17), (63, 5), (130, 2), (150, 9), (5, 0)])
+    @pytest.mark.parametrize(("size", "batch"), [(130, 2), (150, 9)])
     def test_sizes(self, size, batch, dtype):
         check_solve(op, FCCase(size=size, batch=batch, warm=True, max_iter=8, **DTYPES[dtype]))
 
@@ -91,15 +84,3 @@ class TestFixedPoint:
         emulate.set_device(3, 7_000)
         with pytest.raises(RuntimeError, match="D = 33 is more than the GPU holds in shared memory"):
             op(*FCCase(size=33).make(), *FCCase().scalars())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("activation", range(4))
-@pytest.mark.parametrize("shape", [(3, 8), (3, 7), (0, 4), (5, 300)])
-def test_vjp(shape, activation, dtype):
-    emulate.load("fc_vjp")
-    pre, grad = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
-    reference = Kernel("torch").op("fc_vjp")
-    exact = reference(pre.double(), grad.double(), activation)
-    plain = reference(pre, grad, activation)
-    assert_accurate(torch.ops.deqfast_emulated.fc_vjp(pre, grad, activation), plain, exact)

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the norm_act ops, run by an emulation on the CPU, against the reference; see emulate.py."""
+"""The CUDA kernels of the norm_act ops, emulated: what test_norm_act.py does not ask of all kernels; see emulate.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import emulate
 import pytest
 import torch
 
-from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
+from deqfast.testing.norm_states import NORM_DTYPES, NORM_OPS, NormCase, check_norm
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 every_op = pytest.mark.parametrize("op", NORM_OPS)
@@ -22,15 +22,9 @@ def emulated(op: str):
 
 @every_op
 @every_dtype
-@pytest.mark.parametrize(("shape", "groups"), NORM_SHAPES + HELD_SHAPES)
+@pytest.mark.parametrize(("shape", "groups"), HELD_SHAPES)
 def test_accuracy(shape, groups, dtypes, op):
     check_norm(emulated(op), NormCase(op, shape, groups, dtypes))
-
-
-@every_op
-@pytest.mark.parametrize(("shape", "groups"), LARGE_SHAPES)
-def test_large_groups(shape, groups, op):
-    check_norm(emulated(op), NormCase(op, shape, groups))
 
 
 @every_op
@@ -60,13 +54,7 @@ def test_one_launch(op):
 
 
 @every_op
-def test_an_empty_batch(op):
+def test_an_empty_batch_launches_nothing(op):
     arguments, before = NormCase(op, shape=(0, 16, 3, 5)).arguments(), emulate.launches()
     emulated(op)(*arguments.values())
     assert emulate.launches() == before
-
-
-def test_channels_last_is_asked_for():
-    case = NormCase("norm_act", memory_format=torch.contiguous_format)
-    with pytest.raises(RuntimeError, match="`y` must be contiguous in the memory format channels_last"):
-        emulated("norm_act")(*case.arguments().values())
