@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 from scipy import optimize
 from scipy.integrate import solve_ivp
 from scipy.linalg import null_space
@@ -344,8 +345,6 @@ def _descent_rows(descents: list[Descent]) -> Rows:
 
 
 def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
-    from matplotlib import pyplot as plt
-
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for rule in RULES:
         groups = [
