@@ -258,6 +258,7 @@ def draw(records: Sequence[Record]) -> Figure:
     """Accuracy and evaluations against the length of chains; of other graphs the losses."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     chained = "by length" in records[0].shown
+    across, upwards = ("nodes", "right at the last node in %") if chained else ("step", "training loss")
     for record in records:
         index, log = ARMS.index(record.arm), record.shown["log"]
         look: dict[str, Any] = {"color": f"C{index}", "lw": max(4 - index, 1), "marker": "o" if chained else None}
@@ -266,10 +267,8 @@ def draw(records: Sequence[Record]) -> Figure:
         axes[0].plot(steps, course, label=record.arm if record.seed == 0 else None, ms=max(12 - 4 * index, 3), **look)
         if record.arm == "deq":
             axes[1].plot(steps, record.shown["iterations"] if chained else [row["evaluations"] for row in log], **look)
-    axes[0].set(
-        xlabel="nodes" if chained else "step", ylabel="right at the last node in %" if chained else "training loss"
-    )
-    axes[1].set(xlabel="nodes" if chained else "step", ylabel="evaluations of the DEQ")
+    axes[0].set(xlabel=across, ylabel=upwards)
+    axes[1].set(xlabel=across, ylabel="evaluations of the DEQ")
     axes[0].legend(fontsize="small")
     return figure
 
