@@ -162,9 +162,9 @@ def all_ratios_above_one(ratios: list[float | None]) -> str:
 
 
 def claims_of(result: Part) -> list[Part]:
-    """Judge every claim about the parts that a result holds."""
-    makers = {"balanced": balanced_claims, "imbalanced": imbalanced_claims, "limit": limit_claims}
-    return [claim for part, make in makers.items() if result[part] for claim in make(result[part])]
+    """Judge every claim about the parts of a result."""
+    balanced, imbalanced, limit = (result[part] for part in ("balanced", "imbalanced", "limit"))
+    return [*balanced_claims(balanced), *imbalanced_claims(imbalanced), *limit_claims(limit)]
 
 
 def _judged(
