@@ -43,19 +43,15 @@ from harness.tables import (
     times,
     written,
 )
-from harness.targets import GPU_TARGETS, TARGETS, Row, Target
+from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Row, Target
 
 from deqfast.testing.records import write_bytes
 
 Runs = dict[str, list[Row]]  # provider -> its row of every run
 ROOT = Path(__file__).resolve().parent.parent
 OURS, PEER = "cpp", "torchdeq"
-SOLVERS = {  # in the block of README
-    "picard-128x8192": "Picard",
-    "anderson-m6-128x8192": "Anderson, m = 6",
-    "anderson-m6-bf16-128x8192": "Anderson, m = 6, bf16 history",
-    "broyden-n20-128x8192": "Broyden, n = 20",
-}
+NAMES = ("Picard", "Anderson, m = 6", "Anderson, m = 6, bf16 history", "Broyden, n = 20")
+SOLVERS = dict(zip(ITERATED, NAMES, strict=True))  # in the block of README
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # how the problems of the suite are named: by the scale of their injection
 SHOWN = ("fully connected tanh, digits", "residual block, cifar10")  # in the figure
 GRADIENTS = {
