@@ -175,11 +175,8 @@ def as_problem(name: str, part: dict[str, Tensor], masks: dict[str, Tensor]) -> 
     nodes = len(labels)
     if edges.min() < 0 or edges.max() >= nodes:
         raise ValueError(f"edges must join nodes from 0 to {nodes - 1}, not {edges.min()} and {edges.max()}")
-    if (
-        labels.dim() != 1
-        or labels.min() < 0
-        or any(mask.shape != (nodes,) or not mask.any() for mask in masks.values())
-    ):
+    fit = all(mask.shape == (nodes,) and mask.any() for mask in masks.values())
+    if labels.dim() != 1 or labels.min() < 0 or not fit:
         raise ValueError(f"y must be {nodes} classes from 0, and each mask {nodes} nodes of which it takes some")
     crow, columns, values = part["x_indptr"].long(), part["x_indices"].long(), part["x_data"].float()
     features = torch.sparse_csr_tensor(crow, columns, values, part["x_shape"].tolist(), check_invariants=True)
