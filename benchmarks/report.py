@@ -43,19 +43,15 @@ from harness.tables import (
     times,
     written,
 )
-from harness.targets import GPU_TARGETS, TARGETS, Row, Target
+from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Row, Target
 
 from deqfast.testing.records import write_bytes
 
 Runs = dict[str, list[Row]]  # provider -> its row of every run
 ROOT = Path(__file__).resolve().parent.parent
 OURS, PEER = "cpp", "torchdeq"
-SOLVERS = {  # in the block of README
-    "picard-128x8192": "Picard",
-    "anderson-m6-128x8192": "Anderson, m = 6",
-    "anderson-m6-bf16-128x8192": "Anderson, m = 6, bf16 history",
-    "broyden-n20-128x8192": "Broyden, n = 20",
-}
+NAMES = ("Picard", "Anderson, m = 6", "Anderson, m = 6, bf16 history", "Broyden, n = 20")
+SOLVERS = dict(zip(ITERATED, NAMES, strict=True))  # in the block of README
 SYNTHETIC = re.compile(r", b [\d.e-]+$")  # how the problems of the suite are named: by the scale of their injection
 SHOWN = ("fully connected tanh, digits", "residual block, cifar10")  # in the figure
 GRADIENTS = {
@@ -398,13 +394,11 @@ def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
 
     made: where the numbers come from; digest: of all that is shown, which the PNG holds.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys(row["case"] for row in courses))
-    figure, axes = pyplot.subplots(1, len(cases), figsize=(9.6, 4), sharey=True, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(9.6, 4), layout="constrained")
+    axes = figure.subplots(1, len(cases), sharey=True, squeeze=False)
     for axis, case in zip(axes[0], cases, strict=True):
         own = [row for row in courses if row["case"] == case]
         axis.set_title(f"{case}: {own[0]['batch']} samples of {own[0]['dim']:,}", fontsize=10)
@@ -425,12 +419,10 @@ def draw(courses: Sequence[Row], made: str, digest: str) -> bytes:
 
 def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
     """A PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(GRADIENTS), figsize=(9.6, 4), sharey=True, layout="constrained")
+    figure = Figure(figsize=(9.6, 4), layout="constrained")
+    axes = figure.subplots(1, len(GRADIENTS), sharey=True)
     for axis, (case, title) in zip(axes, GRADIENTS.items(), strict=True):
         axis.set_title(title, fontsize=10)
         axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
@@ -447,11 +439,8 @@ def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
 
 def png(figure: Any, digest: str) -> bytes:
     """The figure as a PNG that holds the digest of its data."""
-    from matplotlib import pyplot
-
     target = io.BytesIO()
     figure.savefig(target, dpi=150, metadata={"deqfast data": digest})
-    pyplot.close(figure)
     return target.getvalue()
 
 

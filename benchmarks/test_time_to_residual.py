@@ -2,9 +2,7 @@
 
     pytest benchmarks/test_time_to_residual.py --full --record FILE [--run RUN --data-root DATA]
 
-The problems are a synthetic suite of 24, two cells that are trained on digits first, and the last block of a finished
-run of `experiments/cifar_lt.py --model deq` (--run; --data-root where it saw CIFAR). Every solver gets the same f,
-start, tolerance and at most 60 evaluations. A time counts only where the returned value, put into f in float64, has a
+docs/pages/choosing.md says what is compared. A time counts only where the returned value, put into f in float64, has a
 relative residual within the tolerance in every sample; torchdeq's own word is not taken. On trained cells deqfast's
 default solvers run with kernel="torch" too. deqfast returns a sample's first iterate within the tolerance; torchdeq
 goes on with all until one iterate of the whole batch is within it, so its finished samples end nearer to the solution,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from .entry import Case, Contender, check, size_of
 from .maps import NEVER, Contraction
 from .problems import suite
 from .record import Row
-from .training import EXACT, Layer, Setup, block_step, exact_gradient, flat
+from .training import EXACT, Layer, Setup, exact_gradient, flat
 
 
 def option(
@@ -130,16 +129,15 @@ def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
     def contender(provider: str, device: str) -> Contender:
         setup = Setup(layer, "auto", device)
         block = deqfast.DEQBlock(setup.cell, solver, ADJOINTS[provider])
-        function = partial(block_step, block)
 
         def step() -> Any:
-            return setup.step(function)
+            return setup.step(block)
 
         found, exact = flat(step()[0]), exact_gradient(layer)[0]
         cosine = float(found @ exact / found.norm() / exact.norm())
         check("distance of the gradient's cosine from 1", 1 - cosine, 0.5)
         facts = {"error": float((found - exact).norm() / exact.norm()), "cosine": cosine}
-        facts |= {"peak_bytes": memory(step)[1], "evaluations": setup.calls(function)}
+        facts |= {"peak_bytes": memory(step)[1], "evaluations": setup.calls(block)}
         if block.backward_solution is not None:
             facts["backward_evaluations"] = block.backward_solution.evaluations
         return Contender(step, facts)

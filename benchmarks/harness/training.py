@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,13 +96,8 @@ def exact_gradient(layer: Layer, explicit: bool = False) -> tuple[Tensor, Setup]
     solver = deqfast.Anderson(EXACT, 300)
     adjoint: Any = deqfast.JFB() if layer.adjoint == "jfb" else deqfast.Implicit(solver)
     block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel="torch")
-    function = explicit_layer(setup.cell) if explicit else partial(block_step, block)
+    function = explicit_layer(setup.cell) if explicit else block
     return flat(setup.step(function)[0]), setup
-
-
-def block_step(block: deqfast.DEQBlock, x: Tensor, z0: Tensor) -> Tensor:
-    """A layer of deqfast as a ``Function``."""
-    return block(x, z0=z0)
 
 
 def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, precision: str = "fp32") -> Case:
@@ -122,8 +116,7 @@ def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, 
         elif provider == "torchdeq":
             function = torchdeq_layer(setup.cell, solver, adjoint)
         else:
-            block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel=provider)
-            function = partial(block_step, block)
+            function = block = deqfast.DEQBlock(setup.cell, solver, adjoint, kernel=provider)
         facts = judged(layer, provider == "explicit", *setup.step(function))
         if block is None:
             facts["evaluations"] = setup.calls(function)

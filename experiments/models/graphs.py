@@ -175,11 +175,8 @@ def as_problem(name: str, part: dict[str, Tensor], masks: dict[str, Tensor]) -> 
     nodes = len(labels)
     if edges.min() < 0 or edges.max() >= nodes:
         raise ValueError(f"edges must join nodes from 0 to {nodes - 1}, not {edges.min()} and {edges.max()}")
-    if (
-        labels.dim() != 1
-        or labels.min() < 0
-        or any(mask.shape != (nodes,) or not mask.any() for mask in masks.values())
-    ):
+    fit = all(mask.shape == (nodes,) and mask.any() for mask in masks.values())
+    if labels.dim() != 1 or labels.min() < 0 or not fit:
         raise ValueError(f"y must be {nodes} classes from 0, and each mask {nodes} nodes of which it takes some")
     crow, columns, values = part["x_indptr"].long(), part["x_indices"].long(), part["x_data"].float()
     features = torch.sparse_csr_tensor(crow, columns, values, part["x_shape"].tolist(), check_invariants=True)
@@ -258,6 +255,7 @@ def draw(records: Sequence[Record]) -> Figure:
     """Accuracy and evaluations against the length of chains; of other graphs the losses."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
     chained = "by length" in records[0].shown
+    across, upwards = ("nodes", "right at the last node in %") if chained else ("step", "training loss")
     for record in records:
         index, log = ARMS.index(record.arm), record.shown["log"]
         look: dict[str, Any] = {"color": f"C{index}", "lw": max(4 - index, 1), "marker": "o" if chained else None}
@@ -266,10 +264,8 @@ def draw(records: Sequence[Record]) -> Figure:
         axes[0].plot(steps, course, label=record.arm if record.seed == 0 else None, ms=max(12 - 4 * index, 3), **look)
         if record.arm == "deq":
             axes[1].plot(steps, record.shown["iterations"] if chained else [row["evaluations"] for row in log], **look)
-    axes[0].set(
-        xlabel="nodes" if chained else "step", ylabel="right at the last node in %" if chained else "training loss"
-    )
-    axes[1].set(xlabel="nodes" if chained else "step", ylabel="evaluations of the DEQ")
+    axes[0].set(xlabel=across, ylabel=upwards)
+    axes[1].set(xlabel=across, ylabel="evaluations of the DEQ")
     axes[0].legend(fontsize="small")
     return figure
 

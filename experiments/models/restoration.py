@@ -274,10 +274,7 @@ def draw(records: Sequence[Record]) -> Figure:
     first = {record.arm: record for record in reversed(records)}
     any_one = next(iter(first.values())).shown
     figure = plt.figure(figsize=(3 * (2 + len(first)), 6.4), layout="constrained")
-    above, below = (
-        figure.add_subfigure(figure.add_gridspec(2, 1)[0]),
-        figure.add_subfigure(figure.add_gridspec(2, 1)[1]),
-    )
+    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     pictures = {"measured": any_one["measured"]}
     pictures |= {f"{arm}, {record.shown['psnr'][0]:.2f} dB": record.shown["restored"] for arm, record in first.items()}
     pictures["truth"] = any_one["truth"]

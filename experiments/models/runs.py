@@ -67,7 +67,6 @@ class Options:
 class Record:
     """The file of a finished run. `scores` are numbers of the table, `shown` what the figure draws."""
 
-    script: str
     arm: str
     seed: int
     data: str
@@ -190,14 +189,14 @@ def main(
         prepare_out(folder)
         check(options)
         runs = [Run(options, folder, arm, seed) for seed in range(options.seeds) for arm in chosen]
-        finish(script, runs, train)
+        finish(runs, train)
         show(script, [read(run) for run in runs], draw, folder)
         return 0
 
     return told(f"{script}.py", work, "what is done is saved: the same command with --resume goes on with it")
 
 
-def finish(script: str, runs: Sequence[Run], train: Train) -> None:
+def finish(runs: Sequence[Run], train: Train) -> None:
     """Train the runs that have no record, each in a process of its own, so that its peak memory is its own."""
     options = runs[0].options
     if begun := [run.path for run in runs if run.path.exists() or run.checkpoint.exists()]:
@@ -217,7 +216,7 @@ def finish(script: str, runs: Sequence[Run], train: Train) -> None:
     with context.Pool(options.jobs, _in_child, (lock,), maxtasksperchild=1) as pool:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         with tqdm(total=len(waiting), desc="runs") as bar:
-            for name in pool.imap_unordered(partial(measure, script, train), waiting):
+            for name in pool.imap_unordered(partial(measure, train), waiting):
                 bar.set_postfix_str(name)
                 bar.update()
 
@@ -227,12 +226,11 @@ def _in_child(lock: Any) -> None:
     torch.set_num_threads(1)
 
 
-def measure(script: str, train: Train, run: Run) -> str:
+def measure(train: Train, run: Run) -> str:
     """Train a run, write its weights and its record; its name."""
     torch.manual_seed(run.seed)
     outcome = train(run)
     record = Record(
-        script=script,
         arm=run.arm,
         seed=run.seed,
         data=outcome.data,

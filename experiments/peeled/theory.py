@@ -99,11 +99,8 @@ def relative_distance(value: Tensor, target: Tensor) -> float:
 
 
 def gram_condition(backbone_means: Tensor, e_h: float) -> dict[str, int]:
-    """Count the entries that meet Theorem 4.1's E_H < 2 S_ij - m_ij < 1/(1-E_H), m the Gram matrix of h0's class means.
-
-    It cannot hold for all i, j, whatever E_H > 0, h0 and the scale of S: the entries of S add up to 0, so those of
-    2S - m to -|sum of the means|^2 <= 0, where the condition asks for more than K^2 E_H.
-    """
+    """Count the entries that meet Theorem 4.1's E_H < 2 S_ij - m_ij < 1/(1-E_H), m the Gram matrix of h0's class means;
+    docs/pages/study.md proves that not all can."""
     entries = 2 * simplex_gram(len(backbone_means)) - backbone_means @ backbone_means.T
     return {"met": int(((entries > e_h) & (entries < 1 / (1 - e_h))).sum()), "entries": entries.numel()}
 
@@ -165,9 +162,9 @@ def all_ratios_above_one(ratios: list[float | None]) -> str:
 
 
 def claims_of(result: Part) -> list[Part]:
-    """Judge every claim about the parts that a result holds."""
-    makers = {"balanced": balanced_claims, "imbalanced": imbalanced_claims, "limit": limit_claims}
-    return [claim for part, make in makers.items() if result[part] for claim in make(result[part])]
+    """Judge every claim about the parts of a result."""
+    balanced, imbalanced, limit = (result[part] for part in ("balanced", "imbalanced", "limit"))
+    return [*balanced_claims(balanced), *imbalanced_claims(imbalanced), *limit_claims(limit)]
 
 
 def _judged(

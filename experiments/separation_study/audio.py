@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 from nc_study.config import StudyError
 from scipy import signal
 from scipy.io import wavfile
@@ -174,8 +175,6 @@ def _comparison(encoding: str, rule: str, recordings: list[list[tuple[Trained, .
 
 
 def _picture(tasks: dict[str, dict[str, bytes]]) -> Picture:
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.6), layout="constrained", squeeze=False)
     for axis, (task, sounds) in zip(axes[0], tasks.items(), strict=True):
         for name, content in sounds.items():

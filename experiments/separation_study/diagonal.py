@@ -8,9 +8,11 @@ r = Xβ - y: the limit minimises the Bregman divergence of h from β(0) subject 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 from scipy import optimize
 from scipy.integrate import solve_ivp
 from scipy.linalg import null_space
@@ -240,93 +242,82 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     """Judge the claims of Section 5 and show how the bias changes with the initialisation."""
     flows = [one for result in results.values() for one in result.flows]
     descents = [one for result in results.values() for one in result.descents]
-    of = {rule.name: [one for one in flows if one.rule == rule.name] for rule in RULES}
-    deq, jfb, network = of.values()
-
-    def zero(text: str, source: str, values: list[float], reason: str) -> Claim:
-        worst = max(values)
-        return Claim(text, source, within(worst, ZERO), f"at most {worst:.1e}", sizes.seeds, reason)
-
-    missed = min(one.kkt_minus for one in deq)
-    claims = [
-        zero("Gradient flow keeps β⁻³ - 3Xᵀv", EXACT, [one.drift for one in deq], "drift along scipy's integration"),
-        zero(
-            "Its limit meets the KKT conditions of Q with the plus sign, Σ[1/(2β²) + β(0)⁻³β]",
-            DERIVED,
-            [one.kkt for one in deq],
-            "one-sided and two-sided β, all initialisations",
-        ),
-        zero("Its limit is the convex optimum of that Q", DERIVED, [one.to_optimum for one in deq], "trust-exact"),
-        Claim(
-            "Its limit is that of Q with the minus sign the rebuttal prints",
-            EXACT,
-            HOLDS if missed <= ZERO else FAILS,
-            f"KKT residual at least {missed:.1e}",
-            sizes.seeds,
-            "a slip of the sign",
-        ),
-        zero("JFB minimises Σ[1/β + β/β(0)²] instead", DERIVED, [one.kkt for one in jfb], "its own conserved quantity"),
-        zero("JFB's limit, too, is that of the paper's Q", DERIVED, [one.kkt_paper for one in jfb], "own bias"),
-        zero("The diagonal network β = u² minimises Σ β log(β/β(0)) - β", DERIVED, [o.kkt for o in network], "known"),
-    ]
-    denser = [
-        one.participation - other.participation
-        for one, other in zip(deq, network, strict=True)
-        if not one.two_sided and one.initial == min(sizes.initials)
-    ]
-    share = sum(value > 0 for value in denser) / len(denser)
-    claims.append(
-        Claim(
-            f"From β(0) = {min(sizes.initials):g} the DEQ's β is denser than the diagonal network's",
-            DERIVED,
-            {1.0: HOLDS, 0.0: FAILS}.get(share, OPEN),
-            f"participation ratio higher in {share:.0%} of {len(denser)} problems",
-            sizes.seeds,
-            "exact limits, so no interval: holds where it does in every problem",
-        )
-    )
-    halving = [
-        one.distance / other.distance
-        for result in results.values()
-        for one, other in zip(result.descents, result.descents[1:], strict=False)
-        if one.rule == other.rule
-    ]
-    tends = min(halving) > 1
-    claims.append(
-        Claim(
-            "Gradient descent through deqfast tends to the flow as its step decreases",
-            DERIVED,
-            HOLDS if tends else FAILS,
-            f"half the step: distance over {min(halving):.2f} to {max(halving):.2f}",
-            sizes.seeds,
-            "a method of first order gives 2",
-        )
-    )
+    worst, same = "The largest value over problems and seeds.", "The same, from β(0) = 1, at one time."
     tables = [
-        Table("Limits of gradient flow", DERIVED, _flow_rows(flows), "The largest value over problems and seeds."),
-        Table(
-            "Gradient descent through deqfast",
-            DERIVED,
-            _descent_rows(descents),
-            "The same, from β(0) = 1, at one time.",
-        ),
+        Table("Limits of gradient flow", DERIVED, _flow_rows(flows), worst),
+        Table("Gradient descent through deqfast", DERIVED, _descent_rows(descents), same),
     ]
     text = (
         "Equation (9): squared loss, N < d, X normal, y = Xβ of a positive β. Two-sided: inputs (x, -x), so that the "
         "coefficients β₊ - β₋ may be negative. KKT residuals are relative (1: not at all met)."
     )
+    claims = [*_limit_claims(sizes, flows), _denser(sizes, flows), _tends(sizes, list(results.values()))]
     return Section(text, claims, tables, [_picture(sizes, flows)])
+
+
+def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
+    deq, jfb, network = ([one for one in flows if one.rule == rule.name] for rule in RULES)
+
+    def zero(text: str, source: str, values: list[float], reason: str) -> Claim:
+        worst = max(values)
+        return Claim(text, source, within(worst, ZERO), f"at most {worst:.1e}", sizes.seeds, reason)
+
+    plus = "Its limit meets the KKT conditions of Q with the plus sign, Σ[1/(2β²) + β(0)⁻³β]"
+    minus = "Its limit is that of Q with the minus sign the rebuttal prints"
+    missed = min(one.kkt_minus for one in deq)
+    everywhere, at_least = "one-sided and two-sided β, all initialisations", f"KKT residual at least {missed:.1e}"
+    return [
+        zero("Gradient flow keeps β⁻³ - 3Xᵀv", EXACT, [one.drift for one in deq], "drift along scipy's integration"),
+        zero(plus, DERIVED, [one.kkt for one in deq], everywhere),
+        zero("Its limit is the convex optimum of that Q", DERIVED, [one.to_optimum for one in deq], "trust-exact"),
+        Claim(minus, EXACT, within(missed, ZERO), at_least, sizes.seeds, "a slip of the sign"),
+        zero("JFB minimises Σ[1/β + β/β(0)²] instead", DERIVED, [one.kkt for one in jfb], "its own conserved quantity"),
+        zero("JFB's limit, too, is that of the paper's Q", DERIVED, [one.kkt_paper for one in jfb], "own bias"),
+        zero("The diagonal network β = u² minimises Σ β log(β/β(0)) - β", DERIVED, [o.kkt for o in network], "known"),
+    ]
+
+
+def _denser(sizes: Sizes, flows: list[Flow]) -> Claim:
+    start = min(sizes.initials)
+    deq, _, network = (
+        [one.participation for one in flows if (one.rule, one.initial, one.two_sided) == (rule.name, start, False)]
+        for rule in RULES
+    )
+    share = sum(one > other for one, other in zip(deq, network, strict=True)) / len(deq)
+    return Claim(
+        f"From β(0) = {start:g} the DEQ's β is denser than the diagonal network's",
+        DERIVED,
+        {1.0: HOLDS, 0.0: FAILS}.get(share, OPEN),
+        f"participation ratio higher in {share:.0%} of {len(deq)} problems",
+        sizes.seeds,
+        "exact limits, so no interval: holds where it does in every problem",
+    )
+
+
+def _tends(sizes: Sizes, results: list[Result]) -> Claim:
+    halving = [
+        one.distance / other.distance
+        for result in results
+        for one, other in pairwise(result.descents)
+        if one.rule == other.rule
+    ]
+    return Claim(
+        "Gradient descent through deqfast tends to the flow as its step decreases",
+        DERIVED,
+        HOLDS if min(halving) > 1 else FAILS,
+        f"half the step: distance over {min(halving):.2f} to {max(halving):.2f}",
+        sizes.seeds,
+        "a method of first order gives 2",
+    )
 
 
 def _flow_rows(flows: list[Flow]) -> Rows:
     rows: Rows = []
+    columns = {"misfit": "misfit", "drift": "drift", "KKT, own": "kkt", "KKT, Q": "kkt_paper"}
+    columns |= {"KKT, Q with minus": "kkt_minus", "from the optimum": "to_optimum"}
     for rule, initial, both in dict.fromkeys((one.rule, one.initial, one.two_sided) for one in flows):
         found = [one for one in flows if (one.rule, one.initial, one.two_sided) == (rule, initial, both)]
-        names = ("misfit", "drift", "kkt", "kkt_paper", "kkt_minus", "to_optimum")
-        labels = ("misfit", "drift", "KKT, own", "KKT, Q", "KKT, Q with minus", "from the optimum")
-        worst = {
-            label: f"{max(getattr(one, name) for one in found):.1e}" for name, label in zip(names, labels, strict=True)
-        }
+        worst = {label: f"{max(getattr(one, name) for one in found):.1e}" for label, name in columns.items()}
         start = {"rule": rule, "β(0)": f"{initial:g}", "two-sided": "yes" if both else "no"}
         mean = float(np.mean([one.participation for one in found]))
         rows.append({**start, **worst, "participation (mean)": f"{mean:.3f}"})
@@ -344,8 +335,6 @@ def _descent_rows(descents: list[Descent]) -> Rows:
 
 
 def _picture(sizes: Sizes, flows: list[Flow]) -> Picture:
-    from matplotlib import pyplot as plt
-
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for rule in RULES:
         groups = [

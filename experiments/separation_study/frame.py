@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,17 +148,12 @@ def run(experiments: Iterable[Experiment], preset: str, folder: Path, jobs: int)
             else:
                 waiting.append((experiment, preset, unit))
     work = partial(measure, folder)
-    with tqdm(total=len(waiting), desc="units", unit="unit") as bar:
-        if jobs == 1:
-            for job in waiting:
-                bar.set_postfix_str(f"{job[0].name} {work(job)}")
-                bar.update()
-        elif waiting:
-            with multiprocessing.get_context("spawn").Pool(jobs, _leave_interrupts_to_the_parent) as pool:
-                for unit in pool.imap_unordered(work, waiting):
-                    bar.set_postfix_str(str(unit))
-                    bar.update()
-
-
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with tqdm(total=len(waiting), desc="units", unit="unit") as bar, ExitStack() as stack:
+        each: Callable[..., Iterable[Unit]] = map
+        if jobs > 1 and waiting:
+            ignored = signal.SIGINT, signal.SIG_IGN  # an interrupt is the parent's
+            pool = multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignored)
+            each = stack.enter_context(pool).imap_unordered
+        for unit in each(work, waiting):
+            bar.set_postfix_str(str(unit))
+            bar.update()

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 from torch import Tensor, nn
 
 from .claims import Comparison, compare
@@ -146,8 +147,6 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
 
 
 def _picture(found: list[Result]) -> Picture:
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(len(found[0].networks), 2, figsize=(9, 4.2), layout="constrained", squeeze=False)
     for index, (row, network) in enumerate(zip(axes, found[0].networks, strict=True)):
         for axis, when in zip(row, ("before", "after"), strict=True):

@@ -30,7 +30,7 @@ def write(experiments: Iterable[Experiment], preset: str, folder: Path) -> Path:
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
     """Return what the template shows of an experiment, None where no unit is finished."""
-    sizes, paths = experiment.sizes[preset], {}
+    sizes = experiment.sizes[preset]
     units = experiment.units(sizes)
     paths = {unit: path for unit in units if (path := path_of(folder, experiment, unit)).exists()}
     records = {unit: load(path, experiment, sizes) for unit, path in paths.items()}

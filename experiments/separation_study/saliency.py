@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 from nc_study.config import ARMS, Settings, StudyError, arm_options, settings_from
 from nc_study.data import find_source, load
 from nc_study.models import ResNet18, build, choose_kernel
@@ -214,8 +215,6 @@ def _row(task: str, seeds: list[Arm]) -> Row:
 
 
 def _picture(unit: Unit, result: Result) -> Picture:
-    from matplotlib import pyplot as plt
-
     size = (len(result.arms) + 1, len(result.shown))
     figure, axes = plt.subplots(*size, figsize=(1.4 * size[1], 1.4 * size[0]), layout="constrained", squeeze=False)
     for column, picture in zip(axes.T, result.shown, strict=True):

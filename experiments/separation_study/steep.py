@@ -12,6 +12,7 @@ from functools import partial
 from statistics import fmean
 
 import torch
+from matplotlib import pyplot as plt
 from torch import Tensor
 
 import deqfast
@@ -199,8 +200,6 @@ def _bounded(tasks: dict[str, list[Result]]) -> Comparison:
 
 
 def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(2, len(SAMPLINGS), figsize=(8, 5.6), layout="constrained", sharex=True)
     for column, sampling in zip(axes.T, SAMPLINGS, strict=True):
         chosen = {int(task.split("-")[0][1:]): seeds for task, seeds in tasks.items() if task.endswith(sampling)}

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TypeVar
 
 import numpy as np
+from matplotlib import pyplot as plt
 
 from .frame import Picture, Row, Rows, Table, Unit
 from .networks import Trained
@@ -64,8 +65,6 @@ def curves(
     name: str, title: str, source: str, tasks: Mapping[str, Seeds], error: str, label: str, level: float | None = None
 ) -> Picture:
     """Draw an error of the networks of every task against training steps, the median over seeds, and a level."""
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.6), layout="constrained", squeeze=False)
     lines = {}
     for axis, (task, seeds) in zip(axes[0], tasks.items(), strict=True):

@@ -41,7 +41,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
     script, options, (score, least, most), of_solves = SCRIPTS[name]
     made = [Run(options, tmp_path, arm, seed=0) for arm in script.ARMS]
     for run in made:
-        runs.measure(name, script.train, run)
+        runs.measure(script.train, run)
     records = [runs.read(run) for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
     solved = ("deq", "deq-regularised", *["explicit-parameters"] * (name == "sudoku"))
