@@ -278,8 +278,6 @@ def settings_from(study: str, **given: Any) -> Settings:
         device = "cuda" if gpu else "cpu"
     if preset == "auto":
         preset = "paper" if device == "cuda" else "quick"
-    if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
-        raise SettingsError(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
     classes = CLASSES.get(given.get("dataset", "auto"), 10)
     values = {**preset_values(preset, classes), **given, "study": study, "device": device, "preset": preset}
     if study == "cifar_balanced":
@@ -312,8 +310,11 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
     )
     add_options(parser, Settings, IMBALANCE if study == "cifar_balanced" else ())
+    given = vars(parser.parse_args(argv))
+    if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
+        parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
     try:
-        return settings_from(study, **vars(parser.parse_args(argv)))
+        return settings_from(study, **given)
     except SettingsError as error:
         parser.error(str(error))
 
