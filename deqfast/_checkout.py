@@ -8,5 +8,6 @@ import sys
 from pathlib import Path
 
 _root = Path(__file__).resolve().parent.parent
-if (_root / "csrc").is_dir() and (_root / "kernels").is_dir():
-    sys.modules["deqfast"].__path__.append(str(_root))
+CHECKOUT = _root if (_root / "csrc").is_dir() and (_root / "kernels").is_dir() else None
+if CHECKOUT is not None:
+    sys.modules["deqfast"].__path__.append(str(CHECKOUT))

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import torch
 
+from ._checkout import CHECKOUT
+
 
 @dataclass(frozen=True)
 class Availability:
@@ -30,10 +32,9 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
         return importlib.import_module(f"deqfast.{name}"), ""
     except ModuleNotFoundError:
         how = "install deqfast where a compiler is, without DEQFAST_BUILD=none"
-        here = Path(__file__).parent
-        if (here.parent / "csrc").is_dir():  # the sources, which hide an installed deqfast from a Python started there
-            how += f", with pip install -e {here.parent}"
-        return None, f"deqfast.{name} was not built in {here}: {how}"
+        if CHECKOUT is not None:  # which hides an installed deqfast from a Python that is started there
+            how += f", with pip install -e {CHECKOUT}"
+        return None, f"deqfast.{name} was not built in {Path(__file__).parent}: {how}"
     except ImportError as error:  # for instance a CUDA object beside a torch without CUDA
         return None, f"deqfast.{name} does not load: {error}"
 

@@ -282,12 +282,7 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _fake_solve_block(
-    first: Tensor,
-    number: Tensor,
-    described: str,
-    tensors: list[Tensor],
-    wanted: list[bool],
-    autocast: torch.dtype | None,
+    first: Tensor, number: Tensor, described: str, tensors: list[Tensor], *settings: Any
 ) -> list[Tensor]:
     given = iter(tensors)
     call = _rebuild(described, lambda mark: next(given))

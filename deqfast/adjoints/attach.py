@@ -204,7 +204,8 @@ def vjp(
     if not attached:
         return [None] * len(inputs)
     values, given = map(list, zip(*attached, strict=True))
-    with _no_hooks(inputs):
+    hooked = [tensor for tensor in inputs if tensor._backward_hooks]
+    with _no_hooks(hooked) if hooked else nullcontext():
         found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
     return list(found)
 
@@ -213,7 +214,7 @@ def vjp(
 def _no_hooks(tensors: list[Tensor]) -> Iterator[None]:
     """Context in which hooks of the tensors are not called by this thread; for good they become ``_Hook``s."""
     for tensor in tensors:
-        hooks: Any = tensor._backward_hooks or {}
+        hooks: Any = tensor._backward_hooks
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _Hook):
                 hooks[key] = _Hook(hook)
