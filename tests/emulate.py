@@ -14,6 +14,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -110,9 +112,14 @@ def build(path: Path) -> ctypes.CDLL:
 ORDERS = (0, 1, 2, 3)  # in which threads are resumed: as they come, the last first, and two random orders
 
 
-def set_order(order: int) -> None:
-    """Resume threads in this order, in all kernels loaded: they share one machine."""
-    load("picard_step").emulation_set_order(order)
+@contextmanager
+def order(number: int) -> Iterator[None]:
+    """Resume threads in this one of ORDERS, in all kernels loaded: they share one machine."""
+    load("picard_step").emulation_set_order(number)
+    try:
+        yield
+    finally:
+        load("picard_step").emulation_set_order(0)
 
 
 def set_device(processors: int, shared_memory: int) -> None:

@@ -81,6 +81,12 @@ def test_an_image_by_itself():
     assert_close(value[3:], alone, 1e-5)
 
 
+def test_the_models_own_output():
+    model, y, physics = problem("ADMM", get_output=lambda X: X["est"][0] - 2 * X["est"][1])
+    with torch.no_grad():
+        assert_close(Equilibrium(model, TIGHT)(y, physics), model(y, physics), 1e-4)
+
+
 def test_an_accelerated_solve_takes_fewer_evaluations():
     model, y, physics = problem()
     counts = []

@@ -210,9 +210,8 @@ class TestDeterminism:
     def test_the_order_of_gpu_threads_has_no_say(self, op, implementation):
         data, results = Data(300, 40, 30), []
         for order in emulate.ORDERS:
-            emulate.set_order(order)
-            results.append(op_of(op, implementation)(*data.arguments(op)))
-        emulate.set_order(0)
+            with emulate.order(order):
+                results.append(op_of(op, implementation)(*data.arguments(op)))
         self.compare(results)
 
 

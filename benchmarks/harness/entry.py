@@ -20,7 +20,7 @@ KERNELS = ("torch", "cpp", "triton", "cuda")
 GRAPHS = ("triton-graph", "cuda-graph")  # whole solves, captured in CUDA graphs
 ABSENT = {"cpu": ("triton", "cuda", *GRAPHS), "cuda": ("cpp",)}  # not asked for on that device
 # Code of others: where it misses what is asked, that is a finding about it, and none about deqfast.
-FOREIGN = ("torchdeq", "pinv", "jaxopt", "optimistix")
+FOREIGN = ("torchdeq", "silva-networks", "pinv", "jaxopt", "optimistix")
 
 
 class Skipped(Exception):

@@ -103,7 +103,7 @@ def change(now: int, before: int) -> str:
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gate", "deqfast's regression gate")
-    group.addoption("--gate", nargs="?", const="counters", choices=("counters",), help=GATE_HELP)
+    group.addoption("--gate", action="store_true", help=GATE_HELP)
     group.addoption("--update-baseline", action="store_true", help=UPDATE_HELP)
 
 
@@ -112,7 +112,7 @@ class Gate:
 
     def __init__(self, config: pytest.Config, folder: Path = BASELINES) -> None:
         config.addinivalue_line("markers", "gate: judged by --gate, which selects no other test")
-        self.on, self.update, self.folder = bool(config.getoption("gate")), config.getoption("update_baseline"), folder
+        self.on, self.update, self.folder = config.getoption("gate"), config.getoption("update_baseline"), folder
         self.said: dict[str, list[str]] = {verdict: [] for verdict in (WORSE, MISSING, BETTER, SAME, NOT_JUDGED)}
         self.written: list[Path] = []
         if self.update and not self.on:

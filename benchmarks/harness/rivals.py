@@ -57,7 +57,7 @@ def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], A
             solve = lambda: run(lambda z: f(z, x), z0)  # noqa: E731
         else:
             solve = jax_solve(provider, solver, linear, x, z0)
-        value = torch.from_numpy(numpy.array(solve())).double()
+        value = torch.from_numpy(numpy.asarray(solve()).copy()).double()
         residual = relative_residual(torch.tanh(linear(value, [part.double() for part in x])), value)
         if provider in OWN:
             check("relative residual", residual, APPROACHED[type(solver)])

@@ -47,7 +47,8 @@ class Equilibrium(nn.Module):
     """Algorithm of deepinv (>= 0.4), iterated to its fixed point by deqfast, an image by itself, with its gradient.
 
     For GD, PGD and HQS, and for algorithms of several variables, which deepinv's own DEQ does not serve: ADMM, DRS and
-    CP. The model's `max_iter`, stopping rule, acceleration and `get_output` are not used.
+    CP. The model's `max_iter`, stopping rule and acceleration are not used; its `get_output` is given the variables that
+    its iterations go on from.
 
     Args:
         model: a ``deepinv.optim.BaseOptim``, such as ``deepinv.optim.PGD(...)``, with or without ``DEQ``.
@@ -87,4 +88,4 @@ class Equilibrium(nn.Module):
         """Restored images (B, C, H, W) for the measurements y; `init`: as deepinv's models take it."""
         x = y, physics
         value, self.solution = self.block(x, self.iteration.initial_state(x, init), return_solution=True)
-        return value[0]
+        return self.iteration.model.get_output({"est": value})

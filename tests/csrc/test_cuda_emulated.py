@@ -22,9 +22,8 @@ pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was fou
 @pytest.fixture(params=emulate.ORDERS)
 def order(request):
     """The order in which threads are resumed: no result may depend on it."""
-    emulate.set_order(request.param)
-    yield request.param
-    emulate.set_order(0)
+    with emulate.order(request.param):
+        yield request.param
 
 
 def step_of(case: Case):
@@ -58,11 +57,10 @@ extern "C" void run(int* data) { reverse<<<1, 64, 0, nullptr>>>(data); }
         path.write_text(self.SOURCE.replace("BARRIER", barrier))
         run, right = emulate.build(path).run, []
         for order in emulate.ORDERS:
-            emulate.set_order(order)
             data = torch.arange(64, dtype=torch.int32)
-            run(emulate.address(data))
+            with emulate.order(order):
+                run(emulate.address(data))
             right.append(data.tolist() == list(range(63, -1, -1)))
-        emulate.set_order(0)
         assert all(right) if barrier else not any(right)
 
 
@@ -143,11 +141,10 @@ def test_the_bits_depend_on_nothing_but_the_sample(method):
     before = make_state(case)
     results = []
     for order in emulate.ORDERS:
-        emulate.set_order(order)
         state = clone(before)
-        case.call(step_of(case), state)
+        with emulate.order(order):
+            case.call(step_of(case), state)
         results.append(state)
-    emulate.set_order(0)
     assert all(same_bits(state[name], results[0][name]) for state in results for name in case.names)
     alone = {name: tensor[1:2].clone() if tensor.shape[0] == 3 else tensor.clone() for name, tensor in before.items()}
     for name in ("residual", "gain"):

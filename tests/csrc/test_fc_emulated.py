@@ -23,7 +23,6 @@ def machine():
     emulate.load("picard_step")
     yield
     emulate.set_device(4, LARGE)
-    emulate.set_order(0)
 
 
 def op(*arguments):
@@ -48,10 +47,10 @@ class TestFixedPoint:
     @every_device
     @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
     def test_what_can_befall_a_sample(self, rule, device, order):
-        emulate.set_order(order)
         emulate.set_device(*DEVICES[device])
         case = FCCase(size=33, batch=8, activation="relu", max_iter=7, rows=EVENTS, **rule)
-        check_solve(op, case)
+        with emulate.order(order):
+            check_solve(op, case)
 
     @pytest.mark.parametrize("max_iter", [1, 2])
     def test_the_last_evaluation_is_judged_only(self, max_iter):
@@ -70,8 +69,8 @@ class TestFixedPoint:
         emulate.set_device(*DEVICES[device])
         case, outcomes = FCCase(size=33, batch=5, max_iter=4), []
         for order in emulate.ORDERS:
-            emulate.set_order(order)
-            outcomes.append(op(*case.make(), *case.scalars()))
+            with emulate.order(order):
+                outcomes.append(op(*case.make(), *case.scalars()))
         assert all(torch.equal(a, b) for other in outcomes for a, b in zip(outcomes[0], other, strict=True))
 
     def test_one_launch(self):

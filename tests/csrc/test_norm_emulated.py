@@ -33,9 +33,8 @@ def test_bits_depend_neither_on_the_order_of_threads_nor_on_the_batch(shape, gro
     arguments = NormCase(op, shape, groups).arguments()
     results = []
     for order in emulate.ORDERS:
-        emulate.set_order(order)
-        results.append(emulated(op)(*arguments.values()))
-    emulate.set_order(0)
+        with emulate.order(order):
+            results.append(emulated(op)(*arguments.values()))
     alone = {
         name: value[1:2] if isinstance(value, torch.Tensor) and len(value) == 3 else value
         for name, value in arguments.items()
