@@ -47,8 +47,8 @@ class Equilibrium(nn.Module):
     """Algorithm of deepinv (>= 0.4), iterated to its fixed point by deqfast, an image by itself, with its gradient.
 
     For GD, PGD and HQS, and for algorithms of several variables, which deepinv's own DEQ does not serve: ADMM, DRS and
-    CP. The model's `max_iter`, stopping rule and acceleration are not used; its `get_output` is given the variables that
-    its iterations go on from.
+    CP. The model's `max_iter`, stopping rule and acceleration are not used; its `get_output` is given the variables
+    that its iterations go on from.
 
     Args:
         model: a ``deepinv.optim.BaseOptim``, such as ``deepinv.optim.PGD(...)``, with or without ``DEQ``.
