@@ -41,7 +41,7 @@ class DEQBlock(nn.Module):
 
     Args:
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
-        solver: "broyden", "anderson", "picard" or a solver object.
+        solver: "broyden", "anderson", "picard" (tol=1e-3, max_iter=20) or a solver object.
         adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         init: x -> z0; None: see above.
@@ -58,7 +58,7 @@ class DEQBlock(nn.Module):
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
             leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
-        trace: record the residual after every evaluation in ``Solution.trace``.
+        trace: record each sample's least residual so far, after every evaluation, in ``Solution.trace``.
         halt: rule that ends samples beside the solver's, see ``solve``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``; not of those that the rounding of f has stalled. On a GPU it is said one
@@ -69,7 +69,7 @@ class DEQBlock(nn.Module):
 
     Raises:
         TypeError, ValueError: at construction, for an unknown name, a value out of range or a combination that cannot
-            be served, naming the argument; at a call, for a start that is not finite or another shape from the cell.
+            be served, naming the argument; at a call, for a start that is not finite, or a cell that returns another shape.
         RuntimeError: at a call, where a kernel asked for by name cannot serve.
 
     Examples:
@@ -153,7 +153,7 @@ class DEQBlock(nn.Module):
         """Solve for x; gradients pass to x and to the cell's parameters, with ``Unrolled`` also to z0.
 
         Args:
-            x: what the cell takes: a tensor, or a pytree of them with the batch as dimension 0.
+            x: what the cell takes, any pytree; tensors with a row per row of z are its samples, see `per_sample`.
             z0: start of the iteration; None: see the class.
             return_solution: return the Solution beside the value.
             groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``; or ``Groups``, so
@@ -183,8 +183,7 @@ class DEQBlock(nn.Module):
     ) -> list[Any]:
         """Solve once for x, and return states on the way beside z*, each with a gradient: for a loss of several states.
 
-        The loop runs as it is: what `compact`, `cuda_graph`, `compile` and a cell's own ``fixed_point`` save is not
-        saved. Each state costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
+        Runs the plain loop, without `compact`, `cuda_graph`, `compile` and a cell's own ``fixed_point``. Each state costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
 
         Args:
             x: see ``forward``.

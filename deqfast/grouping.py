@@ -13,7 +13,7 @@ _DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
 class Groups:
     """Map between the rows of a batch and its samples, to be made once where many calls have the same.
 
-    What is made of a tensor anew at each call waits for the device three times. The solvers get one row per sample, as
+    A tensor in its place makes them anew at each call, which waits for the device three times. The solvers get one row per sample, as
     long as the longest one; the others end in zeros, which stay zero.
 
     Args:

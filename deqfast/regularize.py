@@ -58,11 +58,11 @@ def jacobian_penalty(cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: in
 def spectral_radius(
     cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50, groups: Groups | Tensor | str | None = None
 ) -> Tensor:
-    """Spectral radius of the Jacobian of cell(., x) at z, a sample each, by power iteration with its transpose,
+    """Spectral radius of the Jacobian of cell(., x) at z, one per sample, by power iteration with its transpose,
     whose eigenvalues are the same.
 
     From the growth of a vector's length over the second half of the iterations, which tells complex pairs as well as
-    real eigenvalues (a Rayleigh quotient does not). Under 1, and the nearer to 0 the sooner, plain iteration converges.
+    real eigenvalues (a Rayleigh quotient does not). Below 1 plain iteration converges, the faster the nearer to 0.
 
     Args:
         cell: the map (z, x) -> z, which must treat every sample by itself.

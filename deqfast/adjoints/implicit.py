@@ -50,8 +50,8 @@ class Implicit(Adjoint):
 
     The exact gradient, to the tolerance of both solves. The cell's graph at z* is kept until the backward pass, which
     needs several products with it. Differentiable any number of times: the gradient of a gradient is an implicit solve
-    again. After it ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et
-    al., NeurIPS 2019.
+    again. After a backward pass ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et al., NeurIPS
+    2019.
 
     Args:
         solver: the solver of the backward solve or the name of one, with stop="rel" and atol=0, so that the scale of

@@ -98,8 +98,9 @@ class CellHooks(Protocol):
     def fixed_point(self, x: Any, z0: Any, solver: Solver, kernel: str) -> Solution | None:
         """Solve z = f(z, x) by a way of the cell's own; None where the ordinary loop must serve.
 
-        Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``, but not where the history or
-        a trace of the solve is asked for (``SHINE``, trace=True), nor by ``Unrolled``.
+        Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``; but not with trace=True,
+        `halt`, `groups` or ``SHINE``, in ``trajectory``, under torch.func or torch.export, nor by ``Unrolled`` and
+        ``Reversible``.
 
         Args:
             x: what the block was called with.

@@ -4,7 +4,7 @@ A is the adjacency matrix with its rows divided by their sums, sparse; the rows 
 kappa < 1, so that there is one fixed point. explicit-parameters: the same weights as two graph convolutions.
 perceptron: the same without edges, which says what the features of a node alone do.
 explicit-compute: --layers steps of the same map from 0, without the bound on W. By default they see every node of the
-longest chain; a training step of the DEQ takes one and a half times as long. The default task are chains whose first
+longest chain; training the DEQ takes nearly twice as long. The default task are chains whose first
 node tells the class of all; with --data-root, node classification on the ten splits of Geom-GCN, a seed each.
 Sources: Gu et al., NeurIPS 2020; Pei et al., ICLR 2020 (splits).
 """
