@@ -16,6 +16,7 @@ from . import tracing
 from .adjoints import SHINE, Adjoint, Iterated, Problem, as_adjoint
 from .adjoints.linearised import Linearised
 from .cells.protocol import solving
+from .checks import check_choice, check_count
 from .compiled import Compiled
 from .exporting import is_exporting
 from .graphs import Graphs
@@ -26,7 +27,6 @@ from .packing import Packing
 from .solution import Solution
 from .solve import Halt
 from .solvers import Solver, as_solver
-from .solvers.base import check_choice, check_count
 from .trajectory import check_trajectory, differentiate_along
 from .transforms import values
 from .uncompiled import untraced
@@ -69,7 +69,8 @@ class DEQBlock(nn.Module):
 
     Raises:
         TypeError, ValueError: at construction, for an unknown name, a value out of range or a combination that cannot
-            be served, naming the argument; at a call, for a start that is not finite, or a cell that returns another shape.
+            be served, naming the argument; at a call, for a start that is not finite, or a cell that returns another
+            shape.
         RuntimeError: at a call, where a kernel asked for by name cannot serve.
 
     Examples:
@@ -123,7 +124,7 @@ class DEQBlock(nn.Module):
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
-        self.linearised = Linearised() if compile is True else None
+        self.linearised = Linearised() if compile and compile != "forward" else None
         self._check_combination()
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
@@ -183,7 +184,8 @@ class DEQBlock(nn.Module):
     ) -> list[Any]:
         """Solve once for x, and return states on the way beside z*, each with a gradient: for a loss of several states.
 
-        Runs the plain loop, without `compact`, `cuda_graph`, `compile` and a cell's own ``fixed_point``. Each state costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
+        Runs the plain loop, without `compact`, `cuda_graph`, `compile` and a cell's own ``fixed_point``. Each state
+        costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
 
         Args:
             x: see ``forward``.

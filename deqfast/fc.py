@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _extension
+from .checks import check_choice
 from .exporting import is_exporting, is_tracing
 from .ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
 from .ops.fc import STATE, reference
@@ -22,7 +23,6 @@ from .precision import stall_floor
 from .solution import Solution
 from .solve import not_finite, solve
 from .solvers import Picard, Solver, as_solver
-from .solvers.base import check_choice
 from .transforms import check_plain, check_values, has_values
 
 _STATE_DTYPES = tuple(STATE.beside)

@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from .packing import Packing
 from .solution import Solution
 from .solve import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, solve, watch_of
 from .solvers import Solver
-from .solvers.base import State
 from .weights import check_not_cached
 
 # Each holds the memory of a solve. A training run needs two or three: batches, the last batch, evaluation.
@@ -79,9 +77,8 @@ class Graphs:
             if key not in self._captured:
                 while len(self._captured) >= MAX_GRAPHS:
                     self._captured.popitem(last=False)[1].finished.synchronize()
-                self._captured[key] = Captured.of(
-                    cell, x, packing, start, solver, kernel, check_every or CHECK_EVERY_ON_GPU, self.whole
-                )
+                looks = check_every or CHECK_EVERY_ON_GPU
+                self._captured[key] = Captured(cell, x, packing, start, solver, kernel, looks, self.whole)
             self._captured.move_to_end(key)
             return self._captured[key].replay(x, start)
 
@@ -104,23 +101,11 @@ class Graphs:
         self._begin(state["whole"])
 
 
-@dataclass
 class Captured:
-    """Captured solve and the memory it works in."""
+    """Captured solve of cell(., x) from `start` (B, D), after one run of it aside, and the memory it works in."""
 
-    packing: Packing
-    solver: Solver
-    state: State
-    start: Tensor  # (B, D), where replays find their z0
-    inputs: list[Any]  # the leaves of x, where f finds them
-    check_every: int
-    whole: bool  # one graph for all iterations, instead of one per `check_every`
-    graphs: list[Any]
-    finished: Any  # event behind all that works in this memory, which another stream must wait for
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         cell: Callable[[Any, Any], Any],
         x: Any,
         packing: Packing,
@@ -129,31 +114,32 @@ class Captured:
         kernel: str,
         check_every: int,
         whole: bool,
-    ) -> Captured:
-        """Capture the solve of cell(., x) from `start` (B, D), after one run of it aside."""
+    ) -> None:
         leaves, spec = pytree.tree_flatten(x)
-        inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        fixed_x = pytree.tree_unflatten(inputs, spec)
-        state = solver.init(start.clone(), choose_kernel(kernel, packing.device))
-        run = Run(lambda z: cell(z, fixed_x), packing, solver, state, Whole())
-        captured = cls(packing, solver, state, start.clone(), inputs, check_every, whole, [], mark())
+        # Where f finds the leaves of x, and replays their z0.
+        self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.start = start.clone()
+        fixed_x = pytree.tree_unflatten(self.inputs, spec)
+        self.packing, self.solver, self.check_every = packing, solver, check_every
+        self.whole = whole  # one graph for all iterations, instead of one per `check_every`
+        self.state = solver.init(start.clone(), choose_kernel(kernel, packing.device))
+        self.finished = mark()  # behind all that works in this memory, which another stream must wait for
+        run = Run(lambda z: cell(z, fixed_x), packing, solver, self.state, Whole())
         # Casts that autocast keeps from before would be those of old parameters.
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
         with torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False):
             try:
-                _warm_up(run, start)
-                captured._capture(run)
+                # What compiles, loads or allocates at its first use does so now.
+                aside(functools.partial(run.advance, 0, solver.max_iter))
+                self.graphs = self._capture(run)
             except RuntimeError as error:
                 raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
-        return captured
 
     def _chunks(self) -> list[tuple[int, int]]:
         last = self.solver.max_iter
         return [(first, min(first + self.check_every, last)) for first in range(0, last, self.check_every)]
 
-    def _capture(self, run: Run) -> None:
-        pool, stream = new_pool(), new_stream()
-
+    def _capture(self, run: Run) -> list[Any]:
         def chunk(first: int, until: int) -> None:
             if first == 0:
                 self.state.restart(self.start)
@@ -165,8 +151,7 @@ class Captured:
             for bounds in others:
                 if_running(self.state.active, functools.partial(chunk, *bounds))
 
-        parts = [everything] if self.whole else [functools.partial(chunk, *bounds) for bounds in self._chunks()]
-        self.graphs = [capture(part, pool, stream) for part in parts]
+        return capture([everything] if self.whole else [functools.partial(chunk, *one) for one in self._chunks()])
 
     def replay(self, x: Any, start: Tensor) -> Solution:
         """Solve from `start` with the values of x."""
@@ -220,12 +205,6 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _warm_up(run: Run, start: Tensor) -> None:
-    """Run all iterations, aside: what compiles, loads or allocates at its first use does so now."""
-    aside(functools.partial(run.advance, 0, run.solver.max_iter))
-    run.state.restart(start)
-
-
 def aside(work: Callable[[], None]) -> None:
     """Run `work` on a stream of its own, as must precede a capture."""
     stream = torch.cuda.Stream()
@@ -235,27 +214,20 @@ def aside(work: Callable[[], None]) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def new_pool() -> Any:
-    """Handle of a memory pool that graphs share."""
-    return torch.cuda.graph_pool_handle()
-
-
-def new_stream() -> Any:
-    """Stream of the current device to capture on; torch's own for this belongs to the first device used."""
-    return torch.cuda.Stream()
-
-
 def mark() -> Any:
     """Event behind all that the current stream has queued."""
     return torch.cuda.current_stream().record_event()
 
 
-def capture(work: Callable[[], None], pool: Any, stream: Any) -> Any:
-    """Graph of what `work` queues, whose temporary memory lies in `pool`."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        work()
-    return graph
+def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
+    """Graphs of what each of `works` queues, which share their temporary memory."""
+    graphs = [torch.cuda.CUDAGraph() for _ in works]
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # torch's own for this belongs to the first device used
+    for graph, work in zip(graphs, works, strict=True):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            work()
+    return graphs
 
 
 def if_running(active: Tensor, work: Callable[[], None]) -> None:

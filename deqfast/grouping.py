@@ -13,8 +13,8 @@ _DTYPES = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
 class Groups:
     """Map between the rows of a batch and its samples, to be made once where many calls have the same.
 
-    A tensor in its place makes them anew at each call, which waits for the device three times. The solvers get one row per sample, as
-    long as the longest one; the others end in zeros, which stay zero.
+    A tensor in its place makes them anew at each call, which waits for the device three times. The solvers get one row
+    per sample, as long as the longest one; the others end in zeros, which stay zero.
 
     Args:
         groups: (N,) integers, the sample that each row belongs to, from 0; or "batch" for one sample of all rows.
@@ -38,7 +38,8 @@ class Groups:
             if not isinstance(groups, Tensor) or groups.dim() != 1:
                 raise ValueError(f"rows must be given where groups is no tensor (N,), got {groups!r}")
             rows = len(groups)
-        device = torch.device(device or (groups.device if isinstance(groups, Tensor) else "cpu"))
+        of_groups = groups.device if isinstance(groups, Tensor) else "cpu"
+        device = torch.empty(0, device=device or of_groups).device  # "cuda" names none, "cuda:0" does
         self.index = _checked(groups, rows, device)
         self.rows, self.count = rows, 0
         if isinstance(groups, str):  # one sample, known without a look at the device

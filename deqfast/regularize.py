@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from .adjoints.attach import detached, in_order_of, not_leaves, sample_norms, vjp
 from .adjoints.samples import per_row
+from .checks import check_count
 from .grouping import Groups
 from .packing import Packing
-from .solvers.base import check_count
 from .uncompiled import uncompiled
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_count
 from .exported import iterate_in_graph
 from .exporting import is_exporting, outside_exports
 from .grouping import Groups
@@ -18,7 +19,7 @@ from .ops.steps.reference import residuals
 from .packing import Packing, evaluate, versions
 from .solution import Solution, Status
 from .solvers import Solver, as_solver
-from .solvers.base import State, check_count
+from .solvers.base import State
 from .solvers.multisecant import Multisecant
 from .transforms import check_plain, values
 

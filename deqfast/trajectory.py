@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from .adjoints import SHINE, Adjoint, Iterated, Problem
 from .adjoints.samples import per_row
+from .checks import check_count
 from .exporting import is_exporting
 from .solution import Solution
 from .solvers import Solver
-from .solvers.base import check_count
 
 
 class Taps:

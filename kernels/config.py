@@ -160,26 +160,15 @@ def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-@dataclass(frozen=True)
-class NormConfig:
-    """Pixels and channels of a tile of one group, and warps per program."""
-
-    rows: int
-    cols: int
-    num_warps: int
-
-    @property
-    def max_registers(self) -> int:
-        """So many that 16 warps fit an SM, see ``LaunchConfig``."""
-        return 128
+NORM_REGISTERS = 128  # per thread, so that 16 warps fit an SM
 
 
-def norm_config(pixels: int, group_channels: int, dtype: torch.dtype) -> NormConfig:
-    """The whole group where it has at most 32 KiB: then nothing is read twice. Else tiles of 16 KiB.
+def norm_config(pixels: int, group_channels: int, dtype: torch.dtype) -> TileConfig:
+    """Pixels and channels of a tile: a whole group of at most 32 KiB, of which nothing is read twice, else 16 KiB.
 
     8 elements of 4 bytes or 4 of 8 per thread, at most 16 warps. dtype: what is accumulated in.
     """
-    cols, rows = next_power_of_2(group_channels), next_power_of_2(pixels)
-    row = cols * dtype.itemsize
+    columns, rows = next_power_of_2(group_channels), next_power_of_2(pixels)
+    row = columns * dtype.itemsize
     rows = rows if rows * row <= 32768 else max(1, 16384 // row)
-    return NormConfig(rows, cols, min(16, max(1, rows * row // 1024)))
+    return TileConfig(rows, columns, 0, min(16, max(1, rows * row // 1024)))

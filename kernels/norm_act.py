@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import scalar, square_root
-from .config import device_guard, norm_config
+from .config import NORM_REGISTERS, device_guard, norm_config
 
 
 @triton.jit
@@ -194,8 +194,8 @@ def launch_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[
     """Grid, and sizes and options of the launch, for tensors shaped as y."""
     channels, pixels = y.shape[1], y.shape[2] * y.shape[3]
     config = norm_config(pixels, channels // groups, accumulation)
-    sizes = {"P": pixels, "C": channels, "CG": channels // groups, "BR": config.rows, "BC": config.cols}
-    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers, "enable_fp_fusion": False}
+    sizes = {"P": pixels, "C": channels, "CG": channels // groups, "BR": config.rows, "BC": config.columns}
+    options = {"num_warps": config.num_warps, "maxnreg": NORM_REGISTERS, "enable_fp_fusion": False}
     return (y.shape[0] * groups,), {"pixels": pixels, **sizes, **options}
 
 

@@ -166,6 +166,14 @@ class TestDefinitions:
         with pytest.raises(RuntimeError, match="steps back of Reversible end .+ off z0: take fewer steps than 10"):
             z.sum().backward()
 
+    def test_reversible_notices_a_way_back_that_leaves_the_range_of_the_dtype(self):
+        weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 3
+        block = DEQBlock(lambda z, x: torch.relu(z @ weight) + x, adjoint=Reversible(100, damping=0.9), warn=False)
+        z = block(torch.ones(2, 8, requires_grad=True))
+        assert bool(torch.isfinite(z).all())
+        with pytest.raises(RuntimeError, match="off z0: take fewer steps than 100"):
+            z.sum().backward()
+
     def test_reversible_judges_the_way_back_sample_by_sample(self):
         toy = Toy()
         lost = torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.float64)

@@ -56,7 +56,7 @@ class Condition:
             self.graph.replay()
 
 
-def record(work, pool, stream):
+def record(work):
     graph = Recording()
     with graph:
         Recording.capturing.append(graph)
@@ -67,7 +67,7 @@ def record(work, pool, stream):
 
 def record_condition(active, work):
     with torch.utils._python_dispatch._disable_current_modes():
-        body = record(work, None, None)
+        body = record(work)
     Recording.capturing[-1].calls.append((Condition(active, body), (), {}, None))
 
 
@@ -88,11 +88,9 @@ def recorded(monkeypatch):
     if GPU:
         return
     monkeypatch.setattr(graphs, "DEVICE", "cpu")
-    monkeypatch.setattr(graphs, "capture", record)
+    monkeypatch.setattr(graphs, "capture", lambda works: [record(work) for work in works])
     monkeypatch.setattr(graphs, "if_running", record_condition)
     monkeypatch.setattr(graphs, "aside", lambda work: work())
-    monkeypatch.setattr(graphs, "new_pool", lambda: None)
-    monkeypatch.setattr(graphs, "new_stream", lambda: None)
     monkeypatch.setattr(graphs, "mark", Mark)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
 

@@ -38,7 +38,7 @@ class Graph:
                 call()
 
         graphs.aside(work)
-        self.replay = graphs.capture(work, graphs.new_pool(), graphs.new_stream()).replay
+        self.replay = graphs.capture([work])[0].replay
         self.share = per / len(calls)
 
     def __call__(self) -> None:

@@ -17,7 +17,7 @@ from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
 from ..transforms import in_forward_mode, in_torch_func
-from .functional import Derivative, solve_transformed
+from .functional import Derivative, Refused, solve_transformed
 from .linearised import Linearised
 from .samples import mark_samples, per_row, take_rows, without_broken
 
@@ -128,4 +128,7 @@ class Adjoint:
 
     def derivative(self, problem: Problem) -> Derivative:
         """Derivative of the value under torch.func and in forward-mode AD, which an adjoint without it refuses."""
-        raise RuntimeError(f"deqfast: {type(self).__name__} defines no derivative for torch.func and forward-mode AD")
+        return Refused(
+            f"deqfast: {type(self).__name__} has no derivative under torch.func and in forward-mode AD: use "
+            "Implicit(), JFB(), Phantom() or Unrolled()"
+        )

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..grouping import Groups
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Broyden, Solver, as_solver
@@ -29,6 +28,7 @@ from .attach import (
     in_order_of,
     present_autocast,
     requiring_grad,
+    sample_norms,
     saved_plainly,
     vjp,
 )
@@ -50,8 +50,8 @@ class Implicit(Adjoint):
 
     The exact gradient, to the tolerance of both solves. The cell's graph at z* is kept until the backward pass, which
     needs several products with it. Differentiable any number of times: the gradient of a gradient is an implicit solve
-    again. After a backward pass ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et al., NeurIPS
-    2019.
+    again. After a backward pass ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et al.,
+    NeurIPS 2019.
 
     Args:
         solver: the solver of the backward solve or the name of one, with stop="rel" and atol=0, so that the scale of
@@ -198,7 +198,8 @@ def _invert(
     # The system is linear: solved with gradients of size 1, the scale of the loss is none of the solver's business.
     options = for_members(settings.options, members)
     groups = options.get("groups")
-    exponent = _exponents(start, groups)
+    largest = sample_norms(start, groups, maximum=True)
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)  # beyond, the factor would not be representable
     rows = exponent if groups is None else groups.of_rows(exponent)
     start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
     solution = _solve_affine(product, start, spec, settings.solver, options)
@@ -279,12 +280,3 @@ class _Affine(Map):
 
     def folded(self, members: int, dims: list[int | None], randomness: str) -> Map:
         return _Affine(self.product.folded(members, dims, randomness))
-
-
-def _exponents(grads: list[Tensor], groups: Groups | None) -> Tensor:
-    """Binary exponent of the largest element of each sample, (B,)."""
-    rows = [nn.functional.pad(rows_of(g).abs().float(), (0, 1)).amax(dim=1) for g in grads]
-    largest = torch.stack(rows).amax(dim=0)
-    if groups is not None:
-        largest = nn.functional.pad(groups.gather(largest[:, None]), (0, 1)).amax(dim=1)
-    return torch.frexp(largest).exponent.clamp(-100, 100)  # beyond, the factor would not be representable

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..checks import check_count, check_number
 from ..solution import Solution
-from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled
 from .attach import Recorded, Rule, attach, confirmed, detached, present_autocast, saved_plainly, vjp
 from .base import Adjoint, Problem

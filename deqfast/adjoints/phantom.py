@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..checks import check_count, check_number
 from ..solution import Solution
-from ..solvers.base import check_count, check_number
 from .attach import Recorded, Rule, attach, confirmed, detached, in_order_of
 from .base import Adjoint, Problem
 from .functional import Derivative, Map, Once

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..checks import check_count, check_number
 from ..exporting import outside_exports
 from ..ops.double_backward import NoDoubleBackward
 from ..packing import Packing, evaluate
 from ..solution import Solution
-from ..solvers.base import check_count, check_number
 from ..uncompiled import uncompiled, untraced
 from ..weights import as_now, shards_weights
 from .attach import (
@@ -46,7 +46,7 @@ class Reversible(Iterated):
 
     Args:
         steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
-        damping: weight of f in a step, in ]0, 1[; nearer to 1 fewer steps are needed, and fewer can be taken back.
+        damping: weight of f in a step, in ]0, 0.99]; nearer to 1 fewer steps are needed, and fewer can be taken back.
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.
@@ -161,8 +161,10 @@ class _Run:
     def _check(self, found: list[list[Tensor]]) -> None:
         """RuntimeError where the states found are not the start, a sample of its own."""
         size = self.lengths(self.ends[1]) + self.lengths([leaf.double() for leaf in self.start])
+        known = (size > 0) & torch.isfinite(size)  # a sample of zeros is at its start, one that broke down has no way
         off = [self.lengths([a - b for a, b in zip(state, self.start, strict=True)]) / size for state in found]
-        distance = float(torch.stack(off).nan_to_num(0.0).max()) if len(size) else 0.0  # NaN: of zero by zero
+        distances = torch.stack(off)[:, known].nan_to_num(torch.inf)
+        distance = float(distances.max()) if distances.numel() else 0.0
         if distance > _LOST:
             raise RuntimeError(
                 f"deqfast: the steps back of Reversible end {distance:.1g} lengths of a sample's iterates off z0: take "

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..checks import check_number
 from ..grouping import Groups
 from ..solution import Solution
-from ..solvers.base import check_number
 from .attach import Recorded, Rule, attach, confirmed, detached, sample_norms
 from .base import Adjoint, Problem
-from .functional import Derivative, Refused
 from .samples import per_row
 
 
@@ -55,12 +54,6 @@ class SHINE(Adjoint):
         recorded = Recorded(problem.cell, detached(z), x)
         rule = _Shared(self.fallback, solution, problem.groups)
         return attach(solution.value, recorded, rule, broken), confirmed(solution, problem, z, recorded.outputs)
-
-    def derivative(self, problem: Problem) -> Derivative:
-        return Refused(
-            "deqfast: SHINE has no derivative under torch.func and in forward-mode AD, through which the history of a "
-            "solve does not pass: use Implicit(), JFB(), Phantom() or Unrolled()"
-        )
 
 
 class _Shared(Rule):

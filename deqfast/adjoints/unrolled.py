@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from ..checks import check_choice, check_count
 from ..exporting import is_exporting, outside_exports
 from ..ops.steps.reference import residuals
 from ..packing import Packing, evaluate
 from ..solution import Solution, Status
 from ..solve import finite_rows
 from ..solvers import Solver
-from ..solvers.base import check_choice, check_count
 from ..transforms import values
 from ..weights import as_now
 from .attach import detached

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..solvers.base import check_count, check_number
+from ..checks import check_count, check_number
 from ..transforms import in_backward
 
 

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import check_choice, check_count
 from ..fc import solve_cell
 from ..ops import ACTIVATIONS
 from ..ops.fc import reference
 from ..solution import Solution
 from ..solvers import Solver
-from ..solvers.base import check_choice, check_count
 from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
 
 _ACTIVATIONS = dict(zip(ACTIVATIONS, reference.ACTIVATIONS, strict=True))

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import check_count
 from ..fc import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
-from ..solvers.base import check_count
 
 Device = torch.device | str | None
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..checks import check_choice, check_count, check_number
 from ..fc import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
-from ..solvers.base import check_choice, check_count, check_number
 from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
 
 SPLITTINGS = ("peaceman-rachford", "forward-backward")

@@ -19,13 +19,13 @@ from ..adjoints import Adjoint, Implicit, Phantom, Problem
 from ..adjoints.attach import detached
 from ..adjoints.samples import per_row
 from ..cells.protocol import solving
+from ..checks import check_choice, check_count, check_number
 from ..grouping import Groups
 from ..notice import Notice
 from ..packing import Packing
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver
-from ..solvers.base import check_choice, check_count, check_number
 from ..trajectory import solve_along
 from ..uncompiled import untraced
 from ..weights import hold_weights

@@ -1,26 +1,22 @@
-"""Checks of the arguments of the neural-collapse metrics: each names the argument, what it is and what it must be."""
+"""Checks of the tensors of the neural-collapse metrics: each names the argument, what it is and what it must be."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..checks import check_choice, check_count, check_number
+
 _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_COUNTED_CLASSES = 1 << 20  # more are a wrong label, whose class means would not fit into memory
-_CENTERS = ("class-means", "samples")
-
-
-def type_name(value: object) -> str:
-    """Name of the type of `value`, for messages."""
-    return type(value).__name__
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise TypeError unless `value` is a tensor of one of `dtypes`."""
     allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type_name(value)}; it must be a tensor of dtype {allowed}")
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor of dtype {allowed}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {value.dtype}; it must be one of {allowed}")
 
@@ -54,28 +50,14 @@ def check_label_range(labels: Tensor, num_classes: int | None) -> int:
     return num_classes
 
 
-def check_count(name: str, value: int) -> None:
-    """Raise unless `value` is an int of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, a {type_name(value)}; it must be an int")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be at least 1")
-
-
-def check_rtol(rtol: float | None) -> None:
-    """Raise unless `rtol` is None or a number in [0, 1)."""
-    if rtol is None:
-        return
-    if not isinstance(rtol, (int, float)) or isinstance(rtol, bool):
-        raise TypeError(f"rtol is {rtol!r}, a {type_name(rtol)}; it must be a float in [0, 1) or None")
-    if not 0 <= rtol < 1:
-        raise ValueError(f"rtol is {rtol}; it must be in [0, 1), or None for 16 eps of the features' dtype")
-
-
-def check_center(center: str) -> None:
-    """Raise ValueError unless `center` is "class-means" or "samples"."""
-    if center not in _CENTERS:
-        raise ValueError(f"center is {center!r}; it must be one of {_CENTERS}")
+def check_options(rtol: float | None, center: str, **counts: int | None) -> None:
+    """Raise unless `rtol`, `center` and the `counts`, by their names, are as ``neural_collapse`` takes them."""
+    for name, value in counts.items():
+        if value is not None:
+            check_count(name, value)
+    if rtol is not None:
+        check_number("rtol", rtol, 0.0, 0.99)
+    check_choice("center", center, ("class-means", "samples"))
 
 
 def check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> None:

@@ -12,16 +12,14 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from ..checks import check_count
 from ..ops import check_kernel_name, choose_kernel
 from .checks import (
-    check_center,
-    check_count,
     check_features,
     check_label_range,
     check_labels,
-    check_rtol,
+    check_options,
     check_weight,
-    type_name,
 )
 from .neural_collapse import NC1_RESOLUTION, NCResult, make_result, neural_collapse, undefined
 from .statistics import ClassMeans, Samples, between_classes, class_means, default_rtol
@@ -96,10 +94,7 @@ class NeuralCollapse(Metric):
     ) -> None:
         super().__init__(**{"compute_with_cache": False, **kwargs})
         check_count("num_classes", num_classes)
-        check_rtol(rtol)
-        check_center(center)
-        if num_features is not None:
-            check_count("num_features", num_features)
+        check_options(rtol, center, num_features=num_features)
         self.num_classes = num_classes
         self.num_features = num_features
         self.rtol = rtol
@@ -153,7 +148,7 @@ class NeuralCollapse(Metric):
         weight = value.weight if isinstance(value, nn.Module) and hasattr(value, "weight") else value
         if not isinstance(weight, Tensor):
             raise TypeError(
-                f"classifier_weight is a {type_name(value)}; give a tensor, a module with a weight, or None"
+                f"classifier_weight is a {type(value).__name__}; give a tensor, a module with a weight, or None"
             )
         check_weight(weight, self.num_classes, self.num_features)
         return value if isinstance(value, nn.Module) else value.detach()

@@ -29,12 +29,10 @@ from torch import Tensor
 
 from ..ops import choose_kernel
 from .checks import (
-    check_center,
-    check_count,
     check_features,
     check_label_range,
     check_labels,
-    check_rtol,
+    check_options,
     checked_weight,
 )
 from .statistics import (
@@ -112,7 +110,7 @@ def neural_collapse(
         labels: (N,), uint8 or a signed integer dtype, values in [0, num_classes), on the device of ``features``.
         classifier_weight: (num_classes, D), a dtype and the device as above. Without it NC3 and NC4 are None.
         num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
-        rtol: singular values of the centred class means up to ``rtol`` times the largest count as zero, in [0, 1). For
+        rtol: singular values of the centred class means up to ``rtol`` times the largest count as 0, in [0, 0.99]. For
             means that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the
             dtype of ``features``, of float32 for float16 and bfloat16: what these round away in single samples averages
             out in the means. Singular values within the float64 rounding of the means are never kept.
@@ -144,10 +142,7 @@ def neural_collapse(
     check_labels(labels, features)
     if features.shape[0] == 0:
         raise ValueError(f"features has no rows (shape {tuple(features.shape)}); at least one sample is needed")
-    check_rtol(rtol)
-    check_center(center)
-    if num_classes is not None:
-        check_count("num_classes", num_classes)
+    check_options(rtol, center, num_classes=num_classes)
     weight = checked_weight(classifier_weight, features, num_classes)
     if num_classes is None and weight is not None:
         num_classes = weight.shape[0]
@@ -211,19 +206,8 @@ def make_result(
 def undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
     """Result where no row is finite."""
     nc3, nc4 = math.nan if with_nc3 else None, math.nan if with_nc4 else None
-    return NCResult(
-        nc1=math.nan,
-        rank=0,
-        condition=math.nan,
-        nc2=math.nan,
-        nc2_paper=math.nan,
-        nc2_centered=math.nan,
-        nc3=nc3,
-        nc3_centered=nc3,
-        nc4=nc4,
-        num_classes=0,
-        excluded=excluded,
-    )
+    nan: dict[str, Any] = dict.fromkeys(("nc1", "condition", "nc2", "nc2_paper", "nc2_centered"), math.nan)
+    return NCResult(rank=0, nc3=nc3, nc3_centered=nc3, nc4=nc4, num_classes=0, excluded=excluded, **nan)
 
 
 def _unit(matrix: Tensor) -> Tensor:

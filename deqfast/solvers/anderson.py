@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks import check_choice, check_number
 from ..kernels.constants import ANDERSON_I, ANDERSON_II
-from .base import check_choice, check_number
 from .multisecant import Multisecant
 
 

@@ -10,35 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_choice, check_count, check_number
 from ..ops import Kernel
 
 # More than this many times tol, atol / tol would leave the range in which a float32 holds residuals.
 MAX_ATOL = 1e20
-
-
-def check_number(name: str, value: Any, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
-    """Raise unless `value` is a finite real number in [low, high] (or ]low, high])."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    number = float(value)
-    bound = f"{'greater than' if low_open else 'at least'} {low:g}"
-    bound += f" and at most {high:g}" if high < math.inf else ""
-    if not math.isfinite(number) or number > high or number < low or (low_open and number == low):
-        raise ValueError(f"{name} must be finite and {bound}, got {value!r}")
-
-
-def check_count(name: str, value: Any, low: int = 1) -> None:
-    """Raise unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, got {value}")
-
-
-def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 @dataclass

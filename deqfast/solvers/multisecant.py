@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..checks import check_count
 from ..exporting import is_exporting
 from ..ops import Kernel, empty_history, empty_products
-from .base import Solver, State, check_count
+from .base import Solver, State
 
 HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..checks import check_number
 from ..ops import Kernel
-from .base import Solver, State, check_number
+from .base import Solver, State
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def specialise_collapse(case: Case) -> tuple[triton.JITFunction, dict[str, objec
     return neural_collapse._class_sums_kernel, {**chunk, "BR": tile.rows}, launch
 
 
-def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig | config.NormConfig]:
+def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig | config.TileConfig]:
     """The jit function of a case, the values of its constexpr arguments, and its launch configuration."""
     dtype = DTYPES[case.state]
     if case.kernel in ("sums", "means", "scatter"):
@@ -205,7 +205,7 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
         return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
     if case.kernel in NORM_KERNELS:
         launch = config.norm_config(case.size, case.window // 8, dtype)
-        group = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.cols}
+        group = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.columns}
         return NORM_KERNELS[case.kernel], group, launch
     padded = config.padded_window(case.window)
     constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
@@ -271,7 +271,7 @@ def compile_case(case: Case, arch: int) -> Row:
     elif case.kernel == "fc":
         options["maxnreg"] = config.fc_registers(DTYPES[case.history])
     elif case.kernel in NORM_KERNELS:
-        options["maxnreg"] = launch.max_registers
+        options["maxnreg"] = config.NORM_REGISTERS
     if case.kernel == "scatter":
         options["num_stages"] = neural_collapse.SCATTER_STAGES
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

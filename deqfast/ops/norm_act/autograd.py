@@ -12,56 +12,39 @@ from ..choice import Kernel
 _TORCH = Kernel("torch")
 
 
-class _NormAct(torch.autograd.Function):
+class _Fused(torch.autograd.Function):
+    """The first result of an op of this family."""
+
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, groups: int, eps: float, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out, mean, rstd = kernel.op("norm_act")(y, weight, bias, groups, eps)
-        ctx.save_for_backward(y, weight, bias, mean, rstd)
-        ctx.kernel, ctx.groups, ctx.eps = kernel, groups, eps
+    def forward(ctx: Any, op: str, kernel: Kernel, groups: int, eps: float, *tensors: Tensor) -> Tensor:
+        out, *statistics = kernel.op(op)(*tensors, groups, eps)
+        ctx.save_for_backward(*tensors, *statistics)
+        ctx.op, ctx.kernel, ctx.groups, ctx.eps, ctx.count = op, kernel, groups, eps, len(tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        y, weight, bias, mean, rstd = ctx.saved_tensors
+        saved, kernel, grad = ctx.saved_tensors, ctx.kernel, grads[0]  # saved ones once: a checkpoint refuses more
+        tensors, statistics = saved[: ctx.count], saved[ctx.count :]
         if torch.is_grad_enabled():  # create_graph=True: in plain torch, which can be differentiated in turn
-            _, mean, rstd = _TORCH.op("norm_act")(y, weight, bias, ctx.groups, ctx.eps)
-            backward, grad = _TORCH.op("norm_act_backward"), grads[0]
+            kernel = _TORCH
+            _, *statistics = kernel.op(ctx.op)(*tensors, ctx.groups, ctx.eps)
         else:
-            backward, grad = ctx.kernel.op("norm_act_backward"), grads[0].contiguous(memory_format=_format_of(y))
-        grad_y, grad_affine = backward(grad, y, weight, bias, mean, rstd, ctx.groups)
-        return None, None, None, grad_y, *grad_affine.sum(dim=1)
-
-
-class _NormActResidual(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernel: Kernel, groups: int, eps: float, *tensors: Tensor) -> Tensor:
-        f, *statistics = kernel.op("norm_act_residual")(*tensors, groups, eps)
-        ctx.save_for_backward(*tensors, *statistics)
-        ctx.kernel, ctx.groups, ctx.eps = kernel, groups, eps
-        return f
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        saved = ctx.saved_tensors  # once: a checkpoint refuses more
-        tensors, statistics = saved[:7], saved[7:]
-        if torch.is_grad_enabled():
-            _, *statistics = _TORCH.op("norm_act_residual")(*tensors, ctx.groups, ctx.eps)
-            backward, grad = _TORCH.op("norm_act_residual_backward"), grads[0]
-        else:
-            backward = ctx.kernel.op("norm_act_residual_backward")
-            grad = grads[0].contiguous(memory_format=_format_of(tensors[0]))
-        grad_sum, grad_z, grad_affine = backward(*[grad, *tensors[:6], *statistics, ctx.groups])
-        return None, None, None, grad_sum, grad_sum, grad_z, *grad_affine.sum(dim=1)
+            grad = grad.contiguous(memory_format=_format_of(tensors[0]))
+        # All but the last bias of norm_act_residual, on which no gradient hangs.
+        first, *more, affine = kernel.op(f"{ctx.op}_backward")(grad, *tensors[:6], *statistics, ctx.groups)
+        maps = [first, first, *more] if more else [first]  # y and x of norm_act_residual have one gradient
+        return None, None, None, None, *maps, *affine.sum(dim=1)
 
 
 def _format_of(tensor: Tensor) -> torch.memory_format:
     return torch.contiguous_format if tensor.is_contiguous() else torch.channels_last
 
 
-def _call(function: Any, op: str, kernel: Kernel, norm: nn.GroupNorm, tensors: list[Tensor]) -> Tensor:
+def _call(op: str, kernel: Kernel, norm: nn.GroupNorm, tensors: list[Tensor]) -> Tensor:
     """The first result of `op`, through the autograd function only where a gradient is asked for."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return function.apply(kernel, norm.num_groups, norm.eps, *tensors)
+        return _Fused.apply(op, kernel, norm.num_groups, norm.eps, *tensors)
     return kernel.op(op)(*tensors, norm.num_groups, norm.eps)[0]
 
 
@@ -77,7 +60,7 @@ def norm_act(kernel: Kernel, y: Tensor, norm: nn.GroupNorm) -> Tensor:
     The result has the memory format of y, channels_last or contiguous; always channels_last if the kernel needs it.
     """
     y = y.contiguous(memory_format=torch.channels_last if kernel.channels_last_only else _format_of(y))
-    return _call(_NormAct, "norm_act", kernel, norm, [y, *_parameters(y.dtype, norm)])
+    return _call("norm_act", kernel, norm, [y, *_parameters(y.dtype, norm)])
 
 
 def norm_act_residual(
@@ -95,5 +78,5 @@ def norm_act_residual(
         y, state_dtype = y.to(plain_dtype), plain_dtype
     memory_format = torch.channels_last if kernel.channels_last_only else _format_of(z)
     maps = [t.contiguous(memory_format=memory_format) for t in (y, x.to(state_dtype), z.to(state_dtype))]
-    f = _call(_NormActResidual, "norm_act_residual", kernel, norm2, [*maps, *_parameters(y.dtype, norm2, norm3)])
+    f = _call("norm_act_residual", kernel, norm2, [*maps, *_parameters(y.dtype, norm2, norm3)])
     return f if in_autocast else f.to(plain_dtype)
