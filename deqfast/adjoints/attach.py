@@ -314,7 +314,7 @@ def sample_norms(leaves: Sequence[Tensor], groups: Groups | None, maximum: bool 
     """Norms of the samples, (B,) float64, which no square of a float32 leaves; `maximum`: largest magnitudes."""
     if maximum:
         rows = [torch.nn.functional.pad(rows_of(leaf).abs(), (0, 1)).amax(dim=1).double() for leaf in leaves]
-        largest = torch.stack(rows).amax(dim=0)
+        largest = rows[0] if len(rows) == 1 else torch.stack(rows).amax(dim=0)
         return largest if groups is None else groups.gather(largest[:, None]).amax(dim=1)
     norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
     if groups is not None:

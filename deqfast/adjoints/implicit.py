@@ -198,8 +198,8 @@ def _invert(
     # The system is linear: solved with gradients of size 1, the scale of the loss is none of the solver's business.
     options = for_members(settings.options, members)
     groups = options.get("groups")
-    largest = sample_norms(start, groups, maximum=True)
-    exponent = torch.frexp(largest).exponent.clamp(-100, 100)  # beyond, the factor would not be representable
+    # Beyond 2^100 the factor would not be representable.
+    exponent = torch.frexp(sample_norms(start, groups, maximum=True)).exponent.clamp(-100, 100)
     rows = exponent if groups is None else groups.of_rows(exponent)
     start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
     solution = _solve_affine(product, start, spec, settings.solver, options)
