@@ -59,6 +59,13 @@ from .config import (
 
 
 @triton.jit
+def _slots_by_age(newest, M, MP: tl.constexpr):
+    """The slots of the pairs, newest first; slots past the window are not valid. Fewer registers than ``_slot``."""
+    slot = newest - tl.arange(0, MP)
+    return tl.where(slot < 0, slot + M, slot)
+
+
+@triton.jit
 def _row(p_history, newest, age, n, M, D, end, o_d):
     """The columns o_d, below `end`, of the pair of that age; zeros past the window."""
     o_row = _slot(newest, age, M).to(tl.int64) * D
@@ -80,7 +87,7 @@ def _zeros(COUNT: tl.constexpr, BLK: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _slot(newest, age, M):
-    """The slot of the pair that is `age` younger ones old, or of a vector of ages; not valid past the window."""
+    """The slot of the pair that is `age` younger ones old."""
     return tl.where(newest >= age, newest - age, newest - age + M)
 
 
@@ -175,7 +182,7 @@ def _window_gamma(
     dtype: tl.constexpr = p_gram.dtype.element_ty
     o_i = tl.arange(0, MP)
     m_i = o_i < n
-    slot = _slot(newest, tl.arange(0, MP), M)
+    slot = _slots_by_age(newest, M, MP)
     p_rows = p_gram + M * M + slot + (M if TRANSPOSED else 0)
     p_cols = p_gram + M * M + slot + (0 if TRANSPOSED else M)
     b_sl = _inverse_length(tl.load(p_rows, mask=m_i, other=1.0))
@@ -491,7 +498,7 @@ def _multisecant_right_kernel(
     b_w = scalar(beta, dtype)
     b_alpha = scalar(alpha, dtype)
     o_i = tl.arange(0, MP)
-    slot = _slot(newest, tl.arange(0, MP), M)
+    slot = _slots_by_age(newest, M, MP)
     if TILE:
         b_gamma = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
         b_r = tl.zeros([MP, BLK], dtype)
@@ -577,7 +584,7 @@ def _multisecant_transposed_kernel(
     newest = tl.where(n > 0, tl.load(p_newest + i_b), 0) % M
     o_i = tl.arange(0, MP)
     m_i = o_i < n
-    o_row = _slot(newest, tl.arange(0, MP), M).to(tl.int64)[:, None] * D
+    o_row = _slots_by_age(newest, M, MP).to(tl.int64)[:, None] * D
     p_v += i_b * D
     p_out += i_b * D
     p_left += i_b * M * D
