@@ -1,7 +1,7 @@
-"""The two extensions, and nothing else: metadata is in pyproject.toml.
+"""The extensions, and nothing else: metadata is in pyproject.toml.
 
-DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU object, and the CUDA object where it will be used: a GPU
-is visible or TORCH_CUDA_ARCH_LIST is set, torch was built for CUDA, and an nvcc of the same major version is there.
+DEQFAST_BUILD = auto | cpu | cuda | none. `auto` builds the CPU objects, and the CUDA object where it will be used: a
+GPU is visible or TORCH_CUDA_ARCH_LIST is set, torch was built for CUDA, and an nvcc of the same major version is there.
 `cuda` builds it without a GPU too, and fails where it cannot. Which it was, `deqfast.backends()` tells.
 """
 
@@ -16,7 +16,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 MODE = os.environ.get("DEQFAST_BUILD", "auto")
 SOURCES = (
@@ -42,8 +42,9 @@ ARCHITECTURES = [
 ]
 # Without gcse: it eliminates next to nothing in vector code that is unrolled by hand, and takes a third of the time.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fno-gcse", "-fno-gcse-after-reload", "-g0", "-fvisibility=hidden", "-Wno-psabi"]
-# AVX2; deqfast/_extension.py does not load the CPU object where a processor has less.
-CPU_FLAGS = [*CXX_FLAGS, *(["-march=x86-64-v3"] if platform.machine() in ("x86_64", "AMD64") else [])]
+# One CPU object for each, of which deqfast/_extension.py loads the one that the processor can run: AVX2 and AVX-512.
+X86 = platform.machine() in ("x86_64", "AMD64")
+INSTRUCTIONS = {"_C_cpu": ["-march=x86-64-v3"], "_C_cpu_avx512": ["-march=x86-64-v4"]} if X86 else {"_C_cpu": []}
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
 # The architectures side by side: else one core compiles the longest source when the others are done.
 NVCC_THREADS = "--threads=0"
@@ -55,7 +56,7 @@ def digest(device: str) -> str:
     """Hash of the sources and flags of the extension for "cpu" or "cuda"; an extension tells what it was built from."""
     folders = [*(CSRC / "common").iterdir(), *(CSRC / device).iterdir()]
     files = [file for file in folders if file.suffix in (".h", ".cpp", ".cuh", ".cu")]
-    content = hashlib.sha256(repr((MACROS, CPU_FLAGS, NVCC_FLAGS)).encode())
+    content = hashlib.sha256(repr((MACROS, CXX_FLAGS, INSTRUCTIONS, NVCC_FLAGS)).encode())
     for file in sorted([*files, CSRC / f"bindings_{device}.cpp"]):
         content.update(f"{file.relative_to(CSRC).as_posix()}\0".encode() + file.read_bytes())
     return content.hexdigest()[:16]
@@ -125,33 +126,34 @@ def extensions() -> dict:
         raise SystemExit(f"DEQFAST_BUILD=cuda cannot be met: {reason}")
 
     class Build(BuildExtension):
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            # One folder for editable installs, wheels and --inplace: ninja compiles what has changed since any of them.
-            self.build_temp = str(GENERATED.parent / "objects")
-
         def build_extensions(self) -> None:
             write_build_facts(reason)
             super().build_extensions()
+
+        def build_extension(self, ext: Extension) -> None:
+            # One folder for editable installs, wheels and --inplace: ninja compiles what has changed since any of them.
+            self.build_temp = str(GENERATED.parent / "objects" / ext.name)
+            super().build_extension(ext)
 
     shared = {"include_dirs": [str(GENERATED)], "py_limited_api": limited}
     cpu_sources = [*(f"csrc/cpu/{name}.cpp" for name in (*SOURCES, *CPU_ONLY)), "csrc/bindings_cpu.cpp"]
     modules = [
         CppExtension(
-            "deqfast._C_cpu",
+            f"deqfast.{name}",
             cpu_sources,
             define_macros=MACROS,
-            extra_compile_args={"cxx": CPU_FLAGS},
+            extra_compile_args={"cxx": [*CXX_FLAGS, *flags]},
             **shared,
         )
+        for name, flags in INSTRUCTIONS.items()
     ]
     if reason is None:
         architectures = [] if os.environ.get("TORCH_CUDA_ARCH_LIST") else ARCHITECTURES
         cuda_sources = ["csrc/bindings_cuda.cpp", *(f"csrc/cuda/{name}_cuda.cu" for name in SOURCES)]
-        flags = {"cxx": CXX_FLAGS, "nvcc": [*NVCC_FLAGS, NVCC_THREADS, *architectures]}
+        args = {"cxx": CXX_FLAGS, "nvcc": [*NVCC_FLAGS, NVCC_THREADS, *architectures]}
         macros = [*MACROS, ("USE_CUDA", None)]
         modules.append(
-            CUDAExtension("deqfast._C_cuda", cuda_sources, define_macros=macros, extra_compile_args=flags, **shared)
+            CUDAExtension("deqfast._C_cuda", cuda_sources, define_macros=macros, extra_compile_args=args, **shared)
         )
     else:
         print(f"deqfast: building without the CUDA kernels: {reason}")

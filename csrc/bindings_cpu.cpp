@@ -1,4 +1,4 @@
-// The module deqfast._C_cpu: importing it registers the CPU kernels; it tells how they were built.
+// The modules deqfast._C_cpu and _C_cpu_avx512: importing one registers the CPU kernels; it tells how they were built.
 // In the limited API of Python: one object serves every Python from 3.10 on, as it serves every torch from 2.11 on.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,6 +10,10 @@
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+
+// The build defines TORCH_EXTENSION_NAME.
+#define DEQFAST_INIT_OF(name) PyInit_##name
+#define DEQFAST_INIT(name) DEQFAST_INIT_OF(name)
 
 namespace {
 
@@ -41,4 +45,4 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_cpu",
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__C_cpu() { return PyModule_Create(&module); }
+PyMODINIT_FUNC DEQFAST_INIT(TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }

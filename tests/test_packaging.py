@@ -158,9 +158,9 @@ def test_an_extension_built_without_cuda_kernels_says_why():
     """Whatever an earlier build has left beside it."""
     script = (
         "import sys, types\n"
-        "for name in ('_C_cpu', '_C_cuda'):\n"
-        "    sys.modules[f'deqfast.{name}'] = types.ModuleType(name)\n"
-        "sys.modules['deqfast._C_cpu'].build_info = lambda: {'without_cuda': 'a reason'}\n"
+        "for name in ('_C_cpu', '_C_cpu_avx512', '_C_cuda'):\n"
+        "    module = sys.modules[f'deqfast.{name}'] = types.ModuleType(name)\n"
+        "    module.build_info = lambda: {'without_cuda': 'a reason'}\n"
         "from deqfast import _extension\n"
         "assert _extension.cuda_module is None\n"
         "print(_extension.cuda_reason)\n"
@@ -178,6 +178,19 @@ def test_a_processor_without_avx2_is_served_by_torch():
     )
     printed = run(sys.executable, "-c", script, ATEN_CPU_CAPABILITY="default")
     assert printed.strip() == "deqfast._C_cpu needs a processor with AVX2, and torch finds 'DEFAULT' here"
+
+
+@pytest.mark.parametrize(("capability", "name"), [("avx2", "_C_cpu"), ("avx512", "_C_cpu_avx512")])
+def test_the_cpu_object_is_that_of_the_instructions(capability, name):
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("needs a processor with AVX-512")
+    script = (
+        "import torch, deqfast\n"
+        "from deqfast import _extension\n"
+        "solution = deqfast.solve(torch.cos, torch.zeros(2, 33, dtype=torch.float64), kernel='cpp')\n"
+        "print(_extension.cpp_module.__spec__.name, solution.converged.all().item())\n"
+    )
+    assert run(sys.executable, "-c", script, ATEN_CPU_CAPABILITY=capability).split() == [f"deqfast.{name}", "True"]
 
 
 def test_top_level_is_the_fixed_one():

@@ -47,7 +47,7 @@ struct Checker {
   const Tensor& like;
   const char* like_name = "z";
 
-  void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType dtype) const {
+  void match(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType dtype) const {
     bool same = tensor.dim() == static_cast<int64_t>(shape.size());
     int64_t d = 0;
     for (int64_t size : shape) same = same && tensor.size(d++) == size;
@@ -55,9 +55,13 @@ struct Checker {
                     shape_text(tensor.sizes()));
     STD_TORCH_CHECK(tensor.scalar_type() == dtype, op, ": `", name, "` must have dtype ",
                     torch::headeronly::toString(dtype), ", got ", torch::headeronly::toString(tensor.scalar_type()));
-    STD_TORCH_CHECK(tensor.is_contiguous(), op, ": `", name, "` must be contiguous");
     STD_TORCH_CHECK(tensor.is_cuda() == like.is_cuda() && tensor.get_device_index() == like.get_device_index(), op,
                     ": `", name, "` must be on the device of `", like_name, "`");
+  }
+
+  void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType dtype) const {
+    match(name, tensor, shape, dtype);
+    STD_TORCH_CHECK(tensor.is_contiguous(), op, ": `", name, "` must be contiguous");
   }
 
   // The first tensor: rows (B, D) of the state's dtype.

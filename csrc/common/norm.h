@@ -41,10 +41,11 @@ inline Tensor empty_like(const Tensor& like, ScalarType dtype) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Checks run against y, whose device all others share.
-struct NormChecker {
-  const char* op;
-  const Tensor& y;
+// Checks run against y.
+struct NormChecker : Checker {
+  const Tensor& y = like;
+
+  NormChecker(const char* op, const Tensor& y) : Checker{op, y, "y"} {}
 
   // `native` says whether the kernel takes contiguous tensors too. Of single pixels both formats are true.
   NormShape shape(int64_t groups, bool native) const {
@@ -72,7 +73,7 @@ struct NormChecker {
 
   // A tensor shaped as y, in the same memory format.
   void map(const char* name, const Tensor& tensor, const NormShape& shape, ScalarType dtype) const {
-    check(name, tensor, {shape.batch, shape.channels, y.size(2), y.size(3)}, dtype);
+    match(name, tensor, {shape.batch, shape.channels, y.size(2), y.size(3)}, dtype);
     STD_TORCH_CHECK(is_dense(tensor, shape.channels_last), op, ": `", name,
                     "` must be contiguous in the memory format ",
                     shape.channels_last ? "channels_last" : "of `y`, contiguous_format");
@@ -81,7 +82,6 @@ struct NormChecker {
   // A parameter (C,) or a statistic (B, groups) in the accumulation dtype.
   void vector(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) const {
     check(name, tensor, sizes, accumulation_dtype(y));
-    STD_TORCH_CHECK(tensor.is_contiguous(), op, ": `", name, "` must be contiguous");
   }
 
   // What norm_act_residual and its backward both take.
@@ -105,19 +105,6 @@ struct NormChecker {
     vector("rstd2", rstd2, {s.batch, s.groups});
     vector("mean3", mean3, {s.batch, s.groups});
     vector("rstd3", rstd3, {s.batch, s.groups});
-  }
-
- private:
-  void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes, ScalarType dtype) const {
-    bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
-    int64_t d = 0;
-    for (int64_t size : sizes) same = same && tensor.size(d++) == size;
-    STD_TORCH_CHECK(same, op, ": `", name, "` must have shape ", shape_text(sizes), ", got ",
-                    shape_text(tensor.sizes()));
-    STD_TORCH_CHECK(tensor.scalar_type() == dtype, op, ": `", name, "` must have dtype ",
-                    torch::headeronly::toString(dtype), ", got ", torch::headeronly::toString(tensor.scalar_type()));
-    STD_TORCH_CHECK(tensor.is_cuda() == y.is_cuda() && tensor.get_device_index() == y.get_device_index(), op, ": `",
-                    name, "` must be on the device of `y`");
   }
 };
 

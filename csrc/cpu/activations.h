@@ -7,10 +7,6 @@
 
 namespace deqfast {
 
-typedef int32_t I32x16 __attribute__((vector_size(64)));
-
-DEQFAST_INLINE Vec<float> all(float x) { return Vec<float>{} + x; }
-
 // exp(x) for x in [-87, 88], to 1 unit in the last place: 2^n times a polynomial on |r| <= log(2) / 2 (Cephes, expf).
 DEQFAST_INLINE Vec<float> exp_in_range(Vec<float> x) {
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits of the sum
@@ -22,15 +18,10 @@ DEQFAST_INLINE Vec<float> exp_in_range(Vec<float> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  I32x16 bits;
-  memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits + 127) << 23;
-  Vec<float> scale;
-  memcpy(&scale, &bits, sizeof scale);
-  return p * scale;
+  return p * bits_as<float>((bits_as<uint32_t>(shifted) + 127) << 23);
 }
 
-DEQFAST_INLINE Vec<float> magnitude(Vec<float> x) { return x < 0.0f ? -x : x; }
+DEQFAST_INLINE Vec<float> magnitude(Vec<float> x) { return select(x < 0.0f, -x, x); }
 
 DEQFAST_INLINE Vec<float> tanh_of(Vec<float> x) {
   const Vec<float> size = magnitude(x), square = x * x;
@@ -39,13 +30,13 @@ DEQFAST_INLINE Vec<float> tanh_of(Vec<float> x) {
   p = p * square + 1.33314422036e-1f;
   p = p * square - 3.33332819422e-1f;
   const Vec<float> near_zero = p * square * x + x;
-  const Vec<float> far = 1.0f - 2.0f / (exp_in_range(2.0f * (size > 10.0f ? all(10.0f) : size)) + 1.0f);
-  return size < 0.625f ? near_zero : (x < 0.0f ? -far : far);
+  const Vec<float> far = 1.0f - 2.0f / (exp_in_range(2.0f * select(size > 10.0f, 10.0f, size)) + 1.0f);
+  return select(size < 0.625f, near_zero, select(x < 0.0f, -far, far));
 }
 
 // x P(x^2) / Q(x^2), the rational function of Eigen and XLA; |erf| rounds to 1 from 3.92 on.
 DEQFAST_INLINE Vec<float> erf_of(Vec<float> x) {
-  x = x > 4.0f ? all(4.0f) : (x < -4.0f ? all(-4.0f) : x);
+  x = select(x > 4.0f, 4.0f, select(x < -4.0f, -4.0f, x));
   const Vec<float> square = x * x;
   Vec<float> p = square * -2.72614225801306e-10f + 2.77068142495902e-08f;
   p = p * square - 2.10102402082508e-06f;
@@ -63,7 +54,7 @@ DEQFAST_INLINE Vec<float> erf_of(Vec<float> x) {
 DEQFAST_INLINE Vec<float> activate(Vec<float> x, int64_t activation) {
   switch (activation) {
     case kRelu:
-      return x <= 0.0f ? all(0.0f) : x;
+      return select(x <= 0.0f, 0.0f, x);
     case kTanh:
       return tanh_of(x);
     case kGelu:
@@ -76,15 +67,15 @@ DEQFAST_INLINE Vec<float> activate(Vec<float> x, int64_t activation) {
 DEQFAST_INLINE Vec<float> activate_backward(Vec<float> x, Vec<float> grad, int64_t activation) {
   switch (activation) {
     case kRelu:
-      return x <= 0.0f ? all(0.0f) : grad;
+      return select(x <= 0.0f, 0.0f, grad);
     case kTanh: {
       const Vec<float> value = tanh_of(x);
       return grad * (1.0f - value * value);
     }
     case kGelu: {
       const Vec<float> exponent = -0.5f * x * x;
-      const Vec<float> bell = exp_in_range(exponent < -87.0f ? all(-87.0f) : exponent);
-      const Vec<float> density = exponent < -87.0f ? all(0.0f) : bell * static_cast<float>(kRootOfTwoPiInverse);
+      const Vec<float> bell = exp_in_range(select(exponent < -87.0f, -87.0f, exponent));
+      const Vec<float> density = select(exponent < -87.0f, 0.0f, bell * static_cast<float>(kRootOfTwoPiInverse));
       return grad * (0.5f * (1.0f + erf_of(x * static_cast<float>(kRootHalf))) + x * density);
     }
     default:
@@ -93,13 +84,15 @@ DEQFAST_INLINE Vec<float> activate_backward(Vec<float> x, Vec<float> grad, int64
 }
 
 DEQFAST_INLINE Vec<double> activate(Vec<double> x, int64_t activation) {
-  for (int i = 0; i < Simd<double>::lanes; ++i) x[i] = activate<double>(x[i], activation);
-  return x;
+  double lanes[Simd<double>::lanes];
+  for (int i = 0; i < Simd<double>::lanes; ++i) lanes[i] = activate<double>(x[i], activation);
+  return load(lanes, Simd<double>::lanes);
 }
 
 DEQFAST_INLINE Vec<double> activate_backward(Vec<double> x, Vec<double> grad, int64_t activation) {
-  for (int i = 0; i < Simd<double>::lanes; ++i) grad[i] = activate_backward<double>(x[i], grad[i], activation);
-  return grad;
+  double lanes[Simd<double>::lanes];
+  for (int i = 0; i < Simd<double>::lanes; ++i) lanes[i] = activate_backward<double>(x[i], grad[i], activation);
+  return load(lanes, Simd<double>::lanes);
 }
 
 }  // namespace deqfast

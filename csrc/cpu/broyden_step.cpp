@@ -119,9 +119,6 @@ struct BroydenStep {
   void finish(int64_t, Sums, const Sample&) const {}
 };
 
-DEQFAST_STEP(BroydenStep<float>)
-DEQFAST_STEP(BroydenStep<double>)
-
 struct Kernels {
   template <class T>
   static void run(const BroydenParams<T>& params, const Tensor&) {

@@ -21,6 +21,9 @@ namespace {
 constexpr int64_t kBlock = 16;   // samples
 constexpr int64_t kDepth = 256;  // k per partial sum: what is accumulated in one go loses few bits
 
+// The tile of sums, kVectors for each of kRows rows, fills 32 registers of a whole vector or 16 of half a one.
+constexpr int kRows = kParts == 1 ? 8 : 6, kVectors = kParts == 1 ? 2 : 1;
+
 struct FreeAligned {
   void operator()(void* p) const { operator delete(p, std::align_val_t(64)); }
 };
@@ -52,28 +55,28 @@ struct Block {
   int64_t first, running;
 };
 
-// f = W z for Rows samples and one panel of Vectors vectors of columns, the sums in registers.
-template <class T, int Rows, int Vectors>
+// f = W z for Rows samples and one panel of kVectors vectors of columns, the sums in registers.
+template <class T, int Rows>
 DEQFAST_INLINE void multiply_tile(const FcArgs<T>& a, const T* z, T* f, const T* panel) {
   constexpr int W = Simd<T>::lanes;
   for (int64_t begin = 0; begin < a.dim; begin += kDepth) {
     const int64_t end = begin + kDepth < a.dim ? begin + kDepth : a.dim;
-    Vec<T> sums[Rows][Vectors] = {};
+    Vec<T> sums[Rows][kVectors] = {};
     for (int64_t k = begin; k < end; ++k) {
-      Vec<T> w[Vectors];
+      Vec<T> w[kVectors];
 #pragma GCC unroll 8
-      for (int v = 0; v < Vectors; ++v) w[v] = load(panel + (k * Vectors + v) * W, W);
+      for (int v = 0; v < kVectors; ++v) w[v] = load(panel + (k * kVectors + v) * W, W);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         const T factor = z[r * a.stride + k];
 #pragma GCC unroll 8
-        for (int v = 0; v < Vectors; ++v) sums[r][v] += factor * w[v];
+        for (int v = 0; v < kVectors; ++v) sums[r][v] += factor * w[v];
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < Vectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         T* to = f + r * a.stride + v * W;
         store(to, begin ? load(to, W) + sums[r][v] : sums[r][v], W);
       }
@@ -82,12 +85,12 @@ DEQFAST_INLINE void multiply_tile(const FcArgs<T>& a, const T* z, T* f, const T*
 }
 
 // f = act(W z + c) of the rows from `row` on, and their number in groups of Rows, then of half as many.
-template <class T, int Rows, int Vectors>
+template <class T, int Rows>
 DEQFAST_INLINE void multiply_rows(const FcArgs<T>& a, const Block<T>& b, int64_t row, int64_t column) {
-  constexpr int64_t columns = Vectors * Simd<T>::lanes;
+  constexpr int64_t columns = kVectors * Simd<T>::lanes;
   const T* panel = a.weight + column * a.dim;
   for (; row + Rows <= b.running; row += Rows) {
-    multiply_tile<T, Rows, Vectors>(a, b.z + row * a.stride, b.f + row * a.stride + column, panel);
+    multiply_tile<T, Rows>(a, b.z + row * a.stride, b.f + row * a.stride + column, panel);
     for (int r = 0; r < Rows; ++r) {
       T* f = b.f + (row + r) * a.stride;
       const T* c = a.c + (b.first + b.index[row + r]) * a.dim;
@@ -97,7 +100,7 @@ DEQFAST_INLINE void multiply_rows(const FcArgs<T>& a, const Block<T>& b, int64_t
       }
     }
   }
-  if constexpr (Rows > 1) multiply_rows<T, Rows / 2, Vectors>(a, b, row, column);
+  if constexpr (Rows > 1) multiply_rows<T, Rows / 2>(a, b, row, column);
 }
 
 // Judge row i of the block; whether its sample goes on.
@@ -119,13 +122,13 @@ DEQFAST_INLINE bool settle(const FcArgs<T>& a, const Block<T>& b, int64_t i, con
   return verdict.advance;
 }
 
-template <class T, int Rows, int Vectors>
+template <class T>
 DEQFAST_INLINE void solve_block(const FcArgs<T>& a, Block<T>& b) {
   StopRule<T> rule = a.rule;
   for (rule.k = 0; rule.k < a.max_iter && b.running > 0; ++rule.k) {
     rule.last = rule.k + 1 == a.max_iter;
-    for (int64_t column = 0; column < a.stride; column += Vectors * Simd<T>::lanes) {
-      multiply_rows<T, Rows, Vectors>(a, b, 0, column);
+    for (int64_t column = 0; column < a.stride; column += kVectors * Simd<T>::lanes) {
+      multiply_rows<T, kRows>(a, b, 0, column);
     }
     int64_t kept = 0;
     for (int64_t i = 0; i < b.running; ++i) {
@@ -138,7 +141,7 @@ DEQFAST_INLINE void solve_block(const FcArgs<T>& a, Block<T>& b) {
   }
 }
 
-template <class T, int Rows, int Vectors>
+template <class T>
 DEQFAST_INLINE void solve_samples(const FcArgs<T>& a, int64_t first, int64_t count, T* memory) {
   Block<T> block{memory, memory + kBlock * a.stride, {}, first, count};
   for (int64_t i = 0; i < count; ++i) {
@@ -146,23 +149,7 @@ DEQFAST_INLINE void solve_samples(const FcArgs<T>& a, int64_t first, int64_t cou
     memcpy(block.z + i * a.stride, a.z0 + (first + i) * a.dim, a.dim * sizeof(T));
     memcpy(a.value + (first + i) * a.dim, a.z0 + (first + i) * a.dim, a.dim * sizeof(T));
   }
-  solve_block<T, Rows, Vectors>(a, block);
-}
-
-// The tile of sums for 32 registers of 64 bytes, and the one for shorter registers.
-constexpr int kWideRows = 8, kWideVectors = 2, kNarrowRows = 6, kNarrowVectors = 1;
-
-DEQFAST_WIDE void run_wide(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
-  solve_samples<float, kWideRows, kWideVectors>(a, first, count, memory);
-}
-DEQFAST_WIDE void run_wide(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
-  solve_samples<double, kWideRows, kWideVectors>(a, first, count, memory);
-}
-void run_narrow(const FcArgs<float>& a, int64_t first, int64_t count, float* memory) {
-  solve_samples<float, kNarrowRows, kNarrowVectors>(a, first, count, memory);
-}
-void run_narrow(const FcArgs<double>& a, int64_t first, int64_t count, double* memory) {
-  solve_samples<double, kNarrowRows, kNarrowVectors>(a, first, count, memory);
+  solve_block(a, block);
 }
 
 float widen(float x) { return x; }
@@ -195,19 +182,9 @@ Buffer<T> pack_weight(const H* weight, int64_t dim, int64_t stride, int64_t colu
   return packed;
 }
 
-template <class T>
-void run(const FcArgs<T>& a, bool wide, int64_t first, int64_t count, T* memory) {
-  if (wide) {
-    run_wide(a, first, count, memory);
-  } else {
-    run_narrow(a, first, count, memory);
-  }
-}
-
 template <class T, class H>
 void launch(const H* weight, FcArgs<T> args) {
-  const bool wide = DEQFAST_HAS_WIDE;  // 32 registers of a whole vector
-  const int64_t columns = (wide ? kWideVectors : kNarrowVectors) * Simd<T>::lanes, batch = args.monitor.batch;
+  const int64_t columns = kVectors * Simd<T>::lanes, batch = args.monitor.batch;
   args.stride = (args.dim + columns - 1) / columns * columns;
   const auto packed = pack_weight<T>(weight, args.dim, args.stride, columns);
   args.weight = packed.get();
@@ -217,7 +194,7 @@ void launch(const H* weight, FcArgs<T> args) {
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
     const auto memory = make_buffer<T>(2 * kBlock * args.stride);
     for (int64_t first = begin * kBlock; first < end * kBlock && first < batch; first += kBlock) {
-      run(args, wide, first, batch - first < kBlock ? batch - first : kBlock, memory.get());
+      solve_samples(args, first, batch - first < kBlock ? batch - first : kBlock, memory.get());
     }
   });
 }

@@ -9,20 +9,17 @@ namespace deqfast {
 namespace {
 
 template <class T>
-DEQFAST_INLINE void vjp_range(const VjpParams<T>& a, int64_t begin, int64_t end) {
+void vjp_range(const VjpParams<T>& a, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i += Simd<T>::lanes) {
     store(a.result + i, activate_backward(load(a.pre + i, end - i), load(a.grad + i, end - i), a.activation), end - i);
   }
 }
 
-DEQFAST_CLONES void run(const VjpParams<float>& a, int64_t begin, int64_t end) { vjp_range(a, begin, end); }
-DEQFAST_CLONES void run(const VjpParams<double>& a, int64_t begin, int64_t end) { vjp_range(a, begin, end); }
-
 struct Kernels {
   template <class T>
   static void run(const VjpParams<T>& params, const Tensor&) {
     torch::stable::parallel_for(0, params.size, grain_of(1),
-                                [&](int64_t begin, int64_t end) { deqfast::run(params, begin, end); });
+                                [&](int64_t begin, int64_t end) { vjp_range(params, begin, end); });
   }
 };
 

@@ -21,7 +21,7 @@ struct Vectors {
     for_elements([&](Vec<T> g, Vec<T> f) DEQFAST_ALWAYS_INLINE {
       g = magnitudes(g);
       f = magnitudes(f);
-      largest = {g > largest.res ? g : largest.res, f > largest.f ? f : largest.f};
+      largest = {select(g > largest.res, g, largest.res), select(f > largest.f, f, largest.f)};
     });
     Norms<T> result = {};
     for (int i = 0; i < W; ++i) result = {larger(result.res, largest.res[i]), larger(result.f, largest.f[i])};
@@ -40,8 +40,8 @@ struct Vectors {
 
  private:
   static DEQFAST_INLINE Vec<T> magnitudes(Vec<T> x) {
-    const Vec<T> size = x < T(0) ? -x : x;
-    return size <= Limits<T>::max ? size : Vec<T>{} + Limits<T>::infinity;
+    const Vec<T> size = select(x < T(0), -x, x);
+    return select(size <= Limits<T>::max, size, Limits<T>::infinity);
   }
   template <class Body>
   DEQFAST_INLINE void for_elements(const Body& body) const {

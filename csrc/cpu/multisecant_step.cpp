@@ -146,10 +146,6 @@ struct MultisecantStep {
   }
 };
 
-DEQFAST_STEP(MultisecantStep<float, float>)
-DEQFAST_STEP(MultisecantStep<float, BFloat16>)
-DEQFAST_STEP(MultisecantStep<double, double>)
-
 // out = alpha (beta v - L gamma), N^T gamma = DF^T v.
 template <class T, class H>
 struct TransposedStep {
@@ -214,10 +210,6 @@ struct TransposedStep {
 
   void finish(int64_t, Sums, const Sample&) const {}
 };
-
-DEQFAST_STEP(TransposedStep<float, float>)
-DEQFAST_STEP(TransposedStep<float, BFloat16>)
-DEQFAST_STEP(TransposedStep<double, double>)
 
 struct Kernels {
   using BFloat16 = deqfast::BFloat16;

@@ -28,16 +28,6 @@ void check_rows(const char* op, const Tensor& features, const Tensor& rows, cons
   STD_TORCH_CHECK(grouped, op, ": `offsets` must grow from 0 to ", count, ", the number of `rows`");
 }
 
-#define DEQFAST_LAMBDA __attribute__((always_inline))
-
-// body(d, left) for every eighth d of [begin, end). In whole vectors `left` is a constant, and no load is a choice.
-template <class F>
-DEQFAST_INLINE void each_vector(int64_t begin, int64_t end, const F& body) {
-  int64_t d = begin;
-  for (; d + kLanes <= end; d += kLanes) body(d, kLanes);
-  if (d < end) body(d, end - d);
-}
-
 // --- class means
 
 template <class H>
@@ -51,11 +41,12 @@ template <int R, class H>
 DEQFAST_INLINE void add_rows(const Grouped<H>& g, int64_t i, const H* first, double* sums, int64_t begin, int64_t end) {
   const H* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = g.row(i + r);
-  each_vector(begin, end, [&](int64_t d, int64_t left) DEQFAST_LAMBDA {
-    const Vec<double> shift = load_double(first + d, left);
-    Vec<double> total = load(sums + d, left);
-    for (int r = 0; r < R; ++r) total += load_double(rows[r] + d, left) - shift;
-    store(sums + d, total, left);
+  for_vectors<kLanes>(end - begin, [&](int64_t i, auto lanes) DEQFAST_ALWAYS_INLINE {
+    const int64_t d = begin + i;
+    const Vec<double> shift = load_double(first + d, lanes);
+    Vec<double> total = load(sums + d, lanes);
+    for (int r = 0; r < R; ++r) total += load_double(rows[r] + d, lanes) - shift;
+    store(sums + d, total, lanes);
   });
 }
 
@@ -135,8 +126,8 @@ DEQFAST_INLINE void centre(const ScatterParams<H>& p, int64_t begin, int64_t end
     while (g.offsets[k + 1] <= i) ++k;
     const H* row = g.row(i) + column;
     const double* mean = p.means + k * g.dim + column;
-    each_vector(0, depth, [&](int64_t d, int64_t left) DEQFAST_LAMBDA {
-      store(deviations + d, load_double(row + d, left) - load(mean + d, left), left);
+    for_vectors<kLanes>(depth, [&](int64_t d, auto lanes) DEQFAST_ALWAYS_INLINE {
+      store(deviations + d, load_double(row + d, lanes) - load(mean + d, lanes), lanes);
     });
   }
   std::fill(deviations, deviations + (padded - (end - begin)) * kBlockDepth, 0.0);
@@ -198,15 +189,6 @@ std::vector<double> pack(const double* from, int64_t dim, int64_t count, int64_t
   return to;
 }
 
-#define DEQFAST_RUN(H)                                                                                            \
-  DEQFAST_CLONES void run(const MeansParams<H>& p, int64_t begin, int64_t end) { sum_tiles(p, begin, end); }      \
-  DEQFAST_CLONES void run(const ScatterParams<H>& p, int64_t begin, int64_t end) { scatter_blocks(p, begin, end); }
-DEQFAST_RUN(Half)
-DEQFAST_RUN(BFloat16)
-DEQFAST_RUN(float)
-DEQFAST_RUN(double)
-#undef DEQFAST_RUN
-
 struct Kernels {
   using Half = deqfast::Half;
   using BFloat16 = deqfast::BFloat16;
@@ -221,7 +203,7 @@ struct Kernels {
     const Tensor partials = torch::stable::new_empty(features, {chunks + classes, dim}, ScalarType::Double);
     const MeansParams<H> p{grouped, partials.mutable_data_ptr<double>(), (dim + kTile - 1) / kTile};
     for (int64_t d = 0; d < dim; d += kLanes) store(shift + d, load_double(grouped.row(0) + d, dim - d), dim - d);
-    torch::stable::parallel_for(0, chunks * p.tiles, 1, [&](int64_t begin, int64_t end) { run(p, begin, end); });
+    torch::stable::parallel_for(0, chunks * p.tiles, 1, [&](int64_t begin, int64_t end) { sum_tiles(p, begin, end); });
     torch::stable::parallel_for(0, classes, grain_of(dim), [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) finish_class(p, k, shift, local + k * dim);
     });
@@ -234,7 +216,7 @@ struct Kernels {
     const std::vector<double> packed = pack(directions, grouped.dim, count, panels);
     std::vector<double> partials(blocks * panels * kLanes);
     const ScatterParams<H> p{grouped, means, packed.data(), partials.data(), panels};
-    torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) { run(p, begin, end); });
+    torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) { scatter_blocks(p, begin, end); });
     for (int64_t block = 0; block < blocks; ++block) {
       for (int64_t j = 0; j < count; ++j) within[j] += partials[block * panels * kLanes + j];
     }

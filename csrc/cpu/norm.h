@@ -10,9 +10,6 @@
 #include "grain.h"
 #include "simd.h"
 
-// Without it a lambda would be compiled for the baseline architecture alone.
-#define DEQFAST_INLINE_LAMBDA __attribute__((always_inline))
-
 namespace deqfast {
 
 // `rows` times `cols` contiguous elements: a sample in channels_last (its rows are pixels), else one group of a sample
@@ -47,39 +44,43 @@ class ChannelArrays {
 
 template <class T>
 DEQFAST_INLINE Vec<T> first_lanes(Vec<T> v, int64_t count) {
-  Vec<T> kept = {};
-  memcpy(&kept, &v, count * sizeof(T));
-  return kept;
+  T lanes[Simd<T>::lanes];
+  store(lanes, v, Simd<T>::lanes);
+  return load(lanes, count);
 }
 
 // The sum of all lanes, in pairs.
+template <class T, int N>
+DEQFAST_INLINE T tree_sum(Register<T, N> v) {
+  if constexpr (N * sizeof(T) > 16) {
+    Register<T, N / 2> half[2];
+    memcpy(half, &v, sizeof v);
+    return tree_sum<T, N / 2>(half[0] + half[1]);
+  } else if constexpr (N == 4) {
+    return (v[0] + v[1]) + (v[2] + v[3]);
+  } else {
+    return v[0] + v[1];
+  }
+}
+
 template <class T>
 DEQFAST_INLINE T tree_sum(Vec<T> v) {
-  typedef T Half __attribute__((vector_size(32)));
-  typedef T Quarter __attribute__((vector_size(16)));
-  Half half[2];
-  memcpy(half, &v, sizeof v);
-  const Half a = half[0] + half[1];
-  Quarter quarter[2];
-  memcpy(quarter, &a, sizeof a);
-  const Quarter b = quarter[0] + quarter[1];
-  if constexpr (Simd<T>::lanes == 16) {
-    return (b[0] + b[1]) + (b[2] + b[3]);
-  } else {
-    return b[0] + b[1];
+  for (int n = kParts / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) v.part[i] += v.part[i + n];
   }
+  return tree_sum<T, Vec<T>::width>(v.part[0]);
 }
 
 // NaN stays NaN.
 template <class T>
 DEQFAST_INLINE Vec<T> relu(Vec<T> v) {
-  return v < T(0) ? Vec<T>{} : v;
+  return select(v < T(0), T(0), v);
 }
 
 // The gradient before a relu; NaN passes, as in torch.
 template <class T>
 DEQFAST_INLINE Vec<T> masked(Vec<T> grad, Vec<T> before_relu) {
-  return before_relu <= T(0) ? Vec<T>{} : grad;
+  return select(before_relu <= T(0), T(0), grad);
 }
 
 // The values of the channels at c: a vector where channels are neighbours, else the one channel of the row.
@@ -116,7 +117,7 @@ DEQFAST_INLINE void sweep(const Piece& p, ChannelArrays<T>& sums, const Body& bo
     if (Terms > 0) sums.clear();
     for (int64_t row = 0; row < p.rows; row += kRows) {
       const int64_t end = std::min(row + kRows, p.rows);
-      const auto column = [&](int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+      const auto column = [&](int64_t c, auto count) DEQFAST_ALWAYS_INLINE {
         Vec<T> terms[Terms > 0 ? Terms : 1] = {};
         for (int64_t r = row; r < end; ++r) body(r * p.cols + c, c, count, terms);
         for (int k = 0; k < Terms; ++k) {
@@ -156,12 +157,12 @@ DEQFAST_INLINE void spread(const Piece& p, const T* values, T* per_channel) {
 template <class T, bool kLast, class Value, class Again>
 DEQFAST_INLINE void statistics(const Piece& p, T eps, ChannelArrays<T>& sums, T* mean_c, T* rstd_c, T* mean, T* rstd,
                                const Value& value, const Again& again) {
-  sweep<T, kLast, 1>(p, sums, [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+  sweep<T, kLast, 1>(p, sums, [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_ALWAYS_INLINE {
     terms[0] += value(d, c, count);
   });
   group_means<T>(p, sums[0], nullptr, mean);
   spread(p, mean, mean_c);
-  sweep<T, kLast, 1>(p, sums, [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+  sweep<T, kLast, 1>(p, sums, [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_ALWAYS_INLINE {
     const Vec<T> centred = again(d, c, count) - at<kLast>(mean_c, c, count);
     terms[0] += centred * centred;
   });
@@ -204,23 +205,27 @@ void put_affine(const NormShape& s, const Piece& p, int64_t piece, ChannelArrays
   }
 }
 
-// Calls body(channels last: std::bool_constant).
-template <class Body>
-DEQFAST_INLINE void with_layout(const NormShape& shape, const Body& body) {
-  if (shape.channels_last) {
-    body(std::true_type());
-  } else {
-    body(std::false_type());
-  }
-}
+// Computes an op on several threads by its run_pieces(params, begin, end, channels last: std::bool_constant).
+struct NormKernels {
+  using BFloat16 = deqfast::BFloat16;
+  static constexpr bool native = true;
 
-// Calls run(params, begin, end) for all pieces, on several threads.
-template <class Params, class Run>
-void launch(const Params& params, const Run& run) {
-  const Piece piece(params.shape);
-  constexpr int64_t passes = 4;  // about
-  torch::stable::parallel_for(0, pieces(params.shape), grain_of(passes * piece.size()),
-                              [&](int64_t begin, int64_t end) { run(params, begin, end); });
-}
+  template <class Params>
+  static void run(const Params& params, const Tensor&) {
+    if (params.shape.channels_last) {
+      launch(params, std::true_type());
+    } else {
+      launch(params, std::false_type());
+    }
+  }
+
+ private:
+  template <class Params, class Last>
+  static void launch(const Params& params, Last last) {
+    constexpr int64_t passes = 4;  // about
+    torch::stable::parallel_for(0, pieces(params.shape), grain_of(passes * Piece(params.shape).size()),
+                                [&](int64_t begin, int64_t end) { run_pieces(params, begin, end, last); });
+  }
+};
 
 }  // namespace deqfast

@@ -5,10 +5,9 @@
 #include "norm.h"
 
 namespace deqfast {
-namespace {
 
 template <class T, class Y, class Z, class Last>
-DEQFAST_INLINE void run_pieces(const ResidualParams<T, Y, Z>& p, int64_t begin, int64_t end, Last) {
+void run_pieces(const ResidualParams<T, Y, Z>& p, int64_t begin, int64_t end, Last) {
   constexpr bool kLast = Last::value;
   const Piece piece(p.shape);
   ChannelArrays<T> arrays(piece.channels, 2), sums(piece.channels, 1);
@@ -19,60 +18,31 @@ DEQFAST_INLINE void run_pieces(const ResidualParams<T, Y, Z>& p, int64_t begin, 
     T* f = p.f + i * piece.size();
     const int64_t c0 = i * piece.channels % p.shape.channels, g0 = i * piece.groups;
     const T *weight2 = p.weight2 + c0, *bias2 = p.bias2 + c0, *weight3 = p.weight3 + c0, *bias3 = p.bias3 + c0;
-    const auto stored = [&](int64_t d, int64_t, auto count) DEQFAST_INLINE_LAMBDA { return load<T>(f + d, count); };
-    const auto affine = [&](int64_t d, int64_t c, auto count, const T* weight, const T* bias) DEQFAST_INLINE_LAMBDA {
+    const auto stored = [&](int64_t d, int64_t, auto count) DEQFAST_ALWAYS_INLINE { return load<T>(f + d, count); };
+    const auto affine = [&](int64_t d, int64_t c, auto count, const T* weight, const T* bias) DEQFAST_ALWAYS_INLINE {
       const Vec<T> normal = (stored(d, c, count) - at<kLast>(mean_c, c, count)) * at<kLast>(rstd_c, c, count);
       return Vec<T>(normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count));
     };
-    const auto add = [&](int64_t d, int64_t, auto count) DEQFAST_INLINE_LAMBDA {
+    const auto add = [&](int64_t d, int64_t, auto count) DEQFAST_ALWAYS_INLINE {
       const Vec<T> s = load<T>(y + d, count) + load<T>(x + d, count);
       store(f + d, s, count);
       return s;
     };
     statistics<T, kLast>(piece, p.eps, sums, mean_c, rstd_c, p.mean2 + g0, p.rstd2 + g0, add, stored);
-    const auto activate = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+    const auto activate = [&](int64_t d, int64_t c, auto count) DEQFAST_ALWAYS_INLINE {
       const Vec<T> v = relu<T>(load<T>(z + d, count) + affine(d, c, count, weight2, bias2));
       store(f + d, v, count);
       return v;
     };
     statistics<T, kLast>(piece, p.eps, sums, mean_c, rstd_c, p.mean3 + g0, p.rstd3 + g0, activate, stored);
-    sweep<T, kLast, 0>(piece, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_INLINE_LAMBDA {
+    sweep<T, kLast, 0>(piece, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_ALWAYS_INLINE {
       store(f + d, affine(d, c, count, weight3, bias3), count);
     });
   }
 }
 
-template <class Params>
-DEQFAST_INLINE void run_any(const Params& p, int64_t begin, int64_t end) {
-  with_layout(p.shape, [&](auto last) DEQFAST_INLINE_LAMBDA { run_pieces(p, begin, end, last); });
-}
-
-DEQFAST_CLONES void run(const ResidualParams<float, float, float>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-DEQFAST_CLONES void run(const ResidualParams<float, BFloat16, float>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-DEQFAST_CLONES void run(const ResidualParams<float, BFloat16, BFloat16>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-void run(const ResidualParams<double, double, double>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-struct Kernels {
-  using BFloat16 = deqfast::BFloat16;
-  static constexpr bool native = true;
-
-  template <class Params>
-  static void run(const Params& params, const Tensor&) {
-    launch(params, [](const auto& p, int64_t begin, int64_t end) { deqfast::run(p, begin, end); });
-  }
-};
-
-}  // namespace
-
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("norm_act_residual", TORCH_BOX(&norm_act_residual<Kernels>));
+  m.impl("norm_act_residual", TORCH_BOX(&norm_act_residual<NormKernels>));
 }
 
 }  // namespace deqfast

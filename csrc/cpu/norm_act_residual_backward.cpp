@@ -6,10 +6,9 @@
 #include "norm.h"
 
 namespace deqfast {
-namespace {
 
 template <class T, class Y, class Z, class Last>
-DEQFAST_INLINE void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t begin, int64_t end, Last) {
+void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t begin, int64_t end, Last) {
   constexpr bool kLast = Last::value;
   const Piece piece(p.shape);
   ChannelArrays<T> arrays(piece.channels, 10), sums(piece.channels, 2);
@@ -26,18 +25,18 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t
     spread(piece, p.rstd2 + g0, rstd2);
     spread(piece, p.mean3 + g0, mean3);
     spread(piece, p.rstd3 + g0, rstd3);
-    const auto normal2_at = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+    const auto normal2_at = [&](int64_t d, int64_t c, auto count) DEQFAST_ALWAYS_INLINE {
       const Vec<T> s = load<T>(y + d, count) + load<T>(x + d, count);
       return Vec<T>((s - at<kLast>(mean2, c, count)) * at<kLast>(rstd2, c, count));
     };
-    const auto before_relu_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_INLINE_LAMBDA {
+    const auto before_relu_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_ALWAYS_INLINE {
       return Vec<T>(load<T>(z + d, count) + (normal2 * at<kLast>(weight2, c, count) + at<kLast>(bias2, c, count)));
     };
-    const auto normal3_at = [&](int64_t c, auto count, Vec<T> before_relu) DEQFAST_INLINE_LAMBDA {
+    const auto normal3_at = [&](int64_t c, auto count, Vec<T> before_relu) DEQFAST_ALWAYS_INLINE {
       return Vec<T>((relu<T>(before_relu) - at<kLast>(mean3, c, count)) * at<kLast>(rstd3, c, count));
     };
     sweep<T, kLast, 2>(piece, sums,
-                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_ALWAYS_INLINE {
       const Vec<T> normal2 = normal2_at(d, c, count), before_relu = before_relu_at(d, c, count, normal2);
       const Vec<T> g = load<T>(grad + d, count);
       if constexpr (kKeep) store(grad_sum + d, normal2, count);
@@ -46,20 +45,20 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t
     });
     put_affine(p.shape, piece, i, sums, p.grad_affine + 2 * p.shape.batch * p.shape.channels);
     const NormBackward<T, kLast> through_norm3(piece, sums, weight3, rstd3, arrays, 4);
-    const auto normal2_again = [&](int64_t d, int64_t c, auto count) DEQFAST_INLINE_LAMBDA {
+    const auto normal2_again = [&](int64_t d, int64_t c, auto count) DEQFAST_ALWAYS_INLINE {
       if constexpr (kKeep) {
         return load<T>(grad_sum + d, count);
       } else {
         return normal2_at(d, c, count);
       }
     };
-    const auto grad_z_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_INLINE_LAMBDA {
+    const auto grad_z_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_ALWAYS_INLINE {
       const Vec<T> before_relu = before_relu_at(d, c, count, normal2);
       const Vec<T> g = load<T>(grad + d, count);
       return masked<T>(through_norm3(g, normal3_at(c, count, before_relu), c, count), before_relu);
     };
     sweep<T, kLast, 2>(piece, sums,
-                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_INLINE_LAMBDA {
+                       [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_ALWAYS_INLINE {
       const Vec<T> normal2 = normal2_again(d, c, count), g = grad_z_at(d, c, count, normal2);
       store(grad_z + d, g, count);
       terms[0] += g * normal2;
@@ -67,7 +66,7 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t
     });
     put_affine(p.shape, piece, i, sums, p.grad_affine);
     const NormBackward<T, kLast> through_norm2(piece, sums, weight2, rstd2, arrays, 7);
-    sweep<T, kLast, 0>(piece, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_INLINE_LAMBDA {
+    sweep<T, kLast, 0>(piece, sums, [&](int64_t d, int64_t c, auto count, Vec<T>*) DEQFAST_ALWAYS_INLINE {
       const Vec<T> normal2 = normal2_again(d, c, count);
       const Vec<T> g = kKeep ? load<T>(grad_z + d, count) : grad_z_at(d, c, count, normal2);
       store(grad_sum + d, through_norm2(g, normal2, c, count), count);
@@ -75,38 +74,8 @@ DEQFAST_INLINE void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t
   }
 }
 
-template <class Params>
-DEQFAST_INLINE void run_any(const Params& p, int64_t begin, int64_t end) {
-  with_layout(p.shape, [&](auto last) DEQFAST_INLINE_LAMBDA { run_pieces(p, begin, end, last); });
-}
-
-DEQFAST_CLONES void run(const ResidualBackwardParams<float, float, float>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-DEQFAST_CLONES void run(const ResidualBackwardParams<float, BFloat16, float>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-DEQFAST_CLONES void run(const ResidualBackwardParams<float, BFloat16, BFloat16>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-void run(const ResidualBackwardParams<double, double, double>& p, int64_t begin, int64_t end) {
-  run_any(p, begin, end);
-}
-
-struct Kernels {
-  using BFloat16 = deqfast::BFloat16;
-  static constexpr bool native = true;
-
-  template <class Params>
-  static void run(const Params& params, const Tensor&) {
-    launch(params, [](const auto& p, int64_t begin, int64_t end) { deqfast::run(p, begin, end); });
-  }
-};
-
-}  // namespace
-
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("norm_act_residual_backward", TORCH_BOX(&norm_act_residual_backward<Kernels>));
+  m.impl("norm_act_residual_backward", TORCH_BOX(&norm_act_residual_backward<NormKernels>));
 }
 
 }  // namespace deqfast

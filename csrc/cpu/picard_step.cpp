@@ -58,9 +58,6 @@ struct PicardStep {
   void finish(int64_t, Sums, const Sample&) const {}
 };
 
-DEQFAST_STEP(PicardStep<float>)
-DEQFAST_STEP(PicardStep<double>)
-
 struct Kernels {
   template <class T>
   static void run(const PicardParams<T>& params, const Tensor&) {

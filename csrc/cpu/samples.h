@@ -9,7 +9,7 @@
 //   Sample                 what is kept of a sample between its sweeps, made from the step
 //   runs(row)              whether the sample takes part
 //   first(row, chunk, sums), decide(row, sums, sample), second(row, chunk, sample, sums), finish(row, sums, sample)
-// where the two sweeps are to be inlined, and compiled for every instruction set; the others are not.
+// where the two sweeps are to be inlined.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -86,9 +86,9 @@ DEQFAST_INLINE void sweep(const Step& step, int part, const Portion<Step>& porti
   }
 }
 
-// To be compiled for every instruction set, hence one loop for all kinds of work.
+// One loop for all kinds of work, so that the sweeps are compiled once.
 template <class Step>
-DEQFAST_INLINE void do_work(Work<Step>& work, int64_t begin, int64_t end) {
+void do_work(Work<Step>& work, int64_t begin, int64_t end) {
   for (int64_t index = begin; index < end; ++index) {
     const Portion<Step> portion = work.at(index);
     for (int part = work.part; part <= work.last_part; ++part) {
@@ -108,9 +108,6 @@ DEQFAST_INLINE void do_work(Work<Step>& work, int64_t begin, int64_t end) {
   }
 }
 
-#define DEQFAST_STEP(...) \
-  DEQFAST_CLONES void run(Work<__VA_ARGS__>& work, int64_t begin, int64_t end) { do_work(work, begin, end); }
-
 // The threads take whole samples, which a second sweep may find in the cache, but where few are left and some threads
 // would be idle.
 template <class Step>
@@ -128,7 +125,7 @@ void share_out(const Step& step) {
       samples * elements <= kLeastElements) {
     share(samples, elements, [&](int64_t begin, int64_t end) {
       Work<Step> work(step, rows, true);
-      run(work, begin, end);
+      do_work(work, begin, end);
     });
     return;
   }
@@ -137,9 +134,9 @@ void share_out(const Step& step) {
     work.part = work.last_part = part;
     if (is_sweep(part)) {
       share(samples * work.chunks, Chunk::size * step.rows(),
-            [&](int64_t begin, int64_t end) { run(work, begin, end); });
+            [&](int64_t begin, int64_t end) { do_work(work, begin, end); });
     } else {
-      run(work, 0, samples);
+      do_work(work, 0, samples);
     }
   }
 }

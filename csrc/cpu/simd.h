@@ -1,27 +1,26 @@
-// Vectors of 64 bytes and the row primitives of the solver kernels. The vectors are the compiler's own: one source
-// gives AVX2 code, which setup.py asks for, and AVX-512 code, chosen when the library is loaded, with one order of
-// summation.
+// Vectors of 64 bytes and the row primitives of the solver kernels. A vector is as many registers of the processor as it
+// takes, each of the compiler's own vector types: one that is wider than a register would be kept in memory. So one
+// source, compiled for AVX2 and for AVX-512, has the same lanes and one order of summation.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
-#define DEQFAST_ALWAYS_INLINE __attribute__((always_inline))  // also for lambdas, whose callers are cloned
+// Also for lambdas: a vector of several registers goes to a function that is not inlined, and comes back, in memory.
+#define DEQFAST_ALWAYS_INLINE __attribute__((always_inline))
 #define DEQFAST_INLINE inline DEQFAST_ALWAYS_INLINE
 
-// DEQFAST_CLONES: a function for AVX2 and for AVX-512. DEQFAST_WIDE: for AVX-512 alone, to be called if DEQFAST_HAS_WIDE.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define DEQFAST_CLONES __attribute__((target_clones("arch=x86-64-v4", "default")))
-#define DEQFAST_WIDE __attribute__((target("arch=x86-64-v4")))
-#define DEQFAST_HAS_WIDE __builtin_cpu_supports("avx512vl")
-#else
-#define DEQFAST_CLONES
-#define DEQFAST_WIDE
-#define DEQFAST_HAS_WIDE false
-#endif
-
 namespace deqfast {
+
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;  // bytes
+#elif defined(__AVX__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
 
 struct BFloat16 {
   uint16_t bits;
@@ -30,27 +29,90 @@ struct Half {
   uint16_t bits;
 };
 
-template <class T>
-struct Simd;
-template <>
-struct Simd<float> {
-  static constexpr int lanes = 16;
-  typedef float Vec __attribute__((vector_size(64)));
+template <class T, int N>
+struct RegisterOf {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
 };
-template <>
-struct Simd<double> {
-  static constexpr int lanes = 8;
-  typedef double Vec __attribute__((vector_size(64)));
-};
-template <class T>
-using Vec = typename Simd<T>::Vec;
+template <class T, int N = kRegister / sizeof(T)>
+using Register = typename RegisterOf<T, N>::type;
 
-typedef float F32x8 __attribute__((vector_size(32)));
-typedef int32_t I32x8 __attribute__((vector_size(32)));
-typedef uint32_t U32x8 __attribute__((vector_size(32)));
-typedef uint16_t U16x8 __attribute__((vector_size(16)));
-typedef uint16_t U16x16 __attribute__((vector_size(32)));
-typedef uint32_t U32x16 __attribute__((vector_size(64)));
+template <class T>
+struct Simd {
+  static constexpr int lanes = 64 / sizeof(T);
+};
+
+constexpr int kParts = 64 / kRegister;  // of a vector
+
+// Which lanes of so many bytes to take, all bits of a lane alike.
+template <int Bytes>
+struct Mask {
+  Register<std::conditional_t<Bytes == 4, int32_t, int64_t>> part[kParts];
+};
+
+template <class T>
+struct Vec {
+  static constexpr int width = Simd<T>::lanes / kParts;  // lanes of a part
+  Register<T> part[kParts];
+
+  Vec() = default;
+  DEQFAST_INLINE Vec(T x) {
+    for (auto& p : part) p = x - Register<T>{};
+  }
+  DEQFAST_INLINE T operator[](int lane) const { return part[lane / width][lane % width]; }
+
+#define DEQFAST_OPERATOR(op)                                                 \
+  friend DEQFAST_INLINE Vec operator op(Vec a, Vec b) {                      \
+    for (int i = 0; i < kParts; ++i) a.part[i] = a.part[i] op b.part[i];     \
+    return a;                                                                \
+  }
+  DEQFAST_OPERATOR(+)
+  DEQFAST_OPERATOR(-)
+  DEQFAST_OPERATOR(*)
+  DEQFAST_OPERATOR(/)
+  DEQFAST_OPERATOR(&)
+  DEQFAST_OPERATOR(|)
+#undef DEQFAST_OPERATOR
+#define DEQFAST_COMPARISON(op)                                               \
+  friend DEQFAST_INLINE Mask<sizeof(T)> operator op(Vec a, Vec b) {          \
+    Mask<sizeof(T)> m;                                                       \
+    for (int i = 0; i < kParts; ++i) m.part[i] = a.part[i] op b.part[i];     \
+    return m;                                                                \
+  }
+  DEQFAST_COMPARISON(<)
+  DEQFAST_COMPARISON(<=)
+  DEQFAST_COMPARISON(>)
+  DEQFAST_COMPARISON(!=)
+#undef DEQFAST_COMPARISON
+  friend DEQFAST_INLINE Vec operator-(Vec a) {
+    for (auto& p : a.part) p = -p;
+    return a;
+  }
+  friend DEQFAST_INLINE Vec operator<<(Vec a, int bits) {
+    for (auto& p : a.part) p = p << bits;
+    return a;
+  }
+  friend DEQFAST_INLINE Vec operator>>(Vec a, int bits) {
+    for (auto& p : a.part) p = p >> bits;
+    return a;
+  }
+  friend DEQFAST_INLINE Vec& operator+=(Vec& a, Vec b) { return a = a + b; }
+  friend DEQFAST_INLINE Vec& operator-=(Vec& a, Vec b) { return a = a - b; }
+  friend DEQFAST_INLINE Vec& operator/=(Vec& a, Vec b) { return a = a / b; }
+
+  // Lane by lane a where the mask is set, else b.
+  friend DEQFAST_INLINE Vec select(Mask<sizeof(T)> mask, Vec a, Vec b) {
+    for (int i = 0; i < kParts; ++i) a.part[i] = mask.part[i] ? a.part[i] : b.part[i];
+    return a;
+  }
+};
+
+// The bits of a vector as another type of the same size.
+template <class To, class From>
+DEQFAST_INLINE Vec<To> bits_as(Vec<From> v) {
+  Vec<To> to;
+  for (int i = 0; i < kParts; ++i) to.part[i] = (Register<To>)v.part[i];
+  return to;
+}
 
 // Fewer elements than a vector's W lanes. As the count of a load or store it spares the code for whole vectors, as W as a
 // constant spares that for parts.
@@ -60,94 +122,121 @@ struct Tail {
   constexpr operator int64_t() const { return count; }
 };
 
-// Copy the first `count` of W elements, all of them if `count` is larger.
-template <int W, class T, class Count>
-DEQFAST_INLINE void copy_lanes(T* to, const T* from, Count count) {
+// What body(from) makes of W elements; with a `count` below W of so many, and zeros.
+template <int W, class T, class Count, class Body>
+DEQFAST_INLINE auto padded(const T* from, Count count, const Body& body) {
   if constexpr (!std::is_same_v<Count, Tail<W>>) {
-    if (count >= W) {  // a size known to the compiler: else this is a call
-      memcpy(to, from, W * sizeof(T));
-      return;
-    }
+    if (count >= W) return body(from);
   }
-  memcpy(to, from, count * sizeof(T));
+  T copy[W] = {};
+  memcpy(copy, from, count * sizeof(T));
+  return body(static_cast<const T*>(copy));
+}
+
+// Have body(to) write W elements of which the first `count` are kept, all of them if `count` is larger.
+template <int W, class T, class Count, class Body>
+DEQFAST_INLINE void cut(T* to, Count count, const Body& body) {
+  if constexpr (!std::is_same_v<Count, Tail<W>>) {
+    if (count >= W) return body(to);
+  }
+  T copy[W];
+  body(copy);
+  memcpy(to, copy, count * sizeof(T));
+}
+
+template <class R, class T>
+DEQFAST_INLINE R read(const T* from) {
+  R r;
+  memcpy(&r, from, sizeof r);
+  return r;
 }
 
 // `count` below the number of lanes reads or writes that many elements; missing lanes are zero.
 template <class T, class Count>
 DEQFAST_INLINE Vec<T> load(const T* from, Count count) {
-  Vec<T> v = {};
-  copy_lanes<Simd<T>::lanes>(reinterpret_cast<T*>(&v), from, count);
-  return v;
-}
-
-DEQFAST_INLINE Vec<float> as_float(U32x16 bits) {
-  Vec<float> v;
-  memcpy(&v, &bits, sizeof v);
-  return v;
+  return padded<Simd<T>::lanes>(from, count, [](const T* whole) DEQFAST_ALWAYS_INLINE {
+    Vec<T> v;
+    for (int i = 0; i < kParts; ++i) v.part[i] = read<Register<T>>(whole + i * Vec<T>::width);
+    return v;
+  });
 }
 
 template <class T, class Count>
 DEQFAST_INLINE Vec<float> load(const BFloat16* from, Count count) {
-  U16x16 half = {};
-  copy_lanes<16>(reinterpret_cast<BFloat16*>(&half), from, count);
-  return as_float(__builtin_convertvector(half, U32x16) << 16);
+  return padded<Simd<float>::lanes>(from, count, [](const BFloat16* whole) DEQFAST_ALWAYS_INLINE {
+    constexpr int width = Vec<float>::width;
+    Vec<uint32_t> bits;
+    for (int i = 0; i < kParts; ++i) {
+      const auto half = read<Register<uint16_t, width>>(whole + i * width);
+      bits.part[i] = __builtin_convertvector(half, Register<uint32_t>) << 16;
+    }
+    return bits_as<float>(bits);
+  });
 }
 
 template <class T, class Count>
 DEQFAST_INLINE void store(T* to, Vec<T> v, Count count) {
-  copy_lanes<Simd<T>::lanes>(to, reinterpret_cast<const T*>(&v), count);
+  cut<Simd<T>::lanes>(to, count, [&](T* whole) DEQFAST_ALWAYS_INLINE {
+    for (int i = 0; i < kParts; ++i) memcpy(whole + i * Vec<T>::width, &v.part[i], kRegister);
+  });
 }
 
-// Eight elements of any type as double; all of these conversions are exact.
-DEQFAST_INLINE Vec<double> load_double(const double* from, int64_t count) { return load(from, count); }
+// As many elements of any type as a register holds in double; all of these conversions are exact.
+DEQFAST_INLINE Register<double> read_double(const double* from) { return read<Register<double>>(from); }
 
-DEQFAST_INLINE Vec<double> load_double(const float* from, int64_t count) {
-  F32x8 v = {};
-  copy_lanes<8>(reinterpret_cast<float*>(&v), from, count);
-  return __builtin_convertvector(v, Vec<double>);
+DEQFAST_INLINE Register<double> read_double(const float* from) {
+  return __builtin_convertvector(read<Register<float, Vec<double>::width>>(from), Register<double>);
 }
+
+// Half a register of numbers of four bytes.
+template <class T>
+using Narrow = Register<T, Vec<double>::width>;
 
 template <class H>
-DEQFAST_INLINE U32x8 load_bits(const H* from, int64_t count) {
-  U16x8 half = {};
-  copy_lanes<8>(reinterpret_cast<H*>(&half), from, count);
-  return __builtin_convertvector(half, U32x8);
+DEQFAST_INLINE Narrow<uint32_t> read_bits(const H* from) {
+  return __builtin_convertvector(read<Narrow<uint16_t>>(from), Narrow<uint32_t>);
 }
 
-DEQFAST_INLINE Vec<double> load_double(const BFloat16* from, int64_t count) {
-  const U32x8 wide = load_bits(from, count) << 16;
-  F32x8 v;
-  memcpy(&v, &wide, sizeof v);
-  return __builtin_convertvector(v, Vec<double>);
+DEQFAST_INLINE Register<double> read_double(const BFloat16* from) {
+  return __builtin_convertvector((Narrow<float>)(read_bits(from) << 16), Register<double>);
 }
 
 // The exponent's bias goes from 15 to 127. Subnormal halves are multiples of 2^-24, made from integers: where the
 // processor takes subnormal floats for zero, they would be lost in those.
-DEQFAST_INLINE Vec<double> load_double(const Half* from, int64_t count) {
-  const U32x8 bits = load_bits(from, count), exponent = bits & 0x7c00;
-  F32x8 v = __builtin_convertvector((I32x8)(bits & 0x3ff), F32x8) * 0x1p-24f;
-  U32x8 tiny;
-  memcpy(&tiny, &v, sizeof tiny);
-  const U32x8 is_tiny = (U32x8)(exponent == 0), not_finite = (U32x8)(exponent == 0x7c00);
-  U32x8 wide = (is_tiny & tiny) | (~is_tiny & (((bits & 0x7fff) << 13) + (112u << 23)));
+DEQFAST_INLINE Register<double> read_double(const Half* from) {
+  const Narrow<uint32_t> bits = read_bits(from), exponent = bits & 0x7c00;
+  const Narrow<float> mantissa = __builtin_convertvector((Narrow<int32_t>)(bits & 0x3ff), Narrow<float>);
+  const auto tiny = (Narrow<uint32_t>)(mantissa * 0x1p-24f);
+  const auto is_tiny = (Narrow<uint32_t>)(exponent == 0), not_finite = (Narrow<uint32_t>)(exponent == 0x7c00);
+  Narrow<uint32_t> wide = (is_tiny & tiny) | (~is_tiny & (((bits & 0x7fff) << 13) + (112u << 23)));
   wide |= (not_finite & 0x7f800000) | (bits & 0x8000) << 16;
-  memcpy(&v, &wide, sizeof v);
-  return __builtin_convertvector(v, Vec<double>);
+  return __builtin_convertvector((Narrow<float>)wide, Register<double>);
+}
+
+template <class H, class Count>
+DEQFAST_INLINE Vec<double> load_double(const H* from, Count count) {
+  return padded<Simd<double>::lanes>(from, count, [](const H* whole) DEQFAST_ALWAYS_INLINE {
+    Vec<double> v;
+    for (int i = 0; i < kParts; ++i) v.part[i] = read_double(whole + i * Vec<double>::width);
+    return v;
+  });
 }
 
 // The upper halves, rounded to nearest even; NaN stays NaN.
-DEQFAST_INLINE U32x16 bfloat16_bits(Vec<float> v) {
-  U32x16 bits;
-  memcpy(&bits, &v, sizeof bits);
-  const U32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const U32x16 is_nan = (U32x16)(v != v);
-  return (is_nan & 0x7fc0) | (~is_nan & rounded);
+DEQFAST_INLINE Vec<uint32_t> bfloat16_bits(Vec<float> v) {
+  const Vec<uint32_t> bits = bits_as<uint32_t>(v), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return select(v != v, 0x7fc0, rounded);
 }
 
 template <class Count>
-DEQFAST_INLINE void store_bits(BFloat16* to, U32x16 bits, Count count) {
-  const U16x16 half = __builtin_convertvector(bits, U16x16);
-  copy_lanes<16>(to, reinterpret_cast<const BFloat16*>(&half), count);
+DEQFAST_INLINE void store_bits(BFloat16* to, Vec<uint32_t> bits, Count count) {
+  cut<Simd<float>::lanes>(to, count, [&](BFloat16* whole) DEQFAST_ALWAYS_INLINE {
+    constexpr int width = Vec<float>::width;
+    for (int i = 0; i < kParts; ++i) {
+      const auto half = __builtin_convertvector(bits.part[i], Register<uint16_t, width>);
+      memcpy(whole + i * width, &half, sizeof half);
+    }
+  });
 }
 
 template <class Count>
@@ -166,9 +255,9 @@ struct Held {
 };
 template <>
 struct Held<float, BFloat16> {
-  U32x16 bits;
+  Vec<uint32_t> bits;
   DEQFAST_INLINE explicit Held(Vec<float> v) : bits(bfloat16_bits(v)) {}
-  DEQFAST_INLINE Vec<float> value() const { return as_float(bits << 16); }
+  DEQFAST_INLINE Vec<float> value() const { return bits_as<float>(bits << 16); }
   template <class Count>
   DEQFAST_INLINE void put(BFloat16* to, Count count) const {
     store_bits(to, bits, count);
@@ -184,13 +273,24 @@ DEQFAST_INLINE void for_vectors(int64_t count, const F& body) {
   if (d < count) body(d, Tail<W>{count - d});
 }
 
+// The lanes of half a register from `First` on, in double. Taken one by one: copied as memory, what they are taken from
+// would be kept in memory.
+template <int First, size_t... I>
+DEQFAST_INLINE Register<double> half_in_double(Register<float> v, std::index_sequence<I...>) {
+  return __builtin_convertvector((Narrow<float>{v[First + I]...}), Register<double>);
+}
+
 // Sums in double of vectors, lane by lane.
 DEQFAST_INLINE Vec<double> widened(Vec<double> v) { return v; }
 DEQFAST_INLINE Vec<double> widened(Vec<float> v) {
-  F32x8 low, high;
-  memcpy(&low, &v, sizeof low);
-  memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
-  return __builtin_convertvector(low, Vec<double>) + __builtin_convertvector(high, Vec<double>);
+  constexpr int width = Vec<double>::width;
+  constexpr auto lanes = std::make_index_sequence<width>();
+  Vec<double> halves[2];
+  for (int i = 0; i < 2 * kParts; i += 2) {
+    halves[i / kParts].part[i % kParts] = half_in_double<0>(v.part[i / 2], lanes);
+    halves[(i + 1) / kParts].part[(i + 1) % kParts] = half_in_double<width>(v.part[i / 2], lanes);
+  }
+  return halves[0] + halves[1];
 }
 
 // The sum over the lanes, in double, by halves: shorter than one lane after the other.
