@@ -1,7 +1,6 @@
 """Tensors under transforms: what torch.func, vmaps and forward-mode AD hide. The one place that looks behind them.
 
-No public API of torch tells whether a tensor belongs to a transform, so names of ``torch._C`` stand here, and
-only here.
+No public API of torch tells whether a tensor belongs to a transform, hence the names of ``torch._C``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attachment of a gradient to a solve. The one place that touches autograd for solves.
+"""Attachment of a gradient to a solve.
 
 The forward value is the solver's z*, in training and evaluation alike. Gradients attach to one more evaluation of the
 cell at z*, in which samples whose solve broke down are replaced by a healthy one, and then get no gradient: one NaN

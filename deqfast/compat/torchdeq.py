@@ -286,7 +286,7 @@ class DEQ(nn.Module):
         return _method(options["f_solver"], max_iter, options["f_tol"], options["f_stop_mode"], given)
 
     def _evaluations(self, max_iter: int) -> list[int]:
-        """Evaluations behind which the states of a training pass lie; the last is max_iter."""
+        """Evaluations behind which the states of a training pass lie."""
         count, given = self.options["n_states"], list(self.options["indexing"] or ())
         check_count("n_states", count)
         if count > 1 and given:

@@ -4,7 +4,6 @@ from . import collapse, fc, norm_act, steps  # noqa: F401  (schemas come before 
 
 # isort: split
 from .._extension import Availability
-from ..kernels.constants import MAX_GPU_HISTORY
 from .choice import KERNELS, Kernel, backends, check_kernel_name, choose_kernel, kernel_name
 from .fc import ACTIVATIONS
 from .memory import empty_history, empty_products, release_memory
@@ -14,7 +13,6 @@ __all__ = [
     "Availability",
     "KERNELS",
     "Kernel",
-    "MAX_GPU_HISTORY",
     "backends",
     "check_kernel_name",
     "choose_kernel",

@@ -1,4 +1,4 @@
-"""Which kernels can run here, and the choice among them. The only place that names a backend."""
+"""Which kernels can run here, and the choice among them."""
 
 from __future__ import annotations
 
