@@ -14,6 +14,8 @@
 // The build defines TORCH_EXTENSION_NAME.
 #define DEQFAST_INIT_OF(name) PyInit_##name
 #define DEQFAST_INIT(name) DEQFAST_INIT_OF(name)
+#define DEQFAST_TEXT_OF(name) #name
+#define DEQFAST_TEXT(name) DEQFAST_TEXT_OF(name)
 
 namespace {
 
@@ -40,7 +42,7 @@ PyObject* build_info(PyObject*, PyObject*) {
 PyMethodDef methods[] = {{"advise_huge_pages", advise_huge_pages, METH_VARARGS, "advise_huge_pages(address, bytes)"},
                          {"build_info", build_info, METH_NOARGS, "How these kernels were built."},
                          {}};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_cpu",
+PyModuleDef module = {PyModuleDef_HEAD_INIT, DEQFAST_TEXT(TORCH_EXTENSION_NAME),
                       "CPU kernels of deqfast. Importing this module registers them with torch.", -1, methods};
 
 }  // namespace

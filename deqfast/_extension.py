@@ -43,7 +43,11 @@ def _load_cpp() -> tuple[ModuleType | None, str]:
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() in ("x86_64", "AMD64") and not capability.startswith("AVX"):
         return None, f"deqfast._C_cpu needs a processor with AVX2, and torch finds {capability!r} here"
-    return _load("_C_cpu_avx512" if capability.startswith("AVX512") else "_C_cpu")
+    if capability.startswith("AVX512"):
+        module, _ = _load("_C_cpu_avx512")
+        if module is not None:
+            return module, ""
+    return _load("_C_cpu")
 
 
 # Importing a module registers its kernels, which needs the schemas: `deqfast.ops` imports this module after them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -362,9 +361,9 @@ except RuntimeError as error:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         cpp, cuda, close, equal, error = done.stdout.strip().splitlines()
-        assert re.match(r"cpp \| deqfast\._C_cpu(_avx512)? was not built", cpp) and "_C_cuda was not built" in cuda
+        assert cpp.startswith("cpp | deqfast._C_cpu was not built") and "_C_cuda was not built" in cuda
         assert (close, equal) == ("True", "True")
-        assert error.startswith(f"kernel='cpp' is not available: {cpp.removeprefix('cpp | ')}")
+        assert error.startswith("kernel='cpp' is not available: deqfast._C_cpu was not built")
 
     def test_the_module_tells_how_it_was_built(self):
         info = _extension.cpp_module.build_info()

@@ -94,8 +94,7 @@ DEQFAST_HD T length_of(T square, T scale, T scaled_square) {
 }
 
 // The norms of the rule. `vectors` are f(z) - z and f(z); they are read again for their largest magnitudes, and once
-// more for the sums of squares of both over a scale, where `squares`, the plain sums, do not do. Inlined, so that a CPU
-// runs it with the instructions of its caller.
+// more for the sums of squares of both over a scale, where `squares`, the plain sums, do not do.
 template <class T, class Vectors>
 __attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRule<T>& rule, const Norms<T>& squares,
                                                                    const Vectors& vectors) {

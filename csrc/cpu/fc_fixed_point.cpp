@@ -21,7 +21,8 @@ namespace {
 constexpr int64_t kBlock = 16;   // samples
 constexpr int64_t kDepth = 256;  // k per partial sum: what is accumulated in one go loses few bits
 
-// The tile of sums, kVectors for each of kRows rows, fills 32 registers of a whole vector or 16 of half a one.
+// The tile of sums, kVectors for each of kRows rows: it and the weights fit in 32 registers of a whole vector or of a
+// quarter, or in 16 of half a one.
 constexpr int kRows = kParts == 1 ? 8 : 6, kVectors = kParts == 1 ? 2 : 1;
 
 struct FreeAligned {

@@ -39,7 +39,7 @@ void run_pieces(const NormActBackwardParams<T, Y>& p, int64_t begin, int64_t end
     spread(piece, p.mean + g0, mean_c);
     spread(piece, p.rstd + g0, rstd_c);
     const auto normal_at = [&](int64_t d, int64_t c, auto count) DEQFAST_ALWAYS_INLINE {
-      return Vec<T>((load<T>(y + d, count) - at<kLast>(mean_c, c, count)) * at<kLast>(rstd_c, c, count));
+      return (load<T>(y + d, count) - at<kLast>(mean_c, c, count)) * at<kLast>(rstd_c, c, count);
     };
     const auto grad_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal) DEQFAST_ALWAYS_INLINE {
       return masked<T>(load<T>(grad + d, count), normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count));

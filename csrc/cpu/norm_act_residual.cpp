@@ -21,7 +21,7 @@ void run_pieces(const ResidualParams<T, Y, Z>& p, int64_t begin, int64_t end, La
     const auto stored = [&](int64_t d, int64_t, auto count) DEQFAST_ALWAYS_INLINE { return load<T>(f + d, count); };
     const auto affine = [&](int64_t d, int64_t c, auto count, const T* weight, const T* bias) DEQFAST_ALWAYS_INLINE {
       const Vec<T> normal = (stored(d, c, count) - at<kLast>(mean_c, c, count)) * at<kLast>(rstd_c, c, count);
-      return Vec<T>(normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count));
+      return normal * at<kLast>(weight, c, count) + at<kLast>(bias, c, count);
     };
     const auto add = [&](int64_t d, int64_t, auto count) DEQFAST_ALWAYS_INLINE {
       const Vec<T> s = load<T>(y + d, count) + load<T>(x + d, count);

@@ -27,13 +27,13 @@ void run_pieces(const ResidualBackwardParams<T, Y, Z>& p, int64_t begin, int64_t
     spread(piece, p.rstd3 + g0, rstd3);
     const auto normal2_at = [&](int64_t d, int64_t c, auto count) DEQFAST_ALWAYS_INLINE {
       const Vec<T> s = load<T>(y + d, count) + load<T>(x + d, count);
-      return Vec<T>((s - at<kLast>(mean2, c, count)) * at<kLast>(rstd2, c, count));
+      return (s - at<kLast>(mean2, c, count)) * at<kLast>(rstd2, c, count);
     };
     const auto before_relu_at = [&](int64_t d, int64_t c, auto count, Vec<T> normal2) DEQFAST_ALWAYS_INLINE {
-      return Vec<T>(load<T>(z + d, count) + (normal2 * at<kLast>(weight2, c, count) + at<kLast>(bias2, c, count)));
+      return load<T>(z + d, count) + (normal2 * at<kLast>(weight2, c, count) + at<kLast>(bias2, c, count));
     };
     const auto normal3_at = [&](int64_t c, auto count, Vec<T> before_relu) DEQFAST_ALWAYS_INLINE {
-      return Vec<T>((relu<T>(before_relu) - at<kLast>(mean3, c, count)) * at<kLast>(rstd3, c, count));
+      return (relu<T>(before_relu) - at<kLast>(mean3, c, count)) * at<kLast>(rstd3, c, count);
     };
     sweep<T, kLast, 2>(piece, sums,
                        [&](int64_t d, int64_t c, auto count, Vec<T>* terms) DEQFAST_ALWAYS_INLINE {

@@ -43,10 +43,11 @@ struct Simd {
 
 constexpr int kParts = 64 / kRegister;  // of a vector
 
-// Which lanes of so many bytes to take, all bits of a lane alike.
+// Which lanes of so many bytes to take, as the compiler's comparisons tell it.
 template <int Bytes>
 struct Mask {
-  Register<std::conditional_t<Bytes == 4, int32_t, int64_t>> part[kParts];
+  using Part = Register<std::conditional_t<Bytes == 4, float, double>>;
+  decltype(Part() < Part()) part[kParts];
 };
 
 template <class T>
