@@ -476,6 +476,8 @@ class TestExport:
 
     def test_a_package_of_aot_inductor(self, tmp_path):
         """Code that runs from C++ too, in one loop for every batch."""
+        if TorchVersion(torch.__version__) < "2.14" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+            pytest.skip("docs/pages/options.md: Inductor's vectors fail there")
         model = Model(Anderson(max_iter=8, history=2), kernel="torch").eval()
         reuse = {"allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14"}
         path = torch._inductor.aoti_compile_and_package(
