@@ -180,11 +180,16 @@ def test_a_processor_without_avx2_is_served_by_torch():
     assert printed.strip() == "deqfast._C_cpu needs a processor with AVX2, and torch finds 'DEFAULT' here"
 
 
-@pytest.mark.parametrize(("capability", "name"), [("avx2", "_C_cpu"), ("avx512", "_C_cpu_avx512")])
-def test_the_cpu_object_is_that_of_the_instructions(capability, name):
+@pytest.mark.parametrize(
+    ("capability", "absent", "name"),
+    [("avx2", "", "_C_cpu"), ("avx512", "", "_C_cpu_avx512"), ("avx512", "_C_cpu_avx512", "_C_cpu")],
+)
+def test_the_cpu_object_is_that_of_the_instructions(capability, absent, name):
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         pytest.skip("needs a processor with AVX-512")
     script = (
+        "import sys\n"
+        f"sys.modules['deqfast.{absent}'] = None\n"
         "import torch, deqfast\n"
         "from deqfast import _extension\n"
         "solution = deqfast.solve(torch.cos, torch.zeros(2, 33, dtype=torch.float64), kernel='cpp')\n"

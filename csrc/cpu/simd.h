@@ -71,7 +71,6 @@ struct Vec {
   DEQFAST_OPERATOR(*)
   DEQFAST_OPERATOR(/)
   DEQFAST_OPERATOR(&)
-  DEQFAST_OPERATOR(|)
 #undef DEQFAST_OPERATOR
 #define DEQFAST_COMPARISON(op)                                               \
   friend DEQFAST_INLINE Mask<sizeof(T)> operator op(Vec a, Vec b) {          \
@@ -193,33 +192,46 @@ DEQFAST_INLINE Register<double> read_double(const float* from) {
 template <class T>
 using Narrow = Register<T, Vec<double>::width>;
 
+// Numbers of two bytes are widened to as many floats as fit in a register, at most eight.
+constexpr int kWidened = kRegister < 32 ? 4 : 8;
+using Floats = Register<float, kWidened>;
+using Words = Register<uint32_t, kWidened>;
+
 template <class H>
-DEQFAST_INLINE Narrow<uint32_t> read_bits(const H* from) {
-  return __builtin_convertvector(read<Narrow<uint16_t>>(from), Narrow<uint32_t>);
+DEQFAST_INLINE Words read_bits(const H* from) {
+  return __builtin_convertvector(read<Register<uint16_t, kWidened>>(from), Words);
 }
 
-DEQFAST_INLINE Register<double> read_double(const BFloat16* from) {
-  return __builtin_convertvector((Narrow<float>)(read_bits(from) << 16), Register<double>);
-}
+DEQFAST_INLINE Floats read_floats(const BFloat16* from) { return (Floats)(read_bits(from) << 16); }
 
 // The exponent's bias goes from 15 to 127. Subnormal halves are multiples of 2^-24, made from integers: where the
 // processor takes subnormal floats for zero, they would be lost in those.
-DEQFAST_INLINE Register<double> read_double(const Half* from) {
-  const Narrow<uint32_t> bits = read_bits(from), exponent = bits & 0x7c00;
-  const Narrow<float> mantissa = __builtin_convertvector((Narrow<int32_t>)(bits & 0x3ff), Narrow<float>);
-  const auto tiny = (Narrow<uint32_t>)(mantissa * 0x1p-24f);
-  const auto is_tiny = (Narrow<uint32_t>)(exponent == 0), not_finite = (Narrow<uint32_t>)(exponent == 0x7c00);
-  Narrow<uint32_t> wide = (is_tiny & tiny) | (~is_tiny & (((bits & 0x7fff) << 13) + (112u << 23)));
+DEQFAST_INLINE Floats read_floats(const Half* from) {
+  const Words bits = read_bits(from), exponent = bits & 0x7c00;
+  const Floats mantissa = __builtin_convertvector((Register<int32_t, kWidened>)(bits & 0x3ff), Floats);
+  const Words tiny = (Words)(mantissa * 0x1p-24f);
+  const Words is_tiny = (Words)(exponent == 0), not_finite = (Words)(exponent == 0x7c00);
+  Words wide = (is_tiny & tiny) | (~is_tiny & (((bits & 0x7fff) << 13) + (112u << 23)));
   wide |= (not_finite & 0x7f800000) | (bits & 0x8000) << 16;
-  return __builtin_convertvector((Narrow<float>)wide, Register<double>);
+  return (Floats)wide;
 }
 
 template <class H, class Count>
 DEQFAST_INLINE Vec<double> load_double(const H* from, Count count) {
-  return padded<Simd<double>::lanes>(from, count, [](const H* whole) DEQFAST_ALWAYS_INLINE {
-    Vec<double> v;
-    for (int i = 0; i < kParts; ++i) v.part[i] = read_double(whole + i * Vec<double>::width);
-    return v;
+  constexpr int lanes = Simd<double>::lanes;
+  return padded<lanes>(from, count, [](const H* whole) DEQFAST_ALWAYS_INLINE {
+    if constexpr (sizeof(H) == 2) {
+      float floats[lanes];
+      for (int i = 0; i < lanes; i += kWidened) {
+        const Floats part = read_floats(whole + i);
+        memcpy(floats + i, &part, sizeof part);
+      }
+      return load_double(floats, std::integral_constant<int64_t, lanes>());
+    } else {
+      Vec<double> v;
+      for (int i = 0; i < kParts; ++i) v.part[i] = read_double(whole + i * Vec<double>::width);
+      return v;
+    }
   });
 }
 
