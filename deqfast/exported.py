@@ -42,7 +42,8 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
             own.f_prev = rows.clone()
         return k + 1, *(getattr(own, name) for name in tensors)
 
-    start = torch.ones(1, dtype=torch.int64, device=state.z.device)
+    # Without dimensions: torch.onnx.export lets a size of 1 vary, which nothing could be added to.
+    start = torch.ones((), dtype=torch.int64, device=state.z.device)
     try:
         evaluations, *ended = torch.while_loop(is_running, body, (start, *tensors.values()))
     except Exception as error:
@@ -51,4 +52,4 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
         return None
     for name, tensor in zip(tensors, ended, strict=True):
         setattr(state, name, tensor)
-    return evaluations[0]
+    return evaluations

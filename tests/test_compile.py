@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -487,6 +488,26 @@ class TestExport:
         for batch in (2, 7):
             x = torch.randn(batch, 3)
             assert_close(package(x), model(x), GRADIENT)
+
+    @pytest.mark.parametrize("solver", [Picard(max_iter=6), SLIDING, Broyden(max_iter=5)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    def test_an_onnx_model(self, solver, dtype):
+        """One loop for every batch, with the evaluations that eager mode makes."""
+        model = Judged(solver, kernel="torch", warn=False).eval().to(dtype)
+        shapes = ({0: torch.export.Dim.DYNAMIC},)
+        program = torch.onnx.export(model, (torch.randn(5, 3, dtype=dtype),), dynamic_shapes=shapes, verbose=False)
+        assert [node.op_type for node in program.model.graph].count("Loop") == 1
+        session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+        x = torch.randn(7, 3, dtype=dtype)
+        x[0], x[1] = 1e6, torch.nan
+        for batch in (x, x[:1], x[2:5]):
+            found = [torch.from_numpy(each) for each in session.run(None, {"x": batch.numpy()})]
+            value, *judged = model(batch)
+            if dtype == torch.float32:  # whose rounding may be an evaluation more or less
+                assert_close(found[0], value, 1e-4)
+            else:
+                assert_close(found[0], value, GRADIENT)
+                assert all(map(torch.equal, found[1:3], judged[:2])) and found[-1] == judged[-1]
 
     def test_a_saved_model_runs_where_deqfast_is_not(self, tmp_path):
         model, x = Model(Picard(max_iter=3), warn=False).eval(), torch.randn(4, 3)

@@ -173,7 +173,7 @@ class _Matrices(nn.Module):
 
 def norm_bound(matrix: Tensor) -> Tensor:
     """Upper bound of the spectral norm of M (D, D), at most D^(1/64) times it: the Frobenius |(M^T M)^16|^(1/32)."""
-    largest = matrix.abs().amax()
+    largest = matrix.abs().max()
     matrix = matrix / largest  # or squares would leave the range of the dtype, as those of `power` below
     power, bound = matrix.T @ matrix, torch.ones_like(largest)
     for exponent in (1, 1 / 2, 1 / 4, 1 / 8):

@@ -1,6 +1,6 @@
 """The steps in plain torch: the specification of their kernels. They do not wait for the device.
 
-In a loop that a graph holds, k is a tensor (1,) int64 instead of a number, at least 1. All slots of the history are
+In a loop that a graph holds, k is a tensor () int64 instead of a number, at least 1. All slots of the history are
 then in the window, which must hold zeros where no pair is yet: such pairs change nothing.
 """
 
@@ -27,7 +27,7 @@ from ...kernels.constants import (
 from . import BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep
 
 Step = PicardStep | MultisecantStep | BroydenStep
-Index = int | Tensor  # a number, or a tensor (1,) int64 in its place
+Index = int | Tensor  # a number, or a tensor () int64 in its place
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -40,7 +40,8 @@ def _is_sound(square: Tensor) -> Tensor:
     It has neither overflown nor, with terms that underflow, lost more than its rounding.
     """
     limits = torch.finfo(square.dtype)
-    return (square >= limits.tiny / limits.eps) & (square <= limits.max)
+    # Not at least: ONNX rounds the limit of float64 to 0.
+    return (square > limits.tiny / limits.eps) & (square <= limits.max)
 
 
 def _norm(v: Tensor, maximum: bool) -> Tensor:
@@ -49,7 +50,7 @@ def _norm(v: Tensor, maximum: bool) -> Tensor:
     largest = torch.linalg.vector_norm(v, math.inf, dim=1) if v.shape[1] else v.new_zeros(len(v))
     if maximum:
         return largest
-    square, scale = _dot(v, v), largest.clamp_min(limits.tiny)
+    square, scale = _dot(v, v), torch.where(largest == 0, 1, largest)
     scaled = v / scale[:, None]
     length = torch.where(torch.isfinite(scale), (scale * _dot(scaled, scaled).sqrt()).clamp_max(limits.max), scale)
     return torch.where(_is_sound(square), square.sqrt(), length)
@@ -231,7 +232,7 @@ def solve_window(gram: Tensor, t: Tensor, k: Index, method: int, ridge: float, t
     elif method in (ANDERSON_I, ANDERSON_II):
         diagonal = a.diagonal(dim1=1, dim2=2)
         shift = torch.full_like(diagonal, ridge)
-        diagonal += torch.where(diagonal < 0, -shift, shift)
+        a = a + torch.diag_embed(torch.where(diagonal < 0, -shift, shift))  # ONNX holds no write to a diagonal
     b = t[:, order] * scale[:, 0]
     kept = torch.ones_like(b, dtype=torch.bool)
     for c in range(n):
