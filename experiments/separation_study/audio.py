@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .claims import Comparison, compare
 from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, parameters, train
 from .sawtooth import LEARNT
 from .summary import by_task, log_ratios, networks_table
 
@@ -151,9 +151,8 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         f"A second at {RATE} Hz of {heard}; plain: of t itself, fourier: of the sines and cosines of {OCTAVES} octaves "
         "of t. Errors are mean squared errors in units of the sound's variance: 1 is the best constant's. Networks are "
         f"trained on {SHARES['fitted']:.0%} of the samples, the rate is chosen on {SHARES['validation']:.0%}, and the "
-        f"rest is unseen. The DEQ has {WIDTH} units, the FNNs {DEPTH} hidden layers of the largest width at which "
-        "their parameters, or the FLOPs of a training step, are at most the DEQ's; of its FLOPs the evaluations of "
-        "both solves are a part. The fits of seed 0 lie beside their records as WAV files."
+        f"rest is unseen. The DEQ has {WIDTH} units, the FNNs {DEPTH} hidden layers of {MATCHED} The fits of seed 0 "
+        "lie beside their records as WAV files."
     )
     columns = {part: partial(Trained.error, name=part) for part in SHARES}
     table = networks_table("Errors on sound", RECONSTRUCTION, tasks, columns)

@@ -16,6 +16,11 @@ CLIP = 1.0  # bound on the norm of a gradient, of all networks
 SOLVER = deqfast.Broyden(tol=1e-8, max_iter=100, history=30)
 ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-6, max_iter=50))
 DOUBLE = torch.float64
+MATCHED = (
+    "the largest width at which their parameters, or the FLOPs of a training step, are at most the DEQ's. Its FLOPs "
+    "are those of the evaluations of both solves, without the products of Broyden's method itself, and the FNNs' "
+    "include a gradient of the input that is not computed: both favour the DEQ."
+)
 
 
 class DEQ(nn.Module):
@@ -48,7 +53,7 @@ class DEQ(nn.Module):
 
     def flops(self) -> float:
         """Count a step: W z in every evaluation of both solves and in the differentiated one with its gradient of W,
-        U x and the readout with their gradients."""
+        U x and the readout with their gradients; not the solvers' own products."""
         mean = sum(self.evaluations) / max(1, len(self.evaluations))
         return 2 * self.width**2 * (mean + 2) + 4 * self.inputs * self.width + 6 * self.width
 
@@ -70,7 +75,8 @@ class FNN(nn.Sequential):
         return super().forward(x)[:, 0]
 
     def flops(self) -> float:
-        """Count a step: the products forward, and for the gradients of inputs and of weights."""
+        """Count a step: the products forward, and for the gradients of weights and of inputs, those of the network
+        included, which are not computed."""
         return 6.0 * sum(i * o for i, o in zip(self.sizes, self.sizes[1:], strict=False))
 
 

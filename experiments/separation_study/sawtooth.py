@@ -14,7 +14,7 @@ from deqfast.solvers import Solver
 
 from .claims import FAILS, HOLDS, Claim, Comparison, compare
 from .frame import DERIVED, EXACT, RECONSTRUCTION, Experiment, Section, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, parameters, train
 from .summary import best_of, by_task, curves, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that all tasks are within it
@@ -152,10 +152,8 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     text = (
         "The construction needs no training; the rest is what training finds. Errors are mean squared errors on fresh "
         f"points in units of the best constant's, 1/12: a network at 1 has learnt nothing. The DEQ has {WIDTH} units. "
-        "FNNs have the largest width at which their parameters, or the FLOPs of a training step, are at most the "
-        "DEQ's; of its FLOPs the evaluations of both solves are a part, as counted while it was trained. Every "
-        f"network was trained with each learning rate for {sizes.course.steps} steps of {sizes.course.batch} fresh "
-        "samples; the rate is chosen on validation samples."
+        f"FNNs have {MATCHED} Every network was trained with each learning rate for {sizes.course.steps} steps of "
+        f"{sizes.course.batch} fresh samples; the rate is chosen on validation samples."
     )
     columns = {"error": last_error, "share solved": lambda one: one.converged}
     table = networks_table("Errors on the sawtooth", RECONSTRUCTION, tasks, columns)
