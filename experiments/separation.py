@@ -74,7 +74,7 @@ def study(options: Options) -> int:
         experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
     chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
     run(chosen, options.preset, folder, options.jobs)
-    # The report is on all that is there, so that experiments can be run one by one.
+    # On all experiments, so that they can be run one by one; which recordings and runs there are, the options say.
     print(f"report: {report.write(experiments.values(), options.preset, folder)}")
     return 0
 
