@@ -4,7 +4,6 @@ a table and a figure."""
 from __future__ import annotations
 
 import argparse
-import io
 import multiprocessing
 import os
 import resource
@@ -31,7 +30,7 @@ from nc_study.config import SettingsError, StudyError, add_options, check_field,
 from nc_study.figures import png  # noqa: E402
 from nc_study.record import Machine, to_json  # noqa: E402
 from nc_study.results import provenance  # noqa: E402
-from nc_study.rundir import prepare_out, write_atomically  # noqa: E402
+from nc_study.rundir import prepare_out, read_state, write_atomically, write_state  # noqa: E402
 from nc_study.shapes import draw_shapes  # noqa: E402
 
 __all__ = ["Options", "Outcome", "Record", "Run", "SettingsError", "StudyError", "draw_shapes", "main", "option"]
@@ -127,27 +126,20 @@ class Run:
     def _save(self, step: int, kept: Mapping[str, Any]) -> None:
         state = {name: one.state_dict() for name, one in kept.items()}
         state |= {"step": step, "minutes": self.minutes, "log": self.log, "options": self.options.deciding}
-        save(self.checkpoint, state)
+        write_state(self.checkpoint, state)
 
     def _restore(self, kept: Mapping[str, Any]) -> int:
         if not self.checkpoint.exists():
             return 0
+        state = read_state(self.checkpoint)
+        check_same(self.checkpoint, state["options"], self.options)
         try:
-            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            check_same(self.checkpoint, state["options"], self.options)
             for name, one in kept.items():
                 one.load_state_dict(state[name])
-        except (OSError, RuntimeError, KeyError, EOFError, ValueError) as error:
-            raise StudyError(f"{self.checkpoint} cannot be read ({error}): remove it to train anew") from error
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise StudyError(f"{self.checkpoint} is of other code ({error}): remove it to train anew") from error
         self.minutes, self.log = state["minutes"], state["log"]
         return int(state["step"])
-
-
-def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what `torch.load(path, weights_only=True)` reads."""
-    content = io.BytesIO()
-    torch.save(state, content)
-    write_atomically(path, content.getvalue())
 
 
 def check_same(path: Path, before: Mapping[str, Any], options: Options) -> None:
@@ -242,7 +234,7 @@ def measure(train: Train, run: Run) -> str:
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **provenance(1, "cpu"),
     )
-    save(run.path.with_suffix(".pt"), outcome.model.state_dict())
+    write_state(run.path.with_suffix(".pt"), outcome.model.state_dict())
     write_atomically(run.path, to_json(record))
     run.checkpoint.unlink(missing_ok=True)
     return run.path.stem

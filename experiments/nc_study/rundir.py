@@ -55,6 +55,28 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise StudyError(f"{path} cannot be read ({error})") from error
 
 
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """A checkpoint in place of the one before, atomically."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    write_atomically(path, content.getvalue())
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `write_state` wrote; a damaged file is an error that names it."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the archive's checksums
+            if changed := archive.testzip():
+                raise ValueError(f"checksum of {changed} is wrong")
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise StudyError(
+            f"{path} is damaged ({reason}); no other file is: delete it, and --resume trains from the start"
+        ) from error
+
+
 def prepare_out(out: Path) -> None:
     """Make sure, before any work, that files can be made under `out`."""
     try:
@@ -166,23 +188,8 @@ class RunDirectory:
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint in place of the one before."""
-        content = io.BytesIO()
-        torch.save(state, content)
-        write_atomically(self._checkpoint, content.getvalue())
+        write_state(self._checkpoint, state)
 
     def restore(self) -> dict[str, Any] | None:
         """The last checkpoint, None if there is none."""
-        path = self._checkpoint
-        if not path.exists():
-            return None
-        try:
-            with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the archive's checksums
-                if changed := archive.testzip():
-                    raise ValueError(f"checksum of {changed} is wrong")
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            return state
-        except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise StudyError(
-                f"{path} is damaged ({reason}); no other file is: delete it, and --resume trains from the start"
-            ) from error
+        return read_state(self._checkpoint) if self._checkpoint.exists() else None

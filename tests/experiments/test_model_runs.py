@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from matplotlib import pyplot as plt
-from runs import Options, Outcome, Run, main, option
+from runs import Options, Outcome, Run, StudyError, main, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +72,6 @@ def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, monkeyp
     again = Run(Line(), tmp_path, "cut", 3)
     train(again)
     assert again.log == whole.shown["log"]
+    again.checkpoint.write_bytes(b"\x80damaged")
+    with pytest.raises(StudyError, match="cut-seed3.ckpt is damaged"):
+        train(again)
