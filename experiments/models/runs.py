@@ -169,7 +169,7 @@ def main(
     add_options(parser, options_type)
     try:
         options = options_type(**vars(parser.parse_args(argv)))
-        chosen = arms if options.arms == "all" else options.arms.split(",")
+        chosen = arms if options.arms == "all" else list(dict.fromkeys(options.arms.split(",")))
         if unknown := [one for one in chosen if one not in arms]:
             raise SettingsError(f"--arms {unknown[0]}: one of all, {', '.join(arms)}")
     except SettingsError as error:
