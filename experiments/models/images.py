@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -214,28 +213,31 @@ def train(run: Run) -> Outcome:
     model = ResNet(deq) if run.arm == "explicit-parameters" else deq
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     epoch_steps = max(1, len(images) // options.batch)
-    total, began, used = options.epochs * epoch_steps, time.monotonic(), []
+    total = options.epochs * epoch_steps
     for step in run.steps(total, model=model, optimizer=optimizer):
-        part = step / total
+        began, done, part = time.monotonic(), step % epoch_steps, step / total
+        if not done:
+            run.log.append({"step": step, "minutes": run.log[-1]["minutes"] if run.log else 0.0})
+        row = run.log[-1]  # of the epoch; in the log from its first step on, which the checkpoint keeps
         optimizer.param_groups[0]["lr"] = options.lr * min(1, part / 0.2) * (0.5 + 0.5 * math.cos(math.pi * part))
         batch = torch.randint(len(images), (options.batch,))
         logits, solution, z, x = model(augment(images[batch]))
         loss = cross_entropy(logits, labels[batch], label_smoothing=0.1)
         if solution is not None:
-            used.append(float(solution.iterations.float().mean()))
+            before, used = row.get("evaluations, training", 0.0), float(solution.iterations.float().mean())
+            row["evaluations, training"] = before + (used - before) / (done + 1)
             if run.arm == "deq-regularised":
                 loss = loss + options.penalty * deqfast.regularize.jacobian_penalty(deq.cell, z, x)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % epoch_steps == 0:
-            spent = (time.monotonic() - began) / 60 + (run.log[-1]["minutes"] if run.log else 0)
-            row = {"step": step, "minutes": spent, "accuracy": evaluate(model.eval(), *data["valid"])["accuracy"]}
-            row |= {"evaluations, training": fmean(used), "spectral radius": radius(deq, images)} if used else {}
-            run.log.append(row)
+        row["minutes"] += (time.monotonic() - began) / 60
+        if done + 1 == epoch_steps:
+            row["accuracy"] = evaluate(model.eval(), *data["valid"])["accuracy"]
+            if solution is not None:
+                row["spectral radius"] = radius(deq, images)
             model.train()
-            began, used = time.monotonic(), []
     last = {key: value for key, value in run.log[-1].items() if key in ("evaluations, training", "spectral radius")}
     return Outcome(model, name, evaluate(model.eval(), *data["test"]) | last, {"log": run.log})
 

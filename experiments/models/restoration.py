@@ -179,7 +179,6 @@ def train(run: Run) -> Outcome:
     name, data = load(options)
     model = Restorer(run.arm, options)
     optimizer = torch.optim.Adam(model.parameters())
-    used: list[float] = []
     for step in run.steps(options.pretraining + options.steps, model=model, optimizer=optimizer):
         restoring = step >= options.pretraining
         part, whole = (step - options.pretraining, options.steps) if restoring else (step, options.pretraining)
@@ -187,7 +186,7 @@ def train(run: Run) -> Outcome:
         clean = patches(data["train"], options)
         if restoring:
             output, solution = model(measure(options.task, clean))
-            used += [float(solution.iterations.float().mean())] if solution else []
+            run.log += [{"evaluations": float(solution.iterations.float().mean())}] if solution else []
         else:
             output = model.step.denoiser(clean + DENOISED * torch.randn_like(clean))
         if step == options.pretraining - 1:
@@ -198,9 +197,10 @@ def train(run: Run) -> Outcome:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
     scores, shown = evaluate(model.eval(), data["restored"], options)
-    scores = {"PSNR": scores.pop("PSNR"), "denoising PSNR": run.log[-1]["denoised"], **scores}
-    if used:
-        scores["evaluations, training"] = fmean(used)
+    first, *solves = run.log
+    scores = {"PSNR": scores.pop("PSNR"), "denoising PSNR": first["denoised"], **scores}
+    if solves:
+        scores["evaluations, training"] = fmean(row["evaluations"] for row in solves)
     return Outcome(model, f"{options.task}; {name}", scores, shown)
 
 

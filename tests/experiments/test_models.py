@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import graphs
 import images
 import numpy as np
@@ -52,6 +54,29 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     if name == "sudoku":
         assert 0 < records[0].scores[of_solves] <= 3 and Image.open(tmp_path / "deq-seed0.gif").n_frames > 1
+
+
+@pytest.mark.parametrize(("name", "given"), [("images", {"images": 32}), ("restoration", {"steps": 3})])
+def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, monkeypatch):
+    script, options, *_ = SCRIPTS[name]
+    options, steps = replace(options, tol=0.02, **given), Run.steps  # with evaluations that differ from step to step
+
+    def cut(run, total, **kept):
+        for step in steps(run, total, **kept):
+            if step == total - 1:
+                raise KeyboardInterrupt
+            yield step
+
+    def train():
+        torch.manual_seed(0)
+        return script.train(Run(options, tmp_path, "deq", seed=0)).scores["evaluations, training"]
+
+    whole = train()
+    monkeypatch.setattr(runs, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "steps", cut)
+        train()
+    assert (tmp_path / "deq-seed0.ckpt").exists() and train() == pytest.approx(whole)
 
 
 def test_twins_have_as_many_parameters():
