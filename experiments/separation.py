@@ -10,11 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from nc_study.cli import told
-from nc_study.config import SettingsError, add_options, check_field, option
+from nc_study.config import Checked, SettingsError, add_options, option
 from nc_study.rundir import prepare_out
 from separation_study import audio, report, saliency
 from separation_study.diagonal import DIAGONAL
@@ -28,8 +28,8 @@ EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMA
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What separation.py takes; SettingsError for a value that makes no sense."""
+class Options(Checked):
+    """What separation.py takes."""
 
     experiment: str = option("study", "which experiment", "all", choices=("all", *EXPERIMENTS))
     preset: str = option(
@@ -45,10 +45,6 @@ class Options:
     data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data")
     jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
     out: str = option("machine", "folder for the presets' folders", "runs/separation")
-
-    def __post_init__(self) -> None:
-        for spec in fields(self):
-            check_field(spec, getattr(self, spec.name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,12 +23,12 @@ from nc_study.config import (
     ARMS,
     CLASSES,
     IMBALANCE,
+    Checked,
     Settings,
     SettingsError,
     StudyError,
     add_options,
     arm_options,
-    check_field,
     flag_of,
     option,
 )
@@ -41,8 +41,8 @@ from nc_study.training import DIVERGED
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """What study.py takes beside the settings of its runs; SettingsError for a value that makes no sense."""
+class StudyOptions(Checked):
+    """What study.py takes beside the settings of its runs."""
 
     table: str | None = option(
         "which runs", f"the paper's tables: {', '.join(TABLES)}, with commas between, or all", None
@@ -68,8 +68,7 @@ class StudyOptions:
     no_report: bool = option("how they are run", "do not write OUT/report at the end", False)
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            check_field(spec, getattr(self, spec.name))
+        super().__post_init__()
         numbers = self.seeds.split(",")
         if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
             raise SettingsError(f"--seeds {self.seeds}: different whole numbers with commas between")

@@ -26,7 +26,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).parents[1]))  # where nc_study is, when a script of this folder is run
 
 from nc_study.cli import told  # noqa: E402  # after the path
-from nc_study.config import SettingsError, StudyError, add_options, check_field, flag_of, option  # noqa: E402
+from nc_study.config import Checked, SettingsError, StudyError, add_options, flag_of, option  # noqa: E402
 from nc_study.figures import png  # noqa: E402
 from nc_study.record import Machine, to_json  # noqa: E402
 from nc_study.results import provenance  # noqa: E402
@@ -40,8 +40,8 @@ EXECUTION = {"seeds", "jobs", "out", "resume", "data_root"}  # options that do n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of every script; a script adds its own. SettingsError for a value that makes no sense."""
+class Options(Checked):
+    """Options of every script; a script adds its own."""
 
     seeds: int = option("runs", "seeds of every arm, from 0", 3, minimum=1)
     arms: str = option("runs", "arms to train, with commas between; all: each of them", "all")
@@ -51,10 +51,6 @@ class Options:
         "runs", "folder for records, weights, table, figure; off: runs/ and the script's name", None
     )
     resume: bool = option("runs", "go on with the runs in --out, and leave finished ones as they are", False)
-
-    def __post_init__(self) -> None:
-        for spec in fields(self):
-            check_field(spec, getattr(self, spec.name))
 
     @property
     def deciding(self) -> dict[str, Any]:

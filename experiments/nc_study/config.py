@@ -100,9 +100,18 @@ def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Checked:
+    """Base of dataclasses of options: SettingsError for a value that makes no sense."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            check_field(spec, getattr(self, spec.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Checked):
     """Everything that decides the outcome of one run, and that its record names; a field without a default is filled in
-    by the preset. SettingsError for a value that makes no sense."""
+    by the preset."""
 
     study: str
     drawing: int | None = None
@@ -176,8 +185,7 @@ class Experiment:
     compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            check_field(spec, getattr(self, spec.name))
+        super().__post_init__()
         if self.test_images < self.classes:
             raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
         if self.study != "cifar_lt":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
-from nc_study.config import BOTH, SettingsError, check_field, flag_of, option
+from nc_study.config import BOTH, Checked, SettingsError, flag_of, option
 from nc_study.results import provenance
 from torch import Tensor
 from tqdm import tqdm
@@ -23,8 +23,8 @@ AGREEMENT = 1e-6  # relative difference of log K - loss up to which seeds found 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeeledSettings:
-    """Everything that decides the outcome; SettingsError for a value that makes no sense."""
+class PeeledSettings(Checked):
+    """Everything that decides the outcome."""
 
     seeds: str = option("study", "seeds of the starting points, with commas; the best end is reported", "0,1,2")
 
@@ -43,8 +43,7 @@ class PeeledSettings:
     out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled")
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            check_field(spec, getattr(self, spec.name))
+        super().__post_init__()
         seeds, e_w, e_h = (self.numbers(name) for name in ("seeds", "e_w", "e_h"))
         self._check(all(0 <= seed < 2**63 and seed == int(seed) for seed in seeds), "seeds", "whole, 0 to 2**63 - 1")
         self._check(min(e_w) > 0, "e_w", "each more than 0")
