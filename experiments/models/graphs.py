@@ -67,7 +67,7 @@ class Problem(NamedTuple):
     labels: Tensor  # (N,)
     graph: Tensor  # (N,): the graph of each node
     masks: dict[str, Tensor]  # of nodes that are trained on, validated and tested on
-    lengths: Tensor | None = None  # (N,) of chains: the nodes of the chain
+    chained: bool = False  # whether the graphs are chains
 
 
 class RowSums(nn.Module):
@@ -149,7 +149,7 @@ def chains(seed: int) -> Problem:
     masks = {s: torch.tensor([split == s for split, _ in sizes])[graph] for s in CHAINS}
     matrix = adjacency(inner, inner - 1, len(nodes))
     name = f"{len(sizes)} generated chains"
-    return Problem(name, matrix, features.to_sparse_csr(), classes[graph], graph, masks, lengths[graph])
+    return Problem(name, matrix, features.to_sparse_csr(), classes[graph], graph, masks, chained=True)
 
 
 def citations(options: Graphs, seed: int) -> Problem:
@@ -225,7 +225,7 @@ def train(run: Run) -> Outcome:
 def right(logits: Tensor, problem: Problem, split: str) -> Tensor:
     """Which nodes of a split are told right; of chains the last nodes alone."""
     mask = problem.masks[split]
-    if problem.lengths is not None:
+    if problem.chained:
         mask = mask & (problem.graph != torch.cat([problem.graph[1:], problem.graph.new_tensor([-1])]))
     return (logits.argmax(dim=1) == problem.labels)[mask].float()
 
@@ -237,14 +237,14 @@ def measured(model: Network, problem: Problem, log: list[dict[str, float]]) -> t
     found = right(logits, problem, "test")
     scores = {"accuracy": 100 * float(found.mean())}
     shown: dict[str, Any] = {"log": log}
-    if problem.lengths is not None:
+    if problem.chained:
         by_length = found.view(len(LENGTHS), -1).mean(dim=1)
         shown["by length"] = (100 * by_length).tolist()
         scores["of 100 nodes"] = 100 * float(by_length[-1])
     if solution is not None:
         scores |= {"evaluations": solution.evaluations, "converged": float(solution.converged.float().mean())}
         scores |= {f"{name}, training": fmean(row[name] for row in log) for name in ("evaluations", "backward")}
-        if problem.lengths is not None:
+        if problem.chained:
             used = solution.iterations.float()
             sizes = torch.bincount(problem.graph)
             shown["iterations"] = [float(used[sizes == length].mean()) for length in LENGTHS]

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from runs import Options, Outcome, Record, Run, StudyError, draw_shapes, main, option
+from runs import Options, Outcome, Record, Run, StudyError, count_parameters, draw_shapes, main, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, pad
 from torchvision.datasets import CIFAR10
@@ -153,8 +153,8 @@ class ResNet(nn.Module):
 
     def __init__(self, twin: nn.Module) -> None:
         super().__init__()
-        target = count(twin)
-        self.layers = min((self.of_width(width) for width in range(2, 129)), key=lambda net: abs(count(net) - target))
+        target, nets = count_parameters(twin), map(self.of_width, range(2, 129))
+        self.layers = min(nets, key=lambda net: abs(count_parameters(net) - target))
 
     @staticmethod
     def of_width(width: int) -> nn.Sequential:
@@ -165,10 +165,6 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Found:
         return Found(self.layers(images))
-
-
-def count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def load(options: Images) -> tuple[str, dict[str, tuple[Tensor, Tensor]]]:

@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where nc_study is, when a scr
 from nc_study.cli import told  # noqa: E402  # after the path
 from nc_study.config import Checked, SettingsError, StudyError, add_options, flag_of, option  # noqa: E402
 from nc_study.figures import png  # noqa: E402
+from nc_study.models import count_parameters  # noqa: E402
 from nc_study.record import Machine, to_json  # noqa: E402
 from nc_study.results import provenance  # noqa: E402
 from nc_study.rundir import prepare_out, read_state, write_atomically, write_state  # noqa: E402
@@ -225,7 +226,7 @@ def measure(train: Train, run: Run) -> str:
         options=run.options.deciding,
         scores=outcome.scores,
         shown=outcome.shown,
-        parameters=sum(parameter.numel() for parameter in outcome.model.parameters()),
+        parameters=count_parameters(outcome.model),
         minutes=round(run.minutes, 2),
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **provenance(1, "cpu"),

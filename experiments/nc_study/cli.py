@@ -17,7 +17,7 @@ from . import distributed
 from .analysis import last_block_radius, shown_features
 from .config import Settings, StudyError, parse
 from .data import Source, StudyData, find_source, load
-from .models import ResNet18, choose_kernel
+from .models import ResNet18, choose_kernel, count_parameters
 from .record import KernelChoice
 from .results import network_result, report, run_result
 from .rundir import RunDirectory, prepare_out, write_arrays, write_atomically
@@ -121,8 +121,7 @@ def train_arm(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
 def conclude(settings: Settings, data: StudyData, run: RunDirectory, kernel: KernelChoice, network: ResNet18) -> None:
     """Write the result of a trained network, and features of it."""
     write_arrays(run.features, shown_features(network, data))
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    result = network_result(parameters, run.epochs, last_block_radius(network, data))
+    result = network_result(count_parameters(network), run.epochs, last_block_radius(network, data))
     run.conclude(run_result(settings, kernel, data.counts, result))
 
 

@@ -129,6 +129,11 @@ def build(settings: Settings) -> ResNet18:
     return network
 
 
+def count_parameters(network: nn.Module) -> int:
+    """How many parameters a network has."""
+    return sum(one.numel() for one in network.parameters())
+
+
 def choose_kernel(requested: str, device: str) -> tuple[str, str]:
     """The name of the kernel to use on a device, and why it is not the one requested ("" if it is)."""
     try:

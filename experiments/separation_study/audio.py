@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from nc_study.config import StudyError
+from nc_study.models import count_parameters
 from scipy import signal
 from scipy.io import wavfile
 from torch import Tensor
 
 from .claims import Comparison, compare
 from .frame import RECONSTRUCTION, Experiment, Picture, Section, Unit
-from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, parameters, train
+from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, train
 from .sawtooth import LEARNT
 from .summary import by_task, log_ratios, networks_table
 
@@ -120,7 +121,7 @@ def measure(folder: Path | None, sizes: Sizes, unit: Unit) -> Result:
     inputs = task.x.shape[1]
     found = [learn("DEQ", partial(DEQ, inputs, WIDTH))]
     deq = found[0][0]
-    for rule, budget, cost in (("parameters", deq.parameters, parameters), ("FLOPs", deq.flops or 0, FNN.flops)):
+    for rule, budget, cost in (("parameters", deq.parameters, count_parameters), ("FLOPs", deq.flops or 0, FNN.flops)):
         width = matched_width(inputs, DEPTH, budget, cost)
         found.append(learn(f"FNN, equal {rule}", partial(FNN, inputs, width, DEPTH)))
     with torch.no_grad():

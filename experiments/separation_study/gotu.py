@@ -14,6 +14,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from nc_study.models import count_parameters
 from scipy import optimize
 from scipy.linalg import hadamard
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ import deqfast
 from .claims import FAILS, HOLDS, Claim, Comparison, compare, within
 from .diagonal import ADJOINTS, RULES, SOLVER, DiagonalCell, Rule
 from .frame import DERIVED, RECONSTRUCTION, Experiment, Row, Rows, Section, Table, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .summary import by_task, curves, log_ratios
 
 D = 15
@@ -200,7 +201,7 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
         return Result(holdouts=tuple(hold_out(rule, initial) for rule in rules for initial in sizes.initials))
     points, target = cube(), TARGETS[unit.task]
     task = Gotu(target, points, target.seen(points))
-    width = matched_width(D, DEPTH, parameters(DEQ(D, WIDTH)), parameters)
+    width = matched_width(D, DEPTH, count_parameters(DEQ(D, WIDTH)), count_parameters)
     makers: dict[str, Callable[[], nn.Module]] = {
         "diagonal linear DEQ": lambda: DiagonalDEQ(D),
         "DEQ": lambda: DEQ(D, WIDTH),

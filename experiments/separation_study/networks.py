@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from nc_study.models import count_parameters
 from torch import Tensor, nn
 
 import deqfast
@@ -45,12 +46,6 @@ class DEQ(nn.Module):
                 self.evaluations[-1] += float(self.block.backward_solution.iterations.double().mean())
         return self.readout(z)[:, 0]
 
-    @property
-    def cell(self) -> deqfast.FCCell:
-        """The cell of the block."""
-        assert isinstance(self.block.cell, deqfast.FCCell)
-        return self.block.cell
-
     def flops(self) -> float:
         """Count a step: W z in every evaluation of both solves and in the differentiated one with its gradient of W,
         U x and the readout with their gradients; not the solvers' own products."""
@@ -78,11 +73,6 @@ class FNN(nn.Sequential):
         """Count a step: the products forward, and for the gradients of weights and of inputs, those of the network
         included, which are not computed."""
         return 6.0 * sum(i * o for i, o in zip(self.sizes, self.sizes[1:], strict=False))
-
-
-def parameters(network: nn.Module) -> int:
-    """Count the parameters."""
-    return sum(one.numel() for one in network.parameters())
 
 
 def matched_width(inputs: int, depth: int, budget: float, cost: Callable[[FNN], float]) -> int:
@@ -179,7 +169,7 @@ def train(
     network, marks, errors = best
     return Trained(
         name=name,
-        parameters=parameters(network),
+        parameters=count_parameters(network),
         flops=network.flops() if isinstance(network, (DEQ, FNN)) else None,
         trials=tuple(trials),
         steps=tuple(marks),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from nc_study.models import count_parameters
 from torch import Tensor
 
 import deqfast
@@ -14,7 +15,7 @@ from deqfast.solvers import Solver
 
 from .claims import FAILS, HOLDS, Claim, Comparison, compare
 from .frame import DERIVED, EXACT, RECONSTRUCTION, Experiment, Section, Unit
-from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, parameters, train
+from .networks import DEQ, DOUBLE, FNN, MATCHED, Course, Trained, matched_width, train
 from .summary import best_of, by_task, curves, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ: k + 1 units represent T^(k), so that all tasks are within it
@@ -56,7 +57,8 @@ def exact_deq(k: int, width: int) -> DEQ:
     """Make Theorem 1's DEQ of T^(k), of at least k + 1 units: a unit that holds x, then
     z_t = relu(2^t x - 1 - Σ_{i<t} 2^(t-i+1) z_i); a readout 2^k x - Σ 2^(k-i+1) z_i."""
     network = DEQ(1, width)
-    cell, readout = network.cell, network.readout
+    cell, readout = network.block.cell, network.readout
+    assert isinstance(cell, deqfast.FCCell)
     with torch.no_grad():
         for one in network.parameters():
             one.zero_()
@@ -78,7 +80,7 @@ def dyadic_grid(k: int) -> Tensor:
 def exact_error(k: int, solver: Solver = TO_THE_LAST_BIT) -> float:
     """Return the largest error of Theorem 1's DEQ on the grid, by a solver that is to end where f(z) = z."""
     network, grid = exact_deq(k, k + 1), dyadic_grid(k)
-    network.block = deqfast.DEQBlock(network.cell, solver, warn=False)
+    network.block = deqfast.DEQBlock(network.block.cell, solver, warn=False)
     with torch.no_grad():
         return float((network(grid) - sawtooth(k, grid[:, 0])).abs().max())
 
@@ -120,7 +122,7 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     found = [deq]
     for depth in DEPTHS:
         for rule, width in (
-            ("parameters", matched_width(1, depth, deq.parameters, parameters)),
+            ("parameters", matched_width(1, depth, deq.parameters, count_parameters)),
             ("FLOPs", matched_width(1, depth, network.flops(), FNN.flops)),
         ):
             found.append(learn(f"FNN, {depth} hidden, equal {rule}", partial(FNN, 1, width, depth))[0])

@@ -13,13 +13,14 @@ from statistics import fmean
 
 import torch
 from matplotlib import pyplot as plt
+from nc_study.models import count_parameters
 from torch import Tensor
 
 import deqfast
 
 from .claims import Claim, Comparison, compare, within
 from .frame import DERIVED, RECONSTRUCTION, Experiment, Picture, Section, Unit
-from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, parameters, train
+from .networks import DEQ, DOUBLE, FNN, Course, Trained, matched_width, train
 from .summary import best_of, by_task, log_ratios, networks_table
 
 WIDTH = 16  # of the DEQ; the FNNs have as many parameters
@@ -117,10 +118,10 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     dimension, sampling = unit.task.split("-")
     d = int(dimension[1:])
     learn = partial(train, task=Steep(d, sampling == "concentrated"), course=sizes.course, seed=unit.seed)
-    budget = parameters(DEQ(d, WIDTH))
+    budget = count_parameters(DEQ(d, WIDTH))
     makers: dict[str, Callable[[], torch.nn.Module]] = {"DEQ": partial(DEQ, d, WIDTH)}
     for depth in DEPTHS:
-        makers[f"FNN, {depth} hidden"] = partial(FNN, d, matched_width(d, depth, budget, parameters), depth)
+        makers[f"FNN, {depth} hidden"] = partial(FNN, d, matched_width(d, depth, budget, count_parameters), depth)
     free = tuple(learn(f"{name}, free", make)[0] for name, make in makers.items())
     bound = BOUND * min(one.largest_weight for one in free)
     bounded = tuple(learn(f"{name}, bounded", make, bound=bound)[0] for name, make in makers.items())

@@ -116,7 +116,7 @@ def test_sawtooth_has_its_pieces_and_variance():
 
 
 def test_matched_width_is_the_largest_within_the_budget():
-    for cost in (networks.parameters, networks.FNN.flops):
+    for cost in (networks.count_parameters, networks.FNN.flops):
         width = networks.matched_width(3, 2, 1000, cost)
         assert cost(networks.FNN(3, width, 2)) <= 1000 < cost(networks.FNN(3, width + 1, 2))
 
