@@ -13,8 +13,9 @@ from pathlib import Path
 
 from nc_study.cli import told
 from nc_study.config import SettingsError, add_options
-from nc_study.rundir import prepare_out
-from peeled.report import markdown, write
+from nc_study.record import to_json
+from nc_study.rundir import prepare_out, write_atomically
+from peeled.report import markdown
 from peeled.study import PeeledSettings, run
 
 
@@ -33,9 +34,10 @@ def study(settings: PeeledSettings, out: Path) -> int:
     """Solve, write the results and print them; 0."""
     prepare_out(out)
     result = run(settings)
-    paths = write(result, out)
-    print(markdown(result))
-    print("written: " + ", ".join(map(str, paths)))
+    text = markdown(result)
+    write_atomically(out / "layer_peeled.json", to_json(result))
+    write_atomically(out / "layer_peeled.md", text.encode())
+    print(f"{text}\nwritten: {out / 'layer_peeled.json'}, {out / 'layer_peeled.md'}")
     return 0
 
 

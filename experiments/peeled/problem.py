@@ -180,7 +180,6 @@ class Optimum(NamedTuple):
     loss: float
     below_chance: float  # log K - loss
     residual: float  # of the KKT conditions, see `stationarity`
-    steps: int
 
 
 def minimise(problem: Problem, start: Point, steps: int, tolerance: float, frozen: Sequence[str] = ()) -> Optimum:
@@ -199,7 +198,7 @@ def minimise(problem: Problem, start: Point, steps: int, tolerance: float, froze
         from_chance = -excess < loss  # the smaller of the two has the more digits
         value = excess if from_chance else loss
         if residual <= tolerance or taken >= steps or not value < last:
-            return Optimum(point, loss, -excess, residual, taken)
+            return Optimum(point, loss, -excess, residual)
         last = value if taken else math.inf
         point, more = _round(problem, point, free, size, from_chance, min(ROUND, steps - taken))
         taken += more

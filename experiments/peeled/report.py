@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nc_study.config import BOTH
-from nc_study.record import to_json
 from nc_study.reporting.document import Source, render
-from nc_study.rundir import write_atomically
 
 from .problem import LAYERS, Part
 from .theory import CONDITION, FAILS, HOLDS, NOTHING, ROUNDING, SAME, ZERO
@@ -19,17 +17,6 @@ Row = dict[str, Any]  # of a table: column -> value
 LABELS = {"explicit": "explicit", "deq": "DEQ"}
 SHORT = {HOLDS: "holds", FAILS: "**does not hold**", CONDITION: "condition not met", ROUNDING: "no difference"}
 SHORT[NOTHING] = NOTHING
-
-
-def write(result: Part, out: Path) -> list[Path]:
-    """Write layer_peeled.json and layer_peeled.md; return the paths."""
-    contents = {
-        "layer_peeled.json": to_json(result),
-        "layer_peeled.md": markdown(result).encode(),
-    }
-    for name, content in contents.items():
-        write_atomically(out / name, content)
-    return [out / name for name in contents]
 
 
 def markdown(result: Part) -> str:

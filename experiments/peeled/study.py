@@ -146,10 +146,7 @@ class Study:
         settings = self.settings
         few = settings.samples // settings.ratio
         count = (settings.samples,) * settings.majority + (few,) * (settings.classes - settings.majority)
-        return {
-            "bounds": [self._imbalanced(bounds, count) for bounds in settings.bounds],
-            "majority": settings.majority,
-        }
+        return {"bounds": [self._imbalanced(bounds, count) for bounds in settings.bounds]}
 
     def _imbalanced(self, bounds: Part, count: tuple[int, ...]) -> Part:
         problems = {model: self._problem(model, bounds, count, count) for model in BOTH}
@@ -182,7 +179,7 @@ class Study:
         """Solve problem (10) for rising R, and for R without bound, where the minority has no weight in the loss."""
         ratios = (*sorted(self.settings.numbers("ratios")), math.inf)
         rows = ({**bounds, "rows": [self._limit(bounds, one) for one in ratios]} for bounds in self.settings.bounds)
-        return {"bounds": list(rows), "majority": self.settings.majority}
+        return {"bounds": list(rows)}
 
     def _limit(self, bounds: Part, ratio: float) -> Part:
         settings = self.settings
