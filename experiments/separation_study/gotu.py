@@ -79,12 +79,11 @@ class HoldOut:
 
 @dataclass(frozen=True)
 class Result:
-    """The trained networks, and of each its Walsh energy by degree and its distances from the target and from the
-    minimum-degree interpolator, mean squares over all points; or the hold-outs."""
+    """The trained networks, and of each its Walsh energy by degree and its distance from the minimum-degree
+    interpolator, a mean square over all points; or the hold-outs."""
 
     networks: tuple[Trained, ...] = ()
     energies: tuple[tuple[float, ...], ...] = ()
-    to_target: tuple[float, ...] = ()
     to_interpolator: tuple[float, ...] = ()
     holdouts: tuple[HoldOut, ...] = ()
 
@@ -158,19 +157,16 @@ class DiagonalDEQ(nn.Module):
         return torch.cat([x, -x], 1) @ beta + self.bias
 
 
-def predicted_weight(rule: Rule, initial: float) -> float:
-    """Return the limit of β_k in the canonical hold-out: the root of h(β) - h(β(0)) = c b with b = c_k - β."""
+def predicted_error(rule: Rule, initial: float) -> float:
+    """Return the error 4 (c_k - β_k)² on the unseen half of the canonical hold-out: the limit of β_k is the root of
+    h(β) - h(β(0)) = c b with b = c_k - β."""
 
     def gap(beta: float) -> float:
         kept = rule.mirror(np.array(beta)) - rule.mirror(np.array(initial))
         return float(kept - rule.factor * (HELD - beta))
 
-    return float(optimize.brentq(gap, 1e-6 * min(initial, HELD), 10 * max(initial, HELD), xtol=1e-14))
-
-
-def predicted_error(rule: Rule, initial: float) -> float:
-    """Return the error 4 (c_k - β_k)² on the unseen half of the canonical hold-out."""
-    return 4 * (HELD - predicted_weight(rule, initial)) ** 2
+    limit = optimize.brentq(gap, 1e-6 * min(initial, HELD), 10 * max(initial, HELD), xtol=1e-14)
+    return float(4 * (HELD - limit) ** 2)
 
 
 def hold_out(rule: Rule, initial: float) -> HoldOut:
@@ -210,17 +206,12 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     learnt = [train(name, make, task, sizes.course, unit.seed) for name, make in makers.items()]
     with torch.no_grad():
         spectra = [walsh(everywhere(network, points)) for _, network in learnt]
-
-    def distances(coefficients: Coefficients) -> tuple[float, ...]:
-        other = walsh(evaluate(coefficients, points))
-        return tuple(float((one - other).square().sum()) for one in spectra)
-
+    interpolator = walsh(evaluate(target.interpolator, points))
     energies = [torch.zeros(D + 1, dtype=DOUBLE).index_add(0, degrees(), one.square()) for one in spectra]
     return Result(
         networks=tuple(trained for trained, _ in learnt),
         energies=tuple(tuple(one.tolist()) for one in energies),
-        to_target=distances(target.coefficients),
-        to_interpolator=distances(target.interpolator),
+        to_interpolator=tuple(float((one - interpolator).square().sum()) for one in spectra),
     )
 
 
@@ -303,24 +294,25 @@ def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
 def _rows(name: str, found: list[Result]) -> Rows:
     target, points = TARGETS[name], cube()
     seen = target.seen(points)
-    unseen = Gotu(target, points, seen).errors(lambda x: evaluate(target.interpolator, x))["unseen"]
+    share = float(seen.double().mean())
+    by_interpolator = Gotu(target, points, seen).errors(lambda x: evaluate(target.interpolator, x))
 
-    def row(network: str, numbers: Sequence[float], energy: Sequence[float]) -> Row:
-        columns = ("seen", "unseen", "from the target", "from the interpolator")
-        told = {column: f"{number:.3g}" for column, number in zip(columns, numbers, strict=True)}
+    def row(network: str, errors: Sequence[float], apart: float, energy: Sequence[float]) -> Row:
+        whole = share * errors[0] + (1 - share) * errors[1]
+        columns = {"seen": errors[0], "unseen": errors[1], "from the target": whole, "from the interpolator": apart}
         by_degree = ", ".join(f"{e:.2g}" for e in (*energy[:3], sum(energy[3:])))
+        told = {column: f"{number:.3g}" for column, number in columns.items()}
         return {"task": name, "network": network, **told, "energy of degree 0, 1, 2, more": by_degree}
 
     rows = []
     for index, one in enumerate(found[0].networks):
         networks = [result.networks[index] for result in found]
-        errors = [[network.error(part) for network in networks] for part in ("seen", "unseen")]
-        apart = [[getattr(result, f"to_{other}")[index] for result in found] for other in ("target", "interpolator")]
+        errors = [fmean(network.error(part) for network in networks) for part in ("seen", "unseen")]
+        apart = fmean(result.to_interpolator[index] for result in found)
         energy = np.mean([result.energies[index] for result in found], axis=0).tolist()
-        rows.append(row(one.name, list(map(fmean, (*errors, *apart))), energy))
+        rows.append(row(one.name, errors, apart, energy))
     degree = [sum(v * v for s, v in target.interpolator.items() if len(s) == n) for n in range(3)]
-    share = float((~seen).double().mean())
-    return [*rows, row("minimum-degree interpolator", (0, unseen, share * unseen, 0), degree)]
+    return [*rows, row("minimum-degree interpolator", list(by_interpolator.values()), 0, degree)]
 
 
 GOTU = Experiment(
