@@ -66,42 +66,36 @@ class Result:
     arms: tuple[Arm, ...]
 
 
-def grad_cam(logits: Tensor, features: Tensor, classes: Tensor) -> Tensor:
-    """Return Grad-CAM's maps relu(Σ_k a_k A_k), (B, H, W): a_k is the mean over positions of the gradient of a sample's
-    logit, of logits (B, K) and its class, in feature map A_k of features (B, C, H, W)."""
-    (gradient,) = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), features)
-    return (gradient.mean((2, 3), keepdim=True) * features).sum(1).relu().detach()
-
-
-def entropy(maps: Tensor) -> Tensor:
-    """Return the entropy in bits, (B,), of maps (B, H, W) divided by their sums: log2(H W) if uniform, 0 if one-hot."""
-    flat = maps.flatten(1)
-    return torch.special.entr(flat / flat.sum(1, keepdim=True)).sum(1) / math.log(2)
-
-
-def half_mass(maps: Tensor) -> Tensor:
-    """Return the least number of positions, (B,), that together hold half of each map (B, H, W)."""
-    held = maps.flatten(1).sort(1, descending=True).values.cumsum(1)
+def half_mass(maps: np.ndarray) -> np.ndarray:
+    """Return the least number of positions, (N,), that together hold half of each map (N, P)."""
+    held = np.sort(maps)[:, ::-1].cumsum(1)
     return (held < held[:, -1:] / 2).sum(1) + 1
 
 
 def spread(maps: Tensor, suffix: str = "") -> dict[str, float | None]:
-    """Measure maps (N, H, W): the share that is empty, and means over the others."""
-    full = maps[maps.amax((1, 2)) > 0]
-    found = {"entropy": entropy(full), "half": half_mass(full)}
-    means = {name: float(one.double().mean()) if len(full) else None for name, one in found.items()}
-    return {f"{name}{suffix}": one for name, one in {**means, "empty": 1 - len(full) / len(maps)}.items()}
+    """Measure maps (N, H, W): the share that is empty, and over the others the mean entropy in bits, of maps divided by
+    their sums, and the mean number of positions that hold half."""
+    flat = maps.flatten(1).double().numpy()
+    full = flat[flat.max(1) > 0]
+    means: dict[str, float | None] = {"entropy": None, "half": None}
+    if len(full):
+        means = {"entropy": float(stats.entropy(full, axis=1, base=2).mean()), "half": float(half_mass(full).mean())}
+    return {f"{name}{suffix}": one for name, one in {**means, "empty": 1 - len(full) / len(flat)}.items()}
 
 
+@torch.no_grad()
 def explain(network: ResNet18, images: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the maps (N, H, W) of the last block's output for normalised images (N, 3, 32, 32), and the classes (N,)
-    that they explain: those that the network predicts, where none are given."""
-    network.eval()
-    with torch.no_grad():
-        features = network.last(network.trunk(network.stem(images)))
-    logits = network.classifier(features.requires_grad_().mean((2, 3)))
-    classes = logits.argmax(1) if classes is None else classes
-    return grad_cam(logits, features, classes), classes
+    """Return Grad-CAM's maps (N, H, W) of the last block's output for normalised images (N, 3, 32, 32), and the classes
+    (N,) that they explain: those that the network predicts, where none are given.
+
+    A map is relu(Σ_k a_k A_k) of feature maps A_k, with a_k the mean over positions of the logit's gradient: as logits
+    are linear in the means over positions, a_k is the class's weight over their number.
+    """
+    features = network.eval().last(network.trunk(network.stem(images)))
+    if classes is None:
+        classes = network.classifier(features.mean((2, 3))).argmax(1)
+    maps = torch.einsum("nchw,nc->nhw", features, network.classifier.weight[classes]).relu()
+    return maps / features[0, 0].numel(), classes
 
 
 def randomised(network: ResNet18, settings: Settings) -> ResNet18:

@@ -16,31 +16,27 @@ from separation_study.claims import FAILS, HOLDS, OPEN
 TINY = saliency.Sizes(images=20, seeds=1, epochs=1, per_class=2)
 
 
-def test_grad_cam_of_a_linear_network_by_hand():
-    features = torch.tensor([[[[1.0, 2.0]], [[3.0, -1.0]]]], requires_grad=True)  # two maps of two positions
-    weights = torch.tensor([[[[-9.0, 0.0]], [[0.0, -9.0]]], [[[1.0, 3.0]], [[0.0, 1.0]]]])  # of two classes
-    logits = torch.einsum("bkhw,ckhw->bc", features, weights)
-    # Channel weights (1 + 3)/2 and (0 + 1)/2: relu of 2·1 + 3/2 and 2·2 - 1/2.
-    torch.testing.assert_close(saliency.grad_cam(logits, features, torch.tensor([1])), torch.tensor([[[3.5, 3.5]]]))
-
-
 def test_entropy_and_half_mass_of_known_maps():
     one_hot = torch.zeros(4, 4)
     one_hot[1, 2] = 5.0
     maps = torch.stack([torch.full((4, 4), 0.3), one_hot, torch.tensor([[4.0, 2, 1, 1]] + [[0.0] * 4] * 3)])
-    torch.testing.assert_close(saliency.entropy(maps), torch.tensor([4.0, 0.0, 1.75]))
-    assert saliency.half_mass(maps).tolist() == [8, 1, 1]
+    assert [saliency.spread(one[None])["entropy"] for one in maps] == pytest.approx([4, 0, 1.75])
+    assert [saliency.spread(one[None])["half"] for one in maps] == [8, 1, 1]
     found = saliency.spread(torch.cat([maps, torch.zeros(1, 4, 4)]))
     assert found == pytest.approx({"entropy": 5.75 / 3, "half": 10 / 3, "empty": 0.25})
     assert saliency.spread(torch.zeros(2, 4, 4)) == {"entropy": None, "half": None, "empty": 1.0}
 
 
 @pytest.mark.parametrize("arm", ["explicit", "deq-implicit"])
-def test_randomised_control_changes_the_map_and_keeps_the_trunk(arm):
+def test_maps_are_grad_cams_and_the_control_changes_them_and_keeps_the_trunk(arm):
     network, settings = saliency.train_small(arm, TINY, 0)
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     maps, classes = saliency.explain(network, images)
     torch.testing.assert_close(classes, network(images).logits.argmax(1))
+    features = network.last(network.trunk(network.stem(images))).detach().requires_grad_()
+    logits = network.classifier(features.mean((2, 3))).gather(1, classes[:, None])
+    (gradient,) = torch.autograd.grad(logits.sum(), features)
+    torch.testing.assert_close(maps, (gradient.mean((2, 3), keepdim=True) * features).sum(1).relu().detach())
     other = saliency.randomised(network, settings)
     control, same = saliency.explain(other, images, classes)
     assert maps.shape == (3, 4, 4) and torch.equal(same, classes)
