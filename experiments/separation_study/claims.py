@@ -14,13 +14,14 @@ HOLDS, FAILS, OPEN = "holds", "does not hold", "not distinguishable"
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim with its verdict, the numbers and seeds that this rests on, and the reason."""
+    """A row of the table of verdicts: a claim with its verdict, the numbers and seeds that this rests on, and the
+    reason."""
 
     claim: str
-    source: str  # one of frame.SOURCES: what the task it was judged on is
     verdict: str
     numbers: str
     seeds: int
+    task: str  # one of frame.SOURCES: what the task it was judged on is
     reason: str
 
 
@@ -56,5 +57,5 @@ def compare(comparisons: Sequence[Comparison]) -> list[Claim]:
             numbers = f"{pooled.mean:+.2f} [{low:+.2f}, {high:+.2f}], p = {p:.2g}"
             if one.judged and seeds >= SEEDS and p <= ALPHA:
                 verdict = HOLDS if pooled.mean < 0 else FAILS
-        claims.append(Claim(one.claim, one.source, verdict, numbers, seeds, one.reason))
+        claims.append(Claim(one.claim, verdict, numbers, seeds, one.source, one.reason))
     return claims

@@ -260,7 +260,7 @@ def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
 
     def zero(text: str, source: str, values: list[float], reason: str) -> Claim:
         worst = max(values)
-        return Claim(text, source, within(worst, ZERO), f"at most {worst:.1e}", sizes.seeds, reason)
+        return Claim(text, within(worst, ZERO), f"at most {worst:.1e}", sizes.seeds, source, reason)
 
     plus = "Its limit meets the KKT conditions of Q with the plus sign, Σ[1/(2β²) + β(0)⁻³β]"
     minus = "Its limit is that of Q with the minus sign the rebuttal prints"
@@ -270,7 +270,7 @@ def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
         zero("Gradient flow keeps β⁻³ - 3Xᵀv", EXACT, [one.drift for one in deq], "drift along scipy's integration"),
         zero(plus, DERIVED, [one.kkt for one in deq], everywhere),
         zero("Its limit is the convex optimum of that Q", DERIVED, [one.to_optimum for one in deq], "trust-exact"),
-        Claim(minus, EXACT, within(missed, ZERO), at_least, sizes.seeds, "a slip of the sign"),
+        Claim(minus, within(missed, ZERO), at_least, sizes.seeds, EXACT, "a slip of the sign"),
         zero("JFB minimises Σ[1/β + β/β(0)²] instead", DERIVED, [one.kkt for one in jfb], "its own conserved quantity"),
         zero("JFB's limit, too, is that of the paper's Q", DERIVED, [one.kkt_paper for one in jfb], "own bias"),
         zero("The diagonal network β = u² minimises Σ β log(β/β(0)) - β", DERIVED, [o.kkt for o in network], "known"),
@@ -286,10 +286,10 @@ def _denser(sizes: Sizes, flows: list[Flow]) -> Claim:
     share = sum(one > other for one, other in zip(deq, network, strict=True)) / len(deq)
     return Claim(
         f"From β(0) = {start:g} the DEQ's β is denser than the diagonal network's",
-        DERIVED,
         {1.0: HOLDS, 0.0: FAILS}.get(share, OPEN),
         f"participation ratio higher in {share:.0%} of {len(deq)} problems",
         sizes.seeds,
+        DERIVED,
         "exact limits, so no interval: holds where it does in every problem",
     )
 
@@ -303,10 +303,10 @@ def _tends(sizes: Sizes, results: list[Result]) -> Claim:
     ]
     return Claim(
         "Gradient descent through deqfast tends to the flow as its step decreases",
-        DERIVED,
         HOLDS if min(halving) > 1 else FAILS,
         f"half the step: distance over {min(halving):.2f} to {max(halving):.2f}",
         sizes.seeds,
+        DERIVED,
         "a method of first order gives 2",
     )
 

@@ -268,7 +268,7 @@ def _holdout_claims(holdouts: list[HoldOut]) -> list[Claim]:
     lower = [one.predicted < other.predicted for one, other in zip(deq, network, strict=True)]
     usual = {rule.name: predicted_error(rule, USUAL[rule.name]) for rule in RULES if rule.name in USUAL}
     starts = ", ".join(f"{one.initial:g}" for one, below in zip(deq, lower, strict=True) if below)
-    exact = partial(Claim, source=DERIVED, seeds=1)
+    exact = partial(Claim, seeds=1, task=DERIVED)
     return [
         exact(
             claim="Canonical hold-out: descent ends at the predicted 4 (c_k - β_k)²",

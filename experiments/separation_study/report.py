@@ -10,8 +10,7 @@ from nc_study.figures import png
 from nc_study.reporting.document import render, to_html
 from nc_study.rundir import prepare_out, write_atomically
 
-from .claims import Claim
-from .frame import SOURCES, Experiment, Picture, Row, load, path_of
+from .frame import SOURCES, Experiment, load, path_of
 
 TITLE = "Separation and bias of deep equilibrium models: what was measured"
 
@@ -29,7 +28,7 @@ def write(experiments: Iterable[Experiment], preset: str, folder: Path) -> Path:
 
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
-    """Return what the template shows of an experiment, None where no unit is finished."""
+    """Draw the figures of an experiment; what the template shows of it, None where no unit is finished."""
     sizes = experiment.sizes[preset]
     units = experiment.units(sizes)
     paths = {unit: path for unit in units if (path := path_of(folder, experiment, unit)).exists()}
@@ -37,31 +36,14 @@ def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] |
     if not records:
         return None
     section = experiment.section(sizes, {unit: record.result for unit, record in records.items()})
+    for picture in section.pictures:
+        write_atomically(folder / "figures" / f"{picture.name}.png", png(picture.figure))
     last = max(records.values(), key=lambda record: record.finished)
     return {
+        **vars(section),
         "title": experiment.title,
-        "text": section.text,
-        "verdicts": [_verdict(claim) for claim in section.claims],
-        "tables": section.tables,
-        "pictures": [_draw(picture, folder) for picture in section.pictures],
+        "verdicts": list(map(vars, section.claims)),
         "missing": [str(unit) for unit in units if unit not in records],
         "provenance": f"{len(records)} of {len(units)} units; torch {last.versions['torch']}, {last.machine.cpu}; "
         f"commit {last.commit}, {last.finished}",
     }
-
-
-def _verdict(claim: Claim) -> Row:
-    return {
-        "claim": claim.claim,
-        "verdict": claim.verdict,
-        "numbers": claim.numbers,
-        "seeds": claim.seeds,
-        "task": claim.source,
-        "reason": claim.reason,
-    }
-
-
-def _draw(picture: Picture, folder: Path) -> dict[str, str]:
-    path = f"figures/{picture.name}.png"
-    write_atomically(folder / path, png(picture.figure))
-    return {"title": picture.title, "source": picture.source, "caption": picture.caption, "path": path}

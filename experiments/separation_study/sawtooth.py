@@ -142,10 +142,10 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     worst = max(result.exact_error for result in results.values())
     existence = Claim(
         "A DEQ of k + 1 units equals the sawtooth of 2^k pieces",
-        EXACT,
         HOLDS if worst == 0 else FAILS,
         f"largest error {worst:.1e}",
         sizes.seeds,
+        EXACT,
         "a claim about existence: the construction is checked on a dyadic grid in float64, not trained",
     )
     compared = [_comparison(rule, tasks) for rule in ("parameters", "FLOPs")]

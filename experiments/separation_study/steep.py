@@ -138,10 +138,10 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
     worst = max(result.exact_error for result in results.values())
     existence = Claim(
         "A DEQ with weights of at most 1 equals the steep function",
-        DERIVED,
         within(worst, ROUNDING),
         f"largest error {worst:.1e}",
         sizes.seeds,
+        DERIVED,
         f"a claim about existence: u is solved, not trained, for each d down to δ = 2^-{max(sizes.dimensions)}",
     )
     tasks = by_task(results)

@@ -140,7 +140,7 @@ def test_sawtooth_section_says_what_is_constant_and_what_is_a_construction():
     found = sawtooth.section(sizes, results)
     construction, *trained = found.claims
     assert construction.verdict == HOLDS and construction.numbers == "largest error 0.0e+00"
-    assert [claim.source for claim in trained] == [frame.RECONSTRUCTION] * 2 + [frame.DERIVED]
+    assert [claim.task for claim in trained] == [frame.RECONSTRUCTION] * 2 + [frame.DERIVED]
     assert all(claim.seeds == 2 for claim in trained)
     assert found.tables[0].rows[0]["network"] == "DEQ" and len(found.tables) == 1
     exact = results[sawtooth.units(sizes)[0]].networks[-1]
