@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from runs import Options, Outcome, Run, SettingsError, StudyError, main, option
-from text_figure import draw
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from runs import Options, Outcome, Record, Run, SettingsError, StudyError, main, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -29,6 +32,7 @@ import deqfast
 
 ARMS = ("deq", "explicit-parameters", "explicit-compute")
 BLOCKS_OF_TWIN, WRITTEN = 3, 200
+SIGNS = {"\n": "↵", " ": "␣"}
 GAIN = 2.0  # of x beside z, whose entries have size 1: the block is a contraction at the start
 
 
@@ -202,11 +206,12 @@ def look_inside(model: Language, corpus: Corpus, options: Text) -> tuple[dict[st
     indices = corpus.validation[: count * options.context].view(count, -1)
     needed = 1.0 + (residuals(model, indices) > 1e-2).cumprod(dim=1).sum(dim=1)
     means = {c: needed[indices == i] for i, c in enumerate(corpus.characters)}
-    cold, warm, written = write(model, indices[0], options)
-    passage, words = ("".join(corpus.characters[i] for i in part) for part in (indices[0].tolist(), written))
-    course = residuals(model, indices[:1])[0]
-    shown: dict[str, Any] = {"residuals": course.tolist(), "passage": passage, "written": words}
-    shown["needed"] = {c: float(found.mean()) for c, found in means.items() if len(found) >= 50}
+    cold, warm = write(model, indices[0], options)
+    shown = {
+        "residuals": residuals(model, indices[:1])[0].tolist(),
+        "passage": "".join(corpus.characters[i] for i in indices[0].tolist()),
+        "needed": {c: float(found.mean()) for c, found in means.items() if len(found) >= 50},
+    }
     return {"writing, cold": cold, "writing, warm": warm}, shown
 
 
@@ -225,24 +230,68 @@ def residuals(model: Language, indices: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def write(model: Language, prompt: Tensor, options: Text) -> tuple[float, float, list[int]]:
-    """Write on from a prompt (T,): mean evaluations of a character's solve begun at 0 and at the last one's z*, and
-    the characters. Those before stay at their fixed points, which no later one changes."""
+def write(model: Language, prompt: Tensor, options: Text) -> tuple[float, float]:
+    """Write on from a prompt (T,): mean evaluations of a character's solve begun at 0 and at the last one's z*.
+    Characters before it stay at their fixed points, which no later one changes."""
     assert model.equilibrium is not None and isinstance(cell := model.equilibrium.cell, Cell)
-    generator, counts, written = torch.Generator().manual_seed(0), [], list[int]()
+    generator, counts = torch.Generator().manual_seed(0), []
     x = model.embedding(prompt[None])
     z = model.equilibrium(x)
     for _ in range(WRITTEN):
         chances = model.readout(model.layers(z[:, -1])).softmax(dim=1)
-        written.append(int(torch.multinomial(chances, 1, generator=generator)))
-        x = torch.cat([x, model.embedding(torch.tensor([written[-1:]]))], dim=1)[:, -options.context :]
+        written = torch.multinomial(chances, 1, generator=generator)
+        x = torch.cat([x, model.embedding(written)], dim=1)[:, -options.context :]
         past, starts = z[:, 1 - x.shape[1] :], torch.cat([torch.zeros_like(z[:, -1:]), z[:, -1:]])
         last = partial(cell.last, past=past.expand(2, -1, -1), x=x.expand(2, -1, -1))
         solution = deqfast.solve(last, starts, model.equilibrium.current_solver)
         counts.append(solution.iterations.tolist())
         z = torch.cat([past, solution.value[1:]], dim=1)
     cold, warm = (fmean(column) for column in zip(*counts, strict=True))
-    return cold, warm, written
+    return cold, warm
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """Losses, evaluations in training, residuals of every character of a passage, and evaluations by character."""
+    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    axes = figure.subplot_mosaic([["loss", "used"], ["passage"] * 2, ["needed"] * 2], height_ratios=(3, 3, 2))
+    colours = {arm: f"C{i}" for i, arm in enumerate(dict.fromkeys(record.arm for record in records))}
+    for record in records:
+        style: dict[str, Any] = {"color": colours[record.arm], "label": None if record.seed else record.arm}
+        losses = {step: loss for step, loss in enumerate(record.shown["validation"], 1) if loss is not None}
+        axes["loss"].plot([*losses], [*losses.values()], **style)
+        if used := record.shown.get("evaluations"):
+            size = math.ceil(len(used) / 100)
+            means = {k + size // 2: fmean(used[k : k + size]) for k in range(0, len(used), size)}
+            axes["used"].plot([*means], [*means.values()], **style)
+    axes["loss"].set(xlabel="step", ylabel="nats a character", title="loss on validation text")
+    axes["loss"].legend()
+    axes["used"].set(xlabel="step", ylabel="evaluations", title="solves of the DEQ in training")
+    if shown := next((record.shown for record in records if record.arm == "deq"), None):
+        draw_passage(axes["passage"], shown["passage"], shown["residuals"])
+        draw_needed(axes["needed"], shown["needed"])
+    return figure
+
+
+def draw_passage(axis: Axes, passage: str, residuals: Sequence[Sequence[float]]) -> None:
+    """A column a character, a row an evaluation."""
+    count = len(residuals)
+    picture = axis.imshow(
+        [[math.log10(max(value, 1e-9)) for value in row] for row in residuals],
+        aspect="auto",
+        extent=(-0.5, len(passage) - 0.5, count + 0.5, 0.5),
+    )
+    axis.set_xticks(range(len(passage)), [SIGNS.get(one, one) for one in passage])
+    axis.set(ylabel="evaluation", title="residual of every character of a validation passage")
+    axis.figure.colorbar(picture, ax=axis, label="log10, relative")
+
+
+def draw_needed(axis: Axes, needed: dict[str, float]) -> None:
+    """A dot a character of the alphabet."""
+    names = sorted(needed, key=lambda name: needed[name])
+    axis.plot(range(len(names)), [needed[name] for name in names], "o")
+    axis.set_xticks(range(len(names)), [SIGNS.get(one, one) for one in names])
+    axis.set(ylabel="evaluations", title="until the residual of a character is at most 1e-2, means by character")
+    axis.grid(axis="y", alpha=0.3)
 
 
 if __name__ == "__main__":
