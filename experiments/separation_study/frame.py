@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,13 +147,9 @@ def run(experiments: Iterable[Experiment], preset: str, folder: Path, jobs: int)
                 load(path, experiment, sizes)
             else:
                 waiting.append((experiment, preset, unit))
-    work = partial(measure, folder)
-    with tqdm(total=len(waiting), desc="units", unit="unit") as bar, ExitStack() as stack:
-        each: Callable[..., Iterable[Unit]] = map
-        if jobs > 1 and waiting:
-            ignored = signal.SIGINT, signal.SIG_IGN  # an interrupt is the parent's
-            pool = multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignored)
-            each = stack.enter_context(pool).imap_unordered
-        for unit in each(work, waiting):
+    ignored = signal.SIGINT, signal.SIG_IGN  # an interrupt is the parent's
+    pool = multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignored) if jobs > 1 and waiting else None
+    with tqdm(total=len(waiting), desc="units", unit="unit") as bar, pool or nullcontext():
+        for unit in (pool.imap_unordered if pool else map)(partial(measure, folder), waiting):
             bar.set_postfix_str(str(unit))
             bar.update()

@@ -26,6 +26,7 @@ LEARNT = 0.9  # errors above, in units of the best constant's, are no success of
 VARIANCE = 1 / 12  # of T^(k) on [0, 1] for every k: the error of the best constant
 TO_THE_LAST_BIT = deqfast.Picard(tol=1e-300, max_iter=50, stop="abs")  # k + 1 evaluations are enough
 EXACT_START = "DEQ from the exact weights"
+last_error = partial(Trained.error, name="test")
 
 
 @dataclass(frozen=True)
@@ -157,15 +158,10 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         f"FNNs have {MATCHED} Every network was trained with each learning rate for {sizes.course.steps} steps of "
         f"{sizes.course.batch} fresh samples; the rate is chosen on validation samples."
     )
-    columns = {"error": last_error, "share solved": lambda one: one.converged}
+    columns: dict[str, Callable[[Trained], float]] = {"error": last_error, "share solved": lambda one: one.converged}
     table = networks_table("Errors on the sawtooth", RECONSTRUCTION, tasks, columns)
     picture = curves("sawtooth", "Training on the sawtooth", RECONSTRUCTION, tasks, "test", "error / (1/12)", level=1)
     return Section(text, [existence, *compare(compared)], [table], [picture])
-
-
-def last_error(network: Trained) -> float:
-    """Return the last test error."""
-    return network.error("test")
 
 
 def _comparison(rule: str, tasks: dict[str, list[tuple[Trained, ...]]]) -> Comparison:
