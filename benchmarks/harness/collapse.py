@@ -70,14 +70,14 @@ def collapse_case(
             return deqfast.neural_collapse(features, labels, given, kernel=kernel).nc1
 
         values: list[float] = []
-        peak = memory(lambda: values.append(measure()))[1]
+        peak = memory(lambda: values.append(measure()), device)[1]
         exact = exact_of(samples, dim, classes, dtype)
         error, allowed = abs(values[0] - exact) / exact, ALLOWED[kind].get(provider, EXACT)
         check("relative error of NC1", error, allowed)
         moved = traffic.collapse_bytes(samples, dim, classes, dtype.itemsize, classifier)
         facts = {"error": error, "allowed": allowed, "bytes": moved, "peak_bytes": peak}
         if provider in KERNELS:  # counting calls it again, which takes minutes for a large pseudo-inverse
-            counters = count(lambda f: measure(), lambda: None)
+            counters = count(lambda f: measure(), lambda: None, device)
             facts |= {"launches": counters.operations, "host_waits": counters.host_waits}
         return Contender(measure, facts)
 

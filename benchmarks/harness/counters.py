@@ -98,10 +98,10 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], device: str | None = None) -> Counters:
+def count(call: Callable[[Callable[..., Any]], Any], f: Callable[..., Any], device: str) -> Counters:
     """What `call(f)` asks for, operations in f left out; a first call, which may set things up, is not counted.
 
-    device: whose memory is counted, "cpu" or "cuda"; None: "cuda" where there is a GPU.
+    device: whose memory is counted, "cpu" or "cuda".
     """
     call(f)
     mode = _Operations()
@@ -134,9 +134,9 @@ def launched(call: Callable[[], Any]) -> tuple[int, int] | None:
     return (launches, waits) if launches else None
 
 
-def memory(call: Callable[[], Any], device: str | None = None) -> tuple[int, int]:
+def memory(call: Callable[[], Any], device: str) -> tuple[int, int]:
     """Allocations of a call, and how many bytes beyond those held before it needed at once; `device` as for `count`."""
-    if device == "cuda" or (device is None and torch.cuda.is_available()):
+    if device == "cuda":
         return _cuda_memory(call)
     deqfast.release_memory()  # or the call would find what an earlier one has left
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

@@ -24,12 +24,12 @@ STILL = 2.0**-20  # damping of a step that leaves z where it is, so that every c
 LABELS = {"and2": "anderson-m", "good": "broyden-n"}
 
 
-def counted(call: Any, moved: float, facts: Row, another: Any, **more: Any) -> Contender:
+def counted(call: Any, device: str, moved: float, facts: Row, another: Any, **more: Any) -> Contender:
     """A contender with what one call asks of torch; what waits for the host no graph can hold.
 
     moved: bytes that a call must move.
     """
-    counters = count(lambda f: call(), lambda: None)
+    counters = count(lambda f: call(), lambda: None, device)
     facts |= {"bytes": round(moved), "launches": counters.operations, "peak_bytes": counters.peak_bytes}
     return Contender(call, facts, another=None if counters.host_waits else another, **more)
 
@@ -45,7 +45,7 @@ def function_case(name: str, size: Row, op: str, moved: float, arguments: Callab
         def another() -> Callable[[], Any]:
             return partial(function, *[a.clone() if isinstance(a, Tensor) else a for a in given])
 
-        return counted(partial(function, *given), moved, check_results(*results), another)
+        return counted(partial(function, *given), device, moved, check_results(*results), another)
 
     return Case("ops", name, size, KERNELS, ("torch",), contender)
 
@@ -116,8 +116,10 @@ def step_contender(op: str, step: states.Case, passes: float, provider: str, dev
         if torch.equal(state["best"], before):
             raise Wrong("the best iterate was copied, which is no part of the step's bytes")
 
-    moved = passes * state["z"].nbytes
-    return counted(call, moved, facts, lambda: partial(still.call, function, states.clone(state)), verify=verify)
+    def another() -> Callable[[], Any]:
+        return partial(still.call, function, states.clone(state))
+
+    return counted(call, device, passes * state["z"].nbytes, facts, another, verify=verify)
 
 
 def transposed_case(batch: int, dim: int, history: int = 20) -> Case:

@@ -102,7 +102,7 @@ def trace(batch: int, dim: int, iterations: int = 20) -> Case:
         solution = solve()
         kept = 0 if solution.trace is None else len(solution.trace)
         check("evaluations that the trace lacks", abs(kept - iterations * traced), 0)
-        counters = count(solve, f)
+        counters = count(solve, f, device)
         facts = {"launches": counters.operations / iterations, "peak_bytes": counters.peak_bytes}
         return Contender(solve, counted(solution) | facts)
 
@@ -137,7 +137,7 @@ def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
         cosine = float(found @ exact / found.norm() / exact.norm())
         check("distance of the gradient's cosine from 1", 1 - cosine, 0.5)
         facts = {"error": float((found - exact).norm() / exact.norm()), "cosine": cosine}
-        facts |= {"peak_bytes": memory(step)[1], "evaluations": setup.calls(block)}
+        facts |= {"peak_bytes": memory(step, device)[1], "evaluations": setup.calls(block)}
         if block.backward_solution is not None:
             facts["backward_evaluations"] = block.backward_solution.evaluations
         return Contender(step, facts)
@@ -271,6 +271,6 @@ def streaming(batch: int, dim: int, classes: int = 10, piece: int = 500) -> Case
         exact = exact_of(batch, dim, classes)
         error = abs(measure() - exact) / exact
         check("relative error of NC1", error, 1e-5)
-        return Contender(measure, {"error": error, "allowed": 1e-5, "peak_bytes": memory(measure)[1]})
+        return Contender(measure, {"error": error, "allowed": 1e-5, "peak_bytes": memory(measure, device)[1]})
 
     return option(f"streaming-{batch}x{dim}", (batch, dim), ("streaming", "features"), contender)

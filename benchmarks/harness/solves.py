@@ -38,10 +38,10 @@ def solver_name(solver: Any) -> str:
 def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:
     """The columns on what `call(f)` asks of the device; launches per evaluation, without those of `f_alone`."""
     if not f.c.is_cuda:
-        counters = count(call, f)
+        counters = count(call, f, "cpu")
         launches, waits, peak = counters.operations, counters.host_waits, counters.peak_bytes
     else:
-        peak = memory(lambda: call(f))[1]
+        peak = memory(lambda: call(f), "cuda")[1]
         if (whole := launched(lambda: call(f))) is None:
             return {"peak_bytes": peak}
         own = launched(f_alone) if f_alone else None

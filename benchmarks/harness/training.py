@@ -123,7 +123,7 @@ def training_case(cell: str, shape: tuple[int, ...], adjoint: str, solver: Any, 
         else:  # with the call of the gradient; a solve in one launch counts its own
             with autocast(device, precision):
                 facts["evaluations"] = block(setup.x, z0=setup.z0, return_solution=True)[1].evaluations + 1
-        asked = count(lambda f: setup.step(function), lambda: None)  # the cell's operations too
+        asked = count(lambda f: setup.step(function), lambda: None, device)  # the cell's operations too
         facts |= {"peak_bytes": asked.peak_bytes, "launches": asked.operations, "host_waits": asked.host_waits}
         return Contender(lambda: setup.step(function), facts)
 
