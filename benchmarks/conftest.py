@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--full"):
+    if config.getoption("--small") or not config.getoption("--full"):
         large = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=large)
         items[:] = [item for item in items if item not in large]
