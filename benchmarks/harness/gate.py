@@ -2,14 +2,13 @@
 
 Counters are exact: one that is higher than in the baseline is worse. A baseline is a JSON file with a line for each
 case. What our own code does depends on no version of torch, so ``counters.json`` judges on all of them. What a compiler
-makes of a kernel has a baseline per compiler (``triton-3.9.json``); without one, kernels are judged by the limits of
-the hardware alone, and that is said.
+makes of a kernel has a baseline per compiler (``triton-3.9.json``); without one kernels are not judged, and that is
+said.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +18,7 @@ from .record import provenance, read_record, stale_extensions, write_json
 
 BASELINES = Path(__file__).resolve().parent.parent / "baselines"
 GATE_HELP = "judge counters by the committed baselines instead of measuring the suite: two minutes"
-UPDATE_HELP = "with --gate: write what is counted to benchmarks/baselines/, to commit; judges limits alone"
+UPDATE_HELP = "with --gate: write what is counted to benchmarks/baselines/, to commit"
 WORSE, MISSING, BETTER, SAME, NOT_JUDGED = "worse", "missing", "better", "same", "not judged"
 
 Counters = dict[str, Any]  # counter -> value
@@ -140,21 +139,19 @@ class Gate:
         for line in lines:
             terminalreporter.write_line(line)
 
-    def judge(self, name: str, rows: Rows, compiler: str = "", broken: Mapping[str, str] | None = None) -> None:
+    def judge(self, name: str, rows: Rows, compiler: str = "") -> None:
         """Judge all cases of a baseline, or write it; fails the test where one is worse or missing.
 
-        compiler: whose kernels these are. They are always judged by what limits are `broken`, and by nothing else where
-        the compiler has no baseline; kernels that break limits become no baseline.
+        compiler: whose kernels these are; they are not judged where it has no baseline.
         """
         baseline = Baseline.read(self.folder, name)
-        findings = [Finding(case, WORSE, text) for case, text in (broken or {}).items()]
-        if self.update and not broken:
+        findings: list[Finding] = []
+        if self.update:
             self.written.append(Baseline(name, rows).write(self.folder))
         elif baseline.rows or not compiler:
-            findings += baseline.judge(rows, alike=not compiler)
+            findings = baseline.judge(rows, alike=not compiler)
         else:
-            text = f"no baseline for {compiler}: {len(rows)} kernels judged by the limits of the hardware alone"
-            findings.append(Finding("all cases", NOT_JUDGED, text))
+            findings = [Finding("all cases", NOT_JUDGED, f"no baseline for {compiler}")]
         self._say(name, findings)
 
     def not_judged(self, name: str, why: str) -> NoReturn:

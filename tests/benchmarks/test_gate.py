@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import compiled, counted, gate
+from harness import counted, gate
 from harness.counters import count
-from harness.gate import BASELINES, MISSING, NOT_JUDGED, WORSE, Baseline
+from harness.gate import MISSING, NOT_JUDGED, WORSE, Baseline
 
 ROOT = Path(__file__).resolve().parents[2]
 X, MASK, INDEX = torch.eye(3), torch.eye(3) > 0, torch.tensor([0, 2])
@@ -76,16 +76,6 @@ def test_counters_are_judged_one_by_one(now, alike, verdict, text):
     assert finding.verdict == verdict and finding.text.startswith(text)
 
 
-def test_the_committed_baselines_break_no_limit():
-    """They are what an unknown compiler is not compared with."""
-    for name in ("cuda-13.0", *(path.stem for path in BASELINES.glob("triton-*.json"))):
-        assert compiled.broken_limits(Baseline.read(BASELINES, name).rows) == {}
-    assert compiled.broken_limits({"a": {"stack sm_120": 0, "shared sm_120": 262144}}) == {}  # a limit nobody listed
-    assert set(compiled.broken_limits({"a": {"stack sm_90a": 8}})) == {"a"}
-    broken = compiled.broken_limits({"a": {"stack sm_90": 8, "shared sm_80": 262144, "registers sm_90": 255}})
-    assert broken == {"a": "stack sm_90 8 bytes, the limit is 0; shared sm_80 262144 bytes, the limit is 166912"}
-
-
 COUNTS = {"a": {"operations": 3}, "b": {"operations": 5, "host_waits": 0}}
 KERNELS = {"x": {"registers sm_90": 9}, "y": {"registers sm_90": 9}}
 
@@ -97,10 +87,10 @@ def of_gate(folder, on="counters", update=False):
     return gate.Gate(config, folder)
 
 
-def judge(plugin, counts=COUNTS, kernels=KERNELS, broken=None, nvcc="1.0"):
+def judge(plugin, counts=COUNTS, kernels=KERNELS, nvcc="1.0"):
     """What the tests of a session ask: counters, kernels. How many of them fail, and what is told."""
     failed, lines = [], []
-    for given in (("counters", counts), (f"cuda-{nvcc}", kernels, f"nvcc {nvcc}", broken or {})):
+    for given in (("counters", counts), (f"cuda-{nvcc}", kernels, f"nvcc {nvcc}")):
         try:
             plugin.judge(*given)
         except pytest.fail.Exception as error:
@@ -134,22 +124,14 @@ def baselines(tmp_path):
         (
             {"nvcc": "2.0", "kernels": {"x": {"registers sm_90": 99}}},
             0,
-            r"  cuda-2.0: all cases: no baseline for nvcc 2.0: 1 kernels judged by the limits of the hardware alone",
+            r"  cuda-2.0: all cases: no baseline for nvcc 2.0",
         ),
-        ({"nvcc": "2.0", "broken": {"x": "stack 8 bytes"}}, 1, r"worse: 1\n  cuda-2.0: x: stack 8 bytes"),
     ],
-    ids=["worse, better, new and gone", "other compiler", "limit broken"],
+    ids=["worse, better, new and gone", "other compiler"],
 )
 def test_what_is_worse_or_missing_fails_and_everything_is_told(baselines, change, failures, said):
     failed, text = judge(of_gate(baselines), **change)
     assert len(failed) == failures and re.search(said, text), text
-
-
-def test_broken_limits_replace_no_baseline(baselines):
-    before = (baselines / "cuda-1.0.json").read_text()
-    failed, _ = judge(of_gate(baselines, update=True), broken={"x": "stack 8 bytes"})
-    assert failed == ["cuda-1.0: 1 worse, see the table at the end"]
-    assert before == (baselines / "cuda-1.0.json").read_text()
 
 
 def test_refused_are_an_update_of_nothing_and_extensions_of_other_sources(tmp_path, monkeypatch):
