@@ -1,11 +1,12 @@
 """What the compiled code of the GPU kernels needs, without a GPU: registers, stack, shared memory, barriers.
 
-The Triton kernels are compiled ahead of time by ``deqfast.testing.aot``, in a process of its own; the CUDA kernels are
-read from the extension as it was built.
+The Triton kernels are compiled ahead of time by ``deqfast.testing.aot``; the CUDA kernels are read from the extension
+as it was built.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from deqfast import _extension
 from deqfast.testing import cuobjdump
@@ -23,30 +25,36 @@ from .gate import Rows
 MEASURED = ("registers", "stack", "shared", "barriers")  # counters, each of an architecture: "registers sm_90"
 
 
-def triton_kernels() -> tuple[str, Rows, str]:
-    """The baseline's name, a row per kernel and specialisation, and the compiler; 100 s, or 20 s from cache."""
+def ahead_of_time() -> list[dict[str, Any]]:
+    """The rows of ``deqfast.testing.aot``, by a process of its own: interpreter and compiler exclude each other.
+
+    100 s, or 20 s from cache.
+    """
     if cuobjdump.CUOBJDUMP is None:
         raise Unavailable("no triton, or one without cuobjdump")
-    import triton
-
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "rows.json")
         command = [sys.executable, "-m", "deqfast.testing.aot", "--json", str(target)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not target.exists():  # where limits are broken it fails too, which is for tests/kernels/test_aot.py to tell
+        if not target.exists():  # it fails also where a row has faults
             raise RuntimeError(f"aot compiled nothing: {result.stderr[-2000:]}")
-        compiled = json.loads(target.read_text())
+        return json.loads(target.read_text())
+
+
+def triton_kernels() -> tuple[str, Rows, str]:
+    """The baseline's name, a row per kernel and specialisation, and the compiler."""
     rows: Rows = {}
-    for entry in compiled:
+    for entry in ahead_of_time():
         case = entry["case"]
         dtypes = "/".join(filter(None, (case["state"], case["history"])))
         parts = [case["kernel"], dtypes, case["method"], f"window={case['window']}", f"size={case['size']}"]
         row = rows.setdefault(" ".join(filter(None, parts)), {})
         row |= {f"{name} sm_{entry['arch']}": entry[name] for name in MEASURED}
-    minor = ".".join(triton.__version__.split(".")[:2])  # patch releases share a baseline
-    return f"triton-{minor}", rows, f"triton {triton.__version__}"
+    version = importlib.metadata.version("triton")
+    minor = ".".join(version.split(".")[:2])  # patch releases share a baseline
+    return f"triton-{minor}", rows, f"triton {version}"
 
 
 def cuda_kernels() -> tuple[str, Rows, str]:
