@@ -130,7 +130,7 @@ measure() { # a GPU that an error has stopped, or a kernel that hangs, costs one
       continue
     fi
     case $part in
-      study_step) what=(benchmarks/test_study_step.py --full -k 64-128-jfb) ;;
+      study_step) what=(benchmarks/test_study_step.py --full -k 64-128) ;;
       solves) what=(benchmarks/test_suite.py -m "solves or fc or cells") ;;
       *) what=(benchmarks/test_suite.py -m "$part") ;;
     esac

@@ -14,9 +14,8 @@ STEPS, SECONDS = 50, 60
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("adjoint", ["jfb", "implicit"])
 @pytest.mark.parametrize(("width", "batch"), [(16, 32), (64, 128)])
-def test_study_step(board, width, batch, adjoint):
-    settings = settings_of(width, batch, board.device, adjoint=adjoint, threads=torch.get_num_threads())
+def test_study_step(board, width, batch):
+    settings = settings_of(width, batch, board.device, threads=torch.get_num_threads())
     for row in measure(settings, STEPS, SECONDS):
         board.add(row)
