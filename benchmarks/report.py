@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from harness.record import Row
 from harness.rivals import OWN, THEIRS
 from harness.tables import (
     FORMS,
@@ -43,7 +44,7 @@ from harness.tables import (
     times,
     written,
 )
-from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Row, Target
+from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Target
 
 from deqfast.testing.records import write_bytes
 

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .targets import Row, verdicts
+from .record import Row
+from .targets import verdicts
 
 Form = Callable[[float], str]
 UNITS = {"ns": 1e-6, "µs": 1e-3, "ms": 1.0, "s": 1e3}  # in ms

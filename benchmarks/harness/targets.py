@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Row = dict[str, Any]
+from .record import Row
+
 # Column of a target -> what stands behind its bound.
 COLUMNS = {
     "gain": "x faster than",
