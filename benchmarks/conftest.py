@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.cases import CASES, SMALL
 from harness.gate import Gate, add_options
-from harness.record import machine, write_record
+from harness.record import write_record
 from harness.suite import LARGE_SECONDS, Board
 from harness.tables import summary
 
@@ -95,10 +95,6 @@ def gate(request):
 def board(request):
     """Keeps the rows of this run."""
     return request.config.stash[BOARD]
-
-
-def pytest_benchmark_update_machine_info(config, machine_info):
-    machine_info["deqfast"] = machine(config.stash[BOARD].device)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -128,18 +128,13 @@ def stale_extensions() -> list[str]:
 @functools.cache
 def machine(device: str = "cpu") -> dict[str, Any]:
     """What the numbers were measured on."""
+    gpu = device == "cuda"
     triton = importlib.util.find_spec("triton") and importlib.metadata.version("triton")
-    properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
     # Clocks now and at most; the power limit.
     query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
     return {
-        "gpu": properties.name if properties else None,
-        "multiprocessors": properties.multi_processor_count if properties else None,
-        "memory_bytes": properties.total_memory if properties else None,
-        "l2_bytes": properties.L2_cache_size if properties else None,
-        "nvidia_smi": records.tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-        if properties
-        else None,
+        "gpu": torch.cuda.get_device_name(0) if gpu else None,
+        "nvidia_smi": records.tool("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") if gpu else None,
         "processor": records.processor(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
