@@ -34,9 +34,9 @@ def digits() -> tuple[Tensor, Tensor]:
 class Cell(nn.Module):
     """``FCCell`` with dropout of its state."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, features: int, activation: str, dropout: float) -> None:
         super().__init__()
-        self.fc, self.drop = deqfast.FCCell(64, 64, "tanh"), deqfast.SolveDropout(dropout)
+        self.fc, self.drop = deqfast.FCCell(64, features, activation), deqfast.SolveDropout(dropout)
 
     def initial_state(self, x: Tensor) -> Tensor:
         return self.fc.initial_state(x)
@@ -54,14 +54,18 @@ def learn(
     dropout: float = 0.0,
     adjoint: Any = IMPLICIT,
     on_the_way: bool = False,
+    features: int = 64,
+    activation: str = "tanh",
+    solver: Any = SOLVER,
+    rate: float = 1e-2,
 ) -> tuple[Cell, nn.Linear]:
     """The cell and its readout after so many steps of Adam; penalty: weight of ``jacobian_penalty``."""
     x, y = digits()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        cell, readout = Cell(dropout), nn.Linear(64, 10)
-        block = deqfast.DEQBlock(cell, SOLVER, adjoint, warn=False)
-        optimizer = torch.optim.Adam([*cell.parameters(), *readout.parameters()], lr=1e-2)
+        cell, readout = Cell(features, activation, dropout), nn.Linear(features, 10)
+        block = deqfast.DEQBlock(cell, solver, adjoint, warn=False)
+        optimizer = torch.optim.Adam([*cell.parameters(), *readout.parameters()], lr=rate)
         for _ in range(steps):
             rows = torch.randint(images, (64,))
             states = block.trajectory(x[rows], [*ON_THE_WAY]) if on_the_way else [block(x[rows])]
