@@ -111,8 +111,8 @@ OPTIONS = (
     gradient("residual", (8, 32, 8, 8), deqfast.Anderson(1e-4, 60)),
     *(kinds(problem) for problem in ("linear-0.9", "non-normal", "tanh")),
     kinds("sawtooth", dim=12),
-    *(kinds(f"{name}, b 1", dim=0) for name in ("gaussian 0.7", "decaying 0.99", "outliers outside")),
-    kinds("tanh decaying 0.99, b 1", dim=0),
+    *(kinds(f"{name}, b 1") for name in ("gaussian 0.7", "decaying 0.99", "outliers outside")),
+    kinds("tanh decaying 0.99, b 1"),
     *(
         compiled_solve(*size, deqfast.Anderson(1e-5, 40), trains)
         for size in ((1, 64), (2048, 256))

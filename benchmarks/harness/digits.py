@@ -119,7 +119,6 @@ def digits_case(name: str, providers: dict[str, Row], steps: int = 400, seeds: i
             facts |= {"mean_evaluations": solution.iterations.float().mean(), "radius": radius}
             rows.append({column: float(value) for column, value in facts.items()})
         means = {column: mean(row[column] for row in rows) for column in rows[0]}
-        each = {"accuracies": [row["accuracy"] for row in rows]}
-        return Contender(lambda: told(*net, x, **evaluation), means | each)
+        return Contender(lambda: told(*net, x, **evaluation), means)
 
-    return option(f"digits-{name}", (ALL - images, 64), tuple(providers), contender, devices=("cpu",))
+    return option(f"digits-{name}", tuple(providers), contender, devices=("cpu",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,15 +51,13 @@ class Contender:
 class Case:
     """What is measured by every provider.
 
-    name: unique in its section and fit for ``pytest -k``. size: the columns of a row that say what the problem is.
-    peers: the providers that gains are told against, the most telling first. contender: (provider, device) -> the
-    provider on "cpu" or "cuda"; raises ``Skipped`` or ``Wrong``. full: with ``--full`` only; devices: where it is
-    measured.
+    name: unique in its section and fit for ``pytest -k``. peers: the providers that gains are told against.
+    contender: (provider, device) -> the provider on "cpu" or "cuda"; raises ``Skipped`` or ``Wrong``. full: with
+    ``--full`` only; devices: where it is measured.
     """
 
     section: str
     name: str
-    size: Row
     providers: tuple[str, ...]
     peers: tuple[str, ...]
     contender: Callable[[str, str], Contender]
@@ -69,11 +66,6 @@ class Case:
 
     def providers_on(self, device: str) -> list[str]:
         return [provider for provider in self.providers if provider not in ABSENT[device]]
-
-
-def size_of(shape: Sequence[int], dtype: str = "fp32", **more: Any) -> Row:
-    """The columns `batch`, `dim` and `dtype` of a state of this shape, and more."""
-    return {"batch": shape[0], "dim": math.prod(shape[1:]), "dtype": dtype} | more
 
 
 def crossed(shape: Sequence[int]) -> str:
@@ -103,14 +95,11 @@ def check(what: str, reached: float, allowed: float) -> None:
 
 
 def check_results(actual: Any, plain: Any, exact: Any) -> Row:
-    """The columns `error` and `allowed` of the worst of several results, by the policy of ``deqfast.testing``."""
-    facts: Row = {"error": 0.0, "allowed": 0.0}
-    for a, p, e in zip(actual, plain, exact, strict=True):
-        error, allowed = accuracy(a, p, e)
+    """The column `error`, of the worst of several results, by the policy of ``deqfast.testing``."""
+    judged = [accuracy(*results) for results in zip(actual, plain, exact, strict=True)]
+    for error, allowed in judged:
         check("relative error", error, allowed)
-        if error >= facts["error"]:
-            facts = {"error": error, "allowed": allowed}
-    return facts
+    return {"error": max(error for error, _ in judged)}
 
 
 def on(device: str, tensors: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from deqfast.testing import norm_states, states
 
 from . import traffic
 from .counters import count
-from .entry import KERNELS, Case, Contender, Skipped, Wrong, check_results, crossed, kernel_of, on, short, size_of
+from .entry import KERNELS, Case, Contender, Skipped, Wrong, check_results, crossed, kernel_of, on
 from .record import Row
 
 TORCH = Kernel("torch")
@@ -34,7 +34,7 @@ def counted(call: Any, device: str, moved: float, facts: Row, another: Any, **mo
     return Contender(call, facts, another=None if counters.host_waits else another, **more)
 
 
-def function_case(name: str, size: Row, op: str, moved: float, arguments: Callable[[str], list[Any]]) -> Case:
+def function_case(name: str, op: str, moved: float, arguments: Callable[[str], list[Any]]) -> Case:
     """An op that returns its results and changes none of its arguments, which are `arguments(device)`."""
 
     def contender(provider: str, device: str) -> Contender:
@@ -47,7 +47,7 @@ def function_case(name: str, size: Row, op: str, moved: float, arguments: Callab
 
         return counted(partial(function, *given), device, moved, check_results(*results), another)
 
-    return Case("ops", name, size, KERNELS, ("torch",), contender)
+    return Case("ops", name, KERNELS, ("torch",), contender)
 
 
 def full_window(method: str | None, batch: int, dim: int, history: int, history_dtype: Any = None) -> states.Case:
@@ -75,9 +75,8 @@ def step_case(
         kind, op = f"{LABELS[method]}{history}", "multisecant_step"
         passes = traffic.multisecant_passes(history, traffic.width(history_dtype))
     name = f"{kind}{'-bf16' if history_dtype else ''}-step-{batch}x{dim}"
-    size = size_of((batch, dim), **({"history_dtype": short(history_dtype)} if history_dtype else {}))
     contender = partial(step_contender, op, step, passes)
-    return Case("ops", name, size, KERNELS, ("torch",), contender, **given)
+    return Case("ops", name, KERNELS, ("torch",), contender, **given)
 
 
 def broyden_step_case(batch: int, dim: int, evaluations: int = 20) -> Case:
@@ -85,7 +84,7 @@ def broyden_step_case(batch: int, dim: int, evaluations: int = 20) -> Case:
     step = states.StepsCase(None, batch, dim, evaluations, k=evaluations - 1, tol=0.0, wobble=0.5)
     contender = partial(step_contender, "broyden_step", step, traffic.steps_passes(step.k))
     name = f"broyden-steps{step.k}-step-{batch}x{dim}"
-    return Case("ops", name, size_of((batch, dim)), KERNELS, ("torch",), contender)
+    return Case("ops", name, KERNELS, ("torch",), contender)
 
 
 def step_contender(op: str, step: states.Case, passes: float, provider: str, device: str) -> Contender:
@@ -134,7 +133,7 @@ def transposed_case(batch: int, dim: int, history: int = 20) -> Case:
 
     moved = (3 + 2 * history) * batch * dim * 4  # reads v twice and both halves of the history, writes the product
     name = f"broyden-n{history}-transposed-{batch}x{dim}"
-    return function_case(name, size_of((batch, dim)), "multisecant_transposed", moved, arguments)
+    return function_case(name, "multisecant_transposed", moved, arguments)
 
 
 def norm_case(op: str, shape: tuple[int, int, int, int], dtypes: str = "fp32") -> Case:
@@ -146,7 +145,7 @@ def norm_case(op: str, shape: tuple[int, int, int, int], dtypes: str = "fp32") -
         return on(device, norm_states.NormCase(op, shape, 8, dtypes).arguments().values())
 
     name = "-".join([op, crossed(shape), dtypes.replace(" beside ", "-")])
-    return function_case(name, size_of(shape, dtypes), op, moved, arguments)
+    return function_case(name, op, moved, arguments)
 
 
 def fc_vjp_case(batch: int, dim: int) -> Case:
@@ -158,4 +157,4 @@ def fc_vjp_case(batch: int, dim: int) -> Case:
         return [*on(device, tensors), ACTIVATIONS.index("tanh")]
 
     moved = 3 * batch * dim * 4  # reads the argument of the activation and the gradient, writes a gradient
-    return function_case(f"fc_vjp-{batch}x{dim}", size_of((batch, dim)), "fc_vjp", moved, arguments)
+    return function_case(f"fc_vjp-{batch}x{dim}", "fc_vjp", moved, arguments)

@@ -14,7 +14,7 @@ from deqfast.testing import PROBLEMS, relative_error
 
 from .collapse import clusters, exact_of
 from .counters import count, memory
-from .entry import Case, Contender, check, size_of
+from .entry import Case, Contender, check
 from .maps import NEVER, Contraction
 from .problems import suite
 from .record import Row
@@ -23,14 +23,13 @@ from .training import EXACT, Layer, Setup, exact_gradient, flat
 
 def option(
     name: str,
-    shape: tuple[int, ...],
     providers: tuple[str, ...],
     contender: Callable[[str, str], Contender],
     peers: tuple[str, ...] = (),
     **given: Any,
 ) -> Case:
     """An option beside its absence or its alternatives, the peers (default: all but the first of `providers`)."""
-    return Case("options", name, size_of(shape), providers, peers or providers[1:], contender, **given)
+    return Case("options", name, providers, peers or providers[1:], contender, **given)
 
 
 def counted(solution: deqfast.Solution) -> Row:
@@ -60,7 +59,7 @@ def compact(batch: int, dim: int, rates: tuple[float, float] = (0.3, 0.8)) -> Ca
         return Contender(solve, counted(solution) | {"residual": float(solution.residual_rel.max())})
 
     name = f"compact-{batch}x{dim}-rates-{rates[0]:g}-{rates[1]:g}"
-    return option(name, (batch, dim), ("compact", "whole-batch"), contender)
+    return option(name, ("compact", "whole-batch"), contender)
 
 
 def eval_solver(batch: int, dim: int) -> Case:
@@ -84,9 +83,9 @@ def eval_solver(batch: int, dim: int) -> Case:
         cell.float()
         error = relative_error(value, exact)
         check("relative error", error, 0.1)
-        return Contender(predict, counted(solution) | {"error": error, "allowed": 0.1})
+        return Contender(predict, counted(solution) | {"error": error})
 
-    return option(f"eval-solver-{batch}x{dim}", (batch, dim), ("eval-solver", "solver"), contender)
+    return option(f"eval-solver-{batch}x{dim}", ("eval-solver", "solver"), contender)
 
 
 def trace(batch: int, dim: int, iterations: int = 20) -> Case:
@@ -106,7 +105,7 @@ def trace(batch: int, dim: int, iterations: int = 20) -> Case:
         facts = {"launches": counters.operations / iterations, "peak_bytes": counters.peak_bytes}
         return Contender(solve, counted(solution) | facts)
 
-    return option(f"trace-{batch}x{dim}", (batch, dim), ("trace", "no-trace"), contender)
+    return option(f"trace-{batch}x{dim}", ("trace", "no-trace"), contender)
 
 
 ADJOINTS = {
@@ -143,7 +142,7 @@ def gradient(cell: str, shape: tuple[int, ...], solver: Any) -> Case:
         return Contender(step, facts)
 
     name = f"gradient-{layer.name.replace('-implicit', '')}"
-    return option(name, shape, tuple(ADJOINTS), contender, peers=("implicit", "jfb"))
+    return option(name, tuple(ADJOINTS), contender, peers=("implicit", "jfb"))
 
 
 class Gated(nn.Module):
@@ -183,9 +182,9 @@ def compiled(batch: int, dim: int, adjoint: str) -> Case:
             model.compile(fullgraph=True, dynamic=True)
         error = relative_error(step(), eager.double())
         check("relative error of the gradient", error, 1e-3)
-        return Contender(step, {"error": error, "allowed": 1e-3})
+        return Contender(step, {"error": error})
 
-    return option(f"compiled-{adjoint}-{batch}x{dim}", (batch, dim), ("compiled", "eager"), contender)
+    return option(f"compiled-{adjoint}-{batch}x{dim}", ("compiled", "eager"), contender)
 
 
 def compiled_solve(batch: int, dim: int, solver: Any, trains: bool = False) -> Case:
@@ -212,10 +211,10 @@ def compiled_solve(batch: int, dim: int, solver: Any, trains: bool = False) -> C
         exact = run(deqfast.Anderson(1e-9, 200), copy.deepcopy(cell).double(), x.double(), kernel="torch")()[0]
         error = relative_error(value, exact)
         check("relative error", error, 1e-3)
-        return Contender(predict, counted(solution) | {"error": error, "allowed": 1e-3})
+        return Contender(predict, counted(solution) | {"error": error})
 
     name = f"compile-{'implicit' if trains else type(solver).__name__.lower()}-{batch}x{dim}"
-    return option(name, (batch, dim), ("compile", "eager"), contender, devices=("cpu",))
+    return option(name, ("compile", "eager"), contender, devices=("cpu",))
 
 
 KINDS: dict[str, Any] = {
@@ -246,12 +245,12 @@ def kinds(problem: str, batch: int = 32, dim: int = 64) -> Case:
         check("samples that broke down", float((solution.status == deqfast.Status.NONFINITE).sum()), 0)
         facts = counted(solution) | {"mean_evaluations": float(solution.iterations.float().mean())}
         facts |= {"residual": float(solution.residual_rel.max()), "samples_missed": int((~solution.converged).sum())}
-        return Contender(solve, facts | {"dim": given.z0.shape[1]})
+        return Contender(solve, facts)
 
     name = f"kinds-{problem.replace(' ', '-').replace(',', '')}"
     peers = ("anderson-II", "broyden-good")
     devices = ("cpu", "cuda") if shared else ("cpu",)
-    return option(name, (batch, dim), tuple(KINDS), contender, peers, devices=devices)
+    return option(name, tuple(KINDS), contender, peers, devices=devices)
 
 
 def streaming(batch: int, dim: int, classes: int = 10, piece: int = 500) -> Case:
@@ -271,6 +270,6 @@ def streaming(batch: int, dim: int, classes: int = 10, piece: int = 500) -> Case
         exact = exact_of(batch, dim, classes)
         error = abs(measure() - exact) / exact
         check("relative error of NC1", error, 1e-5)
-        return Contender(measure, {"error": error, "allowed": 1e-5, "peak_bytes": memory(measure, device)[1]})
+        return Contender(measure, {"error": error, "peak_bytes": memory(measure, device)[1]})
 
-    return option(f"streaming-{batch}x{dim}", (batch, dim), ("streaming", "features"), contender)
+    return option(f"streaming-{batch}x{dim}", ("streaming", "features"), contender)

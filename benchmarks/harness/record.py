@@ -4,7 +4,6 @@
 `section`, `case` and `provider`, and of these what applies (ms: milliseconds):
 
 ===================  ==================================================================================================
-history_dtype        of a solver's history where it is not the state's; iterations: calls of f that were asked for
 ms, ms_min           of the whole call: median and least of so many `rounds`; ms_quartiles: [first, third]
 copy_gb_per_s        the copy rate: of rounds taken in turns with these
 f_ms                 of that, f alone: as many calls of f as the solve made
@@ -12,12 +11,12 @@ solver_ms            (ms_min - f_ms) / evaluations: the solver's own time per it
 bytes                what the algorithm must move per call (without f)
 floor_ms, floor_x    the time of these bytes at the copy rate of the same run, and how many times as long it took
 residual             largest relative residual of the batch, in float64
-error, allowed       relative error against float64, and the bound under which a time is recorded at all
+error                relative error against float64
 peak_bytes           torch's memory at its highest during the call, beyond what was allocated before
 launches             kernels and copies that a GPU launched outside f, per iteration; on the CPU torch operations
 host_waits           times per call that the host has to know a value of the device
-gain, gains          the time of `peer`, of every peer / this one: solver_ms where there is one, else ms_min; of section
-                     "residual" ms, where `reached` says whether `residual` is within `tol`
+gains                the time of every peer / this one: solver_ms where there is one, else ms_min
+gain                 of section "residual": ms of `peer` / this one's; `reached`: whether `residual` is within `tol`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 accuracy, radius     of a trained layer: share of digits told, spectral radius; accuracy_of_few: after three evaluations
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample

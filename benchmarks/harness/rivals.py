@@ -12,7 +12,7 @@ from torch import Tensor
 
 import deqfast
 
-from .entry import Case, Contender, Skipped, check, crossed, size_of
+from .entry import Case, Contender, Skipped, check, crossed
 from .maps import FC_RADIUS, relative_residual
 from .peers import silva_solve, torchdeq_solve
 from .solves import APPROACHED, PEER, solver_name
@@ -64,9 +64,8 @@ def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], A
         return Contender(lambda: [solve() for _ in range(solves)], {"residual": residual})
 
     solves = 20 if batch * dim < 1 << 14 else 1  # of the short ones, so that no library is timed with a colder cache
-    size = size_of((batch, dim), iterations=solver.max_iter, solves=solves)
     name = f"rivals-{linear.__name__}-{solver_name(solver)}-{crossed((batch, dim))}"
-    return Case("rivals", name, size, (*OWN, *THEIRS), THEIRS, contender, devices=("cpu",))
+    return Case("rivals", name, (*OWN, *THEIRS), THEIRS, contender, devices=("cpu",))
 
 
 def jax_solve(library: str, solver: Any, linear: Callable[[Any, Any], Any], x: Any, z0: Tensor) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ from deqfast.fc import has_kernel
 
 from . import traffic
 from .counters import count, launched, memory
-from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, short, size_of
+from .entry import GRAPHS, KERNELS, Case, Contender, Skipped, check, crossed, kernel_of, short
 from .maps import NEVER, FullyConnected, MapCell, autocast, make_map
 from .peers import Solve, torchdeq_solve
 from .record import Row
@@ -87,11 +87,7 @@ def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", *
     A residual cell is one of section "cells"; torchdeq solves for the same cell in plain torch. given: the other
     arguments of ``Case``.
     """
-    history = getattr(solver, "history_dtype", None)
     precision = "bf16" if kind == "residual" else "fp32"
-    size = size_of(shape, precision, iterations=solver.max_iter)
-    if history:
-        size["history_dtype"] = short(history)
     allowed = BF16_APPROACHED if precision == "bf16" else APPROACHED[type(solver)]
 
     def contender(provider: str, device: str) -> Contender:
@@ -131,7 +127,7 @@ def solve_case(solver: Any, shape: tuple[int, ...], kind: str = "elementwise", *
         "residual": ("cells", "solve-{}-{}-bf16"),
     }[kind]
     name = form.format(solver_name(solver), crossed(shape))
-    return Case(section, name, size, (*KERNELS, *GRAPHS, PEER), (PEER,), contender, **given)
+    return Case(section, name, (*KERNELS, *GRAPHS, PEER), (PEER,), contender, **given)
 
 
 def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> Case:
@@ -158,5 +154,4 @@ def fc_case(batch: int, dim: int, weight_dtype: torch.dtype = torch.float32) -> 
         facts = {"evaluations": evaluations, "residual": residual}  # f too: fc_fixed_point holds it
         return Contender(solve, facts | asked(lambda g: solve(), f, evaluations))
 
-    size = size_of((batch, dim), dtype, iterations=FC_ITERATIONS)
-    return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", size, (*KERNELS, PEER), (PEER,), contender)
+    return Case("fc", f"fc-solve-{batch}x{dim}-{dtype}", (*KERNELS, PEER), (PEER,), contender)

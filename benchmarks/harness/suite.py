@@ -29,7 +29,7 @@ def measure(
     turns: arguments of ``in_turns``.
     """
     about = {"section": case.section, "case": case.name}
-    rows: dict[str, Row] = {provider: {**about, "provider": provider, **case.size} for provider in providers}
+    rows: dict[str, Row] = {provider: {**about, "provider": provider} for provider in providers}
     failed: dict[str, Exception] = {}
     contenders: dict[str, Contender] = {}
     calls: dict[Any, Callable[[], Any]] = {}
@@ -108,7 +108,7 @@ def compare(case: Case, rows: Sequence[Row]) -> None:
         peers = [peer for peer in case.peers if peer in by_provider and peer != provider]
         gains = {peer: by_provider[peer][column] / row[column] for peer in peers}
         if gains and min(row[column], *gains.values()) > 0:  # else the time of f hides the solver's
-            row |= {"gains": gains, "peer": peers[0], "gain": gains[peers[0]]}
+            row["gains"] = gains
 
 
 class Board:

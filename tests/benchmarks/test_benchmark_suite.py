@@ -9,6 +9,7 @@ import torch
 from harness import cases, maps, ops, suite, targets, timing, traffic
 from harness.entry import Case, Contender, Skipped, Wrong, check
 from harness.record import RESULTS, read_record
+from harness.solves import FC_ITERATIONS
 
 import deqfast
 from deqfast.ops import Kernel
@@ -105,9 +106,9 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
             assert row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / (1e9 * row["copy_gb_per_s"]))
             assert row["floor_x"] == pytest.approx((row["ms_min"] - row.get("f_ms", 0)) / row["floor_ms"])
     assert all("ms" in outcomes[kernel] for kernel in ("torch", "cpp") if kernel in outcomes)
-    if case.section in ("solves", "fc"):
+    if iterations := {"solves": cases.ITERATIONS, "fc": FC_ITERATIONS}.get(case.section):
         made = {provider: row["evaluations"] for provider, row in outcomes.items() if "skipped" not in row}
-        assert set(made) >= {"torch", "cpp", "torchdeq"} and set(made.values()) == {row["iterations"]}
+        assert set(made) >= {"torch", "cpp", "torchdeq"} and set(made.values()) == {iterations}
     assert json.loads(json.dumps(list(outcomes.values())))
 
 
@@ -175,7 +176,7 @@ def fake(provider, device):
 
 def test_what_becomes_of_wrong_and_absent_providers(copy):
     providers = ("torch", "cpp", "triton", "cuda", "torchdeq")
-    board, case = suite.Board("cpu"), Case("ops", "fake", {"batch": 1}, providers, ("torch",), fake)
+    board, case = suite.Board("cpu"), Case("ops", "fake", providers, ("torch",), fake)
     board._copy = copy
     for provider, error, told in [
         ("cpp", Wrong, "relative error nan"),
@@ -232,7 +233,7 @@ def test_gains():
     suite.compare(NAMED["solves", name], [rows[0], rows[1] | {"solver_ms": -1.0}])
     assert "gains" not in rows[0]  # torchdeq's time is lost in that of f
     suite.compare(NAMED["solves", name], rows)
-    assert rows[0]["gain"] == 5 and rows[0]["peer"] == "torchdeq" and "gain" not in rows[1]
+    assert rows[0]["gains"] == {"torchdeq": 5} and "gains" not in rows[1]
 
 
 @pytest.mark.parametrize("provider", ["torch", "cpp", "torchdeq"])
