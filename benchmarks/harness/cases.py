@@ -18,7 +18,7 @@ from .digits import digits_case
 from .entry import Case
 from .maps import NEVER
 from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transposed_case
-from .options import compact, compiled, compiled_solve, eval_solver, gradient, kinds, streaming, trace
+from .options import compact, compiled, compiled_solve, eval_solver, gradient, kinds, streaming
 from .rivals import dense, elementwise, rival_case
 from .solves import fc_case, solve_case
 from .training import TOL, training_case
@@ -104,7 +104,6 @@ OPTIONS = (
     compact(256, 1024),
     compact(256, 1024, rates=(0.8, 0.8)),
     eval_solver(128, 256),
-    trace(128, 8192),
     gradient("fc", FC, LOOSE),
     gradient("linear", FC, LOOSE),
     gradient("residual", (8, 32, 8, 8), LOOSE),
@@ -151,7 +150,6 @@ SMALL: list[Case] = [
     collapse_case(60, 9, 3),
     compact(16, 32),
     eval_solver(4, 16),
-    trace(2, 64),
     gradient("fc", (3, 16), LOOSE),
     kinds("linear-0.9", 2, 16),
     streaming(100, 9),

@@ -55,12 +55,12 @@ def iterations(solver: str, problem: str) -> dict[str, int]:
     }
 
 
-def full_solve(solver: str) -> dict[str, int]:
+def full_solve(solver: str, trace: bool = False) -> dict[str, int]:
     """``ITERATIONS`` iterations, whatever the residual: what one asks of torch outside f, and the memory."""
     kind, options = SOLVERS[solver]
     given = PROBLEMS["linear-0.9"](batch=BATCH, dim=DIM)
     rule = kind(NEVER, ITERATIONS, **options)
-    return vars(count(lambda f: deqfast.solve(f, given.z0, rule, KERNEL), given.f, "cpu"))
+    return vars(count(lambda f: deqfast.solve(f, given.z0, rule, KERNEL, trace=trace), given.f, "cpu"))
 
 
 def whole(call: Callable[[], Any], *without: str) -> dict[str, int]:
@@ -103,6 +103,7 @@ def neural_collapse() -> dict[str, int]:
 CASES: dict[str, Callable[[], dict[str, int]]] = {
     **{f"{solver} {problem}": partial(iterations, solver, problem) for solver in SOLVED for problem in SOLVED[solver]},
     **{f"{solver} {ITERATIONS} iterations": partial(full_solve, solver) for solver in SOLVERS},
+    f"anderson-m6 {ITERATIONS} iterations, trace": partial(full_solve, "anderson-m6", trace=True),
     **{
         f"block fc {adjoint}": partial(block_step, partial(deqfast.FCCell, 64, 64), (BATCH, 64), adjoint)
         for adjoint in ("jfb", "implicit")

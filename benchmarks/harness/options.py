@@ -13,9 +13,8 @@ import deqfast
 from deqfast.testing import PROBLEMS, relative_error
 
 from .collapse import clusters, exact_of
-from .counters import count, memory
+from .counters import memory
 from .entry import Case, Contender, check
-from .maps import NEVER, Contraction
 from .problems import suite
 from .record import Row
 from .training import EXACT, Layer, Setup, exact_gradient, flat
@@ -86,26 +85,6 @@ def eval_solver(batch: int, dim: int) -> Case:
         return Contender(predict, counted(solution) | {"error": error})
 
     return option(f"eval-solver-{batch}x{dim}", ("eval-solver", "solver"), contender)
-
-
-def trace(batch: int, dim: int, iterations: int = 20) -> Case:
-    """The residual of every sample after every evaluation, beside a solve that keeps the last alone."""
-
-    def contender(provider: str, device: str) -> Contender:
-        f, z0 = Contraction(batch, dim, device), torch.zeros(batch, dim, device=device)
-        solver, traced = deqfast.Anderson(NEVER, iterations), provider == "trace"
-
-        def solve(g: Any = f) -> deqfast.Solution:
-            return deqfast.solve(g, z0, solver, trace=traced)
-
-        solution = solve()
-        kept = 0 if solution.trace is None else len(solution.trace)
-        check("evaluations that the trace lacks", abs(kept - iterations * traced), 0)
-        counters = count(solve, f, device)
-        facts = {"launches": counters.operations / iterations, "peak_bytes": counters.peak_bytes}
-        return Contender(solve, counted(solution) | facts)
-
-    return option(f"trace-{batch}x{dim}", ("trace", "no-trace"), contender)
 
 
 ADJOINTS = {
