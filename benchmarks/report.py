@@ -36,7 +36,6 @@ from harness.tables import (
     digits,
     duration,
     hours,
-    percent,
     slug,
     span,
     summary,
@@ -359,7 +358,7 @@ OF_OPTIONS = (
 
 
 def facts(results: Results) -> dict[str, str]:
-    """The numbers that sentences may quote: every entry of every table, what the options gain, and sums."""
+    """The numbers that sentences may quote: every entry of every table, what the options gain, counts of targets."""
     options = [
         {"row": f"{name}.{provider}"}
         | {column: middle(runs, provider, column) for column in OF_OPTIONS}
@@ -370,16 +369,7 @@ def facts(results: Results) -> dict[str, str]:
     found = {key: text for one in (*tables(results), Table("Options", options)) for key, text in one.facts().items()}
     counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
-    compared = [
-        median(own) < median(plain)
-        for section in ("solves", "ops", "training", "fc", "nc")
-        for runs in results.cases(section).values()
-        if (own := values(runs, OURS, "ms_min")) and (plain := values(runs, "torch", "ms_min"))
-    ]
-    found |= {"targets.all": str(counts.total()), "cpp.faster": str(sum(compared)), "cpp.all": str(len(compared))}
-    block = [row for row in results.rows("residual") if row["case"] == SHOWN[1] and row["reached"]]
-    shares = [row["f_ms"] / row["ms_min"] for row in block if row["provider"].startswith("deqfast")]
-    return found | {"cells.residual-block.f-of-a-solve": span(shares, percent)}
+    return found | {"targets.all": str(counts.total())}
 
 
 METHODS = {  # as it is called in the records -> name, colour of Okabe and Ito's palette
