@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from harness.cases import CASES, SMALL
-from harness.gate import Gate, add_options
 from harness.record import write_record
 from harness.suite import LARGE_SECONDS, Board
 from harness.tables import summary
@@ -38,11 +37,14 @@ def pytest_addoption(parser):
     study = parser.getgroup("study", "Cell of the study (test_time_to_residual.py)")
     study.addoption("--run", type=Path, help="folder of a finished run of experiments/cifar_lt.py with a DEQ")
     study.addoption("--data-root", type=Path, help="folder of the CIFAR files that the run saw")
-    add_options(parser)
+    gate = parser.getgroup("gate", "Counters beside committed baselines (test_counters.py): two minutes")
+    gate.addoption("--gate", action="store_true", help="judge counters instead of measuring the suite")
+    gate.addoption("--update-baseline", action="store_true", help="write what --gate counts to benchmarks/baselines")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: measured with --full alone")
+    config.addinivalue_line("markers", "gate: judged by --gate, which selects no other test")
     for section in dict.fromkeys(case.section for case in CASES):
         config.addinivalue_line("markers", f"{section}: a section of the suite")
     path, device = config.getoption("--record"), config.getoption("--device")
@@ -50,6 +52,8 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--record: {path.resolve().parent} is not a folder")
     if path is not None and config.getoption("numprocesses", None):
         raise pytest.UsageError("--record runs in one process, which has all the rows: no -n")
+    if config.getoption("--update-baseline") and not config.getoption("--gate"):
+        raise pytest.UsageError("--update-baseline: only with --gate")
     if config.getoption("--data-root") and not config.getoption("--run"):
         raise pytest.UsageError("--data-root: only with --run, whose images are there")
     if device == "cuda" and not torch.cuda.is_available():
@@ -57,7 +61,6 @@ def pytest_configure(config):
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     journal = path and path.with_name(path.name + ".part")
     config.stash[BOARD] = Board(device, journal, config.getoption("--small"))
-    config.pluginmanager.register(Gate(config), "deqfast-gate")
 
 
 def wanted(config):
@@ -79,16 +82,13 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--small") or not config.getoption("--full"):
-        large = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=large)
-        items[:] = [item for item in items if item not in large]
+    gate, full = config.getoption("--gate"), config.getoption("--full") and not config.getoption("--small")
 
+    def asked(item):
+        return bool(item.get_closest_marker("gate")) == gate and (full or not item.get_closest_marker("full"))
 
-@pytest.fixture(scope="session")
-def gate(request):
-    """Judges by the committed baselines."""
-    return request.config.pluginmanager.get_plugin("deqfast-gate")
+    config.hook.pytest_deselected(items=[item for item in items if not asked(item)])
+    items[:] = filter(asked, items)
 
 
 @pytest.fixture(scope="session")

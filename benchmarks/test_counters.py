@@ -8,19 +8,25 @@ memory and barriers of the compiled Triton and CUDA kernels.
 
 import pytest
 from harness import compiled, counted
+from harness.gate import judge
 
 pytestmark = pytest.mark.gate
 
 
-def test_counters(gate):
-    gate.judge("counters", {case: counted.measure(case) for case in counted.CASES})
+@pytest.fixture
+def update(pytestconfig):
+    return pytestconfig.getoption("--update-baseline")
+
+
+def test_counters(update):
+    judge("counters", {case: counted.measure(case) for case in counted.CASES}, update)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("compiler", compiled.COMPILERS)
-def test_compiled_kernels(gate, compiler):
+def test_compiled_kernels(update, compiler):
     try:
-        name, rows, version = compiled.COMPILERS[compiler]()
+        name, rows = compiled.COMPILERS[compiler]()
     except compiled.Unavailable as reason:
-        gate.not_judged(compiler, str(reason))
-    gate.judge(name, rows, version)
+        pytest.skip(str(reason))
+    judge(name, rows, update, alike=False)

@@ -43,8 +43,8 @@ def ahead_of_time() -> list[dict[str, Any]]:
         return json.loads(target.read_text())
 
 
-def triton_kernels() -> tuple[str, Rows, str]:
-    """The baseline's name, a row per kernel and specialisation, and the compiler."""
+def triton_kernels() -> tuple[str, Rows]:
+    """The baseline's name, and a row per kernel and specialisation."""
     rows: Rows = {}
     for entry in ahead_of_time():
         case = entry["case"]
@@ -52,12 +52,11 @@ def triton_kernels() -> tuple[str, Rows, str]:
         parts = [case["kernel"], dtypes, case["method"], f"window={case['window']}", f"size={case['size']}"]
         row = rows.setdefault(" ".join(filter(None, parts)), {})
         row |= {f"{name} sm_{entry['arch']}": entry[name] for name in MEASURED}
-    version = importlib.metadata.version("triton")
-    minor = ".".join(version.split(".")[:2])  # patch releases share a baseline
-    return f"triton-{minor}", rows, f"triton {version}"
+    minor = ".".join(importlib.metadata.version("triton").split(".")[:2])  # patch releases share a baseline
+    return f"triton-{minor}", rows
 
 
-def cuda_kernels() -> tuple[str, Rows, str]:
+def cuda_kernels() -> tuple[str, Rows]:
     """The same of the built extension, for the architectures that it was built for; about 30 s."""
     rows: Rows = {}
     for kernel in cuobjdump.cuda_kernels():
@@ -65,8 +64,7 @@ def cuda_kernels() -> tuple[str, Rows, str]:
         row |= {f"{name} {kernel.architecture}": getattr(kernel, name) for name in MEASURED}
     assert _extension.cuda_module is not None
     version = _extension.cuda_module.build_info()["cuda"]
-    compiler = f"{version // 1000}.{version % 1000 // 10}"
-    return f"cuda-{compiler}", rows, f"nvcc {compiler}"
+    return f"cuda-{version // 1000}.{version % 1000 // 10}", rows
 
 
-COMPILERS: dict[str, Callable[[], tuple[str, Rows, str]]] = {"triton": triton_kernels, "cuda": cuda_kernels}
+COMPILERS: dict[str, Callable[[], tuple[str, Rows]]] = {"triton": triton_kernels, "cuda": cuda_kernels}
