@@ -500,9 +500,9 @@ ROUTES = {
 
 class TestSecondDerivatives:
     @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
-    @pytest.mark.parametrize("adjoint", [JFB(), Phantom(), SHINE()], ids=["JFB", "Phantom", "SHINE"])
+    @pytest.mark.parametrize("adjoint", [JFB(), Neumann(), Phantom(), Reversible(5), SHINE()], ids=str)
     def test_they_are_refused_in_words_on_every_route(self, adjoint, route):
-        block = DEQBlock(lambda z, x: 0.5 * z.sin() + x * x, Broyden(tol=1e-12, max_iter=50), adjoint)
+        block = DEQBlock(lambda z, x: 0.5 * z.sin() + x * x, Broyden(tol=1e-12, max_iter=50), adjoint, warn=False)
         x = torch.full((1, 1), 0.7, dtype=torch.float64, requires_grad=True)
         name = type(adjoint).__name__
         with pytest.raises(RuntimeError, match=rf"double backward through {name} is not supported.*Unrolled\(\)"):
@@ -714,6 +714,6 @@ def test_bad_arguments_are_named(make, arguments, error, message):
 
 
 def test_names_stand_for_default_adjoints():
-    names = ("jfb", "implicit", "phantom", "unrolled")
-    assert [as_adjoint(name) for name in names] == [JFB(), Implicit(), Phantom(), Unrolled()]
+    for kind in (JFB, Implicit, Neumann, Phantom, Reversible, SHINE, Unrolled):
+        assert as_adjoint(kind.__name__.lower()) == kind()
     assert Implicit("anderson") == Implicit(Anderson())
