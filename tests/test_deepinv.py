@@ -64,7 +64,7 @@ def test_gradients_are_those_of_deepinvs_own_deq(algorithm):
         )
     assert sum(grad is not None and bool(grad.any()) for grad in found[0]) > 1
     for a, b in zip(*found, strict=True):
-        if b is not None and b.norm() > 1e-3:  # the relaxation moves no fixed point
+        if a is not None and a.norm() > 1e-3:  # the relaxation moves no fixed point
             assert_close(a, b, 1e-3)
 
 
