@@ -56,6 +56,8 @@ def judge(name: str, rows: Rows, update: bool, alike: bool = True, folder: Path 
     data = read_record(path)
     named = ((case, zip(data["columns"], values, strict=True)) for case, *values in data["rows"])
     before = {case: {column: value for column, value in row if value is not None} for case, row in named}
+    if not alike and not any(before.get(case, {}).keys() & row.keys() for case, row in rows.items()):
+        pytest.skip(f"{name} was counted for other architectures")
     worse, better = differences(before, rows, alike)
     if better:
         warnings.warn("\n  ".join([f"{name}: fallen, which {UPDATE} keeps", *better]), stacklevel=2)

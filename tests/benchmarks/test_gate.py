@@ -88,6 +88,8 @@ def test_a_baseline_is_written_and_judges(tmp_path, monkeypatch):
         judge(4)
     with pytest.raises(pytest.skip.Exception, match="no baseline for cuda-2.0"):
         judge(3, "cuda-2.0", alike=False)
+    with pytest.raises(pytest.skip.Exception, match="counters was counted for other architectures"):
+        gate.judge("counters", {"a": {"others": 1}}, False, alike=False, folder=tmp_path)
     monkeypatch.setattr(gate, "stale_extensions", lambda: ["_C_cpu was built before: install again"])
     with pytest.raises(pytest.fail.Exception, match="_C_cpu was built before"):
         judge(4, update=True)
