@@ -25,14 +25,14 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1]))  # where nc_study is, when a script of this folder is run
 
-from nc_study.cli import told  # noqa: E402  # after the path
-from nc_study.config import Checked, SettingsError, StudyError, add_options, flag_of, option  # noqa: E402
-from nc_study.figures import png  # noqa: E402
-from nc_study.models import count_parameters  # noqa: E402
-from nc_study.record import Machine, to_json  # noqa: E402
-from nc_study.results import provenance  # noqa: E402
-from nc_study.rundir import prepare_out, read_state, write_atomically, write_state  # noqa: E402
-from nc_study.shapes import draw_shapes  # noqa: E402
+from nc_study.cli import told
+from nc_study.config import Checked, SettingsError, StudyError, add_options, flag_of, option
+from nc_study.figures import png
+from nc_study.models import count_parameters
+from nc_study.record import Machine, to_json
+from nc_study.results import provenance
+from nc_study.rundir import prepare_out, read_state, write_atomically, write_state
+from nc_study.shapes import draw_shapes
 
 __all__ = ["Options", "Outcome", "Record", "Run", "SettingsError", "StudyError", "draw_shapes", "main", "option"]
 
