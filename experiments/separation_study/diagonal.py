@@ -13,7 +13,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from scipy import optimize
 from scipy.integrate import solve_ivp
 from scipy.linalg import null_space
 from torch import Tensor, nn
@@ -42,12 +41,6 @@ class Rule:
         """Return h(β), whose derivative is β⁻ᵖ."""
         return np.log(beta) if self.power == 1 else -(beta ** (1 - self.power)) / (self.power - 1)
 
-    def objective(self, beta: np.ndarray, initial: np.ndarray) -> float:
-        """Return what the limit minimises: for p = 4 a third of the paper's Q with the plus sign."""
-        p = self.power
-        primitive = beta * np.log(beta) - beta if p == 1 else beta ** (2.0 - p) / ((p - 1) * (p - 2))
-        return float(np.sum(primitive - self.mirror(initial) * beta))
-
 
 RULES = (Rule("DEQ", 4), Rule("DEQ, JFB", 3), Rule("diagonal network", 1, 4.0))
 
@@ -75,7 +68,6 @@ class Flow:
     kkt: float
     kkt_paper: float
     kkt_minus: float
-    to_optimum: float
     participation: float
 
 
@@ -142,37 +134,14 @@ def kkt_residual(gradient: np.ndarray, x: np.ndarray) -> float:
     return float(np.linalg.norm(null_space(x).T @ gradient) / np.linalg.norm(gradient))
 
 
-def convex_optimum(rule: Rule, x: np.ndarray, feasible: np.ndarray, initial: np.ndarray) -> np.ndarray:
-    """Minimise the rule's objective subject to Xβ = X feasible and β > 0, by a trust-region Newton method in the null
-    space of X."""
-    basis = null_space(x)
-
-    def value(u: np.ndarray) -> float:
-        beta = feasible + basis @ u
-        return rule.objective(beta, initial) if beta.min() > 0 else np.inf
-
-    def gradient(u: np.ndarray) -> np.ndarray:
-        return basis.T @ (rule.mirror(feasible + basis @ u) - rule.mirror(initial))
-
-    def hessian(u: np.ndarray) -> np.ndarray:
-        return basis.T @ ((feasible + basis @ u) ** -float(rule.power) * basis.T).T
-
-    start = np.zeros(basis.shape[1])
-    found = optimize.minimize(value, start, jac=gradient, hess=hessian, method="trust-exact", options={"gtol": 1e-12})
-    return feasible + basis @ found.x
-
-
 def participation(values: np.ndarray) -> float:
     """Return (Σ|v|)² / (n Σv²): 1 where all are of one size, 1/n where one alone is not 0."""
     return float(np.abs(values).sum() ** 2 / (len(values) * np.square(values).sum()))
 
 
-def _flow_result(
-    rule: Rule, x: np.ndarray, y: np.ndarray, feasible: np.ndarray, initial: float, two_sided: bool = False
-) -> Flow:
-    start = np.full(len(feasible), initial)
+def _flow_result(rule: Rule, x: np.ndarray, y: np.ndarray, initial: float, two_sided: bool = False) -> Flow:
+    start = np.full(x.shape[1], initial)
     limit, drift = flow(rule, x, y, start)
-    optimum = convex_optimum(rule, x, feasible, start)
     paper, at_start = -(limit**-3.0), start**-3.0
     half = len(limit) // 2
     return Flow(
@@ -184,7 +153,6 @@ def _flow_result(
         kkt=kkt_residual(rule.mirror(limit) - rule.mirror(start), x),
         kkt_paper=kkt_residual(paper + at_start, x),
         kkt_minus=kkt_residual(paper - at_start, x),
-        to_optimum=float(np.linalg.norm(limit - optimum) / np.linalg.norm(optimum)),
         participation=participation(limit[:half] - limit[half:] if two_sided else limit),
     )
 
@@ -223,11 +191,10 @@ def measure(sizes: Sizes, unit: Unit) -> Result:
     """Measure all flows of a problem, the two-sided ones on β of both signs, and of the smallest problem descents."""
     x, truth = draw(unit)
     y = x @ truth
-    flows = [_flow_result(rule, x, y, truth, initial) for rule in RULES for initial in sizes.initials]
+    flows = [_flow_result(rule, x, y, initial) for rule in RULES for initial in sizes.initials]
     signs = np.where(np.arange(len(truth)) % 2, -1.0, 1.0)
-    parts = np.concatenate([np.maximum(signs * truth, 0), np.maximum(-signs * truth, 0)]) + 1
     both, target = np.hstack([x, -x]), x @ (signs * truth)
-    flows += [_flow_result(rule, both, target, parts, 1.0, two_sided=True) for rule in RULES]
+    flows += [_flow_result(rule, both, target, 1.0, two_sided=True) for rule in RULES]
     steps = sizes.steps if unit.task == units(sizes)[0].task else ()
     descents = [descend(rule, x, y, step) for rule in RULES[:2] for step in steps]
     return Result(tuple(flows), tuple(descents))
@@ -269,7 +236,6 @@ def _limit_claims(sizes: Sizes, flows: list[Flow]) -> list[Claim]:
     return [
         zero("Gradient flow keeps β⁻³ - 3Xᵀv", EXACT, [one.drift for one in deq], "drift along scipy's integration"),
         zero(plus, DERIVED, [one.kkt for one in deq], everywhere),
-        zero("Its limit is the convex optimum of that Q", DERIVED, [one.to_optimum for one in deq], "trust-exact"),
         Claim(minus, within(missed, ZERO), at_least, sizes.seeds, EXACT, "a slip of the sign"),
         zero("JFB minimises Σ[1/β + β/β(0)²] instead", DERIVED, [one.kkt for one in jfb], "its own conserved quantity"),
         zero("JFB's limit, too, is that of the paper's Q", DERIVED, [one.kkt_paper for one in jfb], "own bias"),
@@ -314,7 +280,7 @@ def _tends(sizes: Sizes, results: list[Result]) -> Claim:
 def _flow_rows(flows: list[Flow]) -> Rows:
     rows: Rows = []
     columns = {"misfit": "misfit", "drift": "drift", "KKT, own": "kkt", "KKT, Q": "kkt_paper"}
-    columns |= {"KKT, Q with minus": "kkt_minus", "from the optimum": "to_optimum"}
+    columns["KKT, Q with minus"] = "kkt_minus"
     for rule, initial, both in dict.fromkeys((one.rule, one.initial, one.two_sided) for one in flows):
         found = [one for one in flows if (one.rule, one.initial, one.two_sided) == (rule, initial, both)]
         worst = {label: f"{max(getattr(one, name) for one in found):.1e}" for label, name in columns.items()}

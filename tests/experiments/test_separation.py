@@ -45,13 +45,13 @@ def test_verdict_needs_five_seeds_and_a_pooled_p_that_survives_holm():
 
 
 @pytest.mark.parametrize("rule", diagonal.RULES, ids=lambda rule: rule.name)
-def test_flow_ends_at_its_convex_optimum_and_no_other(rule):
+def test_flow_ends_at_its_optimum_and_no_other(rule):
     x, truth = diagonal.draw(frame.Unit("d6-n2", 0))
     start = np.full(6, 0.4)
     limit, drift = diagonal.flow(rule, x, x @ truth, start)
     assert drift < 1e-9
     np.testing.assert_allclose(x @ limit, x @ truth, rtol=1e-9)
-    np.testing.assert_allclose(limit, diagonal.convex_optimum(rule, x, truth, start), rtol=1e-6)
+    assert diagonal.kkt_residual(rule.mirror(limit) - rule.mirror(start), x) < 1e-9
     of_q = diagonal.kkt_residual(start**-3 - limit**-3, x)
     assert of_q < 1e-9 if rule.name == "DEQ" else of_q > 1e-2
     assert diagonal.kkt_residual(-(start**-3) - limit**-3, x) > 1e-2  # the sign as printed
