@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 phases=(build smoke measure memcheck tests sanitizers)
-ops=(tests/test_ops.py tests/test_broyden_step.py tests/test_fc.py tests/test_norm_act.py
+ops=(tests/test_steps.py tests/test_fc.py tests/test_norm_act.py tests/test_shine.py
   tests/test_neural_collapse_ops.py)
 
 usage() {

@@ -1,4 +1,4 @@
-"""The registered ops: that they are proper ops, what they refuse, how accurate they are, and which there are."""
+"""The registered ops: that they are proper ops, what they refuse, and which there are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import deqfast
 from deqfast import _extension
 from deqfast.ops import KERNELS, choose_kernel
 from deqfast.testing.norm_states import NORM_OPS
-from deqfast.testing.states import METHODS, RULES, Case, StepsCase, check_run, check_step, make_state, same_bits
+from deqfast.testing.states import Case, StepsCase, make_state, same_bits
 
 OPS = ["picard_step", "multisecant_step", "broyden_step"]
 # In test_shine.py, test_neural_collapse_ops.py and test_fc.py.
@@ -27,7 +25,6 @@ NOT_ON_A_GPU = {"broyden_step"}
 WHOLE_SOLVES = {f"deqfast::{op}" for op in ("solve_block", "pull_block", "solve_fc", "differentiated")}
 SHORT = {"history_dtype": torch.bfloat16}
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": SHORT}
-every_method = pytest.mark.parametrize("method", METHODS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -244,83 +241,6 @@ class TestArguments:
             torch.ops.deqfast.multisecant_step(*tensors, *scalars[:7], 4, *scalars[8:])
         with pytest.raises(RuntimeError, match="`k` must not be negative, got -1"):
             torch.ops.deqfast.multisecant_step(*tensors, -1, *scalars[1:])
-
-
-class TestAccuracy:
-    """cpp against the reference in float64: at most twice the error of plain torch in the same dtype."""
-
-    @staticmethod
-    def step(case: Case):
-        return torch.ops.deqfast.picard_step if case.method is None else torch.ops.deqfast.multisecant_step
-
-    @pytest.mark.parametrize("damping", [1.0, 0.6])
-    @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-    @pytest.mark.parametrize("size", [1, 16, 63, 64, 777, 1025])
-    def test_picard(self, size, dtype, damping):
-        case = Case(None, batch=3, size=size, k=2, damping=damping, **DTYPES[dtype])
-        check_run(self.step(case), case)
-
-    @every_method
-    @every_dtype
-    @pytest.mark.parametrize("size", [16, 63, 777])
-    def test_multisecant(self, method, dtype, size):
-        case = Case(method, batch=3, size=size, history=4, k=6, **DTYPES[dtype])
-        check_run(self.step(case), case)
-
-    @pytest.mark.parametrize("method", [None, *METHODS])
-    @every_dtype
-    @pytest.mark.parametrize(("size", "threads"), [(4097, 1), (11 * 4096 + 777, 2)])
-    def test_samples_of_several_chunks(self, method, dtype, size, threads, set_threads):
-        """See csrc/cpu/samples.h; of three samples this long, two threads share each."""
-        if method is None and "history_dtype" in DTYPES[dtype]:
-            pytest.skip("picard has no history")
-        set_threads(threads)
-        case = Case(method, batch=3, size=size, history=3, k=4, **DTYPES[dtype])
-        check_run(self.step(case), case)
-
-    @every_method
-    @every_dtype
-    def test_step_and_mixing(self, method, dtype):
-        case = Case(method, size=130, history=3, k=5, alpha=0.7, beta=0.5, **DTYPES[dtype])
-        check_run(self.step(case), case)
-
-    @every_method
-    def test_a_long_window(self, method):
-        case = Case(method, size=500, history=40, k=43, dtype=torch.float64, wobble=1.0)
-        check_step(self.step(case), case)
-
-    EVENTS = ("run", "done", "nan", "inf", "overflow", "tiny", "converged", "zero", "stalled", "degenerate")
-
-    def befallen(self, method, **settings):
-        rows = tuple(event for event in self.EVENTS if method or event != "degenerate")
-        return Case(method, batch=len(rows), size=70, history=3, k=6, stall_floor=1e-3, rows=rows, **settings)
-
-    @pytest.mark.parametrize("method", [None, *METHODS])
-    @pytest.mark.parametrize("rule", [*RULES.values(), {"last": True}], ids=[*RULES, "last"])
-    def test_what_can_befall_a_sample(self, method, rule):
-        check_step(self.step(Case(method)), self.befallen(method, **rule))
-
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-    @given(
-        method=st.sampled_from([None, *METHODS]),
-        dtype=st.sampled_from(list(DTYPES)),
-        batch=st.integers(1, 5),
-        size=st.integers(16, 600),
-        history=st.integers(2, 7),
-        k=st.integers(0, 9),
-        events=st.lists(st.sampled_from(EVENTS[:-1]), max_size=5),
-    )
-    def test_any_state(self, method, dtype, batch, size, history, k, events):
-        settings = DTYPES[dtype] if method or dtype != "bf16 history" else {}
-        case = Case(method, batch=batch, size=size, history=history, k=k, rows=tuple(events[:batch]), **settings)
-        check_step(self.step(case), case)
-
-    @pytest.mark.parametrize("method", [None, *METHODS])
-    def test_an_empty_batch(self, method, implementation):
-        case = Case(method, batch=0, size=5, k=0)
-        state = make_state(case, implementation.device)
-        case.call(op_of("picard_step" if method is None else "multisecant_step", implementation), state)
-        assert state["active"].item() == 0
 
 
 class TestBackends:

@@ -29,13 +29,13 @@ struct Vectors {
   }
 
   DEQFAST_INLINE Norms<T> squares_over(const Norms<T>& scale) const {
-    Norms<Vec<T>> sums = {};
+    Norms<Vec<double>> sums = {};  // of a whole sample, not of a chunk: float would lose digits
     for_elements([&](Vec<T> g, Vec<T> f) DEQFAST_ALWAYS_INLINE {
       g /= scale.res;
       f /= scale.f;
-      sums = {sums.res + g * g, sums.f + f * f};
+      sums = {sums.res + widened(g * g), sums.f + widened(f * f)};
     });
-    return {static_cast<T>(sum<T>(sums.res)), static_cast<T>(sum<T>(sums.f))};
+    return {static_cast<T>(sum<double>(sums.res)), static_cast<T>(sum<double>(sums.f))};
   }
 
  private:

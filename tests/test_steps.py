@@ -1,0 +1,216 @@
+"""The steps of Picard and of the multisecant methods, every implementation against the reference in float64: at most
+twice the error of plain torch in the same dtype, see deqfast/testing/states.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import emulate
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from interpreter import INTERPRETED
+
+from deqfast.testing.states import METHODS, RULES, Case, State, check_run, check_step, clone, make_state, same_bits
+
+DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
+EVENTS = ("run", "done", "nan", "inf", "overflow", "tiny", "converged", "zero", "stalled", "degenerate")
+OF_A_SAMPLE = {"residual": 1, "gain": 1}  # the dimension of the batch, where that is not the first
+every_method = pytest.mark.parametrize("method", METHODS)
+every_step = pytest.mark.parametrize("method", [None, *METHODS], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def step_of(method: str | None, implementation) -> Callable[..., None]:
+    return implementation.op("picard_step" if method is None else "multisecant_step")
+
+
+def compare(check: Callable[..., State], case: Case, implementation) -> State:
+    """``check_step`` or ``check_run``."""
+    if case.history_dtype is not None and implementation.name == "triton" and INTERPRETED:
+        # The interpreter truncates where a GPU rounds to nearest: each of two conversions may be an ulp off.
+        case = replace(case, history_slack=2**-6)
+    return check(step_of(case.method, implementation), case, implementation.device)
+
+
+def befallen(method: str | None, **options) -> Case:
+    rows = EVENTS if method else (*EVENTS[:-1], "run")  # nine samples run: an odd number is shared by threads
+    return Case(method, **{"batch": len(rows), "size": 70, "history": 3, "k": 6, "rows": rows, **options})
+
+
+@pytest.fixture(params=["even", "odd"])
+def shared_size(request, implementation, set_threads, monkeypatch) -> Iterator[int]:
+    """The length of a sample that several threads, blocks or programs share, or one thread reads chunk by chunk."""
+    odd = request.param == "odd"
+    if implementation.name == "cpp":  # see csrc/cpu/samples.h: of so many elements four threads share any odd batch
+        set_threads(4 if odd else 1)
+        yield 11 * 4096 + 777 if odd else 2 * 4096
+    elif implementation.name == "cuda":
+        yield 65536 + 777 * odd
+    elif implementation.name == "emulated":
+        emulate.set_device(processors=132, shared_memory=227 * 1024)
+        yield 12305 if odd else 8192
+        emulate.set_device(processors=4, shared_memory=99 * 1024)
+    else:
+        from deqfast.kernels import multisecant_step, picard_step
+        from deqfast.kernels.config import LaunchConfig
+
+        # Of 777 elements in blocks of 128 each of three programs has some, of 64 in blocks of 16 the third has none.
+        for module, configs in ((picard_step, ["picard_config"]), (multisecant_step, ["sweep_config", "tile_config"])):
+            monkeypatch.setattr(module, "programs_per_sample", lambda batch, size, device: 3)
+            for config in configs:
+                monkeypatch.setattr(module, config, lambda *_: LaunchConfig(128 if odd else 16, 1))
+        yield 777 if odd else 64
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("damping", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("size", [1, 7, 16, 63, 64, 777, 1025, 9000])
+def test_a_run_of_picard(size, dtype, damping, implementation):
+    compare(check_run, Case(None, batch=3, size=size, k=2, damping=damping, **DTYPES[dtype]), implementation)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("size", [1, 7, 16, 63, 776, 777])
+@every_dtype
+@every_method
+def test_a_run_through_filling_and_eviction(method, dtype, size, implementation):
+    case = Case(method, size=size, history=1 if size == 1 else 3, k=6, **DTYPES[dtype])
+    compare(check_run, case, implementation)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(
+    ("check", "k", "wobble"), [(check_run, 3, 0.0), (check_step, 10, 0.5)], ids=["run", "long window"]
+)
+@every_step
+@every_dtype
+def test_samples_that_are_shared(method, dtype, check, k, wobble, shared_size, implementation):
+    if method is None and "history" in dtype:
+        pytest.skip("picard has no history")
+    case = Case(
+        method, batch=3, size=shared_size, history=k - 1, k=k, damping=0.7, beta=0.8, wobble=wobble, **DTYPES[dtype]
+    )
+    compare(check, case, implementation)
+
+
+@pytest.mark.covering(2)
+@every_method
+@every_dtype
+def test_step_mixing_and_ridge(method, dtype, implementation):
+    case = Case(method, size=130, history=3, k=5, alpha=0.7, beta=0.5, ridge=2.0**-10, **DTYPES[dtype])
+    compare(check_run, case, implementation)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("history", "k"), [(6, 8), (10, 12), (20, 20), (32, 33), (40, 43)])
+@every_dtype
+@every_method
+def test_long_windows(method, dtype, history, k, implementation):
+    if history > 32 and implementation.name != "cpp":
+        pytest.skip("the kernels of a GPU take 32 pairs at most")
+    case = Case(method, size=640, history=history, k=k, batch=1, wobble=0.5, **DTYPES[dtype])
+    compare(check_step, case, implementation)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@every_step
+def test_what_can_befall_a_sample(method, rule, last, implementation):
+    compare(check_step, befallen(method, last=last, stall_floor=1e-3, **RULES[rule]), implementation)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("last", [False, True])
+@every_step
+def test_what_can_befall_a_sample_that_is_shared(method, last, shared_size, implementation):
+    case = befallen(method, last=last, stall_floor=1e-3, size=shared_size, history=2)
+    compare(check_step, case, implementation)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("k", [1, 2, 5])
+@every_method
+def test_without_a_ridge_a_degenerate_pair_leaves_a_picard_step(method, k, implementation):
+    """s = y = 0: the pair and all older ones are dropped."""
+    case = Case(method, size=31, k=k, history=3, rows=("degenerate",), ridge=0.0)
+    after = compare(check_step, case, implementation)
+    torch.testing.assert_close(after["z"][0], after["fz"][0])
+
+
+def circumstances(implementation, set_threads) -> Iterator[None]:
+    """What must not matter: the threads of the CPU, the order of those of a GPU, or nothing but the time."""
+    if implementation.name == "cpp":
+        for threads in (1, 2, 4):
+            yield set_threads(threads)
+    elif implementation.name == "emulated":
+        for order in emulate.ORDERS:
+            with emulate.order(order):
+                yield
+    else:
+        yield from [None] * (1 if INTERPRETED else 9)
+
+
+def check_bits(case: Case, implementation, set_threads) -> None:
+    before = make_state(case, implementation.device)
+    together = clone(before)
+    case.call(step_of(case.method, implementation), together)
+    for _ in circumstances(implementation, set_threads):
+        again = clone(before)
+        case.call(step_of(case.method, implementation), again)
+        assert all(same_bits(together[name], again[name]) for name in case.names)
+    for row in range(case.batch):
+        alone = {
+            name: tensor if name == "active" else tensor.narrow(OF_A_SAMPLE.get(name, 0), row, 1).contiguous()
+            for name, tensor in before.items()
+        }
+        alone = clone(alone)
+        replace(case, batch=1).call(step_of(case.method, implementation), alone)
+        for name in set(case.names) - {"active"}:
+            assert same_bits(alone[name], together[name].narrow(OF_A_SAMPLE.get(name, 0), row, 1)), name
+
+
+@every_step
+def test_the_bits_depend_on_nothing_but_the_sample(method, implementation, set_threads):
+    check_bits(Case(method, batch=3, size=200, history=4, k=6), implementation, set_threads)
+
+
+@pytest.mark.covering(1)
+@every_step
+def test_the_bits_of_a_sample_that_is_shared(method, shared_size, implementation, set_threads):
+    check_bits(Case(method, batch=3, size=shared_size, history=2, k=3), implementation, set_threads)
+
+
+@every_step
+def test_an_empty_batch(method, implementation):
+    case = Case(method, batch=0, size=5, k=0)
+    state = make_state(case, implementation.device)
+    case.call(step_of(method, implementation), state)
+    assert state["active"].item() == 0
+
+
+@pytest.mark.parametrize("implementation", ["cpp", "cuda"], indirect=True)
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    method=st.sampled_from([None, *METHODS]),
+    dtype=st.sampled_from(list(DTYPES)),
+    batch=st.integers(1, 5),
+    size=st.integers(16, 600),
+    history=st.integers(2, 7),
+    k=st.integers(0, 9),
+    events=st.lists(st.sampled_from(EVENTS[:-1]), max_size=5),
+)
+def test_any_state(method, dtype, batch, size, history, k, events, implementation):
+    options = DTYPES[dtype] if method or dtype != "bf16 history" else {}
+    case = Case(method, batch=batch, size=size, history=history, k=k, rows=tuple(events[:batch]), **options)
+    compare(check_step, case, implementation)
