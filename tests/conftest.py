@@ -126,18 +126,9 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that deqfast allocates without a value is full of NaN, so that reading it before writing it shows."""
-
-    def poisoning(allocate):
-        def poisoned(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "deqfast":
-                tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
-            return tensor
-
-        return poisoned
-
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that is allocated without a value is full of NaN, so that reading it before writing it shows."""
     monkeypatch.setattr(deqfast.ops.memory, "SMALLEST", sys.maxsize)  # a history kept from before would hold numbers
-    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
-        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -59,8 +59,14 @@ class TestOp:
     def test_sizes(self, size, batch, dtype, op, implementation):
         skip_unserved(implementation.name, dtype)
         if implementation.name in ("triton", "emulated") and size > 128:
-            pytest.skip("more than the Triton kernel holds, or than is interpreted or emulated in time")
+            pytest.skip("more than is emulated in time, or than the Triton kernel holds of every dtype")
         check_solve(op, FCCase(size=size, batch=batch, warm=True, **DTYPES[dtype]), implementation.device)
+
+    @pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+    def test_as_many_columns_as_triton_holds(self, op, implementation):
+        """In bfloat16: of 200, which are padded, to 256."""
+        case = FCCase(size=200, batch=3, max_iter=4, warm=True, weight_dtype=torch.bfloat16)
+        check_solve(op, case, implementation.device)
 
     @every_dtype
     @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
