@@ -60,8 +60,16 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if the tensor holds no numbers and nothing is traced."""
-    if not (is_tracing() or has_values(tensor)):
+    """Raise ValueError if the tensor holds no numbers, RuntimeError if torch.jit.trace records what is done with them;
+    unless torch.compile or torch.export trace."""
+    if is_tracing():
+        return
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "deqfast: torch.jit.trace would fix the length of a solve, which the values decide: use torch.export or "
+            "torch.compile, and torch.onnx.export with dynamo=True"
+        )
+    if not has_values(tensor):
         kind = "tensors on the device meta" if tensor.is_meta else "fake tensors (FakeTensorMode)"
         raise ValueError(f"{name} must hold values, which a solve looks at, got {kind}")
 

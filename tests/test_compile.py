@@ -530,6 +530,10 @@ class TestExport:
         with pytest.raises(ValueError, match=r"serves inference: call eval\(\)"):
             torch.export.export(Model(), (torch.randn(5, 3),))
 
+    def test_a_trace_of_torch_jit_is_refused(self):
+        with pytest.raises(RuntimeError, match="torch.jit.trace would fix the length of a solve"):
+            torch.jit.trace(Model().eval(), (torch.randn(4, 3),))
+
     def test_a_trace_is_refused(self):
         with pytest.raises(ValueError, match="trace=True cannot be exported"):
             exported(Judged(trace=True))
