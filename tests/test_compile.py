@@ -534,6 +534,8 @@ class TestExport:
         with pytest.raises(RuntimeError, match="torch.jit.trace would fix the length of a solve"):
             torch.jit.trace(Model().eval(), (torch.randn(4, 3),))
 
-    def test_a_trace_is_refused(self):
+    def test_a_trace_and_a_rule_of_the_callers_are_refused(self):
         with pytest.raises(ValueError, match="trace=True cannot be exported"):
             exported(Judged(trace=True))
+        with pytest.raises(ValueError, match="halt cannot be exported"):
+            exported(Judged(halt=lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)))

@@ -297,6 +297,14 @@ def test_it_needs_a_gpu(monkeypatch):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True)(inputs())
 
 
+def test_calls_that_no_graph_serves():
+    block, x = deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True), inputs()
+    with pytest.raises(ValueError, match="cuda_graph cannot be combined with groups"):
+        block(x, groups="batch")
+    with pytest.raises(ValueError, match="cuda_graph cannot be used under torch.func"):
+        torch.func.grad(lambda x: block(x).sum())(x)
+
+
 def test_wrong_settings():
     with pytest.raises(ValueError, match="cuda_graph must be False, True or 'whole', got 'all'"):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="all")
