@@ -128,7 +128,8 @@ def _compare(axis: Axes, panel: Panel) -> None:
     for name, value in panel.references.items():
         axis.axhline(value, color="black", lw=0.8, ls=":")
         axis.text(len(arms) - 0.55, value, name, fontsize="x-small", ha="right", va="bottom")
-    axis.set(ylabel=panel.label, xlim=(-0.5, len(arms) - 0.5))
+    low, high = axis.get_ylim()  # of an interval that leaves the percentages, what lies among them
+    axis.set(ylabel=panel.label, xlim=(-0.5, len(arms) - 0.5), ylim=(max(low, -1), min(high, 101)))
     axis.set_xticks(range(len(arms)), [ARMS[arm][0].replace(", ", "\n") for arm in arms], fontsize="x-small")
     axis.grid(axis="y", alpha=0.3)
 

@@ -48,8 +48,10 @@ class Picture:
 
 
 def pictures(group: Group) -> Iterator[Picture]:
-    """Draw what shows the result, the arms side by side in every setting; then the course, and single features."""
-    rows = {_heading(group, setting): list(_panels(group, setting)) for setting in group.settings}
+    """Draw what shows the result, the arms side by side in every setting that has several; then the course, and single
+    features."""
+    several = [setting for setting in group.settings if sum(bool(group.networks(setting, arm)) for arm in ARMS) > 1]
+    rows = {_heading(group, setting): list(_panels(group, setting)) for setting in several or group.settings}
     yield Picture("comparison", "Arms side by side", COMPARISON, figures.comparison(rows))
     yield Picture("courses", "Course of training", COURSE, _course(group))
     for setting in group.settings:
