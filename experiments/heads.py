@@ -101,7 +101,10 @@ def cache(asked: argparse.Namespace, device: str) -> CachedFeatures:
     settings = settings_from("cifar_lt", **trunk_options(asked), device=device)
     state = RunDirectory(asked.trunk).restore()
     if state is None:
-        raise StudyError(f"{asked.trunk / 'last.ckpt'} is missing: it holds the trunk's weights")
+        raise StudyError(
+            f"{asked.trunk / 'last.ckpt'} is missing: it holds the trunk's weights, and is not in the repository. Run "
+            "the `command` of result.json there with another --out, and give the folder of that run"
+        )
     trunk = build(settings)
     trunk.load_state_dict(state["network"])
     data = load(find_source(settings.dataset, Path(asked.data_root)), settings, torch.device(device))

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -135,6 +136,10 @@ def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
             values = {name: getattr(task.settings, name) for name in protocol.TUNED}
             overall = None if diverged else task.run.result.network.quantity("overall")
             found.append(protocol.Trial(task.settings.arm, **values, overall=overall))
+    with suppress(StudyError):  # where those that chose are not over
+        if len(found) < len(protocol.tuning().trials):
+            print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}, which has all, stays")
+            return
     content = msgspec.json.format(msgspec.json.encode(protocol.choose(found)))
     write_atomically(protocol.TUNING, content + b"\n")
     print(f"{len(found)} of {len(tasks)} trials: {protocol.TUNING}")

@@ -51,6 +51,15 @@ def test_the_tables_hold_the_results_numbers_beside_the_papers(made_up):
     assert tables.missing(group)[1:3] == ["(3,7) R = 50", "(3,7) R = 100"]
 
 
+def test_a_run_that_broke_down_is_named(made_up):
+    group = group_of(made_up(seed=3))
+    assert tables.broken(group) == []
+    (network,) = group.networks(*next(iter(group.runs))).values()
+    network.curves["loss"] = (*network.curves["loss"][:-1], 1.6)
+    (said,) = tables.broken(group)
+    assert said.startswith("DEQ, JFB, (3,7) R = 10, seed 3 (after epoch ")
+
+
 def test_the_values_chosen_come_with_the_other_trials():
     rows = {row["arm"]: row for row in tables.chosen_rows(choose(made_up_trials(9)))}
     assert len(rows) == len(ARMS) and rows["DEQ, JFB"] == {

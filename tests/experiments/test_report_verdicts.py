@@ -9,6 +9,7 @@ import pytest
 from nc_study import protocol
 from nc_study.config import arm_options
 from nc_study.protocol import CLAIMS, PRIMARY
+from nc_study.reporting import tables
 from nc_study.reporting.runs import collect
 from nc_study.reporting.tables import findings
 from nc_study.reporting.verdicts import (
@@ -71,7 +72,7 @@ def primary(made_up, monkeypatch):
     """Finished primary runs, two seeds a block, in which an arm's DEQ is ahead by so much: their group."""
     monkeypatch.setattr(protocol, "tuned", lambda: {arm: {"lr": 0.3} for arm in protocol.ARMS})
     blocks = tuple(replace(block, seeds=2) for block in PRIMARY)
-    for module in ("protocol", "reporting.verdicts"):
+    for module in ("protocol", "reporting.verdicts", "reporting.tables"):
         monkeypatch.setattr(f"nc_study.{module}.PRIMARY", blocks)
     monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: {"bf16": 1.0, "fp32": 1.5})
     monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.95))
@@ -101,15 +102,18 @@ def test_verdicts_and_conclusions_of_all_primary_runs(primary, monkeypatch):
         **{"N2": EQUAL, "N5": SUPPORTED},
     }
     # Four settings, each with the differences 2.0 and 2.2: standard error 0.05, four degrees of freedom, t = 2.776.
-    assert said[0] == "The equilibrium makes long-tailed classification better." and len(said) == 6
-    assert "in points: +2.10 [+1.96, +2.24] (supported) against the explicit network, +2.10" in said[2]
-    assert "centred NC2: -0.210 [-0.224, -0.196] (supported), -0.210" in said[3] and "NC1 ×1.00" in said[3]
-    assert "is +1.10 [+0.96, +1.24] (supported) against the explicit network and -1.00" in said[4]
-    assert said[5].startswith("Check of the precision") and "0.50 is allowed" in said[5]
+    assert said[0] == "The equilibrium makes long-tailed classification better." and len(said) == 7
+    assert "(3,7) R = 10: +2.10 [+0.83, +3.37] and -0.210 [-0.337, -0.083]; (3,7) R = 100: +2.10" in said[2]
+    assert "in points: +2.10 [+1.96, +2.24] (supported) against the explicit network, +2.10" in said[3]
+    assert "centred NC2: -0.210 [-0.224, -0.196] (supported), -0.210" in said[4] and "NC1 ×1.00" in said[4]
+    assert "is +1.10 [+0.96, +1.24] (supported) against the explicit network and -1.00" in said[5]
+    assert said[6].startswith("Check of the precision") and said[6].endswith(
+        "0.50 apart; by the protocol at most 2 is allowed."
+    )
     for checked in ({}, {"bf16": 1.0, "fp32": 3.5}):
         monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups, checked=checked: checked)
         said = findings([group])
-        assert "is without the check of the precision." in said[0] and len(said) == 4 + bool(checked)
+        assert "is without the check of the precision." in said[0] and len(said) == 5 + bool(checked)
     monkeypatch.setattr("nc_study.reporting.tables.SOLVED", 0.96)  # of the samples
     said = findings([group])
     assert said[0].startswith("No conclusion about the equilibrium") and "is not at a fixed point." in said[0]
@@ -139,7 +143,10 @@ def test_no_verdict_before_the_last_primary_run(primary):
     assert said[0].startswith("No verdict yet: 39 of the 40 runs")
     assert said[0].endswith("(3,7) R = 100 (2 seeds); (5,5) R = 100 (2 seeds); (7,3) R = 10 (2 seeds).")
     # Three settings, each with the differences 2.0 and 2.2: standard error 0.058, three degrees of freedom, t = 3.182.
-    assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[1] and len(said) == 5
+    left = tables.missing(group, [group])
+    assert left[:2] == ["(3,7) R = 10 (9 of 10)", "(7,3) R = 100 (0 of 15)"] and left[-1] == "the heads alone"
+    assert "(3,7) R = 10, lr 0.0001, epochs 100 (0 of 2)" in left and "CIFAR-100 (3,7) R = 10 (0 of 5)" in left
+    assert "in points: +2.10 [+1.92, +2.28] against the explicit network" in said[2] and len(said) == 6
 
 
 def test_a_setting_is_ready_when_the_arms_share_two_seeds(made_up, monkeypatch):
@@ -160,7 +167,13 @@ def test_a_first_look_before_any_setting_is_ready(primary):
     assert said[0].startswith("No verdict yet: 9 of the 40 runs") and "overall accuracy +2.00" in said[1]
 
 
-@pytest.mark.parametrize(("moved", "judged"), [(2.0, "2.00 is allowed"), (-2.5, "2.50 is not allowed: all runs are")])
+@pytest.mark.parametrize(
+    ("moved", "judged"),
+    [
+        (2.0, "2.00 apart; by the protocol at most 2 is allowed."),
+        (-2.5, "2.50 apart; by the protocol at most 2 is allowed: all runs"),
+    ],
+)
 def test_the_check_of_the_precision(made_up, monkeypatch, moved, judged):
     """Arms with rates of their own are compared; half of the check says nothing."""
     rates = {"explicit": 0.03, "deq-implicit": 0.3}

@@ -108,6 +108,10 @@ def test_trials_are_run_recorded_and_read_by_the_runs(tmp_path, monkeypatch, cap
     assert result.settings.evaluate == "validation" and to_json(result)
     assert [trial.overall for trial in written.trials] == [None, result.network.quantity("overall")]
     assert tuned() == {"explicit": {"lr": 0.1, "weight_decay": 5e-4, "scale": 1.0}}
+    whole = msgspec.json.encode(protocol.Tuning((*written.trials, written.trials[0]), written.chosen))
+    (tmp_path / "tuning.json").write_bytes(whole)
+    script.main(["--tune", "--out", str(tmp_path / "runs")])
+    assert (tmp_path / "tuning.json").read_bytes() == whole, "a part of the trials does not take the place of all"
     monkeypatch.setattr(protocol, "GRID", {**protocol.GRID, "scale": (1.0, 0.3)})
     (tmp_path / "tuning.json").write_bytes(msgspec.json.encode(choose(list(written.trials))))
     with pytest.raises(StudyError, match="not all trials are over, .* --tune goes on"):

@@ -49,7 +49,8 @@ def write(found: Collection, out: Path) -> Path:
                 "unfinished": tables.unfinished(group) if group.trunk else [],
                 "differences": tables.difference_rows(group),
                 "results": tables.result_rows(group),
-                "missing": tables.missing(group),
+                "broken": tables.broken(group),
+                "missing": tables.missing(group, found.groups),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
             }
             for number, group in enumerate(found.groups, 1)

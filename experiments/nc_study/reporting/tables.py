@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
-from ..config import Setting
+from .. import protocol
+from ..config import Setting, flag_of
 from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
-from ..protocol import CLAIMS, GRID, PRECISION_CHECK, PRECISION_POINTS, TUNED, Tuning
+from ..protocol import (
+    CLAIMS,
+    GRID,
+    PRECISION_CHECK,
+    PRECISION_POINTS,
+    PRIMARY,
+    SECONDARY,
+    SHOWN_EARLY,
+    TUNED,
+    Tuning,
+)
 from ..record import CENTRED, COLLAPSE, GROUPS, LATE, Number, Spread
 from .runs import Group, Run
-from .verdicts import conclusions, differences, estimate, precision_check, progress, ready, verdicts
+from .verdicts import conclusions, differences, estimate, precision_check, progress, ready, seeds_of_all_arms, verdicts
 
 QUANTITIES = {name: name for name in (*GROUPS, LATE["overall"], LATE["minority"])} | {
     "nc1": "NC1",
@@ -22,6 +33,9 @@ QUANTITIES = {name: name for name in (*GROUPS, LATE["overall"], LATE["minority"]
     "nc3_centered": "NC3 centred",
 }
 TERMINAL = 99.9  # percent of the training images
+BROKEN = 1.5  # times the loss of the epoch before
+CONTROLS = ("explicit-norm", "once")
+SAID = ("lr", "width", "epochs")  # what names a block of the protocol's runs
 SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
@@ -49,11 +63,11 @@ def verdict_rows(group: Group) -> list[Row]:
 
 
 EVIDENCE = (
-    "Overall accuracy of the DEQ with the implicit gradient, in points: {A1} against the explicit network, {A4} "
-    "against the cell evaluated once, {A5} against the explicit block with the DEQ's normalisation; in the minority "
-    "classes {A3} against the explicit network.",
-    "Its centred NC2: {N1}, {N3} and {N4} against the same three; centred NC3 {N2} and NC1 {N5} against the explicit "
-    "network.",
+    "On average over these settings, its overall accuracy in points: {A1} against the explicit network, {A4} against "
+    "the cell evaluated once, {A5} against the explicit block with the DEQ's normalisation; in the minority classes "
+    "{A3} against the explicit network.",
+    "On average, its centred NC2: {N1}, {N3} and {N4} against the same three; centred NC3 {N2} and NC1 {N5} against "
+    "the explicit network.",
     "With JFB its overall accuracy is {A2} against the explicit network and {A6} against the implicit gradient.",
 )
 """What the report's first sentences rest on: differences with 95 % interval, and verdicts, by the name of the claim."""
@@ -67,13 +81,17 @@ def findings(groups: Sequence[Group]) -> list[str]:
     rows = {str(row[""]): row for row in verdict_rows(main)} if main else {}
     verdict = {name: f" ({row['verdict']})" if done == needed else "" for name, row in rows.items()}
     shown = {name: f"{row['difference']}{verdict[name]}" for name, row in rows.items()}
-    evidence = [sentence.format(**shown) for sentence in EVIDENCE] if rows else []
+    evidence = [_by_setting(main), *(sentence.format(**shown) for sentence in EVIDENCE)] if main and rows else []
+    evidence += _of_rate_and_decay(main) if main else []
     unsolved, checked = _unsolved(main) if main else {}, precision_check(groups)
     if done < needed:
         said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
         if main and rows:
             settings = "; ".join(f"{block.setting.imbalance} ({seeds} seeds)" for block, seeds in ready(main).items())
             said[0] += f" Estimates, with 95 % intervals, from the settings that are far enough: {settings}."
+            if shared := seeds_of_all_arms(main, SHOWN_EARLY):
+                early = SHOWN_EARLY.setting.imbalance
+                said[0] += f" {early} ({len(shared)} seeds) is in the tables and, as decided, does not count."
         else:
             evidence = [sentence for group in groups[:1] if (sentence := _first_look(group))]
     elif "deq-implicit" in unsolved or not checked or _apart(checked) > PRECISION_POINTS:
@@ -82,6 +100,42 @@ def findings(groups: Sequence[Group]) -> list[str]:
     else:
         said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
     return [*said, *evidence, *unsolved.values(), *([_precision(checked)] if checked else [])]
+
+
+def _by_setting(group: Group) -> str:
+    """Say how far the DEQ with the implicit gradient is from the explicit network, setting by setting."""
+    rows = {block.setting.imbalance: _difference(group, block.setting, "deq-implicit") for block in ready(group)}
+    shown = "; ".join(f"{name}: {row['overall']} and {row['NC2 centred']}" for name, row in rows.items())
+    return (
+        "The DEQ with the implicit gradient less the explicit network, in points of overall accuracy and in centred "
+        f"NC2 (less is nearer to the ETF): {shown}."
+    )
+
+
+def _of_rate_and_decay(group: Group) -> list[str]:
+    """Say where the arms without an equilibrium, too, have less than half of the explicit network's minority classes,
+    if the trials gave all arms but that network a larger rate."""
+
+    def minority(setting: Setting, arm: str) -> float:
+        return fmean(one.quantity("minority") or 0 for one in group.networks(setting, arm).values())
+
+    rates = {arm: one.result.settings.lr for (_, arm), seeds in group.runs.items() for one in seeds.values()}
+    if any(rate <= rates["explicit"] for arm, rate in rates.items() if arm != "explicit"):
+        return []
+    lost = [
+        block.setting
+        for block in ready(group)
+        if 2 * max(minority(block.setting, arm) for arm in CONTROLS) < minority(block.setting, "explicit")
+    ]
+    if not lost:
+        return []
+    where = " and ".join(one.imbalance for one in lost)
+    shown = "; ".join(f"{ARMS[arm][0]} {fmean(minority(one, arm) for one in lost):.1f}" for arm in protocol.ARMS)
+    return [
+        f"At {where} the arms without an equilibrium lose the minority classes too (accuracy in %: {shown}). All arms "
+        f"but the explicit network have a larger rate, which the trials at {protocol.TRIAL_SETTING.imbalance} gave "
+        "them: differences from the explicit network may be due to that. (Seen after the runs.)"
+    ]
 
 
 def _unsolved(group: Group) -> dict[str, str]:
@@ -94,7 +148,8 @@ def _unsolved(group: Group) -> dict[str, str]:
             said[arm] = (
                 f"{ARMS[arm][0]} is not at a fixed point: in the last epoch {100 * fmean(shares):.1f} % of the samples "
                 f"reach the tolerance, on average over all main runs ({100 * min(shares):.1f} % in the worst): what is "
-                "compared is a cell unrolled by the solver."
+                f"compared is a cell unrolled by the solver. (Said of fewer than {100 * SOLVED:.0f} %, a rule added "
+                "after the first runs had been seen.)"
             )
     return said
 
@@ -106,12 +161,12 @@ def _apart(checked: Mapping[str, float]) -> float:
 def _precision(checked: Mapping[str, float]) -> str:
     """Say what the check of the precision came to."""
     apart = _apart(checked)
-    judged = "is allowed" if apart <= PRECISION_POINTS else "is not allowed: all runs are to be made in float32"
+    judged = "" if apart <= PRECISION_POINTS else ": all runs are to be made in float32"
     return (
         f"Check of the precision, {PRECISION_CHECK.setting.imbalance}, {PRECISION_CHECK.seeds} seeds: overall, the DEQ "
         f"with the implicit gradient less the explicit network is {checked['bf16']:+.2f} points in bfloat16 and "
-        f"{checked['fp32']:+.2f} in float32; by the protocol a difference of {apart:.2f} {judged} "
-        f"(at most {PRECISION_POINTS:g})."
+        f"{checked['fp32']:+.2f} in float32, which is {apart:.2f} apart; by the protocol at most {PRECISION_POINTS:g} "
+        f"is allowed{judged}."
     )
 
 
@@ -193,12 +248,43 @@ def chosen_rows(tuning: Tuning) -> list[Row]:
     return rows
 
 
-def missing(group: Group) -> list[str]:
-    """Name the settings of the paper's tables that were not run; not of runs that are there for something else."""
-    if (group.tuned or group.trunk) and not group.protocol:
+def broken(group: Group) -> list[str]:
+    """Name the runs whose loss rose by more than half from one epoch to the next, with these epochs."""
+    found = []
+    for setting, arm in product(group.settings, ARMS):
+        for seed, network in group.networks(setting, arm).items():
+            epochs, losses = network.curves["epoch"], [loss or 0 for loss in network.curves["loss"]]
+            steps = zip(epochs, losses, losses[1:], strict=False)
+            if rises := [f"{epoch:g}" for epoch, before, after in steps if epoch and after > BROKEN * before]:
+                found.append(f"{ARMS[arm][0]}, {setting.imbalance}, seed {seed} (after epoch {' and '.join(rises)})")
+    return found
+
+
+def missing(group: Group, groups: Sequence[Group] = ()) -> list[str]:
+    """Name what was not run: of the protocol its runs, of others the settings of the paper's tables; nothing of runs
+    that are there for something else. `groups`: where the protocol's other runs may be."""
+    if group.protocol:
+        return [*_of_the_protocol(groups), *([] if any(one.trunk for one in groups) else ["the heads alone"])]
+    if group.tuned or group.trunk:
         return []
     settings = [Setting(group.experiment.dataset, *one) for imbalances in TABLES.values() for one in imbalances]
     return [setting.imbalance for setting in settings if setting not in group.settings]
+
+
+def _of_the_protocol(groups: Sequence[Group]) -> Iterator[str]:
+    """Name the blocks of runs that are not finished, with the number of those that are."""
+    for block in (*PRIMARY, SHOWN_EARLY, *SECONDARY):
+        apart = bool(block.options) or block.setting.dataset != "cifar10"
+        done = sum(
+            all(getattr(run.result.settings, name) == value for name, value in block.options.items())
+            for group, arm in product(groups, block.arms)
+            for seed, run in group.runs.get((block.setting, arm), {}).items()
+            if seed < block.seeds and not group.trunk and apart != group.protocol
+        )
+        if done < (needed := block.seeds * len(block.arms)):
+            data = "CIFAR-100 " if block.setting.dataset == "cifar100" else ""
+            named = "".join(f", {flag_of(name)[2:]} {value:g}" for name, value in block.options.items() if name in SAID)
+            yield f"{data}{block.setting.imbalance}{named} ({done} of {needed})"
 
 
 def _result(group: Group, setting: Setting, arm: str) -> Row:

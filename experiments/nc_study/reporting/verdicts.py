@@ -80,12 +80,14 @@ def judge(expected: str, found: Estimate, band: float, p_different: float, p_equ
     return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
+def seeds_of_all_arms(group: Group, block: Block) -> set[int]:
+    """The seeds of a block that all of its arms have finished."""
+    return set(range(block.seeds)).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
+
+
 def ready(group: Group) -> dict[Block, int]:
     """The primary settings in which all arms share two seeds or more, enough for an estimate, and how many."""
-    shared = {
-        block: set(range(block.seeds)).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
-        for block in PRIMARY
-    }
+    shared = {block: seeds_of_all_arms(group, block) for block in PRIMARY}
     return {block: len(seeds) for block, seeds in shared.items() if len(seeds) > 1}
 
 
