@@ -34,9 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     config.addinivalue_line(
         "markers",
-        "covering(strength): interpreted, emulated and sanitized kernels, which are slow, run as many of the combinations "
-        "as it takes for every value (strength 1) or pair of values (2) of the parameters to occur, one with 0; the "
-        "others run all",
+        "covering(strength): interpreted, emulated and sanitized kernels, which are slow, run as many of the "
+        "combinations as it takes for every value (strength 1) or pair of values (2) of the parameters to occur, one "
+        "with 0; the others run all",
     )
 
 
