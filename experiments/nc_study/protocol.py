@@ -167,7 +167,7 @@ def runs(chosen: Mapping[str, Mapping[str, float]]) -> Iterator[Options]:
 
 
 def _options(setting: Setting, seed: int, arm: str) -> Options:
-    return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm)}
+    return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm), "precision": "bf16"}
 
 
 def has_chosen_values(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:

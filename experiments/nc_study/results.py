@@ -109,15 +109,19 @@ def report(results: Sequence[record.RunResult]) -> str:
     printed = {} if settings.dataset.startswith("shapes") else PAPER.get(setting, {})
     apart = differences(settings) if setting in PAPER else ["it has no entry for this imbalance"]
     lines = [
-        f"Test accuracy in % on {settings.setting}: mean±deviation over the last {results[0].network.epochs_averaged}",
-        f"of {settings.epochs} epochs; neural collapse of the training images after the last",
+        f"Test accuracy in % on {settings.setting} after {settings.epochs} epochs, and mean±deviation over the last "
+        f"{results[0].network.epochs_averaged};",
+        "neural collapse of the training images after the last",
         f"not comparable with the paper: {', '.join(apart)}" if apart else "",
     ]
     for result in results:
-        lines += ["", f"{result.arm}: {_groups(result.network.accuracy)}"]
+        known = {group: result.network.quantity(group) for group in record.GROUPS}
+        ended = ", ".join(f"{group} {value:.2f}" for group, value in known.items() if value is not None)
+        lines += ["", f"{result.arm}: {ended}", f"  last epochs: {_groups(result.network.accuracy)}"]
         if paper := printed.get(result.settings.model):
             lines.append(f"  paper: {_groups(paper)}")
-        metrics = {name.upper(): result.network.quantity(name) for name in record.COLLAPSE}
+        names = {name: name.upper().replace("_CENTERED", " centred") for name in (*record.CENTRED, *record.COLLAPSE)}
+        metrics = {shown: result.network.quantity(name) for name, shown in names.items()}
         shown = (f"{name} {'undefined' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
         lines += [f"  {', '.join(shown)}", _costs(result)]
     return "\n".join(lines)

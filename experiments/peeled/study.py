@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
 
@@ -48,6 +49,8 @@ class PeeledSettings(Checked):
         self._check(all(0 <= seed < 2**63 and seed == int(seed) for seed in seeds), "seeds", "whole, 0 to 2**63 - 1")
         self._check(min(e_w) > 0, "e_w", "each more than 0")
         self._check(min(e_h) > 0 and max(e_h) < 1, "e_h", "each between 0 and 1, where the DEQ's series converges")
+        cores = os.cpu_count() or 1
+        self._check(self.threads <= cores, "threads", f"at most {cores}, the cores of this machine")
         self._check(len(e_w) == len(e_h), "e_h", f"as many as --e-w {self.e_w}")
         self._check(min(self.numbers("ratios")) > 1, "ratios", "each more than 1")
         self._check(self.dimension >= self.classes, "dimension", f"at least --classes {self.classes}")

@@ -51,6 +51,14 @@ def test_the_tables_hold_the_results_numbers_beside_the_papers(made_up):
     assert tables.missing(group)[1:3] == ["(3,7) R = 50", "(3,7) R = 100"]
 
 
+@pytest.mark.parametrize("arm", ["once", "deq-implicit"])
+def test_the_protocols_runs_of_one_arm_alone(arm):
+    (path,) = (EXPERIMENTS / "results" / "protocol").glob(f"cifar10-k3-r100-study-{arm}-seed0-*")
+    groups = collect([path]).groups
+    assert groups[0].protocol and tables.findings(groups)[0].startswith("No verdict yet: 1 of the")
+    assert tables.control_rows(groups[0]) == []
+
+
 def test_a_run_that_broke_down_is_named(made_up):
     group = group_of(made_up(seed=3))
     assert tables.broken(group) == []

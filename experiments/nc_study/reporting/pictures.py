@@ -22,7 +22,8 @@ from .verdicts import estimate
 COMPARISON = (
     "After the last epoch, a dot for each seed, those of a seed joined. Dash: mean; dashed across: that of the "
     "explicit network. Bar: this mean plus the 95 % interval of the difference paired by seed; an arm differs from "
-    "the explicit network, taken by itself, where its bar does not reach the dashed line. ×: the paper's value. "
+    "the explicit network, taken by itself, where its bar does not reach the dashed line; bars end at 0 and 100 %. "
+    "×: the paper's value. "
     "Dotted: the simplex ETF (0), orthogonal class means (the least that features after a ReLU can have, not "
     "centred), and minority means of 0 beside a simplex of the majority."
 )
@@ -48,9 +49,9 @@ class Picture:
 
 
 def pictures(group: Group) -> Iterator[Picture]:
-    """Draw what shows the result, the arms side by side in every setting that has several; then the course, and single
-    features."""
-    several = [setting for setting in group.settings if sum(bool(group.networks(setting, arm)) for arm in ARMS) > 1]
+    """Draw what shows the result, the arms side by side in every setting with seeds of several; then the course, and
+    single features."""
+    several = [setting for setting in group.settings if sum(len(group.networks(setting, arm)) > 1 for arm in ARMS) > 1]
     rows = {_heading(group, setting): list(_panels(group, setting)) for setting in several or group.settings}
     yield Picture("comparison", "Arms side by side", COMPARISON, figures.comparison(rows))
     yield Picture("courses", "Course of training", COURSE, _course(group))

@@ -48,6 +48,7 @@ def write(found: Collection, out: Path) -> Path:
                 "chosen": tables.chosen_rows(tuning()) if group.protocol else [],
                 "unfinished": tables.unfinished(group) if group.trunk else [],
                 "differences": tables.difference_rows(group),
+                "controls": tables.control_rows(group) if group.protocol else [],
                 "results": tables.result_rows(group),
                 "broken": tables.broken(group),
                 "missing": tables.missing(group, found.groups),

@@ -95,7 +95,8 @@ def findings(groups: Sequence[Group]) -> list[str]:
         else:
             evidence = [sentence for group in groups[:1] if (sentence := _first_look(group))]
     elif "deq-implicit" in unsolved or not checked or _apart(checked) > PRECISION_POINTS:
-        cause = "not at a fixed point" if "deq-implicit" in unsolved else "without the check of the precision"
+        failed = "with a check of the precision that failed" if checked else "without the check of the precision"
+        cause = "not at a fixed point" if "deq-implicit" in unsolved else failed
         said = [f"No conclusion about the equilibrium: the DEQ with the implicit gradient is {cause}."]
     else:
         said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
@@ -105,10 +106,14 @@ def findings(groups: Sequence[Group]) -> list[str]:
 def _by_setting(group: Group) -> str:
     """Say how far the DEQ with the implicit gradient is from the explicit network, setting by setting."""
     rows = {block.setting.imbalance: _difference(group, block.setting, "deq-implicit") for block in ready(group)}
+    runs = [
+        run for run in broken(group) if run.startswith(ARMS["deq-implicit"][0]) and any(name in run for name in rows)
+    ]
+    said = f" Among these is a training that broke down: {'; '.join(runs)}." if runs else ""
     shown = "; ".join(f"{name}: {row['overall']} and {row['NC2 centred']}" for name, row in rows.items())
     return (
         "The DEQ with the implicit gradient less the explicit network, in points of overall accuracy and in centred "
-        f"NC2 (less is nearer to the ETF): {shown}."
+        f"NC2 (less is nearer to the ETF): {shown}.{said} (By setting since the runs were seen.)"
     )
 
 
@@ -120,7 +125,7 @@ def _of_rate_and_decay(group: Group) -> list[str]:
         return fmean(one.quantity("minority") or 0 for one in group.networks(setting, arm).values())
 
     rates = {arm: one.result.settings.lr for (_, arm), seeds in group.runs.items() for one in seeds.values()}
-    if any(rate <= rates["explicit"] for arm, rate in rates.items() if arm != "explicit"):
+    if "explicit" not in rates or any(rate <= rates["explicit"] for arm, rate in rates.items() if arm != "explicit"):
         return []
     lost = [
         block.setting
@@ -132,9 +137,9 @@ def _of_rate_and_decay(group: Group) -> list[str]:
     where = " and ".join(one.imbalance for one in lost)
     shown = "; ".join(f"{ARMS[arm][0]} {fmean(minority(one, arm) for one in lost):.1f}" for arm in protocol.ARMS)
     return [
-        f"At {where} the arms without an equilibrium lose the minority classes too (accuracy in %: {shown}). All arms "
-        f"but the explicit network have a larger rate, which the trials at {protocol.TRIAL_SETTING.imbalance} gave "
-        "them: differences from the explicit network may be due to that. (Seen after the runs.)"
+        f"At {where} both controls, which have no equilibrium, lose most of the minority classes too (accuracy in %: "
+        f"{shown}). All arms but the explicit network have a larger rate and weight decay, which the trials at "
+        f"{protocol.TRIAL_SETTING.imbalance} gave them: differences from it may be due to that. (Seen after the runs.)"
     ]
 
 
@@ -191,13 +196,24 @@ def _first_look(group: Group) -> str:
 
 def difference_rows(group: Group) -> list[Row]:
     """Tell of every arm, in every setting, how far it is from the explicit network."""
-    rows = [_difference(group, *key) for key in product(group.settings, ARMS) if key[1] != "explicit"]
+    pairs = [(arm, "explicit") for arm in ARMS if arm != "explicit"]
+    return _differences(group, pairs)
+
+
+def control_rows(group: Group) -> list[Row]:
+    """Tell the same of the protocol's other pairs: what the equilibrium brings, and what its gradient."""
+    return _differences(group, [pair for one in CLAIMS if (pair := (one.arm, one.control))[1] != "explicit"])
+
+
+def _differences(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
+    rows = [_difference(group, setting, *pair) for setting, pair in product(group.settings, dict.fromkeys(pairs))]
     return [row for row in rows if any(row[name] != NOTHING for name in QUANTITIES.values())]
 
 
-def _difference(group: Group, setting: Setting, arm: str) -> Row:
-    found = {name: list(group.differences(setting, arm, "explicit", name).values()) for name in QUANTITIES}
+def _difference(group: Group, setting: Setting, arm: str, control: str = "explicit") -> Row:
+    found = {name: list(group.differences(setting, arm, control, name).values()) for name in QUANTITIES}
     row: Row = {"setting, number of pairs": f"{setting.imbalance}, {len(found['overall'])}", "arm": ARMS[arm][0]}
+    row |= {} if control == "explicit" else {"against": ARMS[control][0]}
     for name, values in found.items():
         interval = estimate([values]).interval if len(values) > 1 else None
         row[QUANTITIES[name]] = shown_difference(name, fmean(values), interval) if values else NOTHING
