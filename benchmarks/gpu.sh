@@ -117,7 +117,8 @@ build() { # in place: needs neither a network nor the right to write to the inte
 
 smoke() {
   if $dry_run; then pytest smoke 60 tests/test_packing.py; return; fi
-  pytest smoke 60 -x tests/kernels/test_triton_steps.py "${ops[@]}" -k "(cuda or triton) and not emulated"
+  DEQFAST_SMOKE=1 pytest smoke 60 -x tests/kernels/test_triton_steps.py "${ops[@]}" \
+    -k "(cuda or triton) and not emulated"
 }
 
 measure() { # a GPU that an error has stopped, or a kernel that hangs, costs one part only
@@ -154,7 +155,8 @@ sanitize() { # TOOL SECONDS; memory is not pooled, so that every tensor has boun
     printf '%s\tnot usable here: no compute-sanitizer\n' "$1" | tee -a "$work/stages"
     return
   fi
-  step "$1" "$2" env DEQFAST_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
+  step "$1" "$2" env DEQFAST_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" \
+    --error-exitcode 99 \
     --report-api-errors no "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${ops[@]}" \
     -k "cuda and not (emulated or Registration or Arguments or compile or opcheck or any_state)"
 }

@@ -70,7 +70,8 @@ class Packing:
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise TypeError(f"z0 must hold floating-point tensors only, got {got}")
             if leaf.is_nested or leaf.layout != torch.strided:
-                kind = "a nested tensor, whose values() are rows for `groups`" if leaf.is_nested else leaf.layout
+                jagged = "a nested tensor, whose values() are rows for `groups`"
+                kind = jagged if leaf.layout == torch.jagged else "a nested tensor" if leaf.is_nested else leaf.layout
                 raise TypeError(f"z0 must hold dense tensors, of layout torch.strided, got {kind}")
             if leaf.dim() == 0:
                 raise ValueError("z0 must have the batch as its first dimension, got a tensor without dimensions")

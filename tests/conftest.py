@@ -22,7 +22,9 @@ from covering import covering
 import deqfast
 from deqfast import _extension
 
-SANITIZED = "DEQFAST_SANITIZED" in os.environ  # benchmarks/gpu.sh: compute-sanitizer watches
+# Set by benchmarks/gpu.sh: compute-sanitizer watches; a first look, where compiling Triton's kernels would take long.
+SANITIZED = "DEQFAST_SANITIZED" in os.environ
+SMOKE = "DEQFAST_SMOKE" in os.environ
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.
@@ -34,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     config.addinivalue_line(
         "markers",
-        "covering(strength): interpreted, emulated and sanitized kernels, which are slow, run as many of the "
+        "covering(strength): kernels that are interpreted, emulated or sanitized, which is slow, run as many of the "
         "combinations as it takes for every value (strength 1) or pair of values (2) of the parameters to occur, one "
         "with 0; the others run all",
     )
@@ -45,7 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = item.get_closest_marker("covering")
         kernel = mark and (item.callspec.params.get("kernel") or item.callspec.params.get("implementation"))
-        if kernel == "emulated" or (kernel == "triton" and INTERPRETED) or (kernel == "cuda" and SANITIZED):
+        slow = {"emulated": True, "triton": INTERPRETED or SMOKE, "cuda": SANITIZED or SMOKE}
+        if slow.get(kernel):
             families[item.nodeid.partition("[")[0], kernel, mark.args[0]].append(item)
     left_out = set()
     for (*_, strength), family in families.items():
@@ -130,7 +133,8 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that is allocated without a value is full of NaN, integers of their largest, so that reading it before
-    writing it shows. Not for a sanitizer, which looks for that itself, nor where torch.compile would write other code.
+    writing it shows. Not for a sanitizer, which looks for that itself, nor in the tests of compiled code, which torch
+    would write otherwise.
     """
     monkeypatch.setattr(deqfast.ops.memory, "SMALLEST", sys.maxsize)  # a history kept from before would hold numbers
     before = torch.are_deterministic_algorithms_enabled()

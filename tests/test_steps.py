@@ -49,11 +49,11 @@ def befallen(method: str | None, **options) -> Case:
 def shared_size(request, implementation, set_threads, monkeypatch) -> Iterator[int]:
     """The length of a sample that several threads, blocks or programs share, or one thread reads chunk by chunk."""
     odd = request.param == "odd"
-    if implementation.name == "cpp":  # see csrc/cpu/samples.h: of so many elements four threads share any odd batch
+    if implementation.name == "cpp":  # see csrc/cpu/samples.h: threads share odd batches of so many elements
         set_threads(4 if odd else 1)
         yield 11 * 4096 + 777 if odd else 2 * 4096
     elif implementation.name == "cuda":
-        yield 65536 + 777 * odd
+        yield 8192 + 777 * odd
     elif implementation.name == "emulated":
         emulate.set_device(processors=132, shared_memory=227 * 1024)
         yield 12305 if odd else 8192
@@ -73,7 +73,7 @@ def shared_size(request, implementation, set_threads, monkeypatch) -> Iterator[i
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("damping", [1.0, 0.6])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize("size", [1, 7, 16, 63, 64, 777, 1025, 9000])
+@pytest.mark.parametrize("size", [1, 7, 16, 63, 64, 777, 1025, 1028, 4100, 9000])
 def test_a_run_of_picard(size, dtype, damping, implementation):
     compare(check_run, Case(None, batch=3, size=size, k=2, damping=damping, **DTYPES[dtype]), implementation)
 
@@ -89,7 +89,9 @@ def test_a_run_through_filling_and_eviction(method, dtype, size, implementation)
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(
-    ("check", "k", "wobble"), [(check_run, 3, 0.0), (check_step, 10, 0.5)], ids=["run", "long window"]
+    ("check", "k", "wobble"),
+    [(check_run, 3, 0.0), (check_step, 10, 0.5), (check_step, 18, 0.5)],
+    ids=["run", "window of 9", "of 17"],
 )
 @every_step_and_dtype
 def test_samples_that_are_shared(method, dtype, check, k, wobble, shared_size, implementation):
@@ -189,7 +191,7 @@ def check_bits(case: Case, implementation, set_threads) -> None:
 
 @every_step
 def test_the_bits_depend_on_nothing_but_the_sample(method, implementation, set_threads):
-    check_bits(Case(method, batch=3, size=200, history=4, k=6), implementation, set_threads)
+    check_bits(Case(method, batch=3, size=203, history=4, k=6), implementation, set_threads)
 
 
 @pytest.mark.covering(1)
