@@ -131,6 +131,12 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws does not depend on the tests before it, which differ from worker to worker."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that is allocated without a value is full of NaN, integers of their largest, so that reading it before
     writing it shows. Not for a sanitizer, which looks for that itself, nor in the tests of compiled code, which torch
