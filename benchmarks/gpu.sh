@@ -156,8 +156,8 @@ sanitize() { # TOOL SECONDS; memory is not pooled, so that every tensor has boun
     return
   fi
   step "$1" "$2" env DEQFAST_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" \
-    --error-exitcode 99 \
-    --report-api-errors no "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${ops[@]}" \
+    --error-exitcode 99 --report-api-errors no \
+    "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${ops[@]}" \
     -k "cuda and not (emulated or Registration or Arguments or compile or opcheck or any_state)"
 }
 

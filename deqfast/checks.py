@@ -6,6 +6,9 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
     """Raise unless `value` is a finite real number in [low, high] (or ]low, high])."""
@@ -30,3 +33,11 @@ def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise TypeError if `tensor` is sparse or nested."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        jagged = "a nested tensor, whose values() are rows for the `groups` of a solve"
+        got = jagged if tensor.layout == torch.jagged else "a nested tensor" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} must be dense, of layout torch.strided, got {got}")

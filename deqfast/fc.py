@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _extension
-from .checks import check_choice
+from .checks import check_choice, check_dense
 from .exporting import is_exporting, is_tracing
 from .ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
 from .ops.fc import STATE, reference
@@ -113,6 +113,8 @@ def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("c", c), ("z0", z0)):
         if not isinstance(tensor, Tensor) and not (name == "z0" and tensor is None):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor is not None:
+            check_dense(name, tensor)
     if c.dim() != 2 or not c.shape[1] or c.dtype not in _STATE_DTYPES:
         raise ValueError(f"c must be (B, D) float32 or float64 with D > 0, got {tuple(c.shape)} {c.dtype}")
     features = c.shape[1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .checks import check_dense
 from .exporting import is_tracing
 from .grouping import Groups
 from .precision import float32_products_eps, stall_floor
@@ -69,10 +70,7 @@ class Packing:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise TypeError(f"z0 must hold floating-point tensors only, got {got}")
-            if leaf.is_nested or leaf.layout != torch.strided:
-                jagged = "a nested tensor, whose values() are rows for `groups`"
-                kind = jagged if leaf.layout == torch.jagged else "a nested tensor" if leaf.is_nested else leaf.layout
-                raise TypeError(f"z0 must hold dense tensors, of layout torch.strided, got {kind}")
+            check_dense("z0", leaf)
             if leaf.dim() == 0:
                 raise ValueError("z0 must have the batch as its first dimension, got a tensor without dimensions")
             if leaf.shape[0] != leaves[0].shape[0] or leaf.device != leaves[0].device:

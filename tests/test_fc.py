@@ -306,6 +306,7 @@ class TestFunction:
         ("arguments", "error", "message"),
         [
             ({"weight": 3.0}, TypeError, "weight must be a tensor, got float"),
+            ({"c": torch.zeros(2, 4).to_sparse()}, TypeError, "c must be dense, .* got torch.sparse_coo"),
             ({"c": torch.zeros(4)}, ValueError, r"c must be \(B, D\) float32 or float64 .*got \(4,\)"),
             ({"c": torch.zeros(2, 0)}, ValueError, r"c must be .* with D > 0, got \(2, 0\)"),
             ({"c": torch.zeros(2, 4).half()}, ValueError, r"c must be .* got \(2, 4\) torch.float16"),

@@ -458,7 +458,7 @@ class TestErrors:
             ({"z0": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "got torch.int64"),
             ({"z0": ()}, ValueError, "z0 must hold at least one tensor, got an empty structure"),
             ({"z0": torch.tensor(1.0)}, ValueError, "z0 must have the batch as its first dimension"),
-            ({"z0": torch.zeros(4, 3).to_sparse()}, TypeError, "z0 must hold dense tensors, .* got torch.sparse_coo"),
+            ({"z0": torch.zeros(4, 3).to_sparse()}, TypeError, "z0 must be dense, .* got torch.sparse_coo"),
             ({"z0": torch.nested.nested_tensor([Z0, Z0[1:]], layout=torch.jagged)}, TypeError, "got a nested tensor"),
             ({"z0": (Z0, Z0[1:])}, ValueError, r"one batch size .*\(4, 3\) on cpu, \(3, 3\) on"),
             ({"solver": "newton"}, ValueError, "solver must be .* 'picard', 'anderson', 'broyden', got 'newton'"),

@@ -178,7 +178,7 @@ def check_bits(case: Case, implementation, set_threads) -> None:
         again = clone(before)
         case.call(step_of(case.method, implementation), again)
         assert all(same_bits(together[name], again[name]) for name in case.names)
-    for row in range(case.batch):
+    for row in range(3):
         alone = {
             name: tensor if name == "active" else tensor.narrow(OF_A_SAMPLE.get(name, 0), row, 1).contiguous()
             for name, tensor in before.items()
@@ -189,15 +189,18 @@ def check_bits(case: Case, implementation, set_threads) -> None:
             assert same_bits(alone[name], together[name].narrow(OF_A_SAMPLE.get(name, 0), row, 1)), name
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("last", [False, True])
 @every_step
-def test_the_bits_depend_on_nothing_but_the_sample(method, implementation, set_threads):
-    check_bits(Case(method, batch=3, size=203, history=4, k=6), implementation, set_threads)
+def test_the_bits_depend_on_nothing_but_the_sample(method, last, implementation, set_threads):
+    check_bits(befallen(method, size=203, last=last), implementation, set_threads)
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("last", [False, True])
 @every_step
-def test_the_bits_of_a_sample_that_is_shared(method, shared_size, implementation, set_threads):
-    check_bits(Case(method, batch=3, size=shared_size, history=2, k=3), implementation, set_threads)
+def test_the_bits_of_a_sample_that_is_shared(method, last, shared_size, implementation, set_threads):
+    check_bits(befallen(method, size=shared_size, history=2, last=last), implementation, set_threads)
 
 
 @every_step

@@ -1,5 +1,5 @@
-"""What the emulation of the CUDA kernels is for: any order of the threads, and the number of launches. What the steps
-compute is tested with the others', in tests/test_steps.py; see emulate.py."""
+"""The emulation of CUDA finds what it is for; and how often the steps launch. What they compute, in any order of the
+threads, is tested in tests/test_steps.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import emulate
 import pytest
 import torch
 
-from deqfast.testing.states import METHODS, Case, check_step
-
-EVENTS = ("run", "done", "nan", "inf", "overflow", "tiny", "converged", "zero", "stalled", "degenerate")
+from deqfast.testing.states import Case, make_state
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 
@@ -41,30 +39,14 @@ extern "C" void run(int* data) { reverse<<<1, 64, 0, nullptr>>>(data); }
         assert all(right) if barrier else not any(right)
 
 
-@pytest.fixture(params=[1, 2], ids=["one block", "two blocks"])
-def blocks(request):
-    """Blocks that share a sample of 8192 elements: on a GPU that the samples do not fill, more than one."""
-    if request.param > 1:
-        emulate.set_device(processors=132, shared_memory=227 * 1024)
-    yield request.param
+@pytest.mark.parametrize(("processors", "launches"), [(4, 1), (132, 2)])
+@pytest.mark.parametrize("op", ["picard_step", "multisecant_step"])
+def test_launches(op, processors, launches):
+    """One, or two where blocks share a sample, as on a GPU that the samples do not fill."""
+    emulate.load(op)
+    emulate.set_device(processors=processors, shared_memory=99 * 1024)
+    case = Case(None if op == "picard_step" else "and1", batch=9, size=8192, history=3, k=4)
+    state, before = make_state(case), emulate.launches()
+    case.call(getattr(torch.ops.deqfast_emulated, op), state)
     emulate.set_device(processors=4, shared_memory=99 * 1024)
-
-
-@pytest.mark.parametrize("order", emulate.ORDERS)
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("method", [None, *METHODS])
-def test_steps_in_any_order_of_the_threads(method, last, order, blocks):
-    rows = tuple(event for event in EVENTS if method or event != "degenerate")
-    case = Case(method, batch=len(rows), size=8192, history=3, k=6, stall_floor=1e-3, rows=rows, last=last)
-    name = "picard_step" if method is None else "multisecant_step"
-    emulate.load(name)
-    launches = []
-
-    def step(*arguments):
-        before = emulate.launches()
-        getattr(torch.ops.deqfast_emulated, name)(*arguments)
-        launches.append(emulate.launches() - before)
-
-    with emulate.order(order):
-        check_step(step, case)
-    assert launches == [1 if blocks == 1 else 2]
+    assert emulate.launches() - before == launches

@@ -61,11 +61,12 @@ def test_the_protocols_runs_of_one_arm_alone(arm):
 
 def test_a_run_that_broke_down_is_named(made_up):
     group = group_of(made_up(seed=3))
-    assert tables.broken(group) == []
+    assert tables.broken(group, group.settings) == []
     (network,) = group.networks(*next(iter(group.runs))).values()
     network.curves["loss"] = (*network.curves["loss"][:-1], 1.6)
-    (said,) = tables.broken(group)
+    (said,) = tables.broken(group, group.settings)
     assert said.startswith("DEQ, JFB, (3,7) R = 10, seed 3 (after epoch ")
+    assert tables.broken(group, []) == tables.broken(group, group.settings, ["once"]) == []
 
 
 def test_the_values_chosen_come_with_the_other_trials():

@@ -50,7 +50,7 @@ def write(found: Collection, out: Path) -> Path:
                 "differences": tables.difference_rows(group),
                 "controls": tables.control_rows(group) if group.protocol else [],
                 "results": tables.result_rows(group),
-                "broken": tables.broken(group),
+                "broken": tables.broken(group, group.settings),
                 "missing": tables.missing(group, found.groups),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
             }

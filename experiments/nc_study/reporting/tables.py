@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
-from .. import protocol
 from ..config import Setting, flag_of
 from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
@@ -20,6 +19,7 @@ from ..protocol import (
     PRIMARY,
     SECONDARY,
     SHOWN_EARLY,
+    TRIAL_SETTING,
     TUNED,
     Tuning,
 )
@@ -106,10 +106,8 @@ def findings(groups: Sequence[Group]) -> list[str]:
 def _by_setting(group: Group) -> str:
     """Say how far the DEQ with the implicit gradient is from the explicit network, setting by setting."""
     rows = {block.setting.imbalance: _difference(group, block.setting, "deq-implicit") for block in ready(group)}
-    runs = [
-        run for run in broken(group) if run.startswith(ARMS["deq-implicit"][0]) and any(name in run for name in rows)
-    ]
-    said = f" Among these is a training that broke down: {'; '.join(runs)}." if runs else ""
+    runs = broken(group, [block.setting for block in ready(group)], ["deq-implicit"])
+    said = f" In training the loss rose by more than half within an epoch: {'; '.join(runs)}." if runs else ""
     shown = "; ".join(f"{name}: {row['overall']} and {row['NC2 centred']}" for name, row in rows.items())
     return (
         "The DEQ with the implicit gradient less the explicit network, in points of overall accuracy and in centred "
@@ -118,14 +116,15 @@ def _by_setting(group: Group) -> str:
 
 
 def _of_rate_and_decay(group: Group) -> list[str]:
-    """Say where the arms without an equilibrium, too, have less than half of the explicit network's minority classes,
-    if the trials gave all arms but that network a larger rate."""
+    """Say where both controls, too, have less than half of the explicit network's minority classes, if the trials gave
+    all arms but that network a larger rate and weight decay."""
 
     def minority(setting: Setting, arm: str) -> float:
         return fmean(one.quantity("minority") or 0 for one in group.networks(setting, arm).values())
 
-    rates = {arm: one.result.settings.lr for (_, arm), seeds in group.runs.items() for one in seeds.values()}
-    if "explicit" not in rates or any(rate <= rates["explicit"] for arm, rate in rates.items() if arm != "explicit"):
+    chosen = {arm: one.result.settings for (_, arm), seeds in group.runs.items() for one in seeds.values()}
+    explicit, others = chosen.get("explicit"), [one for arm, one in chosen.items() if arm != "explicit"]
+    if explicit is None or any(o.lr <= explicit.lr or o.weight_decay <= explicit.weight_decay for o in others):
         return []
     lost = [
         block.setting
@@ -135,11 +134,12 @@ def _of_rate_and_decay(group: Group) -> list[str]:
     if not lost:
         return []
     where = " and ".join(one.imbalance for one in lost)
-    shown = "; ".join(f"{ARMS[arm][0]} {fmean(minority(one, arm) for one in lost):.1f}" for arm in protocol.ARMS)
+    arms = [arm for arm in ARMS if arm in chosen]
+    shown = "; ".join(f"{ARMS[arm][0]} {fmean(minority(one, arm) for one in lost):.1f}" for arm in arms)
     return [
         f"At {where} both controls, which have no equilibrium, lose most of the minority classes too (accuracy in %: "
         f"{shown}). All arms but the explicit network have a larger rate and weight decay, which the trials at "
-        f"{protocol.TRIAL_SETTING.imbalance} gave them: differences from it may be due to that. (Seen after the runs.)"
+        f"{TRIAL_SETTING.imbalance} gave them: differences from it may be due to that. (Seen after the runs.)"
     ]
 
 
@@ -196,8 +196,7 @@ def _first_look(group: Group) -> str:
 
 def difference_rows(group: Group) -> list[Row]:
     """Tell of every arm, in every setting, how far it is from the explicit network."""
-    pairs = [(arm, "explicit") for arm in ARMS if arm != "explicit"]
-    return _differences(group, pairs)
+    return _differences(group, [(arm, "explicit") for arm in ARMS if arm != "explicit"])
 
 
 def control_rows(group: Group) -> list[Row]:
@@ -264,10 +263,10 @@ def chosen_rows(tuning: Tuning) -> list[Row]:
     return rows
 
 
-def broken(group: Group) -> list[str]:
+def broken(group: Group, settings: Sequence[Setting], arms: Iterable[str] = ARMS) -> list[str]:
     """Name the runs whose loss rose by more than half from one epoch to the next, with these epochs."""
     found = []
-    for setting, arm in product(group.settings, ARMS):
+    for setting, arm in product(settings, arms):
         for seed, network in group.networks(setting, arm).items():
             epochs, losses = network.curves["epoch"], [loss or 0 for loss in network.curves["loss"]]
             steps = zip(epochs, losses, losses[1:], strict=False)
@@ -290,7 +289,7 @@ def missing(group: Group, groups: Sequence[Group] = ()) -> list[str]:
 def _of_the_protocol(groups: Sequence[Group]) -> Iterator[str]:
     """Name the blocks of runs that are not finished, with the number of those that are."""
     for block in (*PRIMARY, SHOWN_EARLY, *SECONDARY):
-        apart = bool(block.options) or block.setting.dataset != "cifar10"
+        apart = bool(block.options) or block.setting.dataset != "cifar10"  # from the group of the main runs
         done = sum(
             all(getattr(run.result.settings, name) == value for name, value in block.options.items())
             for group, arm in product(groups, block.arms)
