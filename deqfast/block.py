@@ -58,7 +58,7 @@ class DEQBlock(nn.Module):
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
             leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
-        trace: record each sample's least residual so far, after every evaluation, in ``Solution.trace``.
+        trace: record the residual of each sample's best iterate so far, after every evaluation, in ``Solution.trace``.
         halt: rule that ends samples beside the solver's, see ``solve``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``; not of those that the rounding of f has stalled. On a GPU it is said one

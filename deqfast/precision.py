@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from .kernels.constants import ROUNDINGS_OF_STALL_FLOOR
+
 # In units of the rounding of f's value, and in units of that of the factors of its products, which averages out: the
 # best residuals of residual blocks and of dense cells with rounded factors lie at 0.01 to 0.3 of the latter.
-_UNITS_OF_VALUES, _UNITS_OF_FACTORS = 8.0, 0.25
+_UNITS_OF_VALUES, _UNITS_OF_FACTORS = ROUNDINGS_OF_STALL_FLOOR, 0.25
 _FACTORS = {"tf32": 2.0**-10, "bf16": torch.finfo(torch.bfloat16).eps}
 
 

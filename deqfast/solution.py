@@ -14,8 +14,8 @@ class Status(IntEnum):
     """Ending of a sample's solve; `message` says it in a sentence.
 
     Attributes:
-        MAX_ITER: f was called max_iter times, and the tolerance was not met.
-        CONVERGED: the residual met the tolerance.
+        MAX_ITER: f was called max_iter times, and the sample did not converge.
+        CONVERGED: the residual met the tolerance and is that of a fixed point, see ``Solver``.
         NONFINITE: f returned NaN or infinity.
         STALLED: an f in bfloat16, float16 or TF32, or of a state in these, came to its rounding floor above the
             tolerance.
@@ -27,7 +27,7 @@ class Status(IntEnum):
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
         >>> deqfast.Status(int(solution.status[0])).message
-        'The residual met the tolerance.'
+        'The residual met the tolerance, and iterates did not run away.'
         >>> bool((solution.status == deqfast.Status.CONVERGED).all())
         True
     """
@@ -46,8 +46,8 @@ class Status(IntEnum):
 
 
 _MESSAGES = {
-    Status.MAX_ITER: "The evaluations of f ran out before the tolerance was met; the best iterate is returned.",
-    Status.CONVERGED: "The residual met the tolerance.",
+    Status.MAX_ITER: "The evaluations of f ran out before the sample converged; the best iterate is returned.",
+    Status.CONVERGED: "The residual met the tolerance, and iterates did not run away.",
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
@@ -60,8 +60,8 @@ class Solution:
     """Outcome of a solve for a batch of B samples, all without gradient.
 
     Attributes:
-        value: a tree like z0; per sample the iterate whose residual is reported: the converged one, else the best
-            finite one, else z0.
+        value: a tree like z0; per sample the iterate whose residual is reported: the converged one, else the finite one
+            of least |f(z) - z| + eps |f(z)|, else z0. Its |f(z) - z| is at most that of z0, up to rounding.
         status: (B,) int8 of ``Status``.
         iterations: (B,) int32, the values of f the sample used until its status was set.
         residual: (B,) the one of the next two that the solver held against its `tol`.

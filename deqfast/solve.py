@@ -15,7 +15,7 @@ from .exported import iterate_in_graph
 from .exporting import is_exporting, outside_exports
 from .grouping import Groups
 from .ops import choose_kernel
-from .ops.steps.reference import residuals
+from .ops.steps.reference import begun, evaluated
 from .packing import Packing, evaluate, versions
 from .solution import Solution, Status
 from .solvers import Solver, as_solver
@@ -292,11 +292,11 @@ class Run:
     def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
         """End the running samples of the mask, unless they have converged or are not finite, at the present iterate."""
         state, solver = self.state, self.solver
-        measures = residuals(rows - state.z, rows, solver.offset, solver.norm == "max")
-        measure = measures[int(solver.stop == "abs")]
-        ended = ended & (state.status == Status.MAX_ITER) & torch.isfinite(measures[1]) & ~(measure <= solver.tol)
+        now = evaluated(state.z, rows, solver.offset, solver.norm == "max", begun(state.progress, k))
+        converged = now.converged(solver.tol, solver.stop == "abs", state.stall_floor, solver.offset)
+        ended = ended & (state.status == Status.MAX_ITER) & torch.isfinite(now.res_abs) & ~converged
         state.best.copy_(torch.where(ended[:, None], state.z, state.best))
-        state.residual.copy_(torch.where(ended, measures, state.residual))
+        state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))
         state.iterations.masked_fill_(ended, k + 1)
         state.status.masked_fill_(ended, Status.HALTED)
         state.active -= ended.sum(dtype=torch.int32)

@@ -15,6 +15,10 @@ from . import constants
 # Kernels read no other globals than these.
 STALL_ITERATIONS = tl.constexpr(constants.STALL_ITERATIONS)
 STALL_GAIN = tl.constexpr(constants.STALL_GAIN)
+GROWTH = tl.constexpr(constants.GROWTH)
+REDUCTION = tl.constexpr(constants.REDUCTION)
+REDUCTION_PER_TOL = tl.constexpr(constants.REDUCTION_PER_TOL)
+ROUNDINGS_OF_STALL_FLOOR = tl.constexpr(constants.ROUNDINGS_OF_STALL_FLOOR)
 PIVOT_FLOOR = tl.constexpr(constants.PIVOT_FLOOR)
 BROYDEN_GOOD = tl.constexpr(constants.BROYDEN_GOOD)
 BROYDEN_BAD = tl.constexpr(constants.BROYDEN_BAD)
@@ -178,6 +182,36 @@ def relative(res_norm, f_norm, offset):
 
 
 @triton.jit
+def epsilon(dtype: tl.constexpr):
+    """The distance from 1 to the next number of `dtype`."""
+    if dtype == tl.float64:
+        return scalar(2.0**-52, dtype)
+    else:
+        return scalar(2.0**-23, dtype)
+
+
+@triton.jit
+def has_converged(res_abs, res_rel, size, first, start, tol, absolute, stall_floor, offset):
+    """Whether the residual is that of a fixed point: see Evaluation.converged of the reference."""
+    dtype: tl.constexpr = res_abs.dtype
+    bound = scalar(tol, dtype)
+    rounding = tl.maximum(epsilon(dtype), scalar(stall_floor, dtype) / ROUNDINGS_OF_STALL_FLOOR)
+    lost = first * tl.minimum(scalar(REDUCTION, dtype), bound * REDUCTION_PER_TOL)
+    lost = tl.maximum(lost, tl.where(absolute != 0, bound, scalar(offset, dtype) * bound))
+    near = (size <= start * GROWTH) & (res_abs <= first)
+    fallen = res_abs + rounding * size <= lost
+    return (tl.where(absolute != 0, res_abs, res_rel) <= bound) & (near | fallen)
+
+
+@triton.jit
+def is_better(res_abs, size, best_abs, best_size):
+    """Whether an iterate is better than the best one: by |g|, with what rounding may hide of it added."""
+    unit = epsilon(res_abs.dtype)
+    _, largest = tiny_and_max(res_abs.dtype)
+    return tl.minimum(res_abs + unit * size, largest) < best_abs + unit * best_size
+
+
+@triton.jit
 def copy_row(p_to, p_from, D, BLK: tl.constexpr):
     for start in range(0, D, BLK):
         o_d = start + tl.arange(0, BLK)
@@ -190,7 +224,7 @@ def judge(
     p_status,
     p_iterations,
     p_residual,
-    p_gain,
+    p_progress,
     p_active,
     i_b,
     B,
@@ -205,26 +239,29 @@ def judge(
     """Record what the running sample i_b has reached at iteration k; return its status and whether z is its best.
 
     res_abs = |f(z) - z| and f_norm = |f(z)| are scalars of the state's dtype. rel = res_abs / (f_norm + offset).
-    Status 0: another step, 1: measure <= tol, 2: a norm is not finite, 3: best rel below stall_floor and no gain of 5 %
-    in 5 iterations. Every warp has read the row of z on return.
+    Status 0: another step, 1: converged, 2: a norm is not finite, 3: best rel below stall_floor and no gain of 5 % in 5
+    iterations. Every warp has read the row of z on return.
     """
     dtype: tl.constexpr = res_abs.dtype
     finite = is_finite(res_abs) & is_finite(f_norm)
     res_rel = relative(res_abs, f_norm, offset)
     best_rel = tl.load(p_residual + i_b)
     best_abs = tl.load(p_residual + B + i_b)
-    gain_rel = tl.load(p_gain + i_b)
-    gain_k = tl.load(p_gain + B + i_b)
-    measure = tl.where(absolute != 0, res_abs, res_rel)
+    gain_rel = tl.load(p_progress + i_b)
+    gain_k = tl.load(p_progress + B + i_b)
+    first = tl.where(k == 0, res_abs, tl.load(p_progress + 2 * B + i_b))
+    start = tl.where(k == 0, tl.maximum(f_norm, res_abs), tl.load(p_progress + 3 * B + i_b))
+    best_size = tl.load(p_progress + 4 * B + i_b)
 
-    improved = finite & (measure < tl.where(absolute != 0, best_abs, best_rel))
+    converged = has_converged(res_abs, res_rel, f_norm, first, start, tol, absolute, stall_floor, offset)
+    improved = finite & (converged | is_better(res_abs, f_norm, best_abs, best_size))
     best_rel = tl.where(improved, res_rel, best_rel)
     best_abs = tl.where(improved, res_abs, best_abs)
+    best_size = tl.where(improved, f_norm, best_size)
     gained = finite & (res_rel < gain_rel * STALL_GAIN)
     now = scalar(k, dtype)
     gain_rel = tl.where(gained, res_rel, gain_rel)
     gain_k = tl.where(gained, now, gain_k)
-    converged = measure <= scalar(tol, dtype)
     stalled = (best_rel < scalar(stall_floor, dtype)) & (now - gain_k >= STALL_ITERATIONS)
     status = tl.where(finite, tl.where(converged, 1, tl.where(stalled, 3, 0)), 2)
 
@@ -234,8 +271,12 @@ def judge(
     tl.store(p_iterations + i_b, k + 1)
     tl.store(p_residual + i_b, best_rel)
     tl.store(p_residual + B + i_b, best_abs)
-    tl.store(p_gain + i_b, gain_rel)
-    tl.store(p_gain + B + i_b, gain_k)
+    tl.store(p_progress + i_b, gain_rel)
+    tl.store(p_progress + B + i_b, gain_k)
+    if finite:
+        tl.store(p_progress + 2 * B + i_b, first)
+        tl.store(p_progress + 3 * B + i_b, start)
+    tl.store(p_progress + 4 * B + i_b, best_size)
     if status != 0:
         tl.atomic_add(p_active, -1, sem="relaxed")
     return status, improved

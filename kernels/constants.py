@@ -7,6 +7,13 @@ RUNNING, CONVERGED, NONFINITE, STALLED = range(4)
 STALL_ITERATIONS = 5
 STALL_GAIN = 0.95
 
+# A sample that met its tolerance has converged if |f(z)| is at most GROWTH times the size of the start; else if its
+# residual has fallen below min(REDUCTION, REDUCTION_PER_TOL tol) of the first.
+GROWTH = 2.0
+REDUCTION, REDUCTION_PER_TOL = 0.1, 100.0
+# The unit of rounding of a low-precision f is the stall floor over this.
+ROUNDINGS_OF_STALL_FLOOR = 8.0
+
 BROYDEN_GOOD, BROYDEN_BAD, ANDERSON_I, ANDERSON_II = range(4)
 # Pivots of the equilibrated window matrix below this carry no information.
 PIVOT_FLOOR = 1e-7

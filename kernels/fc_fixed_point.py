@@ -23,6 +23,8 @@ from . import constants
 from .common import (
     STALL_GAIN,
     STALL_ITERATIONS,
+    has_converged,
+    is_better,
     is_finite,
     is_sound,
     magnitude,
@@ -149,11 +151,13 @@ def _fc_fixed_point_kernel(
     b_z = tl.load(p_z0 + o, mask=m, other=0.0)
     tl.store(p_value + o, b_z, mask=m)
     tl.debug_barrier()  # other threads may store the iterates that are better
-    bound = scalar(tol, tl.float32)
     floor = scalar(stall_floor, tl.float32)
 
     b_rel = tl.full([ROWS], float("inf"), tl.float32)
     b_abs = tl.full([ROWS], float("inf"), tl.float32)
+    b_size = tl.full([ROWS], float("inf"), tl.float32)  # of f at the best iterate
+    b_first = tl.full([ROWS], float("inf"), tl.float32)
+    b_start = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_rel = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_k = tl.full([ROWS], float("inf"), tl.float32)
     b_iterations = tl.zeros([ROWS], tl.int32)
@@ -168,17 +172,20 @@ def _fc_fixed_point_kernel(
         finite = is_finite(res_abs) & is_finite(f_norm)
         sound = running & finite
         res_rel = relative(res_abs, f_norm, offset)
-        measure = tl.where(absolute != 0, res_abs, res_rel)
-        improved = sound & (measure < tl.where(absolute != 0, b_abs, b_rel))
+        b_first = tl.where(k == 0, res_abs, b_first)
+        b_start = tl.where(k == 0, tl.maximum(f_norm, res_abs), b_start)
+        converged = has_converged(res_abs, res_rel, f_norm, b_first, b_start, tol, absolute, stall_floor, offset)
+        improved = sound & (converged | is_better(res_abs, f_norm, b_abs, b_size))
         tl.store(p_value + o, b_z, mask=m & improved[:, None])
         b_rel = tl.where(improved, res_rel, b_rel)
         b_abs = tl.where(improved, res_abs, b_abs)
+        b_size = tl.where(improved, f_norm, b_size)
         now = k.to(tl.float32)
         gained = sound & (res_rel < b_gain_rel * STALL_GAIN)
         b_gain_rel = tl.where(gained, res_rel, b_gain_rel)
         b_gain_k = tl.where(gained, now, b_gain_k)
         stalled = (b_rel < floor) & (now - b_gain_k >= STALL_ITERATIONS)
-        verdict = tl.where(finite, tl.where(measure <= bound, 1, tl.where(stalled, 3, 0)), 2)
+        verdict = tl.where(finite, tl.where(converged, 1, tl.where(stalled, 3, 0)), 2)
         k += 1
         b_iterations = tl.where(running, k, b_iterations)
         b_status = tl.where(running, verdict, b_status)

@@ -303,7 +303,7 @@ def _multisecant_left_kernel(
     p_status,
     p_iterations,
     p_residual,
-    p_gain,
+    p_progress,
     p_active,
     p_f_prev,
     p_left,
@@ -381,7 +381,7 @@ def _multisecant_left_kernel(
                         p_status,
                         p_iterations,
                         p_residual,
-                        p_gain,
+                        p_progress,
                         p_active,
                         i_b,
                         B,
@@ -645,7 +645,7 @@ def multisecant_step(a: Any) -> None:
     rows = rows_at_once(padded, a.method, a.z.dtype, a.left.dtype)
     fixed = {"METHOD": a.method, "MP": padded, "enable_fp_fusion": False}
     sweep = fixed | {"ROWS": rows, "maxnreg": MAX_REGISTERS}
-    monitor = (a.status, a.iterations, a.residual, a.gain, a.active)
+    monitor = (a.status, a.iterations, a.residual, a.progress, a.active)
     rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
     with device_guard(a.z):
         if n:

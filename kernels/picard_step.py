@@ -1,7 +1,7 @@
 """Picard step: z <- z + damping (f(z) - z), with the residuals, best iterate and status of every sample.
 
-z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations (B,) int32; residual, gain (2, B) T;
-active (1,) int32. Accumulation in T. One program per sample, or S of them in three launches, which leave sums
+z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations (B,) int32; residual (2, B), progress
+(5, B) T; active (1,) int32. Accumulation in T. One program per sample, or S of them in three launches, which leave sums
 (B, 5, S) T for each other; samples with status != 0 move no bytes.
 """
 
@@ -23,7 +23,7 @@ def _picard_step_kernel(
     p_status,
     p_iterations,
     p_residual,
-    p_gain,
+    p_progress,
     p_active,
     p_sums,
     B,
@@ -86,7 +86,7 @@ def _picard_step_kernel(
             p_status,
             p_iterations,
             p_residual,
-            p_gain,
+            p_progress,
             p_active,
             i_b,
             B,
@@ -135,7 +135,7 @@ def launch(a: Any, last: bool, damping: float) -> None:
     if programs > 1:
         launches += [("step", (batch, programs), config)]
         sums, shared_by = torch.empty(batch, 5, programs, dtype=a.z.dtype, device=a.z.device), programs
-    state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.gain, a.active, sums)
+    state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.progress, a.active, sums)
     rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
     numbers = (batch, size, shared_by, a.k, int(last), *rule, damping)
     whole = programs == 1 and size <= config.block

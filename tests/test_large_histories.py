@@ -17,8 +17,8 @@ def last_of_many(state, device):
     for name, tensor in state.items():
         if name == "active":
             many[name] = tensor.clone().to(device)
-        elif name in ("residual", "gain"):
-            many[name] = torch.zeros(2, BATCH, dtype=tensor.dtype, device=device)
+        elif name in ("residual", "progress"):
+            many[name] = torch.zeros(len(tensor), BATCH, dtype=tensor.dtype, device=device)
             many[name][:, -1] = tensor[:, 0]
         else:
             many[name] = torch.empty(BATCH, *tensor.shape[1:], dtype=tensor.dtype, device=device)
@@ -42,5 +42,5 @@ def test_the_last_sample(method, implementation):
     assert many["active"].item() == alone["active"].item()
     for name in ("z", "best", "status", "iterations", "left", "df", "gram"):
         assert same_bits(many[name][-1], alone[name][0]), name
-    for name in ("residual", "gain"):
+    for name in ("residual", "progress"):
         assert same_bits(many[name][:, -1], alone[name][:, 0]), name

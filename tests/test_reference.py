@@ -23,7 +23,7 @@ def monitor(batch: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
         "status": torch.zeros(batch, dtype=torch.int8),
         "iterations": torch.zeros(batch, dtype=torch.int32),
         "residual": torch.full((2, batch), INF, dtype=dtype),
-        "gain": torch.full((2, batch), INF, dtype=dtype),
+        "progress": torch.full((5, batch), INF, dtype=dtype),
         "active": torch.tensor([batch], dtype=torch.int32),
     }
 
@@ -45,7 +45,7 @@ class TestPicardStep:
     def test_a_running_sample_takes_the_step(self):
         after = self.step([3, 4], [6, 8])
         assert after["z"] == [6, 8] and after["best"] == [3, 4]
-        assert after["residual"] == [0.5, 5.0] and after["gain"] == [0.5, 2.0]
+        assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 2.0, INF, INF, 10.0]
         assert (after["status"], after["iterations"], after["active"]) == ([Status.MAX_ITER], [3], [1])
 
     def test_damping(self):
@@ -65,19 +65,59 @@ class TestPicardStep:
         assert self.step([0, 3], [0, 4], tol=1.0, absolute=True)["status"] == [Status.CONVERGED]
         assert self.step([0, 3], [0, 4], tol=0.24999)["status"] == [0]
 
-    def test_the_absolute_measure_chooses_the_best(self):
-        kept = {"residual": [0.9, 4.0]}  # worse relatively, better absolutely
-        assert self.step([3, 4], [6, 8], **kept)["best"] == [3, 4]
-        after = self.step([3, 4], [6, 8], absolute=True, **kept)
-        assert after["best"] == [9, 9]
+    @pytest.mark.parametrize("absolute", [False, True])
+    def test_the_absolute_residual_chooses_the_best(self, absolute):
+        kept = {"residual": [0.9, 4.0], "progress": [0.4, 1.0, 6.0, 6.0, 4.4]}  # worse relatively, better absolutely
+        after = self.step([3, 4], [6, 8], absolute=absolute, **kept)
+        assert after["best"] == [9, 9] and after["status"] == [0]
         assert_close(torch.tensor(after["residual"]), torch.tensor([0.9, 4.0]), rounding(torch.float32))
+
+    def test_what_rounding_may_hide_counts_in_the_best(self):
+        kept = {"residual": [0.0, 0.0], "progress": [0.1, 1.0, 0.0, 0.0, 2.0**30]}  # f(z) - z has rounded to 0
+        assert self.step([3, 4], [6, 8], **kept)["best"] == [3, 4]  # 5 + 10 eps is less than 2^30 eps
+
+    def test_what_the_first_evaluation_leaves(self):
+        assert self.step([3, 4], [6, 8], k=0)["progress"] == [0.5, 0.0, 5.0, 10.0, 10.0]
+        assert self.step([3, 4], [3, 0], k=0)["progress"][2:] == [4.0, 4.0, 3.0]  # |f(z) - z| is the longer one
+
+    @pytest.mark.parametrize(
+        ("first", "start", "converges"),
+        [
+            (5.0, 5.0, True),  # |f(z)| = 10 is twice the start
+            (4.99, 5.0, False),  # the residual, 5, is longer than the first one
+            (49.9, 4.99, False),  # it has outgrown the start, and less than nine tenths of the residual are gone
+            (50.1, 4.99, True),
+        ],
+    )
+    def test_a_tolerance_that_is_met_is_not_enough(self, first, start, converges):
+        after = self.step([3, 4], [6, 8], tol=0.6, progress=[0.5, 1.0, first, start, INF])
+        assert after["status"] == [converges]
+
+    def test_the_reduction_asked_for_is_a_hundred_times_the_tolerance(self):
+        for first, converges in ((2.0e4, False), (2.4e4, True)):  # 1 + eps 1e7 is 2.2, which must be 1e-4 of the first
+            after = self.step([0, 1e7], [0, 1e7 + 1], tol=1e-6, progress=[INF, INF, first, 1.0, INF])
+            assert after["status"] == [converges]
+
+    def test_rounding_may_hide_the_residual(self):
+        for first, converges in ((1e3, False), (1e5, True)):  # eps |f(z)| is 1.2e3
+            assert self.step([0, 1e10], [0, 1e10], progress=[INF, INF, first, 1.0, INF])["status"] == [converges]
+
+    def test_a_low_precision_f_hides_more(self):
+        for floor, converges in ((0.0, True), (0.0625, False)):  # an eighth of it is bfloat16's unit
+            after = self.step([0, 100], [0, 100], stall_floor=floor, progress=[INF, INF, 1.0, 1.0, INF])
+            assert after["status"] == [converges]
+
+    @pytest.mark.parametrize("more", [{"absolute": True, "tol": 5.01}, {"tol": 0.5, "offset": 10.02}], ids=str)
+    def test_a_residual_below_the_absolute_tolerance_needs_no_reduction(self, more):
+        after = self.step([3, 4], [6, 8], progress=[0.5, 1.0, 5.5, 0.0, INF], **more)  # atol is tol * offset
+        assert after["status"] == [Status.CONVERGED]
 
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     def test_a_value_that_is_not_finite(self, bad):
-        after = self.step([3, 4], [6, bad], residual=[0.5, 5.0], gain=[0.5, 1.0])
+        after = self.step([3, 4], [6, bad], residual=[0.5, 5.0], progress=[0.5, 1.0, 5.0, 6.0, 7.0])
         assert after["status"] == [Status.NONFINITE] and after["active"] == [0] and after["iterations"] == [3]
         assert after["z"] == after["best"] == [9, 9]
-        assert after["residual"] == [0.5, 5.0] and after["gain"] == [0.5, 1.0]
+        assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 1.0, 5.0, 6.0, 7.0]
 
     @pytest.mark.parametrize("scale", [1e-40, 1e-25, 1.0, 1e20, 1e37])
     @pytest.mark.parametrize(("maximum", "absolute"), [(False, 5.0), (True, 4.0)])
@@ -114,16 +154,19 @@ class TestPicardStep:
         ],
     )
     def test_stall(self, relative, since, floor, status):
-        after = self.step([3, 4], [6, 8], k=5, stall_floor=floor, gain=[relative, since], residual=[relative, 9.0])
-        assert after["status"] == [status] and after["gain"] == ([0.5, 5.0] if relative == 0.53 else [relative, since])
+        progress = [relative, since, INF, INF, 20.0]
+        after = self.step([3, 4], [6, 8], k=5, stall_floor=floor, progress=progress, residual=[relative, 9.0])
+        gain = [0.5, 5.0] if relative == 0.53 else [relative, since]
+        assert after["status"] == [status] and after["progress"][:2] == gain
 
     def test_convergence_goes_before_a_stall(self):
-        after = self.step([3, 4], [6, 8], k=5, tol=0.5, stall_floor=0.6, gain=[0.5, 0])
+        after = self.step([3, 4], [6, 8], k=5, tol=0.5, stall_floor=0.6, progress=[0.5, 0, INF, INF, 20.0])
         assert after["status"] == [Status.CONVERGED]
 
     @pytest.mark.parametrize("status", [Status.CONVERGED, Status.NONFINITE, Status.STALLED])
     def test_a_finished_sample_is_left_alone(self, status):
-        before = {"status": [status], "iterations": [7], "residual": [0.25, 2.0], "gain": [0.25, 1.0], "active": [0]}
+        before = {"status": [status], "iterations": [7], "residual": [0.25, 2.0], "active": [0]}
+        before |= {"progress": [0.25, 1.0, 4.0, 5.0, 6.0]}
         after = self.step([3, 4], [NAN, 8], **before)
         assert after == {"z": [3, 4], "best": [9, 9], **before}
 

@@ -17,12 +17,25 @@ from interpreter import INTERPRETED
 from deqfast.testing.states import METHODS, RULES, Case, State, check_run, check_step, clone, make_state, same_bits
 
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
-EVENTS = ("run", "done", "nan", "inf", "overflow", "tiny", "converged", "zero", "stalled", "degenerate")
-OF_A_SAMPLE = {"residual": 1, "gain": 1}  # the dimension of the batch, where that is not the first
+EVENTS = (
+    "run",
+    "done",
+    "nan",
+    "inf",
+    "overflow",
+    "tiny",
+    "converged",
+    "zero",
+    "stalled",
+    "runaway",
+    "fallen",
+    "degenerate",
+)
+OF_A_SAMPLE = {"residual": 1, "progress": 1}  # the dimension of the batch, where that is not the first
 every_method = pytest.mark.parametrize("method", METHODS)
 every_step = pytest.mark.parametrize("method", [None, *METHODS], ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-STATUS = {"nan": 2, "inf": 2, "converged": 1, "zero": 1, "stalled": 3}  # 0 of the others that ran
+STATUS = {"nan": 2, "inf": 2, "converged": 1, "zero": 1, "fallen": 1, "stalled": 3}  # 0 of the others that ran
 every_step_and_dtype = pytest.mark.parametrize(
     ("method", "dtype"), [pair for pair in product([None, *METHODS], DTYPES) if pair != (None, "bf16 history")]
 )

@@ -88,13 +88,13 @@ struct Checker {
   }
 
   template <class T>
-  Monitor<T> monitor(const Tensor& status, const Tensor& iterations, const Tensor& residual, const Tensor& gain,
+  Monitor<T> monitor(const Tensor& status, const Tensor& iterations, const Tensor& residual, const Tensor& progress,
                      const Tensor& active) const {
     const int64_t batch = like.size(0);
     return {out<int8_t>("status", status, {batch}),
             out<int32_t>("iterations", iterations, {batch}),
             out<T>("residual", residual, {2, batch}),
-            out<T>("gain", gain, {2, batch}),
+            out<T>("progress", progress, {kProgress, batch}),
             out<int32_t>("active", active, {1}),
             batch};
   }

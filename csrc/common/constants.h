@@ -11,6 +11,13 @@ enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 
 constexpr int kStallIterations = 5;
 constexpr double kStallGain = 0.95;
 
+// A sample that met its tolerance has converged if |f(z)| is at most kGrowth times the size of the start; else if its
+// residual has fallen below min(kReduction, kReductionPerTol tol) of the first.
+constexpr double kGrowth = 2.0;
+constexpr double kReduction = 0.1, kReductionPerTol = 100.0;
+// The unit of rounding of a low-precision f is the stall floor over this.
+constexpr double kRoundingsOfStallFloor = 8.0;
+
 enum Method : int64_t { kBroydenGood = 0, kBroydenBad = 1, kAndersonI = 2, kAndersonII = 3 };
 
 // Pivots of the equilibrated window matrix below this carry no information.

@@ -40,10 +40,10 @@ inline FcOutcome empty_fc_outcome(const Tensor& c) {
 }
 
 template <class T>
-Monitor<T> fc_monitor(const FcOutcome& outcome, T* gain) {
+Monitor<T> fc_monitor(const FcOutcome& outcome, T* progress) {
   const auto& [value, status, iterations, residual] = outcome;
   return {status.mutable_data_ptr<int8_t>(), iterations.mutable_data_ptr<int32_t>(),
-          residual.mutable_data_ptr<T>(),    gain, nullptr, status.size(0)};
+          residual.mutable_data_ptr<T>(),    progress, nullptr, status.size(0)};
 }
 
 template <class T, class H>

@@ -38,12 +38,16 @@ struct StopRule {
   bool last;      // no further evaluation follows, so no step is taken
 };
 
+// Rows of a monitor's progress: the relative residual and the iteration of the last gain of 5 %, |g| of the first
+// evaluation, the size of the start, and |f(z)| of the best iterate.
+enum Progress { kGain, kGainIteration, kFirstResidual, kStartSize, kBestSize, kProgress };
+
 template <class T>
 struct Monitor {
   int8_t* status;       // (B,)
   int32_t* iterations;  // (B,)
   T* residual;          // (2, B): relative and absolute residual of the best iterate
-  T* gain;              // (2, B): relative residual at the last gain of 5 %, and its iteration
+  T* progress;          // (kProgress, B)
   int32_t* active;      // (1,): samples still running
   int64_t batch;
 };
@@ -107,13 +111,30 @@ __attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRul
   return {length_of(squares.res, scale.res, scaled.res), length_of(squares.f, scale.f, scaled.f)};
 }
 
+// What is known of a sample after an evaluation: its norms, |g| of the first one, and the size of the start.
+template <class T>
+struct Evaluation {
+  T res_abs, res_rel, size, first, start;
+};
+
+// Whether the residual is that of a fixed point: see Evaluation.converged of the specification.
+template <class T>
+DEQFAST_HD bool has_converged(const Evaluation<T>& now, const StopRule<T>& rule) {
+  if (!((rule.absolute ? now.res_abs : now.res_rel) <= rule.tol)) return false;
+  if (now.size <= static_cast<T>(kGrowth) * now.start && now.res_abs <= now.first) return true;
+  const T rounding = larger(Limits<T>::epsilon, rule.stall_floor / static_cast<T>(kRoundingsOfStallFloor));
+  const T per_tol = static_cast<T>(kReductionPerTol) * rule.tol;
+  const T lost = now.first * (per_tol < static_cast<T>(kReduction) ? per_tol : static_cast<T>(kReduction));
+  return now.res_abs + rounding * now.size <= larger(lost, rule.absolute ? rule.tol : rule.offset * rule.tol);
+}
+
 // The caller decrements `active` when a sample neither advances nor is running; that is whenever its status changed.
 template <class T>
 DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, const Norms<T>& norms, const StopRule<T>& rule) {
   T* rel_best = m.residual + row;
   T* abs_best = m.residual + m.batch + row;
-  T* gain_rel = m.gain + row;
-  T* gain_k = m.gain + m.batch + row;
+  T* progress[kProgress];
+  for (int i = 0; i < kProgress; ++i) progress[i] = m.progress + i * m.batch + row;
   m.iterations[row] = static_cast<int32_t>(rule.k + 1);
 
   const T res_abs = norms.res;
@@ -123,19 +144,27 @@ DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, const Norms<T>& norms
   }
   const T quotient = res_abs > 0 ? res_abs / (norms.f + rule.offset) : T(0);
   const T res_rel = quotient < Limits<T>::max ? quotient : Limits<T>::max;
-  const T measure = rule.absolute ? res_abs : res_rel;
-  const bool improved = measure < (rule.absolute ? *abs_best : *rel_best);
+  if (rule.k == 0) {
+    *progress[kFirstResidual] = res_abs;
+    *progress[kStartSize] = larger(norms.f, res_abs);
+  }
+  const bool converged =
+      has_converged(Evaluation<T>{res_abs, res_rel, norms.f, *progress[kFirstResidual], *progress[kStartSize]}, rule);
+  constexpr T epsilon = Limits<T>::epsilon;
+  const T length = res_abs + epsilon * norms.f, best_length = *abs_best + epsilon * *progress[kBestSize];
+  const bool improved = converged || (length < Limits<T>::max ? length : Limits<T>::max) < best_length;
   if (improved) {
     *rel_best = res_rel;
     *abs_best = res_abs;
+    *progress[kBestSize] = norms.f;
   }
-  if (res_rel < static_cast<T>(kStallGain) * *gain_rel) {
-    *gain_rel = res_rel;
-    *gain_k = static_cast<T>(rule.k);
+  if (res_rel < static_cast<T>(kStallGain) * *progress[kGain]) {
+    *progress[kGain] = res_rel;
+    *progress[kGainIteration] = static_cast<T>(rule.k);
   }
-  if (measure <= rule.tol) {
+  if (converged) {
     m.status[row] = kConverged;
-  } else if (*rel_best < rule.stall_floor && static_cast<T>(rule.k) - *gain_k >= kStallIterations) {
+  } else if (*rel_best < rule.stall_floor && static_cast<T>(rule.k) - *progress[kGainIteration] >= kStallIterations) {
     m.status[row] = kStalled;
   }
   return {improved, false, m.status[row] == kRunning};

@@ -27,7 +27,7 @@ struct PicardParams {
 };
 
 template <class Device>
-void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
+void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
                  Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double offset,
                  bool maximum, double damping) {
   const Checker check{"picard_step", z};
@@ -37,7 +37,7 @@ void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterati
     using T = decltype(zero);
     const PicardParams<T> params{
         check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
-        check.out<T>("best", best, {batch, dim}), dim, check.monitor<T>(status, iterations, residual, gain, active),
+        check.out<T>("best", best, {batch, dim}), dim, check.monitor<T>(status, iterations, residual, progress, active),
         rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), static_cast<T>(damping)};
     Device::run(params, z);
   });
@@ -64,7 +64,7 @@ struct MultisecantParams {
 };
 
 template <class Device>
-void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
+void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
                       Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
                       double tol, bool absolute, double stall_floor, double offset, bool maximum, int64_t method,
                       double alpha, double beta, double ridge) {
@@ -82,7 +82,7 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
         check.out<T>("best", best, {batch, dim}), check.in<T>("f_prev", f_prev, {batch, dim}),
         check.out<H>("left", left, {batch, pairs, dim}), check.out<H>("df", df, {batch, pairs, dim}),
         check.out<T>("gram", gram, {batch, pairs + 2, pairs}), dim, window,
-        check.monitor<T>(status, iterations, residual, gain, active),
+        check.monitor<T>(status, iterations, residual, progress, active),
         rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), method, static_cast<T>(alpha),
         static_cast<T>(beta), static_cast<T>(ridge)};
     Device::run(params, z);
@@ -103,7 +103,7 @@ struct BroydenParams {
 };
 
 template <class Device>
-void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor gain,
+void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
                   Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last, double tol,
                   bool absolute, double stall_floor, double offset, bool maximum) {
   const Checker check{"broyden_step", z};
@@ -119,7 +119,7 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
         check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
         check.out<T>("best", best, {batch, dim}), check.out<T>("steps", steps, {batch, rows, dim}),
         check.out<T>("gram", gram, {batch, rows, rows}), check.out<int32_t>("first", first, {batch}), dim, rows,
-        check.monitor<T>(status, iterations, residual, gain, active),
+        check.monitor<T>(status, iterations, residual, progress, active),
         rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum)};
     Device::run(params, z);
   });

@@ -6,6 +6,7 @@
 // its block nor on the number of threads.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <utility>
@@ -205,9 +206,10 @@ struct Kernels {
 
   template <class T, class H>
   static void run(const FcProblem<T, H>& p, const FcOutcome& outcome, const Tensor&) {
-    const auto gain = make_buffer<T>(2 * p.batch);
-    const Monitor<T> monitor = fc_monitor<T>(outcome, gain.get());
-    for (int64_t i = 0; i < 2 * p.batch; ++i) monitor.residual[i] = gain[i] = Limits<T>::infinity;
+    const auto progress = make_buffer<T>(kProgress * p.batch);
+    const Monitor<T> monitor = fc_monitor<T>(outcome, progress.get());
+    std::fill_n(monitor.residual, 2 * p.batch, Limits<T>::infinity);
+    std::fill_n(progress.get(), kProgress * p.batch, Limits<T>::infinity);
     for (int64_t i = 0; i < p.batch; ++i) monitor.status[i] = kRunning;
     launch<T, H>(p.weight, {nullptr, p.c, p.z0, p.value, monitor, p.rule, p.dim, 0, p.max_iter, p.activation});
   }

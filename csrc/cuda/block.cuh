@@ -233,17 +233,15 @@ __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, 
 // were before it.
 template <class T>
 struct Snapshot {
-  T residual[2], gain[2];
+  T residual[2], progress[kProgress];
   int running;
   unsigned arrived;  // blocks that have left their part of the second launch's sums
 
   __device__ void take(const Monitor<T>& monitor, int64_t row) {
     running = monitor.status[row] == kRunning;
     arrived = 0;
-    for (int i = 0; i < 2; ++i) {
-      residual[i] = monitor.residual[i * monitor.batch + row];
-      gain[i] = monitor.gain[i * monitor.batch + row];
-    }
+    for (int i = 0; i < 2; ++i) residual[i] = monitor.residual[i * monitor.batch + row];
+    for (int i = 0; i < kProgress; ++i) progress[i] = monitor.progress[i * monitor.batch + row];
   }
 };
 
@@ -256,14 +254,12 @@ __device__ Verdict judge_shared_sample(const Snapshot<T>& snapshot, const Monito
     Snapshot<T> now = snapshot;
     int8_t status = kRunning;
     int32_t iterations;
-    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.gain, nullptr, 1}, 0, norms, rule);
+    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.progress, nullptr, 1}, 0, norms, rule);
     if (blockIdx.y == 0) {
       monitor.status[row] = status;
       monitor.iterations[row] = iterations;
-      for (int i = 0; i < 2; ++i) {
-        monitor.residual[i * monitor.batch + row] = now.residual[i];
-        monitor.gain[i * monitor.batch + row] = now.gain[i];
-      }
+      for (int i = 0; i < 2; ++i) monitor.residual[i * monitor.batch + row] = now.residual[i];
+      for (int i = 0; i < kProgress; ++i) monitor.progress[i * monitor.batch + row] = now.progress[i];
       if (!verdict.advance) atomicSub(monitor.active, 1);
     }
   }

@@ -48,7 +48,7 @@ struct FcParams {
   const T* c;          // (B, D)
   const T* z0;         // (B, D)
   T* value;            // (B, D)
-  Monitor<T> monitor;  // of the results; its gain is not used
+  Monitor<T> monitor;  // of the results; its progress is not used
   StopRule<T> rule;    // its k and last are set by the kernel
   int64_t max_iter, activation;
   int dim, batch, teams;
@@ -74,7 +74,7 @@ template <class T, int Rows>
 struct Records {
   int8_t status[Rows];
   int32_t iterations[Rows];
-  T residual[2 * Rows], gain[2 * Rows], measures[Rows][kMeasures];
+  T residual[2 * Rows], progress[kProgress * Rows], measures[Rows][kMeasures];
   bool improved[Rows];
 };
 
@@ -303,7 +303,7 @@ __device__ bool judge_tile(Records<T, Rows>& records, const StopRule<T>& rule) {
     if (threadIdx.x % 32 != 0) continue;
     records.improved[r] = false;
     if (records.status[r] != kRunning) continue;
-    const Monitor<T> monitor{records.status, records.iterations, records.residual, records.gain, nullptr, Rows};
+    const Monitor<T> monitor{records.status, records.iterations, records.residual, records.progress, nullptr, Rows};
     const T* measures = records.measures[r];
     const Verdict verdict = judge(monitor, r, Norms<T>{measures[kRes], measures[kF]}, rule);
     records.improved[r] = verdict.improved;
@@ -333,7 +333,8 @@ __device__ void start_tile(const FcParams<T, H>& p, const Slice<T, H>& s, Record
   for (int r = threadIdx.x; r < Rows; r += kThreads) {
     records.status[r] = row + r < p.batch ? kRunning : kConverged;
     records.improved[r] = row + r < p.batch;
-    records.residual[r] = records.residual[Rows + r] = records.gain[r] = records.gain[Rows + r] = Limits<T>::infinity;
+    records.residual[r] = records.residual[Rows + r] = Limits<T>::infinity;
+    for (int i = 0; i < kProgress; ++i) records.progress[i * Rows + r] = Limits<T>::infinity;
   }
   __syncthreads();
   keep_best(p, s, records, row);

@@ -30,7 +30,7 @@ from .attach import (
     vjp,
 )
 from .base import Problem
-from .unrolled import Iterated, judged
+from .unrolled import Iterated, Judge
 
 # Distance from the start to which the way back has to lead, in lengths of the iterates.
 _LOST = 1e-3
@@ -76,9 +76,10 @@ class Reversible(Iterated):
             raise RuntimeError("deqfast: Reversible takes no cell that fully_shard has cut: let it cut the block")
         steps = self.steps or max(1, problem.solver.max_iter // 2)
         run = _Run(problem.cell, self.damping, steps, detached(z), x, problem.groups)
+        judge = Judge(packing, problem.solver)
         with outside_exports(torch.no_grad()):
-            y, fy = run.forward(packing)
-            solution = judged(packing, problem.solver, 2 * run.steps, run.tree(y), run.tree(fy), run.tree(run.ends[1]))
+            run.forward(judge)
+            solution = judge.solution(run.tree(run.ends[1]))
         if not torch.is_grad_enabled():
             return solution.value, solution
         recorded = Recorded(problem.cell, solution.value, x)
@@ -113,15 +114,19 @@ class _Run:
     def _mix(self, state: list[Tensor], values: list[Tensor]) -> list[Tensor]:
         return [s + self.damping * (v.double() - s) for s, v in zip(state, values, strict=True)]
 
-    def forward(self, packing: Packing) -> tuple[list[Tensor], list[Tensor]]:
-        """Go to the ends; the last state that the cell was evaluated at, and its value there."""
+    def forward(self, judge: Judge) -> None:
+        """Go to the ends, and let `judge` see the evaluations."""
         y, z = self.ends
         for _ in range(self.steps):
-            y = self._mix(y, packing.check_value(evaluate(self.cell, self.tree(z), self.x)))
-            value = packing.check_value(evaluate(self.cell, self.tree(y), self.x))
-            z = self._mix(z, value)
+            y = self._mix(y, self._value(z, judge))
+            z = self._mix(z, self._value(y, judge))
         self.ends = [y, z]
-        return y, value
+
+    def _value(self, state: list[Tensor], judge: Judge) -> list[Tensor]:
+        at = self.tree(state)
+        value = judge.packing.check_value(evaluate(self.cell, at, self.x))
+        judge.see(at, pytree.tree_unflatten(value, self.spec))
+        return value
 
     def pull(self, grads: list[Tensor], sources: list[Tensor]) -> Gradients:
         """Gradients in the sources for these of z, on the way back."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_choice, check_count
 from ..exporting import is_exporting, outside_exports
-from ..ops.steps.reference import residuals
+from ..ops.steps.reference import Evaluation, evaluated
 from ..packing import Packing, evaluate
 from ..solution import Solution, Status
 from ..solve import finite_rows
@@ -89,34 +89,49 @@ class Unrolled(Iterated):
         if self.checkpoint and torch.is_grad_enabled() and not problem.is_transformed():  # which takes none
             cell = partial(checkpoint, as_now(cell), use_reentrant=False)
         steps = self.steps or problem.solver.max_iter
-        previous = z
+        judge = Judge(packing, problem.solver)
         for _ in range(steps):
             value = evaluate(cell, z, x)
             packing.check_value(value)
             previous, z = z, pytree.tree_map(lambda new, old: new.to(old.dtype), value, z)
+            judge.see(previous, z)
+        return z, judge.solution(z)
+
+
+class Judge:
+    """Judgement of the last of several evaluations of f as a solver would pass it, without the solver's steps."""
+
+    def __init__(self, packing: Packing, solver: Solver) -> None:
+        self.packing, self.solver, self.evaluations = packing, solver, 0
+
+    def see(self, z: Any, fz: Any) -> None:
+        """Take note of an evaluation f(z) = fz, trees like z0."""
+        self.evaluations += 1
+        self.last = z, fz
+        if self.evaluations == 1:
+            now = self._evaluated(None)
+            self.begun = torch.stack([now.first, now.start])
+
+    def _evaluated(self, begun: Tensor | None) -> Evaluation:
         with outside_exports(torch.no_grad()):
-            return z, judged(packing, problem.solver, steps, previous, z, z)
+            z, fz = map(self.packing.pack, self.last)
+            return evaluated(z, fz, self.solver.offset, self.solver.norm == "max", begun)
 
-
-def judged(packing: Packing, solver: Solver, evaluations: int, z: Any, fz: Any, value: Any) -> Solution:
-    """Solution of so many calls of f, the last of which gave fz = f(z), that have come to `value`."""
-    now, before = packing.pack(fz), packing.pack(z)
-    relative, absolute = residuals(now - before, now, solver.offset, solver.norm == "max")
-    measure = absolute if solver.stop == "abs" else relative
-    finite = torch.isfinite(now).all(dim=1) & torch.isfinite(measure)
-    status = torch.where(measure <= solver.tol, Status.CONVERGED, Status.MAX_ITER)
-    status = torch.where(finite, status, Status.NONFINITE).to(torch.int8)
-
-    def where_finite(residual: Tensor) -> Tensor:
-        return torch.where(finite, residual, torch.inf)
-
-    return Solution(
-        value=detached(value),
-        status=status,
-        iterations=torch.full_like(status, evaluations, dtype=torch.int32),
-        residual=where_finite(measure),
-        residual_rel=where_finite(relative),
-        residual_abs=where_finite(absolute),
-        evaluations=evaluations,
-        sample_evaluations=evaluations * packing.batch,
-    )
+    def solution(self, value: Any) -> Solution:
+        """Solution with this value, and the residual of the last evaluation."""
+        solver, now = self.solver, self._evaluated(self.begun)
+        finite = torch.isfinite(now.res_abs)
+        converged = now.converged(solver.tol, solver.stop == "abs", 0.0, solver.offset)
+        status = torch.where(converged, Status.CONVERGED, Status.MAX_ITER)
+        status = torch.where(finite, status, Status.NONFINITE).to(torch.int8)
+        relative, absolute = (torch.where(finite, measure, torch.inf) for measure in (now.res_rel, now.res_abs))
+        return Solution(
+            value=detached(value),
+            status=status,
+            iterations=torch.full_like(status, self.evaluations, dtype=torch.int32),
+            residual=absolute if solver.stop == "abs" else relative,
+            residual_rel=relative,
+            residual_abs=absolute,
+            evaluations=self.evaluations,
+            sample_evaluations=self.evaluations * self.packing.batch,
+        )

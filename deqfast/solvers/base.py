@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checks import check_choice, check_count, check_number
 from ..ops import Kernel
+from ..ops.steps import PROGRESS
 
 # More than this many times tol, atol / tol would leave the range in which a float32 holds residuals.
 MAX_ATOL = 1e20
@@ -27,7 +28,7 @@ class State:
     status: Tensor
     iterations: Tensor
     residual: Tensor
-    gain: Tensor
+    progress: Tensor
     active: Tensor
     stall_floor: float
     trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, where asked for
@@ -36,15 +37,17 @@ class State:
     def start(cls, z: Tensor, kernel: Kernel, **more: Any) -> State:
         """State before the first value of f; `more` are the fields that a subclass adds."""
         batch, device = z.shape[0], z.device
-        infinity = torch.full((2, batch), math.inf, dtype=z.dtype, device=device)
+        residual, progress = (
+            torch.full((rows, batch), math.inf, dtype=z.dtype, device=device) for rows in (2, len(PROGRESS))
+        )
         return cls(
             kernel=kernel,
             z=z,
             best=z.clone(),
             status=torch.zeros(batch, dtype=torch.int8, device=device),
             iterations=torch.zeros(batch, dtype=torch.int32, device=device),
-            residual=infinity,
-            gain=infinity.clone(),
+            residual=residual,
+            progress=progress,
             active=torch.full((1,), batch, dtype=torch.int32, device=device),
             stall_floor=0.0,
             **more,
@@ -57,7 +60,7 @@ class State:
         self.status.zero_()
         self.iterations.zero_()
         self.residual.fill_(math.inf)
-        self.gain.fill_(math.inf)
+        self.progress.fill_(math.inf)
         self.active.fill_(z.shape[0])
 
     def copy_of_results(self) -> State:
@@ -67,18 +70,23 @@ class State:
 
     def monitor(self) -> tuple[Tensor, ...]:
         """Tensors that every step op judges its samples by, in the order of its arguments."""
-        return self.best, self.status, self.iterations, self.residual, self.gain, self.active
+        return self.best, self.status, self.iterations, self.residual, self.progress, self.active
 
 
 @dataclass(frozen=True)
 class Solver:
     """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
 
+    A sample has converged when its residual is at most tol and one of these holds, with g = f(z) - z, g0 = f(z0) - z0
+    and c = min(0.1, 100 tol): |f(z)| <= 2 max(|f(z0)|, |g0|) and |g| <= |g0|, or |g| + eps |f(z)| <= max(atol, c |g0|).
+    Otherwise the relative residual of iterates that run away would count. eps is the rounding unit of f's value; tol
+    stands for atol with stop="abs".
+
     Args:
         tol: bound on the residual, positive, with stop="rel" less than 1.
         max_iter: calls of f, at least 1.
-        stop: "rel": a sample has converged where |f(z) - z| <= atol + tol |f(z)|; its residual, which is held against
-            tol, is |f(z) - z| / (|f(z)| + atol / tol). "abs": where |f(z) - z|, its residual, is at most tol.
+        stop: what the residual is: "rel" |f(z) - z| / (|f(z)| + atol / tol), so that the tolerance is met when
+            |f(z) - z| <= atol + tol |f(z)|; "abs" |f(z) - z|.
         atol: absolute tolerance beside the relative one, for fixed points at or near zero; at least 0 and at most 1e20
             tol; 0 with stop="abs".
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.

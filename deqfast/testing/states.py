@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, STALL_ITERATIONS
 from ..ops import Kernel
+from ..ops.steps import PROGRESS
 
 TORCH = Kernel("torch")
 State = dict[str, Tensor]
 METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2": ANDERSON_II}
-MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "gain", "active")
+MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "progress", "active")
 WINDOW = ("f_prev", "left", "df", "gram")
 COLUMNS = ("z", "fz", "best", "f_prev", "left", "df", "steps")  # tensors whose last dimension is that of the state
 RULES = {"rel": {}, "abs": {"absolute": True}, "max": {"maximum": True, "offset": 0.5}}  # of a case
@@ -84,7 +85,7 @@ def start_state(case: Case, device: str = "cpu") -> State:
     """Before the first iteration. What no iteration has written holds NaN."""
     batch, size, history, dtype = case.batch, case.size, case.history, case.dtype
     z = torch.randn(batch, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64).to(dtype)
-    records = torch.full((2, batch), float("inf"), dtype=dtype)
+    records = torch.full((2 + len(PROGRESS), batch), float("inf"), dtype=dtype)
     pairs = torch.full((batch, history, size), float("nan"), dtype=case.history_dtype or dtype)
     state = {
         "z": z,
@@ -92,8 +93,8 @@ def start_state(case: Case, device: str = "cpu") -> State:
         "best": z.clone(),
         "status": torch.zeros(batch, dtype=torch.int8),
         "iterations": torch.zeros(batch, dtype=torch.int32),
-        "residual": records,
-        "gain": records.clone(),
+        "residual": records[:2],
+        "progress": records[2:],
         "active": torch.tensor([batch], dtype=torch.int32),
         "f_prev": torch.full_like(z, float("nan")),
         "left": pairs,
@@ -155,7 +156,7 @@ def strike(state: State, row: int, event: str, case: Case) -> None:
     z, fz = state["z"][row], state["fz"][row]
     if event == "done":
         for name in case.names:
-            if state[name].is_floating_point() and name not in ("residual", "gain"):
+            if state[name].is_floating_point() and name not in ("residual", "progress"):
                 state[name][row] = float("nan")
         state["status"][row] = 1 + row % 3
     elif event == "nan":
@@ -174,8 +175,12 @@ def strike(state: State, row: int, event: str, case: Case) -> None:
         z.zero_()
         fz.zero_()
     elif event == "stalled":
-        state["residual"][:, row] = state["gain"][0, row] = 1e-6
-        state["gain"][1, row] = case.k - STALL_ITERATIONS
+        state["residual"][:, row] = state["progress"][0, row] = 1e-6
+        state["progress"][1, row] = case.k - STALL_ITERATIONS
+    elif event in ("runaway", "fallen"):  # f(z) = z, longer than the start; the first residual was 0, or very long
+        fz.copy_(z)
+        state["progress"][2, row] = 0 if event == "runaway" else torch.finfo(case.dtype).max
+        state["progress"][3, row] = 0
     elif event == "degenerate":  # the newest pair is s = y = 0
         fz.copy_(state["f_prev"][row])
         state["left"][row, (case.k - 1) % case.history] = 0
@@ -261,7 +266,7 @@ def check_iterates(case: Case, before: State, after: State, exact: State, rounde
     """Check the iterates and what is recorded of them; return the mask (B,) of the samples that took a step."""
     check_copies(case, before, after, rounded[0])
     ran = before["status"] == 0
-    for name in ("residual", "gain"):
+    for name in ("residual", "progress"):
         written = [state[name][:, ran].mT for state in (after, exact, *rounded)]
         check_close(name, case, written[0], written[1], written[2:], length(written[1]))
     stepped = (after["status"] == 0) & (not case.last)
@@ -281,9 +286,9 @@ def check_copies(case: Case, before: State, after: State, same: State) -> None:
     assert_same_bits("z of samples that stop", after["z"][held], same["z"][held])
     done = before["status"] != 0
     for name in case.names:
-        if name not in ("residual", "gain", "active"):
+        if name not in ("residual", "progress", "active"):
             assert_same_bits(f"{name} of finished samples", after[name][done], before[name][done])
-    for name in ("residual", "gain"):
+    for name in ("residual", "progress"):
         assert_same_bits(f"{name} of finished samples", after[name][:, done], before[name][:, done])
     if case.last and case.method is not None:
         for name in ("left", "df", "gram"):

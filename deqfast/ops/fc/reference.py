@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.constants import IDENTITY, RELU, TANH
-from ..steps import PicardStep
+from ..steps import PROGRESS, PicardStep
 from ..steps.reference import picard_step
 from . import FcFixedPoint, FcVjp
 
@@ -29,12 +29,12 @@ def fc_fixed_point(a: FcFixedPoint) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     status = torch.zeros(batch, dtype=torch.int8, device=a.c.device)
     iterations = torch.zeros(batch, dtype=torch.int32, device=a.c.device)
     residual = torch.full((2, batch), torch.inf, dtype=a.c.dtype, device=a.c.device)
-    gain = residual.clone()
+    progress = residual.new_full((len(PROGRESS), batch), torch.inf)
     active = torch.full((1,), batch, dtype=torch.int32, device=a.c.device)
     for k in range(a.max_iter):
         with torch.autocast(a.c.device.type, enabled=False):
             fz = ACTIVATIONS[a.activation](F.linear(z, weight) + a.c)
-        monitor = (best, status, iterations, residual, gain, active)
+        monitor = (best, status, iterations, residual, progress, active)
         last = k + 1 == a.max_iter
         rule = a.tol, a.absolute, a.stall_floor, a.offset, a.maximum
         picard_step(PicardStep(z, fz, *monitor, k, last, *rule, 1.0))

@@ -21,17 +21,20 @@ InOut = partial(Shaped, mutated=True)
 STATE = anchored(torch.float32, torch.float64)
 HISTORY = Dtype({torch.float32: (torch.float32, torch.bfloat16), torch.float64: (torch.float64,)})
 METHOD = Range(0, 3)
+# Rows of `progress`: the relative residual and the iteration of the last gain of 5 %; |g| of the first evaluation; the
+# size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`.
+PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size")
 
 
 @dataclass(frozen=True)
 class _State:
     z: Annotated[Tensor, InOut("B, D", STATE)]  # the iterate; replaced by the next one
     fz: Annotated[Tensor, Shaped("B, D", STATE)]  # f(z)
-    best: Annotated[Tensor, InOut("B, D", STATE)]  # the iterate of least residual; starts as a copy of the first z
+    best: Annotated[Tensor, InOut("B, D", STATE)]  # the iterate of least |g| + eps |f(z)|; starts as z0
     status: Annotated[Tensor, InOut("B", torch.int8)]  # ``deqfast.Status``
     iterations: Annotated[Tensor, InOut("B", torch.int32)]  # values of f used so far
     residual: Annotated[Tensor, InOut("2, B", STATE)]  # relative and absolute, of `best`; starts at infinity
-    gain: Annotated[Tensor, InOut("2, B", STATE)]  # relative residual and iteration of the last gain; infinity
+    progress: Annotated[Tensor, InOut("5, B", STATE)]  # see PROGRESS; starts at infinity
     active: Annotated[Tensor, InOut("1", torch.int32)]  # number of running samples; starts at B
 
 
@@ -39,7 +42,7 @@ class _State:
 class _Rule:
     k: Annotated[int, Range(0)]  # evaluations of f before this one
     last: bool  # no evaluation follows: judge, take no step
-    tol: float  # bound on the relative residual |g| / (|f(z)| + offset) or, if `absolute`, on |g|
+    tol: float  # bound on the relative residual |g| / (|f(z)| + offset) or, if `absolute`, on |g|; see ``Solver``
     absolute: bool
     stall_floor: float  # relative residual below which a sample without a gain of 5 % may stall; 0: never
     offset: float

@@ -7,6 +7,7 @@ then in the window, which must hold zeros where no pair is yet: such pairs chang
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,14 +18,18 @@ from ...kernels.constants import (
     BROYDEN_BAD,
     BROYDEN_GOOD,
     CONVERGED,
+    GROWTH,
     NONFINITE,
     PIVOT_FLOOR,
+    REDUCTION,
+    REDUCTION_PER_TOL,
+    ROUNDINGS_OF_STALL_FLOOR,
     RUNNING,
     STALL_GAIN,
     STALL_ITERATIONS,
     STALLED,
 )
-from . import BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep
+from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep
 
 Step = PicardStep | MultisecantStep | BroydenStep
 Index = int | Tensor  # a number, or a tensor () int64 in its place
@@ -56,27 +61,69 @@ def _norm(v: Tensor, maximum: bool) -> Tensor:
     return torch.where(_is_sound(square), square.sqrt(), length)
 
 
-def residuals(g: Tensor, fz: Tensor, offset: float, maximum: bool) -> Tensor:
-    """Relative and absolute residuals (2, B) of rows (B, D) g = f(z) - z; the latter is finite where f(z) is."""
-    absolute, size = _norm(g, maximum), _norm(fz, maximum) + offset
-    relative = (absolute / size).clamp_max(torch.finfo(g.dtype).max)
-    return torch.stack([torch.where(absolute == 0, 0, relative), absolute])
+@dataclass(frozen=True)
+class Evaluation:
+    """What a sample is judged by after an evaluation of f at z: numbers (B,) of g = f(z) - z and f(z)."""
+
+    res_abs: Tensor  # |g|; finite where f(z) is
+    res_rel: Tensor  # |g| / (|f(z)| + offset)
+    size: Tensor  # |f(z)|
+    first: Tensor  # |g| of the first evaluation
+    start: Tensor  # max(|f(z0)|, |f(z0) - z0|): within a factor of 2 of max(|f(z0)|, |z0|), without the norm of z0
+
+    def converged(self, tol: float, absolute: bool, stall_floor: float, offset: float) -> Tensor:
+        """Mask (B,) of the samples that have converged.
+
+        Next to the tolerance, the residual must be that of a fixed point. Where iterates run away, |g| / |f(z)|
+        vanishes and g rounds to 0; so a sample whose |f(z)| has outgrown the start must have lost most of its residual,
+        with what rounding may hide of it counted. No sample ends with a longer residual than it began with.
+        """
+        rounding = max(torch.finfo(self.size.dtype).eps, stall_floor / ROUNDINGS_OF_STALL_FLOOR)
+        lost = self.first * min(REDUCTION, REDUCTION_PER_TOL * tol)
+        lost = lost.clamp_min(tol if absolute else offset * tol)
+        near = (self.size <= GROWTH * self.start) & (self.res_abs <= self.first)
+        fallen = self.res_abs + rounding * self.size <= lost
+        return ((self.res_abs if absolute else self.res_rel) <= tol) & (near | fallen)
+
+
+def evaluated(z: Tensor, fz: Tensor, offset: float, maximum: bool, begun: Tensor | None) -> Evaluation:
+    """Evaluation of f at rows (B, D); `begun` (2, B) are `first` and `start`, None in the first evaluation."""
+    g = fz - z
+    res_abs, size = _norm(g, maximum), _norm(fz, maximum)
+    relative = (res_abs / (size + offset)).clamp_max(torch.finfo(g.dtype).max)
+    first, start = (res_abs, torch.maximum(size, res_abs)) if begun is None else begun
+    return Evaluation(res_abs, torch.where(res_abs == 0, 0, relative), size, first, start)
+
+
+def begun(progress: Tensor, k: Index) -> Tensor | None:
+    """What the first evaluation has left in `progress`, or None in that evaluation."""
+    return None if isinstance(k, int) and k == 0 else progress[2:4]
 
 
 def _judge(a: Step, g: Tensor) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
     running = a.status == RUNNING
-    res_rel, res_abs = residuals(g, a.fz, a.offset, a.maximum)
-    finite = torch.isfinite(res_abs)
-    measure, best_measure = (res_abs, a.residual[1]) if a.absolute else (res_rel, a.residual[0])
+    now = evaluated(a.z, a.fz, a.offset, a.maximum, begun(a.progress, a.k))
+    finite = torch.isfinite(now.res_abs)
+    converged = running & finite & now.converged(a.tol, a.absolute, a.stall_floor, a.offset)
 
-    improved = running & finite & (measure < best_measure)
+    gain, gain_iteration, first, start, best_size = (a.progress[i] for i in range(len(PROGRESS)))
+    limits = torch.finfo(g.dtype)
+    length = (now.res_abs + limits.eps * now.size).clamp_max(limits.max)
+    better = length < a.residual[1] + limits.eps * best_size
+    improved = converged | (running & finite & better)
     a.best.copy_(torch.where(improved[:, None], a.z, a.best))
-    gained = running & finite & (res_rel < STALL_GAIN * a.gain[0])
-    a.gain.copy_(torch.where(gained, torch.stack([res_rel, torch.zeros_like(res_rel) + a.k]), a.gain))
-    a.residual.copy_(torch.where(improved, torch.stack([res_rel, res_abs]), a.residual))
-    converged = running & finite & (measure <= a.tol)
-    stalled = (a.residual[0] < a.stall_floor) & (a.k - a.gain[1] >= STALL_ITERATIONS)
+    a.residual.copy_(torch.where(improved, torch.stack([now.res_rel, now.res_abs]), a.residual))
+    gained = running & finite & (now.res_rel < STALL_GAIN * gain)
+    progress = [
+        torch.where(gained, now.res_rel, gain),
+        torch.where(gained, torch.zeros_like(gain) + a.k, gain_iteration),
+        torch.where(running & finite, now.first, first),
+        torch.where(running & finite, now.start, start),
+        torch.where(improved, now.size, best_size),
+    ]
+    a.progress.copy_(torch.stack(progress))
+    stalled = (a.residual[0] < a.stall_floor) & (a.k - a.progress[1] >= STALL_ITERATIONS)
     stalled &= running & finite & ~converged
     broken = running & ~finite
 

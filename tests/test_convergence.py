@@ -1,0 +1,242 @@
+"""CONVERGED is never said of a map without a fixed point, and no answer has a longer residual than the start.
+
+The backward solve u = J^T u + g of ``Implicit`` starts at u = g, where the residual is J^T g: so whatever it returns is
+a solution at least as good as JFB's, and |u - u*| <= |(I - J^T)^-1| |r|.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deqfast
+from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, Status
+from deqfast.testing import SOLVERS
+
+W = torch.randn(16, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64) / 4
+WITHOUT_FIXED_POINT = {
+    "a shift": lambda z: z + 0.7,
+    "a bend": lambda z: z + 0.9 * z.tanh() + 1.5,
+    "a block that adds its input": lambda z: z + 0.5 * torch.relu(z @ W.to(z.dtype)) + 1,
+    "a block behind a norm": lambda z: z + torch.nn.functional.layer_norm(z, (16,)).abs() + 0.1,
+    "a stretch": lambda z: 1.1 * z.abs() + 1,
+    "a turn with a drift": lambda z: torch.cat([z[:, :1] + 1, -z[:, 1:]], dim=1),
+}
+LONG = {
+    "picard": Picard(max_iter=150),
+    "anderson": Anderson(max_iter=150),
+    "broyden": Broyden(max_iter=150, history=20),
+    "steps": Broyden(max_iter=30),
+    "absolute": Broyden(tol=1e-3, max_iter=60, stop="abs", history=20),
+    "max": Anderson(max_iter=60, norm="max"),
+    "loose": Anderson(tol=1e-2, max_iter=60),
+}
+
+
+def residual(f, z: torch.Tensor) -> torch.Tensor:
+    """|f(z) - z| of every sample, in float64."""
+    return torch.linalg.vector_norm(f(z).double() - z.double(), dim=1)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", WITHOUT_FIXED_POINT)
+@pytest.mark.parametrize("solver", LONG.values(), ids=LONG)
+def test_a_map_without_a_fixed_point(solver, name, dtype, kernel):
+    f = WITHOUT_FIXED_POINT[name]
+    z0 = torch.cat([torch.zeros(2, 16), torch.randn(6, 16)]).to(dtype)
+    solution = deqfast.solve(f, z0, solver, kernel=kernel)
+    # f(z) - z of any z is far from 0, but rounds to 0 where z is very long.
+    assert not bool(solution.converged.any()), solution
+    f0, unit = torch.linalg.vector_norm(f(z0).double(), dim=1), torch.finfo(dtype).eps
+    if solver.norm == "euclidean":
+        assert (residual(f, solution.value) <= residual(f, z0) + 2 * unit * f0).all()
+
+
+@pytest.mark.parametrize("solver", [Picard(max_iter=40), Anderson(max_iter=40), Broyden(max_iter=40)], ids=str)
+def test_a_cell_once_evaluated_in_one_launch(solver):
+    cell = deqfast.FCCell(4, 4, activation="relu")
+    with torch.no_grad():
+        cell.weight.copy_(torch.eye(4))
+        solution = deqfast.DEQBlock(cell, solver, warn=False)(torch.ones(3, 4).abs(), return_solution=True)[1]
+        drifts = (cell(torch.ones(3, 4), torch.ones(3, 4)) - 1).abs().amax(dim=1) > 0
+    assert not bool((solution.converged & drifts).any())
+
+
+@pytest.mark.parametrize("adjoint", ["unrolled", "reversible"])
+def test_iterations_without_a_solver_are_judged_alike(adjoint):
+    block = DEQBlock(lambda z, x: z + x, Picard(tol=1e-2, max_iter=400), adjoint, warn=False)
+    assert not bool(block(torch.ones(2, 3), return_solution=True)[1].converged.any())
+    block = DEQBlock(lambda z, x: 0.5 * z + x, Picard(tol=1e-2, max_iter=60), adjoint)
+    assert bool(block(torch.ones(2, 3), return_solution=True)[1].converged.all())
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_start_near_the_answer_costs_nothing(name):
+    solver = SOLVERS[name](tol=1e-4, max_iter=60)
+    exact = 1e4 * torch.randn(4, 8, dtype=torch.float64)
+    f = lambda z: exact + 0.9 * (z - exact).roll(1, dims=1)  # noqa: E731
+    solution = deqfast.solve(f, exact * (1 + 1e-5), solver)
+    assert bool(solution.converged.all()) and solution.evaluations == 1
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_an_answer_far_longer_than_the_start(name):
+    # |z*| is 50 times |f(0)|.
+    solution = deqfast.solve(lambda z: 0.98 * z + 1, torch.zeros(2, 3), SOLVERS[name](tol=1e-4, max_iter=1000))
+    assert bool(solution.converged.all())
+    assert (solution.value - 50).abs().max() <= 50 * 1e-4 / 0.02
+
+
+def test_halt_ends_a_sample_that_only_meets_the_tolerance():
+    solver = Picard(tol=0.1, max_iter=30)
+    ended = deqfast.solve(lambda z: z + 1, torch.zeros(1, 3), solver, halt=lambda z, value, k: z[:, 0] > 20)
+    assert ended.status.tolist() == [Status.HALTED] and ended.evaluations == 22
+
+
+# J of a given spectral radius, and two that leave I - J singular.
+def jacobian(kind: str, size: int, radius: float, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    j = torch.randn(size, size, generator=draw, dtype=torch.float64)
+    if kind == "non-normal":
+        j = j.triu(1) + torch.diag(torch.rand(size, generator=draw, dtype=torch.float64).mul(2).sub(1))
+        return j * (radius / j.diagonal().abs().max())
+    j = j * (radius / torch.linalg.eigvals(j).abs().max())
+    if kind == "conserved":  # J^T keeps the mean of u: u = J^T u + g has no solution but for a g without one
+        mean = torch.full((size, size), 1 / size, dtype=torch.float64)
+        centre = torch.eye(size, dtype=torch.float64) - mean
+        return mean + centre @ j @ centre
+    return j
+
+
+ROUTES = {
+    "eager": {},
+    "torch": {"kernel": "torch"},
+    "anderson": {"solver": Anderson(tol=1e-6, max_iter=60)},
+    "picard": {"solver": Picard(tol=1e-6, max_iter=60)},
+    "short": {"solver": Broyden(tol=1e-9, max_iter=5)},
+    "func": {"func": True},
+    "members": {"members": True},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(["random", "non-normal", "conserved"]),
+    size=st.sampled_from([4, 13, 64, 256]),
+    radius=st.floats(0.5, 4.0),
+    seed=st.integers(1000, 10**6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_an_implicit_gradient_solves_its_system_no_worse_than_jfb(route, kind, size, radius, seed, dtype):
+    check_gradient(jacobian(kind, size, radius, seed).to(dtype), seed, kind=kind, **ROUTES[route])
+
+
+@pytest.mark.parametrize("radius", [0.9, 3.0])
+def test_the_same_of_a_compiled_solve(radius):
+    for dtype in (torch.float32, torch.float64):
+        check_gradient(jacobian("random", 13, radius, 7).to(dtype), 7, compile=True)
+
+
+def check_gradient(j, seed, kind="random", solver=None, func=False, members=False, kernel="auto", compile=False):
+    """Compare |r| with |J^T g| for a linear cell at its fixed point, whose gradient in x is u."""
+    size, unit = len(j), torch.finfo(j.dtype).eps
+    draw = torch.Generator().manual_seed(seed + 1)
+    z, g = (torch.randn(4, size, generator=draw, dtype=torch.float64).to(j.dtype) for _ in range(2))
+    x = (z - z @ j.T).requires_grad_()
+    adjoint = Implicit(solver)
+    block = DEQBlock(Linear(j), Broyden(tol=1e-9, max_iter=5), adjoint, kernel=kernel, warn=False, compile=compile)
+    if func:
+        (u,) = torch.func.vjp(lambda x: block(x, z0=z), x)[1](g)
+    elif members:
+        value = block(x, z0=z)
+        u = torch.autograd.grad(value, x, torch.stack([g, 2 * g]), is_grads_batched=True)[0][1] / 2
+    else:
+        (u,) = torch.autograd.grad(block(x, z0=z), x, g)
+    j, u, g = j.double(), u.double(), g.double()
+    residual = torch.linalg.vector_norm(u @ j + g - u, dim=1)
+    # Rounding of J^T u + g, and of its judgement: a dot product of D terms errs by at most D eps |J| |u|.
+    lengths = torch.linalg.vector_norm(u, dim=1) + torch.linalg.vector_norm(g, dim=1)
+    rounding = (size + 4) * unit * (1 + torch.linalg.matrix_norm(j)) * lengths
+    assert (residual <= torch.linalg.vector_norm(g @ j, dim=1) + rounding).all()
+    if kind == "conserved" and not func:  # g has a mean, and nothing takes it away
+        assert not bool(block.backward_solution.converged.any())
+
+
+class Linear(torch.nn.Module):
+    """z J^T + x."""
+
+    def __init__(self, j: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("j", j)
+
+    def forward(self, z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return z @ self.j.T + x
+
+
+def centred(v: torch.Tensor) -> torch.Tensor:
+    return v - v.mean(dim=1, keepdim=True)
+
+
+def conserve(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A map that keeps the mean of z; from zeros, z* = 2 (x - mean x)."""
+    return z - 0.5 * centred(z) + centred(x)
+
+
+def sinkhorn(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A step on the potentials (a, b) of entropic transport with costs x (B, n, n), which a constant moves freely."""
+    n = x.shape[1]
+    a = -torch.logsumexp(z[:, None, n:] - x, dim=2)
+    return torch.cat([a, -torch.logsumexp(a[:, :, None] - x, dim=1)], dim=1)
+
+
+def plan(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    n = x.shape[1]
+    return torch.exp(z[:, :n, None] + z[:, None, n:] - x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("solver", [None, Anderson(1e-6, 60), Picard(1e-6, 200)], ids=["default", "anderson", "picard"])
+class TestSingularSystems:
+    """I - J^T is singular: the gradient is right, or the solve has not converged, which the block warns of."""
+
+    def gradient(self, cell, x, z0, loss, solver):
+        block = DEQBlock(
+            cell, Broyden(tol=1e-7 if x.dtype == torch.float64 else 1e-5, max_iter=60), Implicit(solver), warn=False
+        )
+        (found,) = torch.autograd.grad(loss(block(x, z0=z0)), x)
+        return found, block.backward_solution
+
+    def right_or_not_converged(self, found, exact, solution, tolerance):
+        error = (found - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+        assert bool(((error <= tolerance) | ~solution.converged).all()), (error, solution)
+
+    def test_a_conserved_mean_that_the_loss_reads(self, solver, dtype):
+        x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
+        found, solution = self.gradient(conserve, x, None, lambda z: z[:, 0].sum(), solver)
+        (exact,) = torch.autograd.grad(2 * centred(x)[:, 0].sum(), x)
+        assert not bool(solution.converged.any())  # the mean of u grows for ever
+        self.right_or_not_converged(found, exact, solution, 0.0)
+
+    def test_a_conserved_mean_that_the_loss_does_not_read(self, solver, dtype):
+        x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
+        weight = centred(torch.randn(5, 7, dtype=dtype))
+        found, solution = self.gradient(conserve, x, None, lambda z: (weight * z).sum(), solver)
+        # |u - u*| <= |r| / 0.5, with |r| at most 1e-6 of |f| < 2 |start|.
+        self.right_or_not_converged(found, 2 * weight, solution, 1e-5)
+        assert bool(solution.converged.all())
+
+    def test_the_potentials_of_sinkhorn(self, solver, dtype):
+        x = torch.rand(3, 5, 5, dtype=dtype, requires_grad=True)
+        weight = torch.randn(3, 5, 5, dtype=dtype)
+        z0 = torch.zeros(3, 10, dtype=dtype)
+        found, solution = self.gradient(sinkhorn, x, z0, lambda z: (weight * plan(z, x)).sum(), solver)
+        z = z0.double()
+        wide = x.detach().double().requires_grad_()
+        for _ in range(200):
+            z = sinkhorn(z, wide)
+        (exact,) = torch.autograd.grad((weight * plan(z, wide)).sum(), wide)
+        self.right_or_not_converged(found, exact, solution, 1e-3 if dtype == torch.float32 else 1e-5)
