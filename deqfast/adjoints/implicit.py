@@ -49,10 +49,11 @@ class Implicit(Adjoint):
     """Implicit function theorem: u = J^T u + g is solved as a fixed point, started at u = g, then one product more.
 
     The exact gradient, to the tolerance of both solves. Whatever u the solve returns, its residual r = J^T u + g - u is
-    no longer than J^T g, the residual of JFB's u = g, up to rounding; and |u - u*| <= |(I - J^T)^-1| |r|. The cell's graph at z* is kept until the backward pass, which
-    needs several products with it. Differentiable any number of times: the gradient of a gradient is an implicit solve
-    again. After a backward pass ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et al.,
-    NeurIPS 2019.
+    no longer than J^T g, the residual of JFB's u = g, up to rounding; and |u - u*| <= |(I - J^T)^-1| |r|.
+
+    The cell's graph at z* is kept until the backward pass, which needs several products with it. Differentiable any
+    number of times: the gradient of a gradient is an implicit solve again. After a backward pass
+    ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et al., NeurIPS 2019.
 
     Args:
         solver: the solver of the backward solve or the name of one, with stop="rel" and atol=0, so that the scale of

@@ -20,8 +20,8 @@ ACTIVATION = Range(0, len(ACTIVATIONS) - 1)
 class FcFixedPoint:
     """Solve z = act(W z + c) by z <- act(W z + c), with the judgement that ``picard_step`` passes.
 
-    Return `value`, the iterate that ``picard_step`` calls the best, else z0; its `status`; `iterations`, the values of f used; and the
-    relative and absolute `residual` of the value, infinite if f was never finite.
+    Return `value`, the best iterate, else z0; its `status`; `iterations`, the values of f used; and the relative and
+    absolute `residual` of the value, infinite if f was never finite.
     """
 
     weight: Annotated[Tensor, Shaped("D, D", WEIGHT)]  # W; multiplied in the dtype of the state
