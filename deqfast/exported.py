@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .exporting import reason
+from .ops.steps.reference import end
 from .packing import Packing
 from .solvers import Anderson, Broyden, Picard, Solver
 from .solvers.base import State
@@ -52,4 +53,6 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
         return None
     for name, tensor in zip(tensors, ended, strict=True):
         setattr(state, name, tensor)
+    state.status = state.status.clone()  # what a loop returns is not to be written to
+    end(state.status, state.progress, solver.tol)
     return evaluations

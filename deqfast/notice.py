@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from .solution import Solution, Status
 
 _REMEDIES = {
     Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tol, or make the cell contract more",
+    Status.ESCAPED: "the cell may have no fixed point: normalise its output, damp the steps or bound its weights",
     Status.NONFINITE: "look for NaN or overflow in x, the parameters or the cell",
     Status.INCONSISTENT: "pass groups= if the cell couples the samples of a batch; hold fixed during a solve what "
     "changes from call to call, such as dropout or spectral norm in training",
@@ -35,8 +38,18 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+@dataclass
+class _Counts:
+    """Samples of a solve by status, of those asked for; on a GPU they are there once the event has arrived."""
+
+    asked: list[Status]
+    numbers: Tensor
+    samples: int
+    arrived: Any = None  # an event
+
+
 class Notice:
-    """Warning about the solves of one kind, given at most once.
+    """Warning about the solves of one kind, given at most once for each status.
 
     Args:
         kind: "forward" or "backward".
@@ -44,39 +57,33 @@ class Notice:
     """
 
     def __init__(self, kind: str, more: str = OF_BLOCKS) -> None:
-        self.kind, self.more, self.is_given = kind, more, False
-        self.pending: tuple[Tensor, torch.cuda.Event, int] | None = None
+        self.kind, self.more = kind, more
+        self.given: set[Status] = set()
+        self.pending: _Counts | None = None
 
     def look(self, solution: Solution) -> None:
         """Look at the solution, on a GPU at the one before if it has arrived, and warn of what is wrong with it."""
-        if self.is_given:
-            return
         late = is_late(solution.status)
-        if not late and bool(solution.converged.all()):
-            return
-        counts = torch.stack([(solution.status == status).sum() for status in _REMEDIES])
-        if not late:
-            self._judge(counts, len(solution.status))
-            return
-        if self.pending is not None and self.pending[1].query():
-            self._judge(self.pending[0], self.pending[2])
+        if late and self.pending is not None and self.pending.arrived.query():
+            self._judge(self.pending)
             self.pending = None
-        if self.pending is None and not self.is_given:
-            pinned = torch.empty_like(counts, device="cpu", pin_memory=counts.is_cuda)
-            self.pending = (
-                pinned.copy_(counts, non_blocking=True),
-                torch.cuda.current_stream(counts.device).record_event(),
-                len(solution.status),
-            )
+        asked = [status for status in _REMEDIES if status not in self.given]
+        if not asked or self.pending is not None or (not late and bool(solution.converged.all())):
+            return
+        counts = torch.stack([(solution.status == status).sum() for status in asked])
+        if not late:
+            self._judge(_Counts(asked, counts, len(solution.status)))
+            return
+        pinned = torch.empty_like(counts, device="cpu", pin_memory=counts.is_cuda).copy_(counts, non_blocking=True)
+        self.pending = _Counts(asked, pinned, len(solution.status))
+        self.pending.arrived = torch.cuda.current_stream(counts.device).record_event()
 
-    def _judge(self, counts: Tensor, samples: int) -> None:
-        found = [(number, status) for number, status in zip(counts.tolist(), _REMEDIES, strict=True) if number]
+    def _judge(self, counts: _Counts) -> None:
+        found = {status: n for status, n in zip(counts.asked, counts.numbers.tolist(), strict=True) if n}
         if not found:
             return
-        self.is_given = True
-        said = "; ".join(
-            f"{number} of {samples} samples {status.name}: {_REMEDIES[status]}" for number, status in found
-        )
+        self.given.update(found)
+        said = "; ".join(f"{n} of {counts.samples} samples {s.name}: {_REMEDIES[s]}" for s, n in found.items())
         warn(f"deqfast: in a {self.kind} solve, {said}. Said once; {self.more}")
 
     def __getstate__(self) -> dict[str, object]:

@@ -14,7 +14,6 @@ class Status(IntEnum):
     """Ending of a sample's solve; `message` says it in a sentence.
 
     Attributes:
-        MAX_ITER: f was called max_iter times, and the sample did not converge.
         CONVERGED: the residual met the tolerance and is that of a fixed point, see ``Solver``.
         NONFINITE: f returned NaN or infinity.
         STALLED: an f in bfloat16, float16 or TF32, or of a state in these, came to its rounding floor above the
@@ -23,6 +22,9 @@ class Status(IntEnum):
             the gradient needs it. Then f couples the samples, see `groups` of ``solve``, or is another function at
             every call.
         HALTED: the caller's rule `halt` ended the solve of the sample.
+        MAX_ITER: f was called max_iter times, and no iterate met the tolerance.
+        ESCAPED: f was called max_iter times, and an iterate that ran away met the tolerance without being near a fixed
+            point.
 
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
@@ -32,12 +34,13 @@ class Status(IntEnum):
         True
     """
 
-    MAX_ITER = 0
     CONVERGED = 1
     NONFINITE = 2
     STALLED = 3
     INCONSISTENT = 4
     HALTED = 5
+    MAX_ITER = 6
+    ESCAPED = 7
 
     @property
     def message(self) -> str:
@@ -46,12 +49,13 @@ class Status(IntEnum):
 
 
 _MESSAGES = {
-    Status.MAX_ITER: "The evaluations of f ran out before the sample converged; the best iterate is returned.",
     Status.CONVERGED: "The residual met the tolerance, and iterates did not run away.",
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
     Status.HALTED: "The rule `halt` ended the solve; the iterate that it saw is returned.",
+    Status.MAX_ITER: "The evaluations of f ran out before the tolerance was met; the best iterate is returned.",
+    Status.ESCAPED: "The iterates ran away: the residual is small only next to them; the best iterate is returned.",
 }
 
 
@@ -80,7 +84,7 @@ class Solution:
         >>> slope = torch.tensor([[0.5], [1.0]])
         >>> solution = deqfast.solve(lambda z: slope * z + 1, torch.zeros(2, 3), deqfast.Picard(max_iter=15))
         >>> solution
-        Solution(1 MAX_ITER, 1 CONVERGED, evaluations=15)
+        Solution(1 CONVERGED, 1 MAX_ITER, evaluations=15)
         >>> solution.converged.tolist(), solution.iterations.tolist()
         ([True, False], [10, 15])
         >>> (solution.residual < 1e-3).tolist()

@@ -249,7 +249,7 @@ class Compaction(Whole):
         """Take the rows anew where enough of them are done; finding them waits for the device."""
         size = packing.batch if self.rows is None else len(self.rows)
         if 0 < self.watch.known <= (1 - COMPACT_SHARE) * size:
-            running = (state.status == 0).nonzero().flatten()
+            running = state.running.nonzero().flatten()
             self.rows = running if len(running) else self.rows
 
 
@@ -294,7 +294,7 @@ class Run:
         state, solver = self.state, self.solver
         now = evaluated(state.z, rows, solver.offset, solver.norm == "max", begun(state.progress, k))
         converged = now.converged(solver.tol, solver.stop == "abs", state.stall_floor, solver.offset)
-        ended = ended & (state.status == Status.MAX_ITER) & torch.isfinite(now.res_abs) & ~converged
+        ended = ended & state.running & torch.isfinite(now.res_abs) & ~converged
         state.best.copy_(torch.where(ended[:, None], state.z, state.best))
         state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))
         state.iterations.masked_fill_(ended, k + 1)

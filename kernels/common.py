@@ -13,6 +13,12 @@ import triton.language as tl
 from . import constants
 
 # Kernels read no other globals than these.
+RUNNING = tl.constexpr(constants.RUNNING)
+CONVERGED = tl.constexpr(constants.CONVERGED)
+NONFINITE = tl.constexpr(constants.NONFINITE)
+STALLED = tl.constexpr(constants.STALLED)
+MAX_ITER = tl.constexpr(constants.MAX_ITER)
+ESCAPED = tl.constexpr(constants.ESCAPED)
 STALL_ITERATIONS = tl.constexpr(constants.STALL_ITERATIONS)
 STALL_GAIN = tl.constexpr(constants.STALL_GAIN)
 GROWTH = tl.constexpr(constants.GROWTH)
@@ -212,6 +218,14 @@ def is_better(res_abs, size, best_abs, best_size):
 
 
 @triton.jit
+def status_of(finite, converged, stalled, has_met, last):
+    """Status of a sample after an evaluation. has_met: an iterate met the tolerance, though it has not converged."""
+    ended = tl.where(last, tl.where(has_met, ESCAPED, MAX_ITER), RUNNING)
+    ended = tl.where(stalled & (has_met == 0), STALLED, ended)
+    return tl.where(finite, tl.where(converged, CONVERGED, ended), NONFINITE)
+
+
+@triton.jit
 def copy_row(p_to, p_from, D, BLK: tl.constexpr):
     for start in range(0, D, BLK):
         o_d = start + tl.arange(0, BLK)
@@ -235,12 +249,12 @@ def judge(
     absolute,
     stall_floor,
     offset,
+    last,
 ):
     """Record what the running sample i_b has reached at iteration k; return its status and whether z is its best.
 
     res_abs = |f(z) - z| and f_norm = |f(z)| are scalars of the state's dtype. rel = res_abs / (f_norm + offset).
-    Status 0: another step, 1: converged, 2: a norm is not finite, 3: best rel below stall_floor and no gain of 5 % in 5
-    iterations. Every warp has read the row of z on return.
+    The status is RUNNING if another evaluation follows. Every warp has read the row of z on return.
     """
     dtype: tl.constexpr = res_abs.dtype
     finite = is_finite(res_abs) & is_finite(f_norm)
@@ -252,6 +266,7 @@ def judge(
     first = tl.where(k == 0, res_abs, tl.load(p_progress + 2 * B + i_b))
     start = tl.where(k == 0, tl.maximum(f_norm, res_abs), tl.load(p_progress + 3 * B + i_b))
     best_size = tl.load(p_progress + 4 * B + i_b)
+    least = tl.minimum(tl.where(absolute != 0, res_abs, res_rel), tl.load(p_progress + 5 * B + i_b))
 
     converged = has_converged(res_abs, res_rel, f_norm, first, start, tol, absolute, stall_floor, offset)
     improved = finite & (converged | is_better(res_abs, f_norm, best_abs, best_size))
@@ -263,7 +278,7 @@ def judge(
     gain_rel = tl.where(gained, res_rel, gain_rel)
     gain_k = tl.where(gained, now, gain_k)
     stalled = (best_rel < scalar(stall_floor, dtype)) & (now - gain_k >= STALL_ITERATIONS)
-    status = tl.where(finite, tl.where(converged, 1, tl.where(stalled, 3, 0)), 2)
+    status = status_of(finite, converged, stalled, least <= scalar(tol, dtype), last)
 
     # Every warp has read what is overwritten from here on: status, the records, and the row of z.
     tl.debug_barrier()
@@ -276,6 +291,7 @@ def judge(
     if finite:
         tl.store(p_progress + 2 * B + i_b, first)
         tl.store(p_progress + 3 * B + i_b, start)
+        tl.store(p_progress + 5 * B + i_b, least)
     tl.store(p_progress + 4 * B + i_b, best_size)
     if status != 0:
         tl.atomic_add(p_active, -1, sem="relaxed")

@@ -1,7 +1,7 @@
 """Numbers that the kernels of every backend share; csrc/common/constants.h holds the same for C++."""
 
 # Status of a sample, see ``deqfast.Status``.
-RUNNING, CONVERGED, NONFINITE, STALLED = range(4)
+RUNNING, CONVERGED, NONFINITE, STALLED, _INCONSISTENT, _HALTED, MAX_ITER, ESCAPED = range(8)
 
 # In low precision a sample stalls after so many iterations in which no relative residual fell below this factor.
 STALL_ITERATIONS = 5

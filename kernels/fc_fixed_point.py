@@ -31,6 +31,7 @@ from .common import (
     relative,
     scalar,
     square_root,
+    status_of,
     tiny_and_max,
 )
 from .config import FC_ROWS, device_guard, fc_config, fc_registers, picard_config
@@ -158,6 +159,7 @@ def _fc_fixed_point_kernel(
     b_size = tl.full([ROWS], float("inf"), tl.float32)  # of f at the best iterate
     b_first = tl.full([ROWS], float("inf"), tl.float32)
     b_start = tl.full([ROWS], float("inf"), tl.float32)
+    b_least = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_rel = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_k = tl.full([ROWS], float("inf"), tl.float32)
     b_iterations = tl.zeros([ROWS], tl.int32)
@@ -185,7 +187,9 @@ def _fc_fixed_point_kernel(
         b_gain_rel = tl.where(gained, res_rel, b_gain_rel)
         b_gain_k = tl.where(gained, now, b_gain_k)
         stalled = (b_rel < floor) & (now - b_gain_k >= STALL_ITERATIONS)
-        verdict = tl.where(finite, tl.where(converged, 1, tl.where(stalled, 3, 0)), 2)
+        b_least = tl.minimum(b_least, tl.where(absolute != 0, res_abs, res_rel))
+        has_met = b_least <= scalar(tol, tl.float32)
+        verdict = status_of(finite, converged, stalled, has_met, k + 1 == max_iter)
         k += 1
         b_iterations = tl.where(running, k, b_iterations)
         b_status = tl.where(running, verdict, b_status)

@@ -392,6 +392,7 @@ def _multisecant_left_kernel(
                         absolute,
                         stall_floor,
                         offset,
+                        False,
                     )
                     advance = status == 0
                 if STAGE == "judge":
@@ -630,7 +631,7 @@ def multisecant_step(a: Any) -> None:
     (batch, size), history = a.z.shape, a.left.shape[1]
     n, newest = min(a.k, history), (a.k - 1) % history
     if a.last or n == 0:
-        picard_step.launch(a, last=True, damping=1.0)
+        picard_step.launch(a, hold=2 if a.last else 1, damping=1.0)
     if a.last or batch == 0:
         return
     padded = padded_window(n)

@@ -1,7 +1,7 @@
 """Picard step: z <- z + damping (f(z) - z), with the residuals, best iterate and status of every sample.
 
 z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations (B,) int32; residual (2, B), progress
-(5, B) T; active (1,) int32. Accumulation in T. One program per sample, or S of them in three launches, which leave sums
+(6, B) T; active (1,) int32. Accumulation in T. One program per sample, or S of them in three launches, which leave sums
 (B, 5, S) T for each other; samples with status != 0 move no bytes.
 """
 
@@ -15,7 +15,7 @@ from .common import carry_out, columns, copy_row, judge, load_numbers, norms_at,
 from .config import MAX_REGISTERS, device_guard, picard_config, programs_per_sample, stages
 
 
-@triton.jit(do_not_specialize=["B", "S", "k", "last", "absolute", "maximum"])
+@triton.jit(do_not_specialize=["B", "S", "k", "hold", "absolute", "maximum"])
 def _picard_step_kernel(
     p_z,
     p_fz,
@@ -30,7 +30,7 @@ def _picard_step_kernel(
     D,
     S,
     k,
-    last,
+    hold,
     tol: tl.float64,
     absolute,
     stall_floor: tl.float64,
@@ -41,7 +41,10 @@ def _picard_step_kernel(
     STAGE: tl.constexpr,
     BLK: tl.constexpr,
 ):
-    """WHOLE: a row fits one block, which is held on chip: one pass over the memory."""
+    """WHOLE: a row fits one block, which is held on chip: one pass over the memory.
+
+    hold: 0, take a step; 1, only judge; 2, only judge, and no evaluation follows.
+    """
     i_b = tl.program_id(0).to(tl.int64)
     status = tl.load(p_status + i_b)
     if STAGE != "all":
@@ -97,6 +100,7 @@ def _picard_step_kernel(
             absolute,
             stall_floor,
             offset,
+            hold == 2,
         )
         verdict = status
         if STAGE == "judge":
@@ -107,10 +111,10 @@ def _picard_step_kernel(
             tl.store(p_best + o_d, b_z, mask=m_d)
         if status == 2:
             copy_row(p_z, p_best, D, BLK)
-        if (status == 0) & (last == 0):
+        if (status == 0) & (hold == 0):
             tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
         return
-    advance = (status == 0) & (last == 0)
+    advance = (status == 0) & (hold == 0)
     carry_out(verdict, improved & (advance == 0), p_z + begin, p_best + begin, end - begin, BLK)
     if advance:
         for start in range(begin, end, BLK):
@@ -123,8 +127,8 @@ def _picard_step_kernel(
             tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
 
 
-def launch(a: Any, last: bool, damping: float) -> None:
-    """The step of `a`, with `last` and `damping` in the place of its own."""
+def launch(a: Any, hold: int, damping: float) -> None:
+    """The step of `a`, with `damping` in the place of its own; hold: see the kernel."""
     batch, size = a.z.shape
     if batch == 0:
         return
@@ -137,7 +141,7 @@ def launch(a: Any, last: bool, damping: float) -> None:
         sums, shared_by = torch.empty(batch, 5, programs, dtype=a.z.dtype, device=a.z.device), programs
     state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.progress, a.active, sums)
     rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
-    numbers = (batch, size, shared_by, a.k, int(last), *rule, damping)
+    numbers = (batch, size, shared_by, a.k, hold, *rule, damping)
     whole = programs == 1 and size <= config.block
     with device_guard(a.z):
         for stage, grid, launch in launches:
@@ -148,4 +152,4 @@ def launch(a: Any, last: bool, damping: float) -> None:
 
 def picard_step(a: Any) -> None:
     """z <- z + damping (f(z) - z) for every running sample, in place; only the records when `last`."""
-    launch(a, a.last, a.damping)
+    launch(a, 2 * a.last, a.damping)

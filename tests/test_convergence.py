@@ -50,6 +50,7 @@ def test_a_map_without_a_fixed_point(solver, name, dtype, kernel):
     solution = deqfast.solve(f, z0, solver, kernel=kernel)
     # f(z) - z of any z is far from 0, but rounds to 0 where z is very long.
     assert not bool(solution.converged.any()), solution
+    assert set(solution.status.tolist()) <= {Status.MAX_ITER, Status.ESCAPED, Status.NONFINITE}
     f0, unit = torch.linalg.vector_norm(f(z0).double(), dim=1), torch.finfo(dtype).eps
     if solver.norm == "euclidean":
         assert (residual(f, solution.value) <= residual(f, z0) + 2 * unit * f0).all()
@@ -88,6 +89,15 @@ def test_an_answer_far_longer_than_the_start(name):
     solution = deqfast.solve(lambda z: 0.98 * z + 1, torch.zeros(2, 3), SOLVERS[name](tol=1e-4, max_iter=1000))
     assert bool(solution.converged.all())
     assert (solution.value - 50).abs().max() <= 50 * 1e-4 / 0.02
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+def test_a_sample_that_ran_away_has_a_status_of_its_own(kernel):
+    solver = Picard(tol=1e-2, max_iter=200)
+    solution = deqfast.solve(lambda z: z + torch.tensor([[1.0], [0.0]]), torch.ones(2, 4), solver, kernel=kernel)
+    assert solution.status.tolist() == [Status.ESCAPED, Status.CONVERGED]
+    with pytest.warns(UserWarning, match="2 of 2 samples ESCAPED: the cell may have no fixed point: normalise"):
+        DEQBlock(lambda z, x: z + x, solver, kernel=kernel)(torch.ones(2, 4))
 
 
 def test_halt_ends_a_sample_that_only_meets_the_tolerance():

@@ -23,7 +23,7 @@ def monitor(batch: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
         "status": torch.zeros(batch, dtype=torch.int8),
         "iterations": torch.zeros(batch, dtype=torch.int32),
         "residual": torch.full((2, batch), INF, dtype=dtype),
-        "progress": torch.full((5, batch), INF, dtype=dtype),
+        "progress": torch.full((6, batch), INF, dtype=dtype),
         "active": torch.tensor([batch], dtype=torch.int32),
     }
 
@@ -35,6 +35,7 @@ class TestPicardStep:
         z, fz = torch.tensor([z], dtype=torch.float32), torch.tensor([fz], dtype=torch.float32)
         state = monitor(1)
         rule = k, last, tol, absolute, stall_floor, more.pop("offset", 0.0), more.pop("maximum", False)
+        more.get("progress", []).append(0.875)  # the least residual
         for name, value in more.items():
             state[name][:] = torch.tensor(value, dtype=state[name].dtype).view_as(state[name])
         best = torch.full_like(z, 9.0)
@@ -45,15 +46,16 @@ class TestPicardStep:
     def test_a_running_sample_takes_the_step(self):
         after = self.step([3, 4], [6, 8])
         assert after["z"] == [6, 8] and after["best"] == [3, 4]
-        assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 2.0, INF, INF, 10.0]
-        assert (after["status"], after["iterations"], after["active"]) == ([Status.MAX_ITER], [3], [1])
+        assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 2.0, INF, INF, 10.0, 0.5]
+        assert (after["status"], after["iterations"], after["active"]) == ([0], [3], [1])
 
     def test_damping(self):
         assert self.step([3, 4], [6, 8], damping=0.5)["z"] == [4.5, 6.0]
 
     def test_the_last_evaluation_is_judged_only(self):
         after = self.step([3, 4], [6, 8], last=True)
-        assert after["z"] == [3, 4] and after["residual"] == [0.5, 5.0] and after["status"] == [0]
+        assert after["z"] == [3, 4] and after["residual"] == [0.5, 5.0]
+        assert after["status"] == [Status.MAX_ITER] and after["active"] == [0]
 
     def test_converged(self):
         after = self.step([3, 4], [3, 4.25])
@@ -77,8 +79,8 @@ class TestPicardStep:
         assert self.step([3, 4], [6, 8], **kept)["best"] == [3, 4]  # 5 + 10 eps is less than 2^30 eps
 
     def test_what_the_first_evaluation_leaves(self):
-        assert self.step([3, 4], [6, 8], k=0)["progress"] == [0.5, 0.0, 5.0, 10.0, 10.0]
-        assert self.step([3, 4], [3, 0], k=0)["progress"][2:] == [4.0, 4.0, 3.0]  # |f(z) - z| is the longer one
+        assert self.step([3, 4], [6, 8], k=0)["progress"] == [0.5, 0.0, 5.0, 10.0, 10.0, 0.5]
+        assert self.step([3, 4], [3, 0], k=0)["progress"][2:5] == [4.0, 4.0, 3.0]  # |f(z) - z| is the longer one
 
     @pytest.mark.parametrize(
         ("first", "start", "converges"),
@@ -97,6 +99,17 @@ class TestPicardStep:
         for first, converges in ((2.0e4, False), (2.4e4, True)):  # 1 + eps 1e7 is 2.2, which must be 1e-4 of the first
             after = self.step([0, 1e7], [0, 1e7 + 1], tol=1e-6, progress=[INF, INF, first, 1.0, INF])
             assert after["status"] == [converges]
+
+    def test_a_sample_that_ran_away_has_a_status_of_its_own(self):
+        gone = {"progress": [0.1, 1.0, 5.0, 1.0, 1.0]}
+        assert self.step([3, 4], [6, 8], tol=0.6, **gone)["status"] == [0]
+        gone = {"progress": [0.1, 1.0, 5.0, 1.0, 1.0]}
+        assert self.step([3, 4], [6, 8], tol=0.6, last=True, **gone)["status"] == [Status.ESCAPED]
+        assert self.step([3, 4], [6, 8], tol=0.4, last=True)["status"] == [Status.MAX_ITER]
+
+    def test_an_iterate_that_met_the_tolerance_is_remembered(self):
+        met = {"progress": [0.1, 1.0, 5.0, 1.0, 1.0]}  # the least residual is 0.875
+        assert self.step([3, 4], [60, 80], tol=0.88, last=True, **met)["status"] == [Status.ESCAPED]
 
     def test_rounding_may_hide_the_residual(self):
         for first, converges in ((1e3, False), (1e5, True)):  # eps |f(z)| is 1.2e3
@@ -117,7 +130,7 @@ class TestPicardStep:
         after = self.step([3, 4], [6, bad], residual=[0.5, 5.0], progress=[0.5, 1.0, 5.0, 6.0, 7.0])
         assert after["status"] == [Status.NONFINITE] and after["active"] == [0] and after["iterations"] == [3]
         assert after["z"] == after["best"] == [9, 9]
-        assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 1.0, 5.0, 6.0, 7.0]
+        assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 1.0, 5.0, 6.0, 7.0, 0.875]
 
     @pytest.mark.parametrize("scale", [1e-40, 1e-25, 1.0, 1e20, 1e37])
     @pytest.mark.parametrize(("maximum", "absolute"), [(False, 5.0), (True, 4.0)])
@@ -168,7 +181,7 @@ class TestPicardStep:
         before = {"status": [status], "iterations": [7], "residual": [0.25, 2.0], "active": [0]}
         before |= {"progress": [0.25, 1.0, 4.0, 5.0, 6.0]}
         after = self.step([3, 4], [NAN, 8], **before)
-        assert after == {"z": [3, 4], "best": [9, 9], **before}
+        assert after == {"z": [3, 4], "best": [9, 9], **before}  # `step` has added the least residual
 
 
 class TestWindow:

@@ -5,7 +5,7 @@
 
 namespace deqfast {
 
-enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 3 };
+enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 3, kMaxIter = 6, kEscaped = 7 };
 
 // In low precision a sample stalls after so many iterations in which no relative residual fell below this factor.
 constexpr int kStallIterations = 5;

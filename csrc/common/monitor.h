@@ -39,8 +39,8 @@ struct StopRule {
 };
 
 // Rows of a monitor's progress: the relative residual and the iteration of the last gain of 5 %, |g| of the first
-// evaluation, the size of the start, and |f(z)| of the best iterate.
-enum Progress { kGain, kGainIteration, kFirstResidual, kStartSize, kBestSize, kProgress };
+// evaluation, the size of the start, |f(z)| of the best iterate, and the least residual in the measure of tol.
+enum Progress { kGain, kGainIteration, kFirstResidual, kStartSize, kBestSize, kLeast, kProgress };
 
 template <class T>
 struct Monitor {
@@ -162,10 +162,16 @@ DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, const Norms<T>& norms
     *progress[kGain] = res_rel;
     *progress[kGainIteration] = static_cast<T>(rule.k);
   }
+  const T measure = rule.absolute ? res_abs : res_rel;
+  if (measure < *progress[kLeast]) *progress[kLeast] = measure;
+  const bool has_met = *progress[kLeast] <= rule.tol;
+  const bool idle = static_cast<T>(rule.k) - *progress[kGainIteration] >= kStallIterations;
   if (converged) {
     m.status[row] = kConverged;
-  } else if (*rel_best < rule.stall_floor && static_cast<T>(rule.k) - *progress[kGainIteration] >= kStallIterations) {
+  } else if (*rel_best < rule.stall_floor && idle && !has_met) {
     m.status[row] = kStalled;
+  } else if (rule.last) {
+    m.status[row] = has_met ? kEscaped : kMaxIter;
   }
   return {improved, false, m.status[row] == kRunning};
 }

@@ -121,15 +121,17 @@ class Judge:
         """Solution with this value, and the residual of the last evaluation."""
         solver, now = self.solver, self._evaluated(self.begun)
         finite = torch.isfinite(now.res_abs)
-        converged = now.converged(solver.tol, solver.stop == "abs", 0.0, solver.offset)
-        status = torch.where(converged, Status.CONVERGED, Status.MAX_ITER)
+        absolutely = solver.stop == "abs"
+        converged = now.converged(solver.tol, absolutely, 0.0, solver.offset)
+        status = torch.where(now.measure(absolutely) <= solver.tol, Status.ESCAPED, Status.MAX_ITER)
+        status = torch.where(converged, Status.CONVERGED, status)
         status = torch.where(finite, status, Status.NONFINITE).to(torch.int8)
         relative, absolute = (torch.where(finite, measure, torch.inf) for measure in (now.res_rel, now.res_abs))
         return Solution(
             value=detached(value),
             status=status,
             iterations=torch.full_like(status, self.evaluations, dtype=torch.int32),
-            residual=absolute if solver.stop == "abs" else relative,
+            residual=absolute if absolutely else relative,
             residual_rel=relative,
             residual_abs=absolute,
             evaluations=self.evaluations,

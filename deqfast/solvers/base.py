@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_choice, check_count, check_number
+from ..kernels.constants import RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS
 
@@ -52,6 +53,11 @@ class State:
             stall_floor=0.0,
             **more,
         )
+
+    @property
+    def running(self) -> Tensor:
+        """Mask (B,) of the samples that have not ended."""
+        return self.status == RUNNING
 
     def restart(self, z: Tensor) -> None:
         """Start again from `z` (B, D), in the same memory."""

@@ -53,7 +53,7 @@ NORM_KERNELS = {
     "resid": norm_act_residual._norm_act_residual_kernel,
     "resid'": norm_act_residual._norm_act_residual_backward_kernel,
 }
-INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "last", "absolute", "count", "S"}
+INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "hold", "absolute", "count", "S"}
 INTEGERS |= {"stride", "max_iter", "maximum"}
 
 

@@ -22,8 +22,8 @@ STATE = anchored(torch.float32, torch.float64)
 HISTORY = Dtype({torch.float32: (torch.float32, torch.bfloat16), torch.float64: (torch.float64,)})
 METHOD = Range(0, 3)
 # Rows of `progress`: the relative residual and the iteration of the last gain of 5 %; |g| of the first evaluation; the
-# size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`.
-PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size")
+# size of the start, max(|f(z0)|, |f(z0) - z0|); |f(z)| of `best`; the least residual in the measure that tol bounds.
+PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size", "least")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _State:
     status: Annotated[Tensor, InOut("B", torch.int8)]  # ``deqfast.Status``
     iterations: Annotated[Tensor, InOut("B", torch.int32)]  # values of f used so far
     residual: Annotated[Tensor, InOut("2, B", STATE)]  # relative and absolute, of `best`; starts at infinity
-    progress: Annotated[Tensor, InOut("5, B", STATE)]  # see PROGRESS; starts at infinity
+    progress: Annotated[Tensor, InOut("6, B", STATE)]  # see PROGRESS; starts at infinity
     active: Annotated[Tensor, InOut("1", torch.int32)]  # number of running samples; starts at B
 
 

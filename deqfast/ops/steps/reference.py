@@ -18,7 +18,9 @@ from ...kernels.constants import (
     BROYDEN_BAD,
     BROYDEN_GOOD,
     CONVERGED,
+    ESCAPED,
     GROWTH,
+    MAX_ITER,
     NONFINITE,
     PIVOT_FLOOR,
     REDUCTION,
@@ -83,7 +85,11 @@ class Evaluation:
         lost = lost.clamp_min(tol if absolute else offset * tol)
         near = (self.size <= GROWTH * self.start) & (self.res_abs <= self.first)
         fallen = self.res_abs + rounding * self.size <= lost
-        return ((self.res_abs if absolute else self.res_rel) <= tol) & (near | fallen)
+        return (self.measure(absolute) <= tol) & (near | fallen)
+
+    def measure(self, absolute: bool) -> Tensor:
+        """The residual (B,) that the tolerance bounds."""
+        return self.res_abs if absolute else self.res_rel
 
 
 def evaluated(z: Tensor, fz: Tensor, offset: float, maximum: bool, begun: Tensor | None) -> Evaluation:
@@ -107,7 +113,7 @@ def _judge(a: Step, g: Tensor) -> Tensor:
     finite = torch.isfinite(now.res_abs)
     converged = running & finite & now.converged(a.tol, a.absolute, a.stall_floor, a.offset)
 
-    gain, gain_iteration, first, start, best_size = (a.progress[i] for i in range(len(PROGRESS)))
+    gain, gain_iteration, first, start, best_size, least = (a.progress[i] for i in range(len(PROGRESS)))
     limits = torch.finfo(g.dtype)
     length = (now.res_abs + limits.eps * now.size).clamp_max(limits.max)
     better = length < a.residual[1] + limits.eps * best_size
@@ -121,17 +127,27 @@ def _judge(a: Step, g: Tensor) -> Tensor:
         torch.where(running & finite, now.first, first),
         torch.where(running & finite, now.start, start),
         torch.where(improved, now.size, best_size),
+        torch.where(running & finite, torch.minimum(now.measure(a.absolute), least), least),
     ]
     a.progress.copy_(torch.stack(progress))
-    stalled = (a.residual[0] < a.stall_floor) & (a.k - a.progress[1] >= STALL_ITERATIONS)
+    stalled = (a.residual[0] < a.stall_floor) & (a.k - a.progress[1] >= STALL_ITERATIONS) & (a.progress[5] > a.tol)
     stalled &= running & finite & ~converged
     broken = running & ~finite
 
     a.iterations.copy_(torch.where(running, a.k + 1, a.iterations))
     a.status.masked_fill_(converged, CONVERGED).masked_fill_(broken, NONFINITE).masked_fill_(stalled, STALLED)
+    if a.last:
+        end(a.status, a.progress, a.tol)
     a.z.copy_(torch.where(broken[:, None], a.best, a.z))
     a.active.sub_((running & (a.status != RUNNING)).sum())
     return running & (a.status == RUNNING)
+
+
+def end(status: Tensor, progress: Tensor, tol: float) -> None:
+    """Give the samples that are running after the last evaluation their status: did any iterate meet the tolerance?"""
+    running = status == RUNNING
+    escaped = progress[5] <= tol
+    status.masked_fill_(running & escaped, ESCAPED).masked_fill_(running & ~escaped, MAX_ITER)
 
 
 def picard_step(a: PicardStep) -> None:
