@@ -30,7 +30,7 @@ def test_heads_of_all_arms_on_one_trunk(study, tmp_path, monkeypatch, capsys):
     whole.network.load_state_dict(torch.load(trunk / "last.ckpt", weights_only=True)["network"])
     whole.network.stem, whole.network.trunk = torch.nn.Sequential(), torch.nn.Sequential()
     shown = read_record(RunResult, trunk / "result.json").network
-    collapse = whole.measure_collapse()
+    collapse, _ = whole.measure_collapse()
     assert collapse["nc1"] == pytest.approx(shown.nc["nc1"]), "the trunk's own head, on what was cached, is its network"
     orders = [torch.cat([one for _, one in cached.epoch(0, epoch, 16)]) for epoch in (1, 1, 2)]
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
