@@ -36,30 +36,49 @@ class Block:
     """Runs of the list: a setting's arms under some seeds, and the options in which they are not the preset's."""
 
     setting: Setting
-    seeds: int
+    seeds: range
     arms: tuple[str, ...] = ARMS
     options: Options = field(default_factory=dict, hash=False)
 
 
-def _cifar10(majority: int | None, ratio: int | None, seeds: int, *rest: Any) -> Block:
+def _cifar10(majority: int | None, ratio: int | None, seeds: range, *rest: Any) -> Block:
     return Block(Setting("cifar10", majority, ratio), seeds, *rest)
 
 
-PRECISION_CHECK = _cifar10(3, 10, 2, PAIR, {"precision": "fp32"})
+PRECISION_CHECK = _cifar10(3, 10, range(2), PAIR, {"precision": "fp32"})
 PRECISION_POINTS = 2.0
 """By how much the difference between its arms may differ between the precisions."""
-PRIMARY = (_cifar10(3, 10, 10), _cifar10(3, 100, 5), _cifar10(5, 100, 5), _cifar10(7, 10, 4))
-SHOWN_EARLY = _cifar10(7, 100, 3)
-EARLY_SEEDS = 3
-"""Of every primary setting, before any more."""
-SECONDARY = (
-    _cifar10(5, 10, 3),
-    _cifar10(3, 10, 1, PAIR, {"lr": 1e-4, "schedule": "constant", "weight_decay": 5e-4, "scale": 1.0, "epochs": 100}),
-    _cifar10(None, None, 1),
-    *(_cifar10(majority, 50, 1) for majority in (3, 5, 7)),
-    _cifar10(3, 100, 1, PAIR, {"width": 64, "epochs": 100}),
-    Block(Setting("cifar100", 3, 10), 1),
+PRIMARY = (
+    _cifar10(3, 10, range(10)),
+    _cifar10(3, 100, range(5)),
+    _cifar10(5, 100, range(5)),
+    _cifar10(7, 10, range(4)),
 )
+SHOWN_EARLY = _cifar10(7, 100, range(3))
+
+SEEN, FRESH = range(3), range(3, 6)
+"""Seeds that were seen under the recipe of the trials, and those that were not."""
+B_ARMS = tuple(arm for arm in ARMS if arm != "deq-jfb")
+
+
+def _tuned(lr: float, weight_decay: float, scale: float = 1.0) -> Options:
+    return dict(zip(TUNED, (lr, weight_decay, scale), strict=True))
+
+
+RECIPE_B = _tuned(0.03, 5e-4)
+LIST = (
+    *(_cifar10(majority, 100, SEEN, ("explicit",), _tuned(0.1, 2e-3)) for majority in (3, 5)),
+    *(_cifar10(*setting, SEEN, B_ARMS[1:], RECIPE_B) for setting in ((3, 100), (5, 100), (3, 10))),
+    _cifar10(3, 10, FRESH, B_ARMS, RECIPE_B),
+    _cifar10(5, 100, SEEN, ("deq-implicit",), _tuned(0.1, 5e-4)),
+    _cifar10(3, 10, range(1), PAIR, {**_tuned(1e-4, 5e-4), "schedule": "constant", "epochs": 100}),
+    *(_cifar10(majority, 100, SEEN, ("deq-jfb",), _tuned(0.1, 5e-4, 0.3)) for majority in (3, 5)),
+    _cifar10(3, 10, SEEN, B_ARMS, {**RECIPE_B, "no_augmentation": True}),
+    _cifar10(None, None, range(1), PAIR, RECIPE_B),
+    Block(Setting("cifar100", 3, 10), range(1), PAIR, RECIPE_B),
+)
+"""The runs of the amendment of 2026-11-25, but for those of recipe B that were there before it: its explicit network
+under the seeds that were seen."""
 
 
 @dataclass(frozen=True)
@@ -155,15 +174,12 @@ def trials() -> Iterator[Options]:
             yield _options(TRIAL_SETTING, TRIAL_SEED, arm) | TRIAL | dict(zip(GRID, values, strict=True))
 
 
-def runs(chosen: Mapping[str, Mapping[str, float]]) -> Iterator[Options]:
-    """The options of every run in the protocol's order, all arms of a seed together."""
-    first = (PRECISION_CHECK, *PRIMARY[:-1], SHOWN_EARLY, PRIMARY[-1])
-    early = [(block, range(min(block.seeds, EARLY_SEEDS))) for block in first]
-    later = [(block, range(EARLY_SEEDS, block.seeds)) for block in PRIMARY]
-    for block, seeds in (*early, *later, *((block, range(block.seeds)) for block in SECONDARY)):
-        for seed in seeds:
+def runs() -> Iterator[Options]:
+    """The options of every run of the amended list in its order, all arms of a seed together."""
+    for block in LIST:
+        for seed in block.seeds:
             for arm in block.arms:
-                yield _options(block.setting, seed, arm) | dict(chosen[arm]) | block.options
+                yield _options(block.setting, seed, arm) | block.options
 
 
 def _options(setting: Setting, seed: int, arm: str) -> Options:
@@ -171,9 +187,10 @@ def _options(setting: Setting, seed: int, arm: str) -> Options:
 
 
 def has_chosen_values(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether a run of a whole network has the protocol's preset and what was chosen for its arm; in other options it
-    may depart from the preset."""
-    values = chosen.get(experiment.arm) if experiment.study != HEADS and experiment.preset == PRESET else None
+    """Whether a run of a whole network has the protocol's preset, a seed of the first list that was run, and what was
+    chosen for its arm; in other options it may depart from the preset."""
+    first = experiment.study != HEADS and experiment.preset == PRESET and experiment.seed in SEEN
+    values = chosen.get(experiment.arm) if first else None
     return values is not None and all(getattr(experiment, name) == one for name, one in values.items())
 
 

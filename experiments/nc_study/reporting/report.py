@@ -51,7 +51,7 @@ def write(found: Collection, out: Path) -> Path:
                 "controls": tables.control_rows(group) if group.protocol else [],
                 "results": tables.result_rows(group),
                 "broken": tables.broken(group, group.settings),
-                "missing": tables.missing(group, found.groups),
+                "missing": tables.missing(group),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
             }
             for number, group in enumerate(found.groups, 1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
-from ..config import Setting, flag_of
+from ..config import Setting
 from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import (
@@ -16,8 +16,6 @@ from ..protocol import (
     GRID,
     PRECISION_CHECK,
     PRECISION_POINTS,
-    PRIMARY,
-    SECONDARY,
     SHOWN_EARLY,
     TRIAL_SETTING,
     TUNED,
@@ -35,7 +33,6 @@ QUANTITIES = {name: name for name in (*GROUPS, LATE["overall"], LATE["minority"]
 TERMINAL = 99.9  # percent of the training images
 BROKEN = 1.5  # times the loss of the epoch before
 CONTROLS = ("explicit-norm", "once")
-SAID = ("lr", "width", "epochs")  # what names a block of the protocol's runs
 SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
@@ -168,10 +165,10 @@ def _precision(checked: Mapping[str, float]) -> str:
     apart = _apart(checked)
     judged = "" if apart <= PRECISION_POINTS else ": all runs are to be made in float32"
     return (
-        f"Check of the precision, {PRECISION_CHECK.setting.imbalance}, {PRECISION_CHECK.seeds} seeds: overall, the DEQ "
-        f"with the implicit gradient less the explicit network is {checked['bf16']:+.2f} points in bfloat16 and "
-        f"{checked['fp32']:+.2f} in float32, which is {apart:.2f} apart; by the protocol at most {PRECISION_POINTS:g} "
-        f"is allowed{judged}."
+        f"Check of the precision, {PRECISION_CHECK.setting.imbalance}, {len(PRECISION_CHECK.seeds)} seeds: overall, "
+        "the DEQ with the implicit gradient less the explicit network is "
+        f"{checked['bf16']:+.2f} points in bfloat16 and {checked['fp32']:+.2f} in float32, which is {apart:.2f} apart; "
+        f"by the protocol at most {PRECISION_POINTS:g} is allowed{judged}."
     )
 
 
@@ -275,31 +272,12 @@ def broken(group: Group, settings: Sequence[Setting], arms: Iterable[str] = ARMS
     return found
 
 
-def missing(group: Group, groups: Sequence[Group] = ()) -> list[str]:
-    """Name what was not run: of the protocol its runs, of others the settings of the paper's tables; nothing of runs
-    that are there for something else. `groups`: where the protocol's other runs may be."""
-    if group.protocol:
-        return [*_of_the_protocol(groups), *([] if any(one.trunk for one in groups) else ["the heads alone"])]
+def missing(group: Group) -> list[str]:
+    """Name the settings of the paper's tables that were not run; nothing of runs that are there for something else."""
     if group.tuned or group.trunk:
         return []
     settings = [Setting(group.experiment.dataset, *one) for imbalances in TABLES.values() for one in imbalances]
     return [setting.imbalance for setting in settings if setting not in group.settings]
-
-
-def _of_the_protocol(groups: Sequence[Group]) -> Iterator[str]:
-    """Name the blocks of runs that are not finished, with the number of those that are."""
-    for block in (*PRIMARY, SHOWN_EARLY, *SECONDARY):
-        apart = bool(block.options) or block.setting.dataset != "cifar10"  # from the group of the main runs
-        done = sum(
-            all(getattr(run.result.settings, name) == value for name, value in block.options.items())
-            for group, arm in product(groups, block.arms)
-            for seed, run in group.runs.get((block.setting, arm), {}).items()
-            if seed < block.seeds and not group.trunk and apart != group.protocol
-        )
-        if done < (needed := block.seeds * len(block.arms)):
-            data = "CIFAR-100 " if block.setting.dataset == "cifar100" else ""
-            named = "".join(f", {flag_of(name)[2:]} {value:g}" for name, value in block.options.items() if name in SAID)
-            yield f"{data}{block.setting.imbalance}{named} ({done} of {needed})"
 
 
 def _result(group: Group, setting: Setting, arm: str) -> Row:

@@ -82,7 +82,7 @@ def judge(expected: str, found: Estimate, band: float, p_different: float, p_equ
 
 def seeds_of_all_arms(group: Group, block: Block) -> set[int]:
     """The seeds of a block that all of its arms have finished."""
-    return set(range(block.seeds)).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
+    return set(block.seeds).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
 
 
 def ready(group: Group) -> dict[Block, int]:
@@ -97,7 +97,7 @@ def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[lis
         [
             one
             for seed, one in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
-            if seed < block.seeds
+            if seed in block.seeds
         ]
         for block in blocks
     ]
@@ -106,13 +106,13 @@ def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[lis
 def progress(group: Group | None) -> tuple[int, int]:
     """How many of the runs that count are finished, and how many there are."""
     done = sum(
-        seed < block.seeds and arm in block.arms
+        seed in block.seeds and arm in block.arms
         for block in PRIMARY
         for (setting, arm), seeds in (group.runs.items() if group else ())
         if setting == block.setting
         for seed in seeds
     )
-    return done, sum(block.seeds * len(block.arms) for block in PRIMARY)
+    return done, sum(len(block.seeds) * len(block.arms) for block in PRIMARY)
 
 
 def precision_check(groups: Sequence[Group]) -> dict[str, float]:
@@ -123,9 +123,9 @@ def precision_check(groups: Sequence[Group]) -> dict[str, float]:
     for precision in ("bf16", "fp32"):
         group = next((one for one in groups if one.tuned and is_main(one.experiment, precision)), None)
         apart = group.differences(block.setting, arm, control, "overall") if group else {}
-        if not apart.keys() >= set(range(block.seeds)):
+        if not apart.keys() >= set(block.seeds):
             return {}
-        found[precision] = statistics.fmean(apart[seed] for seed in range(block.seeds))
+        found[precision] = statistics.fmean(apart[seed] for seed in block.seeds)
     return found
 
 
