@@ -89,19 +89,6 @@ class StudyData:
             yield self.normalise(images[start : start + batch_size]), labels[start : start + batch_size]
 
 
-class CachedFeatures(StudyData):
-    """What a frozen trunk makes of the images, in their place: nothing is normalised, cropped or flipped."""
-
-    def normalise(self, images: Tensor) -> Tensor:
-        """The features as they are."""
-        return images
-
-    def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled batches of one epoch: a function of (seed, epoch) alone."""
-        for part in torch.randperm(len(self.train_labels), generator=generator(seed, epoch)).split(batch_size):
-            yield self.train_images[part], self.train_labels[part]
-
-
 def generator(*key: int) -> torch.Generator:
     """A private CPU generator for a key of integers: the same for the same key, unrelated for different ones."""
     word = np.random.SeedSequence(key).generate_state(1, np.uint32)[0]

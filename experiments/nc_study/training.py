@@ -19,7 +19,7 @@ import deqfast
 from . import distributed
 from .config import Settings, StudyError
 from .data import Source, StudyData, load
-from .models import ResNet18, build, project
+from .models import build, project
 from .moments import Arrays, moments
 from .record import AVERAGED, GROUPS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
@@ -103,13 +103,13 @@ def is_tested(settings: Settings, epoch: int) -> bool:
 
 
 class Trainer:
-    """A network (None: the one that the settings name), its optimiser, and the data it is trained on, of which every
-    process takes its share."""
+    """The network that the settings name, its optimiser, and the data it is trained on, of which every process takes
+    its share."""
 
-    def __init__(self, settings: Settings, data: StudyData, network: ResNet18 | None = None) -> None:
+    def __init__(self, settings: Settings, data: StudyData) -> None:
         self.settings = settings
         self.data = data
-        self.network = build(settings) if network is None else network
+        self.network = build(settings)
         self.parallel = distributed.parallel(self.network)
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
@@ -208,9 +208,9 @@ class Trainer:
         return collapse, moments(seen.features, seen.labels, weight)
 
 
-def train(settings: Settings, data: StudyData, run: RunDirectory, network: ResNet18 | None = None) -> Trainer:
+def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
-    trainer = Trainer(settings, data, network)
+    trainer = Trainer(settings, data)
     state = distributed.from_first(run.restore)
     done = state["epoch"] if state else 0
     distributed.from_first(run.cut, done)  # what was logged after the checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import product
 
@@ -10,7 +11,7 @@ import pytest
 import study as script
 from nc_study import protocol
 from nc_study.config import CLASSES, StudyError, settings_from
-from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, RECIPE_B, TUNED, choose, runs, trials, tuned
+from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, RECIPE_B, TUNED, choose, counts, runs, trials, tuned
 from nc_study.record import RunResult, read_record, to_json
 from nc_study.reporting.verdicts import BANDS
 from nc_study.scheduler import plan
@@ -19,31 +20,31 @@ from study_helpers import EXPERIMENTS, made_up_result, made_up_trials
 AMENDMENT = "## Amendment of 2026-11-25"
 
 
-def table(heading):
-    """The rows of the first table after a heading of the page."""
-    lines = (EXPERIMENTS / "protocol.md").read_text().split(heading, 1)[1].splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("|---")) + 1
-    rows = []
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            return rows
-        rows.append([entry.strip() for entry in line.strip("|").split("|")])
-    return rows
+def tables(heading):
+    """The rows of the tables after a heading of the page."""
+    text = (EXPERIMENTS / "protocol.md").read_text().split(heading, 1)[1]
+    for part in re.findall(r"^\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE):
+        yield [[entry.strip() for entry in line.strip("|").split("|")] for line in part.splitlines()]
 
 
 def test_the_page_says_what_the_code_does():
-    counted = [(row[0], int(row[2])) for row in table("## Runs") if row[3] == "yes"]
-    assert counted == [(block.setting.imbalance, len(block.seeds)) for block in PRIMARY]
-    quantities = {"nc1": "NC1", "nc2_centered": "NC2", "nc3_centered": "NC3"}
-    claims = [
-        [one.name, one.arm, one.control, quantities.get(one.quantity, one.quantity), one.expected] for one in CLAIMS
-    ]
-    assert [row[:5] for row in table("## Claims")] == claims
-    assert [row[0].strip("`") for row in table("## Arms")] == list(ARMS)
-    assert {claim.quantity for claim in CLAIMS} <= BANDS.keys()
+    listed, claims, *_ = tables(AMENDMENT)
+    quantities = {"overall": "overall", "nc2_centered": "NC2"}
+    assert claims == [[one.name, one.arm, one.control, quantities[one.quantity], one.expected] for one in CLAIMS]
+    assert {claim.quantity for claim in CLAIMS} == BANDS.keys()
+    assert [row[0].strip("`") for row in next(tables("## Arms"))] == list(ARMS)
     page = (EXPERIMENTS / "protocol.md").read_text()
-    assert "Rate 0.03, 0.1 or 0.3, weight decay 5e-4 or 2e-3, initial gain" in page and "120 runs that count" in page
-    assert sum(len(block.seeds) * len(block.arms) for block in PRIMARY) == 120
+    assert "Rate 0.03, 0.1 or 0.3, weight decay 5e-4 or 2e-3, initial gain" in page and "the 48 runs that count" in page
+    assert "(3,7) R = 10 (seeds 0-5), (3,7) R = 100 and (5,5) R = 100 (seeds 0-2)" in page
+    assert [(one.setting.imbalance, *one.seeds) for one in PRIMARY] == [
+        ("(3,7) R = 10", 0, 1, 2, 3, 4, 5),
+        ("(3,7) R = 100", 0, 1, 2),
+        ("(5,5) R = 100", 0, 1, 2),
+    ]
+    assert sum(len(block.seeds) * len(block.arms) for block in PRIMARY) == 48
+    counted = [one for one in plan(runs(), {"device": "cpu"}) if counts(one.settings)]
+    assert len(counted) == 48 - 9, "the explicit network's were there before"
+    assert {row[4] for row in listed if row[1] == "B" and "CIFAR" not in row[0] and row[0] != "balanced"} == {"yes"}
     assert GRID == {"lr": (0.03, 0.1, 0.3), "weight_decay": (5e-4, 2e-3), "scale": (1.0, 0.3)}
 
 
@@ -53,7 +54,7 @@ def test_the_amended_list_is_the_pages(tmp_path):
         ("study", "bf16", 1, "test", 16)
     }
     expected = []
-    for settings, recipe, arms, seeds, _ in table(AMENDMENT):
+    for settings, recipe, arms, seeds, _ in next(tables(AMENDMENT)):
         values, *rest = recipe.split(", ")
         tuned_values = tuple(map(float, values.split(" / "))) if values != "B" else tuple(RECIPE_B.values())
         apart = ("without crops and flips" in rest, "constant" in rest, "100 epochs" in rest)
