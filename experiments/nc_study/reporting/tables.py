@@ -40,6 +40,7 @@ SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
 NOTHING = "–"
+OTHER_WAY = ", the other way"
 
 
 def verdict_rows(group: Group) -> list[Row]:
@@ -50,16 +51,14 @@ def verdict_rows(group: Group) -> list[Row]:
     fresh = replace(PRIMARY[0], seeds=FRESH)
     for claim, (verdict, found) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True):
         text = f"{ARMS[claim.arm][0]} against {ARMS[claim.control][0]}: {QUANTITIES[claim.quantity]} {claim.expected}"
-        late = LATE.get(claim.quantity)
-        again = _estimated(group, claim, [fresh])
-        other = again and found and again.mean * found.mean < 0
+        late, again = LATE.get(claim.quantity), _estimated(group, claim, [fresh])
+        apart = _estimated(group, replace(claim, quantity=late), [*ready(group)]) if late else None
+        contradicts = again and found and again.mean * found.mean < 0
         rows.append(
             {
                 **{"": claim.name, "claim": text, "verdict": verdict, "difference": _shown(claim.quantity, found)},
-                "last epochs": _shown(late, _estimated(group, replace(claim, quantity=late), [*ready(group)]))
-                if late
-                else NOTHING,
-                "fresh seeds": _shown(claim.quantity, again) + (", the other way" if other else ""),
+                "last epochs": _shown(late or "", apart),
+                "fresh seeds": _shown(claim.quantity, again) + (OTHER_WAY if contradicts else ""),
                 "source": claim.source,
             }
         )
@@ -73,6 +72,7 @@ def _estimated(group: Group, claim: Claim, blocks: Sequence[Block]) -> Estimate 
 
 
 def _shown(quantity: str, found: Estimate | None) -> str:
+    """Show an estimate and its interval, if there is one."""
     return shown_difference(quantity, found.mean, found.interval) if found else NOTHING
 
 
@@ -91,7 +91,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
     first = next((group for group in groups if group.first_recipe), None)
     (done, needed), checked = progress(main), precision_check(groups)
     rows = verdict_rows(main) if main else []
-    unsolved = _unsolved(main, "recipe B") if main else {}
+    unsolved = _unsolved(main, "recipe B", [block.setting for block in PRIMARY]) if main else {}
     if done < needed:
         said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
     elif "deq-implicit" in unsolved or not checked or _apart(checked) > PRECISION_POINTS:
@@ -102,9 +102,9 @@ def findings(groups: Sequence[Group]) -> list[str]:
         said = conclusions({str(row[""]): str(row["verdict"]) for row in rows})
     if main and rows:
         said += [f"Recipe B. {_by_setting(main)}", *_evidence(rows, done == needed), *unsolved.values()]
-    if first:
+    if first and ready(first):
         said += [f"{_capital(FIRST_RECIPE)}, without a verdict. {_by_setting(first)}", *_of_rate_and_decay(first)]
-        said += _unsolved(first, "the first recipe").values()
+        said += _unsolved(first, "the first recipe", first.settings).values()
     elif not rows:
         said += [sentence for group in groups[:1] if (sentence := _first_look(group))]
     return [*said, *([_precision(checked)] if checked else [])]
@@ -118,7 +118,7 @@ def _evidence(rows: Sequence[Row], judged: bool) -> list[str]:
     """The differences behind the claims, with their verdicts if there are any, and the fresh seeds that contradict."""
     shown = {}
     for row in rows:
-        other = "; the fresh seeds go the other way" if str(row["fresh seeds"]).endswith("the other way") else ""
+        other = "; the fresh seeds go the other way" if str(row["fresh seeds"]).endswith(OTHER_WAY) else ""
         shown[str(row[""])] = f"{row['difference']}" + (f" ({row['verdict']}{other})" if judged else "")
     return [sentence.format(**shown) for sentence in EVIDENCE]
 
@@ -166,11 +166,11 @@ def _of_rate_and_decay(group: Group) -> list[str]:
     ]
 
 
-def _unsolved(group: Group, recipe: str) -> dict[str, str]:
+def _unsolved(group: Group, recipe: str, settings: Sequence[Setting]) -> dict[str, str]:
     """Say of which arms too few samples reach the tolerance at the end of training, on average over the runs."""
     said = {}
     for arm in ARMS:
-        networks = [one for setting in group.settings for one in group.networks(setting, arm).values() if one.solver]
+        networks = [one for setting in settings for one in group.networks(setting, arm).values() if one.solver]
         shares = [one.curves["converged"][-1] or 0 for one in networks]
         if shares and fmean(shares) < SOLVED:
             said[arm] = (
