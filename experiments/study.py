@@ -124,7 +124,7 @@ def wanted(options: StudyOptions, given: Mapping[str, Any]) -> list[dict[str, An
         return [{**setting.options, "seed": seed, **arm_options(arm)} for seed, setting, arm in each]
     if fixed := [flag_of(name) for name in given if name not in protocol.MACHINE]:
         raise SettingsError(f"{', '.join(fixed)}: experiments/protocol.md decides it")
-    return list(protocol.trials() if options.tune else protocol.runs(protocol.tuned()))
+    return list(protocol.trials() if options.tune else protocol.runs())
 
 
 def conclude_tuning(tasks: list[Task], failed: Mapping[Task, str]) -> None:
@@ -151,11 +151,12 @@ def run_study(options: StudyOptions, tasks: list[Task]) -> int:
         tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
     conflicts = {task: conflict for task in tasks if (conflict := task.conflict())}
     if options.dry_run:
+        hours = hours_left(task for task in tasks if task not in conflicts)
         print(f"{len(tasks)} runs")
         for task in tasks:
-            print(f"  {task}: {conflicts.get(task) or task.state()}")
-        hours = hours_left(task for task in tasks if task not in conflicts)
-        print(f"about {hours:.1f} h are left, one run at a time, by steps timed now")
+            left = f", {hours[task]:.1f} h" if task in hours else ""
+            print(f"  {task}: {conflicts.get(task) or task.state()}{left}")
+        print(f"about {sum(hours.values()):.1f} h are left, one run at a time, by steps timed now")
         return 1 if conflicts else 0
     if not tasks:
         return 0

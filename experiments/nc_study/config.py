@@ -146,6 +146,8 @@ class Experiment(Checked):
         choices=("test", "validation"),
     )
 
+    no_augmentation: bool = option("data", "train on the images as they are, without crops and flips", False)
+
     width: int = option("network", "channels of the first stage", minimum=1)
     scale: float = option(
         "network", "initial gain of what the last block's convolutions add to its input", 1.0, above=0

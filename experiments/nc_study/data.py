@@ -50,6 +50,7 @@ class StudyData:
     test_labels: Tensor
     mean: Tensor
     std: Tensor
+    augmented: bool = True
 
     @property
     def classes(self) -> int:
@@ -66,8 +67,8 @@ class StudyData:
         return scaled.contiguous(memory_format=torch.channels_last)
 
     def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled, cropped and flipped batches of one epoch: a function of (seed, epoch) alone, on every device. Of
-        several processes each gets its share of every batch."""
+        """Shuffled batches of one epoch, cropped and flipped if the data are to be augmented: a function of (seed,
+        epoch) alone, on every device. Of several processes each gets its share of every batch."""
         device, total = self.train_images.device, len(self.train_images)
         stream = generator(seed, epoch)
         order = torch.randperm(total, generator=stream).to(device)
@@ -75,7 +76,8 @@ class StudyData:
         flips = torch.randint(2, (total,), generator=stream).bool().to(device)
         for start in range(0, total, batch_size):
             part = distributed.share(start, min(start + batch_size, total))
-            images = crop_and_flip(self.train_images[order[part]], offsets[part], flips[part])
+            images = self.train_images[order[part]]
+            images = crop_and_flip(images, offsets[part], flips[part]) if self.augmented else images
             yield self.normalise(images), self.train_labels[order[part]]
 
     def plain(self, split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,19 +87,6 @@ class StudyData:
         images, labels = (getattr(self, f"{split}_{part}")[mine] for part in ("images", "labels"))
         for start in range(0, max(1, len(images)), batch_size):
             yield self.normalise(images[start : start + batch_size]), labels[start : start + batch_size]
-
-
-class CachedFeatures(StudyData):
-    """What a frozen trunk makes of the images, in their place: nothing is normalised, cropped or flipped."""
-
-    def normalise(self, images: Tensor) -> Tensor:
-        """The features as they are."""
-        return images
-
-    def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled batches of one epoch: a function of (seed, epoch) alone."""
-        for part in torch.randperm(len(self.train_labels), generator=generator(seed, epoch)).split(batch_size):
-            yield self.train_images[part], self.train_labels[part]
 
 
 def generator(*key: int) -> torch.Generator:
@@ -182,6 +171,7 @@ def load(source: Source, settings: Settings, device: torch.device) -> StudyData:
         majority=settings.setting.majority_classes,
         mean=torch.tensor(mean, dtype=torch.float32, device=device),
         std=torch.tensor(std, dtype=torch.float32, device=device),
+        augmented=not settings.no_augmentation,
         **splits,
     )
 

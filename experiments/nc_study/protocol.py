@@ -15,9 +15,6 @@ from .config import Experiment, Setting, StudyError, arm_options
 ARMS = ("explicit", "explicit-norm", "once", "deq-jfb", "deq-implicit")
 PAIR = ("explicit", "deq-implicit")
 PRESET = "study"
-HEADS = "heads"
-"""The study of a run that trains a head alone, on a frozen trunk."""
-HEAD_SEEDS = 20
 MACHINE = ("data_root", "threads", "out", "device", "kernel")
 """The options that the protocol leaves to whoever runs it."""
 
@@ -36,30 +33,48 @@ class Block:
     """Runs of the list: a setting's arms under some seeds, and the options in which they are not the preset's."""
 
     setting: Setting
-    seeds: int
+    seeds: range
     arms: tuple[str, ...] = ARMS
     options: Options = field(default_factory=dict, hash=False)
 
 
-def _cifar10(majority: int | None, ratio: int | None, seeds: int, *rest: Any) -> Block:
+def _cifar10(majority: int | None, ratio: int | None, seeds: range, *rest: Any) -> Block:
     return Block(Setting("cifar10", majority, ratio), seeds, *rest)
 
 
-PRECISION_CHECK = _cifar10(3, 10, 2, PAIR, {"precision": "fp32"})
+PRECISION_CHECK = _cifar10(3, 10, range(2), PAIR, {"precision": "fp32"})
 PRECISION_POINTS = 2.0
 """By how much the difference between its arms may differ between the precisions."""
-PRIMARY = (_cifar10(3, 10, 10), _cifar10(3, 100, 5), _cifar10(5, 100, 5), _cifar10(7, 10, 4))
-SHOWN_EARLY = _cifar10(7, 100, 3)
-EARLY_SEEDS = 3
-"""Of every primary setting, before any more."""
-SECONDARY = (
-    _cifar10(5, 10, 3),
-    _cifar10(3, 10, 1, PAIR, {"lr": 1e-4, "schedule": "constant", "weight_decay": 5e-4, "scale": 1.0, "epochs": 100}),
-    _cifar10(None, None, 1),
-    *(_cifar10(majority, 50, 1) for majority in (3, 5, 7)),
-    _cifar10(3, 100, 1, PAIR, {"width": 64, "epochs": 100}),
-    Block(Setting("cifar100", 3, 10), 1),
+
+SEEN, FRESH = range(3), range(3, 6)
+"""Seeds that were seen under the first recipe, and those that were not."""
+B_ARMS = tuple(arm for arm in ARMS if arm != "deq-jfb")
+PRIMARY = (
+    _cifar10(3, 10, range(6), B_ARMS),
+    _cifar10(3, 100, SEEN, B_ARMS),
+    _cifar10(5, 100, SEEN, B_ARMS),
 )
+"""The runs of recipe B on which the verdicts rest."""
+
+
+def _tuned(lr: float, weight_decay: float, scale: float = 1.0) -> Options:
+    return dict(zip(TUNED, (lr, weight_decay, scale), strict=True))
+
+
+RECIPE_B = _tuned(0.03, 5e-4)
+LIST = (
+    *(_cifar10(majority, 100, SEEN, ("explicit",), _tuned(0.1, 2e-3)) for majority in (3, 5)),
+    *(_cifar10(*setting, SEEN, B_ARMS[1:], RECIPE_B) for setting in ((3, 100), (5, 100), (3, 10))),
+    _cifar10(3, 10, FRESH, B_ARMS, RECIPE_B),
+    _cifar10(5, 100, SEEN, ("deq-implicit",), _tuned(0.1, 5e-4)),
+    _cifar10(3, 10, range(1), PAIR, {**_tuned(1e-4, 5e-4), "schedule": "constant", "epochs": 100}),
+    *(_cifar10(majority, 100, SEEN, ("deq-jfb",), _tuned(0.1, 5e-4, 0.3)) for majority in (3, 5)),
+    _cifar10(3, 10, SEEN, B_ARMS, {**RECIPE_B, "no_augmentation": True}),
+    _cifar10(None, None, range(1), PAIR, RECIPE_B),
+    Block(Setting("cifar100", 3, 10), range(1), PAIR, RECIPE_B),
+)
+"""The runs of the amendment of 2026-11-25, but for those of recipe B that were there before it: its explicit network
+under the seeds that were seen."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +86,19 @@ class Claim:
     control: str
     quantity: str
     expected: str
-    """Of the arm, compared with the control: "higher", "lower" or "alike"."""
+    """Of the arm, compared with the control: "higher" or "lower"."""
     source: str
 
 
 _TABLES = "Tables 2-4"
 _CONTROL = "the control: is it the equilibrium?"
-_FIGURES = "Theorem 4.1, Figs. 3b-5"
-_SEEN = "seen in four earlier seeds"
 CLAIMS = (
     Claim("A1", "deq-implicit", "explicit", "overall", "higher", _TABLES),
-    Claim("A2", "deq-jfb", "explicit", "overall", "higher", _TABLES),
-    Claim("A3", "deq-implicit", "explicit", "minority", "higher", _TABLES),
     Claim("A4", "deq-implicit", "once", "overall", "higher", _CONTROL),
     Claim("A5", "deq-implicit", "explicit-norm", "overall", "higher", _CONTROL),
-    Claim("A6", "deq-jfb", "deq-implicit", "overall", "lower", _SEEN),
-    Claim("N1", "deq-implicit", "explicit", "nc2_centered", "lower", f"{_FIGURES}; {_SEEN}"),
-    Claim("N2", "deq-implicit", "explicit", "nc3_centered", "lower", _FIGURES),
+    Claim("N1", "deq-implicit", "explicit", "nc2_centered", "lower", "Theorem 4.1, Figs. 3b-5"),
     Claim("N3", "deq-implicit", "once", "nc2_centered", "lower", _CONTROL),
     Claim("N4", "deq-implicit", "explicit-norm", "nc2_centered", "lower", _CONTROL),
-    Claim("N5", "deq-implicit", "explicit", "nc1", "alike", "Section 5.3, Figs. 3b-5"),
 )
 
 
@@ -155,30 +163,38 @@ def trials() -> Iterator[Options]:
             yield _options(TRIAL_SETTING, TRIAL_SEED, arm) | TRIAL | dict(zip(GRID, values, strict=True))
 
 
-def runs(chosen: Mapping[str, Mapping[str, float]]) -> Iterator[Options]:
-    """The options of every run in the protocol's order, all arms of a seed together."""
-    first = (PRECISION_CHECK, *PRIMARY[:-1], SHOWN_EARLY, PRIMARY[-1])
-    early = [(block, range(min(block.seeds, EARLY_SEEDS))) for block in first]
-    later = [(block, range(EARLY_SEEDS, block.seeds)) for block in PRIMARY]
-    for block, seeds in (*early, *later, *((block, range(block.seeds)) for block in SECONDARY)):
-        for seed in seeds:
+def runs() -> Iterator[Options]:
+    """The options of every run of the amended list in its order, all arms of a seed together."""
+    for block in LIST:
+        for seed in block.seeds:
             for arm in block.arms:
-                yield _options(block.setting, seed, arm) | dict(chosen[arm]) | block.options
+                yield _options(block.setting, seed, arm) | block.options
 
 
 def _options(setting: Setting, seed: int, arm: str) -> Options:
     return {"preset": PRESET, **setting.options, "seed": seed, **arm_options(arm), "precision": "bf16"}
 
 
-def has_chosen_values(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether a run of a whole network has the protocol's preset and what was chosen for its arm; in other options it
-    may depart from the preset."""
-    values = chosen.get(experiment.arm) if experiment.study != HEADS and experiment.preset == PRESET else None
-    return values is not None and all(getattr(experiment, name) == one for name, one in values.items())
+def of_first_list(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether a run is of the list before the amendment: with what the trials chose for its arm, in bfloat16 or, as a
+    check, in float32."""
+    run = experiment.seed in SEEN and experiment.majority is not None
+    return run and experiment.arm in chosen and _is_preset_but_for(experiment, chosen[experiment.arm])
 
 
-def is_main(experiment: Experiment, precision: str = "bf16") -> bool:
-    """Whether a run that has the values chosen for its arm is one of the main ones, elsewhere the preset's, or with
-    fp32 one of their check."""
+def of_recipe_b(experiment: Experiment) -> bool:
+    """Whether a run is one on CIFAR-10, in bfloat16, of an arm that has recipe B."""
+    return experiment.arm in B_ARMS and experiment.precision == "bf16" and _is_preset_but_for(experiment, RECIPE_B)
+
+
+def counts(experiment: Experiment) -> bool:
+    """Whether a run is one of those on which the verdicts rest."""
+    blocks = (block for block in PRIMARY if block.setting == experiment.setting and experiment.seed in block.seeds)
+    return of_recipe_b(experiment) and any(blocks)
+
+
+def _is_preset_but_for(experiment: Experiment, values: Mapping[str, float]) -> bool:
+    """Whether a run has these values, and the preset's elsewhere, but for the precision."""
     apart = experiment.departures.keys() - {*TUNED, "precision"}
-    return experiment.dataset == "cifar10" and not apart and experiment.precision == precision
+    preset = experiment.preset == PRESET and experiment.dataset == "cifar10" and not apart
+    return preset and all(getattr(experiment, name) == one for name, one in values.items())

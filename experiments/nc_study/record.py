@@ -154,6 +154,9 @@ class Machine:
     threads: int
     gpu: str | None
     processes: int = 1
+    bf16: str | None = None
+    """What computed a CPU's products of bfloat16: its "instructions", or "float32 kernels" (see `models.Conv2d`). None
+    if there were none, and in records older than this field, all of which had the instructions."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 - settings.json: what was asked for; a run is only continued under the same settings
 - epochs.jsonl: one line per finished epoch
+- moments.npz: class means and more at each measurement of neural collapse (see moments.py)
 - last.ckpt: the state after the last finished epoch, replaced at once or not at all
 - features.npz, result.json, figure.png: written at the end
 - log.txt: what its last attempt printed when study.py ran it
@@ -26,6 +27,7 @@ import torch
 from deqfast.testing.records import write_bytes
 
 from .config import Experiment, Settings, StudyError, flag_of
+from .moments import Arrays, joined
 from .record import FORMAT, Begun, Epoch, RunResult, from_json, read_record, to_json
 
 
@@ -94,6 +96,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.features = path / "features.npz"
+        self.moments = path / "moments.npz"
         self.figure = path / "figure.png"
         self.log = path / "log.txt"
         self._result = path / "result.json"
@@ -163,10 +166,13 @@ class RunDirectory:
         with lock:
             yield
 
-    def append(self, epoch: Epoch) -> None:
-        """Add the line of a finished epoch."""
-        before = self._log.read_bytes() if self._log.exists() else b""
-        write_atomically(self._log, before + to_json(epoch))
+    def append(self, epoch: Epoch, moments: Arrays | None = None) -> None:
+        """Add the line of a finished epoch, and what its measurement of neural collapse rests on, if there was one."""
+        if moments:
+            before = read_arrays(self.moments) if self.moments.exists() else None
+            write_arrays(self.moments, joined(before, epoch.epoch, moments))
+        lines = self._log.read_bytes() if self._log.exists() else b""
+        write_atomically(self._log, lines + to_json(epoch))
 
     @property
     def epochs(self) -> list[Epoch]:
@@ -178,12 +184,20 @@ class RunDirectory:
         return found
 
     def cut(self, count: int) -> None:
-        """Drop what was logged after the checkpoint that is gone on from, half a line included."""
+        """Drop what was saved after the checkpoint that is gone on from, half a line included."""
         kept = self.epochs[:count]
         if [epoch.epoch for epoch in kept] != list(range(1, count + 1)):
             raise StudyError(
                 f"{self._log} lacks lines of the {count} epochs that are done: start anew in another --out"
             )
+        if measured := [epoch.epoch for epoch in kept if epoch.nc]:
+            saved = read_arrays(self.moments)
+            saved = {name: one[saved["epoch"] <= count] for name, one in saved.items()}
+            if saved["epoch"].tolist() != measured:
+                raise StudyError(f"{self.moments} lacks measurements of these epochs: start anew in another --out")
+            write_arrays(self.moments, saved)
+        else:
+            self.moments.unlink(missing_ok=True)
         write_atomically(self._log, b"".join(map(to_json, kept)))
 
     def save(self, state: dict[str, Any]) -> None:

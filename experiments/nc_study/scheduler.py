@@ -72,11 +72,11 @@ def plan(wanted: Iterable[Mapping[str, Any]], given: Mapping[str, Any]) -> list[
     return list(tasks.values())
 
 
-def hours_left(tasks: Iterable[Task]) -> float:
-    """Hours that the epochs left to do take, one run at a time, from steps and evaluations timed here and now: those of
+def hours_left(tasks: Iterable[Task]) -> dict[Task, float]:
+    """Hours that the epochs of each run left to do take, from steps and evaluations timed here and now: those of
     untrained networks, whose solves are shorter."""
     paces: dict[tuple[Any, ...], tuple[float, float]] = {}
-    seconds = 0.0
+    hours = {}
     for task in tasks:
         one = task.settings
         kind = (one.arm, one.width, one.batch_size, one.classes, one.precision, one.solver, one.tol, one.max_iter)
@@ -86,8 +86,8 @@ def hours_left(tasks: Iterable[Task]) -> float:
             images = sum(class_sizes(one))
             passes = images * sum(is_measured(one, epoch) for epoch in left)
             passes += one.test_images * sum(is_tested(one, epoch) for epoch in left)
-            seconds += len(left) * images * step + passes * evaluation
-    return seconds / 3600
+            hours[task] = (len(left) * images * step + passes * evaluation) / 3600
+    return hours
 
 
 def gpus_of(slot: int, processes: int) -> dict[str, str]:

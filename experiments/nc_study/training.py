@@ -19,7 +19,8 @@ import deqfast
 from . import distributed
 from .config import Settings, StudyError
 from .data import Source, StudyData, load
-from .models import ResNet18, build, project
+from .models import build, project
+from .moments import Arrays, moments
 from .record import AVERAGED, GROUPS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
@@ -102,13 +103,13 @@ def is_tested(settings: Settings, epoch: int) -> bool:
 
 
 class Trainer:
-    """A network (None: the one that the settings name), its optimiser, and the data it is trained on, of which every
-    process takes its share."""
+    """The network that the settings name, its optimiser, and the data it is trained on, of which every process takes
+    its share."""
 
-    def __init__(self, settings: Settings, data: StudyData, network: ResNet18 | None = None) -> None:
+    def __init__(self, settings: Settings, data: StudyData) -> None:
         self.settings = settings
         self.data = data
-        self.network = build(settings) if network is None else network
+        self.network = build(settings)
         self.parallel = distributed.parallel(self.network)
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
@@ -126,18 +127,19 @@ class Trainer:
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def run_epoch(self, epoch: int, progress: tqdm[Any]) -> Epoch:
-        """Train for an epoch; test and measure neural collapse when they are due."""
+    def run_epoch(self, epoch: int, progress: tqdm[Any]) -> tuple[Epoch, Arrays | None]:
+        """Train for an epoch; test and measure neural collapse when they are due. The epoch's line, and what the
+        measurement rests on."""
         start = time.perf_counter()
         trained = self.train_epoch(epoch, progress)
         middle = time.perf_counter()
         due = is_tested(self.settings, epoch)
         tested = accuracies(self.infer("test"), self.data) if due else dict.fromkeys(GROUPS)
         end = time.perf_counter()
-        collapse = self.measure_collapse() if is_measured(self.settings, epoch) else None
+        collapse, saved = self.measure_collapse() if is_measured(self.settings, epoch) else (None, None)
         seconds = (middle - start, end - middle, time.perf_counter() - end)
         spent = Seconds(*(round(part, 3) for part in seconds))
-        return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent)
+        return Epoch(epoch=epoch, **trained, **tested, nc=collapse, seconds=spent), saved
 
     def train_epoch(self, epoch: int, progress: tqdm[Any]) -> dict[str, Any]:
         """One pass over the augmented training images; the fields of `Epoch` that come of it."""
@@ -197,17 +199,18 @@ class Trainer:
             parts.append((output.logits.argmax(1), labels, output.features))
         return Inference(*(distributed.gather(torch.cat(column)) for column in zip(*parts, strict=True)))
 
-    def measure_collapse(self) -> Collapse:
-        """NC1-NC4 of the training images, not augmented, under fixed weights."""
+    def measure_collapse(self) -> tuple[Collapse, Arrays]:
+        """NC1-NC4 of the training images, not augmented, under fixed weights, and what these rest on."""
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        return {name: one if math.isfinite(one) else None for name, one in asdict(result).items()}
+        collapse = {name: one if math.isfinite(one) else None for name, one in asdict(result).items()}
+        return collapse, moments(seen.features, seen.labels, weight)
 
 
-def train(settings: Settings, data: StudyData, run: RunDirectory, network: ResNet18 | None = None) -> Trainer:
+def train(settings: Settings, data: StudyData, run: RunDirectory) -> Trainer:
     """Train a network from where the run directory has it to the last epoch; a line and a checkpoint per epoch."""
-    trainer = Trainer(settings, data, network)
+    trainer = Trainer(settings, data)
     state = distributed.from_first(run.restore)
     done = state["epoch"] if state else 0
     distributed.from_first(run.cut, done)  # what was logged after the checkpoint
@@ -219,8 +222,8 @@ def train(settings: Settings, data: StudyData, run: RunDirectory, network: ResNe
     bar = {"desc": settings.arm, "unit": "batch", "disable": None if first else True}  # None: not a terminal
     with tqdm(total=settings.epochs * steps, initial=done * steps, **bar) as progress:
         for epoch in range(done + 1, settings.epochs + 1):
-            line = trainer.run_epoch(epoch, progress)
-            distributed.from_first(run.append, line)
+            line, saved = trainer.run_epoch(epoch, progress)
+            distributed.from_first(run.append, line, saved)
             distributed.from_first(run.save, trainer.state(epoch))
             progress.write(describe(settings.arm, line, settings.epochs))
             sys.stdout.flush()

@@ -238,7 +238,7 @@ SALIENCY = Experiment(
 def of_runs(folder: Path, root: Path) -> Experiment:
     """Make the experiment on the finished runs below a folder, whose CIFAR files are under root; StudyError if there
     is none. Of several experiments it is the one that the study's report has first."""
-    groups = [one for one in collect([folder]).groups if not one.trunk and one.experiment.evaluate == "test"]
+    groups = [one for one in collect([folder]).groups if one.experiment.evaluate == "test"]
     if not groups:
         raise StudyError(f"--runs {folder}: there must be a finished run of study.py or cifar_lt.py in it")
     found: dict[Unit, dict[str, Path]] = {}

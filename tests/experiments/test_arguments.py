@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import graphs
-import heads
 import layer_peeled
 import pytest
 import runs
@@ -17,7 +16,6 @@ SCRIPTS = {
     "cifar_lt": partial(parse, "cifar_lt", None),
     "cifar_balanced": partial(parse, "cifar_balanced", None),
     "study": study.main,
-    "heads": heads.main,
     "layer_peeled": layer_peeled.main,
     "separation": separation.main,
     "graphs": partial(runs.main, None, graphs.Graphs, graphs.ARMS, graphs.train, graphs.draw),
@@ -46,7 +44,6 @@ SCRIPTS = {
         ("study --table 1 --dataset mnist", "invalid choice: 'mnist'"),
         ("study --table 2 --n-majority 50", "--ratio 100 leaves minority classes empty at --n-majority 50"),
         ("study --table 1 --spread", "only under torchrun with two or more processes"),
-        ("heads trunk --seeds 0", "--seeds 0: at least 1"),
         ("layer_peeled --e-h=1.5 --e-w=1", "--e-h 1.5"),
         ("layer_peeled --e-h=0.5", "as many as --e-w"),
         ("layer_peeled --e-w=-1,2", "--e-w -1,2"),

@@ -55,7 +55,7 @@ def test_the_tables_hold_the_results_numbers_beside_the_papers(made_up):
 def test_the_protocols_runs_of_one_arm_alone(arm):
     (path,) = (EXPERIMENTS / "results" / "protocol").glob(f"cifar10-k3-r100-study-{arm}-seed0-*")
     groups = collect([path]).groups
-    assert groups[0].protocol and tables.findings(groups)[0].startswith("No verdict yet: 1 of the")
+    assert groups[0].first_recipe and tables.findings(groups)[0].startswith("No verdict yet: 0 of the 48")
     assert tables.control_rows(groups[0]) == []
 
 
@@ -110,7 +110,7 @@ def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch,
     monkeypatch.setattr("nc_study.reporting.report.png", lambda figure: b"as does drawing")
     assert run_script("report.py", "experiments/results/protocol", "--out", str(tmp_path)) == 0
     printed = capsys.readouterr().out
-    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "main runs of the protocol" in printed
+    assert f"markdown: {tmp_path / 'report.md'}\n" in printed and "first recipe, tuned arm by arm" in printed
     committed = EXPERIMENTS / "results" / "report"
     assert (tmp_path / "report.md").read_text() == (committed / "report.md").read_text()
     names = {path.name for path in (committed / "figures").iterdir()}

@@ -97,6 +97,17 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
         assert not torch.equal(first[0][0], next(iter(study.epoch(seed, epoch, 16)))[0])
 
 
+def test_without_augmentation_an_epoch_has_the_images_as_they_are():
+    """In the order that it has with augmentation."""
+    settings = settings_from("cifar_lt", dataset="shapes", n_majority=20, test_images=40, device="cpu")
+    augmented, plain = (shapes_data(replace(settings, no_augmentation=one)) for one in (False, True))
+    images = torch.cat([one for one, _ in plain.epoch(1, 2, 16)])
+    order = torch.randperm(len(images), generator=data.generator(1, 2))
+    assert torch.equal(images, plain.normalise(plain.train_images[order]))
+    for (one, labels), (other, same) in zip(augmented.epoch(1, 2, 16), plain.epoch(1, 2, 16), strict=True):
+        assert torch.equal(labels, same) and not torch.equal(one, other)
+
+
 def write_cifar(root, dataset, per_class, monkeypatch):
     """Files in the format of torchvision's CIFAR class, whose checksums it then expects; {"train", "test"} labels."""
     folder = root / dataset.base_folder

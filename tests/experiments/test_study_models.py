@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nc_study import models
 from nc_study.analysis import spectral_radius
 from nc_study.config import MODELS, settings_from
-from nc_study.models import build, choose_kernel, project
+from nc_study.models import Conv2d, build, choose_kernel, project
 from study_helpers import shapes_data
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
 
@@ -91,6 +93,69 @@ def test_under_autocast_all_before_the_last_block_is_in_bfloat16(model):
     assert output.features.dtype == output.logits.dtype == torch.float32
     output.logits.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+
+
+@pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2)])
+def test_float32_kernels_compute_products_of_bfloat16(size, stride, monkeypatch):
+    """Operands are integers of which no sum exceeds 2^24: no order of summation rounds. So result and gradients are in
+    every bit the exact ones of rounded operands, rounded once. torch's own are, too, with bfloat16 instructions.
+    Without them it rounds gradients after each of up to 9 elements of the kernel, and once at the end."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(-1023, 1024, (2, 4, 6, 6), generator=draw).float()
+    weight = torch.randint(-255, 256, (4, 4, size, size), generator=draw).float()  # 36 products of 2^18
+    found = []
+    for native in (False, True):
+        monkeypatch.setattr(models, "multiplies_bf16", lambda native=native: native)
+        convolution = Conv2d(4, 4, size, stride)
+        convolution.weight.data.copy_(weight)
+        with Kernels() as kernels, torch.autocast("cpu", torch.bfloat16):
+            found.append(differentiated(convolution, x, convolution.weight))
+        assert kernels.dtypes == {torch.bfloat16 if native else torch.float32}
+    ours, theirs = found
+    assert [one.dtype for one in ours] == [torch.bfloat16, torch.float32, torch.float32]
+    x, weight = x.bfloat16().double(), weight.bfloat16().double()
+    exact = differentiated(lambda x: torch.nn.functional.conv2d(x, weight, None, stride, size // 2), x, weight)
+    rounded = [one.float().bfloat16() for one in exact]
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(ours, rounded, strict=True))
+    assert torch.equal(theirs[0], ours[0])
+    x, weight = x.abs(), weight.detach().abs()
+    sums = differentiated(lambda x: torch.nn.functional.conv2d(x, weight, None, stride, size // 2), x, weight)
+    for one, other, most in zip(theirs, ours, sums, strict=True):
+        assert ((one.double() - other.double()).abs() <= 10 * 2**-8 * most).all()
+
+
+def differentiated(function, x, weight):
+    """Its value at x, and the gradients by x and weight under a gradient of integers up to 127; of no sign if x has
+    none."""
+    x, weight = x.clone().requires_grad_(), weight.requires_grad_()
+    weight.grad = None
+    value = function(x)
+    gradient = torch.randint(-127, 128, value.shape, generator=torch.Generator().manual_seed(1)).to(value)
+    value.backward(gradient if (x < 0).any() else gradient.abs())
+    return value.detach(), x.grad, weight.grad
+
+
+class Kernels(TorchDispatchMode):
+    """Collects the dtypes in which convolutions and their gradients are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "convolution" in func.overloadpacket.__name__:
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_all_convolutions_before_the_last_block_are_computed_alike(native, monkeypatch):
+    monkeypatch.setattr(models, "multiplies_bf16", lambda: native)
+    network, kernels = make("explicit", width=1), Kernels()
+    network.last = torch.nn.Identity()
+    with kernels, torch.autocast("cpu", torch.bfloat16):
+        network(torch.randn(2, 3, 32, 32)).logits.sum().backward()
+    assert kernels.dtypes == {torch.bfloat16 if native else torch.float32}
 
 
 @pytest.mark.parametrize("model", ["explicit", "deq"])

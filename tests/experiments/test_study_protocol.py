@@ -2,69 +2,74 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from itertools import product
 
 import msgspec
 import pytest
 import study as script
 from nc_study import protocol
 from nc_study.config import CLASSES, StudyError, settings_from
-from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, TUNED, choose, runs, trials, tuned
+from nc_study.protocol import ARMS, CLAIMS, GRID, PRIMARY, RECIPE_B, TUNED, choose, counts, runs, trials, tuned
 from nc_study.record import RunResult, read_record, to_json
 from nc_study.reporting.verdicts import BANDS
 from nc_study.scheduler import plan
 from study_helpers import EXPERIMENTS, made_up_result, made_up_trials
 
-CHOSEN = {arm: {"lr": 0.1, "weight_decay": 2e-3, "scale": 0.3} for arm in ARMS}
+AMENDMENT = "## Amendment of 2026-11-25"
 
 
-def table(heading):
-    """The rows of the first table after a heading of the page."""
-    lines = (EXPERIMENTS / "protocol.md").read_text().split(heading, 1)[1].splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("|---")) + 1
-    rows = []
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            return rows
-        rows.append([entry.strip() for entry in line.strip("|").split("|")])
-    return rows
+def tables(heading):
+    """The rows of the tables after a heading of the page."""
+    text = (EXPERIMENTS / "protocol.md").read_text().split(heading, 1)[1]
+    for part in re.findall(r"^\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE):
+        yield [[entry.strip() for entry in line.strip("|").split("|")] for line in part.splitlines()]
 
 
 def test_the_page_says_what_the_code_does():
-    counted = [(row[0], int(row[2])) for row in table("## Runs") if row[3] == "yes"]
-    assert counted == [(block.setting.imbalance, block.seeds) for block in PRIMARY]
-    quantities = {"nc1": "NC1", "nc2_centered": "NC2", "nc3_centered": "NC3"}
-    claims = [
-        [one.name, one.arm, one.control, quantities.get(one.quantity, one.quantity), one.expected] for one in CLAIMS
-    ]
-    assert [row[:5] for row in table("## Claims")] == claims
-    assert [row[0].strip("`") for row in table("## Arms")] == list(ARMS)
-    assert {claim.quantity for claim in CLAIMS} <= BANDS.keys()
+    listed, claims, *_ = tables(AMENDMENT)
+    quantities = {"overall": "overall", "nc2_centered": "NC2"}
+    assert claims == [[one.name, one.arm, one.control, quantities[one.quantity], one.expected] for one in CLAIMS]
+    assert {claim.quantity for claim in CLAIMS} == BANDS.keys()
+    assert [row[0].strip("`") for row in next(tables("## Arms"))] == list(ARMS)
     page = (EXPERIMENTS / "protocol.md").read_text()
-    assert "Rate 0.03, 0.1 or 0.3, weight decay 5e-4 or 2e-3, initial gain" in page and "120 runs that count" in page
-    assert sum(block.seeds * len(block.arms) for block in PRIMARY) == 120
+    assert "Rate 0.03, 0.1 or 0.3, weight decay 5e-4 or 2e-3, initial gain" in page and "the 48 runs that count" in page
+    assert "(3,7) R = 10 (seeds 0-5), (3,7) R = 100 and (5,5) R = 100 (seeds 0-2)" in page
+    assert [(one.setting.imbalance, *one.seeds) for one in PRIMARY] == [
+        ("(3,7) R = 10", 0, 1, 2, 3, 4, 5),
+        ("(3,7) R = 100", 0, 1, 2),
+        ("(5,5) R = 100", 0, 1, 2),
+    ]
+    assert sum(len(block.seeds) * len(block.arms) for block in PRIMARY) == 48
+    counted = [one for one in plan(runs(), {"device": "cpu"}) if counts(one.settings)]
+    assert len(counted) == 48 - 9, "the explicit network's were there before"
+    assert {row[4] for row in listed if row[1] == "B" and "CIFAR" not in row[0] and row[0] != "balanced"} == {"yes"}
     assert GRID == {"lr": (0.03, 0.1, 0.3), "weight_decay": (5e-4, 2e-3), "scale": (1.0, 0.3)}
 
 
-def test_any_part_of_the_list_is_fair_to_the_arms(tmp_path):
-    listed = plan(runs(CHOSEN), {"device": "cpu", "out": str(tmp_path)})
-    arms = [task.settings.arm for task in listed]
-    assert (
-        arms[:4] == ["explicit", "deq-implicit"] * 2 and [one.settings.precision for one in listed[:4]] == ["fp32"] * 4
-    )
-    assert arms[4:139] == list(ARMS) * 27 and all(one.settings.threads == 1 for one in listed)
-    early, late = listed[4:79:5], listed[79:139:5]
-    assert [task.settings.seed for task in early] == [0, 1, 2] * 5
-    order = ["(3,7) R = 10", "(3,7) R = 100", "(5,5) R = 100", "(7,3) R = 100", "(7,3) R = 10"]
-    assert [task.settings.setting.imbalance for task in early[::3]] == order
-    assert [row[0] for row in table("## Runs")[1:6]] == order
-    assert [task.settings.seed for task in late] == [*range(3, 10), 3, 4, 3, 4, 3]
-    for task in listed:
-        one = task.settings
-        assert one.n_majority == {10: 5000, 100: 500}[CLASSES[one.dataset]] and one.evaluate == "test"
-        paper_rate = {"lr": 1e-4, "weight_decay": 5e-4, "scale": 1.0}
-        expected = paper_rate if one.schedule == "constant" else CHOSEN[one.arm]
-        assert {name: getattr(one, name) for name in TUNED} == expected
+def test_the_amended_list_is_the_pages(tmp_path):
+    listed = [task.settings for task in plan(runs(), {"device": "cpu", "out": str(tmp_path)})]
+    assert {(one.preset, one.precision, one.threads, one.evaluate, one.width) for one in listed} == {
+        ("study", "bf16", 1, "test", 16)
+    }
+    expected = []
+    for settings, recipe, arms, seeds, _ in next(tables(AMENDMENT)):
+        values, *rest = recipe.split(", ")
+        tuned_values = tuple(map(float, values.split(" / "))) if values != "B" else tuple(RECIPE_B.values())
+        apart = ("without crops and flips" in rest, "constant" in rest, "100 epochs" in rest)
+        first, last = map(int, seeds.split("-"))
+        for setting, seed, arm in product(settings.split("; "), range(first, last + 1), arms.split(", ")):
+            expected.append((setting, seed, arm, tuned_values, apart))
+    found = []
+    for one in listed:
+        data = {"cifar10": "", "cifar100": "CIFAR-100 "}[one.dataset]
+        apart = (one.no_augmentation, one.schedule == "constant", one.epochs == 100)
+        values = tuple(getattr(one, name) for name in TUNED)
+        found.append((f"{data}{one.setting.imbalance}", one.seed, one.arm, values, apart))
+        assert one.n_majority == {10: 5000, 100: 500}[CLASSES[one.dataset]]
+        assert one.epochs in (30, 100) and one.schedule in ("cosine", "constant")
+    assert found == expected and len(found) == 72
 
 
 def test_every_arm_has_the_same_trials_none_of_which_sees_the_test_set():
@@ -73,7 +78,7 @@ def test_every_arm_has_the_same_trials_none_of_which_sees_the_test_set():
     assert all(found == values["explicit"] and len(found) == 12 for found in values.values())
     assert {one.evaluate for one in settings} == {"validation"} and {one.n_majority for one in settings} == {4500}
     assert [one.arm for one in settings] == list(ARMS) * 12
-    assert {one.seed for one in settings}.isdisjoint(range(max(block.seeds for block in PRIMARY)))
+    assert {one.seed for one in settings}.isdisjoint(range(10))
 
 
 def test_the_best_trial_is_chosen_and_of_equal_ones_the_first():
@@ -83,15 +88,14 @@ def test_the_best_trial_is_chosen_and_of_equal_ones_the_first():
     assert choose(made_up_trials(7)[:-1]).chosen == {}
 
 
-def test_trials_are_run_recorded_and_read_by_the_runs(tmp_path, monkeypatch, capsys):
-    """Of two trials one ends and one diverges; the protocol's runs wait for the choice and then have its values."""
+def test_trials_are_run_recorded_and_read_by_the_reports(tmp_path, monkeypatch):
+    """Of two trials one ends and one diverges; there is a choice when all are over."""
     monkeypatch.setattr(protocol, "TUNING", tmp_path / "tuning.json")
     monkeypatch.setattr(protocol, "ARMS", ("explicit",))
     monkeypatch.setattr(protocol, "GRID", {"lr": (0.3, 0.1), "weight_decay": (5e-4,), "scale": (1.0,)})
     monkeypatch.setattr(script, "find_source", lambda *_: None)
-    with pytest.raises(SystemExit):
-        script.main(["--protocol"])
-    assert "tuning.json cannot be read" in capsys.readouterr().err
+    with pytest.raises(StudyError, match="tuning.json cannot be read"):
+        tuned()
 
     def run_all(tasks, *_):
         first, second = tasks

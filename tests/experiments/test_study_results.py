@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from nc_study.config import BOTH, Setting, settings_from
 from nc_study.paper import INCONSISTENT, PAPER, on_cifar, settings_of
-from nc_study.record import Accuracy, Spread, to_json
+from nc_study.record import Accuracy, RunResult, Spread, from_json, to_json
 from nc_study.results import network_result, report
 from study_helpers import made_up_epoch, made_up_result, made_up_settings
 
@@ -49,6 +50,20 @@ def test_a_network_is_summed_up_over_its_last_ten_epochs():
     assert short.epochs_averaged == 4 and short.solver is None
     assert network.quantity("overall") == pytest.approx(42.2) and network.quantity("nc2") == network.nc["nc2"]
     assert network.curves["nc2_centered"][-3:] == (0.9, None, 0.9), "the course of the primary metrics is logged"
+
+
+@pytest.mark.parametrize(
+    ("precision", "native", "said"),
+    [("bf16", True, "instructions"), ("bf16", False, "float32 kernels"), ("fp32", False, None)],
+)
+def test_a_record_says_how_products_of_bfloat16_were_computed(precision, native, said, monkeypatch):
+    monkeypatch.setattr("nc_study.results.multiplies_bf16", lambda: native)
+    result = made_up_result(made_up_settings(precision=precision))
+    assert result.machine.bf16 == said
+    read = from_json(RunResult, to_json(result))
+    assert read == result
+    old = to_json(result).replace(f',"bf16":{json.dumps(said)}'.encode(), b"")
+    assert from_json(RunResult, old).machine.bf16 is None, "a record from before"
 
 
 def test_no_record_holds_a_nan():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from nc_study.config import StudyError
-from nc_study.rundir import RunDirectory
+from nc_study.rundir import RunDirectory, read_arrays
 from study_helpers import full_disk, made_up_epoch, made_up_result, made_up_settings
 
 
@@ -54,18 +55,30 @@ def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(run, damage):
         run.restore()
 
 
-def test_lines_after_the_checkpoint_are_dropped(run):
-    lines = [made_up_epoch(number, made_up_settings()) for number in (1, 2, 3)]
-    for line in lines:
-        run.append(line)
+def test_what_was_saved_after_the_checkpoint_is_dropped(run):
+    """Lines, and the moments that are measured in every second epoch."""
+    lines = [made_up_epoch(number, made_up_settings()) for number in range(1, 5)]
+    saved = {line.epoch: {"means": np.full((10, 3), line.epoch, np.float32)} for line in lines if line.nc}
+    for line in lines[:3]:
+        run.append(line, saved.get(line.epoch))
     with open(run.path / "epochs.jsonl", "a") as file:
         file.write('{"epoch": 4, "te')
-    assert run.epochs == lines
+    assert run.epochs == lines[:3]
     run.cut(2)
     with pytest.raises(StudyError, match="epochs.jsonl lacks lines of the 3 epochs that are done"):
         run.cut(3)
     run.append(lines[2])
-    assert run.epochs == lines and len((run.path / "epochs.jsonl").read_text().splitlines()) == 3
+    assert run.epochs == lines[:3] and len((run.path / "epochs.jsonl").read_text().splitlines()) == 3
+    run.append(lines[3], saved[4])
+    kept = read_arrays(run.moments)
+    assert kept["epoch"].tolist() == [2, 4] and kept["means"][:, 0, 0].tolist() == [2, 4]
+    run.cut(3)
+    assert read_arrays(run.moments)["epoch"].tolist() == [2]
+    run.append(lines[3])
+    with pytest.raises(StudyError, match="moments.npz lacks measurements of these epochs: start anew"):
+        run.cut(4)
+    run.cut(1)
+    assert not run.moments.exists()
 
 
 def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run):

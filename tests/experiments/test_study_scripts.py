@@ -12,6 +12,7 @@ import torch
 from harness import trained
 from nc_study.cli import main
 from nc_study.record import RunResult, read_record
+from nc_study.rundir import read_arrays
 from nc_study.training import Trainer
 from study_helpers import KILLED, TINY, assert_same, folder_of, full_disk, python, run_script
 
@@ -22,13 +23,15 @@ RUNS = [folder_of(), folder_of(model="deq")]
 
 
 def outcome(out):
-    """All of finished runs that must not depend on how they came about: weights, and lines without their times."""
+    """All of finished runs that must not depend on how they came about: weights, moments, and lines without their
+    times."""
     states = {name: torch.load(out / name / "last.ckpt", weights_only=True) for name in RUNS}
+    moments = [read_arrays(out / name / "moments.npz") for name in RUNS]
     lines = {}
     for name in RUNS:
         logged = (out / name / "epochs.jsonl").read_text().splitlines()
         lines[name] = [json.loads(line) | {"seconds": None} for line in logged]
-    return states, lines
+    return states, lines, [{name: torch.from_numpy(one) for name, one in saved.items()} for saved in moments]
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_without_a_usable_sample_no_step_is_taken(monkeypatch):
     momenta = [one.optimizer.state[parameter]["momentum_buffer"] for parameter in one.network.parameters()]
     assert any(momentum.any() for momentum in momenta)
     before = [tensor.clone() for tensor in (*one.network.parameters(), *momenta)]
-    line = one.run_epoch(2, tqdm(disable=True))
+    line, _ = one.run_epoch(2, tqdm(disable=True))
     assert line.loss is None and line.train_accuracy is None
     assert line.train_solver.skipped == len(one.data.train_images)
     assert all(torch.equal(a, b) for a, b in zip((*one.network.parameters(), *momenta), before, strict=True))
@@ -128,8 +128,9 @@ def test_learning_rates():
 
 def test_metrics_and_tests_are_made_when_due():
     one = trainer("explicit", epochs=13, metrics_every=2)
-    lines = [one.run_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2, 3, 4, 5, 12, 13)]
+    lines, saved = zip(*(one.run_epoch(epoch, tqdm(disable=True)) for epoch in (1, 2, 3, 4, 5, 12, 13)), strict=True)
     assert [line.epoch for line in lines if line.nc] == [1, 2, 4, 12, 13]
+    assert [one is None for one in saved] == [line.nc is None for line in lines]
     assert [line.epoch for line in lines if line.overall is not None] == [1, 2, 4, 5, 12, 13]
     assert "test" in describe("explicit", lines[3], 13) and "test" not in describe("explicit", lines[2], 13)
 

@@ -37,6 +37,9 @@ def write(found: Collection, out: Path) -> Path:
     written."""
     prepare_out(out / "figures")
     explained: set[str] = set()
+    first = {run.path for group in found.groups if group.first_recipe for run in group.finished}
+    groups = [one for one in found.groups if one.first_recipe or not first.issuperset(run.path for run in one.finished)]
+    runs = {run.path: run for group in groups for run in group.finished}
     text = render(
         TEMPLATES / "report.md",
         title=TITLE,
@@ -45,19 +48,18 @@ def write(found: Collection, out: Path) -> Path:
             {
                 "group": group,
                 "verdicts": tables.verdict_rows(group),
-                "chosen": tables.chosen_rows(tuning()) if group.protocol else [],
-                "unfinished": tables.unfinished(group) if group.trunk else [],
+                "chosen": tables.chosen_rows(tuning()) if group.first_recipe else [],
                 "differences": tables.difference_rows(group),
-                "controls": tables.control_rows(group) if group.protocol else [],
+                "controls": tables.control_rows(group) if group.recipe_b or group.first_recipe else [],
                 "results": tables.result_rows(group),
                 "broken": tables.broken(group, group.settings),
-                "missing": tables.missing(group, found.groups),
+                "missing": tables.missing(group),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
             }
-            for number, group in enumerate(found.groups, 1)
+            for number, group in enumerate(groups, 1)
         ],
         rejected=[vars(entry) for entry in found.rejected],
-        runs=[tables.provenance(run) for group in found.groups for run in group.finished],
+        runs=list(map(tables.provenance, runs.values())),
         ratios=RATIOS,
         averaged=AVERAGED,
     )

@@ -14,6 +14,8 @@ from ..config import Experiment, Setting, StudyError, flag_of
 from ..record import NetworkResult, RunResult
 from ..rundir import RunDirectory
 
+FIRST_RECIPE = "first recipe, tuned arm by arm, confounded at R = 100"
+
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
     ("study", "model", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile", "device")
@@ -27,11 +29,6 @@ class Run:
     path: Path
     result: RunResult
 
-    @property
-    def trunk(self) -> str | None:
-        """The run whose frozen trunk a head was trained on: the folder that holds it; None of a whole network."""
-        return self.path.resolve().parents[1].name if self.result.settings.study == protocol.HEADS else None
-
 
 @dataclass(frozen=True)
 class Rejected:
@@ -44,33 +41,37 @@ class Rejected:
 
 @dataclass
 class Group:
-    """Runs of one experiment, by seed of each setting and arm; `experiment` is that of one of them. `tuned`: each has
-    what the trials chose for its arm. `trunk`: they are heads alone, on the trunk of the run of this name."""
+    """Runs of one experiment, by seed of each setting and arm; `experiment` is that of one of them. `tuned`: they are
+    of the protocol's first list, and each has what the trials chose for its arm."""
 
     experiment: Experiment
     tuned: bool
-    trunk: str | None = None
     runs: dict[tuple[Setting, str], dict[int, Run]] = field(default_factory=dict)
 
     @property
-    def protocol(self) -> bool:
-        """Whether they are main runs of experiments/protocol.md."""
-        return self.tuned and protocol.is_main(self.experiment)
+    def recipe_b(self) -> bool:
+        """Whether they are the runs on which the protocol's verdicts rest."""
+        return not self.tuned and protocol.of_recipe_b(self.experiment)
+
+    @property
+    def first_recipe(self) -> bool:
+        """Whether they are those of the first list but for the check of the precision."""
+        return self.tuned and self.experiment.precision == "bf16"
 
     @property
     def name(self) -> str:
         """The part of the protocol, the preset, the data, the solver, and every option in which it departs from the
         preset."""
         one = self.experiment
-        if self.trunk:
-            return f"heads alone on the frozen trunk of {self.trunk}"
         parts = [f"{one.preset} preset on {one.dataset}", one.solver]
         hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.tuned else ())}
         apart = ((name, value) for name, value in one.departures.items() if name not in hidden)
         named = ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
-        if self.tuned and protocol.is_main(one, "fp32"):
+        if self.first_recipe:
+            return f"{FIRST_RECIPE}: {named}"
+        if self.tuned:
             return f"check of the precision, {named}, fp32"
-        return f"{'main' if self.protocol else 'other'} runs of the protocol, {named}" if self.tuned else named
+        return f"recipe B: {named}" if self.recipe_b else named
 
     @property
     def drawn(self) -> bool:
@@ -80,7 +81,7 @@ class Group:
     @property
     def not_the_papers(self) -> list[str]:
         """Ways in which these runs are not the paper's experiment."""
-        if not (self.tuned or self.trunk):
+        if not self.tuned:
             return paper.differences(self.experiment)
         return [*paper.differences(self.experiment, protocol.TUNED), "rate, weight decay and gain chosen by trials"]
 
@@ -116,12 +117,10 @@ class Group:
 
 
 def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
-    """Return all that two runs must share to be averaged or compared; those that have what the trials chose for their
-    arm, and heads, have rate, weight decay and scale of their own."""
-    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned or run.trunk else ())}
-    main = tuned and protocol.is_main(run.result.settings, run.result.settings.precision)
-    rest = ((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
-    return main, tuned, run.trunk, *rest
+    """Return all that two runs must share to be averaged or compared; those of the first list have rate, weight decay
+    and scale of their own."""
+    free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned else ())}
+    return tuned, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
 
 
 @dataclass(frozen=True)
@@ -151,30 +150,33 @@ def collect(roots: Sequence[Path]) -> Collection:
 
 
 def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
-    """Sort runs by experiment; of two of a setting, arm and seed the one finished last counts."""
+    """Sort runs by experiment; of two of a setting, arm and seed the one finished last counts. The explicit network's
+    runs of the first list are recipe B's too, and count in both groups."""
     groups: dict[tuple[Any, ...], Group] = {}
-    duplicates = []
+    duplicates = {}
     chosen: dict[str, dict[str, float]] = {}
     with suppress(StudyError):  # before the trials nothing is chosen
         chosen = protocol.tuned()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
-        result, tuned = run.result, protocol.has_chosen_values(run.result.settings, chosen)
-        group = groups.setdefault(identity(run, tuned), Group(result.settings, tuned, run.trunk))
-        seeds = group.runs.setdefault((result.setting, result.arm), {})
-        counted = seeds.setdefault(result.settings.seed, run)
-        if counted is not run:
-            where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
-            duplicates.append(Rejected(run.path, "duplicate", f"{where}: {counted.path} counts in its place"))
-    # The protocol's first, then heads, then real data, then what is nearest to the paper's experiment or has most runs.
+        result, first = run.result, protocol.of_first_list(run.result.settings, chosen)
+        for tuned in (True, False) if first and protocol.counts(result.settings) else (first,):
+            group = groups.setdefault(identity(run, tuned), Group(result.settings, tuned))
+            seeds = group.runs.setdefault((result.setting, result.arm), {})
+            counted = seeds.setdefault(result.settings.seed, run)
+            if counted is not run:
+                where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
+                reason = f"{where}: {counted.path} counts in its place"
+                duplicates[run.path] = Rejected(run.path, "duplicate", reason)
+    # The protocol's first, then real data, then what is nearest to the paper's experiment or has most runs.
     ordered = sorted(
         groups.values(),
         key=lambda one: (
-            not one.protocol,
-            not one.trunk,
+            not one.recipe_b,
+            not one.first_recipe,
             one.drawn,
             len(one.not_the_papers),
             -len(one.finished),
             one.name,
         ),
     )
-    return ordered, duplicates
+    return ordered, list(duplicates.values())

@@ -3,115 +3,138 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
-from ..config import Setting, flag_of
+from ..config import Setting
 from ..figures import ARMS
 from ..paper import INCONSISTENT, PAPER, TABLES
 from ..protocol import (
     CLAIMS,
+    FRESH,
     GRID,
     PRECISION_CHECK,
     PRECISION_POINTS,
     PRIMARY,
-    SECONDARY,
-    SHOWN_EARLY,
     TRIAL_SETTING,
     TUNED,
+    Block,
+    Claim,
     Tuning,
 )
 from ..record import CENTRED, COLLAPSE, GROUPS, LATE, Number, Spread
-from .runs import Group, Run
-from .verdicts import conclusions, differences, estimate, precision_check, progress, ready, seeds_of_all_arms, verdicts
+from .runs import FIRST_RECIPE, Group, Run
+from .verdicts import Estimate, conclusions, differences, estimate, precision_check, progress, ready, verdicts
 
 QUANTITIES = {name: name for name in (*GROUPS, LATE["overall"], LATE["minority"])} | {
     "nc1": "NC1",
     "nc2_centered": "NC2 centred",
     "nc3_centered": "NC3 centred",
 }
-TERMINAL = 99.9  # percent of the training images
 BROKEN = 1.5  # times the loss of the epoch before
 CONTROLS = ("explicit-norm", "once")
-SAID = ("lr", "width", "epochs")  # what names a block of the protocol's runs
+CONTROLLED = (("deq-implicit", "once"), ("deq-implicit", "explicit-norm"), ("deq-jfb", "deq-implicit"))
 SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
 NOTHING = "–"
+OTHER_WAY = ", the other way"
 
 
 def verdict_rows(group: Group) -> list[Row]:
     """Judge every claim of the protocol, with the numbers that a verdict rests on; nothing before there are any."""
     rows: list[Row] = []
-    if not (group.protocol and ready(group)):
+    if not (group.recipe_b and ready(group)):
         return rows
+    fresh = replace(PRIMARY[0], seeds=FRESH)
     for claim, (verdict, found) in zip(CLAIMS, verdicts(group, CLAIMS), strict=True):
         text = f"{ARMS[claim.arm][0]} against {ARMS[claim.control][0]}: {QUANTITIES[claim.quantity]} {claim.expected}"
-        shown = shown_difference(claim.quantity, found.mean, found.interval) if found else NOTHING
-        late = LATE.get(claim.quantity)
-        apart = estimate(differences(group, replace(claim, quantity=late), [*ready(group)])) if late else None
+        late, again = LATE.get(claim.quantity), _estimated(group, claim, [fresh])
+        apart = _estimated(group, replace(claim, quantity=late), [*ready(group)]) if late else None
+        contradicts = again and found and again.mean * found.mean < 0
         rows.append(
             {
-                **{"": claim.name, "claim": text, "verdict": verdict, "difference": shown},
-                "last epochs": shown_difference(late, apart.mean, apart.interval) if late and apart else NOTHING,
+                **{"": claim.name, "claim": text, "verdict": verdict, "difference": _shown(claim.quantity, found)},
+                "last epochs": _shown(late or "", apart),
+                "fresh seeds": _shown(claim.quantity, again) + (OTHER_WAY if contradicts else ""),
                 "source": claim.source,
             }
         )
     return rows
 
 
+def _estimated(group: Group, claim: Claim, blocks: Sequence[Block]) -> Estimate | None:
+    """Estimate a claim's difference from some settings, if each has two pairs."""
+    found = differences(group, claim, blocks)
+    return estimate(found) if all(len(one) > 1 for one in found) else None
+
+
+def _shown(quantity: str, found: Estimate | None) -> str:
+    """Show an estimate and its interval, if there is one."""
+    return shown_difference(quantity, found.mean, found.interval) if found else NOTHING
+
+
 EVIDENCE = (
     "On average over these settings, its overall accuracy in points: {A1} against the explicit network, {A4} against "
-    "the cell evaluated once, {A5} against the explicit block with the DEQ's normalisation; in the minority classes "
-    "{A3} against the explicit network.",
-    "On average, its centred NC2: {N1}, {N3} and {N4} against the same three; centred NC3 {N2} and NC1 {N5} against "
-    "the explicit network.",
-    "With JFB its overall accuracy is {A2} against the explicit network and {A6} against the implicit gradient.",
+    "the cell evaluated once, {A5} against the explicit block with the DEQ's normalisation.",
+    "On average, its centred NC2: {N1}, {N3} and {N4} against the same three.",
 )
 """What the report's first sentences rest on: differences with 95 % interval, and verdicts, by the name of the claim."""
 
 
 def findings(groups: Sequence[Group]) -> list[str]:
     """Say what was found: by the protocol's verdicts, and before there are any, how far its runs are and what the
-    finished ones give; then which arms are not at a fixed point, and what the check of the precision came to."""
-    main = next((group for group in groups if group.protocol), None)
-    done, needed = progress(main)
-    rows = {str(row[""]): row for row in verdict_rows(main)} if main else {}
-    verdict = {name: f" ({row['verdict']})" if done == needed else "" for name, row in rows.items()}
-    shown = {name: f"{row['difference']}{verdict[name]}" for name, row in rows.items()}
-    evidence = [_by_setting(main), *(sentence.format(**shown) for sentence in EVIDENCE)] if main and rows else []
-    evidence += _of_rate_and_decay(main) if main else []
-    unsolved, checked = _unsolved(main) if main else {}, precision_check(groups)
+    finished ones give; then what those of the first recipe gave, and what the check of the precision came to."""
+    main = next((group for group in groups if group.recipe_b), None)
+    first = next((group for group in groups if group.first_recipe), None)
+    (done, needed), checked = progress(main), precision_check(groups)
+    rows = verdict_rows(main) if main else []
+    unsolved = _unsolved(main, "recipe B", [block.setting for block in PRIMARY]) if main else {}
     if done < needed:
         said = [f"No verdict yet: {done} of the {needed} runs on which the protocol's verdicts rest are finished."]
-        if main and rows:
-            settings = "; ".join(f"{block.setting.imbalance} ({seeds} seeds)" for block, seeds in ready(main).items())
-            said[0] += f" Estimates, with 95 % intervals, from the settings that are far enough: {settings}."
-            if shared := seeds_of_all_arms(main, SHOWN_EARLY):
-                early = SHOWN_EARLY.setting.imbalance
-                said[0] += f" {early} ({len(shared)} seeds) is in the tables and, as decided, does not count."
-        else:
-            evidence = [sentence for group in groups[:1] if (sentence := _first_look(group))]
     elif "deq-implicit" in unsolved or not checked or _apart(checked) > PRECISION_POINTS:
         failed = "with a check of the precision that failed" if checked else "without the check of the precision"
         cause = "not at a fixed point" if "deq-implicit" in unsolved else failed
         said = [f"No conclusion about the equilibrium: the DEQ with the implicit gradient is {cause}."]
     else:
-        said = conclusions({name: str(row["verdict"]) for name, row in rows.items()})
-    return [*said, *evidence, *unsolved.values(), *([_precision(checked)] if checked else [])]
+        said = conclusions({str(row[""]): str(row["verdict"]) for row in rows})
+    if main and rows:
+        said += [f"Recipe B. {_by_setting(main)}", *_evidence(rows, done == needed), *unsolved.values()]
+    if first and ready(first):
+        said += [f"{_capital(FIRST_RECIPE)}, without a verdict. {_by_setting(first)}", *_of_rate_and_decay(first)]
+        said += _unsolved(first, "the first recipe", first.settings).values()
+    elif not rows:
+        said += [sentence for group in groups[:1] if (sentence := _first_look(group))]
+    return [*said, *([_precision(checked)] if checked else [])]
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _evidence(rows: Sequence[Row], judged: bool) -> list[str]:
+    """The differences behind the claims, with their verdicts if there are any, and the fresh seeds that contradict."""
+    shown = {}
+    for row in rows:
+        other = "; the fresh seeds go the other way" if str(row["fresh seeds"]).endswith(OTHER_WAY) else ""
+        shown[str(row[""])] = f"{row['difference']}" + (f" ({row['verdict']}{other})" if judged else "")
+    return [sentence.format(**shown) for sentence in EVIDENCE]
 
 
 def _by_setting(group: Group) -> str:
     """Say how far the DEQ with the implicit gradient is from the explicit network, setting by setting."""
-    rows = {block.setting.imbalance: _difference(group, block.setting, "deq-implicit") for block in ready(group)}
+    rows = {
+        f"{block.setting.imbalance} ({seeds} seeds)": _difference(group, block.setting, "deq-implicit")
+        for block, seeds in ready(group).items()
+    }
     runs = broken(group, [block.setting for block in ready(group)], ["deq-implicit"])
     said = f" In training the loss rose by more than half within an epoch: {'; '.join(runs)}." if runs else ""
     shown = "; ".join(f"{name}: {row['overall']} and {row['NC2 centred']}" for name, row in rows.items())
     return (
         "The DEQ with the implicit gradient less the explicit network, in points of overall accuracy and in centred "
-        f"NC2 (less is nearer to the ETF): {shown}.{said} (By setting since the runs were seen.)"
+        f"NC2 (less is nearer to the ETF), with 95 % intervals: {shown}.{said}"
     )
 
 
@@ -143,18 +166,17 @@ def _of_rate_and_decay(group: Group) -> list[str]:
     ]
 
 
-def _unsolved(group: Group) -> dict[str, str]:
+def _unsolved(group: Group, recipe: str, settings: Sequence[Setting]) -> dict[str, str]:
     """Say of which arms too few samples reach the tolerance at the end of training, on average over the runs."""
     said = {}
     for arm in ARMS:
-        networks = [one for setting in group.settings for one in group.networks(setting, arm).values() if one.solver]
+        networks = [one for setting in settings for one in group.networks(setting, arm).values() if one.solver]
         shares = [one.curves["converged"][-1] or 0 for one in networks]
         if shares and fmean(shares) < SOLVED:
             said[arm] = (
                 f"{ARMS[arm][0]} is not at a fixed point: in the last epoch {100 * fmean(shares):.1f} % of the samples "
-                f"reach the tolerance, on average over all main runs ({100 * min(shares):.1f} % in the worst): what is "
-                f"compared is a cell unrolled by the solver. (Said of fewer than {100 * SOLVED:.0f} %, a rule added "
-                "after the first runs had been seen.)"
+                f"reach the tolerance, on average over all runs of {recipe} ({100 * min(shares):.1f} % in the "
+                f"worst): what is compared is a cell unrolled by the solver. (Said of fewer than {100 * SOLVED:.0f} %.)"
             )
     return said
 
@@ -168,10 +190,10 @@ def _precision(checked: Mapping[str, float]) -> str:
     apart = _apart(checked)
     judged = "" if apart <= PRECISION_POINTS else ": all runs are to be made in float32"
     return (
-        f"Check of the precision, {PRECISION_CHECK.setting.imbalance}, {PRECISION_CHECK.seeds} seeds: overall, the DEQ "
-        f"with the implicit gradient less the explicit network is {checked['bf16']:+.2f} points in bfloat16 and "
-        f"{checked['fp32']:+.2f} in float32, which is {apart:.2f} apart; by the protocol at most {PRECISION_POINTS:g} "
-        f"is allowed{judged}."
+        f"Check of the precision, {PRECISION_CHECK.setting.imbalance}, {len(PRECISION_CHECK.seeds)} seeds: overall, "
+        "the DEQ with the implicit gradient less the explicit network is "
+        f"{checked['bf16']:+.2f} points in bfloat16 and {checked['fp32']:+.2f} in float32, which is {apart:.2f} apart; "
+        f"by the protocol at most {PRECISION_POINTS:g} is allowed{judged}."
     )
 
 
@@ -200,8 +222,8 @@ def difference_rows(group: Group) -> list[Row]:
 
 
 def control_rows(group: Group) -> list[Row]:
-    """Tell the same of the protocol's other pairs: what the equilibrium brings, and what its gradient."""
-    return _differences(group, [pair for one in CLAIMS if (pair := (one.arm, one.control))[1] != "explicit"])
+    """Tell the same of other pairs: what the equilibrium brings, and what its gradient."""
+    return _differences(group, CONTROLLED)
 
 
 def _differences(group: Group, pairs: Sequence[tuple[str, str]]) -> list[Row]:
@@ -217,19 +239,6 @@ def _difference(group: Group, setting: Setting, arm: str, control: str = "explic
         interval = estimate([values]).interval if len(values) > 1 else None
         row[QUANTITIES[name]] = shown_difference(name, fmean(values), interval) if values else NOTHING
     return row
-
-
-def unfinished(group: Group) -> list[str]:
-    """Name the arms that are not in the terminal phase, as the protocol has it, in the last epoch of every seed."""
-    last = {
-        arm: [
-            one.curves["train_accuracy"][-1] or 0
-            for setting in group.settings
-            for one in group.networks(setting, arm).values()
-        ]
-        for arm in ARMS
-    }
-    return [ARMS[arm][0] for arm, seen in last.items() if seen and min(seen) < TERMINAL]
 
 
 def shown_difference(quantity: str, mean: float, interval: tuple[float, float] | None) -> str:
@@ -275,31 +284,12 @@ def broken(group: Group, settings: Sequence[Setting], arms: Iterable[str] = ARMS
     return found
 
 
-def missing(group: Group, groups: Sequence[Group] = ()) -> list[str]:
-    """Name what was not run: of the protocol its runs, of others the settings of the paper's tables; nothing of runs
-    that are there for something else. `groups`: where the protocol's other runs may be."""
-    if group.protocol:
-        return [*_of_the_protocol(groups), *([] if any(one.trunk for one in groups) else ["the heads alone"])]
-    if group.tuned or group.trunk:
+def missing(group: Group) -> list[str]:
+    """Name the settings of the paper's tables that were not run; nothing of runs that are there for something else."""
+    if group.tuned:
         return []
     settings = [Setting(group.experiment.dataset, *one) for imbalances in TABLES.values() for one in imbalances]
     return [setting.imbalance for setting in settings if setting not in group.settings]
-
-
-def _of_the_protocol(groups: Sequence[Group]) -> Iterator[str]:
-    """Name the blocks of runs that are not finished, with the number of those that are."""
-    for block in (*PRIMARY, SHOWN_EARLY, *SECONDARY):
-        apart = bool(block.options) or block.setting.dataset != "cifar10"  # from the group of the main runs
-        done = sum(
-            all(getattr(run.result.settings, name) == value for name, value in block.options.items())
-            for group, arm in product(groups, block.arms)
-            for seed, run in group.runs.get((block.setting, arm), {}).items()
-            if seed < block.seeds and not group.trunk and apart != group.protocol
-        )
-        if done < (needed := block.seeds * len(block.arms)):
-            data = "CIFAR-100 " if block.setting.dataset == "cifar100" else ""
-            named = "".join(f", {flag_of(name)[2:]} {value:g}" for name, value in block.options.items() if name in SAID)
-            yield f"{data}{block.setting.imbalance}{named} ({done} of {needed})"
 
 
 def _result(group: Group, setting: Setting, arm: str) -> Row:

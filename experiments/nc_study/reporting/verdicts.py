@@ -9,15 +9,14 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from ..protocol import PRECISION_CHECK, PRIMARY, Block, Claim, is_main
-from ..record import GROUPS
+from ..protocol import PRECISION_CHECK, PRIMARY, Block, Claim, counts
 from .runs import Group
 
 SUPPORTED, CONTRADICTED, OPEN = "supported", "contradicted", "inconclusive"
 EQUAL = "equal within the band"
 ALPHA = 0.05
-BANDS = {**dict.fromkeys(GROUPS, 1.0), "nc1": math.log(1.25), "nc2_centered": 0.02, "nc3_centered": 0.02}
-"""Differences that are too small to matter: points of accuracy, the logarithm of the ratio of NC1, NC2 and NC3."""
+BANDS = {"overall": 1.0, "nc2_centered": 0.02}
+"""Differences that are too small to matter: points of accuracy, NC2."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +67,18 @@ def holm(values: Sequence[float]) -> list[float]:
     return found
 
 
-def judge(expected: str, found: Estimate, band: float, p_different: float, p_equal: float) -> str:
-    """The verdict on an expectation, from an estimate and its adjusted p-values."""
+def judge(expected: str, found: Estimate, p_different: float, p_equal: float) -> str:
+    """The verdict on an expectation, "higher" or "lower", from an estimate and its adjusted p-values."""
     if p_equal <= ALPHA:
-        return SUPPORTED if expected == "alike" else EQUAL
+        return EQUAL
     if p_different > ALPHA:
         return OPEN
-    low, high = found.interval
-    if expected == "alike":
-        return CONTRADICTED if low >= band or high <= -band else OPEN
     return SUPPORTED if (found.mean > 0) == (expected == "higher") else CONTRADICTED
 
 
 def seeds_of_all_arms(group: Group, block: Block) -> set[int]:
     """The seeds of a block that all of its arms have finished."""
-    return set(range(block.seeds)).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
+    return set(block.seeds).intersection(*(group.networks(block.setting, arm) for arm in block.arms))
 
 
 def ready(group: Group) -> dict[Block, int]:
@@ -97,7 +93,7 @@ def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[lis
         [
             one
             for seed, one in group.differences(block.setting, claim.arm, claim.control, claim.quantity).items()
-            if seed < block.seeds
+            if seed in block.seeds
         ]
         for block in blocks
     ]
@@ -105,14 +101,8 @@ def differences(group: Group, claim: Claim, blocks: Sequence[Block]) -> list[lis
 
 def progress(group: Group | None) -> tuple[int, int]:
     """How many of the runs that count are finished, and how many there are."""
-    done = sum(
-        seed < block.seeds and arm in block.arms
-        for block in PRIMARY
-        for (setting, arm), seeds in (group.runs.items() if group else ())
-        if setting == block.setting
-        for seed in seeds
-    )
-    return done, sum(block.seeds * len(block.arms) for block in PRIMARY)
+    runs = group.finished if group else []
+    return sum(counts(run.result.settings) for run in runs), sum(len(one.seeds) * len(one.arms) for one in PRIMARY)
 
 
 def precision_check(groups: Sequence[Group]) -> dict[str, float]:
@@ -121,11 +111,11 @@ def precision_check(groups: Sequence[Group]) -> dict[str, float]:
     block, found = PRECISION_CHECK, {}
     control, arm = block.arms
     for precision in ("bf16", "fp32"):
-        group = next((one for one in groups if one.tuned and is_main(one.experiment, precision)), None)
+        group = next((one for one in groups if one.tuned and one.experiment.precision == precision), None)
         apart = group.differences(block.setting, arm, control, "overall") if group else {}
-        if not apart.keys() >= set(range(block.seeds)):
+        if not apart.keys() >= set(block.seeds):
             return {}
-        found[precision] = statistics.fmean(apart[seed] for seed in range(block.seeds))
+        found[precision] = statistics.fmean(apart[seed] for seed in block.seeds)
     return found
 
 
@@ -145,7 +135,7 @@ def verdicts(group: Group, claims: Sequence[Claim]) -> list[tuple[str, Estimate 
     ]
     different = holm([one.p_different if one else 1.0 for one in whole])
     equal = holm([one.p_equal(band) if one else 1.0 for one, band in zip(whole, bands, strict=True)])
-    rows = zip(claims, whole, bands, different, equal, strict=True)
+    rows = zip(claims, whole, different, equal, strict=True)
     judged = [judge(claim.expected, one, *rest) if one else OPEN for claim, one, *rest in rows]
     return list(zip(judged, estimates, strict=True))
 
