@@ -48,7 +48,7 @@ class SolverTally:
             solution.iterations,
             torch.where(residual.isfinite(), residual, 0),
             status == deqfast.Status.CONVERGED,
-            status == deqfast.Status.MAX_ITER,
+            (status == deqfast.Status.MAX_ITER) | (status == deqfast.Status.ESCAPED),
             status == deqfast.Status.NONFINITE,
             status == deqfast.Status.STALLED,
             ~usable(solution),
