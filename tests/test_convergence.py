@@ -56,6 +56,41 @@ def test_a_map_without_a_fixed_point(solver, name, dtype, kernel):
         assert (residual(f, solution.value) <= residual(f, z0) + 2 * unit * f0).all()
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(2, 24),
+    radius=st.floats(0.1, 0.95),
+    drift=st.sampled_from([0.0, 0.05, 1.0]),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]),
+    seed=st.integers(1000, 10**6),
+    name=st.sampled_from(["picard", "anderson", "broyden"]),
+    maximum=st.booleans(),
+)
+def test_affine_maps_with_and_without_a_fixed_point(size, radius, drift, scale, seed, name, maximum):
+    """z -> A z + b with A symmetric; a drift moves z along an eigenvector of A with eigenvalue 1, for ever."""
+    draw = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=draw, dtype=torch.float64))[0]
+    values = radius * (2 * torch.rand(size, generator=draw, dtype=torch.float64) - 1)
+    b = torch.randn(size, generator=draw, dtype=torch.float64)
+    if drift:
+        values[0] = 1
+        b = b - basis[:, 0] * (basis[:, 0] @ b) + drift * torch.linalg.vector_norm(b) * basis[:, 0]
+    a, b = basis @ torch.diag(values) @ basis.T, scale * b
+    tol = 1e-5  # the residual asked for is 1e-3 of the first one, less than any drift
+    solver = SOLVERS[name](tol=tol, max_iter=400, norm="max" if maximum else "euclidean")
+    start = scale * torch.randn(3, size, generator=draw, dtype=torch.float64)
+    solution = deqfast.solve(lambda z: z @ a + b, start, solver)
+    if drift:
+        assert not bool(solution.converged.any()), solution
+    else:
+        assert bool(solution.converged.all()), solution
+        exact = torch.linalg.solve(torch.eye(size, dtype=torch.float64) - a, b)
+        error = torch.linalg.vector_norm(solution.value - exact, dim=1)
+        # |z - z*| <= |(I - A)^-1| |g|, |g| <= tol |f(z)|; in the largest norm both sides change by sqrt(D) at most.
+        size_of_f = torch.linalg.vector_norm(solution.value @ a + b, dim=1)
+        assert (error <= (size**0.5 if maximum else 1) * tol * size_of_f / (1 - radius) * (1 + 1e-9)).all()
+
+
 @pytest.mark.parametrize("solver", [Picard(max_iter=40), Anderson(max_iter=40), Broyden(max_iter=40)], ids=str)
 def test_a_cell_once_evaluated_in_one_launch(solver):
     cell = deqfast.FCCell(4, 4, activation="relu")

@@ -152,7 +152,7 @@ class TestArguments:
         "status": "(2)",
         "iterations": "(2)",
         "residual": "(2, 2)",
-        "gain": "(2, 2)",
+        "progress": "(6, 2)",
         "active": "(1)",
     }
     SHAPES = {

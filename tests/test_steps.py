@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED
 
+from deqfast import Status
 from deqfast.testing.states import METHODS, RULES, Case, State, check_run, check_step, clone, make_state, same_bits
 
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
@@ -147,6 +148,8 @@ def test_what_can_befall_a_sample(method, rule, last, implementation):
     after = compare(check_step, case, implementation)
     ran = [row for row, event in enumerate(case.rows) if event != "done"]
     expected = STATUS | ({} if rule == "rel" else {"tiny": 1})  # beside an absolute tolerance or size it is nothing
+    if last:
+        expected = {event: Status.MAX_ITER for event in EVENTS} | {"runaway": Status.ESCAPED} | expected
     assert after["status"][ran].tolist() == [expected.get(case.rows[row], 0) for row in ran]
     assert after["iterations"][ran].tolist() == [case.k + 1] * len(ran)
     assert after["active"].item() == case.batch - sum(bool(expected.get(case.rows[row], 0)) for row in ran)
