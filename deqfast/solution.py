@@ -29,7 +29,7 @@ class Status(IntEnum):
     Examples:
         >>> solution = deqfast.solve(torch.cos, torch.zeros(1, 3))
         >>> deqfast.Status(int(solution.status[0])).message
-        'The residual met the tolerance, and iterates did not run away.'
+        'The residual met the tolerance, and is that of a fixed point.'
         >>> bool((solution.status == deqfast.Status.CONVERGED).all())
         True
     """
@@ -49,7 +49,7 @@ class Status(IntEnum):
 
 
 _MESSAGES = {
-    Status.CONVERGED: "The residual met the tolerance, and iterates did not run away.",
+    Status.CONVERGED: "The residual met the tolerance, and is that of a fixed point.",
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
@@ -65,7 +65,8 @@ class Solution:
 
     Attributes:
         value: a tree like z0; per sample the iterate whose residual is reported: the converged one, else the finite one
-            of least |f(z) - z| + eps |f(z)|, else z0. Its |f(z) - z| is at most that of z0, up to rounding.
+            of least |f(z) - z| + eps |f(z)|, else z0. A solver's value has no longer residual |f(z) - z| than z0, up to
+            rounding. For HALTED, ``Unrolled`` and ``Reversible`` it is the last iterate.
         status: (B,) int8 of ``Status``.
         iterations: (B,) int32, the values of f the sample used until its status was set.
         residual: (B,) the one of the next two that the solver held against its `tol`.
@@ -106,7 +107,7 @@ class Solution:
 
     @property
     def converged(self) -> Tensor:
-        """Samples whose residual met the tolerance, (B,) bool."""
+        """Samples with the status CONVERGED, (B,) bool."""
         return self.status == Status.CONVERGED
 
     def __repr__(self) -> str:

@@ -188,31 +188,31 @@ def relative(res_norm, f_norm, offset):
 
 
 @triton.jit
-def epsilon(dtype: tl.constexpr):
-    """The distance from 1 to the next number of `dtype`."""
+def rounding_of(stall_floor, dtype: tl.constexpr):
+    """Unit of f's rounding: that of `dtype`, or of a lower precision with this stall floor."""
+    low = scalar(stall_floor, dtype) / ROUNDINGS_OF_STALL_FLOOR
     if dtype == tl.float64:
-        return scalar(2.0**-52, dtype)
+        return tl.maximum(low, 2.0**-52)
     else:
-        return scalar(2.0**-23, dtype)
+        return tl.maximum(low, 2.0**-23)
 
 
 @triton.jit
 def has_converged(res_abs, res_rel, size, first, start, tol, absolute, stall_floor, offset):
     """Whether the residual is that of a fixed point: see Evaluation.converged of the reference."""
     dtype: tl.constexpr = res_abs.dtype
-    bound = scalar(tol, dtype)
-    rounding = tl.maximum(epsilon(dtype), scalar(stall_floor, dtype) / ROUNDINGS_OF_STALL_FLOOR)
-    lost = first * tl.minimum(scalar(REDUCTION, dtype), bound * REDUCTION_PER_TOL)
-    lost = tl.maximum(lost, tl.where(absolute != 0, bound, scalar(offset, dtype) * bound))
+    wide = scalar(tol, tl.float64)  # products are rounded once, as in the other kernels
+    reduction = tl.minimum(wide * REDUCTION_PER_TOL, scalar(REDUCTION, tl.float64)).to(dtype)
+    atol = tl.where(absolute != 0, wide, scalar(offset, tl.float64) * wide).to(dtype)
     near = (size <= start * GROWTH) & (res_abs <= first)
-    fallen = res_abs + rounding * size <= lost
-    return (tl.where(absolute != 0, res_abs, res_rel) <= bound) & (near | fallen)
+    fallen = res_abs + rounding_of(stall_floor, dtype) * size <= tl.maximum(first * reduction, atol)
+    return (tl.where(absolute != 0, res_abs, res_rel) <= scalar(tol, dtype)) & (near | fallen)
 
 
 @triton.jit
-def is_better(res_abs, size, best_abs, best_size):
+def is_better(res_abs, size, best_abs, best_size, stall_floor):
     """Whether an iterate is better than the best one: by |g|, with what rounding may hide of it added."""
-    unit = epsilon(res_abs.dtype)
+    unit = rounding_of(stall_floor, res_abs.dtype)
     _, largest = tiny_and_max(res_abs.dtype)
     return tl.minimum(res_abs + unit * size, largest) < best_abs + unit * best_size
 
@@ -269,7 +269,7 @@ def judge(
     least = tl.minimum(tl.where(absolute != 0, res_abs, res_rel), tl.load(p_progress + 5 * B + i_b))
 
     converged = has_converged(res_abs, res_rel, f_norm, first, start, tol, absolute, stall_floor, offset)
-    improved = finite & (converged | is_better(res_abs, f_norm, best_abs, best_size))
+    improved = finite & (converged | is_better(res_abs, f_norm, best_abs, best_size, stall_floor))
     best_rel = tl.where(improved, res_rel, best_rel)
     best_abs = tl.where(improved, res_abs, best_abs)
     best_size = tl.where(improved, f_norm, best_size)

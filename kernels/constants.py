@@ -1,16 +1,18 @@
 """Numbers that the kernels of every backend share; csrc/common/constants.h holds the same for C++."""
 
-# Status of a sample, see ``deqfast.Status``.
-RUNNING, CONVERGED, NONFINITE, STALLED, _INCONSISTENT, _HALTED, MAX_ITER, ESCAPED = range(8)
+# Status of a sample, see ``deqfast.Status``, which has two more.
+RUNNING, CONVERGED, NONFINITE, STALLED = range(4)
+MAX_ITER, ESCAPED = 6, 7
 
 # In low precision a sample stalls after so many iterations in which no relative residual fell below this factor.
 STALL_ITERATIONS = 5
 STALL_GAIN = 0.95
 
-# A sample that met its tolerance has converged if |f(z)| is at most GROWTH times the size of the start; else if its
-# residual has fallen below min(REDUCTION, REDUCTION_PER_TOL tol) of the first.
+# A sample that met its tolerance has converged in two cases. Either |f(z)| is at most GROWTH times the size of the
+# start, or |f(z) - z| has fallen below min(REDUCTION, REDUCTION_PER_TOL tol) of the first one.
 GROWTH = 2.0
-REDUCTION, REDUCTION_PER_TOL = 0.1, 100.0
+REDUCTION = 0.1
+REDUCTION_PER_TOL = 100.0
 # The unit of rounding of a low-precision f is the stall floor over this.
 ROUNDINGS_OF_STALL_FLOOR = 8.0
 

@@ -177,7 +177,7 @@ def _fc_fixed_point_kernel(
         b_first = tl.where(k == 0, res_abs, b_first)
         b_start = tl.where(k == 0, tl.maximum(f_norm, res_abs), b_start)
         converged = has_converged(res_abs, res_rel, f_norm, b_first, b_start, tol, absolute, stall_floor, offset)
-        improved = sound & (converged | is_better(res_abs, f_norm, b_abs, b_size))
+        improved = sound & (converged | is_better(res_abs, f_norm, b_abs, b_size, stall_floor))
         tl.store(p_value + o, b_z, mask=m & improved[:, None])
         b_rel = tl.where(improved, res_rel, b_rel)
         b_abs = tl.where(improved, res_abs, b_abs)

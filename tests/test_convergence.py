@@ -21,11 +21,11 @@ WITHOUT_FIXED_POINT = {
     "a bend": lambda z: z + 0.9 * z.tanh() + 1.5,
     "a block that adds its input": lambda z: z + 0.5 * torch.relu(z @ W.to(z.dtype)) + 1,
     "a block behind a norm": lambda z: z + torch.nn.functional.layer_norm(z, (16,)).abs() + 0.1,
-    "a stretch": lambda z: 1.1 * z.abs() + 1,
+    "a slow stretch": lambda z: z.abs() + 1 + 1e-3 * z.abs(),
     "a turn with a drift": lambda z: torch.cat([z[:, :1] + 1, -z[:, 1:]], dim=1),
 }
 LONG = {
-    "picard": Picard(max_iter=150),
+    "picard": Picard(tol=1e-2, max_iter=400),
     "anderson": Anderson(max_iter=150),
     "broyden": Broyden(max_iter=150, history=20),
     "steps": Broyden(max_iter=30),
@@ -56,7 +56,7 @@ def test_a_map_without_a_fixed_point(solver, name, dtype, kernel):
         assert (residual(f, solution.value) <= residual(f, z0) + 2 * unit * f0).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
     size=st.integers(2, 24),
     radius=st.floats(0.1, 0.95),
@@ -91,22 +91,69 @@ def test_affine_maps_with_and_without_a_fixed_point(size, radius, drift, scale, 
         assert (error <= (size**0.5 if maximum else 1) * tol * size_of_f / (1 - radius) * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize("solver", [Picard(max_iter=40), Anderson(max_iter=40), Broyden(max_iter=40)], ids=str)
-def test_a_cell_once_evaluated_in_one_launch(solver):
-    cell = deqfast.FCCell(4, 4, activation="relu")
-    with torch.no_grad():
-        cell.weight.copy_(torch.eye(4))
-        solution = deqfast.DEQBlock(cell, solver, warn=False)(torch.ones(3, 4).abs(), return_solution=True)[1]
-        drifts = (cell(torch.ones(3, 4), torch.ones(3, 4)) - 1).abs().amax(dim=1) > 0
-    assert not bool((solution.converged & drifts).any())
-
-
 @pytest.mark.parametrize("adjoint", ["unrolled", "reversible"])
 def test_iterations_without_a_solver_are_judged_alike(adjoint):
-    block = DEQBlock(lambda z, x: z + x, Picard(tol=1e-2, max_iter=400), adjoint, warn=False)
-    assert not bool(block(torch.ones(2, 3), return_solution=True)[1].converged.any())
+    for drift in (lambda z, x: z + x, lambda z, x: z.bfloat16() + x.bfloat16()):  # in bfloat16 256 + 1 is 256
+        block = DEQBlock(drift, Picard(tol=1e-2, max_iter=400), adjoint, warn=False)
+        assert not bool(block(torch.ones(2, 3), return_solution=True)[1].converged.any())
     block = DEQBlock(lambda z, x: 0.5 * z + x, Picard(tol=1e-2, max_iter=60), adjoint)
     assert bool(block(torch.ones(2, 3), return_solution=True)[1].converged.all())
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_low_precision_f_hides_its_drift(name, kernel):
+    # In bfloat16 256 + 1 is 256: the residual there is 0, and says nothing.
+    z0 = torch.zeros(2, 8)
+    solution = deqfast.solve(lambda z: (z + 1).bfloat16(), z0, SOLVERS[name](tol=1e-3, max_iter=400), kernel=kernel)
+    assert set(solution.status.tolist()) <= {Status.MAX_ITER, Status.ESCAPED} and solution.value.abs().max() <= 2
+
+
+def test_a_low_precision_backward_solve_cannot_run_away():
+    x = torch.randn(5, 8, requires_grad=True)
+    for solver in (None, Anderson(1e-6, 60), Picard(1e-6, 60)):
+        block = DEQBlock(conserve, Broyden(1e-2, 30), Implicit(solver), warn=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            value = block(x)
+        (found,) = torch.autograd.grad(value[:, 0].sum(), x)
+        assert not bool(block.backward_solution.converged.any())
+        u = block.backward_solution.value
+        assert torch.linalg.vector_norm(u, dim=1).max() <= 4  # u = g has length 1, and a mean of 1/8
+
+
+ENGINES = {
+    "compact": {"compact": True},
+    "groups": {"groups": "batch"},
+    "late": {"check_every": 7},
+}
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_other_ways_through_the_loop(options):
+    f = lambda z, rows=None: z + 1  # noqa: E731
+    solution = deqfast.solve(f, torch.zeros(3, 4), Picard(tol=1e-2, max_iter=300), **options)
+    assert set(solution.status.tolist()) == {Status.ESCAPED}
+
+
+def test_an_exported_and_a_compiled_solve():
+    x = torch.cat([torch.ones(2, 4), torch.zeros(1, 4)])
+
+    def status(block):
+        return block(x, z0=torch.zeros(3, 4), return_solution=True)[1].status
+
+    class Status_(torch.nn.Module):
+        def __init__(self, **options) -> None:
+            super().__init__()
+            self.block = DEQBlock(Linear(torch.eye(4)), Picard(tol=1e-2, max_iter=300), warn=False, **options)
+
+        def forward(self, x):
+            return self.block(x, z0=torch.zeros_like(x), return_solution=True)[1].status
+
+    expected = [Status.ESCAPED, Status.ESCAPED, Status.CONVERGED]
+    assert status(DEQBlock(Linear(torch.eye(4)), Picard(1e-2, 300), warn=False, compile=True)).tolist() == expected
+    with torch.no_grad():
+        exported = torch.export.export(Status_(kernel="torch").eval(), (x,), strict=False).module()
+    assert exported(x).tolist() == expected
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -168,7 +215,7 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(
     kind=st.sampled_from(["random", "non-normal", "conserved"]),
     size=st.sampled_from([4, 13, 64, 256]),
@@ -182,15 +229,18 @@ def test_an_implicit_gradient_solves_its_system_no_worse_than_jfb(route, kind, s
 
 @pytest.mark.parametrize("radius", [0.9, 3.0])
 def test_the_same_of_a_compiled_solve(radius):
-    for dtype in (torch.float32, torch.float64):
-        check_gradient(jacobian("random", 13, radius, 7).to(dtype), 7, compile=True)
+    for solver in (Broyden(tol=1e-9, max_iter=5), Picard(tol=1e-6, max_iter=60)):
+        check_gradient(jacobian("random", 13, radius, 7), 7, solver=solver, compile=True)
 
 
 def check_gradient(j, seed, kind="random", solver=None, func=False, members=False, kernel="auto", compile=False):
     """Compare |r| with |J^T g| for a linear cell at its fixed point, whose gradient in x is u."""
     size, unit = len(j), torch.finfo(j.dtype).eps
     draw = torch.Generator().manual_seed(seed + 1)
-    z, g = (torch.randn(4, size, generator=draw, dtype=torch.float64).to(j.dtype) for _ in range(2))
+    z, g = (torch.randn(4, size, generator=draw, dtype=torch.float64) for _ in range(2))
+    if kind == "conserved":  # a mean of a tenth, which no u explains
+        g = g - g.mean(dim=1, keepdim=True) + 0.1
+    z, g = z.to(j.dtype), g.to(j.dtype)
     x = (z - z @ j.T).requires_grad_()
     adjoint = Implicit(solver)
     block = DEQBlock(Linear(j), Broyden(tol=1e-9, max_iter=5), adjoint, kernel=kernel, warn=False, compile=compile)
@@ -207,7 +257,7 @@ def check_gradient(j, seed, kind="random", solver=None, func=False, members=Fals
     lengths = torch.linalg.vector_norm(u, dim=1) + torch.linalg.vector_norm(g, dim=1)
     rounding = (size + 4) * unit * (1 + torch.linalg.matrix_norm(j)) * lengths
     assert (residual <= torch.linalg.vector_norm(g @ j, dim=1) + rounding).all()
-    if kind == "conserved" and not func:  # g has a mean, and nothing takes it away
+    if kind == "conserved" and not func:
         assert not bool(block.backward_solution.converged.any())
 
 
@@ -261,10 +311,8 @@ class TestSingularSystems:
 
     def test_a_conserved_mean_that_the_loss_reads(self, solver, dtype):
         x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
-        found, solution = self.gradient(conserve, x, None, lambda z: z[:, 0].sum(), solver)
-        (exact,) = torch.autograd.grad(2 * centred(x)[:, 0].sum(), x)
-        assert not bool(solution.converged.any())  # the mean of u grows for ever
-        self.right_or_not_converged(found, exact, solution, 0.0)
+        _, solution = self.gradient(conserve, x, None, lambda z: z[:, 0].sum(), solver)
+        assert not bool(solution.converged.any())  # no u explains the mean of v
 
     def test_a_conserved_mean_that_the_loss_does_not_read(self, solver, dtype):
         x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
@@ -277,11 +325,15 @@ class TestSingularSystems:
     def test_the_potentials_of_sinkhorn(self, solver, dtype):
         x = torch.rand(3, 5, 5, dtype=dtype, requires_grad=True)
         weight = torch.randn(3, 5, 5, dtype=dtype)
-        z0 = torch.zeros(3, 10, dtype=dtype)
-        found, solution = self.gradient(sinkhorn, x, z0, lambda z: (weight * plan(z, x)).sum(), solver)
-        z = z0.double()
-        wide = x.detach().double().requires_grad_()
-        for _ in range(200):
+        found, solution = self.gradient(
+            sinkhorn, x, torch.zeros(3, 10, dtype=dtype), lambda z: (weight * plan(z, x)).sum(), solver
+        )
+        z, wide = torch.zeros(3, 10, dtype=torch.float64), x.detach().double().requires_grad_()
+        for _ in range(200):  # the error shrinks by a factor below tanh(1/2)^2 a step, the costs being within [0, 1]
             z = sinkhorn(z, wide)
         (exact,) = torch.autograd.grad((weight * plan(z, wide)).sum(), wide)
-        self.right_or_not_converged(found, exact, solution, 1e-3 if dtype == torch.float32 else 1e-5)
+        assert bool(solution.converged.all())
+        # z* and u err by tol |z| / (1 - rho) each, rho = 0.22 < tanh(1/2); the gradient is of first order in both, with
+        # derivatives of the plan, whose entries are at most 1, on both sides.
+        tolerance = 4 * ((1e-7 if dtype == torch.float64 else 1e-5) + 2e-6) / (1 - 0.22)
+        self.right_or_not_converged(found, exact, solution, tolerance)

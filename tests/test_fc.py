@@ -105,6 +105,15 @@ class TestOp:
         assert outcome[1] == [Status.STALLED, Status.CONVERGED]
         assert outcome[2] == TORCH.op("fc_fixed_point")(weight, c, z0, *settings)[2].tolist() == [6, 17]
 
+    @pytest.mark.parametrize("floor", [0.0, 0.0625])
+    def test_a_sample_that_runs_away(self, floor, op, implementation):
+        weight, c, z0 = torch.eye(3), torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]), torch.zeros(2, 3)
+        settings = (0, 1e-2, False, 150, floor, 0.0, False)  # from evaluation 101 on the relative residual is below tol
+        tensors = (tensor.to(implementation.device) for tensor in (weight, c, z0))
+        value, status, iterations, residual = (t.tolist() for t in op(*tensors, *settings))
+        assert status == [Status.ESCAPED, Status.CONVERGED] and iterations == [150, 1]
+        assert value == [[0.0] * 3] * 2 and residual[0] == [1.0, 0.0]
+
     @pytest.mark.parametrize("stop", ["rel", "abs"])
     @every_activation
     def test_it_is_picard(self, activation, stop, kernel, device):

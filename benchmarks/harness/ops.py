@@ -102,7 +102,7 @@ def step_contender(op: str, step: states.Case, passes: float, provider: str, dev
         state["steps"][:, step.k - 1] = STILL * (state["fz"] - state["z"])
     else:
         still = replace(step, damping=STILL, alpha=STILL)
-    for record in ("residual", "gain"):
+    for record in ("residual", "progress"):
         state[record].zero_()  # no iterate is better, so that none is copied to `best`
 
     call = partial(still.call, function, state)

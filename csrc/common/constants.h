@@ -11,10 +11,11 @@ enum Status : int8_t { kRunning = 0, kConverged = 1, kNonfinite = 2, kStalled = 
 constexpr int kStallIterations = 5;
 constexpr double kStallGain = 0.95;
 
-// A sample that met its tolerance has converged if |f(z)| is at most kGrowth times the size of the start; else if its
-// residual has fallen below min(kReduction, kReductionPerTol tol) of the first.
+// A sample that met its tolerance has converged in two cases. Either |f(z)| is at most kGrowth times the size of the
+// start, or |f(z) - z| has fallen below min(kReduction, kReductionPerTol tol) of the first one.
 constexpr double kGrowth = 2.0;
-constexpr double kReduction = 0.1, kReductionPerTol = 100.0;
+constexpr double kReduction = 0.1;
+constexpr double kReductionPerTol = 100.0;
 // The unit of rounding of a low-precision f is the stall floor over this.
 constexpr double kRoundingsOfStallFloor = 8.0;
 

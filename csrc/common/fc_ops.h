@@ -64,8 +64,7 @@ FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation,
   dispatch_history<typename Device::BFloat16>(c.scalar_type(), weight.scalar_type(), [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    const StopRule<T> rule{
-        0, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), static_cast<T>(offset), maximum, false};
+    const StopRule<T> rule = rule_of<T>(0, false, tol, absolute, stall_floor, offset, maximum);
     const FcProblem<T, H> problem{static_cast<const H*>(weight.const_data_ptr()), c.const_data_ptr<T>(),
                                 z0.const_data_ptr<T>(), std::get<0>(outcome).template mutable_data_ptr<T>(), rule,
                                 c.size(0), c.size(1), max_iter, activation};

@@ -36,7 +36,19 @@ struct StopRule {
   T offset;
   bool maximum;   // norms are the largest magnitudes, not the Euclidean ones
   bool last;      // no further evaluation follows, so no step is taken
+  T reduction;    // what must be left of the first residual where |f(z)| has outgrown the start
+  T atol;         // |f(z) - z| that is small whatever the first one was
+  T rounding;     // unit of f's rounding
 };
+
+template <class T>
+StopRule<T> rule_of(int64_t k, bool last, double tol, bool absolute, double stall_floor, double offset, bool maximum) {
+  const double reduction = kReductionPerTol * tol < kReduction ? kReductionPerTol * tol : kReduction;
+  const double low = stall_floor / kRoundingsOfStallFloor, epsilon = Limits<T>::epsilon;
+  return {k,       static_cast<T>(tol), absolute, static_cast<T>(stall_floor), static_cast<T>(offset), maximum, last,
+          static_cast<T>(reduction), static_cast<T>(absolute ? tol : offset * tol),
+          static_cast<T>(low > epsilon ? low : epsilon)};
+}
 
 // Rows of a monitor's progress: the relative residual and the iteration of the last gain of 5 %, |g| of the first
 // evaluation, the size of the start, |f(z)| of the best iterate, and the least residual in the measure of tol.
@@ -111,21 +123,11 @@ __attribute__((always_inline)) DEQFAST_HD inline Norms<T> norms_of(const StopRul
   return {length_of(squares.res, scale.res, scaled.res), length_of(squares.f, scale.f, scaled.f)};
 }
 
-// What is known of a sample after an evaluation: its norms, |g| of the first one, and the size of the start.
+// Whether a residual that meets the tolerance is that of a fixed point: see Evaluation.converged of the specification.
 template <class T>
-struct Evaluation {
-  T res_abs, res_rel, size, first, start;
-};
-
-// Whether the residual is that of a fixed point: see Evaluation.converged of the specification.
-template <class T>
-DEQFAST_HD bool has_converged(const Evaluation<T>& now, const StopRule<T>& rule) {
-  if (!((rule.absolute ? now.res_abs : now.res_rel) <= rule.tol)) return false;
-  if (now.size <= static_cast<T>(kGrowth) * now.start && now.res_abs <= now.first) return true;
-  const T rounding = larger(Limits<T>::epsilon, rule.stall_floor / static_cast<T>(kRoundingsOfStallFloor));
-  const T per_tol = static_cast<T>(kReductionPerTol) * rule.tol;
-  const T lost = now.first * (per_tol < static_cast<T>(kReduction) ? per_tol : static_cast<T>(kReduction));
-  return now.res_abs + rounding * now.size <= larger(lost, rule.absolute ? rule.tol : rule.offset * rule.tol);
+DEQFAST_HD bool is_settled(const Norms<T>& norms, T first, T start, const StopRule<T>& rule) {
+  if (norms.f <= static_cast<T>(kGrowth) * start && norms.res <= first) return true;
+  return norms.res + rule.rounding * norms.f <= larger(first * rule.reduction, rule.atol);
 }
 
 // The caller decrements `active` when a sample neither advances nor is running; that is whenever its status changed.
@@ -148,10 +150,10 @@ DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, const Norms<T>& norms
     *progress[kFirstResidual] = res_abs;
     *progress[kStartSize] = larger(norms.f, res_abs);
   }
+  const T measure = rule.absolute ? res_abs : res_rel;
   const bool converged =
-      has_converged(Evaluation<T>{res_abs, res_rel, norms.f, *progress[kFirstResidual], *progress[kStartSize]}, rule);
-  constexpr T epsilon = Limits<T>::epsilon;
-  const T length = res_abs + epsilon * norms.f, best_length = *abs_best + epsilon * *progress[kBestSize];
+      measure <= rule.tol && is_settled(norms, *progress[kFirstResidual], *progress[kStartSize], rule);
+  const T length = res_abs + rule.rounding * norms.f, best_length = *abs_best + rule.rounding * *progress[kBestSize];
   const bool improved = converged || (length < Limits<T>::max ? length : Limits<T>::max) < best_length;
   if (improved) {
     *rel_best = res_rel;
@@ -162,7 +164,6 @@ DEQFAST_HD Verdict judge(const Monitor<T>& m, int64_t row, const Norms<T>& norms
     *progress[kGain] = res_rel;
     *progress[kGainIteration] = static_cast<T>(rule.k);
   }
-  const T measure = rule.absolute ? res_abs : res_rel;
   if (measure < *progress[kLeast]) *progress[kLeast] = measure;
   const bool has_met = *progress[kLeast] <= rule.tol;
   const bool idle = static_cast<T>(rule.k) - *progress[kGainIteration] >= kStallIterations;

@@ -11,11 +11,6 @@
 namespace deqfast {
 
 template <class T>
-StopRule<T> rule_of(int64_t k, bool last, double tol, bool absolute, double stall_floor, double offset, bool maximum) {
-  return {k, static_cast<T>(tol), absolute, static_cast<T>(stall_floor), static_cast<T>(offset), maximum, last};
-}
-
-template <class T>
 struct PicardParams {
   T* z;         // (B, D)
   const T* fz;  // (B, D)

@@ -78,6 +78,8 @@ struct Records {
   bool improved[Rows];
 };
 
+static_assert(sizeof(Records<double, kMostRows>) <= kReservedBytes, "the records of a tile must fit the reserve");
+
 __host__ __device__ constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 __host__ __device__ constexpr int chunk_of(int rows) { return rows < 4 ? rows : 4; }
 

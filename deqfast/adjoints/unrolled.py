@@ -94,12 +94,12 @@ class Unrolled(Iterated):
             value = evaluate(cell, z, x)
             packing.check_value(value)
             previous, z = z, pytree.tree_map(lambda new, old: new.to(old.dtype), value, z)
-            judge.see(previous, z)
+            judge.see(previous, value)
         return z, judge.solution(z)
 
 
 class Judge:
-    """Judgement of the last of several evaluations of f as a solver would pass it, without the solver's steps."""
+    """Judges the last of several evaluations of f, by the rule of a solver that does not take part."""
 
     def __init__(self, packing: Packing, solver: Solver) -> None:
         self.packing, self.solver, self.evaluations = packing, solver, 0
@@ -110,7 +110,7 @@ class Judge:
         self.last = z, fz
         if self.evaluations == 1:
             now = self._evaluated(None)
-            self.begun = torch.stack([now.first, now.start])
+            self.begun = torch.stack([now.first, now.start]).nan_to_num(nan=torch.inf)
 
     def _evaluated(self, begun: Tensor | None) -> Evaluation:
         with outside_exports(torch.no_grad()):
@@ -122,7 +122,7 @@ class Judge:
         solver, now = self.solver, self._evaluated(self.begun)
         finite = torch.isfinite(now.res_abs)
         absolutely = solver.stop == "abs"
-        converged = now.converged(solver.tol, absolutely, 0.0, solver.offset)
+        converged = now.converged(solver.tol, absolutely, self.packing.stall_floor(self.last[1]), solver.offset)
         status = torch.where(now.measure(absolutely) <= solver.tol, Status.ESCAPED, Status.MAX_ITER)
         status = torch.where(converged, Status.CONVERGED, status)
         status = torch.where(finite, status, Status.NONFINITE).to(torch.int8)

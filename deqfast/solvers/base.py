@@ -83,17 +83,20 @@ class State:
 class Solver:
     """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
 
-    A sample has converged when its residual is at most tol and one of these holds, with g = f(z) - z, g0 = f(z0) - z0
-    and c = min(0.1, 100 tol): |f(z)| <= 2 max(|f(z0)|, |g0|) and |g| <= |g0|, or |g| + eps |f(z)| <= max(atol, c |g0|).
-    Otherwise the relative residual of iterates that run away would count. eps is the rounding unit of f's value; tol
-    stands for atol with stop="abs".
+    A sample has converged if its residual is at most tol and it has not run away. With g = f(z) - z and
+    g0 = f(z0) - z0, that is one of two conditions:
+
+    - |f(z)| <= 2 max(|f(z0)|, |g0|) and |g| <= |g0|;
+    - |g| + eps |f(z)| <= max(atol, c |g0|), with c = min(0.1, 100 tol).
+
+    eps is the unit of f's rounding. With stop="abs", tol takes the place of atol.
 
     Args:
         tol: bound on the residual, positive, with stop="rel" less than 1.
         max_iter: calls of f, at least 1.
         stop: what the residual is: "rel" |f(z) - z| / (|f(z)| + atol / tol), so that the tolerance is met when
             |f(z) - z| <= atol + tol |f(z)|; "abs" |f(z) - z|.
-        atol: absolute tolerance beside the relative one, for fixed points at or near zero; at least 0 and at most 1e20
+        atol: absolute tolerance next to the relative one, for fixed points at or near zero; at least 0 and at most 1e20
             tol; 0 with stop="abs".
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
 

@@ -35,6 +35,7 @@ from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, Pic
 
 Step = PicardStep | MultisecantStep | BroydenStep
 Index = int | Tensor  # a number, or a tensor () int64 in its place
+GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -63,6 +64,11 @@ def _norm(v: Tensor, maximum: bool) -> Tensor:
     return torch.where(_is_sound(square), square.sqrt(), length)
 
 
+def rounding_of(dtype: torch.dtype, stall_floor: float) -> float:
+    """Unit of f's rounding: that of the state's dtype, or of a lower precision with this stall floor."""
+    return max(torch.finfo(dtype).eps, stall_floor / ROUNDINGS_OF_STALL_FLOOR)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What a sample is judged by after an evaluation of f at z: numbers (B,) of g = f(z) - z and f(z)."""
@@ -76,15 +82,14 @@ class Evaluation:
     def converged(self, tol: float, absolute: bool, stall_floor: float, offset: float) -> Tensor:
         """Mask (B,) of the samples that have converged.
 
-        Next to the tolerance, the residual must be that of a fixed point. Where iterates run away, |g| / |f(z)|
-        vanishes and g rounds to 0; so a sample whose |f(z)| has outgrown the start must have lost most of its residual,
-        with what rounding may hide of it counted. No sample ends with a longer residual than it began with.
+        A residual that meets the tolerance must also be that of a fixed point. If iterates run away, |g| / |f(z)|
+        vanishes and g rounds to 0. So a sample whose |f(z)| has outgrown the start must have lost most of its residual,
+        with what rounding may hide of it counted. No sample converges with a longer residual than its first one.
         """
-        rounding = max(torch.finfo(self.size.dtype).eps, stall_floor / ROUNDINGS_OF_STALL_FLOOR)
-        lost = self.first * min(REDUCTION, REDUCTION_PER_TOL * tol)
-        lost = lost.clamp_min(tol if absolute else offset * tol)
+        left = self.first * min(REDUCTION, REDUCTION_PER_TOL * tol)
+        left = left.clamp_min(tol if absolute else offset * tol)
         near = (self.size <= GROWTH * self.start) & (self.res_abs <= self.first)
-        fallen = self.res_abs + rounding * self.size <= lost
+        fallen = self.res_abs + rounding_of(self.size.dtype, stall_floor) * self.size <= left
         return (self.measure(absolute) <= tol) & (near | fallen)
 
     def measure(self, absolute: bool) -> Tensor:
@@ -103,7 +108,7 @@ def evaluated(z: Tensor, fz: Tensor, offset: float, maximum: bool, begun: Tensor
 
 def begun(progress: Tensor, k: Index) -> Tensor | None:
     """What the first evaluation has left in `progress`, or None in that evaluation."""
-    return None if isinstance(k, int) and k == 0 else progress[2:4]
+    return None if isinstance(k, int) and k == 0 else progress[[FIRST, START]]
 
 
 def _judge(a: Step, g: Tensor) -> Tensor:
@@ -114,9 +119,9 @@ def _judge(a: Step, g: Tensor) -> Tensor:
     converged = running & finite & now.converged(a.tol, a.absolute, a.stall_floor, a.offset)
 
     gain, gain_iteration, first, start, best_size, least = (a.progress[i] for i in range(len(PROGRESS)))
-    limits = torch.finfo(g.dtype)
-    length = (now.res_abs + limits.eps * now.size).clamp_max(limits.max)
-    better = length < a.residual[1] + limits.eps * best_size
+    rounding = rounding_of(g.dtype, a.stall_floor)
+    length = (now.res_abs + rounding * now.size).clamp_max(torch.finfo(g.dtype).max)
+    better = length < a.residual[1] + rounding * best_size
     improved = converged | (running & finite & better)
     a.best.copy_(torch.where(improved[:, None], a.z, a.best))
     a.residual.copy_(torch.where(improved, torch.stack([now.res_rel, now.res_abs]), a.residual))
@@ -130,7 +135,11 @@ def _judge(a: Step, g: Tensor) -> Tensor:
         torch.where(running & finite, torch.minimum(now.measure(a.absolute), least), least),
     ]
     a.progress.copy_(torch.stack(progress))
-    stalled = (a.residual[0] < a.stall_floor) & (a.k - a.progress[1] >= STALL_ITERATIONS) & (a.progress[5] > a.tol)
+    stalled = (
+        (a.residual[0] < a.stall_floor)
+        & (a.k - a.progress[GAIN_ITERATION] >= STALL_ITERATIONS)
+        & (a.progress[LEAST] > a.tol)
+    )
     stalled &= running & finite & ~converged
     broken = running & ~finite
 
@@ -146,7 +155,7 @@ def _judge(a: Step, g: Tensor) -> Tensor:
 def end(status: Tensor, progress: Tensor, tol: float) -> None:
     """Give the samples that are running after the last evaluation their status: did any iterate meet the tolerance?"""
     running = status == RUNNING
-    escaped = progress[5] <= tol
+    escaped = progress[LEAST] <= tol
     status.masked_fill_(running & escaped, ESCAPED).masked_fill_(running & ~escaped, MAX_ITER)
 
 
