@@ -13,7 +13,7 @@ from torch import nn
 import deqfast
 from deqfast import Anderson, DEQBlock, Implicit, ResidualCell, Unrolled
 from deqfast.ops import Kernel
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, OPERATIONS, assert_close, rounding
 from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -260,7 +260,7 @@ class TestCell:
             results.append((f, *grads))
             if supports(kernel, memory_format):
                 assert f.is_contiguous(memory_format=FORMATS[memory_format])
-        assert_close(results[0], results[1], 4 * rounding(dtype))
+        assert_close(results[0], results[1], rounding(dtype, 4 * OPERATIONS))
 
     @pytest.mark.parametrize("kernel", ["cpp", "triton"], indirect=True)
     def test_tensors_in_several_memory_formats(self, kernel, device):
@@ -317,11 +317,11 @@ class TestCell:
             f, plain = cell(z, x), with_kernel(cell, "torch")(z, x)
         assert f.dtype == plain.dtype
         exact = with_kernel(cell, "torch").double()(z.double(), x.double())
-        assert_close(f, exact, 8 * torch.finfo(torch.bfloat16).eps)
+        assert_close(f, exact, rounding(torch.bfloat16, 8))
         grads, expected = (torch.autograd.grad(y.sin().sum(), [z, x]) for y in (f.float(), exact))
         for grad, right, leaf in zip(grads, expected, [z, x], strict=True):
             assert grad.dtype == leaf.dtype
-            assert_close(grad, right, 16 * torch.finfo(torch.bfloat16).eps)
+            assert_close(grad, right, rounding(torch.bfloat16, 16))
 
     def test_a_cell_in_bfloat16(self):
         cell = cell_of("auto").bfloat16()
@@ -329,12 +329,12 @@ class TestCell:
         exact = with_kernel(cell, "torch").double()
         f, right = cell(z, x), exact(z.double(), x.double())
         assert f.dtype == torch.bfloat16
-        assert_close(f, right, 8 * torch.finfo(f.dtype).eps)
+        assert_close(f, right, rounding(f.dtype, 8))
         grads = torch.autograd.grad(f.float().sin().sum(), [z, x, *cell.parameters()])
         expected = torch.autograd.grad(right.sin().sum(), [z, x, *exact.parameters()])
         for grad, one in zip(grads, expected, strict=True):
             assert grad.dtype == torch.bfloat16
-            assert_close(grad, one, 16 * torch.finfo(f.dtype).eps)
+            assert_close(grad, one, rounding(f.dtype, 16))
 
     def test_what_the_kernels_do_not_serve(self):
         z, x = state(dtype=torch.float16)

@@ -24,9 +24,9 @@ from .tolerances import (
     amplification,
     assert_accurate,
     assert_close,
+    lost,
     relative_error,
     rounding,
-    solved,
 )
 
 __all__ = [
@@ -48,10 +48,10 @@ __all__ = [
     "assert_same_solution",
     "assert_solves",
     "linear",
+    "lost",
     "non_normal",
     "relative_error",
     "rounding",
     "sawtooth",
-    "solved",
     "tanh",
 ]

@@ -30,6 +30,11 @@ def rounding(dtype: torch.dtype, operations: float = OPERATIONS) -> float:
     return operations * torch.finfo(dtype).eps
 
 
+def lost(dtype: torch.dtype, tol: float) -> float:
+    """Relative rounding of differences of iterates, which a solve to `tol` makes as short as `tol` times them."""
+    return rounding(dtype) / tol
+
+
 def amplification(f: Callable[[Any], Any], z: Any) -> float:
     """Condition number of the fixed point of f near z: the largest |dz| / |dr| where z + dz has the residual dr.
 
@@ -66,11 +71,6 @@ GRADIENT = after_solve(1e-12, derivatives=1)
 ITERATES = 1e-10
 # Central differences of solves to 1e-13: their errors over the width of the difference.
 FINITE_DIFFERENCES = {"eps": 1e-5, "atol": 1e-7, "rtol": 1e-6}
-
-
-def solved(tol: float) -> float:
-    """Relative difference allowed between two solves of one well-conditioned problem to the tolerance `tol`."""
-    return 10 * tol
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
