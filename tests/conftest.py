@@ -28,7 +28,12 @@ SMOKE = "DEQFAST_SMOKE" in os.environ
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("DEQFAST_TEST_THREADS", "1")))
+
+# Set by tests/perturbed.py: another seed moves those that the tests name too.
+if SEED := int(os.environ.get("DEQFAST_TEST_SEED", "0")):
+    seed_of_torch = torch.manual_seed
+    torch.manual_seed = lambda seed: seed_of_torch(seed + 1000 * SEED)
 
 
 def pytest_configure(config: pytest.Config) -> None:
