@@ -500,8 +500,16 @@ class TestExport:
             assert torch.equal(status, expected[1]) and (status == Status.CONVERGED).all()
             assert_close(found, expected[0], after_solve(tol + rounding(torch.float32), model.condition(x)))
 
-    @pytest.mark.parametrize("solver", [Picard(max_iter=6), SLIDING, Broyden(max_iter=5)], ids=str)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    @pytest.mark.parametrize(
+        ("solver", "dtype"),
+        [
+            (Picard(max_iter=6), torch.float64),
+            (SLIDING, torch.float64),
+            (Broyden(tol=1e-5, max_iter=30, history=2, kind="bad"), torch.float32),
+            (Broyden(max_iter=5), torch.float64),
+        ],
+        ids=str,
+    )
     def test_an_onnx_model(self, solver, dtype):
         """One loop for every batch, with the evaluations that eager mode makes."""
         model = Judged(solver, kernel="torch", warn=False).eval().to(dtype)

@@ -132,12 +132,20 @@ class TestIterates:
 
     COUNT = 10
 
-    def compare(self, solver, problem, expected, kernel, device, tolerance=ITERATES):
+    def compare(self, solver, problem, expected, kernel, device, tolerance=None):
+        tolerance = tolerance or rounding(torch.float64) * self.condition(problem, expected, solver.history)
         f = Recorder(problem.f)
         solve(f, problem.z0.to(device), solver, kernel)
         assert len(f) == len(expected)
         for k, (actual, iterate) in enumerate(zip(f.arguments, expected, strict=True)):
             assert_close(actual, iterate, tolerance, f"iterate {k}")
+
+    def condition(self, problem, iterates, history):
+        """Condition number of the windows: of the changes of f(z) - z, each of length 1."""
+        g = torch.stack([problem.f(z.to(problem.z0.device)) - z.to(problem.z0.device) for z in iterates])
+        y = torch.nn.functional.normalize(g.diff(dim=0), dim=2).transpose(0, 1)
+        windows = [y[:, max(0, k - (history or k)) : k] for k in range(1, y.shape[1] + 1)]
+        return max(float(torch.linalg.cond(window).max()) for window in windows)
 
     def problem(self, device, maker=tanh):
         return maker(batch=2, dim=12, dtype=torch.float64, device=device)

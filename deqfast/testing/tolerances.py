@@ -67,10 +67,12 @@ def after_solve(tol: float, condition: float = WELL_CONDITIONED, derivatives: in
 
 # Gradients in float64 of solves to 1e-12.
 GRADIENT = after_solve(1e-12, derivatives=1)
-# Iterates of two algebraically equal methods in float64, where rounding is amplified from step to step.
-ITERATES = 1e-10
-# Central differences of solves to 1e-13: their errors over the width of the difference.
-FINITE_DIFFERENCES = {"eps": 1e-5, "atol": 1e-7, "rtol": 1e-6}
+# Iterates of two algebraically equal methods in float64, with windows whose condition number is at most 1e4.
+ITERATES = 1e4 * rounding(torch.float64)
+# Central differences of solves to 1e-13: the difference of two errors over its width.
+WIDTH = 1e-5
+_OF_SOLVES = after_solve(1e-13) / (2 * WIDTH)
+FINITE_DIFFERENCES = {"eps": WIDTH, "atol": _OF_SOLVES, "rtol": _OF_SOLVES}
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
