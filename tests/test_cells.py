@@ -136,6 +136,7 @@ def test_parameters_are_made_where_and_as_asked(cell):
     assert_close([*cell(device="cpu").parameters()], [*plain.parameters()], 0.0)
 
 
+@pytest.mark.usefixtures("cpp_kernels")
 def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     """The look-up asks what is available: it may import triton and ask for CUDA."""
     lookups, look_up = [], choice._availability

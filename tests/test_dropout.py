@@ -196,6 +196,7 @@ def test_in_compiled_models():
     assert len(seen) > 5 and all(torch.equal(mask, seen[0]) for mask in seen)
 
 
+@pytest.mark.usefixtures("cpp_kernels")
 def test_compiled_solves_serve_evaluation_only():
     block, x = DEQBlock(Cell(SolveDropout(0.5)), compile=True), inputs()
     with pytest.raises(RuntimeError, match="compile=True"):

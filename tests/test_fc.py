@@ -126,6 +126,7 @@ class TestOp:
         case = FCCase(size=33, batch=19, rows=EVENTS[:3], **DTYPES[dtype])
         assert unlike_alone(op, case, (0, 1, 8, 17, 18), implementation.device) == []
 
+    @pytest.mark.usefixtures("cpp_kernels")
     def test_the_bits_do_not_depend_on_the_number_of_threads(self, set_threads):
         case, outcomes = FCCase(size=300, batch=50), []
         for threads in (1, 2, 3):
@@ -383,11 +384,13 @@ class TestCells:
         _, solution = DEQBlock(cell, Picard(1e-5, 200))(x, return_solution=True)
         assert not made and solution.converged.all()
 
+    @pytest.mark.usefixtures("cpp_kernels")
     def test_float64(self, monkeypatch):
         made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
         z, solution = DEQBlock(cell.double(), Picard(1e-10, 200))(x.double(), return_solution=True)
         assert made == ["cpp"] and z.dtype == torch.float64 and solution.converged.all()
 
+    @pytest.mark.usefixtures("cpp_kernels")
     def test_autocast(self, monkeypatch):
         made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
         block = DEQBlock(cell, Picard(1e-3, 50))

@@ -166,6 +166,7 @@ def test_wrong_arguments_are_named(op):
             product(*(right | {name: wrong}).values(), *scalars(case))
 
 
+@pytest.mark.usefixtures("cpp_kernels")
 def test_opcheck():
     case = Case("and2", batch=2, size=9, history=3)
     args = [torch.nan_to_num(t) for t in arguments(case, 4, [2, 2])]

@@ -537,6 +537,7 @@ class TestKernels:
             solve(lambda z: z, torch.zeros(1, 1), kernel=name)
         assert reason in str(error.value)
 
+    @pytest.mark.usefixtures("cpp_kernels")
     def test_a_kernel_refuses_tensors_of_another_device(self):
         with pytest.raises(RuntimeError, match="kernel='cpp' does not run on cuda tensors, only on cpu"):
             choose_kernel("cpp", torch.device("cuda"))

@@ -70,6 +70,7 @@ def test_acceleration_accelerates(name, kernel, device):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("rho", [0.9, 0.95])
 @in_process
+@pytest.mark.usefixtures("cpp_kernels")
 def test_limited_memory_converges_where_ring_buffers_break(rho, seed, kernel, device):
     """Overwriting pairs that others were built on gives NaN on these problems; a window of the newest ten does not."""
     problem = linear(batch=1, dim=256, rho=rho, seed=seed, device=device)
@@ -313,6 +314,7 @@ def test_a_history_of_pairs_takes_the_memory_it_says(name):
 
 
 @multisecant
+@pytest.mark.usefixtures("cpp_kernels")
 def test_a_window_longer_than_a_gpu_kernel_holds_is_an_error(name):
     problem = linear()
     solver = SOLVERS[name](max_iter=40, history=33)
