@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-EXACT_RTOL = 1e-12  # float64 against float64, well conditioned
-COLLAPSED_RTOL = 1e-6  # against a pseudo-inverse that itself loses digits, or features that are mostly offset
-ROUNDING = 1e-7  # distances that are zero but for rounding (square roots of float64 differences)
+from deqfast.testing import rounding
+
+EXACT_RTOL = rounding(torch.float64, 5000)  # well conditioned sums of at most so many numbers
+ROUNDING = rounding(torch.float64) ** 0.5  # distances that are zero but for rounding: roots of differences
 PINV_RTOL = 1e-12  # eigenvalues of Sigma_B below this share of the largest are zero in the reference
 
 KEPT_FIELDS = ("nc1", "rank", "condition", "nc2", "nc2_paper", "nc2_centered", "nc3", "nc3_centered", "num_classes")

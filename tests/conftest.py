@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from covering import covering
 
 import deqfast
 from deqfast import _extension
+from deqfast.ops import choose_kernel
 
 # Set by benchmarks/gpu.sh: compute-sanitizer watches; a first look, where compiling Triton's kernels would take long.
 SANITIZED = "DEQFAST_SANITIZED" in os.environ
@@ -28,7 +30,12 @@ SMOKE = "DEQFAST_SMOKE" in os.environ
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("DEQFAST_TEST_THREADS", "1")))
+
+# Set by tests/perturbed.py: another seed moves those that the tests name too.
+if SEED := int(os.environ.get("DEQFAST_TEST_SEED", "0")):
+    seed_of_torch = torch.manual_seed
+    torch.manual_seed = lambda seed: seed_of_torch(seed + 1000 * SEED)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "combinations as it takes for every value (strength 1) or pair of values (2) of the parameters to occur, one "
         "with 0; the others run all",
     )
+
+
+def pytest_sessionstart() -> None:
+    if not deqfast.backends()["cpp"]:  # what is said once is said here, so that no test is the one that hears it
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            choose_kernel("auto", torch.device("cpu"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,6 +108,13 @@ def kernel(request: pytest.FixtureRequest) -> str:
     if not available:
         pytest.skip(f"kernel {request.param}: {available.reason}")
     return request.param
+
+
+@pytest.fixture
+def cpp_kernels() -> None:
+    """For tests that name the CPU kernels: skip with the reason if there are none."""
+    if not deqfast.backends()["cpp"]:
+        pytest.skip(f"kernel cpp: {deqfast.backends()['cpp'].reason}")
 
 
 @pytest.fixture

@@ -684,7 +684,7 @@ def test_second_derivatives_through_a_block_in_the_cell_of_a_block():
         first = torch.autograd.grad(value(adjoint, a, b), (a, b), create_graph=True)
         return torch.autograd.grad(sum(one.square().sum() for one in first), (a, b))
 
-    torch.testing.assert_close(second(Implicit(Anderson(1e-12, 60))), second(Unrolled(60)), rtol=1e-6, atol=1e-8)
+    assert_close(second(Implicit(Anderson(1e-12, 60))), second(Unrolled(60)), GRADIENT)
 
 
 BAD_ARGUMENTS = [

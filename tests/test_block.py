@@ -30,7 +30,7 @@ from deqfast import (
     solve,
 )
 from deqfast.adjoints import Adjoint
-from deqfast.testing import assert_close, rounding, solved
+from deqfast.testing import after_solve, amplification, assert_close, rounding
 
 EPS = rounding(torch.float32)
 ADJOINTS = ("jfb", "implicit", "neumann", "phantom", "reversible", "unrolled")
@@ -82,7 +82,7 @@ class TestStart:
         def cell(z, x):
             return 0.5 * z + x["inputs"][0]
 
-        assert_close(DEQBlock(cell)({"inputs": [x]}), 2 * x, solved(1e-3))
+        assert_close(DEQBlock(cell)({"inputs": [x]}), 2 * x, after_solve(1e-3, 2))
 
     @pytest.mark.parametrize("x", [torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0])
     def test_an_x_that_says_nothing_is_an_error_with_advice(self, x):
@@ -258,7 +258,10 @@ class TestWarnings:
     def test_not_for_the_cells_of_the_library(self):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            DEQBlock(ResidualCell(8))(torch.randn(2, 8, 3, 3))
+            cell = ResidualCell(8)
+            for convolution in (cell.conv1, cell.conv2):  # as drawn they need not contract
+                convolution.weight.data.mul_(0.3)
+            DEQBlock(cell)(torch.randn(2, 8, 3, 3))
 
 
 class TestEvents:
@@ -297,7 +300,9 @@ class TestMixedPrecision:
             z.square().sum().backward()
             gradients[enabled] = [p.grad.clone() for p in block.parameters()]
             assert {g.dtype for g in gradients[enabled]} == {torch.float32}
-        assert_close(gradients[True], gradients[False], solved(1e-2))
+        condition = amplification(lambda z: block.cell(z, x), z)
+        allowed = after_solve(1e-2 + rounding(torch.bfloat16, 1), condition, derivatives=1)
+        assert_close(gradients[True], gradients[False], allowed)
         assert not torch.equal(gradients[True][0], gradients[False][0])
 
     def test_a_grad_scaler_sees_an_overflow(self):
@@ -348,7 +353,7 @@ def cells_as_units(mesh: DeviceMesh, share: torch.Tensor) -> None:
 
 
 def parallel_model(adjoint: str | Adjoint) -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # the same in all processes: tests/perturbed.py moves seeds in this one only
     return nn.Sequential(nn.Linear(4, 3), DEQBlock(FCCell(3, 5), Broyden(tol=1e-6), adjoint), nn.Linear(5, 2)).double()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from deqfast import Broyden, CellHooks, DEQBlock, FCCell, LinearCell, ResidualCell, solve
 from deqfast.ops import choice
-from deqfast.testing import assert_close, rounding, solved
+from deqfast.testing import after_solve, amplification, assert_close, rounding
 
 EPS = rounding(torch.float32)
 
@@ -32,7 +32,11 @@ def test_linear_cell():
     cell, z, x = LinearCell(5), torch.randn(3, 5), torch.randn(3, 5)
     assert_close(cell(z, x), z @ cell.weight.T + x, EPS)
     fixed_point = torch.linalg.solve(torch.eye(5) - cell.weight, x.T).T
-    assert_close(DEQBlock(cell, Broyden(tol=1e-6))(x), fixed_point, solved(1e-6))
+    assert_close(
+        DEQBlock(cell, Broyden(tol=1e-6))(x),
+        fixed_point,
+        after_solve(1e-6 + EPS, amplification(lambda z: cell(z, x), fixed_point)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,7 @@ def test_parameters_are_made_where_and_as_asked(cell):
     assert_close([*cell(device="cpu").parameters()], [*plain.parameters()], 0.0)
 
 
+@pytest.mark.usefixtures("cpp_kernels")
 def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     """The look-up asks what is available: it may import triton and ask for CUDA."""
     lookups, look_up = [], choice._availability

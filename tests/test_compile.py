@@ -30,7 +30,7 @@ from deqfast import (
     fc_fixed_point,
     tracing,
 )
-from deqfast.testing import GRADIENT, assert_close
+from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
 from deqfast.uncompiled import uncompiled
 
 
@@ -274,10 +274,12 @@ class TestOfABlock:
                     return torch.tanh(0.5 * torch.vmap(weight.mv)(z) + x)
                 return x - 0.5 * torch.func.grad(lambda z: self.linear(z).cosh().log().sum())(z)
 
-        block, x = DEQBlock(Other(), adjoint="implicit"), torch.randn(2, 4)
+        tol = 1e-6
+        block, x = DEQBlock(Other(), Broyden(tol, 40), "implicit"), torch.randn(2, 4)
         parameters = [block.cell.linear.weight]
-        pairs = zip(derivatives(compiled(block), x, parameters), derivatives(block, x, parameters), strict=True)
-        assert all(torch.allclose(*pair) for pair in pairs)
+        found, expected = (derivatives(f, x, parameters) for f in (compiled(block), block))
+        condition = amplification(lambda z: block.cell(z, x), expected[0])
+        assert_close(found, expected, after_solve(tol + rounding(torch.float32), condition, derivatives=1))
 
     def test_weights_changed_under_one_autocast(self, compiled):
         block, x = DEQBlock(Cell()), torch.randn(2, 4)
@@ -409,6 +411,12 @@ WITH_PAIRS = Broyden(tol=1e-5, max_iter=9, history=2, kind="bad")
 class Judged(Model):
     """A model that tells how its solve went."""
 
+    def condition(self, x):
+        """Condition number of the fixed point."""
+        with torch.no_grad():
+            z, x = self(x)[0], self.encoder(x)
+        return amplification(lambda z: self.block.cell(z, x), z)
+
     def forward(self, x, **more):
         z, solution = self.block(self.encoder(x), return_solution=True, **more)
         return z, solution.status, solution.iterations, solution.residual, torch.as_tensor(solution.evaluations)
@@ -479,7 +487,8 @@ class TestExport:
         """Code that runs from C++ too, in one loop for every batch."""
         if TorchVersion(torch.__version__) < "2.14" and torch.backends.cpu.get_cpu_capability() == "AVX2":
             pytest.skip("docs/pages/options.md: Inductor's vectors fail there")
-        model = Model(Anderson(max_iter=8, history=2), kernel="torch").eval()
+        tol = 1e-5
+        model = Judged(Anderson(tol, 30, history=2), kernel="torch").eval()
         reuse = {"allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14"}
         path = torch._inductor.aoti_compile_and_package(
             exported(model), package_path=str(tmp_path / "model.pt2"), inductor_configs=reuse
@@ -487,10 +496,20 @@ class TestExport:
         package = torch._inductor.aoti_load_package(path)
         for batch in (2, 7):
             x = torch.randn(batch, 3)
-            assert_close(package(x), model(x), GRADIENT)
+            (found, status, *_), expected = package(x), model(x)
+            assert torch.equal(status, expected[1]) and (status == Status.CONVERGED).all()
+            assert_close(found, expected[0], after_solve(tol + rounding(torch.float32), model.condition(x)))
 
-    @pytest.mark.parametrize("solver", [Picard(max_iter=6), SLIDING, Broyden(max_iter=5)], ids=str)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    @pytest.mark.parametrize(
+        ("solver", "dtype"),
+        [
+            (Picard(max_iter=6), torch.float64),
+            (SLIDING, torch.float64),
+            (Broyden(tol=1e-5, max_iter=30, history=2, kind="bad"), torch.float32),
+            (Broyden(max_iter=5), torch.float64),
+        ],
+        ids=str,
+    )
     def test_an_onnx_model(self, solver, dtype):
         """One loop for every batch, with the evaluations that eager mode makes."""
         model = Judged(solver, kernel="torch", warn=False).eval().to(dtype)
@@ -504,7 +523,8 @@ class TestExport:
             found = [torch.from_numpy(each) for each in session.run(None, {"x": batch.numpy()})]
             value, *judged = model(batch)
             if dtype == torch.float32:  # whose rounding may be an evaluation more or less
-                assert_close(found[0], value, 1e-4)
+                condition = model.condition(batch[batch.isfinite().all(dim=1)])
+                assert_close(found[0], value, after_solve(solver.tol + rounding(dtype), condition))
             else:
                 assert_close(found[0], value, GRADIENT)
                 assert all(map(torch.equal, found[1:3], judged[:2])) and found[-1] == judged[-1]
@@ -519,7 +539,7 @@ class TestExport:
             "torch.save(y.detach(), 'y.pt'); assert 'deqfast' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", run], cwd=tmp_path, check=True)
-        assert_close(torch.load(tmp_path / "y.pt"), model(x), GRADIENT)
+        assert_close(torch.load(tmp_path / "y.pt"), model(x), rounding(torch.float32))
 
     def test_unrolled_and_the_solution(self):
         model, x = Judged(Picard(max_iter=3), "unrolled", warn=False), torch.tensor([[1.0] * 3, [torch.nan] * 3])

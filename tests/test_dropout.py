@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, Reversible, SolveDropout, Unrolled
-from deqfast.testing import GRADIENT, assert_close, solved
+from deqfast.testing import GRADIENT, after_solve, assert_close
 
 TIGHT = Broyden(1e-12, 60)
 ADJOINTS = ["jfb", Implicit(TIGHT), "phantom", "shine", Unrolled(60)]
@@ -76,7 +76,7 @@ def test_value_and_gradient_are_those_of_the_mask_as_a_constant(adjoint):
     found = torch.autograd.grad(z.square().sum(), tensors)
     mask = block.cell.drop.seen[0]
     plain = DEQBlock(lambda z, x: torch.tanh(0.4 * block.cell.linear(z * mask) + x), TIGHT, adjoint)
-    assert_close(z, plain(x), solved(1e-12))
+    assert_close(z, plain(x), after_solve(1e-12))
     assert_close(found, torch.autograd.grad(plain(x).square().sum(), tensors), GRADIENT)
 
 
@@ -196,6 +196,7 @@ def test_in_compiled_models():
     assert len(seen) > 5 and all(torch.equal(mask, seen[0]) for mask in seen)
 
 
+@pytest.mark.usefixtures("cpp_kernels")
 def test_compiled_solves_serve_evaluation_only():
     block, x = DEQBlock(Cell(SolveDropout(0.5)), compile=True), inputs()
     with pytest.raises(RuntimeError, match="compile=True"):

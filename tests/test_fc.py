@@ -24,7 +24,7 @@ from deqfast import (
 )
 from deqfast.ops import ACTIVATIONS, Kernel, choose_kernel
 from deqfast.ops.fc import reference
-from deqfast.testing import GRADIENT, assert_accurate, assert_close, rounding
+from deqfast.testing import GRADIENT, after_solve, amplification, assert_accurate, assert_close, lost, rounding
 from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, unlike_alone
 from deqfast.testing.states import RULES
 
@@ -125,8 +125,8 @@ class TestOp:
         value, status, iterations, residual = op(weight, c, z0, *case.scalars())
         assert torch.equal(status, solution.status) and torch.equal(iterations, solution.iterations)
         assert_close(value, solution.value, EPS)
-        assert_close(residual[0], solution.residual_rel, 1e-3)
-        assert_close(residual[1], solution.residual_abs, 1e-3)
+        assert_close(residual[0], solution.residual_rel, lost(torch.float32, case.tol))
+        assert_close(residual[1], solution.residual_abs, lost(torch.float32, case.tol))
         assert int(iterations.max()) == solution.evaluations or device == "cuda"
 
     @every_dtype
@@ -135,6 +135,7 @@ class TestOp:
         case = FCCase(size=33, batch=19, rows=EVENTS[:3], **DTYPES[dtype])
         assert unlike_alone(op, case, (0, 1, 8, 17, 18), implementation.device) == []
 
+    @pytest.mark.usefixtures("cpp_kernels")
     def test_the_bits_do_not_depend_on_the_number_of_threads(self, set_threads):
         case, outcomes = FCCase(size=300, batch=50), []
         for threads in (1, 2, 3):
@@ -158,7 +159,7 @@ class TestVjp:
         assert_accurate(op(pre.to(device), grad.to(device), code), plain, exact)
         leaf = pre.double().requires_grad_()
         reference.ACTIVATIONS[code](leaf).backward(grad.double())
-        assert_close(exact, leaf.grad, 1e-14)
+        assert_close(exact, leaf.grad, rounding(torch.float64))
         assert op(pre[:0].to(device), grad[:0].to(device), code).shape == (0, size)
 
 
@@ -383,7 +384,7 @@ class TestCells:
         assert made == [kernel]
         assert_close(z, looped_z, EPS)
         assert torch.equal(solution.iterations, looped.iterations) and torch.equal(solution.status, looped.status)
-        assert_close(solution.residual, looped.residual, 1e-2)
+        assert_close(solution.residual, looped.residual, lost(torch.float32, 1e-4))
         assert_close(grads, expected, EPS)
 
     def test_a_forward_of_the_instances_own_is_called(self, monkeypatch):
@@ -392,11 +393,13 @@ class TestCells:
         _, solution = DEQBlock(cell, Picard(1e-5, 200))(x, return_solution=True)
         assert not made and solution.converged.all()
 
+    @pytest.mark.usefixtures("cpp_kernels")
     def test_float64(self, monkeypatch):
         made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
         z, solution = DEQBlock(cell.double(), Picard(1e-10, 200))(x.double(), return_solution=True)
         assert made == ["cpp"] and z.dtype == torch.float64 and solution.converged.all()
 
+    @pytest.mark.usefixtures("cpp_kernels")
     def test_autocast(self, monkeypatch):
         made, (cell, x) = self.launches(monkeypatch), self.case("tanh")
         block = DEQBlock(cell, Picard(1e-3, 50))
@@ -404,7 +407,8 @@ class TestCells:
         with torch.autocast("cpu", torch.bfloat16):
             z, solution = block(x, return_solution=True)
         assert made == ["cpp", "cpp"] and z.dtype == torch.float32 and solution.converged.all()
-        assert_close(z, exact, 4 * torch.finfo(torch.bfloat16).eps)
+        condition = amplification(lambda z: cell(z, x), exact)
+        assert_close(z, exact, after_solve(1e-3 + rounding(torch.bfloat16, 1), condition))
         z.sum().backward()
         assert torch.isfinite(cell.weight.grad).all()
 

@@ -8,7 +8,7 @@ from harness.counters import count
 from torch import nn
 
 from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, Groups, Implicit, Picard, Status, Unrolled, solve
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, after_solve, assert_close, lost, rounding
 
 GROUPS = torch.tensor([2, 0, 0, 1, 2, 2, 0])  # neither in order nor equally long
 TIGHT = Broyden(tol=1e-13, max_iter=60)
@@ -42,7 +42,8 @@ def test_a_sample_of_several_rows_is_solved_as_alone(name, kernel, device):
             groups="batch",
         )
         assert alone.iterations.tolist() == [together.iterations[number]]
-        torch.testing.assert_close(together.value[rows], alone.value, rtol=1e-9, atol=1e-12)
+        allowed = after_solve(lost(torch.float64, solver.tol), 1 / (1 - 0.8))
+        assert_close(together.value[rows], alone.value, allowed)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -55,9 +56,10 @@ def test_what_is_converged_is_so_in_truth(name):
         return torch.relu(1.2 * mixing @ z + x)
 
     solution = solve(f, torch.zeros_like(x), SOLVERS[name](tol=1e-3, max_iter=200), groups="batch")
+    sums = rounding(torch.float32, len(groups))
     gap = (f(solution.value) - solution.value).norm() / f(solution.value).norm()
-    assert solution.status.tolist() == [Status.CONVERGED] and gap <= 1.01e-3
-    torch.testing.assert_close(gap, solution.residual[0], rtol=1e-2, atol=0)
+    assert solution.status.tolist() == [Status.CONVERGED] and gap <= 1e-3 + sums
+    assert abs(gap - solution.residual[0]) <= sums
 
 
 def test_one_row_a_sample_is_the_ordinary_solve(kernel, device):
@@ -176,7 +178,7 @@ class TestInconsistency:
         x = torch.zeros(1, 3, requires_grad=True)
         z, solution = DEQBlock(lambda z, x: 0.1 * z + 1e-25 + x)(x, return_solution=True)
         assert solution.status.tolist() == [Status.CONVERGED]
-        torch.testing.assert_close(z.detach().double() * 1e25, torch.full((1, 3), 1 / 0.9).double(), rtol=2e-3, atol=0)
+        assert_close(z.double() * 1e25, torch.full((1, 3), 1 / 0.9), after_solve(1e-3, 1 / 0.9))
 
     def test_dropout_that_no_module_tells_of(self):
         class Cell(nn.Module):

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, MonotoneCell, Picard, Status, Unrolled
 from deqfast.cells.monotone import SPLITTINGS, norm_bound
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding, solved
+from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, rounding
 
 EYE = torch.eye(12, dtype=torch.float64)
 SOLVERS = [Picard(1e-12, 4000), Anderson(1e-12, 400), Broyden(1e-12, 400)]
@@ -45,10 +45,12 @@ def test_all_find_the_one_fixed_point_from_anywhere(splitting, solver):
     other.load_state_dict(cell.state_dict())
     expected = DEQBlock(other, TIGHT)(x)
     assert expected.any()
+    condition = max(amplification(lambda z, f=f: f(z, x), expected) for f in (cell, other))
     for z0 in (None, *(10 * torch.randn(3, 5, 12, dtype=torch.float64))):
         z = DEQBlock(cell, solver)(x, z0)
-        assert_close(z, expected, solved(1e-9))
-        assert_close(torch.relu(z @ cell.weight.T + cell.injection(x)), z, solved(1e-9))
+        assert_close(z, expected, after_solve(1e-12, condition))
+        once = torch.relu(z @ cell.weight.T + cell.injection(x))
+        assert_close(once, z, after_solve(1e-12, condition) * (1 + float(torch.linalg.matrix_norm(cell.weight, 2))))
 
 
 def test_where_plain_iteration_of_the_same_layer_finds_none():

@@ -13,12 +13,12 @@ from torch import Tensor
 import deqfast
 from deqfast import NeuralCollapse, neural_collapse
 from deqfast.ops import Kernel
-from deqfast.testing import relative_error, rounding
+from deqfast.testing import OPERATIONS, relative_error, rounding
 
 TORCH = Kernel("torch")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-NC1_OF_FLOATS = 1e-5  # relative error of NC1 where the kernel computes in float32
-NC1_OF_DOUBLES = 1e-12
+NC1_OF_FLOATS = rounding(torch.float32, 2 * OPERATIONS)  # a projection and a sum of squares, in the dtype of a kernel
+NC1_OF_DOUBLES = rounding(torch.float64, 5000)  # of a pseudo-inverse too
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 

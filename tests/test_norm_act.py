@@ -13,7 +13,15 @@ from torch import nn
 import deqfast
 from deqfast import Anderson, DEQBlock, Implicit, ResidualCell, Unrolled
 from deqfast.ops import Kernel
-from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close, rounding
+from deqfast.testing import (
+    ACCURACY_UNITS,
+    FINITE_DIFFERENCES,
+    GRADIENT,
+    OPERATIONS,
+    assert_accurate,
+    assert_close,
+    rounding,
+)
 from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NORM_SHAPES, NormCase, check_norm
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -260,7 +268,7 @@ class TestCell:
             results.append((f, *grads))
             if supports(kernel, memory_format):
                 assert f.is_contiguous(memory_format=FORMATS[memory_format])
-        assert_close(results[0], results[1], 4 * rounding(dtype))
+        assert_close(results[0], results[1], rounding(dtype, 4 * OPERATIONS))
 
     @pytest.mark.parametrize("kernel", ["cpp", "triton"], indirect=True)
     def test_tensors_in_several_memory_formats(self, kernel, device):
@@ -317,24 +325,31 @@ class TestCell:
             f, plain = cell(z, x), with_kernel(cell, "torch")(z, x)
         assert f.dtype == plain.dtype
         exact = with_kernel(cell, "torch").double()(z.double(), x.double())
-        assert_close(f, exact, 8 * torch.finfo(torch.bfloat16).eps)
-        grads, expected = (torch.autograd.grad(y.sin().sum(), [z, x]) for y in (f.float(), exact))
-        for grad, right, leaf in zip(grads, expected, [z, x], strict=True):
-            assert grad.dtype == leaf.dtype
-            assert_close(grad, right, 16 * torch.finfo(torch.bfloat16).eps)
+        values = ((y, *torch.autograd.grad(y.sin().sum(), [z, x])) for y in (f.float(), plain.float(), exact))
+        for found, like, right in zip(*values, strict=True):
+            assert found.dtype == like.dtype
+            assert_accurate(
+                found,
+                like,
+                right,
+                units=ACCURACY_UNITS * torch.finfo(torch.bfloat16).eps / torch.finfo(found.dtype).eps,
+            )
 
     def test_a_cell_in_bfloat16(self):
         cell = cell_of("auto").bfloat16()
         z, x = state(dtype=torch.bfloat16, requires_grad=True)
-        exact = with_kernel(cell, "torch").double()
-        f, right = cell(z, x), exact(z.double(), x.double())
-        assert f.dtype == torch.bfloat16
-        assert_close(f, right, 8 * torch.finfo(f.dtype).eps)
-        grads = torch.autograd.grad(f.float().sin().sum(), [z, x, *cell.parameters()])
-        expected = torch.autograd.grad(right.sin().sum(), [z, x, *exact.parameters()])
-        for grad, one in zip(grads, expected, strict=True):
-            assert grad.dtype == torch.bfloat16
-            assert_close(grad, one, 16 * torch.finfo(f.dtype).eps)
+        plain = with_kernel(cell, "torch")
+        given = [(cell, z, x), (plain, z, x), (copy.deepcopy(plain).double(), z.double(), x.double())]
+        for found, like, right in zip(*(self.value_and_gradients(*each) for each in given), strict=True):
+            assert found.dtype == torch.bfloat16
+            assert_accurate(found, like, right)
+
+    @staticmethod
+    def value_and_gradients(cell, z, x):
+        z, x = (tensor.detach().requires_grad_() for tensor in (z, x))
+        f = cell(z, x)
+        total = f.to(torch.promote_types(f.dtype, torch.float32)).sin().sum()
+        return f, *torch.autograd.grad(total, [z, x, *cell.parameters()])
 
     def test_what_the_kernels_do_not_serve(self):
         z, x = state(dtype=torch.float16)

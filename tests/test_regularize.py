@@ -5,7 +5,7 @@ import torch
 
 from deqfast import DEQBlock, FCCell, ResidualCell
 from deqfast.regularize import jacobian_penalty, spectral_radius
-from deqfast.testing import assert_close
+from deqfast.testing import assert_close, rounding
 
 
 def jacobians(cell, z, x):
@@ -28,8 +28,8 @@ def test_the_penalty_is_the_mean_square_of_the_jacobian_without_bias():
     cell, z, x = problem()
     expected = jacobians(cell, z, x).square().sum((1, 2)).mean() / 6
     found = torch.stack([jacobian_penalty(cell, z, x) for _ in range(2000)])
-    assert (found.mean() - expected).abs() < 4 * found.std() / 2000**0.5
-    assert_close(jacobian_penalty(cell, z, x, probes=4000), expected, 0.05)
+    assert (found.mean() - expected).abs() < 5 * found.std() / 2000**0.5
+    assert (jacobian_penalty(cell, z, x, probes=4000) - expected).abs() < 5 * found.std() / 4000**0.5
     assert found.std() > 0.01 * expected
 
 
@@ -63,7 +63,7 @@ def test_the_spectral_radius_of_real_and_complex_pairs(dtype):
         torch.ones(2, 2) / 2,
     ):
         found = spectral_radius(lambda z, x: scale * (z @ x), torch.randn(3, 2, dtype=dtype), matrix.to(dtype))
-        assert_close(found, scale[:, 0].double(), 1e-5)
+        assert_close(found, scale[:, 0].double(), rounding(dtype))
     cell, z, x = problem(dtype)
     expected = torch.linalg.eigvals(jacobians(cell, z, x).double()).abs().amax(dim=1)
     assert_close(spectral_radius(cell, z, x, iterations=400), expected, 0.02)
@@ -73,7 +73,9 @@ def test_in_inference_mode_and_without_samples():
     with torch.inference_mode():
         turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]])
         z = torch.randn(3, 2)
-        assert_close(spectral_radius(lambda z, x: z @ x, z, turn), torch.full((3,), 0.9).double(), 1e-5)
+        assert_close(
+            spectral_radius(lambda z, x: z @ x, z, turn), torch.full((3,), 0.9).double(), rounding(torch.float32)
+        )
         assert jacobian_penalty(lambda z, x: z @ x, z, turn) > 0
     assert jacobian_penalty(lambda z, x: 2 * z, torch.zeros(0, 2), None) == 0
     assert spectral_radius(lambda z, x: 2 * z, torch.zeros(0, 2), None).shape == (0,)
@@ -83,7 +85,7 @@ def test_groups_and_another_default_device():
     swap, z = torch.tensor([[0.0, 0.9], [0.9, 0.0]]), torch.randn(2, 3)
     with torch.device("meta"):
         radius = spectral_radius(lambda z, x: x @ z, z, swap, groups=torch.tensor([0, 0], device="cpu"))
-    assert_close(radius, torch.full((1,), 0.9).double(), 1e-5)
+    assert_close(radius, torch.full((1,), 0.9).double(), rounding(torch.float32))
 
 
 def test_a_radius_of_zero_and_bad_numbers():

@@ -10,6 +10,7 @@ import torch
 from torchdeq.solver import get_solver
 
 from deqfast import Broyden, solve
+from deqfast.testing import rounding
 
 
 def hard_problems(dim: int = 64) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -35,4 +36,4 @@ def test_the_default_window_solves_what_torchdeqs_does(problem, kernel):
     solution = solve(f, torch.zeros(4, 64), Broyden(tol=1e-3, max_iter=150), kernel)
     assert solution.converged.all() and solution.evaluations < 130
     theirs, _, _ = get_solver("broyden")(f, torch.zeros(4, 64), tol=1e-3, max_iter=150, stop_mode="rel")
-    assert ((f(theirs) - theirs).norm(dim=1) <= 1.01e-3 * f(theirs).norm(dim=1)).all()
+    assert ((f(theirs) - theirs).norm(dim=1) <= (1e-3 + rounding(torch.float32)) * f(theirs).norm(dim=1)).all()

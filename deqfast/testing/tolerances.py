@@ -1,11 +1,15 @@
 """Accuracy that tests and benchmarks ask of a result. The only place with tolerances.
 
-Errors are relative: the largest deviation over the largest exact entry.
+Errors are relative: the largest deviation over the largest exact entry. A tolerance is derived from one of three
+things: roundings of a dtype times operations (``rounding``), the tolerance of a solve times the condition number of
+its fixed point (``after_solve``), or the error of plain torch in the same dtype (``accuracy``). None is read off a
+machine.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,23 +19,60 @@ from torch.utils import _pytree as pytree
 # A kernel may err twice as much as plain torch in its dtype, and by a few roundings where torch happens to be exact.
 ACCURACY_FACTOR = 2.0
 ACCURACY_UNITS = 8
-# Two computations of one thing in different order: roundings that may add up.
-ROUNDING_UNITS = 64
-# Iterates of two algebraically equal methods in float64, where rounding is amplified from step to step.
-ITERATES = 1e-10
-# Gradients in float64: of solves converged to 1e-12, and against central differences.
-GRADIENT = 1e-9
-FINITE_DIFFERENCES = {"eps": 1e-5, "atol": 1e-7, "rtol": 1e-6}
+# Two computations of one thing in different order: operations whose roundings may add up, unless a test counts them.
+OPERATIONS = 64
+# A condition number that tests in float64 stay below: the amplification of their fixed points.
+WELL_CONDITIONED = 20.0
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Relative difference allowed between two orders of the same computation in `dtype`."""
-    return ROUNDING_UNITS * torch.finfo(dtype).eps
+def rounding(dtype: torch.dtype, operations: float = OPERATIONS) -> float:
+    """Relative difference allowed between two orders of the same computation of `operations` in `dtype`."""
+    return operations * torch.finfo(dtype).eps
 
 
-def solved(tol: float) -> float:
-    """Relative difference allowed between two solves of one well-conditioned problem to the tolerance `tol`."""
-    return 10 * tol
+def lost(dtype: torch.dtype, tol: float) -> float:
+    """Relative rounding of differences of iterates, which a solve to `tol` makes as short as `tol` times them."""
+    return rounding(dtype) / tol
+
+
+def amplification(f: Callable[[Any], Any], z: Any) -> float:
+    """Condition number of the fixed point of f near z: the largest |dz| / |dr| where z + dz has the residual dr.
+
+    The spectral norm of (I - J)^-1 with J the Jacobian of `f` at `z`, a pytree of real tensors, all samples at once.
+    """
+    leaves, spec = pytree.tree_flatten(z)
+    sizes = [leaf.numel() for leaf in leaves]
+
+    def flat(vector: Tensor) -> Tensor:
+        parts = zip(vector.split(sizes), leaves, strict=True)
+        value = f(pytree.tree_unflatten([part.view(leaf.shape).to(leaf.dtype) for part, leaf in parts], spec))
+        return torch.cat([leaf.double().flatten() for leaf in pytree.tree_leaves(value)])
+
+    start = torch.cat([leaf.detach().double().flatten() for leaf in leaves])
+    if not len(start):
+        return 1.0
+    jacobian = torch.autograd.functional.jacobian(flat, start)
+    identity = torch.eye(len(start), dtype=torch.float64, device=start.device)
+    return float(torch.linalg.matrix_norm(torch.linalg.inv(identity - jacobian), 2))
+
+
+def after_solve(tol: float, condition: float = WELL_CONDITIONED, derivatives: int = 0) -> float:
+    """Relative difference allowed between two solves to the relative tolerance `tol`, or between derivatives there.
+
+    Each solve ends within tol * condition of the fixed point; `condition` is its ``amplification``. A derivative is
+    itself the solution of a system with I - J, of the same condition.
+    """
+    return 2 * tol * condition ** (1 + derivatives)
+
+
+# Gradients in float64 of solves to 1e-12.
+GRADIENT = after_solve(1e-12, derivatives=1)
+# Iterates of two algebraically equal methods in float64, with windows whose condition number is at most 1e4.
+ITERATES = 1e4 * rounding(torch.float64)
+# Central differences of solves to 1e-13: the difference of two errors over its width.
+WIDTH = 1e-5
+_OF_SOLVES = after_solve(1e-13) / (2 * WIDTH)
+FINITE_DIFFERENCES = {"eps": WIDTH, "atol": _OF_SOLVES, "rtol": _OF_SOLVES}
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -77,7 +118,9 @@ def accuracy(
     return reached, ACCURACY_FACTOR * ordinary + units * torch.finfo(actual.dtype).eps
 
 
-def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value") -> None:
+def assert_accurate(
+    actual: Tensor, plain: Tensor, exact: Tensor, name: str = "value", units: float = ACCURACY_UNITS
+) -> None:
     """Assert that `actual` errs at most as ``accuracy`` allows."""
-    reached, allowed = accuracy(actual, plain, exact, name)
+    reached, allowed = accuracy(actual, plain, exact, name, units)
     assert reached <= allowed, f"{name}: relative error {reached:.3g}, allowed {allowed:.3g}"

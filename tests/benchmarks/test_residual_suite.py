@@ -8,7 +8,7 @@ import torch
 from harness import collapse, maps, peers, problems, races, trained, training
 
 import deqfast
-from deqfast.testing import GRADIENT, relative_error
+from deqfast.testing import GRADIENT, after_solve, relative_error
 
 pytest.importorskip("torchdeq")
 
@@ -97,8 +97,7 @@ def test_torchdeqs_layer_has_the_gradient_of_deqfast(adjoint, shape):
     given = training.Layer(kind, shape, adjoint, deqfast.Broyden(1e-12, 80, history=80))
     setup, (exact, _) = training.Setup(given, "torch", "cpu", torch.float64), training.exact_gradient(given)
     gradient, _ = setup.step(peers.torchdeq_layer(setup.cell, given.solver, adjoint))
-    # Its backward solve stops at a residual of 1e-6.
-    tolerance = GRADIENT if adjoint == "jfb" else 1e-4
+    tolerance = GRADIENT if adjoint == "jfb" else after_solve(1e-6, derivatives=1)  # of its backward solve
     assert relative_error(training.flat(gradient), exact) <= tolerance
 
 
