@@ -33,12 +33,22 @@ def injection(batch: int, seed: int = 1) -> Tensor:
 
 def call(library, batch=1, solver_kwargs=None, **options):
     """States, info, and gradients in the weight and the injection of a loss of all states."""
-    w, x = weight(), injection(batch)
-    layer = library.get_deq(**options)
-    z0 = torch.zeros_like(x)
-    states, info = layer(lambda z: torch.tanh(z @ w.T + x), z0, solver_kwargs=solver_kwargs)
+    states, info, gradients, _ = counted(library, batch, solver_kwargs, **options)
+    return states, info, gradients
+
+
+def counted(library, batch=1, solver_kwargs=None, slope=1.0, **options):
+    """What ``call`` gives, and the evaluations of tanh(slope z W^T + x) that the call made."""
+    w, x, calls = weight(), injection(batch), [0]
+
+    def func(z):
+        calls[0] += 1
+        return torch.tanh(slope * z @ w.T + x)
+
+    states, info = library.get_deq(**options)(func, torch.zeros_like(x), solver_kwargs=solver_kwargs)
+    made = calls[0]  # an implicit gradient makes more
     loss = sum((i + 1) * z.square().sum() for i, z in enumerate(states))
-    return states, info, torch.autograd.grad(loss, [w, x])
+    return states, info, torch.autograd.grad(loss, [w, x]), made
 
 
 def assert_same(ours, theirs, tolerance=1e-9):
@@ -137,6 +147,21 @@ class TestTheSameAsTorchdeq:
                 (value,), _ = layer(lambda z: torch.tanh(z @ weight().T + injection(2)), torch.zeros_like(injection(2)))
             values.append(value)
         assert_same(values[:1], values[1:])
+
+    @pytest.mark.parametrize("more", [{"grad": 12}, {"grad": 3, "tau": 0.5}, {"grad": 2, "n_states": 3}], ids=str)
+    @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
+    def test_no_solve(self, solver, more):
+        """With f_max_iter=0 the gradient's own steps from z0 are all, in training; in evaluation z0 is the value."""
+        for at in ({"f_max_iter": 0}, {"f_max_iter": 9, "solver_kwargs": {"f_max_iter": 0}}):
+            ours, theirs = (counted(library, 2, f_solver=solver, **at, **more) for library in (compat, torchdeq))
+            assert_same(ours[0], theirs[0])
+            assert_same(ours[2], theirs[2])
+            assert ours[3] == more["grad"] * len(ours[0])
+            for name, statistic in theirs[1].items():
+                assert ours[1][name].tolist() == statistic.tolist(), name
+        z0 = injection(2).detach()
+        (value,), _ = get_deq(f_solver=solver, f_max_iter=0).eval()(torch.cos, z0)
+        assert torch.equal(value, z0) and value.data_ptr() != z0.data_ptr()
 
     def test_training_without_gradients(self):
         """The phantom steps are part of the value."""
@@ -362,7 +387,8 @@ class TestWhereTorchdeqIsWrong:
         ({"f_solver": "newton"}, "f_solver must be"),
         ({"f_stop_mode": "relative"}, "f_stop_mode must be"),
         ({"b_stop_mode": "relative"}, "b_stop_mode must be"),
-        ({"f_max_iter": 0}, "f_max_iter must be"),
+        ({"f_max_iter": -1}, "f_max_iter must be"),
+        ({"b_max_iter": 0}, "b_max_iter must be"),
         ({"f_tol": -1.0}, "f_tol must be"),
         ({"b_tol": "tight"}, "b_tol must be"),
         ({"grad": 0}, "grad must be"),
@@ -376,6 +402,12 @@ class TestWhereTorchdeqIsWrong:
         ({"grad": 4, "sup_gap": 2, "sup_loc": [1]}, "contradicts sup_loc"),
         ({"grad": 2, "sup_gap": 3}, "within the 2 steps"),
         ({"m": 4}, "solver_kwargs"),
+        ({"sup_loc": 3}, "sup_loc must be a list .*, got 3"),
+        ({"indexing": 3}, "indexing must be a list .*, got 3"),
+        ({"grad": 2.0}, "grad must be a list"),
+        ({"fsolver": "broyden"}, "no 'fsolver'; did you mean 'f_solver'"),
+        ({"anderson_m": 4}, "no 'anderson_m'$"),
+        ({"mem_gc": True}, "no 'mem_gc'$"),
     ],
     ids=str,
 )
@@ -398,6 +430,25 @@ def test_bad_options(options, message):
 def test_bad_solver_kwargs(solver, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         get_deq(f_solver=solver)(torch.cos, torch.zeros(2, 3), solver_kwargs=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"f_max_iter": 3}, "f_max_iter=3; it belongs in solver_kwargs"),
+        ({"backward_write": print}, "backward_write=.*; did you mean 'backward_writer'"),
+        ({"verbose": True}, "verbose=True$"),
+    ],
+)
+def test_keywords_of_a_call_that_are_not_used(given, message):
+    """torchdeq drops them without a word; those that are None, as MDEQ's writer, are dropped here too."""
+    z0, f = torch.zeros(2, 3), torch.cos
+    expected = get_deq()(f, z0)[0][0]
+    with pytest.warns(UserWarning, match=message) as warned:
+        (value,), _ = get_deq()(f, z0, writer=None, **given)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert torch.equal(value, expected)
+    assert_same(torchdeq.get_deq()(f, z0, writer=None, **given)[0], [expected], 1e-6)
 
 
 @pytest.mark.parametrize("solver", ["fixed_point_iter", "broyden"])

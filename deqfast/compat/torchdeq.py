@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from ..adjoints.samples import per_row
 from ..cells.protocol import solving
 from ..checks import check_choice, check_count, check_number
 from ..grouping import Groups
-from ..notice import Notice
+from ..notice import Notice, warn
 from ..packing import Packing
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
@@ -67,6 +66,7 @@ _REFUSALS = {
     "ls": "deqfast has no line search: leave it out, or give deqfast.Broyden(step=...) to a DEQBlock",
     "return_final": "deqfast returns the best iterate: leave it out; f_tol=0 runs all iterations",
 }
+_UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
 _RUN_ALL = 1e-30  # tolerance that a residual meets at an exact fixed point only
 
 
@@ -104,16 +104,33 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     for name in sorted(({**own, **kwargs} if own is args else kwargs).keys() - known):
         if any(name in options for options in _SOLVER_OPTIONS.values()):
             raise TypeError(f"get_deq takes no {name!r}: it belongs in solver_kwargs of the call")
-        raise TypeError(f"get_deq takes no {name!r}; {_closest(name, known)}")
+        raise TypeError(f"get_deq takes no {name!r}{_hint(name, known)}")
     for name in sorted(own.keys() - known):
         if get_close_matches(name, _DEFAULTS, 1, 0.8):
-            warn(f"deqfast: args.{name} is no option of get_deq; {_closest(name, _DEFAULTS)}", stacklevel=2)
+            warn(f"deqfast: args.{name} is no option of get_deq{_hint(name, _DEFAULTS)}")
     given = {**own, **kwargs}
     return DEQ(**{name: given.get(name, default) for name, default in _DEFAULTS.items()})
 
 
-def _closest(name: str, known: Iterable[str]) -> str:
-    return f"did you mean {get_close_matches(name, sorted(known), 1, 0.0)[0]!r}?"
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, sorted(known), 1, 0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _check_list(name: str, value: Any) -> list[Any]:
+    """`value` as a list, empty for None; TypeError if it is none."""
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list of numbers of steps, got {value!r}")
+    return list(value or ())
+
+
+def _warn_of(unknown: dict[str, Any]) -> None:
+    """Warn of keywords of a call, which torchdeq drops without a word."""
+    names = {"solver_kwargs", "sradius_mode", "backward_writer", "groups"}
+    within = {"f_max_iter", *(option for options in _SOLVER_OPTIONS.values() for option in options)}
+    for name in (name for name, value in unknown.items() if value is not None):
+        hint = "; it belongs in solver_kwargs" if name in within else _hint(name, names)
+        warn(f"deqfast: a call of the layer does not use {name}={unknown[name]!r:.60}{hint}")
 
 
 @dataclass(frozen=True)
@@ -122,37 +139,42 @@ class _Method:
 
     Attributes:
         solver: solves z = z + damping (f(z) - z).
+        max_iter: torchdeq's count of the solver's evaluations; 0: no solve.
         damping: see `solver`.
         unseen: first evaluations that torchdeq keeps no residual of.
         ends_in_f: its result is f at the iterate with the least residual, not that iterate.
     """
 
     solver: Solver
+    max_iter: int = 0
     damping: float = 1.0
     unseen: int = 0
     ends_in_f: bool = True
 
+    def limited(self, max_iter: int) -> _Method:
+        """Method of so many evaluations; torchdeq's Broyden does not count that of z0."""
+        calls = max(max_iter, 1) + (not self.ends_in_f)
+        return replace(self, max_iter=max_iter, solver=replace(self.solver, max_iter=calls))
 
-def _method(name: str, max_iter: int, tol: float, stop: str, options: dict[str, Any]) -> _Method:
+
+def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
     for option, value in options.items():
         if option not in _SOLVER_OPTIONS[name]:
-            raise TypeError(f"{name} takes no {option!r}; {_closest(option, ('f_max_iter', *_SOLVER_OPTIONS[name]))}")
+            raise TypeError(f"{name} takes no {option!r}{_hint(option, ('f_max_iter', *_SOLVER_OPTIONS[name]))}")
         if option in _REFUSALS and value:
             raise ValueError(f"{option}={value!r}: {_REFUSALS[option]}")
     common: dict[str, Any] = {"tol": tol or _RUN_ALL, "stop": stop}
     tau = options.get("tau", 1.0)
-    if name == "broyden":  # evaluates z0 and then max_iter iterates
-        solver = Broyden(max_iter=max_iter + 1, history=options.get("LBFGS_thres"), **common)
-        return _Method(solver, unseen=1, ends_in_f=False)
+    if name == "broyden":
+        return _Method(Broyden(history=options.get("LBFGS_thres"), **common), unseen=1, ends_in_f=False)
     if name == "anderson":  # m counts iterates, history their differences
         check_count("m", options.get("m", 6), 2)
         ridge = 0.0 if "lam" in options else 1e-6
-        history = options.get("m", 6) - 1
-        return _Method(Anderson(max_iter=max_iter, history=history, mixing=tau, ridge=ridge, **common), unseen=2)
+        return _Method(Anderson(history=options.get("m", 6) - 1, mixing=tau, ridge=ridge, **common), unseen=2)
     check_number("tau", tau, 0.0, 2.0, low_open=True)
     if name == "simple_fixed_point_iter":
         common["tol"] = _RUN_ALL
-    return _Method(Picard(max_iter=max_iter, **common), damping=tau)
+    return _Method(Picard(**common), damping=tau)
 
 
 class DEQ(nn.Module):
@@ -166,13 +188,14 @@ class DEQ(nn.Module):
             check_choice(f"{each}_solver", options[f"{each}_solver"], tuple(_SOLVER_OPTIONS))
             check_choice(f"{each}_stop_mode", options[f"{each}_stop_mode"], ("abs", "rel"))
             check_number(f"{each}_tol", options[f"{each}_tol"], 0.0)
-            check_count(f"{each}_max_iter", options[f"{each}_max_iter"])
+        check_count("f_max_iter", options["f_max_iter"], 0)
+        check_count("b_max_iter", options["b_max_iter"])
         self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
-        self._forward_method(options["f_max_iter"], {})
+        self._forward_method({})
         self.eval_f_max_iter = options["eval_f_max_iter"] or int(options["f_max_iter"] * options["eval_factor"])
-        check_count("eval_f_max_iter", self.eval_f_max_iter)
+        check_count("eval_f_max_iter", self.eval_f_max_iter, 0)
         at, grad = self._evaluations(options["f_max_iter"]), options["grad"]
-        grad = [grad] if isinstance(grad, int) else list(grad)
+        grad = [grad] if isinstance(grad, int) else _check_list("grad", grad)
         if len(grad) not in (1, len(at)):
             raise ValueError(f"grad must hold one number of steps or one for each of {len(at)} states, got {grad}")
         grad = grad * len(at) if len(grad) == 1 else grad
@@ -183,7 +206,7 @@ class DEQ(nn.Module):
         if options["ift"] or options["hook_ift"]:
             if grad == [grad[0]] and grad[0] > 1:
                 raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
-            backward = _method(options["b_solver"], options["b_max_iter"], options["b_tol"], "rel", {}).solver
+            backward = _method(options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
             self.adjoints[-1] = [Implicit(replace(backward, max_iter=options["b_max_iter"]))]
         where = "info and backward_writer tell of every solve"
@@ -197,6 +220,7 @@ class DEQ(nn.Module):
         sradius_mode: bool = False,
         backward_writer: Callable[[dict[str, Tensor]], None] | None = None,
         groups: Groups | Tensor | str | None = None,
+        **unknown: Any,
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """Solve z = func(z) from z_init, for B samples.
 
@@ -209,6 +233,7 @@ class DEQ(nn.Module):
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             groups: for a func that couples rows of z_init, as a graph does its nodes: see ``deqfast.solve``.
+            unknown: keywords that are not used, of which each that is not None is warned of.
 
         Returns:
             (states, info). In training the states that the options ask for, each as its gradient's own evaluations of
@@ -219,6 +244,7 @@ class DEQ(nn.Module):
             TypeError, ValueError: an option of `solver_kwargs` is unknown, contradicts or cannot be honoured; z_init is
                 not finite; func returns another shape.
         """
+        _warn_of(unknown)
         given = dict(solver_kwargs or {})
         states, info, judged = untraced(self._run, func, z_init, given, sradius_mode, backward_writer, groups)
         self._forward_notice.look(judged)
@@ -227,8 +253,8 @@ class DEQ(nn.Module):
     def _run(self, func: Any, z: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any) -> Any:
         z = z if isinstance(z, Tensor) else list(z)
         max_iter = given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter)
-        check_count("f_max_iter", max_iter)
-        method = self._forward_method(max_iter, given)
+        check_count("f_max_iter", max_iter, 0)
+        method = self._forward_method(given)
 
         def on_backward(solution: Solution) -> None:
             self._backward_notice.look(solution)
@@ -266,32 +292,32 @@ class DEQ(nn.Module):
         states: list[Any] = []
         if self.options["core"] == "indexing":
             # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
+            method = method.limited(max_iter)
+            # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
             before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
             for of_state, state in zip(adjoints, [*before, value], strict=True):
                 found, last = _attach(problem, method, of_state, replace(solution, value=state))
                 states += found
             return states, last, method
         for of_state, end, begin in zip(adjoints, at, [0, *at], strict=False):
-            solver = replace(method.solver, max_iter=end - begin + method.solver.max_iter - max_iter)
-            part = replace(method, solver=solver)
-            problem = replace(problem, solver=solver)
-            _, value, solution = _solve(problem, part, [])
-            found, last = _attach(problem, part, of_state, replace(solution, value=value))
+            method = method.limited(end - begin)
+            _, value, solution = _solve(problem, method, [])
+            found, last = _attach(problem, method, of_state, replace(solution, value=value))
             states += found
             problem = replace(problem, z0=detached(found[-1]))
-        return states, last, part
+        return states, last, method
 
-    def _forward_method(self, max_iter: int, given: dict[str, Any]) -> _Method:
+    def _forward_method(self, given: dict[str, Any]) -> _Method:
         options = self.options
-        return _method(options["f_solver"], max_iter, options["f_tol"], options["f_stop_mode"], given)
+        return _method(options["f_solver"], options["f_tol"], options["f_stop_mode"], given)
 
     def _evaluations(self, max_iter: int) -> list[int]:
         """Evaluations behind which the states of a training pass lie."""
-        count, given = self.options["n_states"], list(self.options["indexing"] or ())
+        count, given = self.options["n_states"], _check_list("indexing", self.options["indexing"])
         check_count("n_states", count)
         if count > 1 and given:
             raise ValueError(f"n_states={count} contradicts indexing={given}: leave out one of them")
-        if count > max_iter:
+        if count > max_iter > 0:
             raise ValueError(f"n_states={count} must be at most f_max_iter, got {max_iter}")
         if count > 1 and self.options["core"] == "sliced":
             return [(k + 1) * (max_iter // count) for k in range(count)]
@@ -305,7 +331,7 @@ class DEQ(nn.Module):
 
     def _phantoms(self, steps: int) -> list[Adjoint]:
         """Gradient of a state, behind those of the phantom steps that sup_gap or sup_loc ask for."""
-        gap, at, tau = self.options["sup_gap"], list(self.options["sup_loc"] or ()), self.options["tau"]
+        gap, at, tau = self.options["sup_gap"], _check_list("sup_loc", self.options["sup_loc"]), self.options["tau"]
         if gap > 0 and at:
             raise ValueError(f"sup_gap={gap} contradicts sup_loc={at}: leave out one of them")
         if gap > steps or any(not 0 < n < steps for n in at):
@@ -319,6 +345,10 @@ class DEQ(nn.Module):
 
 def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any], Any, Solution]:
     """States at the evaluations `at`, the value that torchdeq's solver returns, and the Solution."""
+    if not method.max_iter:
+        unsolved = _unsolved(problem)
+        return [unsolved.value] * len(at), unsolved.value, unsolved
+    problem = replace(problem, solver=method.solver)
     last: list[Any] = [None]
 
     def f(z: Any, x: Any) -> Any:
@@ -341,6 +371,16 @@ def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any],
     return states, value, solution
 
 
+def _unsolved(problem: Problem) -> Solution:
+    """Solution of z0 as it is, with the residual that torchdeq starts from."""
+    packing = Packing(problem.z0, problem.groups)
+    unknown = torch.full((packing.batch,), _UNKNOWN, dtype=packing.dtype, device=packing.device)
+    count = torch.zeros_like(unknown, dtype=torch.int32)
+    status = torch.full_like(count, Status.MAX_ITER, dtype=torch.int8)
+    value = pytree.tree_map(torch.clone, problem.z0)
+    return Solution(value, status, count, unknown, unknown, unknown, evaluations=0, sample_evaluations=0)
+
+
 def _attach(
     problem: Problem, method: _Method, adjoints: list[Adjoint], solution: Solution
 ) -> tuple[list[Any], Solution]:
@@ -357,14 +397,14 @@ def _attach(
 
 
 def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:
-    """torchdeq's statistics. Traces begin with its 1e8, and are filled up with the least residual."""
+    """torchdeq's statistics. Traces begin with `_UNKNOWN`, and are filled up with the least residual."""
     info = {"abs_lowest": solution.residual_abs, "rel_lowest": solution.residual_rel}
     traces = {"abs_trace": solution.trace_abs, "rel_trace": solution.trace_rel}
     for (name, trace), lowest in zip(traces.items(), list(info.values()), strict=True):
         rows = lowest[None]
         if trace is not None:
             rest = method.solver.max_iter - max(len(trace), method.unseen)
-            rows = torch.cat([torch.full_like(rows, 1e8), trace[method.unseen :], rows.expand(max(rest, 0), -1)])
+            rows = torch.cat([torch.full_like(rows, _UNKNOWN), trace[method.unseen :], rows.expand(max(rest, 0), -1)])
         info[name] = rows.T
     steps = solution.iterations
     if solution.trace is not None:  # the evaluation that the least residual was met at
