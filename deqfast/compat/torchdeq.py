@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..adjoints import Adjoint, Implicit, Phantom, Problem
-from ..adjoints.attach import detached
-from ..adjoints.samples import per_row
+from ..adjoints.attach import detached, sample_norms
+from ..adjoints.samples import per_row, rows_of
 from ..cells.protocol import solving
 from ..checks import check_choice, check_count, check_number
 from ..grouping import Groups
@@ -64,7 +64,6 @@ _REFUSALS = {
     "lam": "its effect in torchdeq depends on the scale of z: leave it out for a ridge of 1e-6 relative to each "
     "sample's window, give lam=0 for none, or give deqfast.Anderson(ridge=...) to a DEQBlock",
     "ls": "deqfast has no line search: leave it out, or give deqfast.Broyden(step=...) to a DEQBlock",
-    "return_final": "deqfast returns the best iterate: leave it out; f_tol=0 runs all iterations",
 }
 _UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
 _RUN_ALL = 1e-30  # tolerance that a residual meets at an exact fixed point only
@@ -143,6 +142,7 @@ class _Method:
         damping: see `solver`.
         unseen: first evaluations that torchdeq keeps no residual of.
         ends_in_f: its result is f at the iterate with the least residual, not that iterate.
+        is_final: its result is that of the last iterate, not of the one with the least residual.
     """
 
     solver: Solver
@@ -150,6 +150,7 @@ class _Method:
     damping: float = 1.0
     unseen: int = 0
     ends_in_f: bool = True
+    is_final: bool = False
 
     def limited(self, max_iter: int) -> _Method:
         """Method of so many evaluations; torchdeq's Broyden does not count that of z0."""
@@ -163,18 +164,19 @@ def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Metho
             raise TypeError(f"{name} takes no {option!r}{_hint(option, ('f_max_iter', *_SOLVER_OPTIONS[name]))}")
         if option in _REFUSALS and value:
             raise ValueError(f"{option}={value!r}: {_REFUSALS[option]}")
-    common: dict[str, Any] = {"tol": tol or _RUN_ALL, "stop": stop}
+    final = name == "simple_fixed_point_iter" or bool(options.get("return_final"))
+    common: dict[str, Any] = {"tol": _RUN_ALL if final else tol or _RUN_ALL, "stop": stop}
     tau = options.get("tau", 1.0)
     if name == "broyden":
-        return _Method(Broyden(history=options.get("LBFGS_thres"), **common), unseen=1, ends_in_f=False)
+        solver = Broyden(history=options.get("LBFGS_thres"), **common)
+        return _Method(solver, unseen=1, ends_in_f=False, is_final=final)
     if name == "anderson":  # m counts iterates, history their differences
         check_count("m", options.get("m", 6), 2)
         ridge = 0.0 if "lam" in options else 1e-6
-        return _Method(Anderson(history=options.get("m", 6) - 1, mixing=tau, ridge=ridge, **common), unseen=2)
+        anderson = Anderson(history=options.get("m", 6) - 1, mixing=tau, ridge=ridge, **common)
+        return _Method(anderson, unseen=2, is_final=final)
     check_number("tau", tau, 0.0, 2.0, low_open=True)
-    if name == "simple_fixed_point_iter":
-        common["tol"] = _RUN_ALL
-    return _Method(Picard(**common), damping=tau)
+    return _Method(Picard(**common), damping=tau, is_final=final)
 
 
 class DEQ(nn.Module):
@@ -229,7 +231,8 @@ class DEQ(nn.Module):
                 held for the length of a solve where it is a module.
             z_init: floating-point (B, ...), or a list of such.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
-                anderson, `LBFGS_thres` of broyden.
+                anderson, `LBFGS_thres` of broyden; `return_final=True` gives the last iterate, not the best, and the
+                residual of it as the only one.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             groups: for a func that couples rows of z_init, as a graph does its nodes: see ``deqfast.solve``.
@@ -348,27 +351,90 @@ def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any],
     if not method.max_iter:
         unsolved = _unsolved(problem)
         return [unsolved.value] * len(at), unsolved.value, unsolved
-    problem = replace(problem, solver=method.solver)
-    last: list[Any] = [None]
+    kept = _Kept(problem, method)
+    states, solution = solve_along(replace(problem, cell=kept, solver=method.solver), at)
+    if not len(solution.status) or not (method.ends_in_f or method.is_final):
+        return states, solution.value, solution
+    if method.is_final:
+        solution = kept.last_of(solution)
+        value = kept.value if method.ends_in_f else kept.z
+    else:
+        value = kept.value_at(solution)
+    broken = kept.rows(solution.status == Status.NONFINITE)
+    value = pytree.tree_map(lambda z, y: torch.where(per_row(broken, z), z, y.to(z.dtype)), solution.value, value)
+    return states, value, solution
 
-    def f(z: Any, x: Any) -> Any:
-        value = problem.cell(z, x)
-        if method.damping != 1.0:
-            value = pytree.tree_map(lambda y, z: method.damping * y + (1 - method.damping) * z, value, z)
-        last[0] = value
+
+class _Kept:
+    """Damped map of a problem, which keeps of each sample the evaluation of least residual, or the last one.
+
+    Attributes:
+        z: the states evaluated, like z0.
+        value: the values at these.
+        length: |value - z| of the samples, (B,) float64.
+    """
+
+    def __init__(self, problem: Problem, method: _Method) -> None:
+        self.problem, self.method = problem, method
+        self.packing = Packing(problem.z0, problem.groups)
+        self.z, self.value, self.latest = None, None, None
+        self.length = torch.zeros(0)
+
+    def __call__(self, z: Any, x: Any) -> Any:
+        value, tau = self.problem.cell(z, x), self.method.damping
+        self.packing.check_value(value)
+        if tau != 1.0:
+            value = pytree.tree_map(lambda y, z: tau * y + (1 - tau) * z, value, z)
+        if self.method.ends_in_f or self.method.is_final:
+            self._keep(z, value)
+        self.latest = value
         return value
 
-    states, solution = solve_along(replace(problem, cell=f), at)
-    if not method.ends_in_f or not len(solution.status):
-        return states, solution.value, solution
-    # The last evaluation of a sample that converged is the one at its solution.
-    if not bool(solution.converged.all()):
-        with torch.no_grad():
-            f(solution.value, problem.x)
-    broken = solution.status == Status.NONFINITE
-    broken = broken if problem.groups is None else problem.groups.of_rows(broken)
-    value = pytree.tree_map(lambda z, y: torch.where(per_row(broken, z), z, y.to(z.dtype)), solution.value, last[0])
-    return states, value, solution
+    def _keep(self, z: Any, value: Any) -> None:
+        gaps = pytree.tree_leaves(pytree.tree_map(torch.sub, value, z))
+        length = sample_norms(gaps, self.problem.groups)
+        if self.value is None or self.method.is_final:  # copies: f may return its argument, the solver's memory
+            self.z, self.value, self.length = *pytree.tree_map(torch.clone, (z, value)), length
+            return
+        shorter = length < self.length
+        rows = self.rows(shorter)
+        self.z, self.value = pytree.tree_map(
+            lambda new, old: torch.where(per_row(rows, new), new, old), (z, value), (self.z, self.value)
+        )
+        self.length = torch.where(shorter, length, self.length)
+
+    def rows(self, samples: Tensor) -> Tensor:
+        """Mask of rows for one of samples."""
+        return samples if self.problem.groups is None else self.problem.groups.of_rows(samples)
+
+    def value_at(self, solution: Solution) -> Any:
+        """Values at the solution. The last evaluation of a sample that converged is the one at its solution."""
+        converged = self.rows(solution.converged)
+        pairs = zip(pytree.tree_leaves(self.z), pytree.tree_leaves(solution.value), strict=True)
+        same = torch.stack([(rows_of(a) == rows_of(b)).all(dim=1) for a, b in pairs]).all(dim=0)
+        known = converged | same | self.rows(solution.status == Status.NONFINITE)
+        if not bool(known.all()):  # residuals that differ by rounding only
+            with torch.no_grad():
+                return self(solution.value, self.problem.x)
+        return pytree.tree_map(lambda a, b: torch.where(per_row(converged, a), a, b), self.latest, self.value)
+
+    def last_of(self, solution: Solution) -> Solution:
+        """The solution with the residuals of the last evaluation, but for samples that broke down."""
+        broken = solution.status == Status.NONFINITE
+        size = sample_norms(pytree.tree_leaves(self.value), self.problem.groups)
+        relative = torch.where(self.length == 0, 0, self.length / size)
+        pairs = (solution.residual_abs, self.length), (solution.residual_rel, relative)
+        found = [torch.where(broken, before, now.to(before.dtype)) for before, now in pairs]
+        steps = solution.iterations.masked_fill(~broken, self.method.max_iter)
+        return replace(
+            solution,
+            residual_abs=found[0],
+            residual_rel=found[1],
+            iterations=steps,
+            trace=None,
+            trace_abs=None,
+            trace_rel=None,
+        )
 
 
 def _unsolved(problem: Problem) -> Solution:
