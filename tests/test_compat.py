@@ -93,6 +93,18 @@ class TestTheSameAsTorchdeq:
         assert_same(ours[0], theirs[0])
         assert_same(ours[2], theirs[2])
 
+    @pytest.mark.parametrize(
+        ("more", "evaluations"), [({"sup_gap": 1}, 16), ({"sup_gap": 5}, 14), ({"sup_loc": [2, 7]}, 16)], ids=str
+    )
+    @pytest.mark.parametrize("tau", [1.0, 0.6])
+    def test_one_chain_of_steps(self, more, evaluations, tau):
+        """All states of sup_gap or sup_loc lie on the way of the same steps, of which none is made in vain."""
+        options = {"grad": 12, "f_max_iter": 4, "f_tol": 0.0, "tau": tau, **more}
+        ours, theirs = (counted(library, 3, **options) for library in (compat, torchdeq))
+        assert_same(ours[0], theirs[0])
+        assert_same(ours[2], theirs[2])
+        assert ours[3] == evaluations <= theirs[3] == 16
+
     @pytest.mark.parametrize("kind", ["ift", "hook_ift"])
     @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
     def test_implicit(self, solver, kind):
@@ -226,7 +238,8 @@ class TestTheSameAsTorchdeq:
             warnings.simplefilter("error")
             layer = get_deq(args, f_tol=1e-4)
         assert vars(args) == before
-        assert layer.options["f_tol"] == 1e-4 and layer.adjoints == [[deqfast.Phantom(3, 0.7)]]
+        assert layer.options["f_tol"] == 1e-4
+        assert [gradient.adjoint for gradient in layer.gradients] == [deqfast.Phantom(3, 0.7)]
 
 
 class Molecule(nn.Module):
@@ -265,6 +278,72 @@ def test_molecular_forces():
     torch.testing.assert_close(in_evaluation, forces, rtol=1e-6, atol=1e-6)
     with pytest.raises(RuntimeError):
         theirs.eval()(moved)  # its value has no gradient in evaluation
+
+
+class TestForcesInALoss:
+    """Second derivatives: of a loss of forces, which are the gradient of an energy, in the weight."""
+
+    def loss(self, run):
+        w, x = weight(0.6), injection(3)
+        energy = run(lambda z, x: torch.tanh(z @ w.T + x), x).square().sum()
+        forces = -torch.autograd.grad(energy, x, create_graph=True)[0]
+        return torch.autograd.grad((forces - 1).square().sum(), [w, x])
+
+    def exact(self):
+        def unrolled(f, x):
+            z = torch.zeros_like(x)
+            for _ in range(100):
+                z = f(z, x)
+            return z
+
+        return self.loss(unrolled)
+
+    @staticmethod
+    def closed(library, **options):
+        layer = library.get_deq(f_tol=1e-12, f_max_iter=80, **options)
+        return lambda f, x: layer(lambda z: f(z, x), torch.zeros_like(x))[0][-1]
+
+    def test_positions_in_a_closure(self):
+        """The steps of a phantom gradient are differentiable twice; 40 come to 0.6^40 of the rest, about 1e-9."""
+        ours, theirs = (self.loss(self.closed(library, grad=40)) for library in (compat, torchdeq))
+        assert_same(ours, theirs)
+        assert_same(ours, self.exact(), 1e-6)
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_positions_in_the_call(self, training):
+        layer = get_deq(f_solver="broyden", f_tol=1e-12, ift=True, b_solver="broyden", b_tol=1e-12).train(training)
+        found = self.loss(lambda f, x: layer(f, torch.zeros_like(x), x=x)[0][-1])
+        assert_same(found, self.exact(), 1e-8)
+
+    def test_what_an_implicit_gradient_does_not_see(self):
+        """torchdeq's is silently wrong; here the error says where the positions belong."""
+        wrong = self.loss(self.closed(torchdeq, ift=True, b_tol=1e-12))
+        exact = self.exact()
+        assert (wrong[0] - exact[0]).norm() > 0.1 * exact[0].norm()
+
+        def computed(f, x):
+            return self.closed(compat, ift=True)(f, 1.0 * x)
+
+        with pytest.raises(RuntimeError, match="in x"):
+            self.loss(computed)
+
+    def test_x_of_a_list_state(self):
+        x = injection(3)
+        states, _ = get_deq(f_tol=1e-9)(lambda a, b, x: (0.5 * b + x, 0.5 * a), [torch.zeros_like(x)] * 2, x=x)
+        torch.testing.assert_close(states[-1][0], 4 / 3 * x, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": 3}, {"ift": True}], ids=str)
+def test_a_row_of_x_that_is_nan(options):
+    """Given in the call it stays out of the gradients of all else."""
+    gradients = []
+    for rows in (3, 2):
+        w, x = weight(), torch.cat([injection(2).detach(), torch.full((1, WIDTH), torch.nan)])[:rows]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            states, _ = get_deq(**options)(lambda z, x, w=w: torch.tanh(z @ w.T + x), torch.zeros_like(x), x=x)
+        gradients.append(torch.autograd.grad(states[-1].square().sum(), w))
+    assert_same(*gradients)
 
 
 def test_torchdeqs_other_functions_work_beside_it():

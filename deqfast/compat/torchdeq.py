@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..adjoints import Adjoint, Implicit, Phantom, Problem
-from ..adjoints.attach import detached, sample_norms
+from ..adjoints.attach import confirmed, detached, in_order_of, sample_norms
 from ..adjoints.samples import per_row, rows_of
 from ..cells.protocol import solving
 from ..checks import check_choice, check_count, check_number
@@ -125,7 +125,7 @@ def _check_list(name: str, value: Any) -> list[Any]:
 
 def _warn_of(unknown: dict[str, Any]) -> None:
     """Warn of keywords of a call, which torchdeq drops without a word."""
-    names = {"solver_kwargs", "sradius_mode", "backward_writer", "groups"}
+    names = {"solver_kwargs", "sradius_mode", "backward_writer", "x", "groups"}
     within = {"f_max_iter", *(option for options in _SOLVER_OPTIONS.values() for option in options)}
     for name in (name for name, value in unknown.items() if value is not None):
         hint = "; it belongs in solver_kwargs" if name in within else _hint(name, names)
@@ -204,13 +204,13 @@ class DEQ(nn.Module):
         for steps in grad:
             check_count("grad", steps)
         check_number("tau", options["tau"], 0.0, 1.0, low_open=True)
-        self.adjoints: list[list[Adjoint]] = [self._phantoms(steps) for steps in grad]
+        self.gradients = [self._phantom(steps) for steps in grad]
         if options["ift"] or options["hook_ift"]:
             if grad == [grad[0]] and grad[0] > 1:
                 raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
             backward = _method(options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
-            self.adjoints[-1] = [Implicit(replace(backward, max_iter=options["b_max_iter"]))]
+            self.gradients[-1] = _Gradient(Implicit(replace(backward, max_iter=options["b_max_iter"])))
         where = "info and backward_writer tell of every solve"
         self._forward_notice, self._backward_notice = Notice("forward", where), Notice("backward", where)
 
@@ -221,6 +221,7 @@ class DEQ(nn.Module):
         solver_kwargs: dict[str, Any] | None = None,
         sradius_mode: bool = False,
         backward_writer: Callable[[dict[str, Tensor]], None] | None = None,
+        x: Any = None,
         groups: Groups | Tensor | str | None = None,
         **unknown: Any,
     ) -> tuple[list[Any], dict[str, Tensor]]:
@@ -235,6 +236,8 @@ class DEQ(nn.Module):
                 residual of it as the only one.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
+            x: a tensor or a tree of them, which func then takes as its last argument: for second derivatives through
+                ift, as of forces in a loss, and for rows of x that are NaN to stay out of the gradients.
             groups: for a func that couples rows of z_init, as a graph does its nodes: see ``deqfast.solve``.
             unknown: keywords that are not used, of which each that is not None is warned of.
 
@@ -249,11 +252,13 @@ class DEQ(nn.Module):
         """
         _warn_of(unknown)
         given = dict(solver_kwargs or {})
-        states, info, judged = untraced(self._run, func, z_init, given, sradius_mode, backward_writer, groups)
+        states, info, judged = untraced(self._run, func, z_init, x, given, sradius_mode, backward_writer, groups)
         self._forward_notice.look(judged)
         return states, info
 
-    def _run(self, func: Any, z: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any) -> Any:
+    def _run(
+        self, func: Any, z: Any, x: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any
+    ) -> Any:
         z = z if isinstance(z, Tensor) else list(z)
         max_iter = given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter)
         check_count("f_max_iter", max_iter, 0)
@@ -265,8 +270,8 @@ class DEQ(nn.Module):
                 writer(_info(solution, method))
 
         problem = Problem(
-            cell=(lambda z, _: func(z)) if isinstance(z, Tensor) else (lambda z, _: list(func(*z))),
-            x=(),
+            cell=(lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x))),
+            x=() if x is None else (x,),
             z0=detached(z),
             solver=method.solver,
             options={
@@ -291,18 +296,18 @@ class DEQ(nn.Module):
     def _states(self, problem: Problem, method: _Method, max_iter: int) -> tuple[list[Any], Solution, _Method]:
         """States with their gradients; the Solution of the solve that ends in the last, and its method."""
         at = self._evaluations(max_iter) if self.training else [max_iter]
-        adjoints = self.adjoints if self.training else [self.adjoints[-1][-1:]]
+        gradients = self.gradients if self.training else self.gradients[-1:]
         states: list[Any] = []
         if self.options["core"] == "indexing":
             # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
             method = method.limited(max_iter)
             # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
             before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
-            for of_state, state in zip(adjoints, [*before, value], strict=True):
+            for of_state, state in zip(gradients, [*before, value], strict=True):
                 found, last = _attach(problem, method, of_state, replace(solution, value=state))
                 states += found
             return states, last, method
-        for of_state, end, begin in zip(adjoints, at, [0, *at], strict=False):
+        for of_state, end, begin in zip(gradients, at, [0, *at], strict=False):
             method = method.limited(end - begin)
             _, value, solution = _solve(problem, method, [])
             found, last = _attach(problem, method, of_state, replace(solution, value=value))
@@ -332,15 +337,15 @@ class DEQ(nn.Module):
             raise ValueError(f"indexing must ascend and end below f_max_iter={max_iter}, got {given}")
         return [*given, max_iter]
 
-    def _phantoms(self, steps: int) -> list[Adjoint]:
-        """Gradient of a state, behind those of the phantom steps that sup_gap or sup_loc ask for."""
+    def _phantom(self, steps: int) -> _Gradient:
+        """Gradient of a state by so many steps, or by those that sup_gap or sup_loc ask for."""
         gap, at, tau = self.options["sup_gap"], _check_list("sup_loc", self.options["sup_loc"]), self.options["tau"]
         if gap > 0 and at:
             raise ValueError(f"sup_gap={gap} contradicts sup_loc={at}: leave out one of them")
         if gap > steps or any(not 0 < n < steps for n in at):
             raise ValueError(f"sup_gap and sup_loc must lie within the {steps} steps of grad, got {gap} and {at}")
-        chosen = range(gap, steps + 1, gap) if gap > 0 else [*at, steps]
-        return [Phantom(n, tau) for n in chosen]
+        chosen = (*range(gap, steps + 1, gap),) if gap > 0 else (*at, steps)
+        return _Gradient(Phantom(chosen[-1], tau), chosen)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value != _DEFAULTS[name])
@@ -447,19 +452,53 @@ def _unsolved(problem: Problem) -> Solution:
     return Solution(value, status, count, unknown, unknown, unknown, evaluations=0, sample_evaluations=0)
 
 
-def _attach(
-    problem: Problem, method: _Method, adjoints: list[Adjoint], solution: Solution
-) -> tuple[list[Any], Solution]:
-    """Value of the solution with each of these gradients; and the solution as the last one's evaluation confirms it."""
+def _attach(problem: Problem, method: _Method, gradient: _Gradient, solution: Solution) -> tuple[list[Any], Solution]:
+    """The states of a solution with this gradient, and the solution as the gradient's evaluation confirms it."""
     records = torch.is_grad_enabled()
-    if torch.is_inference_mode_enabled() or not (records or problem.advances):
+    if not (records or problem.advances):
         return [solution.value], solution
     tol = method.solver.tol / method.damping
     tol = min(tol, 0.99) if method.solver.stop == "rel" else tol
     problem = replace(problem, solver=replace(method.solver, tol=tol))
-    with torch.enable_grad():
-        found = [adjoint.differentiate(problem, solution) for adjoint in adjoints]
-    return [value if records else detached(value) for value, _ in found], found[-1][1]
+    if problem.advances and not (records and isinstance(gradient.adjoint, Implicit)):
+        return gradient.along_steps(problem, solution)
+    value, solution = gradient.adjoint.differentiate(problem, solution)
+    return [value], solution
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """Gradient of a state in training.
+
+    Attributes:
+        adjoint: gives it; in training ``Phantom`` is the graph of its own steps, differentiable any number of times.
+        taken: numbers of the steps of the adjoint behind each of which a state lies.
+    """
+
+    adjoint: Adjoint
+    taken: tuple[int, ...] = (1,)
+
+    def along_steps(self, problem: Problem, solution: Solution) -> tuple[list[Any], Solution]:
+        """States behind the steps from z*, all in one chain; and the solution as its first evaluation confirms it."""
+        z, x, broken = problem.without_broken(solution)
+        leaves, spec = pytree.tree_flatten(z)
+        first: list[Tensor] = []
+
+        def f(leaves: list[Tensor]) -> list[Tensor]:
+            values = in_order_of(z, problem.cell(pytree.tree_unflatten(leaves, spec), x))
+            first[:] = first or values
+            return values
+
+        step = Phantom(1, self.adjoint.damping if isinstance(self.adjoint, Phantom) else 1.0)
+        states = []
+        for n in range(1, self.taken[-1] + 1):
+            leaves = step.damped(f, leaves)
+            if n in self.taken:
+                state = pytree.tree_unflatten(leaves, spec)
+                states.append(
+                    pytree.tree_map(lambda v, s: torch.where(per_row(broken, v), v, s), solution.value, state)
+                )
+        return states, confirmed(solution, problem, z, first)
 
 
 def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:
