@@ -6,6 +6,7 @@ import argparse
 import copy
 import doctest
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -346,17 +347,83 @@ def test_a_row_of_x_that_is_nan(options):
     assert_same(*gradients)
 
 
+class TestNames:
+    MODULES = torchdeq, torchdeq.core, torchdeq.norm, torchdeq.loss, torchdeq.utils, torchdeq.dropout
+
+    def test_every_public_name_of_torchdeq_is_there(self):
+        """But for what its modules import for themselves."""
+        for module in self.MODULES:
+            named = getattr(module, "__all__", vars(module))
+            public = [
+                name
+                for name in named
+                if name[0] != "_" and getattr(getattr(module, name), "__module__", "").startswith("torchdeq")
+            ]
+            assert len(public) > 1
+            for name in public:
+                own = name in compat.__all__
+                assert (getattr(compat, name) is getattr(module, name)) != own, name
+
+    def test_without_torchdeq(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torchdeq", None)
+        get_deq(f_tol=1e-4)(torch.cos, torch.zeros(2, 3))
+        with pytest.raises(ImportError, match="reset_deq is torchdeq's own: pip install torchdeq"):
+            from deqfast.compat import reset_deq  # noqa: F401
+        with pytest.raises(ImportError, match="reset_dek"):
+            from deqfast.compat import reset_dek  # noqa: F401
+
+    def test_classes_of_layers(self):
+        for library in (compat, torchdeq.core):
+            sliced, indexing = library.get_deq(), library.get_deq(core="indexing")
+            assert isinstance(sliced, library.DEQSliced) and isinstance(indexing, library.DEQIndexing)
+            assert not isinstance(sliced, library.DEQIndexing) and not isinstance(indexing, library.DEQSliced)
+            made = library.DEQIndexing({"f_tol": 0.1, "core": "sliced"}, f_max_iter=3)
+            assert isinstance(made, library.DEQIndexing) and (made.f_tol, made.f_max_iter) == (0.1, 3)
+
+    def test_a_class_of_ones_own(self, monkeypatch):
+        class Own(compat.DEQSliced):
+            pass
+
+        monkeypatch.setattr("deqfast.compat.torchdeq._CORES", {})
+        compat.register_deq("own", Own)
+        layer = get_deq(core="own", f_max_iter=7)
+        assert type(layer) is Own and layer.f_max_iter == 7
+
+    def test_attributes(self):
+        options = {
+            "f_max_iter": 7,
+            "f_tol": 0.1,
+            "f_stop_mode": "rel",
+            "b_max_iter": 5,
+            "b_tol": 0.2,
+            "eval_factor": 2.0,
+        }
+        ours, theirs = (library.get_deq(**options) for library in (compat, torchdeq))
+        for name in ("f_max_iter", "f_tol", "f_stop_mode", "b_max_iter", "b_tol", "b_stop_mode", "eval_f_max_iter"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.f_solver == ours.b_solver == "fixed_point_iter"
+        assert ours.args.get("f_tol") == theirs.args.get("f_tol") == 0.1
+
+    def test_attributes_that_are_set(self):
+        layer, set_later = get_deq(f_tol=1e-7, f_solver="broyden"), get_deq(f_max_iter=3)
+        for name in ("f_tol", "f_solver", "f_max_iter"):
+            setattr(set_later, name, getattr(layer, name))
+        with pytest.raises(ValueError, match="f_tol must be"):
+            set_later.f_tol = -1.0
+        assert set_later.options == layer.options and set_later.eval_f_max_iter == 40
+        func, z0 = lambda z: torch.cos(z), torch.zeros(2, 3)
+        assert torch.equal(layer(func, z0)[0][0], set_later(func, z0)[0][0])
+
+
 def test_torchdeqs_other_functions_work_beside_it():
     """Its normalisation of weights, checkpointing, fixed-point correction and Jacobian penalty."""
-    from torchdeq.loss import fp_correction, jac_reg
-    from torchdeq.norm import apply_norm, reset_norm
-    from torchdeq.utils.mem import mem_gc
+    from deqfast.compat import apply_norm, fp_correction, jac_reg, mem_gc, reset_deq
 
     def run(library):
         torch.manual_seed(0)
         layer = nn.Linear(WIDTH, WIDTH).double()
         apply_norm(layer, norm_type="weight_norm")
-        reset_norm(layer)
+        reset_deq(layer)
         x = injection(1).detach()
 
         def f(z):
@@ -503,7 +570,7 @@ class TestWhereTorchdeqIsWrong:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"core": "slice"}, "core must be"),
+        ({"core": "slice"}, "core must be one of 'sliced', 'indexing', got 'slice'"),
         ({"f_solver": "newton"}, "f_solver must be"),
         ({"f_stop_mode": "relative"}, "f_stop_mode must be"),
         ({"b_stop_mode": "relative"}, "b_stop_mode must be"),

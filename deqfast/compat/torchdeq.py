@@ -6,6 +6,7 @@ Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -30,7 +31,6 @@ from ..uncompiled import untraced
 from ..weights import hold_weights
 
 _DEFAULTS: dict[str, Any] = {
-    "core": "sliced",
     "f_solver": "fixed_point_iter",
     "b_solver": "fixed_point_iter",
     "no_stat": None,
@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, Any] = {
     "indexing": None,
 }
 # What torchdeq's command line also has, for its normalisations and losses and for the training loop.
-_ELSEWHERE = {"gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
+_ELSEWHERE = {"core", "gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
 _ELSEWHERE |= {"norm_no_scale", "norm_clip", "norm_clip_value", "norm_target_norm", "sn_n_power_iters"}
 _SOLVER_OPTIONS = {
     "fixed_point_iter": ("tau", "return_final"),
@@ -96,6 +96,20 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
         >>> states[-1].shape, info["rel_lowest"].shape
         (torch.Size([4, 8]), torch.Size([4]))
     """
+    options = _options(args, kwargs)
+    core = options.pop("core", "sliced")
+    check_choice("core", core, tuple(_CORES))
+    layer: DEQ = _CORES[core](options)
+    return layer
+
+
+def register_deq(deq_type: str, core: Callable[[dict[str, Any]], Any]) -> None:
+    """Make ``get_deq(core=deq_type)`` return ``core(options)``, given the options that get_deq was given."""
+    _CORES[deq_type] = core
+
+
+def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Options among `args` and `kwargs`, which go before; see ``get_deq``."""
     if type(args).__name__ == "DEQConfig":  # torchdeq's
         args = args.config
     own: Mapping[str, Any] = {} if args is None else args if isinstance(args, Mapping) else vars(args)
@@ -107,8 +121,7 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     for name in sorted(own.keys() - known):
         if get_close_matches(name, _DEFAULTS, 1, 0.8):
             warn(f"deqfast: args.{name} is no option of get_deq{_hint(name, _DEFAULTS)}")
-    given = {**own, **kwargs}
-    return DEQ(**{name: given.get(name, default) for name, default in _DEFAULTS.items()})
+    return {name: value for name, value in {**own, **kwargs}.items() if name in known}
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -179,13 +192,40 @@ def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Metho
     return _Method(Picard(**common), damping=tau, is_final=final)
 
 
-class DEQ(nn.Module):
-    """Layer with torchdeq's interface, made by ``get_deq``, whose options these are."""
+def _option(name: str) -> property:
+    """Attribute of a layer that is this option; set, it counts from the next call."""
 
-    def __init__(self, **options: Any) -> None:
+    def put(layer: DEQ, value: Any) -> None:
+        options = {**layer.options, name: value}
+        copy(layer)._configure(options)  # raises before anything has changed
+        layer._configure(options)
+
+    return property(lambda layer: layer.options[name], put)
+
+
+class DEQ(nn.Module):
+    """Layer with torchdeq's interface, made by ``get_deq``, whose options it takes: ``DEQSliced`` or ``DEQIndexing``.
+
+    Attributes:
+        args: all options by name.
+        f_solver, b_solver: names of the solvers. These and the rest of the solvers' options can be set.
+        eval_f_max_iter: evaluations in evaluation, as its options give them.
+    """
+
+    f_solver, f_max_iter, f_tol, f_stop_mode = map(_option, ("f_solver", "f_max_iter", "f_tol", "f_stop_mode"))
+    b_solver, b_max_iter, b_tol, b_stop_mode = map(_option, ("b_solver", "b_max_iter", "b_tol", "b_stop_mode"))
+    args = property(lambda layer: layer.options)
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__()
+        given = _options(args, kwargs)
+        self._configure({name: given.get(name, default) for name, default in _DEFAULTS.items()})
+        where = "info and backward_writer tell of every solve"
+        self._forward_notice, self._backward_notice = Notice("forward", where), Notice("backward", where)
+
+    def _configure(self, options: dict[str, Any]) -> None:
+        """Take these options; TypeError or ValueError for bad ones."""
         self.options = options
-        check_choice("core", options["core"], ("sliced", "indexing"))
         for each in ("f", "b"):
             check_choice(f"{each}_solver", options[f"{each}_solver"], tuple(_SOLVER_OPTIONS))
             check_choice(f"{each}_stop_mode", options[f"{each}_stop_mode"], ("abs", "rel"))
@@ -211,8 +251,6 @@ class DEQ(nn.Module):
             backward = _method(options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
             self.gradients[-1] = _Gradient(Implicit(replace(backward, max_iter=options["b_max_iter"])))
-        where = "info and backward_writer tell of every solve"
-        self._forward_notice, self._backward_notice = Notice("forward", where), Notice("backward", where)
 
     def forward(
         self,
@@ -284,7 +322,9 @@ class DEQ(nn.Module):
             advances=self.training,
         )
         with solving(func), hold_weights(func):
-            states, solution, method = self._states(problem, method, max_iter)
+            at = self._evaluations(max_iter) if self.training else [max_iter]
+            gradients = self.gradients if self.training else self.gradients[-1:]
+            states, solution, method = self._states(problem, method, at, gradients)
             info = _info(solution, method)
             if sradius_mode and not self.training:
                 radius = spectral_radius(problem.cell, states[-1], problem.x, 100, problem.groups)
@@ -293,27 +333,15 @@ class DEQ(nn.Module):
         running = solution.status == Status.MAX_ITER
         return states, info, replace(solution, status=solution.status.masked_fill(running, Status.CONVERGED))
 
-    def _states(self, problem: Problem, method: _Method, max_iter: int) -> tuple[list[Any], Solution, _Method]:
-        """States with their gradients; the Solution of the solve that ends in the last, and its method."""
-        at = self._evaluations(max_iter) if self.training else [max_iter]
-        gradients = self.gradients if self.training else self.gradients[-1:]
-        states: list[Any] = []
-        if self.options["core"] == "indexing":
-            # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
-            method = method.limited(max_iter)
-            # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
-            before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
-            for of_state, state in zip(gradients, [*before, value], strict=True):
-                found, last = _attach(problem, method, of_state, replace(solution, value=state))
-                states += found
-            return states, last, method
-        for of_state, end, begin in zip(gradients, at, [0, *at], strict=False):
-            method = method.limited(end - begin)
-            _, value, solution = _solve(problem, method, [])
-            found, last = _attach(problem, method, of_state, replace(solution, value=value))
-            states += found
-            problem = replace(problem, z0=detached(found[-1]))
-        return states, last, method
+    def _states(
+        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+    ) -> tuple[list[Any], Solution, _Method]:
+        """States with these gradients; the Solution of the solve that ends in the last, and its method."""
+        raise NotImplementedError
+
+    def _spread(self, max_iter: int, count: int) -> list[int]:
+        """Evaluations behind which so many states lie."""
+        raise NotImplementedError
 
     def _forward_method(self, given: dict[str, Any]) -> _Method:
         options = self.options
@@ -327,10 +355,8 @@ class DEQ(nn.Module):
             raise ValueError(f"n_states={count} contradicts indexing={given}: leave out one of them")
         if count > max_iter > 0:
             raise ValueError(f"n_states={count} must be at most f_max_iter, got {max_iter}")
-        if count > 1 and self.options["core"] == "sliced":
-            return [(k + 1) * (max_iter // count) for k in range(count)]
         if count > 1:
-            return [max_iter - (count - 1 - k) * (max_iter // count) for k in range(count)]
+            return self._spread(max_iter, count)
         for n in given:
             check_count("indexing", n)
         if any(a >= b for a, b in zip(given, [*given[1:], max_iter], strict=False)):
@@ -349,6 +375,47 @@ class DEQ(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value != _DEFAULTS[name])
+
+
+class DEQSliced(DEQ):
+    """Layer whose solve goes on, after each state, from what the gradient's steps have made of it."""
+
+    def _states(
+        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+    ) -> tuple[list[Any], Solution, _Method]:
+        states: list[Any] = []
+        for gradient, end, begin in zip(gradients, at, [0, *at], strict=False):
+            method = method.limited(end - begin)
+            _, value, solution = _solve(problem, method, [])
+            found, last = _attach(problem, method, gradient, replace(solution, value=value))
+            states += found
+            problem = replace(problem, z0=detached(found[-1]))
+        return states, last, method
+
+    def _spread(self, max_iter: int, count: int) -> list[int]:
+        return [(k + 1) * (max_iter // count) for k in range(count)]
+
+
+class DEQIndexing(DEQ):
+    """Layer whose states are iterates of one solve."""
+
+    def _states(
+        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+    ) -> tuple[list[Any], Solution, _Method]:
+        states: list[Any] = []
+        method = method.limited(at[-1])
+        # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
+        before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
+        for gradient, state in zip(gradients, [*before, value], strict=True):
+            found, last = _attach(problem, method, gradient, replace(solution, value=state))
+            states += found
+        return states, last, method
+
+    def _spread(self, max_iter: int, count: int) -> list[int]:
+        return [max_iter - (count - 1 - k) * (max_iter // count) for k in range(count)]
+
+
+_CORES: dict[str, Callable[[dict[str, Any]], Any]] = {"sliced": DEQSliced, "indexing": DEQIndexing}
 
 
 def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any], Any, Solution]:
@@ -382,7 +449,9 @@ class _Kept:
     def __init__(self, problem: Problem, method: _Method) -> None:
         self.problem, self.method = problem, method
         self.packing = Packing(problem.z0, problem.groups)
-        self.z, self.value, self.latest = None, None, None
+        self.z: Any = None
+        self.value: Any = None
+        self.latest: Any = None
         self.length = torch.zeros(0)
 
     def __call__(self, z: Any, x: Any) -> Any:
@@ -399,13 +468,16 @@ class _Kept:
         gaps = pytree.tree_leaves(pytree.tree_map(torch.sub, value, z))
         length = sample_norms(gaps, self.problem.groups)
         if self.value is None or self.method.is_final:  # copies: f may return its argument, the solver's memory
-            self.z, self.value, self.length = *pytree.tree_map(torch.clone, (z, value)), length
+            self.z, self.value = pytree.tree_map(torch.clone, z), pytree.tree_map(torch.clone, value)
+            self.length = length
             return
         shorter = length < self.length
         rows = self.rows(shorter)
-        self.z, self.value = pytree.tree_map(
-            lambda new, old: torch.where(per_row(rows, new), new, old), (z, value), (self.z, self.value)
-        )
+
+        def where_shorter(new: Any, old: Any) -> Any:
+            return pytree.tree_map(lambda a, b: torch.where(per_row(rows, a), a, b), new, old)
+
+        self.z, self.value = where_shorter(z, self.z), where_shorter(value, self.value)
         self.length = torch.where(shorter, length, self.length)
 
     def rows(self, samples: Tensor) -> Tensor:
