@@ -75,11 +75,12 @@ class TestTheSameAsTorchdeq:
     @pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
     @pytest.mark.parametrize(("solver", "given"), SOLVERS, ids=str)
     def test_one_sample(self, solver, given, gradient, tol):
-        """Iterates, stop, value, gradients and statistics."""
+        """Iterates, stop, value, gradients, evaluations and statistics."""
         options = {"f_solver": solver, "f_max_iter": 12, "f_tol": tol, "f_stop_mode": "rel", **gradient}
-        ours, theirs = (call(library, solver_kwargs=given, **options) for library in (compat, torchdeq))
+        ours, theirs = (counted(library, solver_kwargs=given, **options) for library in (compat, torchdeq))
         assert_same(ours[0], theirs[0])
         assert_same(ours[2], theirs[2])
+        assert ours[3] == theirs[3]
         for name, statistic in theirs[1].items():
             assert ours[1][name].shape == statistic.shape, name
             if name != "sradius":

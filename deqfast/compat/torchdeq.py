@@ -486,6 +486,8 @@ class _Kept:
 
     def value_at(self, solution: Solution) -> Any:
         """Values at the solution. The last evaluation of a sample that converged is the one at its solution."""
+        if bool(solution.converged.all()):
+            return self.latest
         converged = self.rows(solution.converged)
         pairs = zip(pytree.tree_leaves(self.z), pytree.tree_leaves(solution.value), strict=True)
         same = torch.stack([(rows_of(a) == rows_of(b)).all(dim=1) for a, b in pairs]).all(dim=0)
