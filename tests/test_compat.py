@@ -67,6 +67,7 @@ SOLVERS = [
     ("broyden", None),
     ("broyden", {"f_max_iter": 7}),
 ]
+STATISTICS = "abs_lowest", "rel_lowest", "nstep", "abs_trace", "rel_trace"
 GRADIENTS = [{}, {"grad": [4], "tau": 0.8}, {"grad": 4, "sup_gap": 2}, {"grad": 4, "sup_loc": [1]}]
 
 
@@ -153,13 +154,23 @@ class TestTheSameAsTorchdeq:
         def run(library, given):
             layer = library.get_deq(f_solver=solver, f_max_iter=max_iter).eval()
             (value,), info = layer(lambda z: 3 * torch.sin(3 * z @ w.T) + 0.1, z0, solver_kwargs=given)
-            return value.detach(), [info[name].double() for name in ("abs_lowest", "rel_lowest", "nstep")]
+            return value.detach(), [info[name].double() for name in STATISTICS]
 
         (ours, statistics), (theirs, expected) = run(compat, given), run(torchdeq, given)
         assert_same([ours, *statistics], [theirs, *expected], 1e-6)  # 9 evaluations may lengthen a rounding 9^9 times
         if solver != "simple_fixed_point_iter":
             least = run(torchdeq, {name: value for name, value in given.items() if name != "return_final"})
             assert bool((least[1][0] < expected[0]).any())
+
+    @pytest.mark.parametrize("mode", ["abs", "rel"])
+    def test_iterates_that_grow(self, mode):
+        """What has not converged is chosen by the measure of f_stop_mode, of which a relative one goes on falling."""
+        found = []
+        for library in (compat, torchdeq):
+            layer = library.get_deq(f_max_iter=9, f_stop_mode=mode, f_tol=1e-9).eval()
+            (value,), info = layer(lambda z: z + 1 + 0.1 * torch.sin(9 * z), torch.ones(2, 1, dtype=torch.float64))
+            found.append([value.detach(), *(info[name].double() for name in STATISTICS)])
+        assert_same(*found)
 
     @pytest.mark.parametrize(
         "options",

@@ -5,6 +5,7 @@ Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..adjoints import Adjoint, Implicit, Phantom, Problem
 from ..adjoints.attach import confirmed, detached, in_order_of, sample_norms
-from ..adjoints.samples import per_row, rows_of
+from ..adjoints.samples import per_row
 from ..cells.protocol import solving
 from ..checks import check_choice, check_count, check_number
 from ..grouping import Groups
@@ -270,8 +271,7 @@ class DEQ(nn.Module):
                 held for the length of a solve where it is a module.
             z_init: floating-point (B, ...), or a list of such.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
-                anderson, `LBFGS_thres` of broyden; `return_final=True` gives the last iterate, not the best, and the
-                residual of it as the only one.
+                anderson, `LBFGS_thres` of broyden; `return_final=True` gives the last iterate, not the best.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             x: a tensor or a tree of them, which func then takes as its last argument: for second derivatives through
@@ -282,7 +282,7 @@ class DEQ(nn.Module):
         Returns:
             (states, info). In training the states that the options ask for, each as its gradient's own evaluations of
             func leave it, the solution last; in evaluation the solution. info: abs_lowest, rel_lowest, nstep (B,);
-            abs_trace, rel_trace (B, N), residuals of the best iterate; sradius (B,) where asked for, else (1,).
+            abs_trace, rel_trace (B, N), residuals of the iterates; sradius (B,) where asked for, else (1,).
 
         Raises:
             TypeError, ValueError: an option of `solver_kwargs` is unknown, contradicts or cannot be honoured; z_init is
@@ -318,13 +318,14 @@ class DEQ(nn.Module):
                 "groups": None if groups is None else Packing(z, groups).groups,
             },
             on_backward=on_backward,
-            forward_options={"trace": self.traces},
             advances=self.training,
         )
         with solving(func), hold_weights(func):
             at = self._evaluations(max_iter) if self.training else [max_iter]
             gradients = self.gradients if self.training else self.gradients[-1:]
             states, solution, method = self._states(problem, method, at, gradients)
+            if not self.traces:
+                solution = replace(solution, trace_abs=None, trace_rel=None)
             info = _info(solution, method)
             if sradius_mode and not self.training:
                 radius = spectral_radius(problem.cell, states[-1], problem.x, 100, problem.groups)
@@ -425,25 +426,21 @@ def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any],
         return [unsolved.value] * len(at), unsolved.value, unsolved
     kept = _Kept(problem, method)
     states, solution = solve_along(replace(problem, cell=kept, solver=method.solver), at)
-    if not len(solution.status) or not (method.ends_in_f or method.is_final):
+    if not len(solution.status):
         return states, solution.value, solution
-    if method.is_final:
-        solution = kept.last_of(solution)
-        value = kept.value if method.ends_in_f else kept.z
-    else:
-        value = kept.value_at(solution)
-    broken = kept.rows(solution.status == Status.NONFINITE)
-    value = pytree.tree_map(lambda z, y: torch.where(per_row(broken, z), z, y.to(z.dtype)), solution.value, value)
-    return states, value, solution
+    return states, *kept.choose(solution)
 
 
 class _Kept:
-    """Damped map of a problem, which keeps of each sample the evaluation of least residual, or the last one.
+    """Damped map of a problem, which keeps of each sample the evaluation that torchdeq chooses, and all residuals.
 
     Attributes:
         z: the states evaluated, like z0.
         value: the values at these.
-        length: |value - z| of the samples, (B,) float64.
+        step: numbers of these evaluations, (B,).
+        residual: the least |value - z| and |value - z| / |value| of all evaluations, or the last, (2, B) float64.
+        latest: the value of the last evaluation.
+        trace: the residuals of every evaluation.
     """
 
     def __init__(self, problem: Problem, method: _Method) -> None:
@@ -452,67 +449,66 @@ class _Kept:
         self.z: Any = None
         self.value: Any = None
         self.latest: Any = None
-        self.length = torch.zeros(0)
+        self.step = torch.zeros(self.packing.batch, dtype=torch.int32, device=self.packing.device)
+        self.residual = torch.full((2, self.packing.batch), math.inf, dtype=torch.float64, device=self.packing.device)
+        self.trace: list[Tensor] = []
 
     def __call__(self, z: Any, x: Any) -> Any:
         value, tau = self.problem.cell(z, x), self.method.damping
         self.packing.check_value(value)
         if tau != 1.0:
             value = pytree.tree_map(lambda y, z: tau * y + (1 - tau) * z, value, z)
-        if self.method.ends_in_f or self.method.is_final:
-            self._keep(z, value)
+        self._keep(z, value)
         self.latest = value
         return value
 
     def _keep(self, z: Any, value: Any) -> None:
-        gaps = pytree.tree_leaves(pytree.tree_map(torch.sub, value, z))
-        length = sample_norms(gaps, self.problem.groups)
+        groups = self.problem.groups
+        length = sample_norms(pytree.tree_leaves(pytree.tree_map(torch.sub, value, z)), groups)
+        relative = torch.where(length == 0, 0, length / sample_norms(pytree.tree_leaves(value), groups))
+        residual = torch.stack([length, relative])
+        self.trace.append(residual)
+        lower = torch.full_like(residual, self.method.is_final, dtype=torch.bool) | (residual < self.residual)
+        self.residual = torch.where(lower, residual, self.residual)
+        shorter = lower[int(self.method.solver.stop == "rel")]
+        self.step = torch.where(shorter, len(self.trace), self.step)
         if self.value is None or self.method.is_final:  # copies: f may return its argument, the solver's memory
             self.z, self.value = pytree.tree_map(torch.clone, z), pytree.tree_map(torch.clone, value)
-            self.length = length
-            return
-        shorter = length < self.length
-        rows = self.rows(shorter)
+        else:
+            self.z, self.value = self._select(shorter, z, self.z), self._select(shorter, value, self.value)
 
-        def where_shorter(new: Any, old: Any) -> Any:
-            return pytree.tree_map(lambda a, b: torch.where(per_row(rows, a), a, b), new, old)
+    def _select(self, samples: Tensor, chosen: Any, others: Any) -> Any:
+        """`chosen` in the rows of the samples, `others` elsewhere."""
+        rows = samples if self.problem.groups is None else self.problem.groups.of_rows(samples)
+        return pytree.tree_map(lambda a, b: torch.where(per_row(rows, a), a, b.to(a.dtype)), chosen, others)
 
-        self.z, self.value = where_shorter(z, self.z), where_shorter(value, self.value)
-        self.length = torch.where(shorter, length, self.length)
+    def choose(self, solution: Solution) -> tuple[Any, Solution]:
+        """Value of torchdeq's solver, and the solution with the residuals of it and the evaluation that it is from.
 
-    def rows(self, samples: Tensor) -> Tensor:
-        """Mask of rows for one of samples."""
-        return samples if self.problem.groups is None else self.problem.groups.of_rows(samples)
-
-    def value_at(self, solution: Solution) -> Any:
-        """Values at the solution. The last evaluation of a sample that converged is the one at its solution."""
-        if bool(solution.converged.all()):
-            return self.latest
-        converged = self.rows(solution.converged)
-        pairs = zip(pytree.tree_leaves(self.z), pytree.tree_leaves(solution.value), strict=True)
-        same = torch.stack([(rows_of(a) == rows_of(b)).all(dim=1) for a, b in pairs]).all(dim=0)
-        known = converged | same | self.rows(solution.status == Status.NONFINITE)
-        if not bool(known.all()):  # residuals that differ by rounding only
-            with torch.no_grad():
-                return self(solution.value, self.problem.x)
-        return pytree.tree_map(lambda a, b: torch.where(per_row(converged, a), a, b), self.latest, self.value)
-
-    def last_of(self, solution: Solution) -> Solution:
-        """The solution with the residuals of the last evaluation, but for samples that broke down."""
+        A sample that converged has the value of there, which is the last evaluation's, since it was frozen; any other
+        that of the least residual; and one that broke down the finite iterate of the solution.
+        """
+        final, ends_in_f = self.method.is_final, self.method.ends_in_f
         broken = solution.status == Status.NONFINITE
-        size = sample_norms(pytree.tree_leaves(self.value), self.problem.groups)
-        relative = torch.where(self.length == 0, 0, self.length / size)
-        pairs = (solution.residual_abs, self.length), (solution.residual_rel, relative)
-        found = [torch.where(broken, before, now.to(before.dtype)) for before, now in pairs]
-        steps = solution.iterations.masked_fill(~broken, self.method.max_iter)
-        return replace(
+        done = torch.zeros_like(broken) if final else solution.converged
+        value = self._select(
+            done,
+            *((self.latest, self.value) if ends_in_f else (solution.value, self.z)),
+        )
+        known, dtype = done | broken, solution.residual.dtype
+        kept = self.residual.to(dtype)
+        lowest = torch.minimum(kept, torch.stack([solution.residual_abs, solution.residual_rel]))
+        absolute, relative = torch.where(known, lowest, kept)
+        steps = torch.where(known, solution.iterations, self.step) - int(not ends_in_f)  # Broyden's of z0 is none
+        trace = torch.stack(self.trace, dim=1).to(dtype)
+        return self._select(broken, solution.value, value), replace(
             solution,
-            residual_abs=found[0],
-            residual_rel=found[1],
             iterations=steps,
-            trace=None,
-            trace_abs=None,
-            trace_rel=None,
+            residual=absolute if self.method.solver.stop == "abs" else relative,
+            residual_abs=absolute,
+            residual_rel=relative,
+            trace_abs=trace[0],
+            trace_rel=trace[1],
         )
 
 
@@ -585,8 +581,5 @@ def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:
             rest = method.solver.max_iter - max(len(trace), method.unseen)
             rows = torch.cat([torch.full_like(rows, _UNKNOWN), trace[method.unseen :], rows.expand(max(rest, 0), -1)])
         info[name] = rows.T
-    steps = solution.iterations
-    if solution.trace is not None:  # the evaluation that the least residual was met at
-        steps = len(solution.trace) + 1 - (solution.trace == solution.residual).sum(0)
-        steps = steps - int(not method.ends_in_f)  # Broyden's of z0 is none
-    return {**info, "nstep": steps.float(), "sradius": -torch.ones(1, device=steps.device)}
+    steps = solution.iterations.float()
+    return {**info, "nstep": steps, "sradius": -torch.ones(1, device=steps.device)}
