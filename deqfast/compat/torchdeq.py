@@ -435,52 +435,56 @@ class _Kept:
     """Damped map of a problem, which keeps of each sample the evaluation that torchdeq chooses, and all residuals.
 
     Attributes:
-        z: the states evaluated, like z0.
-        value: the values at these.
+        kept: leaves of the values of these evaluations, or of the states evaluated where the method ends in these.
         step: numbers of these evaluations, (B,).
         residual: the least |value - z| and |value - z| / |value| of all evaluations, or the last, (2, B) float64.
-        latest: the value of the last evaluation.
+        latest: leaves of the value of the last evaluation.
         trace: the residuals of every evaluation.
     """
 
     def __init__(self, problem: Problem, method: _Method) -> None:
         self.problem, self.method = problem, method
         self.packing = Packing(problem.z0, problem.groups)
-        self.z: Any = None
-        self.value: Any = None
-        self.latest: Any = None
+        self.kept: list[Tensor] = []
+        self.latest: list[Tensor] = []
         self.step = torch.zeros(self.packing.batch, dtype=torch.int32, device=self.packing.device)
         self.residual = torch.full((2, self.packing.batch), math.inf, dtype=torch.float64, device=self.packing.device)
         self.trace: list[Tensor] = []
 
     def __call__(self, z: Any, x: Any) -> Any:
         value, tau = self.problem.cell(z, x), self.method.damping
-        self.packing.check_value(value)
+        values, states = self.packing.check_value(value), self._leaves(z)
         if tau != 1.0:
-            value = pytree.tree_map(lambda y, z: tau * y + (1 - tau) * z, value, z)
-        self._keep(z, value)
-        self.latest = value
+            values = [tau * y + (1 - tau) * z for y, z in zip(values, states, strict=True)]
+            value = pytree.tree_unflatten(values, self.packing.spec)
+        self._keep(states, values)
+        self.latest = values
         return value
 
-    def _keep(self, z: Any, value: Any) -> None:
+    def _leaves(self, z: Any) -> list[Tensor]:
+        return [z] if self.packing.is_tensor else pytree.tree_leaves(z)
+
+    def _keep(self, states: list[Tensor], values: list[Tensor]) -> None:
         groups = self.problem.groups
-        length = sample_norms(pytree.tree_leaves(pytree.tree_map(torch.sub, value, z)), groups)
-        relative = torch.where(length == 0, 0, length / sample_norms(pytree.tree_leaves(value), groups))
+        length = sample_norms([y - z for y, z in zip(values, states, strict=True)], groups)
+        relative = torch.where(length == 0, 0, length / sample_norms(values, groups))
         residual = torch.stack([length, relative])
         self.trace.append(residual)
         lower = torch.full_like(residual, self.method.is_final, dtype=torch.bool) | (residual < self.residual)
         self.residual = torch.where(lower, residual, self.residual)
         shorter = lower[int(self.method.solver.stop == "rel")]
         self.step = torch.where(shorter, len(self.trace), self.step)
-        if self.value is None or self.method.is_final:  # copies: f may return its argument, the solver's memory
-            self.z, self.value = pytree.tree_map(torch.clone, z), pytree.tree_map(torch.clone, value)
+        chosen = values if self.method.ends_in_f else states
+        if not self.kept or self.method.is_final:  # copies: these may lie in the solver's memory
+            self.kept = [leaf.clone() for leaf in chosen]
         else:
-            self.z, self.value = self._select(shorter, z, self.z), self._select(shorter, value, self.value)
+            self.kept = self._select(shorter, chosen, self.kept)
 
-    def _select(self, samples: Tensor, chosen: Any, others: Any) -> Any:
+    def _select(self, samples: Tensor, chosen: list[Tensor], others: list[Tensor]) -> list[Tensor]:
         """`chosen` in the rows of the samples, `others` elsewhere."""
         rows = samples if self.problem.groups is None else self.problem.groups.of_rows(samples)
-        return pytree.tree_map(lambda a, b: torch.where(per_row(rows, a), a, b.to(a.dtype)), chosen, others)
+        pairs = zip(chosen, others, strict=True)
+        return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
 
     def choose(self, solution: Solution) -> tuple[Any, Solution]:
         """Value of torchdeq's solver, and the solution with the residuals of it and the evaluation that it is from.
@@ -488,22 +492,19 @@ class _Kept:
         A sample that converged has the value of there, which is the last evaluation's, since it was frozen; any other
         that of the least residual; and one that broke down the finite iterate of the solution.
         """
-        final, ends_in_f = self.method.is_final, self.method.ends_in_f
+        states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
         broken = solution.status == Status.NONFINITE
-        done = torch.zeros_like(broken) if final else solution.converged
-        value = self._select(
-            done,
-            *((self.latest, self.value) if ends_in_f else (solution.value, self.z)),
-        )
-        known, dtype = done | broken, solution.residual.dtype
-        kept = self.residual.to(dtype)
+        done = torch.zeros_like(broken) if self.method.is_final else solution.converged
+        values = self._select(done, self.latest if ends_in_f else states, self.kept)
+        value = pytree.tree_unflatten(self._select(broken, states, values), self.packing.spec)
+        known, kept = done | broken, self.residual.to(solution.residual.dtype)
         lowest = torch.minimum(kept, torch.stack([solution.residual_abs, solution.residual_rel]))
         absolute, relative = torch.where(known, lowest, kept)
-        steps = torch.where(known, solution.iterations, self.step) - int(not ends_in_f)  # Broyden's of z0 is none
-        trace = torch.stack(self.trace, dim=1).to(dtype)
-        return self._select(broken, solution.value, value), replace(
+        trace = torch.stack(self.trace, dim=1).to(kept.dtype)
+        return value, replace(
             solution,
-            iterations=steps,
+            iterations=torch.where(known, solution.iterations, self.step)
+            - int(not ends_in_f),  # Broyden's of z0 is none
             residual=absolute if self.method.solver.stop == "abs" else relative,
             residual_abs=absolute,
             residual_rel=relative,
