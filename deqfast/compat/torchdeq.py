@@ -87,7 +87,7 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
         Layer ``deq(func, z_init, solver_kwargs=None, sradius_mode=False)``, see ``DEQ``.
 
     Raises:
-        TypeError: for an unknown option, naming the closest one there is, or for a value of the wrong type.
+        TypeError: for an unknown option, naming one that it resembles, or for a value of the wrong type.
         ValueError: for a value out of range, or options that contradict each other.
 
     Examples:
