@@ -6,6 +6,7 @@ import argparse
 import copy
 import doctest
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -36,12 +37,22 @@ def injection(batch: int, seed: int = 1) -> Tensor:
 
 def call(library, batch=1, solver_kwargs=None, **options):
     """States, info, and gradients in the weight and the injection of a loss of all states."""
-    w, x = weight(), injection(batch)
-    layer = library.get_deq(**options)
-    z0 = torch.zeros_like(x)
-    states, info = layer(lambda z: torch.tanh(z @ w.T + x), z0, solver_kwargs=solver_kwargs)
+    states, info, gradients, _ = counted(library, batch, solver_kwargs, **options)
+    return states, info, gradients
+
+
+def counted(library, batch=1, solver_kwargs=None, slope=1.0, **options):
+    """What ``call`` gives, and the evaluations of tanh(slope z W^T + x) that the call made."""
+    w, x, calls = weight(), injection(batch), [0]
+
+    def func(z):
+        calls[0] += 1
+        return torch.tanh(slope * z @ w.T + x)
+
+    states, info = library.get_deq(**options)(func, torch.zeros_like(x), solver_kwargs=solver_kwargs)
+    made = calls[0]  # an implicit gradient makes more
     loss = sum((i + 1) * z.square().sum() for i, z in enumerate(states))
-    return states, info, torch.autograd.grad(loss, [w, x])
+    return states, info, torch.autograd.grad(loss, [w, x]), made
 
 
 def assert_same(ours, theirs, tolerance=ITERATES):
@@ -59,6 +70,7 @@ SOLVERS = [
     ("broyden", None),
     ("broyden", {"f_max_iter": 7}),
 ]
+STATISTICS = "abs_lowest", "rel_lowest", "nstep", "abs_trace", "rel_trace"
 GRADIENTS = [{}, {"grad": [4], "tau": 0.8}, {"grad": 4, "sup_gap": 2}, {"grad": 4, "sup_loc": [1]}]
 
 
@@ -67,14 +79,15 @@ class TestTheSameAsTorchdeq:
     @pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
     @pytest.mark.parametrize(("solver", "given"), SOLVERS, ids=str)
     def test_one_sample(self, solver, given, gradient, tol):
-        """Iterates, stop, value, gradients and statistics."""
+        """Iterates, stop, value, gradients, evaluations and statistics."""
         options = {"f_solver": solver, "f_max_iter": 12, "f_tol": tol, "f_stop_mode": "rel", **gradient}
-        ours, theirs = (call(library, solver_kwargs=given, **options) for library in (compat, torchdeq))
+        ours, theirs = (counted(library, solver_kwargs=given, **options) for library in (compat, torchdeq))
         assert_same(ours[0], theirs[0])
         assert_same(ours[2], theirs[2])
+        assert ours[3] == theirs[3]
         for name, statistic in theirs[1].items():
             assert ours[1][name].shape == statistic.shape, name
-            if name != "sradius" and solver != "simple_fixed_point_iter":  # of which torchdeq gives those of the end
+            if name != "sradius":
                 torch.testing.assert_close(ours[1][name].double(), statistic.double(), rtol=1e-6, atol=1e-9)
 
     @pytest.mark.parametrize("core", ["sliced", "indexing"])
@@ -85,6 +98,18 @@ class TestTheSameAsTorchdeq:
         assert len(ours[0]) == 3
         assert_same(ours[0], theirs[0])
         assert_same(ours[2], theirs[2])
+
+    @pytest.mark.parametrize(
+        ("more", "evaluations"), [({"sup_gap": 1}, 16), ({"sup_gap": 5}, 14), ({"sup_loc": [2, 7]}, 16)], ids=str
+    )
+    @pytest.mark.parametrize("tau", [1.0, 0.6])
+    def test_one_chain_of_steps(self, more, evaluations, tau):
+        """All states of sup_gap or sup_loc lie on the way of the same steps, of which none is made in vain."""
+        options = {"grad": 12, "f_max_iter": 4, "f_tol": 0.0, "tau": tau, **more}
+        ours, theirs = (counted(library, 3, **options) for library in (compat, torchdeq))
+        assert_same(ours[0], theirs[0])
+        assert_same(ours[2], theirs[2])
+        assert ours[3] == evaluations <= theirs[3] == 16
 
     @pytest.mark.parametrize("kind", ["ift", "hook_ift"])
     @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
@@ -114,6 +139,57 @@ class TestTheSameAsTorchdeq:
         assert int(expected["nstep"]) < 9 and torch.equal(info["nstep"], expected["nstep"])
         assert_same([z.detach() for z in ours], theirs)
 
+    @pytest.mark.parametrize(
+        ("solver", "given"),
+        [
+            ("simple_fixed_point_iter", {}),
+            ("simple_fixed_point_iter", {"tau": 0.7}),
+            ("fixed_point_iter", {"return_final": True}),
+            ("anderson", {"return_final": True, "lam": 0.0}),
+            ("broyden", {"return_final": True}),
+        ],
+    )
+    @pytest.mark.parametrize("max_iter", [7, 9])
+    def test_the_last_iterate_of_a_solve_that_does_not_settle(self, solver, given, max_iter):
+        """The value and the statistics are those of the last evaluation, whose residual is not the least."""
+        w, z0 = weight(1.0).detach(), injection(2).detach()
+
+        def run(library, given):
+            layer = library.get_deq(f_solver=solver, f_max_iter=max_iter).eval()
+            (value,), info = layer(lambda z: 3 * torch.sin(3 * z @ w.T) + 0.1, z0, solver_kwargs=given)
+            return value.detach(), [info[name].double() for name in STATISTICS]
+
+        (ours, statistics), (theirs, expected) = run(compat, given), run(torchdeq, given)
+        assert_same([ours, *statistics], [theirs, *expected], 1e-6)  # 9 evaluations may lengthen a rounding 9^9 times
+        if solver != "simple_fixed_point_iter":
+            least = run(torchdeq, {name: value for name, value in given.items() if name != "return_final"})
+            assert bool((least[1][0] < expected[0]).any())
+
+    @pytest.mark.parametrize("mode", ["abs", "rel"])
+    def test_iterates_that_grow(self, mode):
+        """What has not converged is chosen by the measure of f_stop_mode, of which a relative one goes on falling."""
+        found = []
+        for library in (compat, torchdeq):
+            layer = library.get_deq(f_max_iter=9, f_stop_mode=mode, f_tol=1e-9).eval()
+            (value,), info = layer(lambda z: z + 1 + 0.1 * torch.sin(9 * z), torch.ones(2, 1, dtype=torch.float64))
+            found.append([value.detach(), *(info[name].double() for name in STATISTICS)])
+        assert_same(*found)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"n_states": 6, "f_max_iter": 42, "f_solver": "simple_fixed_point_iter"}, {"f_solver": "anderson"}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("slope", [1.0, 4.0])
+    def test_evaluations_of_a_solve_that_does_not_converge(self, options, slope):
+        """As many as torchdeq makes, also where the best iterate of some samples is not the last (slope 4)."""
+        options = {"f_max_iter": 12, "f_tol": 1e-9, **options}
+        ours, theirs = (counted(library, 5, slope=slope, **options) for library in (compat, torchdeq))
+        assert ours[3] == theirs[3] == options["f_max_iter"] + options.get("n_states", 1)
+        if options.get("f_solver") != "anderson":  # whose ridge differs
+            assert_same(ours[0], theirs[0])
+            assert_same(ours[2], theirs[2])
+
     @pytest.mark.parametrize("training", [True, False])
     def test_a_list_state(self, training):
         def run(library):
@@ -141,6 +217,21 @@ class TestTheSameAsTorchdeq:
             values.append(value)
         assert_same(values[:1], values[1:])
 
+    @pytest.mark.parametrize("more", [{"grad": 12}, {"grad": 3, "tau": 0.5}, {"grad": 2, "n_states": 3}], ids=str)
+    @pytest.mark.parametrize("solver", ["fixed_point_iter", "anderson", "broyden"])
+    def test_no_solve(self, solver, more):
+        """With f_max_iter=0 the gradient's own steps from z0 are all, in training; in evaluation z0 is the value."""
+        for at in ({"f_max_iter": 0}, {"f_max_iter": 9, "solver_kwargs": {"f_max_iter": 0}}):
+            ours, theirs = (counted(library, 2, f_solver=solver, **at, **more) for library in (compat, torchdeq))
+            assert_same(ours[0], theirs[0])
+            assert_same(ours[2], theirs[2])
+            assert ours[3] == more["grad"] * len(ours[0])
+            for name, statistic in theirs[1].items():
+                assert ours[1][name].tolist() == statistic.tolist(), name
+        z0 = injection(2).detach()
+        (value,), _ = get_deq(f_solver=solver, f_max_iter=0).eval()(torch.cos, z0)
+        assert torch.equal(value, z0) and value.data_ptr() != z0.data_ptr()
+
     def test_training_without_gradients(self):
         """The phantom steps are part of the value."""
         with torch.no_grad():
@@ -163,7 +254,8 @@ class TestTheSameAsTorchdeq:
             warnings.simplefilter("error")
             layer = get_deq(args, f_tol=1e-4)
         assert vars(args) == before
-        assert layer.options["f_tol"] == 1e-4 and layer.adjoints == [[deqfast.Phantom(3, 0.7)]]
+        assert layer.options["f_tol"] == 1e-4
+        assert [gradient.adjoint for gradient in layer.gradients] == [deqfast.Phantom(3, 0.7)]
 
 
 class Molecule(nn.Module):
@@ -204,17 +296,149 @@ def test_molecular_forces():
         theirs.eval()(moved)  # its value has no gradient in evaluation
 
 
+class TestForcesInALoss:
+    """Second derivatives: of a loss of forces, which are the gradient of an energy, in the weight."""
+
+    def loss(self, run):
+        w, x = weight(0.6), injection(3)
+        energy = run(lambda z, x: torch.tanh(z @ w.T + x), x).square().sum()
+        forces = -torch.autograd.grad(energy, x, create_graph=True)[0]
+        return torch.autograd.grad((forces - 1).square().sum(), [w, x])
+
+    def exact(self):
+        def unrolled(f, x):
+            z = torch.zeros_like(x)
+            for _ in range(100):
+                z = f(z, x)
+            return z
+
+        return self.loss(unrolled)
+
+    @staticmethod
+    def closed(library, **options):
+        layer = library.get_deq(f_tol=1e-12, f_max_iter=80, **options)
+        return lambda f, x: layer(lambda z: f(z, x), torch.zeros_like(x))[0][-1]
+
+    def test_positions_in_a_closure(self):
+        """The steps of a phantom gradient are differentiable twice; 40 come to 0.6^40 of the rest, about 1e-9."""
+        ours, theirs = (self.loss(self.closed(library, grad=40)) for library in (compat, torchdeq))
+        assert_same(ours, theirs)
+        assert_same(ours, self.exact(), 1e-6)
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_positions_in_the_call(self, training):
+        layer = get_deq(f_solver="broyden", f_tol=1e-12, ift=True, b_solver="broyden", b_tol=1e-12).train(training)
+        found = self.loss(lambda f, x: layer(f, torch.zeros_like(x), x=x)[0][-1])
+        assert_same(found, self.exact(), 1e-8)
+
+    def test_what_an_implicit_gradient_does_not_see(self):
+        """torchdeq's is silently wrong; here the error says where the positions belong."""
+        wrong = self.loss(self.closed(torchdeq, ift=True, b_tol=1e-12))
+        exact = self.exact()
+        assert (wrong[0] - exact[0]).norm() > 0.1 * exact[0].norm()
+
+        def computed(f, x):
+            return self.closed(compat, ift=True)(f, 1.0 * x)
+
+        with pytest.raises(RuntimeError, match="in x"):
+            self.loss(computed)
+
+    def test_x_of_a_list_state(self):
+        x = injection(3)
+        states, _ = get_deq(f_tol=1e-9)(lambda a, b, x: (0.5 * b + x, 0.5 * a), [torch.zeros_like(x)] * 2, x=x)
+        torch.testing.assert_close(states[-1][0], 4 / 3 * x, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": 3}, {"ift": True}], ids=str)
+def test_a_row_of_x_that_is_nan(options):
+    """Given in the call it stays out of the gradients of all else."""
+    gradients = []
+    for rows in (3, 2):
+        w, x = weight(), torch.cat([injection(2).detach(), torch.full((1, WIDTH), torch.nan)])[:rows]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            states, _ = get_deq(**options)(lambda z, x, w=w: torch.tanh(z @ w.T + x), torch.zeros_like(x), x=x)
+        gradients.append(torch.autograd.grad(states[-1].square().sum(), w))
+    assert_same(*gradients)
+
+
+class TestNames:
+    MODULES = torchdeq, torchdeq.core, torchdeq.norm, torchdeq.loss, torchdeq.utils, torchdeq.dropout
+
+    def test_every_public_name_of_torchdeq_is_there(self):
+        """But for what its modules import for themselves."""
+        for module in self.MODULES:
+            named = getattr(module, "__all__", vars(module))
+            public = [
+                name
+                for name in named
+                if name[0] != "_" and getattr(getattr(module, name), "__module__", "").startswith("torchdeq")
+            ]
+            assert len(public) > 1
+            for name in public:
+                own = name in compat.__all__
+                assert (getattr(compat, name) is getattr(module, name)) != own, name
+
+    def test_without_torchdeq(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torchdeq", None)
+        get_deq(f_tol=1e-4)(torch.cos, torch.zeros(2, 3))
+        with pytest.raises(ImportError, match="reset_deq is torchdeq's own: pip install torchdeq"):
+            from deqfast.compat import reset_deq  # noqa: F401
+        with pytest.raises(ImportError, match="reset_dek"):
+            from deqfast.compat import reset_dek  # noqa: F401
+
+    def test_classes_of_layers(self):
+        for library in (compat, torchdeq.core):
+            sliced, indexing = library.get_deq(), library.get_deq(core="indexing")
+            assert isinstance(sliced, library.DEQSliced) and isinstance(indexing, library.DEQIndexing)
+            assert not isinstance(sliced, library.DEQIndexing) and not isinstance(indexing, library.DEQSliced)
+            made = library.DEQIndexing({"f_tol": 0.1, "core": "sliced"}, f_max_iter=3)
+            assert isinstance(made, library.DEQIndexing) and (made.f_tol, made.f_max_iter) == (0.1, 3)
+
+    def test_a_class_of_ones_own(self, monkeypatch):
+        class Own(compat.DEQSliced):
+            pass
+
+        monkeypatch.setattr("deqfast.compat.torchdeq._CORES", {})
+        compat.register_deq("own", Own)
+        layer = get_deq(core="own", f_max_iter=7)
+        assert type(layer) is Own and layer.f_max_iter == 7
+
+    def test_attributes(self):
+        options = {
+            "f_max_iter": 7,
+            "f_tol": 0.1,
+            "f_stop_mode": "rel",
+            "b_max_iter": 5,
+            "b_tol": 0.2,
+            "eval_factor": 2.0,
+        }
+        ours, theirs = (library.get_deq(**options) for library in (compat, torchdeq))
+        for name in ("f_max_iter", "f_tol", "f_stop_mode", "b_max_iter", "b_tol", "b_stop_mode", "eval_f_max_iter"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.f_solver == ours.b_solver == "fixed_point_iter"
+        assert ours.args.get("f_tol") == theirs.args.get("f_tol") == 0.1
+
+    def test_attributes_that_are_set(self):
+        layer, set_later = get_deq(f_tol=1e-7, f_solver="broyden"), get_deq(f_max_iter=3)
+        for name in ("f_tol", "f_solver", "f_max_iter"):
+            setattr(set_later, name, getattr(layer, name))
+        with pytest.raises(ValueError, match="f_tol must be"):
+            set_later.f_tol = -1.0
+        assert set_later.options == layer.options and set_later.eval_f_max_iter == 40
+        func, z0 = lambda z: torch.cos(z), torch.zeros(2, 3)
+        assert torch.equal(layer(func, z0)[0][0], set_later(func, z0)[0][0])
+
+
 def test_torchdeqs_other_functions_work_beside_it():
     """Its normalisation of weights, checkpointing, fixed-point correction and Jacobian penalty."""
-    from torchdeq.loss import fp_correction, jac_reg
-    from torchdeq.norm import apply_norm, reset_norm
-    from torchdeq.utils.mem import mem_gc
+    from deqfast.compat import apply_norm, fp_correction, jac_reg, mem_gc, reset_deq
 
     def run(library):
         torch.manual_seed(0)
         layer = nn.Linear(WIDTH, WIDTH).double()
         apply_norm(layer, norm_type="weight_norm")
-        reset_norm(layer)
+        reset_deq(layer)
         x = injection(1).detach()
 
         def f(z):
@@ -361,11 +585,12 @@ class TestWhereTorchdeqIsWrong:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"core": "slice"}, "core must be"),
+        ({"core": "slice"}, "core must be one of 'sliced', 'indexing', got 'slice'"),
         ({"f_solver": "newton"}, "f_solver must be"),
         ({"f_stop_mode": "relative"}, "f_stop_mode must be"),
         ({"b_stop_mode": "relative"}, "b_stop_mode must be"),
-        ({"f_max_iter": 0}, "f_max_iter must be"),
+        ({"f_max_iter": -1}, "f_max_iter must be"),
+        ({"b_max_iter": 0}, "b_max_iter must be"),
         ({"f_tol": -1.0}, "f_tol must be"),
         ({"b_tol": "tight"}, "b_tol must be"),
         ({"grad": 0}, "grad must be"),
@@ -379,6 +604,12 @@ class TestWhereTorchdeqIsWrong:
         ({"grad": 4, "sup_gap": 2, "sup_loc": [1]}, "contradicts sup_loc"),
         ({"grad": 2, "sup_gap": 3}, "within the 2 steps"),
         ({"m": 4}, "solver_kwargs"),
+        ({"sup_loc": 3}, "sup_loc must be a list .*, got 3"),
+        ({"indexing": 3}, "indexing must be a list .*, got 3"),
+        ({"grad": 2.0}, "grad must be a list"),
+        ({"fsolver": "broyden"}, "no 'fsolver'; did you mean 'f_solver'"),
+        ({"anderson_m": 4}, "no 'anderson_m'$"),
+        ({"mem_gc": True}, "no 'mem_gc'$"),
     ],
     ids=str,
 )
@@ -394,13 +625,31 @@ def test_bad_options(options, message):
         ("anderson", {"lam": 1e-4}, "relative"),
         ("anderson", {"m": 1}, "m must be"),
         ("broyden", {"ls": True}, "no line search"),
-        ("broyden", {"return_final": True}, "best iterate"),
         ("broyden", {"LBFGS_thresh": 4}, "did you mean 'LBFGS_thres'"),
     ],
 )
 def test_bad_solver_kwargs(solver, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         get_deq(f_solver=solver)(torch.cos, torch.zeros(2, 3), solver_kwargs=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"f_max_iter": 3}, "f_max_iter=3; it belongs in solver_kwargs"),
+        ({"backward_write": print}, "backward_write=.*; did you mean 'backward_writer'"),
+        ({"verbose": True}, "verbose=True$"),
+    ],
+)
+def test_keywords_of_a_call_that_are_not_used(given, message):
+    """torchdeq drops them without a word; those that are None, as MDEQ's writer, are dropped here too."""
+    z0, f = torch.zeros(2, 3), torch.cos
+    expected = get_deq()(f, z0)[0][0]
+    with pytest.warns(UserWarning, match=message) as warned:
+        (value,), _ = get_deq()(f, z0, writer=None, **given)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert torch.equal(value, expected)
+    assert_same(torchdeq.get_deq()(f, z0, writer=None, **given)[0], [expected], 1e-6)
 
 
 @pytest.mark.parametrize("solver", ["fixed_point_iter", "broyden"])

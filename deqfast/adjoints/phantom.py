@@ -63,7 +63,8 @@ class Phantom(Adjoint):
     def damped(self, f: Callable[[list[Tensor]], list[Tensor]], z: list[Tensor]) -> list[Tensor]:
         """The last of the damped calls of f from z."""
         for _ in range(self.steps):
-            z = [(a + self.damping * (b - a)).to(a.dtype) for a, b in zip(z, f(z), strict=True)]
+            pairs = zip(z, f(z), strict=True)
+            z = [(b if self.damping == 1 else a + self.damping * (b - a)).to(a.dtype) for a, b in pairs]
         return z
 
     def derivative(self, problem: Problem) -> Derivative:

@@ -1,5 +1,27 @@
-"""Ways in from other libraries: ``get_deq`` has torchdeq's interface, ``deepinv`` takes deepinv's algorithms."""
+"""Ways in from other libraries: torchdeq's names are all here, ``deepinv`` takes deepinv's algorithms.
 
-from .torchdeq import DEQ, get_deq
+What of torchdeq solves and differentiates is deqfast's: ``get_deq``, its layers and ``register_deq``. Its other names,
+``reset_deq``, ``apply_norm`` or ``mem_gc`` say, are those of an installed torchdeq, imported when one is asked for.
+"""
 
-__all__ = ["DEQ", "get_deq"]
+from typing import Any
+
+from .torchdeq import DEQ, DEQIndexing, DEQSliced, get_deq, register_deq
+
+__all__ = ["DEQ", "DEQIndexing", "DEQSliced", "get_deq", "register_deq"]
+
+_TORCHDEQS = {"add_deq_args", "get_solver", "mem_gc", "mixed_init", "register_solver", "reset_deq"}
+_TORCHDEQS |= {"solver_stat_from_final_step", "fp_correction", "jac_reg", "power_method", "register_weight_func"}
+_TORCHDEQS |= {"apply_norm", "register_norm", "register_norm_module", "remove_norm", "reset_norm"}
+_TORCHDEQS |= {"reset_dropout", "VariationalDropout", "VariationalDropout1d", "VariationalDropout2d"}
+_TORCHDEQS |= {"VariationalDropout3d", "VariationalDropToken1d", "VariationalDropToken2d", "VariationalDropToken3d"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TORCHDEQS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import torchdeq
+    except ImportError as error:
+        raise ImportError(f"deqfast.compat.{name} is torchdeq's own: pip install torchdeq") from error
+    return getattr(torchdeq, name)

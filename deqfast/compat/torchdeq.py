@@ -5,23 +5,24 @@ Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..adjoints import Adjoint, Implicit, Phantom, Problem
-from ..adjoints.attach import detached
+from ..adjoints.attach import confirmed, detached, in_order_of, sample_norms
 from ..adjoints.samples import per_row
 from ..cells.protocol import solving
 from ..checks import check_choice, check_count, check_number
 from ..grouping import Groups
-from ..notice import Notice
+from ..notice import Notice, warn
 from ..packing import Packing
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
@@ -31,7 +32,6 @@ from ..uncompiled import untraced
 from ..weights import hold_weights
 
 _DEFAULTS: dict[str, Any] = {
-    "core": "sliced",
     "f_solver": "fixed_point_iter",
     "b_solver": "fixed_point_iter",
     "no_stat": None,
@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
     "indexing": None,
 }
 # What torchdeq's command line also has, for its normalisations and losses and for the training loop.
-_ELSEWHERE = {"gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
+_ELSEWHERE = {"core", "gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
 _ELSEWHERE |= {"norm_no_scale", "norm_clip", "norm_clip_value", "norm_target_norm", "sn_n_power_iters"}
 _SOLVER_OPTIONS = {
     "fixed_point_iter": ("tau", "return_final"),
@@ -65,8 +65,8 @@ _REFUSALS = {
     "lam": "its effect in torchdeq depends on the scale of z: leave it out for a ridge of 1e-6 relative to each "
     "sample's window, give lam=0 for none, or give deqfast.Anderson(ridge=...) to a DEQBlock",
     "ls": "deqfast has no line search: leave it out, or give deqfast.Broyden(step=...) to a DEQBlock",
-    "return_final": "deqfast returns the best iterate: leave it out; f_tol=0 runs all iterations",
 }
+_UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
 _RUN_ALL = 1e-30  # tolerance that a residual meets at an exact fixed point only
 
 
@@ -87,7 +87,7 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
         Layer ``deq(func, z_init, solver_kwargs=None, sradius_mode=False)``, see ``DEQ``.
 
     Raises:
-        TypeError: for an unknown option, naming the closest one there is, or for a value of the wrong type.
+        TypeError: for an unknown option, naming one that it resembles, or for a value of the wrong type.
         ValueError: for a value out of range, or options that contradict each other.
 
     Examples:
@@ -97,6 +97,20 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
         >>> states[-1].shape, info["rel_lowest"].shape
         (torch.Size([4, 8]), torch.Size([4]))
     """
+    options = _options(args, kwargs)
+    core = options.pop("core", "sliced")
+    check_choice("core", core, tuple(_CORES))
+    layer: DEQ = _CORES[core](options)
+    return layer
+
+
+def register_deq(deq_type: str, core: Callable[[dict[str, Any]], Any]) -> None:
+    """Make ``get_deq(core=deq_type)`` return ``core(options)``, given the options that get_deq was given."""
+    _CORES[deq_type] = core
+
+
+def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Options among `args` and `kwargs`, which go before; see ``get_deq``."""
     if type(args).__name__ == "DEQConfig":  # torchdeq's
         args = args.config
     own: Mapping[str, Any] = {} if args is None else args if isinstance(args, Mapping) else vars(args)
@@ -104,16 +118,32 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     for name in sorted(({**own, **kwargs} if own is args else kwargs).keys() - known):
         if any(name in options for options in _SOLVER_OPTIONS.values()):
             raise TypeError(f"get_deq takes no {name!r}: it belongs in solver_kwargs of the call")
-        raise TypeError(f"get_deq takes no {name!r}; {_closest(name, known)}")
+        raise TypeError(f"get_deq takes no {name!r}{_hint(name, known)}")
     for name in sorted(own.keys() - known):
         if get_close_matches(name, _DEFAULTS, 1, 0.8):
-            warn(f"deqfast: args.{name} is no option of get_deq; {_closest(name, _DEFAULTS)}", stacklevel=2)
-    given = {**own, **kwargs}
-    return DEQ(**{name: given.get(name, default) for name, default in _DEFAULTS.items()})
+            warn(f"deqfast: args.{name} is no option of get_deq{_hint(name, _DEFAULTS)}")
+    return {name: value for name, value in {**own, **kwargs}.items() if name in known}
 
 
-def _closest(name: str, known: Iterable[str]) -> str:
-    return f"did you mean {get_close_matches(name, sorted(known), 1, 0.0)[0]!r}?"
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, sorted(known), 1, 0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _check_list(name: str, value: Any) -> list[Any]:
+    """`value` as a list, empty for None; TypeError if it is none."""
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list of numbers of steps, got {value!r}")
+    return list(value or ())
+
+
+def _warn_of(unknown: dict[str, Any]) -> None:
+    """Warn of keywords of a call, which torchdeq drops without a word."""
+    names = {"solver_kwargs", "sradius_mode", "backward_writer", "x", "groups"}
+    within = {"f_max_iter", *(option for options in _SOLVER_OPTIONS.values() for option in options)}
+    for name in (name for name, value in unknown.items() if value is not None):
+        hint = "; it belongs in solver_kwargs" if name in within else _hint(name, names)
+        warn(f"deqfast: a call of the layer does not use {name}={unknown[name]!r:.60}{hint}")
 
 
 @dataclass(frozen=True)
@@ -122,72 +152,106 @@ class _Method:
 
     Attributes:
         solver: solves z = z + damping (f(z) - z).
+        max_iter: torchdeq's count of the solver's evaluations; 0: no solve.
         damping: see `solver`.
         unseen: first evaluations that torchdeq keeps no residual of.
         ends_in_f: its result is f at the iterate with the least residual, not that iterate.
+        is_final: its result is that of the last iterate, not of the one with the least residual.
     """
 
     solver: Solver
+    max_iter: int = 0
     damping: float = 1.0
     unseen: int = 0
     ends_in_f: bool = True
+    is_final: bool = False
+
+    def limited(self, max_iter: int) -> _Method:
+        """Method of so many evaluations; torchdeq's Broyden does not count that of z0."""
+        calls = max(max_iter, 1) + (not self.ends_in_f)
+        return replace(self, max_iter=max_iter, solver=replace(self.solver, max_iter=calls))
 
 
-def _method(name: str, max_iter: int, tol: float, stop: str, options: dict[str, Any]) -> _Method:
+def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
     for option, value in options.items():
         if option not in _SOLVER_OPTIONS[name]:
-            raise TypeError(f"{name} takes no {option!r}; {_closest(option, ('f_max_iter', *_SOLVER_OPTIONS[name]))}")
+            raise TypeError(f"{name} takes no {option!r}{_hint(option, ('f_max_iter', *_SOLVER_OPTIONS[name]))}")
         if option in _REFUSALS and value:
             raise ValueError(f"{option}={value!r}: {_REFUSALS[option]}")
-    common: dict[str, Any] = {"tol": tol or _RUN_ALL, "stop": stop}
+    final = name == "simple_fixed_point_iter" or bool(options.get("return_final"))
+    common: dict[str, Any] = {"tol": _RUN_ALL if final else tol or _RUN_ALL, "stop": stop}
     tau = options.get("tau", 1.0)
-    if name == "broyden":  # evaluates z0 and then max_iter iterates
-        solver = Broyden(max_iter=max_iter + 1, history=options.get("LBFGS_thres"), **common)
-        return _Method(solver, unseen=1, ends_in_f=False)
+    if name == "broyden":
+        solver = Broyden(history=options.get("LBFGS_thres"), **common)
+        return _Method(solver, unseen=1, ends_in_f=False, is_final=final)
     if name == "anderson":  # m counts iterates, history their differences
         check_count("m", options.get("m", 6), 2)
         ridge = 0.0 if "lam" in options else 1e-6
-        history = options.get("m", 6) - 1
-        return _Method(Anderson(max_iter=max_iter, history=history, mixing=tau, ridge=ridge, **common), unseen=2)
+        anderson = Anderson(history=options.get("m", 6) - 1, mixing=tau, ridge=ridge, **common)
+        return _Method(anderson, unseen=2, is_final=final)
     check_number("tau", tau, 0.0, 2.0, low_open=True)
-    if name == "simple_fixed_point_iter":
-        common["tol"] = _RUN_ALL
-    return _Method(Picard(max_iter=max_iter, **common), damping=tau)
+    return _Method(Picard(**common), damping=tau, is_final=final)
+
+
+def _option(name: str) -> property:
+    """Attribute of a layer that is this option; set, it counts from the next call."""
+
+    def put(layer: DEQ, value: Any) -> None:
+        options = {**layer.options, name: value}
+        copy(layer)._configure(options)  # raises before anything has changed
+        layer._configure(options)
+
+    return property(lambda layer: layer.options[name], put)
 
 
 class DEQ(nn.Module):
-    """Layer with torchdeq's interface, made by ``get_deq``, whose options these are."""
+    """Layer with torchdeq's interface, made by ``get_deq``, whose options it takes: ``DEQSliced`` or ``DEQIndexing``.
 
-    def __init__(self, **options: Any) -> None:
+    Attributes:
+        args: all options by name.
+        f_solver, b_solver: names of the solvers. These and the rest of the solvers' options can be set.
+        eval_f_max_iter: evaluations in evaluation, as its options give them.
+    """
+
+    f_solver, f_max_iter, f_tol, f_stop_mode = map(_option, ("f_solver", "f_max_iter", "f_tol", "f_stop_mode"))
+    b_solver, b_max_iter, b_tol, b_stop_mode = map(_option, ("b_solver", "b_max_iter", "b_tol", "b_stop_mode"))
+    args = property(lambda layer: layer.options)
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__()
+        given = _options(args, kwargs)
+        self._configure({name: given.get(name, default) for name, default in _DEFAULTS.items()})
+        where = "info and backward_writer tell of every solve"
+        self._forward_notice, self._backward_notice = Notice("forward", where), Notice("backward", where)
+
+    def _configure(self, options: dict[str, Any]) -> None:
+        """Take these options; TypeError or ValueError for bad ones."""
         self.options = options
-        check_choice("core", options["core"], ("sliced", "indexing"))
         for each in ("f", "b"):
             check_choice(f"{each}_solver", options[f"{each}_solver"], tuple(_SOLVER_OPTIONS))
             check_choice(f"{each}_stop_mode", options[f"{each}_stop_mode"], ("abs", "rel"))
             check_number(f"{each}_tol", options[f"{each}_tol"], 0.0)
-            check_count(f"{each}_max_iter", options[f"{each}_max_iter"])
+        check_count("f_max_iter", options["f_max_iter"], 0)
+        check_count("b_max_iter", options["b_max_iter"])
         self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
-        self._forward_method(options["f_max_iter"], {})
+        self._forward_method({})
         self.eval_f_max_iter = options["eval_f_max_iter"] or int(options["f_max_iter"] * options["eval_factor"])
-        check_count("eval_f_max_iter", self.eval_f_max_iter)
+        check_count("eval_f_max_iter", self.eval_f_max_iter, 0)
         at, grad = self._evaluations(options["f_max_iter"]), options["grad"]
-        grad = [grad] if isinstance(grad, int) else list(grad)
+        grad = [grad] if isinstance(grad, int) else _check_list("grad", grad)
         if len(grad) not in (1, len(at)):
             raise ValueError(f"grad must hold one number of steps or one for each of {len(at)} states, got {grad}")
         grad = grad * len(at) if len(grad) == 1 else grad
         for steps in grad:
             check_count("grad", steps)
         check_number("tau", options["tau"], 0.0, 1.0, low_open=True)
-        self.adjoints: list[list[Adjoint]] = [self._phantoms(steps) for steps in grad]
+        self.gradients = [self._phantom(steps) for steps in grad]
         if options["ift"] or options["hook_ift"]:
             if grad == [grad[0]] and grad[0] > 1:
                 raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
-            backward = _method(options["b_solver"], options["b_max_iter"], options["b_tol"], "rel", {}).solver
+            backward = _method(options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
-            self.adjoints[-1] = [Implicit(replace(backward, max_iter=options["b_max_iter"]))]
-        where = "info and backward_writer tell of every solve"
-        self._forward_notice, self._backward_notice = Notice("forward", where), Notice("backward", where)
+            self.gradients[-1] = _Gradient(Implicit(replace(backward, max_iter=options["b_max_iter"])))
 
     def forward(
         self,
@@ -196,7 +260,9 @@ class DEQ(nn.Module):
         solver_kwargs: dict[str, Any] | None = None,
         sradius_mode: bool = False,
         backward_writer: Callable[[dict[str, Tensor]], None] | None = None,
+        x: Any = None,
         groups: Groups | Tensor | str | None = None,
+        **unknown: Any,
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """Solve z = func(z) from z_init, for B samples.
 
@@ -205,30 +271,36 @@ class DEQ(nn.Module):
                 held for the length of a solve where it is a module.
             z_init: floating-point (B, ...), or a list of such.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
-                anderson, `LBFGS_thres` of broyden.
+                anderson, `LBFGS_thres` of broyden; `return_final=True` gives the last iterate, not the best.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
+            x: a tensor or a tree of them, which func then takes as its last argument: for second derivatives through
+                ift, as of forces in a loss, and for rows of x that are NaN to stay out of the gradients.
             groups: for a func that couples rows of z_init, as a graph does its nodes: see ``deqfast.solve``.
+            unknown: keywords that are not used, of which each that is not None is warned of.
 
         Returns:
             (states, info). In training the states that the options ask for, each as its gradient's own evaluations of
             func leave it, the solution last; in evaluation the solution. info: abs_lowest, rel_lowest, nstep (B,);
-            abs_trace, rel_trace (B, N), residuals of the best iterate; sradius (B,) where asked for, else (1,).
+            abs_trace, rel_trace (B, N), residuals of the iterates; sradius (B,) where asked for, else (1,).
 
         Raises:
             TypeError, ValueError: an option of `solver_kwargs` is unknown, contradicts or cannot be honoured; z_init is
                 not finite; func returns another shape.
         """
+        _warn_of(unknown)
         given = dict(solver_kwargs or {})
-        states, info, judged = untraced(self._run, func, z_init, given, sradius_mode, backward_writer, groups)
+        states, info, judged = untraced(self._run, func, z_init, x, given, sradius_mode, backward_writer, groups)
         self._forward_notice.look(judged)
         return states, info
 
-    def _run(self, func: Any, z: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any) -> Any:
+    def _run(
+        self, func: Any, z: Any, x: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any
+    ) -> Any:
         z = z if isinstance(z, Tensor) else list(z)
         max_iter = given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter)
-        check_count("f_max_iter", max_iter)
-        method = self._forward_method(max_iter, given)
+        check_count("f_max_iter", max_iter, 0)
+        method = self._forward_method(given)
 
         def on_backward(solution: Solution) -> None:
             self._backward_notice.look(solution)
@@ -236,8 +308,8 @@ class DEQ(nn.Module):
                 writer(_info(solution, method))
 
         problem = Problem(
-            cell=(lambda z, _: func(z)) if isinstance(z, Tensor) else (lambda z, _: list(func(*z))),
-            x=(),
+            cell=(lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x))),
+            x=() if x is None else (x,),
             z0=detached(z),
             solver=method.solver,
             options={
@@ -246,11 +318,14 @@ class DEQ(nn.Module):
                 "groups": None if groups is None else Packing(z, groups).groups,
             },
             on_backward=on_backward,
-            forward_options={"trace": self.traces},
             advances=self.training,
         )
         with solving(func), hold_weights(func):
-            states, solution, method = self._states(problem, method, max_iter)
+            at = self._evaluations(max_iter) if self.training else [max_iter]
+            gradients = self.gradients if self.training else self.gradients[-1:]
+            states, solution, method = self._states(problem, method, at, gradients)
+            if not self.traces:
+                solution = replace(solution, trace_abs=None, trace_rel=None)
             info = _info(solution, method)
             if sradius_mode and not self.training:
                 radius = spectral_radius(problem.cell, states[-1], problem.x, 100, problem.groups)
@@ -259,115 +334,253 @@ class DEQ(nn.Module):
         running = solution.status == Status.MAX_ITER
         return states, info, replace(solution, status=solution.status.masked_fill(running, Status.CONVERGED))
 
-    def _states(self, problem: Problem, method: _Method, max_iter: int) -> tuple[list[Any], Solution, _Method]:
-        """States with their gradients; the Solution of the solve that ends in the last, and its method."""
-        at = self._evaluations(max_iter) if self.training else [max_iter]
-        adjoints = self.adjoints if self.training else [self.adjoints[-1][-1:]]
-        states: list[Any] = []
-        if self.options["core"] == "indexing":
-            # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
-            before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
-            for of_state, state in zip(adjoints, [*before, value], strict=True):
-                found, last = _attach(problem, method, of_state, replace(solution, value=state))
-                states += found
-            return states, last, method
-        for of_state, end, begin in zip(adjoints, at, [0, *at], strict=False):
-            solver = replace(method.solver, max_iter=end - begin + method.solver.max_iter - max_iter)
-            part = replace(method, solver=solver)
-            problem = replace(problem, solver=solver)
-            _, value, solution = _solve(problem, part, [])
-            found, last = _attach(problem, part, of_state, replace(solution, value=value))
-            states += found
-            problem = replace(problem, z0=detached(found[-1]))
-        return states, last, part
+    def _states(
+        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+    ) -> tuple[list[Any], Solution, _Method]:
+        """States with these gradients; the Solution of the solve that ends in the last, and its method."""
+        raise NotImplementedError
 
-    def _forward_method(self, max_iter: int, given: dict[str, Any]) -> _Method:
+    def _spread(self, max_iter: int, count: int) -> list[int]:
+        """Evaluations behind which so many states lie."""
+        raise NotImplementedError
+
+    def _forward_method(self, given: dict[str, Any]) -> _Method:
         options = self.options
-        return _method(options["f_solver"], max_iter, options["f_tol"], options["f_stop_mode"], given)
+        return _method(options["f_solver"], options["f_tol"], options["f_stop_mode"], given)
 
     def _evaluations(self, max_iter: int) -> list[int]:
         """Evaluations behind which the states of a training pass lie."""
-        count, given = self.options["n_states"], list(self.options["indexing"] or ())
+        count, given = self.options["n_states"], _check_list("indexing", self.options["indexing"])
         check_count("n_states", count)
         if count > 1 and given:
             raise ValueError(f"n_states={count} contradicts indexing={given}: leave out one of them")
-        if count > max_iter:
+        if count > max_iter > 0:
             raise ValueError(f"n_states={count} must be at most f_max_iter, got {max_iter}")
-        if count > 1 and self.options["core"] == "sliced":
-            return [(k + 1) * (max_iter // count) for k in range(count)]
         if count > 1:
-            return [max_iter - (count - 1 - k) * (max_iter // count) for k in range(count)]
+            return self._spread(max_iter, count)
         for n in given:
             check_count("indexing", n)
         if any(a >= b for a, b in zip(given, [*given[1:], max_iter], strict=False)):
             raise ValueError(f"indexing must ascend and end below f_max_iter={max_iter}, got {given}")
         return [*given, max_iter]
 
-    def _phantoms(self, steps: int) -> list[Adjoint]:
-        """Gradient of a state, behind those of the phantom steps that sup_gap or sup_loc ask for."""
-        gap, at, tau = self.options["sup_gap"], list(self.options["sup_loc"] or ()), self.options["tau"]
+    def _phantom(self, steps: int) -> _Gradient:
+        """Gradient of a state by so many steps, or by those that sup_gap or sup_loc ask for."""
+        gap, at, tau = self.options["sup_gap"], _check_list("sup_loc", self.options["sup_loc"]), self.options["tau"]
         if gap > 0 and at:
             raise ValueError(f"sup_gap={gap} contradicts sup_loc={at}: leave out one of them")
         if gap > steps or any(not 0 < n < steps for n in at):
             raise ValueError(f"sup_gap and sup_loc must lie within the {steps} steps of grad, got {gap} and {at}")
-        chosen = range(gap, steps + 1, gap) if gap > 0 else [*at, steps]
-        return [Phantom(n, tau) for n in chosen]
+        chosen = (*range(gap, steps + 1, gap),) if gap > 0 else (*at, steps)
+        return _Gradient(Phantom(chosen[-1], tau), chosen)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value != _DEFAULTS[name])
 
 
+class DEQSliced(DEQ):
+    """Layer whose solve goes on, after each state, from what the gradient's steps have made of it."""
+
+    def _states(
+        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+    ) -> tuple[list[Any], Solution, _Method]:
+        states: list[Any] = []
+        for gradient, end, begin in zip(gradients, at, [0, *at], strict=False):
+            method = method.limited(end - begin)
+            _, value, solution = _solve(problem, method, [])
+            found, last = _attach(problem, method, gradient, replace(solution, value=value))
+            states += found
+            problem = replace(problem, z0=detached(found[-1]))
+        return states, last, method
+
+    def _spread(self, max_iter: int, count: int) -> list[int]:
+        return [(k + 1) * (max_iter // count) for k in range(count)]
+
+
+class DEQIndexing(DEQ):
+    """Layer whose states are iterates of one solve."""
+
+    def _states(
+        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+    ) -> tuple[list[Any], Solution, _Method]:
+        states: list[Any] = []
+        method = method.limited(at[-1])
+        # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
+        before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
+        for gradient, state in zip(gradients, [*before, value], strict=True):
+            found, last = _attach(problem, method, gradient, replace(solution, value=state))
+            states += found
+        return states, last, method
+
+    def _spread(self, max_iter: int, count: int) -> list[int]:
+        return [max_iter - (count - 1 - k) * (max_iter // count) for k in range(count)]
+
+
+_CORES: dict[str, Callable[[dict[str, Any]], Any]] = {"sliced": DEQSliced, "indexing": DEQIndexing}
+
+
 def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any], Any, Solution]:
     """States at the evaluations `at`, the value that torchdeq's solver returns, and the Solution."""
-    last: list[Any] = [None]
+    if not method.max_iter:
+        unsolved = _unsolved(problem)
+        return [unsolved.value] * len(at), unsolved.value, unsolved
+    kept = _Kept(problem, method)
+    states, solution = solve_along(replace(problem, cell=kept, solver=method.solver), at)
+    if not len(solution.status):
+        return states, solution.value, solution
+    return states, *kept.choose(solution)
 
-    def f(z: Any, x: Any) -> Any:
-        value = problem.cell(z, x)
-        if method.damping != 1.0:
-            value = pytree.tree_map(lambda y, z: method.damping * y + (1 - method.damping) * z, value, z)
-        last[0] = value
+
+class _Kept:
+    """Damped map of a problem, which keeps of each sample the evaluation that torchdeq chooses, and all residuals.
+
+    Attributes:
+        kept: leaves of the values of these evaluations, or of the states evaluated where the method ends in these.
+        step: numbers of these evaluations, (B,).
+        residual: the least |value - z| and |value - z| / |value| of all evaluations, or the last, (2, B) float64.
+        latest: leaves of the value of the last evaluation.
+        trace: the residuals of every evaluation.
+    """
+
+    def __init__(self, problem: Problem, method: _Method) -> None:
+        self.problem, self.method = problem, method
+        self.packing = Packing(problem.z0, problem.groups)
+        self.kept: list[Tensor] = []
+        self.latest: list[Tensor] = []
+        self.step = torch.zeros(self.packing.batch, dtype=torch.int32, device=self.packing.device)
+        self.residual = torch.full((2, self.packing.batch), math.inf, dtype=torch.float64, device=self.packing.device)
+        self.trace: list[Tensor] = []
+
+    def __call__(self, z: Any, x: Any) -> Any:
+        value, tau = self.problem.cell(z, x), self.method.damping
+        values, states = self.packing.check_value(value), self._leaves(z)
+        if tau != 1.0:
+            values = [tau * y + (1 - tau) * z for y, z in zip(values, states, strict=True)]
+            value = pytree.tree_unflatten(values, self.packing.spec)
+        self._keep(states, values)
+        self.latest = values
         return value
 
-    states, solution = solve_along(replace(problem, cell=f), at)
-    if not method.ends_in_f or not len(solution.status):
-        return states, solution.value, solution
-    # The last evaluation of a sample that converged is the one at its solution.
-    if not bool(solution.converged.all()):
-        with torch.no_grad():
-            f(solution.value, problem.x)
-    broken = solution.status == Status.NONFINITE
-    broken = broken if problem.groups is None else problem.groups.of_rows(broken)
-    value = pytree.tree_map(lambda z, y: torch.where(per_row(broken, z), z, y.to(z.dtype)), solution.value, last[0])
-    return states, value, solution
+    def _leaves(self, z: Any) -> list[Tensor]:
+        return [z] if self.packing.is_tensor else pytree.tree_leaves(z)
+
+    def _keep(self, states: list[Tensor], values: list[Tensor]) -> None:
+        groups = self.problem.groups
+        length = sample_norms([y - z for y, z in zip(values, states, strict=True)], groups)
+        relative = torch.where(length == 0, 0, length / sample_norms(values, groups))
+        residual = torch.stack([length, relative])
+        self.trace.append(residual)
+        lower = torch.full_like(residual, self.method.is_final, dtype=torch.bool) | (residual < self.residual)
+        self.residual = torch.where(lower, residual, self.residual)
+        shorter = lower[int(self.method.solver.stop == "rel")]
+        self.step = torch.where(shorter, len(self.trace), self.step)
+        chosen = values if self.method.ends_in_f else states
+        if not self.kept or self.method.is_final:  # copies: these may lie in the solver's memory
+            self.kept = [leaf.clone() for leaf in chosen]
+        else:
+            self.kept = self._select(shorter, chosen, self.kept)
+
+    def _select(self, samples: Tensor, chosen: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+        """`chosen` in the rows of the samples, `others` elsewhere."""
+        rows = samples if self.problem.groups is None else self.problem.groups.of_rows(samples)
+        pairs = zip(chosen, others, strict=True)
+        return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
+
+    def choose(self, solution: Solution) -> tuple[Any, Solution]:
+        """Value of torchdeq's solver, and the solution with the residuals of it and the evaluation that it is from.
+
+        A sample that converged has the value of there, which is the last evaluation's, since it was frozen; any other
+        that of the least residual; and one that broke down the finite iterate of the solution.
+        """
+        states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
+        broken = solution.status == Status.NONFINITE
+        done = torch.zeros_like(broken) if self.method.is_final else solution.converged
+        values = self._select(done, self.latest if ends_in_f else states, self.kept)
+        value = pytree.tree_unflatten(self._select(broken, states, values), self.packing.spec)
+        known, kept = done | broken, self.residual.to(solution.residual.dtype)
+        lowest = torch.minimum(kept, torch.stack([solution.residual_abs, solution.residual_rel]))
+        absolute, relative = torch.where(known, lowest, kept)
+        trace = torch.stack(self.trace, dim=1).to(kept.dtype)
+        return value, replace(
+            solution,
+            iterations=torch.where(known, solution.iterations, self.step)
+            - int(not ends_in_f),  # Broyden's of z0 is none
+            residual=absolute if self.method.solver.stop == "abs" else relative,
+            residual_abs=absolute,
+            residual_rel=relative,
+            trace_abs=trace[0],
+            trace_rel=trace[1],
+        )
 
 
-def _attach(
-    problem: Problem, method: _Method, adjoints: list[Adjoint], solution: Solution
-) -> tuple[list[Any], Solution]:
-    """Value of the solution with each of these gradients; and the solution as the last one's evaluation confirms it."""
+def _unsolved(problem: Problem) -> Solution:
+    """Solution of z0 as it is, with the residual that torchdeq starts from."""
+    packing = Packing(problem.z0, problem.groups)
+    unknown = torch.full((packing.batch,), _UNKNOWN, dtype=packing.dtype, device=packing.device)
+    count = torch.zeros_like(unknown, dtype=torch.int32)
+    status = torch.full_like(count, Status.MAX_ITER, dtype=torch.int8)
+    value = pytree.tree_map(torch.clone, problem.z0)
+    return Solution(value, status, count, unknown, unknown, unknown, evaluations=0, sample_evaluations=0)
+
+
+def _attach(problem: Problem, method: _Method, gradient: _Gradient, solution: Solution) -> tuple[list[Any], Solution]:
+    """The states of a solution with this gradient, and the solution as the gradient's evaluation confirms it."""
     records = torch.is_grad_enabled()
-    if torch.is_inference_mode_enabled() or not (records or problem.advances):
+    if not (records or problem.advances):
         return [solution.value], solution
     tol = method.solver.tol / method.damping
     tol = min(tol, 0.99) if method.solver.stop == "rel" else tol
     problem = replace(problem, solver=replace(method.solver, tol=tol))
-    with torch.enable_grad():
-        found = [adjoint.differentiate(problem, solution) for adjoint in adjoints]
-    return [value if records else detached(value) for value, _ in found], found[-1][1]
+    if problem.advances and not (records and isinstance(gradient.adjoint, Implicit)):
+        return gradient.along_steps(problem, solution)
+    value, solution = gradient.adjoint.differentiate(problem, solution)
+    return [value], solution
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """Gradient of a state in training.
+
+    Attributes:
+        adjoint: gives it; in training ``Phantom`` is the graph of its own steps, differentiable any number of times.
+        taken: numbers of the steps of the adjoint behind each of which a state lies.
+    """
+
+    adjoint: Adjoint
+    taken: tuple[int, ...] = (1,)
+
+    def along_steps(self, problem: Problem, solution: Solution) -> tuple[list[Any], Solution]:
+        """States behind the steps from z*, all in one chain; and the solution as its first evaluation confirms it."""
+        z, x, broken = problem.without_broken(solution)
+        leaves, spec = pytree.tree_flatten(z)
+        first: list[Tensor] = []
+
+        def f(leaves: list[Tensor]) -> list[Tensor]:
+            values = in_order_of(z, problem.cell(pytree.tree_unflatten(leaves, spec), x))
+            first[:] = first or values
+            return values
+
+        step = Phantom(1, self.adjoint.damping if isinstance(self.adjoint, Phantom) else 1.0)
+        states = []
+        for n in range(1, self.taken[-1] + 1):
+            leaves = step.damped(f, leaves)
+            if n in self.taken:
+                state = pytree.tree_unflatten(leaves, spec)
+                states.append(
+                    pytree.tree_map(lambda v, s: torch.where(per_row(broken, v), v, s), solution.value, state)
+                )
+        return states, confirmed(solution, problem, z, first)
 
 
 def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:
-    """torchdeq's statistics. Traces begin with its 1e8, and are filled up with the least residual."""
+    """torchdeq's statistics. Traces begin with `_UNKNOWN`, and are filled up with the least residual."""
     info = {"abs_lowest": solution.residual_abs, "rel_lowest": solution.residual_rel}
     traces = {"abs_trace": solution.trace_abs, "rel_trace": solution.trace_rel}
     for (name, trace), lowest in zip(traces.items(), list(info.values()), strict=True):
         rows = lowest[None]
         if trace is not None:
             rest = method.solver.max_iter - max(len(trace), method.unseen)
-            rows = torch.cat([torch.full_like(rows, 1e8), trace[method.unseen :], rows.expand(max(rest, 0), -1)])
+            rows = torch.cat([torch.full_like(rows, _UNKNOWN), trace[method.unseen :], rows.expand(max(rest, 0), -1)])
         info[name] = rows.T
-    steps = solution.iterations
-    if solution.trace is not None:  # the evaluation that the least residual was met at
-        steps = len(solution.trace) + 1 - (solution.trace == solution.residual).sum(0)
-        steps = steps - int(not method.ends_in_f)  # Broyden's of z0 is none
-    return {**info, "nstep": steps.float(), "sradius": -torch.ones(1, device=steps.device)}
+    steps = solution.iterations.float()
+    return {**info, "nstep": steps, "sradius": -torch.ones(1, device=steps.device)}
