@@ -174,7 +174,8 @@ class DEQBlock(nn.Module):
         problem = self._problem(x, z0, groups)
         holds = self.graphs is None and not problem.is_transformed()
         with solving(self.cell), hold_weights(self.cell) if holds else nullcontext():
-            value, solution = self.adjoint(problem)
+            # Dynamo gives up this frame within a transform, and would compile the solve in parts.
+            value, solution = untraced(self.adjoint, problem) if problem.is_transformed() else self.adjoint(problem)
         if self.warn:
             self._forward_notice.look(replace(solution, status=values(solution.status)))
         return (value, solution) if return_solution else value
