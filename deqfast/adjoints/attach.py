@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -210,14 +210,34 @@ def vjp(
     return list(found)
 
 
+def product(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **options: Any) -> Gradients:
+    """``vjp`` in a graph recorded ``for_products``: one of several, of which hooks of modules see none."""
+    before, _thread.multiplies = _thread.multiplies, True
+    try:
+        return vjp(outputs, inputs, grads, **options)
+    finally:
+        _thread.multiplies = before
+
+
+@contextmanager
+def for_products(cell: Any) -> Iterator[None]:
+    """Context that records a graph for several products, and then a gradient.
+
+    Backward hooks of the cell's modules see the gradient only. Tensors are saved past the hooks around: those of a
+    checkpoint would compute them anew for each product. Without any it sets none, which torch.func in a cell refuses.
+    """
+    for module in cell.modules() if isinstance(cell, nn.Module) else ():
+        _make_wait(module._backward_hooks, "multiplies")
+        _make_wait(module._backward_pre_hooks, "multiplies")
+    with saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext():
+        yield
+
+
 @contextmanager
 def _no_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """Context in which hooks of the tensors are not called by this thread; for good they become ``_Hook``s."""
+    """Context in which hooks of the tensors are not called by this thread."""
     for tensor in tensors:
-        hooks: Any = tensor._backward_hooks
-        for key, hook in list(hooks.items()):
-            if not isinstance(hook, _Hook):
-                hooks[key] = _Hook(hook)
+        _make_wait(tensor._backward_hooks, "takes_part")
     before, _thread.takes_part = _thread.takes_part, True
     try:
         yield
@@ -226,26 +246,28 @@ def _no_hooks(tensors: list[Tensor]) -> Iterator[None]:
 
 
 class _OfThread(threading.local):
-    takes_part = False  # it finds a part of a gradient, which hooks are not to see
+    takes_part = False  # it finds a part of the gradient of a tensor, whose hooks are not to see it
+    multiplies = False  # it finds a product on the way to a gradient, which hooks of modules are not to see
 
 
 _thread = _OfThread()
 
 
 class _Hook:
-    """Hook of a tensor that waits for the whole gradient."""
+    """Hook that waits for the gradient: while its thread `finds` something else it is not called."""
 
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self.hook = hook
+    def __init__(self, hook: Callable[..., Any], finds: str) -> None:
+        self.hook, self.finds = hook, finds
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        return None if _thread.takes_part else self.hook(grad)
+    def __call__(self, *arguments: Any) -> Any:
+        return None if getattr(_thread, self.finds) else self.hook(*arguments)
 
 
-def saved_plainly() -> AbstractContextManager[Any]:
-    """Context in which a graph for several products saves its tensors past the hooks around: those of a checkpoint
-    would compute them anew for each product. Without any it sets none, which torch.func in a cell would refuse."""
-    return saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext()
+def _make_wait(hooks: Any, finds: str) -> None:
+    """Make the hooks ``_Hook``s, for good."""
+    for key, hook in list(hooks.items()):
+        if not isinstance(hook, _Hook):
+            hooks[key] = _Hook(hook, finds)
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
