@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -124,6 +125,11 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not isinstance(ctx, BackwardCFunction):  # but a copy of it, run when the graph has been freed
+            raise RuntimeError(
+                "deqfast: compiled autograd does not keep the graph that the gradient of a block needs: compile the "
+                "model, in which a block is an op, or use Reversible() or Unrolled()"
+            )
         return untraced(_Attach.pull, ctx, grads)
 
     @staticmethod
