@@ -173,7 +173,7 @@ class Valve:
         self.is_closed = False
 
     def __call__(self, tree: Any) -> Any:
-        return pytree.tree_map(lambda t: _Valve.apply(self, t) if _requires_grad(t) else t, tree)
+        return pytree.tree_map(lambda t: _Valve.apply(self, _check_sized(t)) if _requires_grad(t) else t, tree)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -182,6 +182,16 @@ class Valve:
             yield
         finally:
             self.is_closed = False
+
+
+def _check_sized(tensor: Tensor) -> Tensor:
+    """The tensor; TypeError if it is nested and strided, which torch's custom functions do not take."""
+    if tensor.is_nested and tensor.layout == torch.strided:
+        raise TypeError(
+            "x must hold no strided nested tensor that requires a gradient: make it with layout=torch.jagged, or use "
+            "Unrolled()"
+        )
+    return tensor
 
 
 class _Valve(torch.autograd.Function):
@@ -294,7 +304,21 @@ def kept(saved: tuple[Tensor, int]) -> Tensor:
 
 def not_leaves(tree: Any) -> Any:
     """Views of the leaves of a graph, which torch's counters of a module's work do not take from ``autograd.grad``."""
-    return pytree.tree_map(lambda t: t.view_as(t) if _requires_grad(t) and t.is_leaf else t, tree)
+    return pytree.tree_map(lambda t: _following(t) if _requires_grad(t) and t.is_leaf else t, tree)
+
+
+def _following(tensor: Tensor) -> Tensor:
+    """The same tensor one node later: a view, or of a sparse one, which has none, a copy."""
+    return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
+
+
+def _edge(tensor: Tensor) -> Any:
+    """Node and number of the result that the tensor is of its graph; torch's own way makes a view."""
+    if tensor.layout == torch.strided:
+        return tuple(get_gradient_edge(tensor)[:2])
+    with torch.enable_grad():
+        node: Any = tensor.clone().grad_fn
+    return node.next_functions[0]
 
 
 def requiring_grad(tree: Any) -> list[Tensor]:
@@ -309,9 +333,9 @@ def _requires_grad(leaf: Any) -> bool:
 def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
     """Leaves that `outputs` depend on other than through those `excluded`; whether on more that is older than `first`,
     the number of a node. Weights held for the solve are no older than what they are made of."""
-    edges: list[Any] = [(get_gradient_edge(y)[:2], first) for y in outputs if y.requires_grad]
+    edges: list[Any] = [(_edge(y), first) for y in outputs if y.requires_grad]
     begins = held_nodes()
-    seen = {tuple(get_gradient_edge(tensor)[:2]) for tensor in excluded if tensor.requires_grad}
+    seen = {_edge(tensor) for tensor in excluded if tensor.requires_grad}
     found, hides = [], False
     while edges:
         edge, first = edges.pop()
