@@ -32,6 +32,14 @@ from .transforms import values
 from .uncompiled import untraced
 from .weights import hold_weights
 
+# What an assignment makes of an option's value, as the constructor does.
+_TAKEN: dict[str, Callable[[Any], Any]] = {
+    "solver": as_solver,
+    "eval_solver": lambda solver: None if solver is None else as_solver(solver),
+    "adjoint": as_adjoint,
+    "kernel": check_kernel_name,
+}
+
 
 class DEQBlock(nn.Module):
     """Deep equilibrium layer: z* = cell(z*, x), solved forward and differentiated through the answer.
@@ -65,6 +73,7 @@ class DEQBlock(nn.Module):
             call late, so that nothing waits.
 
     Attributes:
+        solver, eval_solver, adjoint, kernel: as above, objects for names; assignments are checked as arguments are.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -125,27 +134,34 @@ class DEQBlock(nn.Module):
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
-        self._check_combination()
+        self._check_combination(self.adjoint)
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._checked_training = False
         self._number = tracing.new_number(self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (take := _TAKEN.get(name)) is not None:
+            value = take(value)
+        if name == "adjoint" and "_number" in self.__dict__:
+            self._check_combination(value)
+        super().__setattr__(name, value)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = tracing.new_number(self)  # a copy is another block
 
-    def _check_combination(self) -> None:
+    def _check_combination(self, adjoint: Adjoint) -> None:
         records = self.compact or self.trace or self.halt is not None
         if self.graphs is not None and records:
             raise ValueError("cuda_graph cannot be combined with compact, trace or halt: a graph replays the same work")
-        if self.graphs is not None and isinstance(self.adjoint, SHINE):
+        if self.graphs is not None and isinstance(adjoint, SHINE):
             raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
         if self.compiled is not None and (records or self.graphs is not None or self.check_every is not None):
             raise ValueError("compile cannot be combined with compact, trace, halt, cuda_graph or check_every")
-        if isinstance(self.adjoint, Iterated) and (records or self.graphs is not None or self.compiled is not None):
-            name = type(self.adjoint).__name__
+        if isinstance(adjoint, Iterated) and (records or self.graphs is not None or self.compiled is not None):
+            name = type(adjoint).__name__
             raise ValueError(f"{name} runs no solver: compact, trace, halt, cuda_graph and compile mean nothing to it")
 
     def forward(
@@ -174,7 +190,8 @@ class DEQBlock(nn.Module):
         problem = self._problem(x, z0, groups)
         holds = self.graphs is None and not problem.is_transformed()
         with solving(self.cell), hold_weights(self.cell) if holds else nullcontext():
-            value, solution = self.adjoint(problem)
+            # Dynamo gives up this frame within a transform, and would compile the solve in parts.
+            value, solution = untraced(self.adjoint, problem) if problem.is_transformed() else self.adjoint(problem)
         if self.warn:
             self._forward_notice.look(replace(solution, status=values(solution.status)))
         return (value, solution) if return_solution else value

@@ -10,25 +10,31 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .adjoints.attach import detached, in_order_of, not_leaves, sample_norms, vjp
-from .adjoints.samples import per_row
+from .adjoints.samples import per_row, rows_of, with_stand_ins
 from .checks import check_count
 from .grouping import Groups
 from .packing import Packing
+from .transforms import values
 from .uncompiled import uncompiled
 
 
-def jacobian_penalty(cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: int = 1) -> Tensor:
+def jacobian_penalty(
+    cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: int = 1, per_sample: Any = None
+) -> Tensor:
     """Hutchinson's estimate of |J|_F^2 / D, averaged over the samples, to be added to a loss with a small weight.
 
     It costs one evaluation of the cell and `probes` products with its Jacobian in z, which are differentiated in turn.
     The estimate is without bias; its relative standard deviation is about sqrt(2 / (B D probes)) for a dense J. Source:
     Bai et al., ICML 2021, equation 7.
 
+    Samples at which the cell is not finite do not count, and get no gradient.
+
     Args:
         cell: the map (z, x) -> z.
         z: where, the value of a block (detached here): a tensor (B, ...) or a pytree of them; D numbers a sample.
         x: the second argument of `cell`; the penalty is differentiable in it and in the parameters.
         probes: number of random vectors, of torch's generator, at least 1.
+        per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
 
     Returns:
         A scalar, differentiable.
@@ -44,14 +50,18 @@ def jacobian_penalty(cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: in
     """
     check_count("probes", probes)
     with torch.inference_mode(False), torch.enable_grad():
-        leaves, values = _evaluated(cell, z, x)
+        leaves, outputs = _evaluated(cell, z, x)
+        broken = ~torch.stack([torch.isfinite(rows_of(y)).all(dim=1) for y in outputs]).all(dim=0)
+        if bool(values(broken).any()):
+            leaves, outputs = _evaluated(cell, *with_stand_ins(z, x, broken, per_sample))
         wide = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
         total = torch.zeros((), device=leaves[0].device, dtype=wide)
         for _ in range(probes):
-            probe = [torch.randn_like(value) for value in values]
-            products = vjp(values, leaves, probe, create_graph=True)
-            total = total + sum(p.to(wide).square().sum() for p in products if p is not None)
-    return total / max(1, probes * sum(leaf.numel() for leaf in leaves))
+            found = vjp(outputs, leaves, [torch.randn_like(y) for y in outputs], create_graph=True)
+            products = [torch.where(per_row(broken, p), 0, p) for p in found if p is not None]
+            total = total + sum(p.to(wide).square().sum() for p in products)
+    width = sum(rows_of(leaf).shape[1] for leaf in leaves)
+    return total / (probes * width * (~broken).sum()).clamp_min(1)
 
 
 @torch.no_grad()
@@ -85,11 +95,11 @@ def spectral_radius(
     check_count("iterations", iterations, 2)
     grouping = None if groups is None else Packing(z, groups).groups
     with torch.inference_mode(False), torch.enable_grad():
-        leaves, values = _evaluated(cell, z, x)
+        leaves, outputs = _evaluated(cell, z, x)
     vector, half = [torch.randn_like(leaf) for leaf in leaves], iterations // 2
     growth = torch.zeros((), device=leaves[0].device)
     for k in range(iterations):
-        products = vjp(values, leaves, vector)
+        products = vjp(outputs, leaves, vector)
         vector = [torch.zeros_like(v) if p is None else p for p, v in zip(products, vector, strict=True)]
         lengths = sample_norms(vector, grouping)
         rows = lengths if grouping is None else grouping.of_rows(lengths)

@@ -33,6 +33,8 @@ from .grouping import Groups
 from .ops.registry import library
 from .solution import Solution
 from .solve import solve
+from .transforms import in_forward_mode, in_reverse_mode, in_torch_func
+from .uncompiled import untraced
 from .weights import hold_weights, holding, tensors_of
 
 # What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
@@ -60,10 +62,15 @@ def solve_traced(
 ) -> Any:
     """``DEQBlock.forward`` in a region that ``torch.compile`` traces.
 
+    Within ``vmap``, ``jvp`` and forward-mode AD the block runs as it is, between two graphs.
+
     Raises:
+        RuntimeError: within a gradient of torch.func.
         ValueError: trace=True, whose length a graph cannot know, with `return_solution`.
         TypeError: x or z0 holds something else than tensors, None, truth values and strings in dicts, lists and tuples.
     """
+    if _is_transformed():
+        return untraced(block.forward, x, z0, return_solution, groups)
     if block.trace and return_solution:
         raise ValueError("trace=True is not served under torch.compile with return_solution=True: compile without it")
     if not isinstance(block.adjoint, Unrolled):
@@ -93,6 +100,23 @@ def solve_traced(
     solver = block.current_solver
     residual = absolute if solver.stop == "abs" else relative
     return value, Solution(detached(value), status, iterations, residual, relative, absolute, calls[0], calls[1])
+
+
+def _is_transformed() -> bool:
+    """Return whether the trace is within torch.func or forward-mode AD; RuntimeError if it is in reverse mode.
+
+    Dynamo runs this as it is, and the error ends the trace. After an error that it has traced, it would compile the
+    calls inside of the transform, which fails in torch.
+    """
+    if in_reverse_mode():
+        raise RuntimeError(
+            "deqfast: torch.compile cannot take a block through a gradient of torch.func, which would miss the block's "
+            "part: leave the gradient out of compiled code, as torch.compiler.disable(torch.func.grad(f))"
+        )
+    return in_torch_func() or in_forward_mode()
+
+
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's decorator imports dynamo
 
 
 def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | None) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from .exporting import is_tracing
@@ -27,6 +28,12 @@ def in_torch_func() -> bool:
 def in_forward_mode() -> bool:
     """Answer whether a level of forward-mode AD is open."""
     return forward_ad._current_level >= 0
+
+
+def in_reverse_mode() -> bool:
+    """Return whether a transform of torch.func runs that differentiates in reverse mode."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return any(level.key() == _functorch.TransformType.Grad for level in stack)
 
 
 def in_backward() -> bool:
@@ -60,10 +67,15 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if the tensor holds no numbers, RuntimeError if torch.jit.trace records what is done with them;
-    unless torch.compile or torch.export trace."""
+    """Raise ValueError if the tensor holds no numbers, RuntimeError if torch.jit.trace or make_fx record what is done
+    with them; unless torch.compile or torch.export trace."""
     if is_tracing():
         return
+    if get_proxy_mode() is not None:
+        raise RuntimeError(
+            "deqfast: torch.func.linearize and make_fx would fix the length of a solve, which the values decide: use "
+            "torch.func.jvp or vjp"
+        )
     if torch.jit.is_tracing():
         raise RuntimeError(
             "deqfast: torch.jit.trace would fix the length of a solve, which the values decide: use torch.export or "

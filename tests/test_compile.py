@@ -117,6 +117,33 @@ def test_compiled_cells_that_work_in_what_they_saved(adjoint, whole, compiled):
     assert all(map(torch.equal, derivatives(compiled(model) if whole else model, x, parameters), plain))
 
 
+class TestCompiledAutograd:
+    @staticmethod
+    def gradients(model, x):
+        model.zero_grad()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            model(x).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "shine"])
+    def test_blocks_that_are_not_compiled_are_refused(self, adjoint):
+        torch.compiler.reset()
+        with pytest.raises(RuntimeError, match="deqfast: compiled autograd does not keep .*compile the model"):
+            self.gradients(Model("anderson", adjoint), torch.randn(5, 3))
+
+    @pytest.mark.parametrize("adjoint", [Reversible(3), "unrolled"], ids=str)
+    def test_those_of_adjoints_that_attach_to_no_evaluation(self, adjoint):
+        torch.compiler.reset()
+        model, x = Model("anderson", adjoint, warn=False), torch.randn(5, 3)
+        _, _, *plain = derivatives(model, x, [*model.parameters()])
+        assert_close(self.gradients(model, x), plain, GRADIENT)
+
+    def test_compiled_models(self, compiled):
+        model, x = Model("anderson", "implicit"), torch.randn(5, 3)
+        _, _, *plain = derivatives(model, x, [*model.parameters()])
+        assert_close(self.gradients(compiled(model), x), plain, GRADIENT)
+
+
 def test_compiled_cells_are_differentiable_twice(compiled):
     block = DEQBlock(Cell().double(), Anderson(1e-12, 100), Implicit(Anderson(1e-12, 100)))
     block.cell.compile(backend="aot_eager")

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from deqfast import Anderson, Broyden, DEQBlock, Implicit, Reversible, Unrolled
+from deqfast import JFB, Anderson, Broyden, DEQBlock, Implicit, Picard, Reversible, Unrolled
 from deqfast.regularize import jacobian_penalty
 from deqfast.testing import GRADIENT, assert_close
 
@@ -229,6 +229,128 @@ def test_the_operations_of_a_second_derivative_are_counted():
         assert torch.equal(second(), expected)
     products = sum(counter.get_flop_counts()["DEQBlock.cell.linear"].values()) // (2 * 3 * 4 * 4)
     assert products >= 3 * block.backward_solution.evaluations  # a solve for the value and one for each derivative
+
+
+SPARSE = {
+    "dense": lambda i, w: torch.zeros(4, 4, dtype=w.dtype).index_put((i[0], i[1]), w),
+    "coo": lambda i, w: torch.sparse_coo_tensor(i, w, (4, 4)),
+    "csr": lambda i, w: torch.sparse_csr_tensor(torch.arange(5), i[1], w, (4, 4)),
+}
+
+
+@pytest.mark.parametrize("adjoint", EVERY, ids=str)
+@pytest.mark.parametrize("leaf", [False, True], ids=["made", "leaf"])
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+def test_sparse_tensors_in_x(kind, leaf, adjoint):
+    """Leaves, or made of weights."""
+    edges, x = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), torch.randn(4, 3, dtype=torch.float64)
+    start, gradients = torch.zeros_like(x), []
+    for make in (SPARSE["dense"], SPARSE[kind]):
+        weights = torch.tensor([0.3, 0.2, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+        matrix = make(edges, weights)
+        matrix = matrix.detach().requires_grad_() if leaf else matrix
+        block = DEQBlock(lambda z, x: torch.tanh(x[0] @ z + x[1]), TIGHT, adjoint, warn=False)
+        value = block((matrix, x), z0=start, groups="batch").square().sum()
+        (found,) = torch.autograd.grad(value, matrix if leaf else weights)
+        gradients.append(found.to_dense()[tuple(edges)] if leaf else found)
+    assert_close(*gradients, GRADIENT)
+    assert gradients[0].all()
+
+
+def of_nested(z, x):
+    return torch.tanh(0.3 * z + torch.nested.to_padded_tensor(x, 0.0).sum(1))
+
+
+@pytest.mark.parametrize("adjoint", EVERY, ids=str)
+@pytest.mark.parametrize("leaf", [False, True], ids=["made", "leaf"])
+def test_nested_tensors_in_x(leaf, adjoint):
+    """Jagged ones have the gradients of a padded tensor, strided ones too or are refused."""
+    parts = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3, 1)]
+    start = torch.zeros(3, 4, dtype=torch.float64)
+    padded = torch.nested.to_padded_tensor(torch.nested.nested_tensor(parts), 0.0).requires_grad_()
+    block = DEQBlock(of_nested, TIGHT, adjoint, warn=False)
+
+    def gradients(layout):
+        given = [part.clone().requires_grad_() for part in parts]
+        x = torch.nested.as_nested_tensor(given, layout=layout)
+        x = x.detach().requires_grad_() if leaf else x
+        found = torch.autograd.grad(block(x, z0=start).square().sum(), x if leaf else given)
+        return list(found[0].unbind() if leaf else found)
+
+    value = DEQBlock(lambda z, x: torch.tanh(0.3 * z + x.sum(1)), TIGHT, adjoint, warn=False)(padded, z0=start)
+    (whole,) = torch.autograd.grad(value.square().sum(), padded)
+    expected = [grad[: len(part)] for grad, part in zip(whole, parts, strict=True)]
+    assert_close(gradients(torch.jagged), expected, GRADIENT)
+    if adjoint == "unrolled":
+        assert_close(gradients(torch.strided), expected, GRADIENT)
+    elif not isinstance(adjoint, Unrolled):  # torch's own checkpoint refuses them
+        with pytest.raises(TypeError, match="x must hold no strided nested tensor.*layout=torch.jagged"):
+            gradients(torch.strided)
+
+
+class GradientsOfSamples:
+    """Gradients of a linear layer's weight of each sample, as opacus finds them: hooks keep inputs on a stack, and the
+    backward pass takes them off."""
+
+    def __init__(self, linear):
+        self.inputs, self.found = [], torch.zeros(())
+        linear.register_forward_hook(self.push)
+        linear.register_full_backward_hook(self.pop)
+
+    def push(self, module, arguments, output):
+        if torch.is_grad_enabled():
+            self.inputs.append(arguments[0].detach())
+
+    def pop(self, module, inner, outer):
+        self.found = self.found + torch.einsum("bi,bj->bij", outer[0], self.inputs.pop())
+
+
+@pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT), "neumann", "phantom", "shine", Unrolled(20)], ids=str)
+def test_backward_hooks_of_modules_see_a_gradient_for_each_call(adjoint):
+    """None of the products on the way to it."""
+    block, x = DEQBlock(Cell(), TIGHT, adjoint), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight, kept = block.cell.linear.weight, GradientsOfSamples(block.cell.linear)
+    for _ in range(2):  # hooks of before a first call, and of after it, are the same ones
+        kept.found, weight.grad = torch.zeros(()), None
+        block(x).square().sum().backward()
+        assert not kept.inputs and kept.found.shape == (3, 4, 4)
+        assert_close(kept.found.sum(0), weight.grad, GRADIENT)
+
+
+class TestAssignments:
+    """Options that are set after construction are taken as the constructor takes them."""
+
+    def test_names(self):
+        block = DEQBlock(Cell())
+        block.solver, block.eval_solver, block.adjoint = "anderson", "picard", "implicit"
+        assert (block.solver, block.eval_solver, block.adjoint) == (Anderson(), Picard(), Implicit())
+        block.eval_solver = None
+        assert block.eval().current_solver == Anderson()
+        block.train()(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        assert block.cell.linear.weight.grad.any()
+
+    @pytest.mark.parametrize("name", ["solver", "eval_solver", "adjoint", "kernel"])
+    @pytest.mark.parametrize("value", ["newton", 3])
+    def test_what_is_none_of_them(self, name, value):
+        block = DEQBlock(Cell())
+        before = getattr(block, name)
+        with pytest.raises((ValueError, TypeError), match="must be"):
+            setattr(block, name, value)
+        assert getattr(block, name) is before
+
+    @pytest.mark.parametrize(
+        ("options", "adjoint", "words"),
+        [
+            ({"compile": True}, "unrolled", "Unrolled runs no solver"),
+            ({"compact": True}, Reversible(3), "Reversible runs no solver"),
+            ({"cuda_graph": True}, "shine", "cannot be combined with SHINE"),
+        ],
+    )
+    def test_combinations(self, options, adjoint, words):
+        block = DEQBlock(Cell(), **options)
+        with pytest.raises(ValueError, match=words):
+            block.adjoint = adjoint
+        assert block.adjoint == JFB()
 
 
 @pytest.mark.parametrize("adjoint", [Unrolled(5), Unrolled(5, checkpoint=True)], ids=str)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vjp, vmap
 
 from deqfast import (
     JFB,
@@ -393,3 +393,80 @@ class TestErrors:
                 DEQBlock(cell, "picard")(x)
         with pytest.raises(ValueError, match="c must hold values"):
             fc_fixed_point(torch.zeros(3, 3, device="meta"), x)
+
+
+class TestCompiled:
+    """torch.compile around transforms: right between two graphs, or refused."""
+
+    MODES = pytest.mark.parametrize("mode", [False, True], ids=["plain", "compile"])
+
+    @staticmethod
+    def model(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(3, 3), DEQBlock(FCCell(3, 4), TIGHT, Implicit(TIGHT), **options), nn.Linear(4, 1)
+        )
+        return model.double()
+
+    @classmethod
+    def compiled(cls, transform, backend="aot_eager", **options):
+        """The transform of a loss, compiled, that as it is, and its arguments."""
+        torch.compiler.reset()
+        model, x = cls.model(**options), data(5)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        f = transform(lambda weights, x: functional_call(model, weights, (x,)).square().sum())
+        return torch.compile(f, backend=backend), f, (weights, x)
+
+    @MODES
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize(
+        "transform",
+        [
+            grad,
+            jacrev,
+            hessian,
+            lambda loss: lambda *given: vjp(loss, *given)[1](torch.ones((), dtype=torch.float64)),
+            lambda loss: lambda weights, x: vmap(grad(loss), (None, 0))(weights, x[:, None]),
+        ],
+        ids=["grad", "jacrev", "hessian", "vjp", "vmap(grad)"],
+    )
+    def test_gradients_are_refused(self, transform, backend, mode):
+        fast, _, given = self.compiled(transform, backend, compile=mode)
+        with pytest.raises(RuntimeError, match=r"deqfast: torch.compile cannot take a block.*compiler.disable"):
+            fast(*given)
+
+    FORWARD = pytest.mark.parametrize(
+        "transform",
+        [
+            jacfwd,
+            lambda loss: lambda *given: jvp(loss, given, given),
+            lambda loss: lambda weights, x: vmap(loss, (None, 0))(weights, x[:, None]),
+        ],
+        ids=["jacfwd", "jvp", "vmap"],
+    )
+
+    @FORWARD
+    def test_tangents_and_batches(self, transform):
+        fast, plain, given = self.compiled(transform)
+        assert_close(fast(*given), plain(*given), GRADIENT)
+
+    @FORWARD
+    def test_blocks_of_compiled_solves_refuse_them(self, transform):
+        fast, _, given = self.compiled(transform, compile=True)
+        with pytest.raises(ValueError, match="compile cannot be used under torch.func"):
+            fast(*given)
+
+    def test_gradients_left_out_of_compiled_code(self):
+        fast, plain, given = self.compiled(lambda loss: lambda *given: torch.compiler.disable(grad(loss))(*given))
+        assert_close(fast(*given), plain(*given), GRADIENT)
+        assert all(bool(g.any()) for g in plain(*given).values())
+
+    def test_a_gradient_of_compiled_code(self):
+        fast, plain, given = self.compiled(lambda loss: loss)
+        assert_close(grad(fast)(*given), grad(plain)(*given), GRADIENT)
+
+
+def test_linearize_is_refused():
+    block, x = block_of(Implicit(TIGHT)), data(2)
+    with pytest.raises(RuntimeError, match="deqfast: torch.func.linearize.*use torch.func.jvp"):
+        linearize(block, x)

@@ -5,7 +5,7 @@ import torch
 
 from deqfast import DEQBlock, FCCell, ResidualCell
 from deqfast.regularize import jacobian_penalty, spectral_radius
-from deqfast.testing import assert_close, rounding
+from deqfast.testing import GRADIENT, assert_close, rounding
 
 
 def jacobians(cell, z, x):
@@ -44,6 +44,45 @@ def test_the_penaltys_gradient_is_that_of_the_same_probes():
     assert torch.autograd.gradcheck(penalty, (x, cell.weight))
     torch.manual_seed(1)
     assert torch.autograd.grad(jacobian_penalty(cell, z, x), cell.weight)[0].any()
+
+
+@pytest.mark.parametrize("where", ["x", "z", "the cell"])
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_sample_that_is_not_finite_leaves_the_penalty_of_the_others(where, row):
+    cell, z, x = problem()
+    (z if where == "z" else x)[row] = -9.0 if where == "the cell" else torch.nan
+
+    def f(z, x):
+        return cell(z, x) * (x.sum(1, keepdim=True) + 20).sqrt()  # of -27 + 20 there is none
+
+    others = [i for i in range(4) if i != row]
+    x.requires_grad_()
+    penalties = []
+    for rows in (range(4), others):
+        probe = torch.randn(4, 6, dtype=x.dtype, generator=torch.Generator().manual_seed(1))[list(rows)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randn_like", lambda like, probe=probe: probe)
+            penalty = jacobian_penalty(f, z[list(rows)], x[list(rows)])
+        penalties.append((penalty.detach(), *torch.autograd.grad(penalty, [cell.weight, x])))
+    assert_close(penalties[0], penalties[1], GRADIENT)
+    assert penalties[0][1].any() and not penalties[0][2][row].any()
+
+
+def test_where_no_sample_is_finite_the_penalty_is_zero():
+    cell, z, x = problem()
+    penalty = jacobian_penalty(cell, z, torch.full_like(x, torch.nan))
+    assert penalty == 0 and not torch.autograd.grad(penalty, cell.weight)[0].any()
+
+
+def test_a_sample_that_is_not_finite_leaves_the_spectral_radius_of_the_others():
+    cell, z, x = problem()
+    torch.manual_seed(1)
+    expected = spectral_radius(cell, z, x)
+    x[2] = torch.nan
+    torch.manual_seed(1)
+    found = spectral_radius(cell, z, x)
+    assert found.isnan().tolist() == [False, False, True, False]
+    assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], GRADIENT)
 
 
 def test_the_penalty_of_a_cell_with_kernels_of_its_own_and_of_one_without_state():

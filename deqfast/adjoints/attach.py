@@ -19,7 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -124,6 +125,11 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not isinstance(ctx, BackwardCFunction):  # but a copy of it, run when the graph has been freed
+            raise RuntimeError(
+                "deqfast: compiled autograd does not keep the graph that the gradient of a block needs: compile the "
+                "model, in which a block is an op, or use Reversible() or Unrolled()"
+            )
         return untraced(_Attach.pull, ctx, grads)
 
     @staticmethod
@@ -167,7 +173,7 @@ class Valve:
         self.is_closed = False
 
     def __call__(self, tree: Any) -> Any:
-        return pytree.tree_map(lambda t: _Valve.apply(self, t) if _requires_grad(t) else t, tree)
+        return pytree.tree_map(lambda t: _Valve.apply(self, _check_sized(t)) if _requires_grad(t) else t, tree)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -176,6 +182,16 @@ class Valve:
             yield
         finally:
             self.is_closed = False
+
+
+def _check_sized(tensor: Tensor) -> Tensor:
+    """The tensor; TypeError if it is nested and strided, which torch's custom functions do not take."""
+    if tensor.is_nested and tensor.layout == torch.strided:
+        raise TypeError(
+            "x must hold no strided nested tensor that requires a gradient: make it with layout=torch.jagged, or use "
+            "Unrolled()"
+        )
+    return tensor
 
 
 class _Valve(torch.autograd.Function):
@@ -210,14 +226,34 @@ def vjp(
     return list(found)
 
 
+def product(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **options: Any) -> Gradients:
+    """``vjp`` in a graph recorded ``for_products``: one of several, of which hooks of modules see none."""
+    before, _thread.multiplies = _thread.multiplies, True
+    try:
+        return vjp(outputs, inputs, grads, **options)
+    finally:
+        _thread.multiplies = before
+
+
+@contextmanager
+def for_products(cell: Any) -> Iterator[None]:
+    """Context that records a graph for several products, and then a gradient.
+
+    Backward hooks of the cell's modules see the gradient only. Tensors are saved past the hooks around: those of a
+    checkpoint would compute them anew for each product. Without any it sets none, which torch.func in a cell refuses.
+    """
+    for module in cell.modules() if isinstance(cell, nn.Module) else ():
+        _make_wait(module._backward_hooks, "multiplies")
+        _make_wait(module._backward_pre_hooks, "multiplies")
+    with saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext():
+        yield
+
+
 @contextmanager
 def _no_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """Context in which hooks of the tensors are not called by this thread; for good they become ``_Hook``s."""
+    """Context in which hooks of the tensors are not called by this thread."""
     for tensor in tensors:
-        hooks: Any = tensor._backward_hooks
-        for key, hook in list(hooks.items()):
-            if not isinstance(hook, _Hook):
-                hooks[key] = _Hook(hook)
+        _make_wait(tensor._backward_hooks, "takes_part")
     before, _thread.takes_part = _thread.takes_part, True
     try:
         yield
@@ -226,26 +262,28 @@ def _no_hooks(tensors: list[Tensor]) -> Iterator[None]:
 
 
 class _OfThread(threading.local):
-    takes_part = False  # it finds a part of a gradient, which hooks are not to see
+    takes_part = False  # it finds a part of the gradient of a tensor, whose hooks are not to see it
+    multiplies = False  # it finds a product on the way to a gradient, which hooks of modules are not to see
 
 
 _thread = _OfThread()
 
 
 class _Hook:
-    """Hook of a tensor that waits for the whole gradient."""
+    """Hook that waits for the gradient: while its thread `finds` something else it is not called."""
 
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self.hook = hook
+    def __init__(self, hook: Callable[..., Any], finds: str) -> None:
+        self.hook, self.finds = hook, finds
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        return None if _thread.takes_part else self.hook(grad)
+    def __call__(self, *arguments: Any) -> Any:
+        return None if getattr(_thread, self.finds) else self.hook(*arguments)
 
 
-def saved_plainly() -> AbstractContextManager[Any]:
-    """Context in which a graph for several products saves its tensors past the hooks around: those of a checkpoint
-    would compute them anew for each product. Without any it sets none, which torch.func in a cell would refuse."""
-    return saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext()
+def _make_wait(hooks: Any, finds: str) -> None:
+    """Make the hooks ``_Hook``s, for good."""
+    for key, hook in list(hooks.items()):
+        if not isinstance(hook, _Hook):
+            hooks[key] = _Hook(hook, finds)
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
@@ -266,7 +304,21 @@ def kept(saved: tuple[Tensor, int]) -> Tensor:
 
 def not_leaves(tree: Any) -> Any:
     """Views of the leaves of a graph, which torch's counters of a module's work do not take from ``autograd.grad``."""
-    return pytree.tree_map(lambda t: t.view_as(t) if _requires_grad(t) and t.is_leaf else t, tree)
+    return pytree.tree_map(lambda t: _following(t) if _requires_grad(t) and t.is_leaf else t, tree)
+
+
+def _following(tensor: Tensor) -> Tensor:
+    """The same tensor one node later: a view, or of a sparse one, which has none, a copy."""
+    return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
+
+
+def _edge(tensor: Tensor) -> Any:
+    """Node and number of the result that the tensor is of its graph; torch's own way makes a view."""
+    if tensor.layout == torch.strided:
+        return tuple(get_gradient_edge(tensor)[:2])
+    with torch.enable_grad():
+        node: Any = tensor.clone().grad_fn
+    return node.next_functions[0]
 
 
 def requiring_grad(tree: Any) -> list[Tensor]:
@@ -281,9 +333,9 @@ def _requires_grad(leaf: Any) -> bool:
 def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
     """Leaves that `outputs` depend on other than through those `excluded`; whether on more that is older than `first`,
     the number of a node. Weights held for the solve are no older than what they are made of."""
-    edges: list[Any] = [(get_gradient_edge(y)[:2], first) for y in outputs if y.requires_grad]
+    edges: list[Any] = [(_edge(y), first) for y in outputs if y.requires_grad]
     begins = held_nodes()
-    seen = {tuple(get_gradient_edge(tensor)[:2]) for tensor in excluded if tensor.requires_grad}
+    seen = {_edge(tensor) for tensor in excluded if tensor.requires_grad}
     found, hides = [], False
     while edges:
         edge, first = edges.pop()

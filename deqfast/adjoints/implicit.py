@@ -25,11 +25,12 @@ from .attach import (
     attach,
     confirmed,
     detached,
+    for_products,
     in_order_of,
     present_autocast,
+    product,
     requiring_grad,
     sample_norms,
-    saved_plainly,
     vjp,
 )
 from .base import Adjoint, Problem
@@ -117,22 +118,22 @@ class _Inverted(Rule):
         # A graph of compiled code may serve a single product, and is not differentiable twice.
         self.settings, self.evaluate, self.x = settings, uncompiled(evaluate), x
         self.z = detached(z, requires_grad=True)
-        with saved_plainly():
+        with for_products(evaluate):
             self.recorded = Recorded(self.evaluate, self.z, x)
         self.autocast = present_autocast(pytree.tree_leaves(z)[0].device.type)
         self.product: Product | None = None  # compiled
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
-        product = self.product or partial(vjp, self.recorded.outputs, leaves)
+        multiply = self.product or partial(product, self.recorded.outputs, leaves)
         with self.autocast():
-            return _invert(product, grads, spec, self.settings)
+            return _invert(multiply, grads, spec, self.settings)
 
     def pull_members(self, grads: list[Tensor], members: Members) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
 
         def products(u: list[Tensor]) -> Gradients:
-            found = vjp(self.recorded.outputs, leaves, unfold(u, members.count), is_grads_batched=True)
+            found = product(self.recorded.outputs, leaves, unfold(u, members.count), is_grads_batched=True)
             return [None if p is None else p.flatten(0, 1) for p in found]
 
         with self.autocast():

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ..checks import check_count, check_number
 from ..solution import Solution
 from ..uncompiled import uncompiled
-from .attach import Recorded, Rule, attach, confirmed, detached, present_autocast, saved_plainly, vjp
+from .attach import Recorded, Rule, attach, confirmed, detached, for_products, present_autocast, product
 from .base import Adjoint, Problem
 from .functional import Derivative, Once
 from .phantom import Damped, Phantom
@@ -47,7 +47,7 @@ class Neumann(Adjoint):
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)
         leaves, spec = pytree.tree_flatten(detached(z, requires_grad=True))
-        with saved_plainly():
+        with for_products(problem.cell):
             recorded = Recorded(uncompiled(problem.cell), pytree.tree_unflatten(leaves, spec), x)
         value = attach(solution.value, recorded, _Series(self, recorded.outputs, leaves), broken)
         return value, confirmed(solution, problem, z, recorded.outputs)
@@ -70,7 +70,7 @@ class _Series(Rule):
         u = [damping * g for g in grads]
         with self.autocast():
             for _ in range(self.neumann.steps - 1):
-                products = vjp(self.outputs, self.leaves, u)
+                products = product(self.outputs, self.leaves, u)
                 undamped = [g if p is None else p + g for p, g in zip(products, grads, strict=True)]
                 u = [v + damping * (w - v) for v, w in zip(u, undamped, strict=True)]
         return u

@@ -69,6 +69,12 @@ def without_broken(
         broken = groups.of_rows(broken)
     if not len(broken) or (broken.device.type == "cpu" and not bool(values(broken).any())):
         return solution.value, x, broken
+    z, x = with_stand_ins(solution.value, x, broken, declared)
+    return z, x, broken
+
+
+def with_stand_ins(z: Any, x: Any, broken: Tensor, declared: Any = None) -> tuple[Any, Any]:
+    """(z, x) with a healthy row in the place of those `broken` (N,); zeros if there is none."""
     marks = mark_samples(x, len(broken), declared)
     healthy = ~broken
     donor = healthy.to(torch.int8).argmax(keepdim=True)
@@ -83,4 +89,4 @@ def without_broken(
 
     leaves, spec = pytree.tree_flatten(x)
     replaced = [stand_in(leaf, mark) for leaf, mark in zip(leaves, marks, strict=True)]
-    return pytree.tree_map(stand_in, solution.value), pytree.tree_unflatten(replaced, spec), broken
+    return pytree.tree_map(stand_in, z), pytree.tree_unflatten(replaced, spec)
