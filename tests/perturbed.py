@@ -31,27 +31,41 @@ ONEDNN = torch.backends.mkldnn.is_available()
 
 @dataclass(frozen=True)
 class Perturbation:
-    """Environment of a run. needs: the instructions that the processor must have; absent: why it cannot be had."""
+    """Environment of a run.
+
+    needs: the instructions that the processor must have; above: those without which nothing changes, being what the
+    setting leaves out; absent: why it cannot be had at all.
+    """
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
     needs: str = ""
+    above: str = ""
     absent: str = ""
 
     def reason_to_skip(self, instructions: set[str]) -> str:
-        return self.absent or (f"this processor has no {self.needs}" if self.needs not in {"", *instructions} else "")
+        if self.absent:
+            return self.absent
+        if self.needs not in {"", *instructions}:
+            return f"this processor has no {self.needs}"
+        return f"without {self.above} it is as it comes" if self.above not in {"", *instructions} else ""
 
 
 def every_perturbation() -> list[Perturbation]:
     """One setting moved at a time; the first is none."""
     no_mkl, no_onednn = "" if MKL else "torch was built without MKL", "" if ONEDNN else "torch was built without oneDNN"
     found = [Perturbation("as it comes")]
-    for value, needs in (("default", ""), ("avx2", "avx2"), ("avx512", "avx512f")):
-        found.append(Perturbation(f"aten {value}", {"ATEN_CPU_CAPABILITY": value}, needs))
-    for value, needs in (("SSE41", ""), ("AVX2", "avx2"), ("AVX512_CORE", "avx512bw"), ("AVX512_CORE_AMX", "amx_tile")):
-        found.append(Perturbation(f"onednn {value}", {"ONEDNN_MAX_CPU_ISA": value}, needs, no_onednn))
+    for value, needs, above in (("default", "", ""), ("avx2", "avx2", "avx512f"), ("avx512", "avx512f", "")):
+        found.append(Perturbation(f"aten {value}", {"ATEN_CPU_CAPABILITY": value}, needs, above))
+    for value, needs, above in (
+        ("SSE41", "", ""),
+        ("AVX2", "avx2", "avx512f"),
+        ("AVX512_CORE", "avx512bw", "avx512_bf16"),
+        ("AVX512_CORE_AMX", "amx_tile", ""),
+    ):
+        found.append(Perturbation(f"onednn {value}", {"ONEDNN_MAX_CPU_ISA": value}, needs, above, no_onednn))
     for value, needs in (("COMPATIBLE", ""), ("AVX2", "avx2"), ("AVX512", "avx512f")):
-        found.append(Perturbation(f"mkl {value}", {"MKL_CBWR": value}, needs, no_mkl))
+        found.append(Perturbation(f"mkl {value}", {"MKL_CBWR": value}, needs, absent=no_mkl))
     one_core = "" if (os.cpu_count() or 1) > 1 else "this machine has one core"
     found.append(Perturbation("threads 2", {"DEQFAST_TEST_THREADS": "2"}, absent=one_core))
     found += [Perturbation(f"seed {seed}", {"DEQFAST_TEST_SEED": str(seed)}) for seed in (1, 2, 3)]
