@@ -63,27 +63,28 @@ class Notice:
 
     def look(self, solution: Solution) -> None:
         """Look at the solution, on a GPU at the one before if it has arrived, and warn of what is wrong with it."""
-        late = is_late(solution.status)
-        if late and self.pending is not None and self.pending.arrived.query():
-            self._judge(self.pending)
-            self.pending = None
         asked = [status for status in _REMEDIES if status not in self.given]
-        if not asked or self.pending is not None or (not late and bool(solution.converged.all())):
+        if not is_late(solution.status):
+            if asked and len(solution.status):
+                numbers = torch.bincount(solution.status, minlength=len(Status) + 1).tolist()
+                self._judge({status: numbers[status] for status in asked}, len(solution.status))
+            return
+        if self.pending is not None and self.pending.arrived.query():
+            self._judge(dict(zip(self.pending.asked, self.pending.numbers.tolist(), strict=True)), self.pending.samples)
+            self.pending = None
+        if not asked or self.pending is not None:
             return
         counts = torch.stack([(solution.status == status).sum() for status in asked])
-        if not late:
-            self._judge(_Counts(asked, counts, len(solution.status)))
-            return
         pinned = torch.empty_like(counts, device="cpu", pin_memory=counts.is_cuda).copy_(counts, non_blocking=True)
         self.pending = _Counts(asked, pinned, len(solution.status))
         self.pending.arrived = torch.cuda.current_stream(counts.device).record_event()
 
-    def _judge(self, counts: _Counts) -> None:
-        found = {status: n for status, n in zip(counts.asked, counts.numbers.tolist(), strict=True) if n}
+    def _judge(self, counts: dict[Status, int], samples: int) -> None:
+        found = {status: number for status, number in counts.items() if number and status not in self.given}
         if not found:
             return
         self.given.update(found)
-        said = "; ".join(f"{n} of {counts.samples} samples {s.name}: {_REMEDIES[s]}" for s, n in found.items())
+        said = "; ".join(f"{n} of {samples} samples {status.name}: {_REMEDIES[status]}" for status, n in found.items())
         warn(f"deqfast: in a {self.kind} solve, {said}. Said once; {self.more}")
 
     def __getstate__(self) -> dict[str, object]:

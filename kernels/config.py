@@ -123,9 +123,9 @@ def fc_config(features: int) -> LaunchConfig:
     return LaunchConfig(max(16, next_power_of_2(features)), 8 if features > 64 else 4)
 
 
-def fc_registers(dtype: torch.dtype) -> int | None:
-    """Registers per thread for fc_fixed_point with W of `dtype`; None: as many as ptxas likes."""
-    return MAX_REGISTERS if dtype == torch.bfloat16 else None
+def picard_registers(dtype: torch.dtype, whole: bool) -> int | None:
+    """Registers per thread for picard_step; None: as many as ptxas likes. whole: one launch does all of a sample."""
+    return None if whole and dtype == torch.float32 else MAX_REGISTERS
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import constants
 from .common import (
+    RUNNING,
     STALL_GAIN,
     STALL_ITERATIONS,
     has_converged,
@@ -34,7 +35,7 @@ from .common import (
     status_of,
     tiny_and_max,
 )
-from .config import FC_ROWS, device_guard, fc_config, fc_registers, picard_config
+from .config import FC_ROWS, MAX_REGISTERS, device_guard, fc_config, picard_config
 
 RELU = tl.constexpr(constants.RELU)
 TANH = tl.constexpr(constants.TANH)
@@ -116,6 +117,12 @@ def _norm(b_v, MAXIMUM: tl.constexpr):
         return _length_of(tl.sum(b_v * b_v, axis=1), b_v)
 
 
+@triton.jit
+def _relative_of_best(b_abs, b_size, offset):
+    """Relative residuals by |f(z) - z| and |f(z)|; infinite where no value was finite."""
+    return tl.where(is_finite(b_abs), relative(b_abs, b_size, offset), float("inf"))
+
+
 @triton.jit(do_not_specialize=["B", "absolute", "max_iter"])
 def _fc_fixed_point_kernel(
     p_w,
@@ -154,20 +161,18 @@ def _fc_fixed_point_kernel(
     tl.debug_barrier()  # other threads may store the iterates that are better
     floor = scalar(stall_floor, tl.float32)
 
-    b_rel = tl.full([ROWS], float("inf"), tl.float32)
     b_abs = tl.full([ROWS], float("inf"), tl.float32)
     b_size = tl.full([ROWS], float("inf"), tl.float32)  # of f at the best iterate
     b_first = tl.full([ROWS], float("inf"), tl.float32)
     b_start = tl.full([ROWS], float("inf"), tl.float32)
-    b_least = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_rel = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_k = tl.full([ROWS], float("inf"), tl.float32)
     b_iterations = tl.zeros([ROWS], tl.int32)
-    b_status = tl.where(m_b, 0, 1)
+    b_status = tl.where(m_b, 0, 1)  # -1: running, and an iterate has met the tolerance
     k = max_iter * 0
-    while (k < max_iter) & (tl.min(b_status, axis=0) == 0):
+    while (k < max_iter) & (tl.min(b_status, axis=0) <= 0):
         b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
-        running = b_status == 0
+        running = b_status <= 0
         res_abs = _norm(b_f - b_z, MAXIMUM)
         f_norm = _norm(b_f, MAXIMUM)
         # The judgement of every row, as in common.judge.
@@ -179,25 +184,24 @@ def _fc_fixed_point_kernel(
         converged = has_converged(res_abs, res_rel, f_norm, b_first, b_start, tol, absolute, stall_floor, offset)
         improved = sound & (converged | is_better(res_abs, f_norm, b_abs, b_size, stall_floor))
         tl.store(p_value + o, b_z, mask=m & improved[:, None])
-        b_rel = tl.where(improved, res_rel, b_rel)
         b_abs = tl.where(improved, res_abs, b_abs)
         b_size = tl.where(improved, f_norm, b_size)
         now = k.to(tl.float32)
         gained = sound & (res_rel < b_gain_rel * STALL_GAIN)
         b_gain_rel = tl.where(gained, res_rel, b_gain_rel)
         b_gain_k = tl.where(gained, now, b_gain_k)
-        stalled = (b_rel < floor) & (now - b_gain_k >= STALL_ITERATIONS)
-        b_least = tl.minimum(b_least, tl.where(absolute != 0, res_abs, res_rel))
-        has_met = b_least <= scalar(tol, tl.float32)
+        stalled = (_relative_of_best(b_abs, b_size, offset) < floor) & (now - b_gain_k >= STALL_ITERATIONS)
+        has_met = (b_status < 0) | (tl.where(absolute != 0, res_abs, res_rel) <= scalar(tol, tl.float32))
         verdict = status_of(finite, converged, stalled, has_met, k + 1 == max_iter)
+        verdict = tl.where((verdict == RUNNING) & has_met, -1, verdict)
         k += 1
         b_iterations = tl.where(running, k, b_iterations)
         b_status = tl.where(running, verdict, b_status)
-        b_z = tl.where((b_status == 0)[:, None], b_f, b_z)
+        b_z = tl.where((b_status <= 0)[:, None], b_f, b_z)
 
     tl.store(p_status + o_b, b_status.to(tl.int8), mask=m_b)
     tl.store(p_iterations + o_b, b_iterations, mask=m_b)
-    tl.store(p_residual + o_b, b_rel, mask=m_b)
+    tl.store(p_residual + o_b, _relative_of_best(b_abs, b_size, offset), mask=m_b)
     tl.store(p_residual + B + o_b, b_abs, mask=m_b)
 
 
@@ -242,8 +246,7 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         "ROWS": FC_ROWS,
         "DP": config.block,
     }
-    registers = fc_registers(a.weight.dtype)
-    options = {"num_warps": config.num_warps, "maxnreg": registers, "enable_fp_fusion": False}
+    options = {"num_warps": config.num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": False}
     with device_guard(a.c):
         _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](*tensors, *numbers, **fixed, **options)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .common import carry_out, columns, copy_row, judge, load_numbers, norms_at, scalar, store_verdict
-from .config import MAX_REGISTERS, device_guard, picard_config, programs_per_sample, stages
+from .config import device_guard, picard_config, picard_registers, programs_per_sample, stages
 
 
 @triton.jit(do_not_specialize=["B", "S", "k", "hold", "absolute", "maximum"])
@@ -146,7 +146,7 @@ def launch(a: Any, hold: int, damping: float) -> None:
     with device_guard(a.z):
         for stage, grid, launch in launches:
             options = {"BLK": launch.block, "num_warps": launch.num_warps, "enable_fp_fusion": False}
-            registers = None if stage == "all" else MAX_REGISTERS
+            registers = picard_registers(a.z.dtype, stage == "all")
             _picard_step_kernel[grid](*state, *numbers, WHOLE=whole, STAGE=stage, maxnreg=registers, **options)
 
 

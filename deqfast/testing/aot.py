@@ -266,10 +266,10 @@ def compile_case(case: Case, arch: int) -> Row:
         fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in divisible}
     )
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
-    if case.kernel.startswith(("left", "right", "transp", "picard/")):
+    if case.kernel == "picard":
+        options["maxnreg"] = config.picard_registers(DTYPES[case.state], whole=True)
+    elif case.kernel.startswith(("left", "right", "transp", "picard/", "fc")):
         options["maxnreg"] = config.MAX_REGISTERS
-    elif case.kernel == "fc":
-        options["maxnreg"] = config.fc_registers(DTYPES[case.history])
     elif case.kernel in NORM_KERNELS:
         options["maxnreg"] = config.NORM_REGISTERS
     if case.kernel == "scatter":
