@@ -228,7 +228,7 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
     if batch == 0:
         return
     missing = -features % 16
-    if missing and features > 128:  # reading single elements of so large a W spills registers
+    if missing and features > 16:  # reading single elements of a larger W spills registers
         wide = value.new_empty(batch, features + missing)
         weight = F.pad(a.weight, (0, missing, 0, missing))
         padded = replace(a, weight=weight, c=F.pad(a.c, (0, missing)), z0=F.pad(a.z0, (0, missing)))
