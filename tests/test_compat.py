@@ -173,7 +173,7 @@ class TestTheSameAsTorchdeq:
             layer = library.get_deq(f_max_iter=9, f_stop_mode=mode, f_tol=1e-9).eval()
             (value,), info = layer(lambda z: z + 1 + 0.1 * torch.sin(9 * z), torch.ones(2, 1, dtype=torch.float64))
             found.append([value.detach(), *(info[name].double() for name in STATISTICS)])
-        assert_same(*found)
+        assert_same(*found, 1e-6)  # as above, of 9 evaluations
 
     @pytest.mark.parametrize(
         "options",

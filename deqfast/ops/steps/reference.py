@@ -108,7 +108,7 @@ def evaluated(z: Tensor, fz: Tensor, offset: float, maximum: bool, begun: Tensor
 
 def begun(progress: Tensor, k: Index) -> Tensor | None:
     """What the first evaluation has left in `progress`, or None in that evaluation."""
-    return None if isinstance(k, int) and k == 0 else progress[[FIRST, START]]
+    return None if isinstance(k, int) and k == 0 else progress[FIRST : START + 1]
 
 
 def _judge(a: Step, g: Tensor) -> Tensor:
