@@ -66,7 +66,7 @@ class Notice:
         asked = [status for status in _REMEDIES if status not in self.given]
         if not is_late(solution.status):
             if asked and len(solution.status):
-                numbers = torch.bincount(solution.status, minlength=len(Status) + 1).tolist()
+                numbers = torch.bincount(solution.status.flatten(), minlength=len(Status) + 1).tolist()
                 self._judge({status: numbers[status] for status in asked}, len(solution.status))
             return
         if self.pending is not None and self.pending.arrived.query():
