@@ -383,9 +383,9 @@ class TestNames:
         monkeypatch.setitem(sys.modules, "torchdeq", None)
         get_deq(f_tol=1e-4)(torch.cos, torch.zeros(2, 3))
         with pytest.raises(ImportError, match="reset_deq is torchdeq's own: pip install torchdeq"):
-            from deqfast.compat import reset_deq  # noqa: F401
+            from deqfast.compat import reset_deq  # noqa: F401 - the import itself must fail
         with pytest.raises(ImportError, match="reset_dek"):
-            from deqfast.compat import reset_dek  # noqa: F401
+            from deqfast.compat import reset_dek  # noqa: F401 - the import itself must fail
 
     def test_classes_of_layers(self):
         for library in (compat, torchdeq.core):

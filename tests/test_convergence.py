@@ -130,8 +130,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_other_ways_through_the_loop(options):
-    f = lambda z, rows=None: z + 1  # noqa: E731
-    solution = deqfast.solve(f, torch.zeros(3, 4), Picard(tol=1e-2, max_iter=300), **options)
+    solution = deqfast.solve(lambda z, rows=None: z + 1, torch.zeros(3, 4), Picard(tol=1e-2, max_iter=300), **options)
     assert set(solution.status.tolist()) == {Status.ESCAPED}
 
 
@@ -160,8 +159,7 @@ def test_an_exported_and_a_compiled_solve():
 def test_a_start_near_the_answer_costs_nothing(name):
     solver = SOLVERS[name](tol=1e-4, max_iter=60)
     exact = 1e4 * torch.randn(4, 8, dtype=torch.float64)
-    f = lambda z: exact + 0.9 * (z - exact).roll(1, dims=1)  # noqa: E731
-    solution = deqfast.solve(f, exact * (1 + 1e-5), solver)
+    solution = deqfast.solve(lambda z: exact + 0.9 * (z - exact).roll(1, dims=1), exact * (1 + 1e-5), solver)
     assert bool(solution.converged.all()) and solution.evaluations == 1
 
 

@@ -240,7 +240,7 @@ def for_products(cell: Any) -> Iterator[None]:
     """Context that records a graph for several products, and then a gradient.
 
     Backward hooks of the cell's modules see the gradient only. Tensors are saved past the hooks around: those of a
-    checkpoint would compute them anew for each product. Without any it sets none, which torch.func in a cell refuses.
+    checkpoint would compute them again for each product. Without any it sets none, which torch.func in a cell refuses.
     """
     for module in cell.modules() if isinstance(cell, nn.Module) else ():
         _make_wait(module._backward_hooks, "multiplies")

@@ -6,6 +6,7 @@ Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -167,7 +168,7 @@ class _Method:
     is_final: bool = False
 
     def limited(self, max_iter: int) -> _Method:
-        """Method of so many evaluations; torchdeq's Broyden does not count that of z0."""
+        """The method with `max_iter` evaluations. torchdeq's Broyden does not count its evaluation at z0."""
         calls = max(max_iter, 1) + (not self.ends_in_f)
         return replace(self, max_iter=max_iter, solver=replace(self.solver, max_iter=calls))
 
@@ -204,7 +205,7 @@ def _option(name: str) -> property:
     return property(lambda layer: layer.options[name], put)
 
 
-class DEQ(nn.Module):
+class DEQ(nn.Module, ABC):
     """Layer with torchdeq's interface, made by ``get_deq``, whose options it takes: ``DEQSliced`` or ``DEQIndexing``.
 
     Attributes:
@@ -221,8 +222,8 @@ class DEQ(nn.Module):
         super().__init__()
         given = _options(args, kwargs)
         self._configure({name: given.get(name, default) for name, default in _DEFAULTS.items()})
-        where = "info and backward_writer tell of every solve"
-        self._forward_notice, self._backward_notice = Notice("forward", where), Notice("backward", where)
+        more = "info and backward_writer tell of every solve"
+        self._forward_notice, self._backward_notice = Notice("forward", more), Notice("backward", more)
 
     def _configure(self, options: dict[str, Any]) -> None:
         """Take these options; TypeError or ValueError for bad ones."""
@@ -334,15 +335,15 @@ class DEQ(nn.Module):
         running = solution.status == Status.MAX_ITER
         return states, info, replace(solution, status=solution.status.masked_fill(running, Status.CONVERGED))
 
+    @abstractmethod
     def _states(
         self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
         """States with these gradients; the Solution of the solve that ends in the last, and its method."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _spread(self, max_iter: int, count: int) -> list[int]:
-        """Evaluations behind which so many states lie."""
-        raise NotImplementedError
+        """Numbers of the evaluations after which the `count` states are taken."""
 
     def _forward_method(self, given: dict[str, Any]) -> _Method:
         options = self.options
@@ -365,7 +366,7 @@ class DEQ(nn.Module):
         return [*given, max_iter]
 
     def _phantom(self, steps: int) -> _Gradient:
-        """Gradient of a state by so many steps, or by those that sup_gap or sup_loc ask for."""
+        """Gradient of a state by `steps` steps, or at the steps of sup_gap or sup_loc."""
         gap, at, tau = self.options["sup_gap"], _check_list("sup_loc", self.options["sup_loc"]), self.options["tau"]
         if gap > 0 and at:
             raise ValueError(f"sup_gap={gap} contradicts sup_loc={at}: leave out one of them")
@@ -487,9 +488,9 @@ class _Kept:
         return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
 
     def choose(self, solution: Solution) -> tuple[Any, Solution]:
-        """Value of torchdeq's solver, and the solution with the residuals of it and the evaluation that it is from.
+        """Value that torchdeq's solver returns, and the solution with its residuals and its evaluation.
 
-        A sample that converged has the value of there, which is the last evaluation's, since it was frozen; any other
+        A converged sample has the value of its last evaluation, after which it was frozen; any other
         that of the least residual; and one that broke down the finite iterate of the solution.
         """
         states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f

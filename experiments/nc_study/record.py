@@ -208,7 +208,7 @@ def read_record(kind: type[T], path: Path) -> T:
         content = path.read_bytes()
         if (version := from_json(dict[str, Any], content).get("format", 1)) != FORMAT:
             age = "an older" if version < FORMAT else "a newer"
-            raise StudyError(f"{path} was written by {age} version of this project: start anew in another --out")
+            raise StudyError(f"{path} was written by {age} version of this project: start again in another --out")
         return from_json(kind, content)
     except (OSError, ValueError) as error:
         raise StudyError(f"{path} cannot be read ({error})") from error

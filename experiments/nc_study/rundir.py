@@ -142,7 +142,7 @@ class RunDirectory:
         """StudyError that names the option in which the run that is here, if any, differs from these settings."""
         before = self.begun
         if before is None and self._checkpoint.exists():
-            raise StudyError(f"{self._begun} is missing: start anew in another --out")
+            raise StudyError(f"{self._begun} is missing: start again in another --out")
         for spec in fields(Experiment) if before else ():
             old, new = getattr(before, spec.name), getattr(settings.experiment, spec.name)
             if old != new:
@@ -188,13 +188,13 @@ class RunDirectory:
         kept = self.epochs[:count]
         if [epoch.epoch for epoch in kept] != list(range(1, count + 1)):
             raise StudyError(
-                f"{self._log} lacks lines of the {count} epochs that are done: start anew in another --out"
+                f"{self._log} lacks lines of the {count} epochs that are done: start again in another --out"
             )
         if measured := [epoch.epoch for epoch in kept if epoch.nc]:
             saved = read_arrays(self.moments)
             saved = {name: one[saved["epoch"] <= count] for name, one in saved.items()}
             if saved["epoch"].tolist() != measured:
-                raise StudyError(f"{self.moments} lacks measurements of these epochs: start anew in another --out")
+                raise StudyError(f"{self.moments} lacks measurements of these epochs: start again in another --out")
             write_arrays(self.moments, saved)
         else:
             self.moments.unlink(missing_ok=True)

@@ -75,7 +75,7 @@ def test_what_was_saved_after_the_checkpoint_is_dropped(run):
     run.cut(3)
     assert read_arrays(run.moments)["epoch"].tolist() == [2]
     run.append(lines[3])
-    with pytest.raises(StudyError, match="moments.npz lacks measurements of these epochs: start anew"):
+    with pytest.raises(StudyError, match="moments.npz lacks measurements of these epochs: start again"):
         run.cut(4)
     run.cut(1)
     assert not run.moments.exists()
