@@ -116,7 +116,8 @@ def _is_transformed() -> bool:
     return in_torch_func() or in_forward_mode()
 
 
-_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function has no such attribute; torch's decorator would import dynamo
+# torch's own decorator, torch.compiler.assume_constant_result, would import dynamo with the package, which takes seconds.
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | None) -> Any:
