@@ -116,7 +116,7 @@ def _is_transformed() -> bool:
     return in_torch_func() or in_forward_mode()
 
 
-# torch's own decorator, torch.compiler.assume_constant_result, would import dynamo with the package, which takes seconds.
+# torch.compiler.assume_constant_result would import dynamo together with the package, which takes seconds.
 _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
