@@ -350,7 +350,7 @@ class DEQ(nn.Module, ABC):
         return _method(options["f_solver"], options["f_tol"], options["f_stop_mode"], given)
 
     def _evaluations(self, max_iter: int) -> list[int]:
-        """Evaluations behind which the states of a training pass lie."""
+        """Numbers of the evaluations after which the states of a training pass are taken."""
         count, given = self.options["n_states"], _check_list("indexing", self.options["indexing"])
         check_count("n_states", count)
         if count > 1 and given:
@@ -406,7 +406,7 @@ class DEQIndexing(DEQ):
     ) -> tuple[list[Any], Solution, _Method]:
         states: list[Any] = []
         method = method.limited(at[-1])
-        # The state behind evaluation n of f is what evaluation n + 1 is given, but for Broyden's count.
+        # The state after evaluation n of f is the argument of evaluation n + 1. Broyden counts one less.
         before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
         for gradient, state in zip(gradients, [*before, value], strict=True):
             found, last = _attach(problem, method, gradient, replace(solution, value=state))
@@ -490,8 +490,8 @@ class _Kept:
     def choose(self, solution: Solution) -> tuple[Any, Solution]:
         """Value that torchdeq's solver returns, and the solution with its residuals and its evaluation.
 
-        A converged sample has the value of its last evaluation, after which it was frozen; any other
-        that of the least residual; and one that broke down the finite iterate of the solution.
+        A converged sample has the value of its last evaluation, after which it was frozen. One that broke down has the
+        finite iterate of the solution. Any other sample has the value of the least residual.
         """
         states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
         broken = solution.status == Status.NONFINITE
@@ -501,11 +501,13 @@ class _Kept:
         known, kept = done | broken, self.residual.to(solution.residual.dtype)
         lowest = torch.minimum(kept, torch.stack([solution.residual_abs, solution.residual_rel]))
         absolute, relative = torch.where(known, lowest, kept)
+        iterations = torch.where(known, solution.iterations, self.step)
+        if not ends_in_f:  # torchdeq's Broyden does not count its evaluation at z0
+            iterations = iterations - 1
         trace = torch.stack(self.trace, dim=1).to(kept.dtype)
         return value, replace(
             solution,
-            iterations=torch.where(known, solution.iterations, self.step)
-            - int(not ends_in_f),  # Broyden's of z0 is none
+            iterations=iterations,
             residual=absolute if self.method.solver.stop == "abs" else relative,
             residual_abs=absolute,
             residual_rel=relative,
