@@ -621,16 +621,148 @@ def test_bad_options(options, message):
 @pytest.mark.parametrize(
     ("solver", "given", "message"),
     [
-        ("fixed_point_iter", {"m": 4}, "fixed_point_iter takes no 'm'"),
-        ("anderson", {"lam": 1e-4}, "relative"),
+        ("fixed_point_iter", {"tau": 3.0}, "tau must be"),
+        ("fixed_point_iter", {"f_max_iter": -1}, "f_max_iter must be"),
         ("anderson", {"m": 1}, "m must be"),
-        ("broyden", {"ls": True}, "no line search"),
-        ("broyden", {"LBFGS_thresh": 4}, "did you mean 'LBFGS_thres'"),
     ],
 )
 def test_bad_solver_kwargs(solver, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         get_deq(f_solver=solver)(torch.cos, torch.zeros(2, 3), solver_kwargs=given)
+
+
+@pytest.mark.parametrize(
+    ("solver", "given", "message"),
+    [
+        ("fixed_point_iter", {"m": 4}, "fixed_point_iter does not use m=4$"),
+        ("anderson", {"beta": 1.0, "lam": 0.0}, "anderson does not use beta=1.0$"),
+        ("broyden", {"LBFGS_thresh": 4}, "did you mean 'LBFGS_thres'"),
+        ("fixed_point_iter", {"lam": 1e-3}, "fixed_point_iter does not use lam"),
+    ],
+)
+def test_solver_kwargs_that_are_not_used(solver, given, message):
+    """torchdeq's solvers drop them without a word."""
+    with pytest.warns(UserWarning, match=message) as warned:
+        ours = call(compat, solver_kwargs=given, f_solver=solver)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    theirs = call(torchdeq, solver_kwargs=given, f_solver=solver)
+    assert_same(ours[0], theirs[0])
+    assert_same(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize(("solver", "given"), [("anderson", {"lam": 1e-4}), ("broyden", {"ls": False})], ids=str)
+def test_defaults_of_torchdeq_are_accepted(solver, given):
+    (plain,), (ours,) = (call(compat, solver_kwargs=more, f_solver=solver)[0] for more in ({}, given))
+    assert torch.equal(plain, ours)
+
+
+def halved(func, x0, max_iter=50, tol=1e-3, stop_mode="abs", indexing=None, step=0.5, **kwargs):
+    """Damped iteration with the signature of torchdeq's solvers, stopped by max_iter only."""
+    z, states = x0, []
+    for k in range(max_iter):
+        z = z + step * (func(z) - z)
+        states += [z] if k + 1 in (indexing or []) else []
+    return z, states or [z], dict(torchdeq.solver_stat_from_final_step(z, func(z), max_iter))
+
+
+class TestWhatOnlyTorchdeqRuns:
+    @pytest.fixture(autouse=True)
+    def registered(self, monkeypatch):
+        monkeypatch.setattr(torchdeq.solver, "_solvers", dict(torchdeq.solver._solvers))
+        compat.register_solver("halved", halved)
+
+    @pytest.mark.parametrize("core", ["sliced", "indexing"])
+    @pytest.mark.parametrize(
+        ("given", "options"),
+        [
+            ({"lam": 1e-3, "m": 4}, {"f_solver": "anderson"}),
+            ({"ls": True}, {"f_solver": "broyden", "grad": 2, "tau": 0.5}),
+            ({"step": 0.7}, {"f_solver": "halved", "n_states": 2}),
+            ({"f_max_iter": 5}, {"f_solver": "halved", "eval_factor": 2.0, "ift": True}),
+            ({}, {"b_solver": "halved", "ift": True}),
+        ],
+        ids=str,
+    )
+    def test_the_same(self, given, options, core):
+        """A registered solver, a ridge and a line search: to the bit, with as many evaluations."""
+        ours, theirs = (
+            counted(library, 3, given, core=core, f_max_iter=12, **options) for library in (compat, torchdeq)
+        )
+        for a, b in zip([*ours[0], *ours[2]], [*theirs[0], *theirs[2]], strict=True):
+            assert torch.equal(a, b)
+        assert ours[3] == theirs[3]
+        values = [
+            library.get_deq(core=core, **options).eval()(torch.cos, torch.zeros(2, 3), solver_kwargs=given)[0][0]
+            for library in (compat, torchdeq)
+        ]
+        assert torch.equal(*values)
+
+    def test_a_layer_that_is_set_later(self):
+        layer, func, z0 = get_deq(), torch.cos, torch.zeros(2, 3)
+        layer.f_solver = "halved"
+        assert isinstance(layer, compat.DEQSliced)
+        assert torch.equal(layer(func, z0)[0][0], get_deq(f_solver="halved")(func, z0)[0][0])
+
+    def test_torchdeqs_name_for_another_solver(self):
+        compat.register_solver("broyden", halved)
+        (value,), _ = get_deq(f_solver="broyden").eval()(torch.cos, torch.zeros(2, 3))
+        assert torch.equal(value, halved(torch.cos, torch.zeros(2, 3), 40)[0])
+
+    def test_a_backward_solver_that_is_not_used(self):
+        options = {"f_solver": "anderson", "b_solver": "halved"}
+        assert torch.equal(call(compat, **options)[0][0], call(compat, f_solver="anderson")[0][0])
+
+    @pytest.mark.parametrize(
+        ("options", "given", "message"),
+        [
+            ({"f_solver": "anderson"}, {"lam": 1e-3}, "lam is run by torchdeq.*leave lam out"),
+            ({"f_solver": "broyden"}, {"ls": True}, "ls is run by torchdeq.*leave ls out"),
+            ({"f_solver": "halved"}, {}, "f_solver is run by torchdeq"),
+            ({"b_solver": "halved", "ift": True}, {}, "b_solver is run by torchdeq"),
+        ],
+        ids=str,
+    )
+    def test_errors(self, options, given, message, monkeypatch):
+        layer, z0 = get_deq(**options), torch.zeros(2, 3)
+        for more in ({"x": z0}, {"groups": "batch"}):
+            with pytest.raises(ValueError, match=message):
+                layer(lambda z, x=0.0: torch.cos(z) + x, z0, solver_kwargs=given, **more)
+        monkeypatch.setitem(sys.modules, "torchdeq", None)
+        with pytest.raises(ImportError, match=message):
+            layer(torch.cos, z0, solver_kwargs=given)
+        with pytest.raises(ValueError, match="f_solver must be one of"):
+            get_deq(f_solver="halved")
+
+
+@pytest.mark.parametrize("options", [{}, {"f_solver": "broyden"}, {"ift": True, "b_tol": 1e-9}, {"grad": 3}], ids=str)
+def test_a_state_without_dimensions(options):
+    """It is one sample; torchdeq returns it as (1,), and in a list as it was."""
+    found = []
+    for library in (compat, torchdeq):
+        w, zero = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), torch.tensor(0.0, dtype=torch.float64)
+        layer = library.get_deq(f_max_iter=15, f_tol=0.0, **options)
+        (value,), info = layer(lambda z, w=w: w * torch.cos(z), zero)
+        (pair,), _ = layer(lambda a, b, w=w: (w * torch.cos(b), w * torch.sin(a)), [zero, zero])
+        (in_evaluation,), _ = layer.eval()(lambda z: 0.5 * torch.cos(z), zero)
+        gradient = torch.autograd.grad(value.sum() + pair[0] * pair[1], w)[0]
+        found.append([value, *pair, in_evaluation.detach(), gradient, info["nstep"].double()])
+    assert [a.shape for a in found[0]] == [(1,), (), (), (1,), (), (1,)]
+    assert_same(*found, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("z0", "message"),
+    [
+        (0.0, "z_init must be a tensor or a list of tensors, got float"),
+        ({"a": torch.zeros(2)}, "z_init must be a tensor or a list of tensors, got dict"),
+        ([torch.zeros(2), [torch.zeros(2)]], "z_init must be a tensor or a list of tensors, got list in it"),
+        (torch.zeros(2, 3, dtype=torch.int64), "z_init must be floating-point, got torch.int64"),
+    ],
+    ids=str,
+)
+def test_bad_states(z0, message):
+    with pytest.raises(TypeError, match=message):
+        get_deq()(torch.cos, z0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Interface: torchdeq 0.1.0, Geng and Kolter, arXiv 2310.18605.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -62,10 +63,13 @@ _SOLVER_OPTIONS = {
     "anderson": ("m", "lam", "tau", "return_final"),
     "broyden": ("LBFGS_thres", "ls", "return_final"),
 }
-_REFUSALS = {
-    "lam": "its effect in torchdeq depends on the scale of z: leave it out for a ridge of 1e-6 relative to each "
-    "sample's window, give lam=0 for none, or give deqfast.Anderson(ridge=...) to a DEQBlock",
-    "ls": "deqfast has no line search: leave it out, or give deqfast.Broyden(step=...) to a DEQBlock",
+# Options that only torchdeq's own solvers honour, with the values that deqfast's honour too.
+_THEIRS: dict[str, tuple[Any, ...]] = {"lam": (0.0, 1e-4), "ls": (False,)}
+_INSTEAD = {
+    "lam": "leave lam out for a ridge of 1e-6 relative to each sample's window, or give lam=0 for none",
+    "ls": "leave ls out",
+    "f_solver": "choose one of deqfast's",
+    "b_solver": "choose one of deqfast's",
 }
 _UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
 _RUN_ALL = 1e-30  # tolerance that a residual meets at an exact fixed point only
@@ -77,7 +81,8 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
     What is done otherwise: each sample stops by itself; the window of Anderson has a relative ridge of 1e-6; the
     backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode`; `core="indexing"` gives its states
     wherever the solve ends; gradients also pass in evaluation, where they are recorded. An option is an error where it
-    is unknown, contradicts another or cannot be honoured.
+    is unknown, contradicts another or cannot be honoured. torchdeq's own layer runs a solver from ``register_solver``,
+    and a call with a `lam` or an `ls` that deqfast's solvers do not have.
 
     Args:
         args: torchdeq's options as a mapping, or as a Namespace or other object with attributes, which may have others
@@ -131,6 +136,16 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _is_registered(solver: str) -> bool:
+    """Answer whether ``torchdeq.register_solver`` was given a solver by this name."""
+    library = sys.modules.get("torchdeq")
+    try:
+        found = library and library.get_solver(solver)
+    except (AssertionError, KeyError, TypeError):
+        return False
+    return bool(found) and not getattr(found, "__module__", "").startswith("torchdeq.")
+
+
 def _check_list(name: str, value: Any) -> list[Any]:
     """`value` as a list, empty for None; TypeError if it is none."""
     if value is not None and not isinstance(value, (list, tuple)):
@@ -145,6 +160,30 @@ def _warn_of(unknown: dict[str, Any]) -> None:
     for name in (name for name, value in unknown.items() if value is not None):
         hint = "; it belongs in solver_kwargs" if name in within else _hint(name, names)
         warn(f"deqfast: a call of the layer does not use {name}={unknown[name]!r:.60}{hint}")
+
+
+def _checked_state(z: Any) -> tuple[Any, list[bool]]:
+    """z_init as a tensor or a list, and of each of its tensors whether it has no dimensions."""
+    leaves: list[Any] = [z] if isinstance(z, Tensor) else list(z) if isinstance(z, (list, tuple)) else [None]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            got = type(z).__name__ if leaf is None else f"{type(leaf).__name__} in it"
+            raise TypeError(f"z_init must be a tensor or a list of tensors, got {got}")
+        if not leaf.is_floating_point():
+            raise TypeError(f"z_init must be floating-point, got {leaf.dtype}")
+    return z if isinstance(z, Tensor) else leaves, [not leaf.dim() for leaf in leaves]
+
+
+def _as_rows(z: Any) -> Any:
+    """Tensor or list with the shape (1,) in place of no dimensions."""
+    return pytree.tree_map(lambda leaf: leaf if leaf.dim() else leaf[None], z)
+
+
+def _without_rows(z: Any, bare: list[bool]) -> Any:
+    """Tensor or list as before ``_as_rows``, where `bare` marks the tensors without dimensions."""
+    leaves = [z] if isinstance(z, Tensor) else z
+    leaves = [leaf[0] if was else leaf for leaf, was in zip(leaves, bare, strict=True)]
+    return leaves[0] if isinstance(z, Tensor) else leaves
 
 
 @dataclass(frozen=True)
@@ -174,11 +213,9 @@ class _Method:
 
 
 def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
-    for option, value in options.items():
-        if option not in _SOLVER_OPTIONS[name]:
-            raise TypeError(f"{name} takes no {option!r}{_hint(option, ('f_max_iter', *_SOLVER_OPTIONS[name]))}")
-        if option in _REFUSALS and value:
-            raise ValueError(f"{option}={value!r}: {_REFUSALS[option]}")
+    for option in options.keys() - set(_SOLVER_OPTIONS[name]):
+        hint = _hint(option, ("f_max_iter", *_SOLVER_OPTIONS[name]))
+        warn(f"deqfast: {name} does not use {option}={options[option]!r:.60}{hint}")
     final = name == "simple_fixed_point_iter" or bool(options.get("return_final"))
     common: dict[str, Any] = {"tol": _RUN_ALL if final else tol or _RUN_ALL, "stop": stop}
     tau = options.get("tau", 1.0)
@@ -187,7 +224,7 @@ def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Metho
         return _Method(solver, unseen=1, ends_in_f=False, is_final=final)
     if name == "anderson":  # m counts iterates, history their differences
         check_count("m", options.get("m", 6), 2)
-        ridge = 0.0 if "lam" in options else 1e-6
+        ridge = 0.0 if options.get("lam") == 0 else 1e-6
         anderson = Anderson(history=options.get("m", 6) - 1, mixing=tau, ridge=ridge, **common)
         return _Method(anderson, unseen=2, is_final=final)
     check_number("tau", tau, 0.0, 2.0, low_open=True)
@@ -212,11 +249,13 @@ class DEQ(nn.Module, ABC):
         args: all options by name.
         f_solver, b_solver: names of the solvers. These and the rest of the solvers' options can be set.
         eval_f_max_iter: evaluations in evaluation, as its options give them.
+        registered: options that name a solver which only torchdeq can run.
     """
 
     f_solver, f_max_iter, f_tol, f_stop_mode = map(_option, ("f_solver", "f_max_iter", "f_tol", "f_stop_mode"))
     b_solver, b_max_iter, b_tol, b_stop_mode = map(_option, ("b_solver", "b_max_iter", "b_tol", "b_stop_mode"))
     args = property(lambda layer: layer.options)
+    core: str  # torchdeq's name for the class
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__()
@@ -228,14 +267,19 @@ class DEQ(nn.Module, ABC):
     def _configure(self, options: dict[str, Any]) -> None:
         """Take these options; TypeError or ValueError for bad ones."""
         self.options = options
+        implicit = options["ift"] or options["hook_ift"]
+        used = ("f_solver", "b_solver") if implicit else ("f_solver",)
+        self.registered = [name for name in used if _is_registered(options[name])]
         for each in ("f", "b"):
-            check_choice(f"{each}_solver", options[f"{each}_solver"], tuple(_SOLVER_OPTIONS))
+            if not _is_registered(options[f"{each}_solver"]):
+                check_choice(f"{each}_solver", options[f"{each}_solver"], tuple(_SOLVER_OPTIONS))
             check_choice(f"{each}_stop_mode", options[f"{each}_stop_mode"], ("abs", "rel"))
             check_number(f"{each}_tol", options[f"{each}_tol"], 0.0)
         check_count("f_max_iter", options["f_max_iter"], 0)
         check_count("b_max_iter", options["b_max_iter"])
         self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
-        self._forward_method({})
+        if "f_solver" not in self.registered:
+            self._forward_method({})
         self.eval_f_max_iter = options["eval_f_max_iter"] or int(options["f_max_iter"] * options["eval_factor"])
         check_count("eval_f_max_iter", self.eval_f_max_iter, 0)
         at, grad = self._evaluations(options["f_max_iter"]), options["grad"]
@@ -247,9 +291,9 @@ class DEQ(nn.Module, ABC):
             check_count("grad", steps)
         check_number("tau", options["tau"], 0.0, 1.0, low_open=True)
         self.gradients = [self._phantom(steps) for steps in grad]
-        if options["ift"] or options["hook_ift"]:
-            if grad == [grad[0]] and grad[0] > 1:
-                raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
+        if implicit and grad == [grad[0]] and grad[0] > 1:
+            raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
+        if implicit and "b_solver" not in self.registered:
             backward = _method(options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
             self.gradients[-1] = _Gradient(Implicit(replace(backward, max_iter=options["b_max_iter"])))
@@ -270,9 +314,11 @@ class DEQ(nn.Module, ABC):
         Args:
             func: takes a tensor like z_init, or as many as z_init holds, and returns the like. Parametrised weights are
                 held for the length of a solve where it is a module.
-            z_init: floating-point (B, ...), or a list of such.
+            z_init: floating-point (B, ...), or a list of such. A tensor without dimensions is one sample.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
-                anderson, `LBFGS_thres` of broyden; `return_final=True` gives the last iterate, not the best.
+                anderson, `LBFGS_thres` of broyden; `return_final=True` gives the last iterate, not the best. `lam` of
+                anderson other than 0 and 1e-4, and `ls=True` of broyden, are run by torchdeq. What the solver does not
+                use is warned of.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
             x: a tensor or a tree of them, which func then takes as its last argument: for second derivatives through
@@ -286,19 +332,44 @@ class DEQ(nn.Module, ABC):
             abs_trace, rel_trace (B, N), residuals of the iterates; sradius (B,) where asked for, else (1,).
 
         Raises:
-            TypeError, ValueError: an option of `solver_kwargs` is unknown, contradicts or cannot be honoured; z_init is
-                not finite; func returns another shape.
+            TypeError, ValueError: an option of `solver_kwargs` is out of range or cannot be honoured; z_init is not
+                finite, or not floating-point; func returns another shape.
+            ImportError: torchdeq, which is to run this, is not installed.
         """
         _warn_of(unknown)
         given = dict(solver_kwargs or {})
+        theirs = self._torchdeqs(given)
+        if theirs and (x is not None or groups is not None):
+            raise ValueError(f"{theirs} is run by torchdeq, which takes no x and no groups: {_INSTEAD[theirs]}")
+        if theirs:
+            found: tuple[list[Any], dict[str, Tensor]]
+            found = untraced(self._run_torchdeq, theirs, func, z_init, given, sradius_mode, backward_writer)
+            return found
         states, info, judged = untraced(self._run, func, z_init, x, given, sradius_mode, backward_writer, groups)
         self._forward_notice.look(judged)
         return states, info
 
+    def _torchdeqs(self, given: dict[str, Any]) -> str:
+        """Name of what only torchdeq runs: a registered solver, or an option of this call; empty if it is nothing."""
+        if self.registered:
+            return self.registered[0]
+        used = _SOLVER_OPTIONS[self.options["f_solver"]]
+        asked = [name for name in _THEIRS if name in used and given.get(name, 0) not in _THEIRS[name]]
+        return asked[0] if asked else ""
+
+    def _run_torchdeq(self, needed: str, *call: Any) -> Any:
+        """States and info of torchdeq's own layer with these options; ImportError naming what needs it."""
+        try:
+            import torchdeq
+        except ImportError as error:
+            raise ImportError(f"{needed} is run by torchdeq: pip install torchdeq, or {_INSTEAD[needed]}") from error
+        options = {name: value for name, value in self.options.items() if value is not None}
+        return torchdeq.get_deq(options, core=self.core).train(self.training)(*call)
+
     def _run(
         self, func: Any, z: Any, x: Any, given: dict[str, Any], sradius_mode: bool, writer: Any, groups: Any
     ) -> Any:
-        z = z if isinstance(z, Tensor) else list(z)
+        z, bare = _checked_state(z)
         max_iter = given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter)
         check_count("f_max_iter", max_iter, 0)
         method = self._forward_method(given)
@@ -308,8 +379,10 @@ class DEQ(nn.Module, ABC):
             if writer is not None:
                 writer(_info(solution, method))
 
+        cell = (lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x)))
+        z = _as_rows(z) if any(bare) else z
         problem = Problem(
-            cell=(lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x))),
+            cell=(lambda z, x: _as_rows(cell(_without_rows(z, bare), x))) if any(bare) else cell,
             x=() if x is None else (x,),
             z0=detached(z),
             solver=method.solver,
@@ -331,6 +404,8 @@ class DEQ(nn.Module, ABC):
             if sradius_mode and not self.training:
                 radius = spectral_radius(problem.cell, states[-1], problem.x, 100, problem.groups)
                 info["sradius"] = radius.to(pytree.tree_leaves(states[-1])[0].dtype)
+        if any(bare) and not isinstance(z, Tensor):  # torchdeq returns (1,) for a single tensor
+            states = [_without_rows(state, bare) for state in states]
         # A solve that ends at max_iter is no surprise: the tolerance is often a mere bound here.
         running = solution.status == Status.MAX_ITER
         return states, info, replace(solution, status=solution.status.masked_fill(running, Status.CONVERGED))
@@ -382,6 +457,8 @@ class DEQ(nn.Module, ABC):
 class DEQSliced(DEQ):
     """Layer whose solve goes on, after each state, from what the gradient's steps have made of it."""
 
+    core = "sliced"
+
     def _states(
         self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
@@ -400,6 +477,8 @@ class DEQSliced(DEQ):
 
 class DEQIndexing(DEQ):
     """Layer whose states are iterates of one solve."""
+
+    core = "indexing"
 
     def _states(
         self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
