@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -197,6 +198,7 @@ class _Method:
         unseen: first evaluations that torchdeq keeps no residual of.
         ends_in_f: its result is f at the iterate with the least residual, not that iterate.
         is_final: its result is that of the last iterate, not of the one with the least residual.
+        is_bare: no residual is looked at but the last.
     """
 
     solver: Solver
@@ -205,7 +207,9 @@ class _Method:
     unseen: int = 0
     ends_in_f: bool = True
     is_final: bool = False
+    is_bare: bool = False
 
+    @lru_cache(maxsize=128)  # noqa: B019 - a method holds no tensors
     def limited(self, max_iter: int) -> _Method:
         """The method with `max_iter` evaluations. torchdeq's Broyden does not count its evaluation at z0."""
         calls = max(max_iter, 1) + (not self.ends_in_f)
@@ -216,7 +220,8 @@ def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Metho
     for option in options.keys() - set(_SOLVER_OPTIONS[name]):
         hint = _hint(option, ("f_max_iter", *_SOLVER_OPTIONS[name]))
         warn(f"deqfast: {name} does not use {option}={options[option]!r:.60}{hint}")
-    final = name == "simple_fixed_point_iter" or bool(options.get("return_final"))
+    bare = name == "simple_fixed_point_iter"
+    final = bare or bool(options.get("return_final"))
     common: dict[str, Any] = {"tol": _RUN_ALL if final else tol or _RUN_ALL, "stop": stop}
     tau = options.get("tau", 1.0)
     if name == "broyden":
@@ -228,7 +233,7 @@ def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Metho
         anderson = Anderson(history=options.get("m", 6) - 1, mixing=tau, ridge=ridge, **common)
         return _Method(anderson, unseen=2, is_final=final)
     check_number("tau", tau, 0.0, 2.0, low_open=True)
-    return _Method(Picard(**common), damping=tau, is_final=final)
+    return _Method(Picard(**common), damping=tau, is_final=final, is_bare=bare)
 
 
 def _option(name: str) -> property:
@@ -279,7 +284,7 @@ class DEQ(nn.Module, ABC):
         check_count("b_max_iter", options["b_max_iter"])
         self.traces = not (options["no_stat"] or options["f_solver"] == "simple_fixed_point_iter")
         if "f_solver" not in self.registered:
-            self._forward_method({})
+            self.method = self._forward_method({})
         self.eval_f_max_iter = options["eval_f_max_iter"] or int(options["f_max_iter"] * options["eval_factor"])
         check_count("eval_f_max_iter", self.eval_f_max_iter, 0)
         at, grad = self._evaluations(options["f_max_iter"]), options["grad"]
@@ -372,7 +377,7 @@ class DEQ(nn.Module, ABC):
         z, bare = _checked_state(z)
         max_iter = given.pop("f_max_iter", self.options["f_max_iter"] if self.training else self.eval_f_max_iter)
         check_count("f_max_iter", max_iter, 0)
-        method = self._forward_method(given)
+        method = self._forward_method(given) if given else self.method
 
         def on_backward(solution: Solution) -> None:
             self._backward_notice.look(solution)
@@ -530,6 +535,7 @@ class _Kept:
         self.step = torch.zeros(self.packing.batch, dtype=torch.int32, device=self.packing.device)
         self.residual = torch.full((2, self.packing.batch), math.inf, dtype=torch.float64, device=self.packing.device)
         self.trace: list[Tensor] = []
+        self.calls = 0
 
     def __call__(self, z: Any, x: Any) -> Any:
         value, tau = self.problem.cell(z, x), self.method.damping
@@ -537,7 +543,9 @@ class _Kept:
         if tau != 1.0:
             values = [tau * y + (1 - tau) * z for y, z in zip(values, states, strict=True)]
             value = pytree.tree_unflatten(values, self.packing.spec)
-        self._keep(states, values)
+        self.calls += 1
+        if not self.method.is_bare or self.calls == self.method.max_iter:
+            self._keep(states, values)
         self.latest = values
         return value
 
@@ -553,7 +561,7 @@ class _Kept:
         lower = torch.full_like(residual, self.method.is_final, dtype=torch.bool) | (residual < self.residual)
         self.residual = torch.where(lower, residual, self.residual)
         shorter = lower[int(self.method.solver.stop == "rel")]
-        self.step = torch.where(shorter, len(self.trace), self.step)
+        self.step = torch.where(shorter, self.calls, self.step)
         chosen = values if self.method.ends_in_f else states
         if not self.kept or self.method.is_final:  # copies: these may lie in the solver's memory
             self.kept = [leaf.clone() for leaf in chosen]
@@ -573,6 +581,8 @@ class _Kept:
         finite iterate of the solution. Any other sample has the value of the least residual.
         """
         states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
+        if not self.kept:  # all samples came to rest before the last evaluation
+            self._keep(states, self.latest)
         broken = solution.status == Status.NONFINITE
         done = torch.zeros_like(broken) if self.method.is_final else solution.converged
         values = self._select(done, self.latest if ends_in_f else states, self.kept)
@@ -612,7 +622,8 @@ def _attach(problem: Problem, method: _Method, gradient: _Gradient, solution: So
         return [solution.value], solution
     tol = method.solver.tol / method.damping
     tol = min(tol, 0.99) if method.solver.stop == "rel" else tol
-    problem = replace(problem, solver=replace(method.solver, tol=tol))
+    solver = method.solver if tol == method.solver.tol else replace(method.solver, tol=tol)
+    problem = replace(problem, solver=solver)
     if problem.advances and not (records and isinstance(gradient.adjoint, Implicit)):
         return gradient.along_steps(problem, solution)
     value, solution = gradient.adjoint.differentiate(problem, solution)
@@ -633,7 +644,8 @@ class _Gradient:
 
     def along_steps(self, problem: Problem, solution: Solution) -> tuple[list[Any], Solution]:
         """States behind the steps from z*, all in one chain; and the solution as its first evaluation confirms it."""
-        z, x, broken = problem.without_broken(solution)
+        solved = solution.evaluations > 0  # else all samples are as they were given
+        z, x, broken = problem.without_broken(solution) if solved else (solution.value, problem.x, solution.status)
         leaves, spec = pytree.tree_flatten(z)
         first: list[Tensor] = []
 
@@ -648,10 +660,10 @@ class _Gradient:
             leaves = step.damped(f, leaves)
             if n in self.taken:
                 state = pytree.tree_unflatten(leaves, spec)
-                states.append(
-                    pytree.tree_map(lambda v, s: torch.where(per_row(broken, v), v, s), solution.value, state)
-                )
-        return states, confirmed(solution, problem, z, first)
+                if z is not solution.value:
+                    state = pytree.tree_map(lambda v, s: torch.where(per_row(broken, v), v, s), solution.value, state)
+                states.append(state)
+        return states, confirmed(solution, problem, z, first) if solved else solution
 
 
 def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:
