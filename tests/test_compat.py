@@ -190,6 +190,29 @@ class TestTheSameAsTorchdeq:
             assert_same(ours[0], theirs[0])
             assert_same(ours[2], theirs[2])
 
+    @pytest.mark.parametrize("solver", ["fixed_point_iter", "simple_fixed_point_iter", "anderson", "broyden"])
+    @pytest.mark.parametrize("more", [{}, {"n_states": 2}, {"f_stop_mode": "rel", "f_tol": 1e-3}], ids=str)
+    def test_devices_that_are_not_waited_for(self, solver, more, monkeypatch):
+        """There the samples are chosen without a look at the mask."""
+        options = {"f_solver": solver, "f_max_iter": 12, "f_tol": 1e-2, "slope": 4.0, **more}
+        looked = counted(compat, 5, **options)
+        monkeypatch.setattr("deqfast.compat.torchdeq._surely_all", lambda samples: False)
+        blind = counted(compat, 5, **options)
+        for a, b in ((looked[0], blind[0]), (looked[2], blind[2]), (looked[1].values(), blind[1].values())):
+            assert all(map(torch.equal, a, b))
+
+    @pytest.mark.parametrize("rows", [[True, True, True], [True, False, True]], ids=str)
+    def test_samples_at_rest(self, rows):
+        """simple_fixed_point_iter looks at the last residual only, also of a solve that ends before max_iter."""
+        found = []
+        for library in (compat, torchdeq):
+            layer = library.get_deq(f_solver="simple_fixed_point_iter", f_max_iter=9).eval()
+            (value,), info = layer(
+                lambda z: torch.where(torch.tensor(rows)[:, None], 0.5, torch.cos(z)), torch.ones(3, 2).double()
+            )
+            found.append([value.detach(), info["abs_lowest"], info["rel_lowest"], info["abs_trace"]])
+        assert_same(*found, 1e-6)  # torchdeq adds 1e-8 to the length of a value
+
     @pytest.mark.parametrize("training", [True, False])
     def test_a_list_state(self, training):
         def run(library):

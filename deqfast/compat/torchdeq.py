@@ -31,6 +31,7 @@ from ..regularize import spectral_radius
 from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver
 from ..trajectory import solve_along
+from ..transforms import values as unwrapped
 from ..uncompiled import untraced
 from ..weights import hold_weights
 
@@ -73,6 +74,7 @@ _INSTEAD = {
     "b_solver": "choose one of deqfast's",
 }
 _UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
+_TINY = 1e-300  # in place of the length of a value of zeros
 _RUN_ALL = 1e-30  # tolerance that a residual meets at an exact fixed point only
 
 
@@ -516,15 +518,20 @@ def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any],
     return states, *kept.choose(solution)
 
 
+def _surely_all(samples: Tensor) -> bool:
+    """Answer whether all samples are in this mask; False where the answer would wait for the device."""
+    return samples.device.type == "cpu" and bool(unwrapped(samples).all())
+
+
 class _Kept:
     """Damped map of a problem, which keeps of each sample the evaluation that torchdeq chooses, and all residuals.
 
     Attributes:
         kept: leaves of the values of these evaluations, or of the states evaluated where the method ends in these.
-        step: numbers of these evaluations, (B,).
-        residual: the least |value - z| and |value - z| / |value| of all evaluations, or the last, (2, B) float64.
+        least: residuals of these evaluations, in the measure that stops the solve, (B,) float64.
         latest: leaves of the value of the last evaluation.
-        trace: the residuals of every evaluation.
+        lengths: |value - z| and |value| of every evaluation.
+        calls: number of evaluations.
     """
 
     def __init__(self, problem: Problem, method: _Method) -> None:
@@ -532,9 +539,8 @@ class _Kept:
         self.packing = Packing(problem.z0, problem.groups)
         self.kept: list[Tensor] = []
         self.latest: list[Tensor] = []
-        self.step = torch.zeros(self.packing.batch, dtype=torch.int32, device=self.packing.device)
-        self.residual = torch.full((2, self.packing.batch), math.inf, dtype=torch.float64, device=self.packing.device)
-        self.trace: list[Tensor] = []
+        self.least = torch.full((self.packing.batch,), math.inf, dtype=torch.float64, device=self.packing.device)
+        self.lengths: list[Tensor] = []
         self.calls = 0
 
     def __call__(self, z: Any, x: Any) -> Any:
@@ -553,23 +559,28 @@ class _Kept:
         return [z] if self.packing.is_tensor else pytree.tree_leaves(z)
 
     def _keep(self, states: list[Tensor], values: list[Tensor]) -> None:
-        groups = self.problem.groups
+        groups, method = self.problem.groups, self.method
         length = sample_norms([y - z for y, z in zip(values, states, strict=True)], groups)
-        relative = torch.where(length == 0, 0, length / sample_norms(values, groups))
-        residual = torch.stack([length, relative])
-        self.trace.append(residual)
-        lower = torch.full_like(residual, self.method.is_final, dtype=torch.bool) | (residual < self.residual)
-        self.residual = torch.where(lower, residual, self.residual)
-        shorter = lower[int(self.method.solver.stop == "rel")]
-        self.step = torch.where(shorter, self.calls, self.step)
-        chosen = values if self.method.ends_in_f else states
-        if not self.kept or self.method.is_final:  # copies: these may lie in the solver's memory
+        size = sample_norms(values, groups)
+        self.lengths += [length, size]
+        chosen, first = values if method.ends_in_f else states, not self.kept
+        if method.is_final:
+            self.kept = values if method.ends_in_f else [leaf.clone() for leaf in states]
+            return
+        residual = length if method.solver.stop == "abs" else length / size.clamp_min(_TINY)
+        shorter = residual < self.least
+        self.least = torch.fmin(residual, self.least)
+        if first:
             self.kept = [leaf.clone() for leaf in chosen]
-        else:
+        elif not _surely_all(~shorter):
             self.kept = self._select(shorter, chosen, self.kept)
 
     def _select(self, samples: Tensor, chosen: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-        """`chosen` in the rows of the samples, `others` elsewhere."""
+        """Copies, as these may lie in the solver's memory: of `chosen` in the rows of the samples, else of `others`."""
+        if _surely_all(samples):
+            return [a.clone() for a in chosen]
+        if _surely_all(~samples):
+            return [b.to(a.dtype, copy=True) for a, b in zip(chosen, others, strict=True)]
         rows = samples if self.problem.groups is None else self.problem.groups.of_rows(samples)
         pairs = zip(chosen, others, strict=True)
         return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
@@ -583,17 +594,26 @@ class _Kept:
         states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
         if not self.kept:  # all samples came to rest before the last evaluation
             self._keep(states, self.latest)
+        length, size = torch.stack(self.lengths).view(-1, 2, self.packing.batch).unbind(1)
+        trace = torch.stack([length, torch.where(length == 0, 0, length / size)])
+        if self.method.is_final:
+            step, kept = torch.full_like(solution.iterations, self.calls), trace[:, -1]
+        else:
+            kept = trace.nan_to_num(math.inf, math.inf).amin(dim=1)
+            first = (trace == kept[:, None]).to(torch.int8).argmax(dim=1)
+            step = torch.where(kept < math.inf, first + 1, 0)[int(self.method.solver.stop == "rel")]
         broken = solution.status == Status.NONFINITE
         done = torch.zeros_like(broken) if self.method.is_final else solution.converged
         values = self._select(done, self.latest if ends_in_f else states, self.kept)
-        value = pytree.tree_unflatten(self._select(broken, states, values), self.packing.spec)
-        known, kept = done | broken, self.residual.to(solution.residual.dtype)
+        values = values if _surely_all(~broken) else self._select(broken, states, values)
+        value = pytree.tree_unflatten(values, self.packing.spec)
+        known, kept = done | broken, kept.to(solution.residual.dtype)
         lowest = torch.minimum(kept, torch.stack([solution.residual_abs, solution.residual_rel]))
         absolute, relative = torch.where(known, lowest, kept)
-        iterations = torch.where(known, solution.iterations, self.step)
+        iterations = torch.where(known, solution.iterations, step.to(solution.iterations.dtype))
         if not ends_in_f:  # torchdeq's Broyden does not count its evaluation at z0
             iterations = iterations - 1
-        trace = torch.stack(self.trace, dim=1).to(kept.dtype)
+        trace = trace.to(kept.dtype)
         return value, replace(
             solution,
             iterations=iterations,
