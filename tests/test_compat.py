@@ -201,17 +201,43 @@ class TestTheSameAsTorchdeq:
         for a, b in ((looked[0], blind[0]), (looked[2], blind[2]), (looked[1].values(), blind[1].values())):
             assert all(map(torch.equal, a, b))
 
-    @pytest.mark.parametrize("rows", [[True, True, True], [True, False, True]], ids=str)
-    def test_samples_at_rest(self, rows):
-        """simple_fixed_point_iter looks at the last residual only, also of a solve that ends before max_iter."""
+    @pytest.mark.parametrize(
+        "func",
+        [
+            lambda z: torch.where(torch.tensor([[True], [False], [True]]), 0.5, torch.cos(z)),
+            lambda z: torch.stack([0.5 * z[0] + 1, torch.relu(z[0] - 1.5), torch.relu(z[1] - 0.2)]),
+        ],
+        ids=["apart", "coupled"],
+    )
+    @pytest.mark.parametrize("more", [{}, {"core": "indexing", "indexing": [3, 7]}], ids=str)
+    def test_samples_at_rest(self, func, more):
+        """simple_fixed_point_iter goes on with them: they move on where others move them."""
         found = []
         for library in (compat, torchdeq):
-            layer = library.get_deq(f_solver="simple_fixed_point_iter", f_max_iter=9).eval()
-            (value,), info = layer(
-                lambda z: torch.where(torch.tensor(rows)[:, None], 0.5, torch.cos(z)), torch.ones(3, 2).double()
-            )
-            found.append([value.detach(), info["abs_lowest"], info["rel_lowest"], info["abs_trace"]])
+            layer = library.get_deq(f_solver="simple_fixed_point_iter", f_max_iter=30, **more)
+            states, info = layer(func, torch.zeros(3, 2, dtype=torch.float64))
+            found.append([*states, *(info[name].double() for name in STATISTICS)])
         assert_same(*found, 1e-6)  # torchdeq adds 1e-8 to the length of a value
+
+    @pytest.mark.parametrize("more", [{}, {"core": "indexing", "indexing": [3, 7]}], ids=str)
+    def test_simple_iteration_of_a_sample_that_breaks_down(self, more):
+        """It is given as in z0, and has no part in the gradient."""
+        w, x, gradients = weight(), injection(4), []
+        for samples in (4, 3):
+
+            def func(z, n=samples):
+                return torch.where(torch.arange(n)[:, None] == 3, torch.log(z - 0.5), torch.tanh(z @ w.T + x[:n]))
+
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                layer = get_deq(f_solver="simple_fixed_point_iter", f_max_iter=9, **more)
+                states, _ = layer(func, torch.zeros_like(x[:samples]))
+            assert len(warned) == (samples == 4) and all(
+                "1 of 4 samples NONFINITE" in str(each.message) for each in warned
+            )
+            assert not any(bool(state[3:].any()) for state in states)
+            gradients.append(torch.autograd.grad(sum(state[:3].sum() for state in states), w))
+        assert_same(*gradients)
 
     @pytest.mark.parametrize("training", [True, False])
     def test_a_list_state(self, training):

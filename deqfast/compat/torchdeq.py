@@ -26,11 +26,13 @@ from ..cells.protocol import solving
 from ..checks import check_choice, check_count, check_number
 from ..grouping import Groups
 from ..notice import Notice, warn
-from ..packing import Packing
+from ..packing import Packing, evaluate
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
+from ..solve import finite_rows
 from ..solvers import Anderson, Broyden, Picard, Solver
-from ..trajectory import solve_along
+from ..trajectory import Taps, solve_along
+from ..transforms import check_plain
 from ..transforms import values as unwrapped
 from ..uncompiled import untraced
 from ..weights import hold_weights
@@ -200,7 +202,7 @@ class _Method:
         unseen: first evaluations that torchdeq keeps no residual of.
         ends_in_f: its result is f at the iterate with the least residual, not that iterate.
         is_final: its result is that of the last iterate, not of the one with the least residual.
-        is_bare: no residual is looked at but the last.
+        is_bare: it makes all evaluations, and looks at the residual of the last only.
     """
 
     solver: Solver
@@ -512,10 +514,37 @@ def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any],
         unsolved = _unsolved(problem)
         return [unsolved.value] * len(at), unsolved.value, unsolved
     kept = _Kept(problem, method)
+    if method.is_bare:
+        return _iterate(problem, kept, at)
     states, solution = solve_along(replace(problem, cell=kept, solver=method.solver), at)
     if not len(solution.status):
         return states, solution.value, solution
     return states, *kept.choose(solution)
+
+
+def _iterate(problem: Problem, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, Solution]:
+    """What ``_solve`` returns, by all evaluations of a bare method; a sample that is not finite is given as in z0."""
+    packing, taps = kept.packing, Taps(kept, at)
+    check_plain("solve", problem.z0)
+    finite_rows(packing, problem.z0)
+    z = problem.z0
+    with torch.no_grad():
+        for _ in range(kept.method.max_iter):
+            values = packing.check_value(evaluate(taps, z, problem.x))
+            pairs = zip(values, packing.leaves, strict=True)
+            z = pytree.tree_unflatten([value.to(leaf.dtype) for value, leaf in pairs], packing.spec)
+        absolute, relative = kept.residuals()[:, -1].to(packing.dtype)
+        finite = torch.isfinite(absolute)
+        rows = finite if packing.groups is None else packing.groups.of_rows(finite)
+        found = [
+            pytree.tree_map(lambda v, start: torch.where(per_row(rows, v), v, start), each, problem.z0)
+            for each in (*taps.states, z)
+        ]
+    status = torch.full_like(finite, Status.MAX_ITER, dtype=torch.int8).masked_fill(~finite, Status.NONFINITE)
+    count = torch.full_like(status, kept.calls, dtype=torch.int32)
+    made = {"evaluations": kept.calls, "sample_evaluations": kept.calls * packing.batch}
+    solution = Solution(found[-1], status, count, absolute, residual_rel=relative, residual_abs=absolute, **made)
+    return found[:-1], found[-1], solution
 
 
 def _surely_all(samples: Tensor) -> bool:
@@ -530,7 +559,7 @@ class _Kept:
         kept: leaves of the values of these evaluations, or of the states evaluated where the method ends in these.
         least: residuals of these evaluations, in the measure that stops the solve, (B,) float64.
         latest: leaves of the value of the last evaluation.
-        lengths: |value - z| and |value| of every evaluation.
+        lengths: |value - z| and |value| of every evaluation, in turns.
         calls: number of evaluations.
     """
 
@@ -585,6 +614,11 @@ class _Kept:
         pairs = zip(chosen, others, strict=True)
         return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
 
+    def residuals(self) -> Tensor:
+        """|value - z| and |value - z| / |value| of the evaluations looked at, (2, N, B) float64."""
+        length, size = (torch.stack(self.lengths[first::2]) for first in (0, 1))
+        return torch.stack([length, torch.where(length == 0, 0, length / size)])
+
     def choose(self, solution: Solution) -> tuple[Any, Solution]:
         """Value that torchdeq's solver returns, and the solution with its residuals and its evaluation.
 
@@ -592,10 +626,7 @@ class _Kept:
         finite iterate of the solution. Any other sample has the value of the least residual.
         """
         states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
-        if not self.kept:  # all samples came to rest before the last evaluation
-            self._keep(states, self.latest)
-        length, size = torch.stack(self.lengths).view(-1, 2, self.packing.batch).unbind(1)
-        trace = torch.stack([length, torch.where(length == 0, 0, length / size)])
+        trace = self.residuals()
         if self.method.is_final:
             step, kept = torch.full_like(solution.iterations, self.calls), trace[:, -1]
         else:
