@@ -13,6 +13,8 @@ from nc_study.record import RunResult, read_record
 from nc_study.training import SolverTally, Trainer
 from study_helpers import CPU, HERE, KILLED, STUDY, TINY, assert_same, float64, folder_of, python, shapes_data
 
+from deqfast.testing import GRADIENT
+
 UNITS = """
 import sys, torch, test_distributed
 from nc_study import distributed
@@ -103,7 +105,7 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found.pop("gathered").tolist() == [[0, 0]] * 2 + [[1, 1]] * 3
         assert found.pop("from first") == {"rank": 0} and found.pop("statistics") == 3
-        assert_same(found, expected, rtol=1e-9, atol=1e-11)
+        assert_same(found, expected, rtol=GRADIENT, atol=GRADIENT)
 
 
 def test_a_run_of_two_goes_on_after_one_of_them_was_killed(tmp_path):

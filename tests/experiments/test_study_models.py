@@ -12,6 +12,7 @@ from study_helpers import shapes_data
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
+from deqfast.testing import rounding
 
 
 def make(model, **given):
@@ -49,7 +50,8 @@ def test_what_stands_between_the_explicit_network_and_the_deq():
     """`once` is the first evaluation of the DEQ's solve, `explicit-norm` the explicit block before a normalisation."""
     x = torch.randn(3, 8, 4, 4)
     explicit, norm, once, deq = (make(model, width=1, scale=0.3).eval().last for model in MODELS)
-    torch.testing.assert_close(norm(x), torch.nn.functional.group_norm(explicit(x), 8), rtol=1e-5, atol=1e-5)
+    units = rounding(torch.float32)
+    torch.testing.assert_close(norm(x), torch.nn.functional.group_norm(explicit(x), 8), rtol=units, atol=units)
     torch.testing.assert_close(once(x), deq.cell(torch.zeros_like(x), x), rtol=0, atol=0)
 
 

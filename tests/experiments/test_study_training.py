@@ -16,6 +16,7 @@ from study_helpers import CPU, assert_same, float64, shapes_data
 from tqdm import tqdm
 
 from deqfast import Solution, Status
+from deqfast.testing import GRADIENT
 
 
 def trainer(model="deq", **given):
@@ -85,7 +86,7 @@ def test_compiled_parts_give_the_same_numbers(monkeypatch):
         losses = [one.train_step(images, labels, SolverTally(CPU))[0] for _ in range(2)]
         found.append([losses, list(one.network.parameters())])
     assert compiled == [one.network.stem, one.network.trunk]
-    assert_same(*found, rtol=1e-7, atol=1e-10)
+    assert_same(*found, rtol=GRADIENT, atol=GRADIENT)
     explicit = trainer("explicit", compile=True).network
     assert compiled[2:] == [explicit.stem, explicit.trunk, explicit.last]
 
@@ -107,7 +108,7 @@ def test_a_sample_that_is_not_finite_is_left_out_as_if_it_were_not_there():
         summary = tally.summary()
         assert summary.nonfinite == summary.skipped == broken
         weights.append([*one.network.last.parameters(), one.network.classifier.weight])
-    assert_same(*weights, rtol=1e-9, atol=1e-12)
+    assert_same(*weights, rtol=GRADIENT, atol=GRADIENT)
 
 
 def test_a_loss_that_explodes_is_an_error_with_advice():
