@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from . import tracing
 from .adjoints import SHINE, Adjoint, Iterated, Problem, as_adjoint
 from .adjoints.linearised import Linearised
 from .cells.protocol import solving
+from .changes import Changes
 from .checks import check_choice, check_count
 from .compiled import Compiled
 from .exporting import is_exporting
 from .graphs import Graphs
 from .grouping import Groups
-from .notice import Notice, warn
+from .notice import Notice
 from .ops import check_kernel_name
-from .packing import Packing
+from .packing import Packing, check_scale, is_of_state
 from .solution import Solution
 from .solve import Halt
 from .solvers import Solver, as_solver
@@ -32,13 +33,32 @@ from .transforms import values
 from .uncompiled import untraced
 from .weights import hold_weights
 
-# What an assignment makes of an option's value, as the constructor does.
+
+def _check_every(value: int | None) -> int | None:
+    if value is not None:
+        check_count("check_every", value)
+    return value
+
+
+def _callable_or_none(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, got {value!r}")
+    return value
+
+
+# What an assignment makes of an option's value, in the constructor and later.
 _TAKEN: dict[str, Callable[[Any], Any]] = {
     "solver": as_solver,
     "eval_solver": lambda solver: None if solver is None else as_solver(solver),
     "adjoint": as_adjoint,
     "kernel": check_kernel_name,
+    "check_every": _check_every,
+    "scale": check_scale,
+    "init": partial(_callable_or_none, "init"),
+    "halt": partial(_callable_or_none, "halt"),
 }
+# Options that not all others can be combined with.
+_COMBINED = {"adjoint", "check_every", "compact", "halt", "scale", "trace"}
 
 
 class DEQBlock(nn.Module):
@@ -68,12 +88,15 @@ class DEQBlock(nn.Module):
             leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
         trace: record the residual of each sample's best iterate so far, after every evaluation, in ``Solution.trace``.
         halt: rule that ends samples beside the solver's, see ``solve``.
+        scale: the typical sizes of the tensors of z, see ``solve``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``; not of those that the rounding of f has stalled. On a GPU it is said one
-            call late, so that nothing waits.
+            call late, so that nothing waits. The first call in training mode also looks for a cell that is another
+            function at every call, by its modules, else by three evaluations, which hooks and counters see.
 
     Attributes:
-        solver, eval_solver, adjoint, kernel: as above, objects for names; assignments are checked as arguments are.
+        solver, eval_solver, adjoint, kernel, check_every, compact, halt, init, scale, trace: as above, objects for
+            names; assignments are checked as arguments are.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -112,48 +135,49 @@ class DEQBlock(nn.Module):
         per_sample: Any = None,
         compile: bool | str = False,
         halt: Halt | None = None,
+        scale: Any = None,
     ):
         super().__init__()
         if not callable(cell) or isinstance(cell, type):
             raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
-        if init is not None and not callable(init):
-            raise TypeError(f"init must be callable, got {init!r}")
-        if halt is not None and not callable(halt):
-            raise TypeError(f"halt must be callable, got {halt!r}")
-        if check_every is not None:
-            check_count("check_every", check_every)
         self.cell = cell
         self.solver = as_solver(solver)
         self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
         self.adjoint = as_adjoint(adjoint)
-        self.kernel = check_kernel_name(kernel)
-        self.init = init
-        self.check_every = check_every
-        self.compact, self.trace, self.halt = compact, trace, halt
+        self.kernel = kernel
+        self.init, self.check_every = init, check_every
+        self.compact, self.trace, self.halt, self.scale = compact, trace, halt, scale
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
-        self._check_combination(self.adjoint)
+        self._check_combination()
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
-        self._checked_training = False
+        self._changes = Changes()
         self._number = tracing.new_number(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (take := _TAKEN.get(name)) is not None:
             value = take(value)
-        if name == "adjoint" and "_number" in self.__dict__:
-            self._check_combination(value)
+        before: Any = self.__dict__.get(name)
         super().__setattr__(name, value)
+        if name in _COMBINED and "_number" in self.__dict__:
+            try:
+                self._check_combination()
+            except ValueError:
+                super().__setattr__(name, before)
+                raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = tracing.new_number(self)  # a copy is another block
 
-    def _check_combination(self, adjoint: Adjoint) -> None:
-        records = self.compact or self.trace or self.halt is not None
+    def _check_combination(self) -> None:
+        records, adjoint = self.compact or self.trace or self.halt is not None, self.adjoint
+        if self.scale is not None and (self.graphs is not None or self.compiled is not None):
+            raise ValueError("scale cannot be combined with cuda_graph or compile")
         if self.graphs is not None and records:
             raise ValueError("cuda_graph cannot be combined with compact, trace or halt: a graph replays the same work")
         if self.graphs is not None and isinstance(adjoint, SHINE):
@@ -185,9 +209,8 @@ class DEQBlock(nn.Module):
         # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() tells of other threads too.
         if torch.compiler.is_dynamo_compiling():
             return tracing.solve_traced(self, x, z0, return_solution, groups)
-        if self.training and not self._checked_training:
-            self._warn_of_changing_cells()
         problem = self._problem(x, z0, groups)
+        self._look_for_changes(problem)
         holds = self.graphs is None and not problem.is_transformed()
         with solving(self.cell), hold_weights(self.cell) if holds else nullcontext():
             # Dynamo gives up this frame within a transform, and would compile the solve in parts.
@@ -229,14 +252,17 @@ class DEQBlock(nn.Module):
 
     def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Groups | Tensor | str | None) -> list[Any]:
         at = check_trajectory(self.adjoint, self.current_solver, at)
-        if self.training and not self._checked_training:
-            self._warn_of_changing_cells()
         problem = self._problem(x, self._initial_state(x) if z0 is None else z0, groups)
+        self._look_for_changes(problem)
         with solving(self.cell), nullcontext() if problem.is_transformed() else hold_weights(self.cell):
             states, solution = differentiate_along(problem, self.adjoint, at)
         if self.warn:
             self._forward_notice.look(solution)
         return states
+
+    def _look_for_changes(self, problem: Problem) -> None:
+        if self.training and self.warn:
+            self._changes.look(problem)
 
     def _problem(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> Problem:
         return Problem(
@@ -244,7 +270,12 @@ class DEQBlock(nn.Module):
             x=x,
             z0=z0,
             solver=self.current_solver,
-            options={"kernel": self.kernel, "check_every": self.check_every, "groups": self._grouping(groups, z0)},
+            options={
+                "kernel": self.kernel,
+                "check_every": self.check_every,
+                "groups": self._grouping(groups, z0),
+                "scale": self.scale,
+            },
             forward_options={"compact": self.compact, "trace": self.trace, "halt": self.halt},
             graphs=self.graphs,
             compiled=self.compiled,
@@ -280,34 +311,13 @@ class DEQBlock(nn.Module):
                 raise TypeError(f"initial_state of the cell must be a method of x, got {type(start).__name__}")
             return start(x)
         leaves = pytree.tree_leaves(x)
-        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and leaves[0].is_floating_point():
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor) and is_of_state(leaves[0]):
             return torch.zeros_like(leaves[0])
         kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"no initial state: x is not a single floating-point tensor, got {kind}. Pass z0 to the call, or init=... "
-            "to DEQBlock, or give the cell a method initial_state(x)"
+            f"no initial state: x is not a single floating-point or complex tensor, got {kind}. Pass z0 to the call, "
+            "or init=... to DEQBlock, or give the cell a method initial_state(x)"
         )
-
-    def _warn_of_changing_cells(self) -> None:
-        """Warn, once, of a cell that is another function at every call, and so has no fixed point."""
-        self._checked_training = True
-        modules = self.cell.named_modules(prefix="cell") if isinstance(self.cell, nn.Module) else ()
-        found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
-        if found:
-            warn(
-                f"deqfast: in training mode the cell is another function at every call, by {', '.join(found)}, and has "
-                "no fixed point; use GroupNorm or frozen statistics, and deqfast.SolveDropout"
-            )
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
-
-
-def _changes_with_calls(module: nn.Module) -> bool:
-    """Answer whether the module, in training, is another function at every call."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-        return module.dropout > 0
-    hooks = module._forward_pre_hooks.values()
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)

@@ -46,7 +46,7 @@ def fixed_point(
         adjoint: how gradients are found, as for ``DEQBlock``.
         return_solution: return the Solution beside the value.
         options: further ones of ``DEQBlock`` and of its call: kernel, check_every, compact, per_sample, trace, halt,
-            warn (which then warns at every call), groups.
+            scale, warn (which then warns at every call), groups.
 
     Returns:
         z*, a tree like z0; with `return_solution` (z*, Solution).
@@ -79,5 +79,6 @@ def fixed_point(
 def _solve(f: Callable[..., Any], z0: Any, x: tuple[Any, ...], return_solution: bool, options: dict[str, Any]) -> Any:
     groups = options.pop("groups", None)
     block = DEQBlock(_Spread(f), **options)
+    block._changes.evaluates = False  # which every call would do again
     block.training = not is_exporting()  # an export takes none in training, and nobody else has this one
     return block(x, z0, return_solution=return_solution, groups=groups)

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .checks import check_dense
+from .checks import check_dense, check_number
 from .exporting import is_tracing
 from .grouping import Groups
 from .precision import float32_products_eps, stall_floor
 from .transforms import check_values
 
+LARGEST_SCALE = 2.0**60  # beyond, float32 does not hold squares of what is divided by it
+
 
 @dataclass
 class _Leaf:
-    """Shape, dtype and memory order of one tensor of the state; its samples are flattened in memory order."""
+    """Shape, dtype and memory order of one tensor of the state; its samples are flattened in memory order.
+
+    A complex number is two real ones: the map of the real and imaginary parts is what is solved and differentiated.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,7 +39,7 @@ class _Leaf:
         strides = tensor.stride()
         order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
         inverse = [0, *(1 + order.index(d) for d in range(1, tensor.dim()))]
-        width = math.prod(tensor.shape[1:])
+        width = math.prod(tensor.shape[1:]) * (2 if tensor.is_complex() else 1)
         return cls(tensor.shape, tensor.dtype, order, inverse, inverse == [*range(tensor.dim())], width)
 
     def resized(self, batch: int) -> _Leaf:
@@ -45,31 +50,72 @@ class _Leaf:
         """Rows (B, width) of `tensor`: a view where the memory order allows it."""
         if not self.in_order:
             tensor = tensor.permute(0, *self.order)
+        if self.dtype.is_complex:
+            tensor = torch.view_as_real(tensor.resolve_conj())
         return tensor.reshape(self.shape[0], self.width)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Contiguous rows of this leaf, of those of a whole state."""
+        # A single row is contiguous as it is, and may begin where no complex number can.
+        return rows.clone(memory_format=torch.contiguous_format) if self.dtype.is_complex else rows.contiguous()
 
     def restore(self, rows: Tensor) -> Tensor:
         """Tensor of the leaf's shape and memory order from its rows; a view of them if they are contiguous."""
+        if self.dtype.is_complex:
+            rows = torch.view_as_complex(rows.contiguous().view(self.shape[0], self.width // 2, 2))
         if self.in_order:
             return rows.reshape(self.shape)
         sizes = [self.shape[d] for d in self.order]
         return rows.reshape(self.shape[0], *sizes).permute(self.inverse)
 
 
+def is_of_state(tensor: Tensor) -> bool:
+    """Return whether a state can hold such numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def rows_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Dtype of the rows of a state of these tensors: float64 if any of them is in double precision, else float32."""
+    double = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+    return torch.float64 if double else torch.float32
+
+
+def check_scale(scale: Any) -> Any:
+    """The tree `scale`; TypeError or ValueError where it holds something else than numbers of the range allowed."""
+    for number in [] if scale is None else pytree.tree_leaves(scale):
+        check_number("scale", number, 1 / LARGEST_SCALE, LARGEST_SCALE)
+    return scale
+
+
+def factors_of(scale: Any, spec: pytree.TreeSpec) -> list[float] | None:
+    """The powers of two nearest to the numbers of the tree `scale`, so that dividing by them rounds nothing."""
+    if scale is None:
+        return None
+    try:
+        numbers = spec.flatten_up_to(check_scale(scale))
+    except ValueError as error:
+        if str(error).startswith("scale must"):
+            raise
+        wanted = pytree.tree_unflatten([1.0] * spec.num_leaves, spec)
+        raise ValueError(f"scale must hold a number for every tensor of z0, as {wanted} does, got {scale!r}") from None
+    return [2.0 ** round(math.log2(number)) for number in numbers]
+
+
 class Packing:
     """Map between the pytree that f takes and the rows (B, D) that the solvers work on.
 
-    `groups`: samples of several rows of z0, see ``deqfast.solve``; None: each row is a sample.
+    `groups`, `scale`: see ``deqfast.solve``.
     """
 
-    def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None):
+    def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None, scale: Any = None):
         leaves, self.spec = pytree.tree_flatten(z0)
         self.is_tensor = isinstance(z0, Tensor)
         if not leaves:
             raise ValueError("z0 must hold at least one tensor, got an empty structure")
         for leaf in leaves:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            if not isinstance(leaf, Tensor) or not is_of_state(leaf):
                 got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise TypeError(f"z0 must hold floating-point tensors only, got {got}")
+                raise TypeError(f"z0 must hold floating-point or complex tensors only, got {got}")
             check_dense("z0", leaf)
             if leaf.dim() == 0:
                 raise ValueError("z0 must have the batch as its first dimension, got a tensor without dimensions")
@@ -88,19 +134,27 @@ class Packing:
             self.groups.check(self.batch, self.device)
             self.batch = self.groups.count
         self.products_eps = float32_products_eps(self.device)
-        self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+        self.dtype = rows_dtype(leaves)
+        self.factors = factors_of(scale, self.spec)
 
     def signature(self) -> tuple[Any, ...]:
         """Key of what two packings must share to serve each other's tensors."""
         leaves = tuple((leaf.shape, leaf.dtype, tuple(leaf.order)) for leaf in self.leaves)
-        return str(self.spec), leaves, self.device
+        return str(self.spec), leaves, self.device, *(self.factors or ())
 
     def resized(self, batch: int) -> Packing:
         """Packing of the same structure for another number of samples."""
         packing = object.__new__(Packing)  # torch 2.11 does not trace copies
-        packing.leaves, packing.batch = [leaf.resized(batch) for leaf in self.leaves], batch
+        packing.leaves, packing.batch, packing.factors = [f.resized(batch) for f in self.leaves], batch, self.factors
         packing.spec, packing.is_tensor, packing.dtype = self.spec, self.is_tensor, self.dtype
         packing.device, packing.groups, packing.products_eps = self.device, self.groups, self.products_eps
+        return packing
+
+    def transposed(self) -> Packing:
+        """Packing of gradients of the state, whose rows are those of a state times its factors."""
+        packing = self.resized(self.leaves[0].shape[0])
+        packing.batch = self.batch
+        packing.factors = None if self.factors is None else [1 / factor for factor in self.factors]
         return packing
 
     def pack(self, z: Any) -> Tensor:
@@ -112,6 +166,8 @@ class Packing:
 
     def _joined(self, leaves: list[Tensor]) -> Tensor:
         rows = [leaf.rows(tensor).to(self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
+        if self.factors is not None:
+            rows = [of_leaf / factor for of_leaf, factor in zip(rows, self.factors, strict=True)]
         return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def fill(self, whole: Any, part: Any, rows: Tensor) -> Any:
@@ -124,7 +180,7 @@ class Packing:
     def check_value(self, value: Any) -> list[Tensor]:
         """Tensors of f's output; ValueError if it does not have the structure and the shapes of z0."""
         first = self.leaves[0]
-        if self.is_tensor and isinstance(value, Tensor) and value.shape == first.shape and value.is_floating_point():
+        if self.is_tensor and isinstance(value, Tensor) and value.shape == first.shape and _fits(value, first):
             return [value]
         try:
             leaves = self.spec.flatten_up_to(value)  # finds the entries of a dict by their keys
@@ -139,15 +195,16 @@ class Packing:
                 f"f must return the shape of its argument, {wanted}, got {found}; where no z0, init or initial_state "
                 "gives its state, a block's cell starts at zeros like x"
             )
-        for leaf in leaves:
-            if not leaf.is_floating_point():
-                raise TypeError(f"f must return floating-point tensors, got {leaf.dtype}")
+        for leaf, of_state in zip(leaves, self.leaves, strict=True):
+            if not _fits(leaf, of_state):
+                kind = "complex" if of_state.dtype.is_complex else "floating-point"
+                raise TypeError(f"f must return {kind} tensors for {of_state.dtype} ones, got {leaf.dtype}")
         return leaves
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:
         """Rows of f's output: a view of it where its dtype and memory order allow, never of the iterate `z`."""
         leaves = self.check_value(value)
-        if len(leaves) > 1:
+        if len(leaves) > 1 or self.factors is not None:
             return self._gathered(self._joined(leaves))
         rows = self.leaves[0].rows(leaves[0]).to(self.dtype).contiguous()
         return self._gathered(rows.clone() if _shares_memory(rows, z) else rows)
@@ -156,11 +213,14 @@ class Packing:
         """Argument of f: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
         if self.groups is not None:
             rows = self.groups.scatter(rows)
-        if self.is_tensor:
+        if self.is_tensor and self.factors is None:
             return self.leaves[0].restore(rows).to(self.leaves[0].dtype)
         parts: Sequence[Tensor] = [rows]
         if len(self.leaves) > 1:
-            parts = [part.contiguous() for part in rows.split([leaf.width for leaf in self.leaves], dim=1)]
+            parts = rows.split([leaf.width for leaf in self.leaves], dim=1)
+            parts = [leaf.cut(part) for leaf, part in zip(self.leaves, parts, strict=True)]
+        if self.factors is not None:
+            parts = [part * factor for part, factor in zip(parts, self.factors, strict=True)]
         tensors = [leaf.restore(part).to(leaf.dtype) for leaf, part in zip(self.leaves, parts, strict=True)]
         return pytree.tree_unflatten(tensors, self.spec)
 
@@ -168,6 +228,11 @@ class Packing:
         """Residual under which no gain is a stall, for the f that gave `value`; see ``precision.stall_floor``."""
         values, states = ([leaf.dtype for leaf in leaves] for leaves in (pytree.tree_leaves(value), self.leaves))
         return stall_floor(values, states, self.device, self.products_eps)
+
+
+def _fits(value: Tensor, leaf: _Leaf) -> bool:
+    """Return whether the value is complex as the state is, and real as it is."""
+    return value.is_complex() if leaf.dtype.is_complex else value.is_floating_point()
 
 
 def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:

@@ -46,7 +46,7 @@ def residual_floor(
     if torch.is_autocast_enabled(device.type):
         units.append(torch.finfo(torch.get_autocast_dtype(device.type)).eps)
     floor = _UNITS_OF_VALUES * max(units)
-    return max(floor, _UNITS_OF_FACTORS * products_eps) if torch.float32 in values else floor
+    return max(floor, _UNITS_OF_FACTORS * products_eps) if values & {torch.float32, torch.complex64} else floor
 
 
 def stall_floor(

@@ -13,7 +13,7 @@ from .adjoints.attach import detached, in_order_of, not_leaves, sample_norms, vj
 from .adjoints.samples import per_row, rows_of, with_stand_ins
 from .checks import check_count
 from .grouping import Groups
-from .packing import Packing
+from .packing import Packing, rows_dtype
 from .transforms import values
 from .uncompiled import uncompiled
 
@@ -54,14 +54,19 @@ def jacobian_penalty(
         broken = ~torch.stack([torch.isfinite(rows_of(y)).all(dim=1) for y in outputs]).all(dim=0)
         if bool(values(broken).any()):
             leaves, outputs = _evaluated(cell, *with_stand_ins(z, x, broken, per_sample))
-        wide = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+        wide = rows_dtype(leaves)
         total = torch.zeros((), device=leaves[0].device, dtype=wide)
         for _ in range(probes):
-            found = vjp(outputs, leaves, [torch.randn_like(y) for y in outputs], create_graph=True)
+            found = vjp(outputs, leaves, [_probe(y) for y in outputs], create_graph=True)
             products = [torch.where(per_row(broken, p), 0, p) for p in found if p is not None]
-            total = total + sum(p.to(wide).square().sum() for p in products)
+            total = total + sum(rows_of(p).to(wide).square().sum() for p in products)
     width = sum(rows_of(leaf).shape[1] for leaf in leaves)
     return total / (probes * width * (~broken).sum()).clamp_min(1)
+
+
+def _probe(like: Tensor) -> Tensor:
+    """Normal numbers of variance 1; those of a complex tensor in each part."""
+    return torch.randn_like(like) * 2**0.5 if like.is_complex() else torch.randn_like(like)
 
 
 @torch.no_grad()

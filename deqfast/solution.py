@@ -72,7 +72,8 @@ class Solution:
         residual: (B,) the one of the next two that the solver held against its `tol`.
         residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / tol) at `value`, in the solver's norm: the relative residual
             where its `atol` is 0, which it is by default; infinite if f was never finite.
-        residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite.
+        residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
+            of the divided state.
         evaluations: calls of f in the solve, without the gradient's.
         sample_evaluations: samples that these calls held, evaluations * B unless finished ones were left out.
         trace: (evaluations, B) residual of the best iterate after every evaluation, or None where it was not asked for.

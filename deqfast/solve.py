@@ -42,6 +42,7 @@ def solve(
     keep_inverse: bool = False,
     groups: Groups | Tensor | str | None = None,
     halt: Halt | None = None,
+    scale: Any = None,
 ) -> Solution:
     """Solve z = f(z) for every sample of a batch, without gradient.
 
@@ -53,7 +54,8 @@ def solve(
     Args:
         f: takes and returns the structure of z0; called under the caller's autocast state. Its argument is the solver's
             own memory: it may neither be modified nor kept beyond the call.
-        z0: a floating-point tensor (B, ...) or a pytree of them; dimension 0 is the batch.
+        z0: a floating-point or complex tensor (B, ...) or a pytree of them; dimension 0 is the batch. A complex number
+            counts as two real ones.
         solver: a solver or the name of one, "broyden", "anderson" or "picard".
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         check_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
@@ -70,6 +72,9 @@ def solve(
             k = 1, 2, ... of the evaluation, returns a mask (B,) of the samples to end as they are, HALTED. It is asked
             about all samples, with z as the value of those that `compact` leaves out, and counts for those that run and
             have not converged; nothing waits for the device. It may keep z, and must not write to f(z).
+        scale: the typical size of each tensor's numbers, in a tree like z0 (a tuple for a tuple), from 2^-60 to 2^60.
+            Residuals and steps are those of the divided tensors: the larger its number, the less a tensor counts. Each
+            acts as the power of two nearest to it, which rounds nothing. None: the numbers are of one size.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
     Returns:
@@ -98,7 +103,7 @@ def solve(
     if compact and groups is not None:
         raise ValueError("compact cannot be combined with groups: f could not tell which rows are left")
     check_plain("solve", z0)
-    packing = Packing(z0, groups)
+    packing = Packing(z0, groups, scale)
     chosen = choose_kernel(kernel, packing.device)
     with outside_exports(torch.no_grad()):
         # In inference mode what f does in place would not be counted.
@@ -145,7 +150,8 @@ def not_finite(finite: Tensor) -> ValueError:
 def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
     """``Solution.transposed_inverse`` of a solve that has come to `state`."""
     assert isinstance(solver, Multisecant)
-    return lambda v: packing.unpack(solver.transposed_inverse(state, packing.pack(v)))
+    gradients = packing.transposed()
+    return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
 
 
 def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:

@@ -31,6 +31,7 @@ from .adjoints.attach import depends_on_others, detached, vjp
 from .cells.protocol import solving
 from .grouping import Groups
 from .ops.registry import library
+from .packing import rows_dtype
 from .solution import Solution
 from .solve import solve
 from .transforms import in_forward_mode, in_reverse_mode, in_torch_func
@@ -134,7 +135,12 @@ def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: boo
     if block.training:
         raise ValueError("torch.export of a DEQBlock serves inference: call eval() before")
     problem = Problem(
-        block.cell, x, z0, block.current_solver, {"kernel": block.kernel, "groups": groups}, lambda _: None
+        block.cell,
+        x,
+        z0,
+        block.current_solver,
+        {"kernel": block.kernel, "groups": groups, "scale": block.scale},
+        lambda _: None,
     )
     with solving(block.cell), hold_weights(block.cell):
         if isinstance(block.adjoint, Iterated):  # whose value is not the solver's
@@ -317,7 +323,7 @@ def _fake_solve_block(
         samples = torch.library.get_ctx().new_dynamic_size()
     elif call["groups"] is not None:
         samples = torch.sym_min(samples, 1)
-    state = torch.float64 if any(z0.dtype == torch.float64 for z0 in starts) else torch.float32
+    state = rows_dtype(starts)
     rows = [starts[0].new_empty(samples, dtype=dtype) for dtype in (torch.int8, torch.int32, state, state)]
     host = [torch.empty(shape, dtype=torch.int64, device="cpu") for shape in ((2,), ())]
     return [torch.empty_like(z0) for z0 in starts] + rows + host

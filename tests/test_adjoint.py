@@ -293,7 +293,7 @@ class TestCalls:
     )
     def test_calls_of_the_cell(self, adjoint, extra):
         toy, calls = Toy(), []
-        block = DEQBlock(lambda z, x: (calls.append(1), toy.cell(z, x))[1], "broyden", adjoint)
+        block = DEQBlock(lambda z, x: (calls.append(1), toy.cell(z, x))[1], "broyden", adjoint, warn=False)
         _, solution = block(toy.x, z0=toy.z0, return_solution=True)
         assert len(calls) == solution.evaluations + extra
         with torch.no_grad():

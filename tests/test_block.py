@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+import re
 import warnings
 from contextlib import nullcontext
 from itertools import product
@@ -26,7 +28,9 @@ from deqfast import (
     Picard,
     ResidualCell,
     Reversible,
+    SolveDropout,
     Unrolled,
+    fixed_point,
     solve,
 )
 from deqfast.adjoints import Adjoint
@@ -211,6 +215,9 @@ class TestCopies:
             assert part in text
 
 
+RISING = itertools.count(1)
+
+
 class TestWarnings:
     """A cell that is another function at every call is named, once."""
 
@@ -245,6 +252,86 @@ class TestWarnings:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             block(x)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda y: nn.functional.dropout(y, 0.1),
+            lambda y: y + 1e-3 * torch.randn_like(y),
+            lambda y: y * (torch.rand(len(y), 1) > 0.5),  # DropPath: samples lose the branch
+            lambda y: y * next(RISING),
+        ],
+        ids=["dropout", "noise", "droppath", "counter"],
+    )
+    def test_by_two_evaluations(self, change):
+        block, x = DEQBlock(lambda z, x: x + change(0.1 * z + x), "picard"), torch.randn(64, 3)
+        text = r"at every call, as two evaluations .* differ by [\d.e-]*[1-9] of its length, and has no fixed point"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            block.train()(x), block(x)
+        assert sum(bool(re.search(text, str(one.message))) for one in told) == 1
+
+    def test_the_look_leaves_no_trace(self):
+        """Of random numbers, buffers, and what a cell keeps of its last evaluation."""
+
+        class Keeping(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+                self.register_buffer("mean", torch.zeros(3))
+                self.register_buffer("count", torch.zeros(()))
+                self.drop, self.calls = SolveDropout(0.5), 0
+
+            def forward(self, z, x):
+                h = self.drop(0.5 * self.linear(z))
+                self.mean.lerp_(h.detach().mean(0), 0.1)
+                self.count = self.count + 1
+                self.auxiliary, self.calls = h.square().mean(), self.calls + 1
+                return torch.tanh(h * (1 + 0 * self.mean)) + x
+
+        found, x = [], torch.randn(4, 3)
+        cell = Keeping()
+        for warns in (True, False):
+            block = DEQBlock(copy.deepcopy(cell), Picard(1e-3, 5), warn=warns)
+            torch.manual_seed(1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                value = block(x)
+            (value.sum() + block.cell.auxiliary).backward()
+            gradients = [parameter.grad for parameter in block.parameters()]
+            found.append([value.detach(), *gradients, *block.buffers(), torch.rand(3)])
+            assert block.cell.calls == 6 + 3 * warns
+        assert all(map(torch.equal, *found))
+
+    @pytest.mark.parametrize("solve", [False, True])
+    def test_how_often(self, solve):
+        """Once for a block and its replicas, and never by `fixed_point`, which makes a block at each call."""
+        calls, x = [], torch.randn(2, 3)
+
+        def cell(z, x):
+            calls.append(torch.is_grad_enabled())
+            return 0.5 * z + x
+
+        block = DEQBlock(cell, Picard(1e-3, 30))
+        for _ in range(2):
+            if solve:
+                fixed_point(cell, torch.zeros(2, 3), x, solver=Picard(1e-3, 30), adjoint="jfb")
+            else:
+                block._replicate_for_data_parallel()(x)
+        each = DEQBlock(lambda z, x: 0.5 * z + x, Picard(1e-3, 30))(x, return_solution=True)[1].evaluations + 1
+        assert len(calls) == 2 * each + (0 if solve else 3) and sum(calls) == 2
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_not_by_two_evaluations_that_agree(self, dtype):
+        x = torch.randn(4, 3)
+        x[1] = torch.nan
+        with warnings.catch_warnings(), torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            warnings.simplefilter("error")
+            DEQBlock(FCCell(3, 8))(x[2:])
+            DEQBlock(lambda z, x: 0.5 * z + x)(x[:0])
+        with pytest.warns(UserWarning) as told:
+            DEQBlock(lambda z, x: 0.5 * z + x)(x)
+        assert [str(one.message)[:45] for one in told] == ["deqfast: in a forward solve, 1 of 4 samples N"]
 
     @pytest.mark.parametrize(
         "layer",

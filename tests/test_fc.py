@@ -428,7 +428,7 @@ class TestCells:
 
     def test_a_subclass_is_called(self):
         cell = Counted(4, 9)
-        _, solution = DEQBlock(cell, Picard())(torch.randn(5, 4), return_solution=True)
+        _, solution = DEQBlock(cell, Picard(), warn=False)(torch.randn(5, 4), return_solution=True)
         assert cell.calls == solution.evaluations + 1
 
     def test_errors_are_those_of_the_loop(self):

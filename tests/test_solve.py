@@ -454,7 +454,7 @@ class TestErrors:
         ("arguments", "error", "message"),
         [
             ({"f": 3}, TypeError, "f must be callable, got 3"),
-            ({"z0": 3}, TypeError, "z0 must hold floating-point tensors only, got int"),
+            ({"z0": 3}, TypeError, "z0 must hold floating-point or complex tensors only, got int"),
             ({"z0": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "got torch.int64"),
             ({"z0": ()}, ValueError, "z0 must hold at least one tensor, got an empty structure"),
             ({"z0": torch.tensor(1.0)}, ValueError, "z0 must have the batch as its first dimension"),
@@ -474,7 +474,7 @@ class TestErrors:
             (
                 {"f": lambda z: z.to(torch.complex64)},
                 TypeError,
-                "f must return floating-point tensors, got torch.complex64",
+                "f must return floating-point tensors for torch.float32 ones, got torch.complex64",
             ),
         ],
     )

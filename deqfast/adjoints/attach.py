@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..grouping import Groups
 from ..ops.double_backward import NoDoubleBackward
+from ..packing import factors_of
 from ..precision import float32_products_eps, residual_floor
 from ..solution import Solution, Status
 from ..transforms import Members
@@ -362,15 +363,24 @@ def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
     return any(node.hides for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])
 
 
-def sample_norms(leaves: Sequence[Tensor], groups: Groups | None, maximum: bool = False) -> Tensor:
-    """Norms of the samples, (B,) float64, which no square of a float32 leaves; `maximum`: largest magnitudes."""
+def sample_norms(
+    leaves: Sequence[Tensor], groups: Groups | None, maximum: bool = False, factors: list[float] | None = None
+) -> Tensor:
+    """Norms of the samples, (B,) float64, which no square of a float32 leaves; `maximum`: largest magnitudes.
+
+    `factors`: numbers that the leaves are divided by, see ``factors_of``.
+    """
     if maximum:
-        rows = [torch.nn.functional.pad(rows_of(leaf).abs(), (0, 1)).amax(dim=1).double() for leaf in leaves]
-        largest = rows[0] if len(rows) == 1 else torch.stack(rows).amax(dim=0)
+        norms = [torch.nn.functional.pad(rows_of(leaf).abs(), (0, 1)).amax(dim=1).double() for leaf in leaves]
+    else:
+        norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
+    if factors is not None:
+        norms = [norm / factor for norm, factor in zip(norms, factors, strict=True)]
+    if maximum:
+        largest = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
         return largest if groups is None else groups.gather(largest[:, None]).amax(dim=1)
-    norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
     if groups is not None:
-        return groups.sums(sum(norm.square() for norm in norms)).sqrt()
+        return groups.sums(torch.stack(norms).square().sum(dim=0)).sqrt()
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
@@ -387,9 +397,9 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
     values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
     rounding = residual_floor(values, states, device, float32_products_eps(device))
     solver = problem.solver
-    size = sample_norms(evaluation, problem.groups, solver.norm == "max")
     gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]
-    gap = sample_norms(gaps, problem.groups, solver.norm == "max")
+    factors = factors_of(problem.scale, pytree.tree_structure(z))
+    size, gap = (sample_norms(of, problem.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)
     bound = (allowed + rounding) * size if solver.stop == "rel" else allowed + rounding * size
     if solver.offset:

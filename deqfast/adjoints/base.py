@@ -22,6 +22,11 @@ from .linearised import Linearised
 from .samples import mark_samples, per_row, take_rows, without_broken
 
 
+def reciprocal(scale: Any) -> Any:
+    """Tree of one over each number, None for None."""
+    return None if scale is None else pytree.tree_map(lambda number: 1 / number, scale)
+
+
 @dataclass
 class Problem:
     """Forward pass of a DEQBlock: solve z = cell(z, x) from z0 with these settings.
@@ -31,7 +36,7 @@ class Problem:
         x: the injection, a tensor or a pytree.
         z0: start of the iteration.
         solver: the solver of the forward solve.
-        options: arguments of every ``solve``, forward and backward: kernel, check_every, groups.
+        options: arguments of every ``solve``, forward and backward: kernel, check_every, groups, scale.
         on_backward: called with the Solution of a backward solve.
         forward_options: further arguments of the forward ``solve``: compact, trace, halt, keep_inverse.
         graphs: where given, these capture the forward solve and replay it.
@@ -82,16 +87,26 @@ class Problem:
         """Samples of several rows, if any."""
         return self.options.get("groups")
 
+    @property
+    def scale(self) -> Any:
+        """Sizes of the tensors of the state, if given."""
+        return self.options.get("scale")
+
+    @property
+    def scale_of_gradients(self) -> Any:
+        """Sizes of gradients of the state: one is as long as its tensor is short."""
+        return reciprocal(self.scale)
+
     def solve(self) -> Solution:
         """Solution of the forward solve: by the cell's own ``fixed_point``, graphs, compiled code or the loop."""
         records = any(self.is_asked(name) for name in ("trace", "halt", "keep_inverse"))
-        if hasattr(self.cell, "fixed_point") and not records and self.groups is None:
+        if hasattr(self.cell, "fixed_point") and not records and self.groups is None and self.scale is None:
             with torch.no_grad():
                 solution = self.cell.fixed_point(self.x, self.z0, self.solver, self.options["kernel"])
             if solution is not None:
                 return solution
         if self.graphs is not None:
-            options = {name: value for name, value in self.options.items() if name != "groups"}
+            options = {name: self.options[name] for name in ("kernel", "check_every")}
             return self.graphs.solve(self.cell, self.x, self.z0, self.solver, **options)
         if self.compiled is not None:
             keeps = self.forward_options.get("keep_inverse", False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..packing import factors_of
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Broyden, Solver, as_solver
@@ -33,7 +34,7 @@ from .attach import (
     sample_norms,
     vjp,
 )
-from .base import Adjoint, Problem
+from .base import Adjoint, Problem, reciprocal
 from .functional import At, Derivative, Map, Task, attached, for_members, in_dtypes_of, jvp, transpose, unfold
 from .linearised import Product
 from .samples import per_row, rows_of
@@ -96,11 +97,15 @@ class Implicit(Adjoint):
 
 @dataclass(frozen=True)
 class _Settings:
-    """Backward solves of a forward pass, first and higher alike."""
+    """Solves with the Jacobian of a map, first and higher alike; `options` are those of solves for its state."""
 
     solver: Solver
     options: dict[str, Any]
     on_backward: Callable[[Solution], None]
+
+    def transposed(self) -> _Settings:
+        """Settings of solves with the transposed Jacobian, whose state is a gradient."""
+        return replace(self, options={**self.options, "scale": reciprocal(self.options.get("scale"))})
 
 
 class _Inverted(Rule):
@@ -127,7 +132,7 @@ class _Inverted(Rule):
         leaves, spec = pytree.tree_flatten(self.z)
         multiply = self.product or partial(product, self.recorded.outputs, leaves)
         with self.autocast():
-            return _invert(multiply, grads, spec, self.settings)
+            return _invert(multiply, grads, spec, self.settings.transposed())
 
     def pull_members(self, grads: list[Tensor], members: Members) -> list[Tensor]:
         leaves, spec = pytree.tree_flatten(self.z)
@@ -137,7 +142,8 @@ class _Inverted(Rule):
             return [None if p is None else p.flatten(0, 1) for p in found]
 
         with self.autocast():
-            solved = _invert(products, [g.flatten(0, 1) for g in grads], spec, self.settings, members.count)
+            grads = [g.flatten(0, 1) for g in grads]
+            solved = _invert(products, grads, spec, self.settings.transposed(), members.count)
         return unfold(solved, members.count)
 
     def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
@@ -151,7 +157,7 @@ class _Inverted(Rule):
             u = pytree.tree_unflatten(self.pull(grads), spec)
         with self.autocast():
             moving = attach(detached(self.z), self.recorded, self)
-            rule = _Inverted(self.settings, self._adjoint_map, u, (grads, moving, self.x))
+            rule = _Inverted(self.settings.transposed(), self._adjoint_map, u, (grads, moving, self.x))
             u = pytree.tree_leaves(attach(u, rule.recorded, rule))
             if not self._is_repeatable():
                 return u, [self.refuse(torch.zeros_like(source), sources) for source in sources]
@@ -202,7 +208,8 @@ def _invert(
     options = for_members(settings.options, members)
     groups = options.get("groups")
     # Beyond 2^100 the factor would not be representable.
-    exponent = torch.frexp(sample_norms(start, groups, maximum=True)).exponent.clamp(-100, 100)
+    factors = factors_of(options.get("scale"), spec)
+    exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
     rows = exponent if groups is None else groups.of_rows(exponent)
     start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
     solution = _solve_affine(product, start, spec, settings.solver, options)
@@ -243,11 +250,12 @@ class _Implicitly(Derivative):
         pushed = jvp(at.of_given(base), at.given, tangents)
         return self._solve(_Product(base, len(pushed), transposed=False), pushed, at)
 
-    def _solve(self, product: Map, right: list[Tensor], at: At) -> list[Tensor]:
+    def _solve(self, product: _Product, right: list[Tensor], at: At) -> list[Tensor]:
         """u = product(u) + right."""
         rows = [*at.state, *at.rows]
-        solved = Task(product, self._work, at.members).run(right, rows, at.others)
-        return attached(self, _Affine(product), solved, [*right, *rows], at.others, at.members)
+        derivative = _Implicitly(self.settings.transposed(), self.spec) if product.transposed else self
+        solved = Task(product, derivative._work, at.members).run(right, rows, at.others)
+        return attached(derivative, _Affine(product), solved, [*right, *rows], at.others, at.members)
 
     def _work(self, f: Callable[[list[Tensor]], list[Tensor]], right: list[Tensor], members: int) -> list[Tensor]:
         return _invert(f, right, self.spec, self.settings, members)

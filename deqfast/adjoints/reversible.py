@@ -105,14 +105,14 @@ class _Run:
         self.autocast = present_autocast(self.start[0].device.type)
         self.cell_then = as_now(cell)
         self.lengths = partial(sample_norms, groups=groups)
-        self.ends = [[leaf.double() for leaf in self.start] for _ in range(2)]  # y and z
+        self.ends = [[_widened(leaf) for leaf in self.start] for _ in range(2)]  # y and z
 
     def tree(self, state: list[Tensor]) -> Any:
         """Tree like z0 of a state in float64."""
         return pytree.tree_unflatten([s.to(leaf.dtype) for s, leaf in zip(state, self.start, strict=True)], self.spec)
 
     def _mix(self, state: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-        return [s + self.damping * (v.double() - s) for s, v in zip(state, values, strict=True)]
+        return [s + self.damping * (_widened(v) - s) for s, v in zip(state, values, strict=True)]
 
     def forward(self, judge: Judge) -> None:
         """Go to the ends, and let `judge` see the evaluations."""
@@ -131,7 +131,7 @@ class _Run:
     def pull(self, grads: list[Tensor], sources: list[Tensor]) -> Gradients:
         """Gradients in the sources for these of z, on the way back."""
         ends, cell = [list(state) for state in self.ends], uncompiled(self.cell_then)
-        passed = [[torch.zeros_like(end) for end in ends[0]], [grad.double() for grad in grads]]
+        passed = [[torch.zeros_like(end) for end in ends[0]], [_widened(grad) for grad in grads]]
         # Gradients of a half-step end at x: what lies behind it, another source perhaps, is the outer pass's.
         x = pytree.tree_map(self._cut, self.x)
         given = requiring_grad(x)
@@ -161,11 +161,11 @@ class _Run:
         return leaf.detach().requires_grad_() if requiring_grad(leaf) else leaf
 
     def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
-        return (state - self.damping * value.double()) / (1 - self.damping)
+        return (state - self.damping * _widened(value)) / (1 - self.damping)
 
     def _check(self, found: list[list[Tensor]]) -> None:
         """RuntimeError where the states found are not the start, a sample of its own."""
-        size = self.lengths(self.ends[1]) + self.lengths([leaf.double() for leaf in self.start])
+        size = self.lengths(self.ends[1]) + self.lengths([_widened(leaf) for leaf in self.start])
         known = (size > 0) & torch.isfinite(size)  # a sample of zeros is at its start, one that broke down has no way
         off = [self.lengths([a - b for a, b in zip(state, self.start, strict=True)]) / size for state in found]
         distances = torch.stack(off)[:, known].nan_to_num(torch.inf)
@@ -176,6 +176,10 @@ class _Run:
                 f"fewer steps than {self.steps}, a damping below {self.damping}, or a cell that is the same function "
                 "in the backward pass"
             )
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Any:

@@ -19,7 +19,8 @@ def per_row(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(leaf: Tensor) -> Tensor:
-    """The rows of `leaf` as a matrix (N, D)."""
+    """The rows of `leaf` as a matrix (N, D); of complex numbers the real and imaginary parts."""
+    leaf = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
     return leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..checks import check_number
-from ..grouping import Groups
+from ..packing import factors_of
 from ..solution import Solution
 from .attach import Recorded, Rule, attach, confirmed, detached, sample_norms
 from .base import Adjoint, Problem
@@ -52,21 +52,23 @@ class SHINE(Adjoint):
     def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = problem.without_broken(solution)
         recorded = Recorded(problem.cell, detached(z), x)
-        rule = _Shared(self.fallback, solution, problem.groups)
+        rule = _Shared(self.fallback, solution, problem)
         return attach(solution.value, recorded, rule, broken), confirmed(solution, problem, z, recorded.outputs)
 
 
 class _Shared(Rule):
     """Gradients pass the inverse of the forward solve, where that is to be trusted."""
 
-    def __init__(self, fallback: float, solution: Solution, groups: Groups | None) -> None:
+    def __init__(self, fallback: float, solution: Solution, problem: Problem) -> None:
         super().__init__("SHINE")
         assert solution.transposed_inverse is not None
-        self.fallback, self.groups, self.inverse = fallback, groups, solution.transposed_inverse
+        self.fallback, self.groups, self.inverse = fallback, problem.groups, solution.transposed_inverse
         self.spec = pytree.tree_structure(solution.value)
+        self.factors = factors_of(problem.scale_of_gradients, self.spec)
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, self.spec)))
-        trusted = sample_norms(shared, self.groups) <= self.fallback * sample_norms(grads, self.groups)
+        lengths, of_jfb = (sample_norms(of, self.groups, factors=self.factors) for of in (shared, grads))
+        trusted = lengths <= self.fallback * of_jfb
         trusted = trusted if self.groups is None else self.groups.of_rows(trusted)
         return [torch.where(per_row(trusted, u), u, g) for u, g in zip(shared, grads, strict=True)]

@@ -32,7 +32,7 @@ class Iterated(Adjoint):
     """
 
     def __call__(self, problem: Problem) -> tuple[Any, Solution]:
-        packing = Packing(problem.z0, problem.groups)
+        packing = Packing(problem.z0, problem.groups, problem.scale)
         with outside_exports(torch.no_grad()):
             finite_rows(packing, problem.z0)
         value, solution = self.iterate(problem, packing, problem.z0, problem.x)

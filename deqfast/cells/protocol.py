@@ -48,7 +48,7 @@ class Cell(Protocol):
         """Evaluate f for a batch.
 
         Called once per iteration without gradient, and once or more with gradient at the solution; under the caller's
-        autocast state.
+        autocast state. The first training call of a block makes three more calls before, without gradient.
 
         Args:
             z: the state, a tensor (B, ...) or a pytree of them, in the dtypes and memory order of z0. The solver's own
@@ -92,15 +92,16 @@ class CellHooks(Protocol):
     def cancel_solve(self) -> None:
         """Finish a forward pass that raises an error: drop, say, what a failed batch has measured.
 
-        Called in the place of ``end_solve``, before the error reaches the caller.
+        Called in the place of ``end_solve``, before the error reaches the caller; also in the first training call of a
+        block, after its look for cells that change from call to call.
         """
 
     def fixed_point(self, x: Any, z0: Any, solver: Solver, kernel: str) -> Solution | None:
         """Solve z = f(z, x) by a way of the cell's own; None where the ordinary loop must serve.
 
         Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``; but not with trace=True,
-        `halt`, `groups` or ``SHINE``, in ``trajectory``, under torch.func or torch.export, nor by ``Unrolled`` and
-        ``Reversible``.
+        `halt`, `groups`, `scale` or ``SHINE``, in ``trajectory``, under torch.func or torch.export, nor by ``Unrolled``
+        and ``Reversible``.
 
         Args:
             x: what the block was called with.
@@ -118,8 +119,8 @@ class CellHooks(Protocol):
 
 
 @contextmanager
-def solving(cell: Callable[..., Any]) -> Iterator[None]:
-    """Tell the modules of a cell when a solve begins, and how it ends."""
+def solving(cell: Callable[..., Any], cancelled: bool = False) -> Iterator[None]:
+    """Tell the modules of a cell when a solve begins, and how it ends; `cancelled`: as after an error."""
     modules = [*cell.modules()] if isinstance(cell, nn.Module) else []
     begun: list[nn.Module] = []
     try:
@@ -130,7 +131,7 @@ def solving(cell: Callable[..., Any]) -> Iterator[None]:
     except BaseException:
         _notify(begun, "cancel_solve", "end_solve")
         raise
-    _notify(modules, "end_solve")
+    _notify(modules, *(["cancel_solve"] if cancelled else []), "end_solve")
 
 
 def _notify(modules: list[nn.Module], *events: str) -> None:

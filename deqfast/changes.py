@@ -1,0 +1,101 @@
+"""Cells that are another function at every call, and so have no fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils import _pytree as pytree
+
+from .adjoints import Problem
+from .adjoints.attach import detached, sample_norms
+from .cells.protocol import solving
+from .notice import warn
+from .packing import Packing, evaluate
+from .precision import float32_products_eps, residual_floor
+from .weights import hold_weights
+
+_HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
+
+
+class Changes:
+    """Look, once, for what makes a cell another function at every call.
+
+    Args:
+        evaluates: evaluate the cell if its modules give no reason.
+    """
+
+    def __init__(self, evaluates: bool = True) -> None:
+        self.evaluates, self.looked = evaluates, False
+
+    def look(self, problem: Problem) -> None:
+        """Warn of the cell of a forward pass in training mode."""
+        if self.looked:
+            return
+        self.looked = True
+        cell = problem.cell
+        modules = cell.named_modules(prefix="cell") if isinstance(cell, nn.Module) else ()
+        found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
+        if found:
+            _warn(f"by {', '.join(found)}")
+        elif self.evaluates and not problem.is_transformed() and (gap := _difference(problem)) > 0:
+            _warn(f"as two evaluations at one state tell, which differ by {gap:.1g} of its length")
+
+
+def _warn(why: str) -> None:
+    changes = "deqfast: in training mode the cell is another function at every call"
+    warn(f"{changes}, {why}, and has no fixed point; {_HELP}")
+
+
+def _changes_with_calls(module: nn.Module) -> bool:
+    """Return whether the module, in training, is another function at every call."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return module.dropout > 0
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+
+
+@torch.no_grad()
+def _difference(problem: Problem) -> float:
+    """Largest difference of two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
+
+    z0 itself may be zeros, which a dropout does not change.
+    """
+    cell, x, packing = problem.cell, problem.x, Packing(problem.z0, problem.groups, problem.scale)
+    if not packing.batch:
+        return 0.0
+
+    def values_at(z: Any) -> list[Tensor]:
+        return [leaf.clone() for leaf in packing.check_value(evaluate(cell, z, x))]
+
+    with _undone(cell, packing.device), solving(cell, cancelled=True), hold_weights(cell):
+        first, leaves = values_at(detached(problem.z0)), pytree.tree_leaves(problem.z0)
+        z = pytree.tree_unflatten([v.to(leaf.dtype) for v, leaf in zip(first, leaves, strict=True)], packing.spec)
+        once, again = values_at(z), values_at(z)
+    norms = partial(sample_norms, groups=packing.groups, factors=packing.factors)
+    gaps = norms([a - b for a, b in zip(once, again, strict=True)]) / torch.maximum(norms(once), norms(again))
+    gap = float(gaps.nan_to_num(0.0, posinf=0.0).max())
+    values, states = ({t.dtype for t in tensors} for tensors in (once, leaves))
+    floor = residual_floor(values, states, packing.device, float32_products_eps(packing.device))
+    return gap if gap > floor else 0.0
+
+
+@contextmanager
+def _undone(cell: Callable[..., Any], device: torch.device) -> Iterator[None]:
+    """Context that leaves the cell's buffers, and torch's random numbers on the CPU and this device, as they were."""
+    modules = cell.modules() if isinstance(cell, nn.Module) else ()
+    buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
+    before = [buffer.clone() for *_, buffer in buffers]
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        yield
+    for (module, name, buffer), value in zip(buffers, before, strict=True):
+        setattr(module, name, buffer)  # which the cell may have replaced
+        if not torch.equal(buffer, value):
+            buffer.copy_(value)

@@ -1,0 +1,272 @@
+"""States in other units: tensors of different size with `scale`, and complex ones, are the plain solve in disguise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deqfast
+from deqfast import (
+    JFB,
+    SHINE,
+    Anderson,
+    Broyden,
+    DEQBlock,
+    Implicit,
+    Neumann,
+    Phantom,
+    Picard,
+    Reversible,
+    Status,
+    Unrolled,
+    fixed_point,
+    regularize,
+)
+from deqfast.testing import FINITE_DIFFERENCES, assert_close, rounding
+
+SOLVERS = [Picard(1e-5, 60), Anderson(1e-5, 40), Broyden(1e-5, 40)]
+MIX = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]
+LARGE = 2.0**13  # the power of two next to 1e4
+SCALE = {"large": 1e4, "small": 1.0}
+
+
+def plain(z, x):
+    """A contraction of rows of eight numbers."""
+    return torch.tanh(0.8 * z @ MIX + x)
+
+
+def parted(z, x):
+    """The same map of a state whose first five numbers are `LARGE` times as large."""
+    value = plain(torch.cat([z["large"] / LARGE, z["small"]], dim=1), x)
+    return {"large": LARGE * value[:, :5], "small": value[:, 5:]}
+
+
+def start(x):
+    return {"large": torch.zeros_like(x[:, :5]), "small": torch.zeros_like(x[:, 5:])}
+
+
+def joined(z):
+    return torch.cat([z["large"] / LARGE, z["small"]], dim=1)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize("options", [{}, {"groups": "batch"}, {"halt": lambda z, value, k: torch.full((4,), k >= 7)}])
+def test_scaled_solves_are_those_of_a_state_of_one_size(solver, options):
+    x = torch.randn(4, 8)
+    expected = deqfast.solve(lambda z: plain(z, x), torch.zeros(4, 8), solver, **options)
+    found = deqfast.solve(lambda z: parted(z, x), start(x), solver, scale=SCALE, **options)
+    assert torch.equal(joined(found.value), expected.value) and torch.equal(found.status, expected.status)
+    assert torch.equal(found.residual, expected.residual) and found.evaluations == expected.evaluations
+
+
+ADJOINTS = [JFB(), Implicit(), Neumann(5), Phantom(4, 0.5), SHINE(), Unrolled(9), Reversible(9)]
+
+
+@pytest.mark.parametrize("func", [False, True])
+@pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda adjoint: type(adjoint).__name__)
+def test_scaled_gradients_are_those_of_a_state_of_one_size(adjoint, func):
+    if func and isinstance(adjoint, (SHINE, Neumann, Reversible)):
+        return  # which have no derivative there
+    x = torch.randn(4, 8, requires_grad=True)
+    block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
+    scaled = DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
+    weights = torch.randn(4, 8)
+
+    def gradient(f):
+        if func:
+            return torch.func.grad(lambda x: (weights * torch.func.vmap(f)(x[:, None]).squeeze(1)).sum())(x)
+        return torch.autograd.grad((weights * f(x)).sum(), x)[0]
+
+    assert torch.equal(gradient(lambda x: joined(scaled(x))), gradient(block))
+    if isinstance(adjoint, Implicit):
+        found, expected = scaled.backward_solution, block.backward_solution
+        assert torch.equal(found.status, expected.status) and found.evaluations == expected.evaluations
+
+
+@pytest.mark.parametrize("fallback", [1.5, 3.0, 5.0, 100.0])
+def test_the_inverse_of_shine_is_trusted_alike(fallback):
+    rates, x = torch.tensor([0.9] * 5 + [0.1] * 3), torch.randn(4, 8, requires_grad=True)
+    found = []
+    for f, init, scale in ((plain, torch.zeros_like, None), (parted, start, SCALE)):
+
+        def cell(z, x, f=f, scale=scale):
+            inner = {"large": 0.9 * z["large"], "small": 0.1 * z["small"]} if scale else rates * z
+            return f(inner, x)
+
+        block = DEQBlock(cell, Broyden(1e-6, 40), SHINE(fallback), init=init, scale=scale)
+        value = block(x) if scale is None else joined(block(x))
+        found.append(torch.autograd.grad(value[:, -1].sum(), x)[0])
+    assert torch.equal(*found)
+
+
+def test_scaled_second_derivatives_are_those_of_a_state_of_one_size():
+    """To a coarse tolerance, so that the solves of the derivatives must be judged by the same sizes."""
+    adjoint, x, direction = Implicit(Anderson(1e-2, 40)), torch.randn(2, 8), torch.randn(2, 8)
+    block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
+    scaled = DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
+    found = []
+    for solve in (block, lambda x: joined(scaled(x))):
+
+        def loss(x, solve=solve):
+            return (direction * solve(x)).square().sum()
+
+        (gradient,) = torch.autograd.grad(loss(given := x.clone().requires_grad_()), given, create_graph=True)
+        eager = torch.autograd.grad((gradient * direction).sum(), given)[0]
+        found.append([eager, torch.func.jacrev(torch.func.grad(loss))(x), torch.func.jacfwd(torch.func.grad(loss))(x)])
+    assert_close(*found, rounding(torch.float32))  # sums in another order
+
+
+@pytest.mark.parametrize("keys", [("large", "small"), ("small", "large")])
+def test_the_order_of_keys_does_not_count(keys):
+    """The gradient's evaluation moves the small tensor by half of its size: that is no longer the same map."""
+    sizes = {"large": 1e4, "small": 1.0}
+
+    def cell(z, x):
+        moved = 0.5 if torch.is_grad_enabled() else 0.0
+        return {"large": 0.5 * z["large"] + 5e3, "small": 0.5 * z["small"] + 0.5 + moved + 0 * x}
+
+    block = DEQBlock(cell, init=start, scale={key: sizes[key] for key in keys}, warn=False)
+    x = torch.ones(2, 8, requires_grad=True)
+    block.init = lambda x: {"large": torch.zeros(2, 8), "small": torch.zeros(2, 8)}
+    assert (block(x, return_solution=True)[1].status == Status.INCONSISTENT).all()
+
+
+def test_a_small_tensor_next_to_a_large_one():
+    """Without the scale the large one's residual is all that counts."""
+    rate = torch.tensor([[0.5], [0.99]])
+    z0 = {"large": torch.full((1, 3), 9e3), "small": torch.zeros(1, 3)}
+
+    def f(z):
+        return {"large": rate[0] * z["large"] + 5e3, "small": rate[1] * z["small"] + 0.01}
+
+    plainly, scaled = (deqfast.solve(f, z0, Picard(1e-3, 2000), scale=scale) for scale in (None, SCALE))
+    assert plainly.status.tolist() == scaled.status.tolist() == [Status.CONVERGED]
+    assert plainly.value["small"].max() < 0.2  # off by 80 %
+    # The residual is (1 - rate) |error|, at most tol times the length of a state of six numbers near 1.
+    assert (1 - scaled.value["small"]).abs().max() <= 1e-3 * 6**0.5 / (1 - 0.99)
+
+
+def test_exports_keep_the_scale():
+    class Cell(torch.nn.Module):
+        def forward(self, z, x):
+            return {"large": LARGE * torch.tanh(0.5 * z["small"] + x), "small": torch.cos(z["large"] / LARGE)}
+
+    def init(x):
+        return {"large": torch.zeros_like(x), "small": torch.zeros_like(x)}
+
+    block, x = DEQBlock(Cell(), SOLVERS[1], init=init, scale=SCALE).eval(), torch.randn(3, 4)
+    exported = torch.export.export(block, (x,)).module()
+    assert_close(exported(x), block(x), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "text"),
+    [
+        ({"large": 1.0}, ValueError, "scale must hold a number for every tensor of z0"),
+        ([1.0, 1.0], ValueError, "scale must hold a number for every tensor of z0"),
+        (
+            {"large": 1.0, "small": 0},
+            ValueError,
+            "scale must be finite and at least 8.67362e-19 .*, got 0",
+        ),
+        ({"large": 1.0, "small": torch.ones(())}, TypeError, "scale must be a number, got tensor"),
+    ],
+)
+def test_what_is_no_scale(scale, error, text):
+    with pytest.raises(error, match=text):
+        deqfast.solve(lambda z: z, start(torch.ones(2, 8)), scale=scale)
+
+
+@pytest.mark.parametrize("options", [{"compile": True}, {"cuda_graph": True}])
+def test_a_scale_is_refused_by_captured_solves(options):
+    cell = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="scale cannot be combined with"):
+        DEQBlock(cell, scale=1.0, **options)
+    block = DEQBlock(cell, **options)
+    with pytest.raises(ValueError, match="scale cannot be combined with"):
+        block.scale = 2.0
+    assert block.scale is None
+    with pytest.raises(ValueError, match="scale must be finite"):
+        block.scale = -1.0
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize("order", ["rows", "channels_last"])
+def test_complex_solves_are_those_of_their_parts(solver, order):
+    x = torch.randn(4, 2, 2, 2, dtype=torch.complex64)
+    x = x.contiguous(memory_format=torch.channels_last) if order == "channels_last" else x
+    parts = torch.view_as_real(x)
+    expected = deqfast.solve(lambda z: torch.cos(z) + 0.3 * parts, torch.zeros_like(parts), solver)
+
+    def f(z):
+        return torch.view_as_complex(torch.cos(torch.view_as_real(z))) + 0.3 * x
+
+    found = deqfast.solve(f, torch.zeros_like(x), solver)
+    assert found.value.dtype == torch.complex64 and found.value.stride() == x.stride()
+    assert torch.equal(torch.view_as_real(found.value), expected.value)
+    assert torch.equal(found.residual, expected.residual)
+
+
+@pytest.mark.parametrize(
+    "adjoint",
+    [Implicit(Anderson(1e-13, 60)), Neumann(60), Phantom(60), Unrolled(60), Reversible(12)],
+    ids=lambda adjoint: type(adjoint).__name__,
+)
+def test_complex_gradients(adjoint):
+    """Those of torch's convention: conjugates in the products, for maps that are not holomorphic too."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
+    mix = (0.2 * torch.randn(3, 3, dtype=torch.complex128)).requires_grad_()
+
+    def solved(x, mix):
+        def f(z, x, mix):
+            return torch.tanh(z @ mix) + 0.1 * z.conj() + 0.3j * x
+
+        return fixed_point(f, torch.zeros_like(x), x, mix, solver=Picard(1e-13, 200), adjoint=adjoint, warn=False)
+
+    assert torch.autograd.gradcheck(solved, (x, mix), **FINITE_DIFFERENCES)
+    if isinstance(adjoint, (Implicit, Unrolled)):
+        assert torch.autograd.gradgradcheck(solved, (x, mix), eps=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("adjoint", [JFB(), SHINE(), Implicit()], ids=repr)
+def test_complex_gradients_by_every_route(adjoint):
+    cell, x = torch.nn.Linear(4, 4, dtype=torch.complex128), torch.randn(3, 4, dtype=torch.complex128)
+
+    def call(z, x):
+        return 0.3 * torch.tanh(cell(z)) + x
+
+    found = []
+    for options in ({}, {"compile": True}):
+        given = x.clone().requires_grad_()
+        block = DEQBlock(call, Anderson(1e-12, 40), adjoint, **options)
+        found.append(torch.autograd.grad(block(given).abs().square().sum(), given)[0])
+    assert_close(torch.view_as_real(found[1]), torch.view_as_real(found[0]), 1e-9)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_complex_tensor_behind_a_real_one(batch):
+    z0 = {"real": torch.zeros(batch, 3), "complex": torch.zeros(batch, 2, dtype=torch.complex64)}
+
+    def f(z):
+        return {"real": 0.5 * z["real"] + 1, "complex": 0.5j * z["complex"] + 1}
+
+    solution = deqfast.solve(f, z0, Picard(1e-5, 60))
+    assert solution.converged.all()
+    assert (solution.value["complex"] - 1 / (1 - 0.5j)).abs().max() <= 1e-5 * 3 / (1 - 0.5)
+
+
+def test_the_penalty_of_a_complex_cell_is_that_of_its_parts():
+    z = torch.randn(500, 4, dtype=torch.complex128)
+    found = regularize.jacobian_penalty(lambda z, x: (0.3 + 0.4j) * z, z, None, probes=4)
+    # |J|_F^2 / D is 0.25; the estimate is a mean of as many squares as there are numbers and probes.
+    assert abs(float(found) - 0.25) <= 5 * 0.25 * (2 / (4 * 500 * 8)) ** 0.5
+
+
+def test_real_and_complex_tensors_are_not_mixed_up():
+    with pytest.raises(
+        TypeError, match=r"f must return floating-point tensors for torch.float32 ones, got torch.complex64"
+    ):
+        deqfast.solve(lambda z: z * 1j, torch.ones(2, 3))
+    with pytest.raises(TypeError, match=r"f must return complex tensors for torch.complex64 ones, got torch.float32"):
+        deqfast.solve(lambda z: z.real, torch.ones(2, 3, dtype=torch.complex64))
