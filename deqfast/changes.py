@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .adjoints import Problem
 from .adjoints.attach import detached, sample_norms
-from .cells.protocol import solving
+from .cells.protocol import can_cancel, solving
 from .notice import warn
 from .packing import Packing, evaluate
 from .precision import float32_products_eps, residual_floor
@@ -43,7 +43,9 @@ class Changes:
         found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
         if found:
             _warn(f"by {', '.join(found)}")
-        elif self.evaluates and not problem.is_transformed() and (gap := _difference(problem)) > 0:
+        elif not self.evaluates or problem.is_transformed() or not can_cancel(cell):
+            return
+        elif (gap := _difference(problem)) > 0:
             _warn(f"as two evaluations at one state tell, which differ by {gap:.1g} of its length")
 
 

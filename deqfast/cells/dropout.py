@@ -70,6 +70,8 @@ class SolveDropout(nn.Module):
         """Drop the mask, unless a solve around this one holds it."""
         self._of_thread.solves.pop()
 
+    cancel_solve = end_solve
+
     def forward(self, z: Tensor) -> Tensor:
         """Tensor like z (B, ...), with entries dropped in training."""
         if not self.training or self.p == 0:

@@ -93,7 +93,8 @@ class CellHooks(Protocol):
         """Finish a forward pass that raises an error: drop, say, what a failed batch has measured.
 
         Called in the place of ``end_solve``, before the error reaches the caller; also in the first training call of a
-        block, after its look for cells that change from call to call.
+        block, after its look for cells that change from call to call. A cell with ``end_solve`` and without this is not
+        looked at.
         """
 
     def fixed_point(self, x: Any, z0: Any, solver: Solver, kernel: str) -> Solution | None:
@@ -134,10 +135,19 @@ def solving(cell: Callable[..., Any], cancelled: bool = False) -> Iterator[None]
     _notify(modules, *(["cancel_solve"] if cancelled else []), "end_solve")
 
 
+def can_cancel(cell: Callable[..., Any]) -> bool:
+    """Return whether every module of the cell that finishes solves can also drop one."""
+    modules = cell.modules() if isinstance(cell, nn.Module) else ()
+    return all(_has(module, "cancel_solve") for module in modules if _has(module, "end_solve"))
+
+
+def _has(module: nn.Module, event: str) -> bool:
+    """Return whether the module has this hook itself, not through a module that it wraps."""
+    return hasattr(type(module), event) or event in module.__dict__
+
+
 def _notify(modules: list[nn.Module], *events: str) -> None:
-    """Call of each module the first of these hooks that it has itself, not through a module that it wraps."""
+    """Call the first of these hooks that each module has."""
     for module in modules:
-        for event in events:
-            if hasattr(type(module), event) or event in module.__dict__:
-                getattr(module, event)()
-                break
+        if event := next((event for event in events if _has(module, event)), None):
+            getattr(module, event)()
