@@ -18,7 +18,7 @@ from .cells.protocol import can_cancel, solving
 from .notice import warn
 from .packing import Packing, evaluate
 from .precision import float32_products_eps, residual_floor
-from .weights import hold_weights
+from .weights import hold_weights, is_cached
 
 _HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
 
@@ -43,7 +43,7 @@ class Changes:
         found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
         if found:
             _warn(f"by {', '.join(found)}")
-        elif not self.evaluates or problem.is_transformed() or not can_cancel(cell):
+        elif not self.evaluates or problem.is_transformed() or not can_cancel(cell) or is_cached(cell):
             return
         elif (gap := _difference(problem)) > 0:
             _warn(f"as two evaluations at one state tell, which differ by {gap:.1g} of its length")

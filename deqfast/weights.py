@@ -137,9 +137,14 @@ def holding(weights: dict[ParametrizationList, _Held]) -> Iterator[None]:
         _thread.held = before
 
 
+def is_cached(cell: Callable[..., Any]) -> bool:
+    """Return whether ``parametrize.cached`` keeps what weights of `cell` are when they are read first."""
+    return bool(parametrize._cache_enabled and _parametrised(cell))
+
+
 def check_not_cached(cell: nn.Module) -> None:
     """Raise RuntimeError where ``parametrize.cached`` keeps a weight of `cell`, which a graph would never see again."""
-    if parametrize._cache_enabled and _parametrised(cell):
+    if is_cached(cell):
         raise RuntimeError("cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights")
 
 

@@ -70,7 +70,7 @@ def test_computed_once_and_cached_around_it_changes_nothing(adjoint):
     """Neither in the gradient nor, ``parametrize.cached`` being what keeps it then, in the number of calls."""
     found = []
     for context in (nullcontext, parametrize.cached):
-        block = DEQBlock(Cell(Counted()), TIGHT, adjoint)
+        block = DEQBlock(Cell(Counted()), TIGHT, adjoint, warn=False)
         counted = block.cell.linear.parametrizations.weight[0]
         counted.calls = 0
         found.append(gradients(block, inputs(), context))
@@ -196,7 +196,7 @@ class TestRelease:
         block.cell.linear = cell.linear
         counted = cell.linear.parametrizations.weight[0]
         counted.calls = 0
-        DEQBlock(cell, TIGHT)(inputs()).sum().backward()
+        DEQBlock(cell, TIGHT, warn=False)(inputs()).sum().backward()
         assert counted.calls == 1 < block.cell.evaluations
 
     @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
@@ -226,7 +226,7 @@ def test_threads_hold_their_own():
             return torch.tanh(0.4 * self.linear(z) + x)
 
     with torch.no_grad():
-        thread = threading.Thread(target=DEQBlock(Waiting(), TIGHT), args=(inputs(),))
+        thread = threading.Thread(target=DEQBlock(Waiting(), TIGHT, warn=False), args=(inputs(),))
         thread.start()
         assert inside.wait(30)
         cell.linear.parametrizations.weight.original.mul_(0.5)
@@ -312,7 +312,7 @@ def test_a_compiled_cell_is_compiled_no_more_often():
     torch._dynamo.reset()
     cell = Cell(weight_norm)
     layer = torch.compile(cell.linear, backend=backend, fullgraph=True)
-    block = DEQBlock(cell, TIGHT)
+    block = DEQBlock(cell, TIGHT, warn=False)
     cell.forward = lambda z, x: torch.tanh(0.4 * layer(z) + x)
     for _ in range(3):
         assert_close(gradients(block, x), expected, GRADIENT)
