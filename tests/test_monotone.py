@@ -123,7 +123,7 @@ def test_second_derivatives(splitting):
 
 @every_splitting
 def test_matrices_are_computed_once_per_call(splitting):
-    block, calls = DEQBlock(cell_of(splitting), TIGHT, "implicit"), []
+    block, calls = DEQBlock(cell_of(splitting), TIGHT, "implicit", warn=False), []
     block.cell.parametrizations.matrices[0].register_forward_hook(lambda *_: calls.append(1))
     block(inputs()).sum().backward()
     assert len(calls) == 1
