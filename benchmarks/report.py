@@ -35,7 +35,6 @@ from harness.tables import (
     Table,
     digits,
     duration,
-    hours,
     slug,
     span,
     summary,
@@ -284,21 +283,6 @@ def steps(results: Results) -> Table:
     )
 
 
-def model(results: Results) -> Table:
-    """A line for each size, gradient and solver of the model; torchdeq's and deqfast's images per second."""
-    lines = []
-    for name, runs in results.cases("internet scale (model)").items():
-        pair = [runs[provider][0] for provider in (PEER, "deqfast")]
-        rates = dict(zip(pair[0]["gpus"], zip(*(row["images_per_second"] for row in pair), strict=True), strict=True))
-        line = {"model of": name} | {
-            f"images/s on {gpus}": " / ".join(f"{rate:,.0f}" for rate in both) for gpus, both in rates.items()
-        }
-        line["gain"] = times(pair[0]["ms"] / pair[1]["ms"])
-        line[f"all images on {max(rates)}"] = " / ".join(hours(row["internet_s"] / 3600) for row in pair)
-        lines.append(line)
-    return Table("Model", lines)
-
-
 def on_gpus(results: Results) -> list[Table]:
     """All rows of each kind of GPU."""
     kinds: dict[str, list[Row]] = {}
@@ -321,7 +305,7 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), rivals(results), *races(results), steps(results), model(results)]
+    found = [targets(results), *suite(results), rivals(results), *races(results), steps(results)]
     return [*found, sources(results), *on_gpus(results)]
 
 

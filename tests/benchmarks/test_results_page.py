@@ -160,7 +160,7 @@ def test_numbers_in_sentences_are_guarded(sentence, wrong):
     [
         ("benchmarks/results/odd.json", "{", "odd.json: no record: "),
         ("benchmarks/results/odd.json", '{"rows": []}', "odd.json: no record: .*machine"),
-        ("benchmarks/results/internet_scale.json", None, "no record .* has rows of section 'internet scale"),
+        ("benchmarks/results/training_step_cpu.json", None, "no record .* has rows of section 'training step"),
         ("README.md", "<!-- numbers: solves -->\n", "README.md: <!-- numbers: solves .*needs an .*"),
         ("README.md", "<!-- numbers: a -->\n<!-- end of numbers -->\n", "README.md: .* one of the names targets, "),
     ],
