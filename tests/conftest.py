@@ -41,6 +41,7 @@ if SEED := int(os.environ.get("DEQFAST_TEST_SEED", "0")):
 def pytest_configure(config: pytest.Config) -> None:
     # The interpreter computes both sides of a select, in numpy, which warns of the side that is not taken.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+    config.addinivalue_line("markers", "newest: long, and not run again on the oldest versions")
     config.addinivalue_line(
         "markers",
         "covering(strength): kernels that are interpreted, emulated or sanitized, which is slow, run as many of the "

@@ -40,8 +40,12 @@ def residual(f, z: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(f(z).double() - z.double(), dim=1)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("cpp", torch.float32), ("cpp", torch.float64), ("torch", torch.float32)],
+    indirect=["kernel"],
+    ids=str,
+)
 @pytest.mark.parametrize("name", WITHOUT_FIXED_POINT)
 @pytest.mark.parametrize("solver", LONG.values(), ids=LONG)
 def test_a_map_without_a_fixed_point(solver, name, dtype, kernel):

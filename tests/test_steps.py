@@ -92,7 +92,7 @@ def test_a_run_of_picard(size, dtype, damping, implementation):
     compare(check_run, Case(None, batch=3, size=size, k=2, damping=damping, **DTYPES[dtype]), implementation)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 7, 16, 63, 776, 777])
 @every_dtype
 @every_method
@@ -101,7 +101,7 @@ def test_a_run_through_filling_and_eviction(method, dtype, size, implementation)
     compare(check_run, case, implementation)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("check", "k", "wobble"),
     [(check_run, 3, 0.0), (check_step, 10, 0.5), (check_step, 18, 0.5)],
@@ -155,7 +155,7 @@ def test_what_can_befall_a_sample(method, rule, last, implementation):
     assert after["active"].item() == case.batch - sum(bool(expected.get(case.rows[row], 0)) for row in ran)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("last", [False, True])
 @every_step
 def test_what_can_befall_a_sample_that_is_shared(method, last, shared_size, implementation):

@@ -1,6 +1,6 @@
 """What the compiled code of the GPU kernels needs, without a GPU: registers, stack, shared memory, barriers.
 
-The Triton kernels are compiled ahead of time by ``deqfast.testing.aot``; the CUDA kernels are read from the extension
+The Triton kernels are compiled ahead of time by ``harness.aot``; the CUDA kernels are read from the extension
 as it was built.
 """
 
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from deqfast import _extension
-from deqfast.testing import cuobjdump
-from deqfast.testing.cuobjdump import Unavailable
 
+from . import cuobjdump
+from .cuobjdump import Unavailable
 from .gate import Rows
 
 MEASURED = ("registers", "stack", "shared", "barriers")  # counters, each of an architecture: "registers sm_90"
 
 
 def ahead_of_time() -> list[dict[str, Any]]:
-    """The rows of ``deqfast.testing.aot``, by a process of its own: interpreter and compiler exclude each other.
+    """The rows of ``harness.aot``, by a process of its own: interpreter and compiler exclude each other.
 
     100 s, or 20 s from cache.
     """
@@ -36,7 +36,7 @@ def ahead_of_time() -> list[dict[str, Any]]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "deqfast.testing.aot", "--json", str(target)]
+        command = [sys.executable, "-m", "harness.aot", "--json", str(target)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not target.exists():  # it fails also where a row has faults
             raise RuntimeError(f"aot compiled nothing: {result.stderr[-2000:]}")

@@ -3,8 +3,7 @@
 import re
 
 import pytest
-
-from deqfast.testing import cuobjdump
+from harness import cuobjdump
 
 ARCHITECTURES = {"sm_80", "sm_86", "sm_90"}
 STATIC_SHARED_LIMIT = 48 * 1024  # bytes that a kernel gets without asking, on every architecture

@@ -1,6 +1,6 @@
 """The code of the compiled CUDA kernels: what each asks of a GPU, read with the disassembler that comes with triton.
 
-python -m deqfast.testing.cuobjdump    prints a table of the built extension
+PYTHONPATH=benchmarks python -m harness.cuobjdump    prints a table of the built extension
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import _extension
+from deqfast import _extension
 
 
 def find_cuobjdump() -> Path | None:

@@ -1,6 +1,6 @@
 """Compile the Triton kernels ahead of time for GPUs that need not be there, and tabulate what their code needs.
 
-    python -m deqfast.testing.aot [--arch {80,86,90}] [--json FILE]
+    PYTHONPATH=benchmarks python -m harness.aot [--arch {80,86,90}] [--json FILE]
 
 One row per kernel, dtypes, window and architecture: registers, stack (a spill shows there), shared memory; barriers and
 16-byte global loads as they stand in PTX. Exits with 1 when a row breaks a limit. Must run without TRITON_INTERPRET.
@@ -21,10 +21,7 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from ..kernels import (
+from deqfast.kernels import (
     config,
     fc_fixed_point,
     multisecant_step,
@@ -33,8 +30,11 @@ from ..kernels import (
     norm_act_residual,
     picard_step,
 )
-from ..ops import ACTIVATIONS
-from .states import METHODS
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deqfast.ops import ACTIVATIONS
+from deqfast.testing.states import METHODS
 
 MAX_BARRIERS = 320  # in the code: three sums of 32 pairs take two or three each, behind the loop over the columns
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
