@@ -8,13 +8,13 @@ from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unroll
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout
 from .fc import fc_fixed_point
-from .functional import fixed_point
-from .grouping import Groups
+from .fixed_point import fixed_point
 from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory
 from .solution import Solution, Status
 from .solve import solve
 from .solvers import Anderson, Broyden, Picard
+from .state.groups import Groups
 
 if TYPE_CHECKING:
     from .metrics import NeuralCollapse

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import tracing
-from .adjoints import SHINE, Adjoint, Iterated, Problem, as_adjoint
-from .adjoints.linearised import Linearised
+from ._changes import Changes
+from ._checks import check_choice, check_count
+from ._notice import Notice
+from .adjoints import Adjoint, Problem, as_adjoint
 from .cells.protocol import solving
-from .changes import Changes
-from .checks import check_choice, check_count
-from .compiled import Compiled
-from .exporting import is_exporting
-from .graphs import Graphs
-from .grouping import Groups
-from .notice import Notice
+from .execution import opaque_op
+from .execution.compiled import Compiled
+from .execution.cuda_graph import Graphs
+from .execution.linearised import Linearised
+from .execution.loop import Halt
+from .execution.plan import check_together, kinds
+from .execution.trajectory import check_trajectory, differentiate_along
 from .ops import check_kernel_name
-from .packing import Packing, check_scale, is_of_state
 from .solution import Solution
-from .solve import Halt
 from .solvers import Solver, as_solver
-from .trajectory import check_trajectory, differentiate_along
-from .transforms import values
-from .uncompiled import untraced
-from .weights import hold_weights
+from .state.groups import Groups
+from .state.packing import Packing, check_scale, is_of_state
+from .torch_internals.dynamo import is_exporting, untraced
+from .torch_internals.transforms import values
+from .torch_internals.weights import hold_weights
 
 
 def _check_every(value: int | None) -> int | None:
@@ -58,7 +58,7 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
     "halt": partial(_callable_or_none, "halt"),
 }
 # Options that not all others can be combined with.
-_COMBINED = {"adjoint", "check_every", "compact", "halt", "scale", "trace"}
+_COMBINED = {"adjoint", "check_every", "compact", "groups", "halt", "scale", "trace"}
 
 
 class DEQBlock(nn.Module):
@@ -71,32 +71,33 @@ class DEQBlock(nn.Module):
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
         solver: "broyden", "anderson", "picard" (tol=1e-3, max_iter=20) or a solver object.
         adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
-        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         init: x -> z0; None: see above.
-        eval_solver: solver of evaluation mode; None: `solver`.
-        check_every: iterations between looks at whether all samples are done, see ``solve``.
-        compact: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every sample by
-            itself.
+        groups: the samples of calls that give none, see ``forward``.
+        scale: the typical sizes of the tensors of z, see ``solve``.
         per_sample: which tensors of x have one row per row of z, a tree like x of True and False. They lose rows by
             `compact`, and in the gradient a healthy row takes the place of one whose sample broke down. None: every
             dense tensor with as many rows as z that is no parameter. A square matrix beside other leaves of x counts
             only in its rows that are not finite, and is not cut.
+        eval_solver: solver of evaluation mode; None: `solver`.
+        halt: rule that ends samples beside the solver's, see ``solve``.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
+        check_every: iterations between looks at whether all samples are done, see ``solve``.
+        compact: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every sample by
+            itself.
         cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
-            or "whole" for one graph that the device leaves by itself (torch 2.14.1 can). See ``deqfast.graphs``.
+            or "whole" for one graph that the device leaves by itself (torch 2.14.1 can). See ``execution.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
             leave the backward solve of ``Implicit`` as it is, for a cell whose gradient torch.compile does not take.
         trace: record the residual of each sample's best iterate so far, after every evaluation, in ``Solution.trace``.
-        halt: rule that ends samples beside the solver's, see ``solve``.
-        scale: the typical sizes of the tensors of z, see ``solve``.
         warn: warn, once each for the forward and the backward solves, of samples that do not converge, break down or
             are inconsistent, see ``Status``; not of those that the rounding of f has stalled. On a GPU it is said one
             call late, so that nothing waits. The first call in training mode also looks for a cell that is another
             function at every call, by its modules, else by three evaluations, which hooks and counters see.
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, check_every, compact, halt, init, scale, trace: as above, objects for
-            names; assignments are checked as arguments are.
+        solver, eval_solver, adjoint, kernel, check_every, compact, groups, halt, init, scale, trace: as above,
+            objects for names; assignments are checked as arguments are.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -124,18 +125,20 @@ class DEQBlock(nn.Module):
         cell: Callable[[Any, Any], Any],
         solver: str | Solver = "broyden",
         adjoint: str | Adjoint = "jfb",
-        kernel: str = "auto",
+        *,
         init: Callable[[Any], Any] | None = None,
+        groups: Groups | Tensor | str | None = None,
+        scale: Any = None,
+        per_sample: Any = None,
         eval_solver: str | Solver | None = None,
+        halt: Halt | None = None,
+        kernel: str = "auto",
         check_every: int | None = None,
         compact: bool = False,
         cuda_graph: bool | str = False,
+        compile: bool | str = False,
         trace: bool = False,
         warn: bool = True,
-        per_sample: Any = None,
-        compile: bool | str = False,
-        halt: Halt | None = None,
-        scale: Any = None,
     ):
         super().__init__()
         if not callable(cell) or isinstance(cell, type):
@@ -145,18 +148,18 @@ class DEQBlock(nn.Module):
         self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
         self.adjoint = as_adjoint(adjoint)
         self.kernel = kernel
-        self.init, self.check_every = init, check_every
+        self.init, self.check_every, self.groups = init, check_every, groups
         self.compact, self.trace, self.halt, self.scale = compact, trace, halt, scale
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
-        self._check_combination()
+        check_together(self._given())
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._changes = Changes()
-        self._number = tracing.new_number(self)
+        self._number = opaque_op.new_number(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (take := _TAKEN.get(name)) is not None:
@@ -165,28 +168,28 @@ class DEQBlock(nn.Module):
         super().__setattr__(name, value)
         if name in _COMBINED and "_number" in self.__dict__:
             try:
-                self._check_combination()
+                check_together(self._given())
             except ValueError:
                 super().__setattr__(name, before)
                 raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = tracing.new_number(self)  # a copy is another block
+        self._number = opaque_op.new_number(self)  # a copy is another block
 
-    def _check_combination(self) -> None:
-        records, adjoint = self.compact or self.trace or self.halt is not None, self.adjoint
-        if self.scale is not None and (self.graphs is not None or self.compiled is not None):
-            raise ValueError("scale cannot be combined with cuda_graph or compile")
-        if self.graphs is not None and records:
-            raise ValueError("cuda_graph cannot be combined with compact, trace or halt: a graph replays the same work")
-        if self.graphs is not None and isinstance(adjoint, SHINE):
-            raise ValueError("cuda_graph cannot be combined with SHINE: a replay overwrites the history it needs")
-        if self.compiled is not None and (records or self.graphs is not None or self.check_every is not None):
-            raise ValueError("compile cannot be combined with compact, trace, halt, cuda_graph or check_every")
-        if isinstance(adjoint, Iterated) and (records or self.graphs is not None or self.compiled is not None):
-            name = type(adjoint).__name__
-            raise ValueError(f"{name} runs no solver: compact, trace, halt, cuda_graph and compile mean nothing to it")
+    def _given(self) -> list[str]:
+        """Names of the options that not all others can be combined with, as far as they are given."""
+        options = {
+            "compact": self.compact,
+            "trace": self.trace,
+            "halt": self.halt is not None,
+            "groups": self.groups is not None,
+            "scale": self.scale is not None,
+            "check_every": self.check_every is not None,
+            "cuda_graph": self.graphs is not None,
+            "compile": self.compiled is not None,
+        }
+        return [*(name for name, given in options.items() if given), *kinds(self.adjoint)]
 
     def forward(
         self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None
@@ -205,10 +208,10 @@ class DEQBlock(nn.Module):
         """
         z0 = self._initial_state(x) if z0 is None else z0
         if is_exporting():
-            return tracing.solve_exported(self, x, z0, return_solution, self._grouping(groups, z0))
+            return opaque_op.solve_exported(self, x, z0, return_solution, self._grouping(groups, z0))
         # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() tells of other threads too.
         if torch.compiler.is_dynamo_compiling():
-            return tracing.solve_traced(self, x, z0, return_solution, groups)
+            return opaque_op.solve_traced(self, x, z0, return_solution, groups)
         problem = self._problem(x, z0, groups)
         self._look_for_changes(problem)
         holds = self.graphs is None and not problem.is_transformed()
@@ -290,12 +293,10 @@ class DEQBlock(nn.Module):
         return self.solver if self.training or self.eval_solver is None else self.eval_solver
 
     def _grouping(self, groups: Groups | Tensor | str | None, z0: Any) -> Groups | None:
+        groups = self.groups if groups is None else groups
         if groups is None:
             return None
-        if self.graphs is not None:
-            raise ValueError("cuda_graph cannot be combined with groups, which may change from call to call")
-        if self.compiled is not None:
-            raise ValueError("compile cannot be combined with groups")
+        check_together([*self._given(), "groups"])
         return Packing(z0, groups).groups
 
     def _keep_backward_solution(self, solution: Solution) -> None:
@@ -321,3 +322,6 @@ class DEQBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
+
+
+opaque_op.serve(DEQBlock.forward)

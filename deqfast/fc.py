@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _extension
-from .checks import check_choice, check_dense
-from .exporting import is_exporting, is_tracing
+from ._checks import check_choice, check_dense
+from .execution.loop import not_finite
 from .ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
 from .ops.fc import STATE, reference
 from .ops.fc.autograd import JacobianFree
 from .ops.registry import library
-from .precision import stall_floor
 from .solution import Solution
-from .solve import not_finite, solve
+from .solve import solve
 from .solvers import Picard, Solver, as_solver
-from .transforms import check_plain, check_values, has_values
+from .state.floors import stall_floor
+from .torch_internals.dynamo import is_exporting, is_tracing
+from .torch_internals.transforms import check_plain, check_values, has_values
 
 _STATE_DTYPES = tuple(STATE.beside)
 _DEFAULT_SOLVER = Picard()

@@ -6,7 +6,10 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
+from deqfast.execution.plan import REFUSED
+
 PAGES = Path(__file__).parent / "pages"
+TABLE = "<!-- what does not go together -->"
 OUTSIDE = re.compile(r"\]\((\.\./[^)\s]+\.(?:png|gif))\)")
 
 
@@ -21,8 +24,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point the links at the copies; one whose picture is missing is left, and fails the build."""
-    return OUTSIDE.sub(lambda match: f"]({_inside(match[1])})", markdown)
+    """Write the table of refusals, and point links at the copies; a missing picture's is left, and fails the build."""
+    rows = [f"| `{way}` | `{option}` | {why} |" for way, refused in REFUSED.items() for option, why in refused.items()]
+    table = "\n".join(["| way of running | refuses | because |", "|---|---|---|", *rows])
+    return OUTSIDE.sub(lambda match: f"]({_inside(match[1])})", markdown.replace(TABLE, table))
 
 
 def _inside(link: str) -> str:

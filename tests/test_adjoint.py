@@ -90,7 +90,7 @@ class TestThreeWays:
         moved = [t.detach().to(device).requires_grad_() for t in toy.inputs]
         x, *weights = moved
         solver = Broyden(tol=1e-11, max_iter=12)
-        block = DEQBlock(lambda z, x: Toy.value(z, x, *weights), solver, Implicit(solver), kernel)
+        block = DEQBlock(lambda z, x: Toy.value(z, x, *weights), solver, Implicit(solver), kernel=kernel)
         z = block(x, z0=toy.z0.to(device))
         gradients = torch.autograd.grad(z, moved, toy.cotangent.to(device))
         assert_close(gradients, toy.gradients(Unrolled(steps=120)), GRADIENT)

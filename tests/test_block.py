@@ -109,7 +109,7 @@ def test_the_value_is_that_of_solve():
     cell, x = FCCell(3, 5), torch.randn(4, 3)
     block = DEQBlock(cell, Anderson(tol=1e-5), check_every=4, kernel="torch")
     z, solution = block(x, return_solution=True)
-    expected = solve(lambda z: cell(z, x), cell.initial_state(x), Anderson(tol=1e-5), "torch", 4)
+    expected = solve(lambda z: cell(z, x), cell.initial_state(x), Anderson(tol=1e-5), "torch", check_every=4)
     assert torch.equal(z, expected.value) and torch.equal(solution.value, z)
     assert solution.evaluations == expected.evaluations and solution.evaluations % 4 == 0
     assert torch.equal(block(x), z)

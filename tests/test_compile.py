@@ -29,10 +29,10 @@ from deqfast import (
     Status,
     Unrolled,
     fc_fixed_point,
-    tracing,
 )
+from deqfast.execution import opaque_op
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
-from deqfast.uncompiled import uncompiled
+from deqfast.torch_internals.dynamo import uncompiled
 
 
 class Cell(nn.Module):
@@ -88,7 +88,7 @@ def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evalua
         x = torch.randn(batch, 3)
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             assert_same_derivatives(fast, model, x, parameters)
-    assert not tracing._recorded  # no graph outlives its backward pass
+    assert not opaque_op._recorded  # no graph outlives its backward pass
 
 
 def test_inductor(compiled):
@@ -256,7 +256,7 @@ class TestOfABlock:
         block = DEQBlock(Cell())
         copies = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
         numbers = {int(one._number) for one in (block, *copies)}
-        assert len(numbers) == 3 and numbers <= set(tracing._live)
+        assert len(numbers) == 3 and numbers <= set(opaque_op._live)
         x = torch.randn(2, 4)
         with torch.no_grad():
             copies[0].cell.linear.weight.mul_(0.1)
@@ -264,7 +264,7 @@ class TestOfABlock:
         torch.compiler.reset()
         del block, copies
         gc.collect()
-        assert not numbers & set(tracing._live)
+        assert not numbers & set(opaque_op._live)
 
     def test_two_calls_stay_two_and_hooks_keep_what_they_count(self, compiled):
         class Masked(Cell):
@@ -409,9 +409,9 @@ class TestOfABlock:
 
     def test_a_value_that_nobody_differentiates_keeps_no_graph(self, compiled):
         value = compiled(Model())(torch.randn(2, 3))
-        assert len(tracing._recorded) == 1
+        assert len(opaque_op._recorded) == 1
         del value
-        assert not tracing._recorded
+        assert not opaque_op._recorded
 
     def test_what_is_not_served_is_an_error(self, compiled):
         x, hidden = torch.randn(2, 4), torch.ones(4, requires_grad=True)
@@ -419,7 +419,7 @@ class TestOfABlock:
             with pytest.raises(RuntimeError, match="neither in x nor a parameter of the cell"):
                 compiled(DEQBlock(lambda z, x: 0.5 * z.tanh() + hidden.exp() * x))(given)
         x.requires_grad_()
-        with pytest.raises(Exception, match="trace=True is not served under torch.compile"):
+        with pytest.raises(Exception, match="torch.compile cannot be combined with trace of a Solution"):
             compiled(DEQBlock(Cell(), trace=True))(x, return_solution=True)
         with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
             (first,) = torch.autograd.grad(compiled(DEQBlock(Cell()))(x).square().sum(), x, create_graph=True)
@@ -468,8 +468,8 @@ class TestExport:
         [
             (Picard(max_iter=4), torch.float32, False),
             (Broyden(max_iter=4), torch.float64, False),
-            (SLIDING, torch.float64, True),
-            (WITH_PAIRS, torch.float32, True),
+            pytest.param(SLIDING, torch.float64, True, marks=pytest.mark.newest),
+            pytest.param(WITH_PAIRS, torch.float32, True, marks=pytest.mark.newest),
         ],
         ids=str,
     )
@@ -570,7 +570,7 @@ class TestExport:
         assert same(program, model, x) and program.module()(x)[1][1] == Status.NONFINITE
 
     def test_training_is_refused(self):
-        with pytest.raises(ValueError, match=r"serves inference: call eval\(\)"):
+        with pytest.raises(ValueError, match=r"torch.export cannot be combined with training mode: .* call eval\(\)"):
             torch.export.export(Model(), (torch.randn(5, 3),))
 
     def test_a_trace_of_torch_jit_is_refused(self):
@@ -578,7 +578,7 @@ class TestExport:
             torch.jit.trace(Model().eval(), (torch.randn(4, 3),))
 
     def test_a_trace_and_a_rule_of_the_callers_are_refused(self):
-        with pytest.raises(ValueError, match="trace=True cannot be exported"):
+        with pytest.raises(ValueError, match="torch.export cannot be combined with trace of a Solution"):
             exported(Judged(trace=True))
-        with pytest.raises(ValueError, match="halt cannot be exported"):
+        with pytest.raises(ValueError, match="torch.export cannot be combined with halt"):
             exported(Judged(halt=lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)))

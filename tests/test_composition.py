@@ -341,8 +341,8 @@ class TestAssignments:
     @pytest.mark.parametrize(
         ("options", "adjoint", "words"),
         [
-            ({"compile": True}, "unrolled", "Unrolled runs no solver"),
-            ({"compact": True}, Reversible(3), "Reversible runs no solver"),
+            ({"compile": True}, "unrolled", "Unrolled cannot be combined with compile: it runs no solver"),
+            ({"compact": True}, Reversible(3), "Reversible cannot be combined with compact: it runs no solver"),
             ({"cuda_graph": True}, "shine", "cannot be combined with SHINE"),
         ],
     )

@@ -10,18 +10,7 @@ import torch
 from torch import nn
 
 import deqfast
-from deqfast import (
-    Anderson,
-    Broyden,
-    DEQBlock,
-    FCCell,
-    Implicit,
-    LinearCell,
-    Picard,
-    Status,
-    fc_fixed_point,
-    solve,
-)
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, LinearCell, Picard, Status, fc_fixed_point, solve
 from deqfast.ops import ACTIVATIONS, Kernel, choose_kernel
 from deqfast.ops.fc import reference
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_accurate, assert_close, lost, rounding

@@ -369,7 +369,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("option", ["compact", "trace"])
     def test_options(self, option):
-        with pytest.raises(ValueError, match=f"{option} cannot be used under torch.func"):
+        with pytest.raises(ValueError, match=f"torch.func cannot be combined with {option}"):
             vmap(block_of("jfb", **{option: True}))(data(2, 2))
 
     def test_what_is_no_block(self):
@@ -453,7 +453,7 @@ class TestCompiled:
     @FORWARD
     def test_blocks_of_compiled_solves_refuse_them(self, transform):
         fast, _, given = self.compiled(transform, compile=True)
-        with pytest.raises(ValueError, match="compile cannot be used under torch.func"):
+        with pytest.raises(ValueError, match="torch.func cannot be combined with compile"):
             fast(*given)
 
     def test_gradients_left_out_of_compiled_code(self):

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
-from deqfast import graphs
+from deqfast.execution import cuda_graph
 from deqfast.testing import SOLVERS, assert_same_solution
 
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
@@ -87,11 +87,11 @@ def recorded(monkeypatch):
     """Graphs that are recorded, where there is no GPU."""
     if GPU:
         return
-    monkeypatch.setattr(graphs, "DEVICE", "cpu")
-    monkeypatch.setattr(graphs, "capture", lambda works: [record(work) for work in works])
-    monkeypatch.setattr(graphs, "if_running", record_condition)
-    monkeypatch.setattr(graphs, "aside", lambda work: work())
-    monkeypatch.setattr(graphs, "mark", Mark)
+    monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_graph, "capture", lambda works: [record(work) for work in works])
+    monkeypatch.setattr(cuda_graph, "if_running", record_condition)
+    monkeypatch.setattr(cuda_graph, "aside", lambda work: work())
+    monkeypatch.setattr(cuda_graph, "mark", Mark)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
 
 
@@ -194,9 +194,9 @@ def test_what_a_graph_cannot_know_is_captured_anew(mode):
 
 def test_the_number_of_graphs_is_bounded():
     graphed, plain = blocks("picard", True)
-    for batch in range(1, graphs.MAX_GRAPHS + 3):
+    for batch in range(1, cuda_graph.MAX_GRAPHS + 3):
         graphed(inputs(batch=batch))
-    assert len(graphed.graphs._captured) == graphs.MAX_GRAPHS
+    assert len(graphed.graphs._captured) == cuda_graph.MAX_GRAPHS
     assert torch.equal(graphed(inputs(batch=1)), plain(inputs(batch=1)))
 
 
@@ -292,7 +292,7 @@ def test_a_cell_settles_before_a_solve_is_captured():
 
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_it_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(graphs, "DEVICE", "cuda")
+    monkeypatch.setattr(cuda_graph, "DEVICE", "cuda")
     with pytest.raises(RuntimeError, match="cuda_graph needs tensors on a cuda device, got cpu"):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True)(inputs())
 
@@ -301,7 +301,7 @@ def test_calls_that_no_graph_serves():
     block, x = deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True), inputs()
     with pytest.raises(ValueError, match="cuda_graph cannot be combined with groups"):
         block(x, groups="batch")
-    with pytest.raises(ValueError, match="cuda_graph cannot be used under torch.func"):
+    with pytest.raises(ValueError, match="torch.func cannot be combined with cuda_graph"):
         torch.func.grad(lambda x: block(x).sum())(x)
 
 
@@ -311,10 +311,10 @@ def test_wrong_settings():
     with pytest.raises(TypeError, match="cuda_graph needs a cell that is an nn.Module"):
         deqfast.DEQBlock(lambda z, x: z, cuda_graph=True)
     for option in ("compact", "trace", "cuda_graph"):
-        with pytest.raises(ValueError, match="Unrolled runs no solver"):
+        with pytest.raises(ValueError, match=f"Unrolled cannot be combined with {option}: it runs no solver"):
             deqfast.DEQBlock(deqfast.LinearCell(5), adjoint="unrolled", **{option: True})
     for option in ("compact", "trace"):
-        with pytest.raises(ValueError, match="cannot be combined with compact, trace or halt"):
+        with pytest.raises(ValueError, match=f"cuda_graph cannot be combined with {option}: a graph"):
             deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True, **{option: True})
 
 

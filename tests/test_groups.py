@@ -114,6 +114,25 @@ class TestGradient:
         assert torch.isfinite(scale_grad) and not x_grad[3].any() and x_grad[[0, 1, 2, 4, 5, 6]].all()
 
 
+def test_groups_of_the_block_serve_every_call():
+    mixing, x = graph(torch.zeros(6, dtype=torch.int64), torch.float32)
+
+    class Mixed(torch.nn.Module):
+        def forward(self, z, x):
+            return torch.tanh(mixing @ z + x)
+
+    (expected, solution), block = (
+        DEQBlock(Mixed(), "anderson", kernel="torch")(x, groups="batch", return_solution=True),
+        DEQBlock(Mixed(), "anderson", groups="batch", kernel="torch"),
+    )
+    calls = [block, torch.compile(block, backend="eager", fullgraph=True), lambda x: block.trajectory(x, [1])[-1]]
+    calls += [torch.export.export(block.eval(), (x,)).module()]
+    assert len(solution.status) == 1 and all(torch.equal(call(x), expected) for call in calls)
+    ordinary = DEQBlock(Mixed(), "anderson")(x, return_solution=True)[1]
+    assert len(ordinary.status) == 6
+    assert len(block(x, groups=torch.arange(6), return_solution=True)[1].status) == 6
+
+
 @pytest.mark.parametrize(
     ("groups", "error", "message"),
     [

@@ -119,7 +119,7 @@ def test_an_empty_container_is_a_rule():
     block = DEQBlock(FCCell(3, 3), Picard(1e-8, 50), halt=EmptyRule())
     _, solution = block(torch.randn(4, 3), return_solution=True)
     assert (solution.status == Status.HALTED).all() and block.halt == [1, 2, 3]
-    with pytest.raises(ValueError, match="halt cannot be used under torch.func"):
+    with pytest.raises(ValueError, match="torch.func cannot be combined with halt"):
         torch.vmap(DEQBlock(FCCell(3, 3), halt=EmptyRule()))(torch.zeros(2, 1, 3))
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deqfast
+from deqfast.execution.loop import LateWatch
 from deqfast.ops import Kernel
-from deqfast.solve import LateWatch
 from deqfast.testing import SOLVERS
 
 solve_module = sys.modules["deqfast.solve"]  # the package has a function of that name
@@ -82,7 +82,7 @@ def test_a_step_is_one_operation(name, kernel, device):
 def test_waits_of_a_solve_on_the_cpu(name, check_every):
     """One for z0, one per look."""
     with Trace() as trace:
-        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](tol=1e-30), "cpp", check_every)
+        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](tol=1e-30), "cpp", check_every=check_every)
     waits = trace.names.count(LOOK)
     assert waits == math.ceil(solution.evaluations / check_every)
 
@@ -115,7 +115,7 @@ def late(monkeypatch):
 def test_a_late_look_never_waits_for_the_step_before_it(name, check_every, late):
     f, z0, solver = (lambda z: 0.5 * z + 1), torch.zeros(2, 16), SOLVERS[name](tol=1e-3)
     with Trace() as trace:
-        solution = deqfast.solve(f, z0, solver, "cpp", check_every)
+        solution = deqfast.solve(f, z0, solver, "cpp", check_every=check_every)
     needed = max(solution.iterations.tolist())
     assert solution.evaluations == min(20, (math.ceil(needed / check_every) + 1) * check_every)
     assert trace.names.count(LOOK) == 1  # z0 is finite

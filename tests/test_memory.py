@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import deqfast
+from deqfast.execution.loop import LateWatch
 from deqfast.ops import choose_kernel, empty_history, memory, release_memory
-from deqfast.solve import LateWatch
 
 CPU = torch.device("cpu")
 SHAPE = (4, 20, 8192)  # 2.6 MB

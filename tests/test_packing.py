@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deqfast.packing import Packing
+from deqfast.state.packing import Packing
 
 
 def values(*shape: int) -> torch.Tensor:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import deqfast
-from deqfast import Status, precision
-from deqfast.packing import Packing
-from deqfast.precision import float32_products_eps, residual_floor
+from deqfast import Status
+from deqfast.state import floors
+from deqfast.state.floors import float32_products_eps, residual_floor
+from deqfast.state.packing import Packing
 
 BF16, TF32 = torch.finfo(torch.bfloat16).eps, 2.0**-10
 
@@ -63,7 +64,7 @@ def test_rounded_factors_leave_residuals_below_the_floor_and_above_a_hundredth_o
 )
 def test_on_a_gpu_both_settings_and_the_architecture_count(monkeypatch, matmul, conv, capability, eps):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(precision, "_has_tf32", precision._has_tf32.__wrapped__)
+    monkeypatch.setattr(floors, "_has_tf32", floors._has_tf32.__wrapped__)
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
     monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=conv))
     assert float32_products_eps(torch.device("cuda")) == eps

@@ -195,7 +195,7 @@ class TestGradients:
     def gradients(weight, x, solver, adjoint, kernel, rows=slice(None)):
         """Those of the samples `rows` in x and the weight."""
         x = x.clone().requires_grad_()
-        block = DEQBlock(lambda z, x: torch.tanh(z @ weight.T) + x, solver, adjoint, kernel, warn=False)
+        block = DEQBlock(lambda z, x: torch.tanh(z @ weight.T) + x, solver, adjoint, kernel=kernel, warn=False)
         z = block(x, z0=torch.zeros_like(x))
         return torch.autograd.grad(z[rows].sin().sum(), [x, weight])
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deqfast import Broyden, DEQBlock, Implicit, Picard, Status
-from deqfast.adjoints.samples import mark_samples
+from deqfast.state.rows import mark_samples
 from deqfast.testing import GRADIENT, after_solve, assert_close, rounding
 
 B = 5

@@ -154,7 +154,7 @@ def test_exports_keep_the_scale():
     def init(x):
         return {"large": torch.zeros_like(x), "small": torch.zeros_like(x)}
 
-    block, x = DEQBlock(Cell(), SOLVERS[1], init=init, scale=SCALE).eval(), torch.randn(3, 4)
+    block, x = DEQBlock(Cell(), SOLVERS[0], init=init, scale=SCALE).eval(), torch.randn(3, 4)
     exported = torch.export.export(block, (x,)).module()
     assert_close(exported(x), block(x), 2e-5)
 
@@ -180,10 +180,10 @@ def test_what_is_no_scale(scale, error, text):
 @pytest.mark.parametrize("options", [{"compile": True}, {"cuda_graph": True}])
 def test_a_scale_is_refused_by_captured_solves(options):
     cell = torch.nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="scale cannot be combined with"):
+    with pytest.raises(ValueError, match="(compile|cuda_graph) cannot be combined with scale"):
         DEQBlock(cell, scale=1.0, **options)
     block = DEQBlock(cell, **options)
-    with pytest.raises(ValueError, match="scale cannot be combined with"):
+    with pytest.raises(ValueError, match="(compile|cuda_graph) cannot be combined with scale"):
         block.scale = 2.0
     assert block.scale is None
     with pytest.raises(ValueError, match="scale must be finite"):
@@ -215,8 +215,8 @@ def test_complex_solves_are_those_of_their_parts(solver, order):
 def test_complex_gradients(adjoint):
     """Those of torch's convention: conjugates in the products, for maps that are not holomorphic too."""
     torch.manual_seed(0)
-    x = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
-    mix = (0.2 * torch.randn(3, 3, dtype=torch.complex128)).requires_grad_()
+    x = torch.randn(2, 2, dtype=torch.complex128, requires_grad=True)
+    mix = (0.2 * torch.randn(2, 2, dtype=torch.complex128)).requires_grad_()
 
     def solved(x, mix):
         def f(z, x, mix):

@@ -14,8 +14,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, ResidualCell, Reversible, Unrolled, weights
+from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, ResidualCell, Reversible, Unrolled
 from deqfast.testing import GRADIENT, after_solve, assert_close
+from deqfast.torch_internals import weights
 
 TIGHT = Broyden(tol=1e-12, max_iter=60)
 

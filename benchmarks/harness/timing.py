@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from deqfast import graphs
+from deqfast.execution import cuda_graph
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
@@ -37,8 +37,8 @@ class Graph:
             for call in calls:
                 call()
 
-        graphs.aside(work)
-        self.replay = graphs.capture([work])[0].replay
+        cuda_graph.aside(work)
+        self.replay = cuda_graph.capture([work])[0].replay
         self.share = per / len(calls)
 
     def __call__(self) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..compiled import Compiled
-from ..graphs import Graphs
-from ..grouping import Groups
+from ..execution.compiled import Compiled
+from ..execution.cuda_graph import Graphs
+from ..execution.functorch import Derivative, Refused, solve_transformed
+from ..execution.linearised import Linearised
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
-from ..transforms import in_forward_mode, in_torch_func
-from .functional import Derivative, Refused, solve_transformed
-from .linearised import Linearised
-from .samples import mark_samples, per_row, take_rows, without_broken
+from ..state.groups import Groups
+from ..state.rows import mark_samples, per_row, take_rows, without_broken
+from ..torch_internals.transforms import in_forward_mode, in_torch_func
 
 
 def reciprocal(scale: Any) -> Any:
@@ -81,6 +81,11 @@ class Problem:
         """Answer whether an option of the forward solve is given; a rule may be a container, and empty."""
         option = self.forward_options.get(name)
         return option is not None and option is not False
+
+    def given(self) -> list[str]:
+        """Names of the options of the forward solve that are given."""
+        options = [name for name in self.forward_options if self.is_asked(name)]
+        return options + ["compile"] * (self.compiled is not None) + ["cuda_graph"] * (self.graphs is not None)
 
     @property
     def groups(self) -> Groups | None:

@@ -11,33 +11,30 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..packing import factors_of
+from ..execution.functorch import At, Derivative, Map, Task, attached, for_members, in_dtypes_of, jvp, transpose, unfold
+from ..execution.linearised import Product
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Broyden, Solver, as_solver
-from ..transforms import Members
-from ..uncompiled import uncompiled
-from .attach import (
-    Evaluate,
+from ..state.norms import sample_norms
+from ..state.packing import factors_of
+from ..state.rows import per_row, rows_of
+from ..torch_internals.autograd import (
     Gradients,
-    Recorded,
-    Rule,
     Valve,
-    attach,
-    confirmed,
     detached,
     for_products,
     in_order_of,
     present_autocast,
     product,
     requiring_grad,
-    sample_norms,
     vjp,
 )
+from ..torch_internals.dynamo import uncompiled
+from ..torch_internals.transforms import Members
+from .attach import Evaluate, Recorded, Rule, attach
 from .base import Adjoint, Problem, reciprocal
-from .functional import At, Derivative, Map, Task, attached, for_members, in_dtypes_of, jvp, transpose, unfold
-from .linearised import Product
-from .samples import per_row, rows_of
+from .confirm import confirmed
 
 # With all of its history Broyden takes the fewest products to a gradient that is right to 1e-5 where J has a spectral
 # radius of 0.95 to 0.99; what converges before is not charged for the rest.

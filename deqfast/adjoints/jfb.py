@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..execution.functorch import Derivative, Once
 from ..solution import Solution
-from .attach import Recorded, Rule, attach, confirmed, detached
+from ..torch_internals.autograd import detached
+from .attach import Recorded, Rule, attach
 from .base import Adjoint, Problem
-from .functional import Derivative, Once
+from .confirm import confirmed
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..checks import check_count, check_number
+from .._checks import check_count, check_number
+from ..execution.functorch import Derivative, Once
 from ..solution import Solution
-from ..uncompiled import uncompiled
-from .attach import Recorded, Rule, attach, confirmed, detached, for_products, present_autocast, product
+from ..torch_internals.autograd import detached, for_products, present_autocast, product
+from ..torch_internals.dynamo import uncompiled
+from .attach import Recorded, Rule, attach
 from .base import Adjoint, Problem
-from .functional import Derivative, Once
+from .confirm import confirmed
 from .phantom import Damped, Phantom
 
 

@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..checks import check_count, check_number
+from .._checks import check_count, check_number
+from ..execution.functorch import Derivative, Map, Once
 from ..solution import Solution
-from .attach import Recorded, Rule, attach, confirmed, detached, in_order_of
+from ..torch_internals.autograd import detached, in_order_of
+from .attach import Recorded, Rule, attach
 from .base import Adjoint, Problem
-from .functional import Derivative, Map, Once
+from .confirm import confirmed
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..checks import check_count, check_number
-from ..exporting import outside_exports
+from .._checks import check_count, check_number
 from ..ops.double_backward import NoDoubleBackward
-from ..packing import Packing, evaluate
 from ..solution import Solution
-from ..uncompiled import uncompiled, untraced
-from ..weights import as_now, shards_weights
-from .attach import (
+from ..state.norms import sample_norms
+from ..state.packing import Packing, evaluate
+from ..torch_internals.autograd import (
     Gradients,
-    Recorded,
     detached,
     in_order_of,
+    keeps_graph,
     not_leaves,
     present_autocast,
     requiring_grad,
-    sample_norms,
     vjp,
 )
+from ..torch_internals.dynamo import outside_exports, uncompiled, untraced
+from ..torch_internals.weights import as_now, shards_weights
+from .attach import Recorded
 from .base import Problem
 from .unrolled import Iterated, Judge
 
@@ -206,6 +206,6 @@ class _Reversed(torch.autograd.Function):
             found = ctx.run.pull(list(grads), sources)
         if torch.is_grad_enabled():
             found = [g if g is None else NoDoubleBackward.apply(g, "Reversible", *grads, *sources) for g in found]
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             ctx.run = None  # as torch frees what is saved
         return (*[None] * (2 + ctx.count), *found)

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..checks import check_number
-from ..packing import factors_of
+from .._checks import check_number
 from ..solution import Solution
-from .attach import Recorded, Rule, attach, confirmed, detached, sample_norms
+from ..state.norms import sample_norms
+from ..state.packing import factors_of
+from ..state.rows import per_row
+from ..torch_internals.autograd import detached
+from .attach import Recorded, Rule, attach
 from .base import Adjoint, Problem
-from .samples import per_row
+from .confirm import confirmed
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_choice, check_count
-from ..exporting import is_exporting, outside_exports
+from .._checks import check_choice, check_count
+from ..execution.loop import finite_rows
 from ..ops.steps.reference import Evaluation, evaluated
-from ..packing import Packing, evaluate
 from ..solution import Solution, Status
-from ..solve import finite_rows
 from ..solvers import Solver
-from ..transforms import values
-from ..weights import as_now
-from .attach import detached
+from ..state.packing import Packing, evaluate
+from ..state.rows import per_row
+from ..torch_internals.autograd import detached
+from ..torch_internals.dynamo import is_exporting, outside_exports
+from ..torch_internals.transforms import values
+from ..torch_internals.weights import as_now
 from .base import Adjoint, Problem
-from .samples import per_row
 
 
 class Iterated(Adjoint):

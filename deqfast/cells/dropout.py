@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_count, check_number
-from ..transforms import in_backward
+from .._checks import check_count, check_number
+from ..torch_internals.transforms import in_backward
 
 
 class _OfThread(threading.local):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_choice, check_count
+from .._checks import check_choice, check_count
 from ..fc import solve_cell
 from ..ops import ACTIVATIONS
 from ..ops.fc import reference

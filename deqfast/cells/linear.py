@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_count
+from .._checks import check_count
 from ..fc import solve_cell
 from ..solution import Solution
 from ..solvers import Solver

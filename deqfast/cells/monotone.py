@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..checks import check_choice, check_count, check_number
+from .._checks import check_choice, check_count, check_number
 from ..fc import solve_cell
 from ..solution import Solution
 from ..solvers import Solver

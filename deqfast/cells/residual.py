@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_count
+from .._checks import check_count
 from ..ops import Kernel, check_kernel_name, kernel_name
 from ..ops.norm_act import DTYPES
 from ..ops.norm_act import autograd as fused
-from ..transforms import in_forward_mode, in_torch_func
+from ..torch_internals.transforms import in_forward_mode, in_torch_func
 from .linear import Device, check_dtype
 
 

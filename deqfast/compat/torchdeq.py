@@ -19,23 +19,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .._checks import check_choice, check_count, check_number
+from .._notice import Notice, warn
 from ..adjoints import Adjoint, Implicit, Phantom, Problem
-from ..adjoints.attach import confirmed, detached, in_order_of, sample_norms
-from ..adjoints.samples import per_row
+from ..adjoints.confirm import confirmed
 from ..cells.protocol import solving
-from ..checks import check_choice, check_count, check_number
-from ..grouping import Groups
-from ..notice import Notice, warn
-from ..packing import Packing, evaluate
+from ..execution.loop import finite_rows
+from ..execution.trajectory import Taps, solve_along
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
-from ..solve import finite_rows
 from ..solvers import Anderson, Broyden, Picard, Solver
-from ..trajectory import Taps, solve_along
-from ..transforms import check_plain
-from ..transforms import values as unwrapped
-from ..uncompiled import untraced
-from ..weights import hold_weights
+from ..state.groups import Groups
+from ..state.norms import sample_norms
+from ..state.packing import Packing, evaluate
+from ..state.rows import per_row
+from ..torch_internals.autograd import detached, in_order_of
+from ..torch_internals.dynamo import untraced
+from ..torch_internals.transforms import check_plain
+from ..torch_internals.transforms import values as unwrapped
+from ..torch_internals.weights import hold_weights
 
 _DEFAULTS: dict[str, Any] = {
     "f_solver": "fixed_point_iter",

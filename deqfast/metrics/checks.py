@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_count, check_number
+from .._checks import check_choice, check_count, check_number
 
 _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

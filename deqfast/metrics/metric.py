@@ -12,15 +12,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from ..checks import check_count
+from .._checks import check_count
 from ..ops import check_kernel_name, choose_kernel
-from .checks import (
-    check_features,
-    check_label_range,
-    check_labels,
-    check_options,
-    check_weight,
-)
+from .checks import check_features, check_label_range, check_labels, check_options, check_weight
 from .neural_collapse import NC1_RESOLUTION, NCResult, make_result, neural_collapse, undefined
 from .statistics import ClassMeans, Samples, between_classes, class_means, default_rtol
 

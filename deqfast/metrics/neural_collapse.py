@@ -28,13 +28,7 @@ import torch
 from torch import Tensor
 
 from ..ops import choose_kernel
-from .checks import (
-    check_features,
-    check_label_range,
-    check_labels,
-    check_options,
-    checked_weight,
-)
+from .checks import check_features, check_label_range, check_labels, check_options, checked_weight
 from .statistics import (
     Between,
     ClassMeans,

@@ -14,8 +14,8 @@ import torch
 
 from .. import _extension
 from .._extension import Availability
-from ..exporting import is_exporting
 from ..kernels.constants import MAX_GPU_HISTORY
+from ..torch_internals.dynamo import constant_in_traces, is_exporting
 from .registry import OPS
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
@@ -132,12 +132,9 @@ def looked_up(name: str, device_type: str) -> str:
     return choose_kernel(name, torch.device(device_type)).name
 
 
+@constant_in_traces
 def _constant_name(name: str, device_type: str) -> str:
     return looked_up(name, device_type)
-
-
-# Or a trace would run through the look-up. torch.compiler.assume_constant_result, which does this, imports dynamo.
-vars(_constant_name)["_dynamo_marked_constant"] = True
 
 
 def kernel_name(name: str, device_type: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _extension
-from ..exporting import is_exporting
+from ..torch_internals.dynamo import is_exporting
 
 SMALLEST = 1 << 20  # bytes: smaller blocks come from memory that the process has already
 PATIENCE = 8  # requests that a free block waits to be the one that fits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import check_choice, check_number
+from .._checks import check_choice, check_number
 from ..kernels.constants import ANDERSON_I, ANDERSON_II
 from .multisecant import Multisecant
 

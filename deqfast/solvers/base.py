@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_count, check_number
+from .._checks import check_choice, check_count, check_number
 from ..kernels.constants import RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS

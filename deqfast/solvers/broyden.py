@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_number
+from .._checks import check_choice, check_number
 from ..kernels.constants import BROYDEN_BAD, BROYDEN_GOOD
 from ..ops import Kernel, empty_history, empty_products
 from .base import State

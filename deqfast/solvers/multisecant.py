@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..checks import check_count
-from ..exporting import is_exporting
+from .._checks import check_count
 from ..ops import Kernel, empty_history, empty_products
+from ..torch_internals.dynamo import is_exporting
 from .base import Solver, State
 
 HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..checks import check_number
+from .._checks import check_number
 from ..ops import Kernel
 from .base import Solver, State
 

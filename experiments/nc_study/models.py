@@ -138,7 +138,7 @@ def build(settings: Settings) -> ResNet18:
         # On a GPU, finding the samples that still run would wait for the device. How solves end is counted and
         # recorded: no warnings.
         compact = settings.device == "cpu" and settings.adjoint != "unrolled"
-        return deqfast.DEQBlock(cell, solver, adjoint, settings.kernel, compact=compact, warn=False)
+        return deqfast.DEQBlock(cell, solver, adjoint, kernel=settings.kernel, compact=compact, warn=False)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

@@ -138,7 +138,7 @@ def broken_adjoint(monkeypatch):
     block = deqfast.DEQBlock
 
     def broken(cell, solver, adjoint, kernel):
-        return block(cell, solver, "jfb" if kernel == "cpp" else adjoint, kernel)
+        return block(cell, solver, "jfb" if kernel == "cpp" else adjoint, kernel=kernel)
 
     monkeypatch.setattr(deqfast, "DEQBlock", broken)
 
@@ -210,7 +210,7 @@ def test_in_turns_gives_up_rounds_but_not_the_fewest():
 def test_kernels_on_a_gpu_take_turns_among_buffers_and_what_has_a_host_keeps_it(monkeypatch):
     made, event = [], SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 60.0)
     graphs = {"aside": lambda work: work(), "capture": lambda works: [SimpleNamespace(replay=work) for work in works]}
-    monkeypatch.setattr(timing, "graphs", SimpleNamespace(**graphs))
+    monkeypatch.setattr(timing, "cuda_graph", SimpleNamespace(**graphs))
     monkeypatch.setattr(torch.cuda, "Event", lambda **given: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(suite, "buffers", lambda nbytes: 3)

@@ -17,17 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..adjoints.confirm import confirmed
 from ..ops.double_backward import NoDoubleBackward
-from ..packing import Packing
 from ..solution import Solution
 from ..solve import solve
-from ..transforms import constant, forward_mode, is_transformed, over_members, without_tangent
-from ..weights import tensors_of
-from .attach import confirmed, present_autocast
-from .samples import per_row
+from ..state.packing import Packing
+from ..state.rows import per_row
+from ..torch_internals.autograd import present_autocast
+from ..torch_internals.transforms import constant, forward_mode, is_transformed, over_members, without_tangent
+from ..torch_internals.weights import tensors_of
+from .plan import check_served
 
 if TYPE_CHECKING:
-    from .base import Adjoint, Problem
+    from ..adjoints.base import Adjoint, Problem
 
 Tensors = list[Tensor]
 
@@ -299,10 +301,7 @@ class Refused(Derivative):
 
 def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution]:
     """Value of a block whose tensors belong to transforms, with its derivative, and the Solution."""
-    refused = [name for name in ("compact", "trace", "halt") if problem.is_asked(name)]
-    refused += ["compile"] * (problem.compiled is not None) + ["cuda_graph"] * (problem.graphs is not None)
-    if refused:
-        raise ValueError(f"{refused[0]} cannot be used under torch.func or forward-mode AD")
+    check_served("torch.func", problem.given())
     base, z0 = Cell(problem), pytree.tree_leaves(problem.z0)
     _check_held(base, z0)
     forward = _Forward(problem, base.packing.spec)

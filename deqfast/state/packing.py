@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .checks import check_dense, check_number
-from .exporting import is_tracing
-from .grouping import Groups
-from .precision import float32_products_eps, stall_floor
-from .transforms import check_values
+from .._checks import check_dense, check_number
+from ..torch_internals.dynamo import is_tracing
+from ..torch_internals.transforms import check_values
+from .floors import float32_products_eps, stall_floor
+from .groups import Groups
 
 LARGEST_SCALE = 2.0**60  # beyond, float32 does not hold squares of what is divided by it
 

@@ -9,9 +9,8 @@ from torch import nn
 
 from .adjoints import Adjoint
 from .block import DEQBlock
-from .exporting import is_exporting
 from .solvers import Solver
-from .uncompiled import untraced
+from .torch_internals.dynamo import is_exporting, untraced
 
 
 class _Spread(nn.Module):

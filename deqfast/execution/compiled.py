@@ -6,11 +6,7 @@ do what those of the ordinary loop do, bit by bit. What the cell computes is ind
 
 from __future__ import annotations
 
-import itertools
-import threading
-import types
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +15,15 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
-from .exporting import is_tracing, reason
-from .ops import choose_kernel
-from .packing import Packing, evaluate
-from .solution import Solution
-from .solve import check_inverse, finite_rows, inverse_of, solution_of
-from .solvers import Anderson, Broyden, Picard, Solver
-from .solvers.base import State
-from .solvers.multisecant import MultisecantState
-from .transforms import check_plain
+from ..ops import choose_kernel
+from ..solution import Solution
+from ..solvers import Anderson, Broyden, Picard, Solver
+from ..solvers.base import State
+from ..solvers.multisecant import MultisecantState
+from ..state.packing import Packing, evaluate
+from ..torch_internals.dynamo import Codes, is_tracing, reason
+from ..torch_internals.transforms import check_plain
+from .loop import check_inverse, finite_rows, inverse_of, solution_of
 
 KERNEL = "cpp"  # what has the chained steps
 # Before 2.14 inductor fails where a loop's body could use memory again.
@@ -36,53 +32,6 @@ OPTIONS: dict[str, Any] = {
     "allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14",
     "freezing": False,  # it takes the weights of a code without gradients for constants
 }
-_numbers = itertools.count()
-# Dynamo's config is the process's before 2.14, and each thread's from then on.
-_config_lock: Any = nullcontext() if TorchVersion(torch.__version__) >= "2.14" else threading.RLock()
-
-
-class Codes:
-    """What torch.compile makes of a function, apart for each key and for all that the code has found fixed.
-
-    Args:
-        function: compiled whole.
-        options: of ``torch.compile``.
-    """
-
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self._function, self._options = function, options
-        self._codes: dict[Any, Callable[..., Any]] = {}
-
-    def call(self, key: Any, *arguments: Any) -> Any:
-        """Call the code of `key`, which is made where there is none that serves."""
-        if key not in self._codes:
-            self._renew(key)
-        with _config_lock:
-            return self._called(key, arguments)
-
-    def _called(self, key: Any, arguments: tuple[Any, ...]) -> Any:
-        config: Any = torch._dynamo.config
-        before = config.specialize_float, config.skip_nnmodule_hook_guards
-        # A loop's body takes no number that varies; hooks may come and go. ``config.patch`` would take a tenth of the
-        # time of a small solve.
-        config.specialize_float, config.skip_nnmodule_hook_guards = True, False
-        try:
-            return self._codes[key](*arguments)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:  # a number has had more values than torch keeps code for
-            self._renew(key)
-            return self._codes[key](*arguments)
-        finally:
-            config.specialize_float, config.skip_nnmodule_hook_guards = before
-
-    def _renew(self, key: Any) -> None:
-        # By code and name torch counts recompilations, and tells sizes that change from those that do not.
-        code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_numbers)}")
-        own = types.FunctionType(code, self._function.__globals__)
-        self._codes[key] = torch.compile(own, fullgraph=True, **self._options)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the code, which lives in one process."""
-        return {**self.__dict__, "_codes": {}}
 
 
 class Compiled:

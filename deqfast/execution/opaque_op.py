@@ -18,49 +18,57 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
-from . import block as blocks
-from .adjoints import Iterated, Problem, Unrolled
-from .adjoints.attach import depends_on_others, detached, vjp
-from .cells.protocol import solving
-from .grouping import Groups
-from .ops.registry import library
-from .packing import rows_dtype
-from .solution import Solution
-from .solve import solve
-from .transforms import in_forward_mode, in_reverse_mode, in_torch_func
-from .uncompiled import untraced
-from .weights import hold_weights, holding, tensors_of
+from ..adjoints import Iterated, Problem, Unrolled
+from ..adjoints.attach import depends_on_others
+from ..cells.protocol import solving
+from ..ops.registry import library
+from ..solution import Solution
+from ..solve import solve
+from ..state.groups import Groups
+from ..state.packing import rows_dtype
+from ..torch_internals.autograd import detached, keeps_graph, vjp
+from ..torch_internals.dispatch import as_outside, without_modes
+from ..torch_internals.dynamo import constant_in_traces, untraced
+from ..torch_internals.transforms import in_forward_mode, in_reverse_mode, in_torch_func
+from ..torch_internals.weights import hold_weights, holding, tensors_of
+from .plan import check_served
+
+if TYPE_CHECKING:
+    from ..block import DEQBlock
 
 # What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
 
 _numbers = itertools.count(1)
-_live: weakref.WeakValueDictionary[int, blocks.DEQBlock] = weakref.WeakValueDictionary()
-_locks: weakref.WeakKeyDictionary[blocks.DEQBlock, threading.RLock] = weakref.WeakKeyDictionary()  # of their tensors
+_live: weakref.WeakValueDictionary[int, DEQBlock] = weakref.WeakValueDictionary()
+_locks: weakref.WeakKeyDictionary[DEQBlock, threading.RLock] = weakref.WeakKeyDictionary()  # of their tensors
+_forward: list[Callable[..., Any]] = []
 _recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: values with their graph, its leaves
 
 
-def new_number(block: blocks.DEQBlock) -> Tensor:
+def serve(forward: Callable[..., Any]) -> None:
+    """Take what the op runs in place of a traced ``DEQBlock.forward``: this function itself."""
+    _forward[:] = [forward]
+
+
+def new_number(block: DEQBlock) -> Tensor:
     """Number by which compiled code finds the block for as long as it lives; no other block has had it.
 
     A tensor, because code is compiled anew for each int.
     """
     number = next(_numbers)
     _live[number] = block
-    with torch._C._DisableFuncTorch(), _disable_current_modes():  # which would give it no value to read later
+    with without_modes():  # which would give it no value to read later
         return torch.tensor(number, device="cpu")
 
 
-def solve_traced(
-    block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | Tensor | str | None
-) -> Any:
+def solve_traced(block: DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | Tensor | str | None) -> Any:
     """``DEQBlock.forward`` in a region that ``torch.compile`` traces.
 
     Within ``vmap``, ``jvp`` and forward-mode AD the block runs as it is, between two graphs.
@@ -72,8 +80,8 @@ def solve_traced(
     """
     if _is_transformed():
         return untraced(block.forward, x, z0, return_solution, groups)
-    if block.trace and return_solution:
-        raise ValueError("trace=True is not served under torch.compile with return_solution=True: compile without it")
+    check_served("torch.compile", ["trace of a Solution"] * (block.trace and return_solution))
+    groups = block.groups if groups is None else groups
     if not isinstance(block.adjoint, Unrolled):
         z0 = detached(z0)
     cell = block.cell if isinstance(block.cell, nn.Module) else None
@@ -103,6 +111,7 @@ def solve_traced(
     return value, Solution(detached(value), status, iterations, residual, relative, absolute, calls[0], calls[1])
 
 
+@constant_in_traces
 def _is_transformed() -> bool:
     """Return whether the trace is within torch.func or forward-mode AD; RuntimeError if it is in reverse mode.
 
@@ -117,23 +126,19 @@ def _is_transformed() -> bool:
     return in_torch_func() or in_forward_mode()
 
 
-# torch.compiler.assume_constant_result would import dynamo together with the package, which takes seconds.
-_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def solve_exported(block: blocks.DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | None) -> Any:
+def solve_exported(block: DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | None) -> Any:
     """``DEQBlock.forward`` in an export, which looks at no value; see ``solve.export``.
 
     Raises:
         ValueError: the block is in training mode, whose gradients an export does not hold, or has a `halt`; trace=True
             with `return_solution`.
     """
-    if block.halt is not None:
-        raise ValueError("halt cannot be exported")
-    if block.trace and return_solution:
-        raise ValueError("trace=True cannot be exported with return_solution=True")
-    if block.training:
-        raise ValueError("torch.export of a DEQBlock serves inference: call eval() before")
+    asked = {
+        "halt": block.halt is not None,
+        "trace of a Solution": block.trace and return_solution,
+        "training mode": block.training,
+    }
+    check_served("torch.export", [name for name, given in asked.items() if given])
     problem = Problem(
         block.cell,
         x,
@@ -205,33 +210,15 @@ class _Solve(torch.autograd.Function):
         return None, None, None, None, *results
 
 
-# What is left out within an op that a compiled graph calls: autograd, lazy views such as conj(), and torch.func.
-_LEFT_OUT = (
-    *("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"),
-    *("Conjugate", "Negative", "ZeroTensor"),
-    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchGradWrapper", "FuncTorchBatched"),
-    "FuncTorchVmapMode",
-)
-
-
-def _as_outside() -> Any:
-    """Context in which operations are those of Python outside of the op."""
-    guards: Any = torch._C  # no public way leads back above autograd
-    excluded = guards._dispatch_tls_local_exclude_set()
-    for key in _LEFT_OUT:
-        excluded = excluded.remove(getattr(guards.DispatchKey, key))
-    return guards._ForceDispatchKeyGuard(guards._dispatch_tls_local_include_set(), excluded)
-
-
 class _Plain(nn.Module):
     """The block's own forward, without the hooks and the subclass around it, which are traced."""
 
-    def __init__(self, block: blocks.DEQBlock) -> None:
+    def __init__(self, block: DEQBlock) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, x: Any, z0: Any, groups: Any) -> tuple[Any, Solution]:
-        return blocks.DEQBlock.forward(self.block, x, z0, True, groups)
+        return _forward[0](self.block, x, z0, True, groups)
 
 
 def _solve_block(
@@ -245,12 +232,12 @@ def _solve_block(
     block = _live.get(int(number))
     if block is None:
         raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
-    with _as_outside():
+    with as_outside():
         return _solved(block, described, tensors, wanted, autocast)
 
 
 def _solved(
-    block: blocks.DEQBlock, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
+    block: DEQBlock, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
 ) -> list[Tensor]:
     given, leaves = iter(zip(tensors, wanted, strict=True)), []
 
@@ -336,8 +323,8 @@ def _pull_block(ticket: Tensor, inputs: list[Tensor], grads: list[Tensor]) -> li
             "an integer, as it is"
         )
     values, leaves = _recorded[int(ticket)]
-    with _as_outside():
-        pulled = vjp(values, leaves, grads, torch._C._autograd._get_current_graph_task_keep_graph())
+    with as_outside():
+        pulled = vjp(values, leaves, grads, keeps_graph())
     results, seen = [], {grad.untyped_storage().data_ptr() for grad in grads}  # results of an op may not share memory
     for tensor, grad in zip(inputs, pulled, strict=True):
         result = torch.zeros_like(tensor) if grad is None else _like(tensor, grad)

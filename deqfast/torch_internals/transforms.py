@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from .exporting import is_tracing
+from .dynamo import is_tracing
 
 
 def in_torch_func() -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exporting import reason
-from .ops.steps.reference import end
-from .packing import Packing
-from .solvers import Anderson, Broyden, Picard, Solver
-from .solvers.base import State
-from .solvers.multisecant import MultisecantState
+from ..ops.steps.reference import end
+from ..solvers import Anderson, Broyden, Picard, Solver
+from ..solvers.base import State
+from ..solvers.multisecant import MultisecantState
+from ..state.packing import Packing
+from ..torch_internals.dynamo import reason
 
 
 def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .kernels.constants import ROUNDINGS_OF_STALL_FLOOR
+from ..kernels.constants import ROUNDINGS_OF_STALL_FLOOR
 
 # In units of the rounding of f's value, and in units of that of the factors of its products, which averages out: the
 # best residuals of residual blocks and of dense cells with rounded factors lie at 0.01 to 0.3 of the latter.

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .exporting import is_tracing, outside_exports
+from .dynamo import is_tracing, outside_exports
 from .transforms import in_backward
 
 

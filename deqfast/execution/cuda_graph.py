@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .ops import choose_kernel
-from .packing import Packing
-from .solution import Solution
-from .solve import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, solve, watch_of
-from .solvers import Solver
-from .weights import check_not_cached
+from ..ops import choose_kernel
+from ..solution import Solution
+from ..solve import solve
+from ..solvers import Solver
+from ..state.packing import Packing
+from ..torch_internals.weights import check_not_cached
+from .loop import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, watch_of
 
 # Each holds the memory of a solve. A training run needs two or three: batches, the last batch, evaluation.
 MAX_GRAPHS = 8
@@ -70,7 +71,7 @@ class Graphs:
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
         if not packing.batch or not _is_ready(cell):
-            return solve(lambda z: cell(z, x), z0, solver, kernel, check_every)
+            return solve(lambda z: cell(z, x), z0, solver, kernel, check_every=check_every)
         with self._alone, torch.inference_mode(False), torch.no_grad(), current(packing.device):
             start = finite_rows(packing, z0)
             key = self._key(cell, x, packing, solver, kernel, check_every)

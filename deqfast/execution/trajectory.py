@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .adjoints import SHINE, Adjoint, Iterated, Problem
-from .adjoints.samples import per_row
-from .checks import check_count
-from .exporting import is_exporting
-from .solution import Solution
-from .solvers import Solver
+from .._checks import check_count
+from ..adjoints import Adjoint, Problem
+from ..solution import Solution
+from ..solvers import Solver
+from ..state.rows import per_row
+from ..torch_internals.dynamo import is_exporting
+from .plan import check_served, kinds
 
 
 class Taps:
@@ -66,9 +67,7 @@ def differentiate_along(problem: Problem, adjoint: Adjoint, at: Sequence[int]) -
 
 def check_trajectory(adjoint: Adjoint, solver: Solver, at: Sequence[int]) -> list[int]:
     """The evaluations `at`; TypeError or ValueError where this solver has no such, or this adjoint no trajectory."""
-    if isinstance(adjoint, (SHINE, Iterated)):
-        why = "has the history of the end of a solve only" if isinstance(adjoint, SHINE) else "runs no solver"
-        raise ValueError(f"{type(adjoint).__name__} {why}, and so no trajectory: use JFB, Phantom or Implicit")
+    check_served("trajectory", kinds(adjoint))
     if isinstance(at, str) or not isinstance(at, Sequence):
         raise TypeError(f"at must be a list of evaluations, counted from 1, got {at!r}")
     for evaluation in at:

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..compiled import Codes, Compiled
-from ..exporting import reason
 from ..ops.registry import library
-from ..packing import Packing
 from ..solution import Solution
 from ..solvers import Solver
-from .attach import in_order_of, keep, kept, vjp
+from ..state.packing import Packing
+from ..torch_internals.autograd import in_order_of, keep, kept, vjp
+from ..torch_internals.dispatch import OpOverload
+from ..torch_internals.dynamo import reason
+from .compiled import Codes, Compiled
 
 # The identity, by which z is told from the other inputs of a captured graph.
 library.define("differentiated(Tensor z) -> Tensor")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..grouping import Groups
 from ..solution import Solution, Status
-from ..transforms import values
+from ..torch_internals.transforms import values
+from .groups import Groups
 
 
 def per_row(mask: Tensor, like: Tensor) -> Tensor:

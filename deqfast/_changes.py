@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
+from ._notice import warn
 from .adjoints import Problem
-from .adjoints.attach import detached, sample_norms
 from .cells.protocol import can_cancel, solving
-from .notice import warn
-from .packing import Packing, evaluate
-from .precision import float32_products_eps, residual_floor
-from .weights import hold_weights, is_cached
+from .state.floors import float32_products_eps, residual_floor
+from .state.norms import sample_norms
+from .state.packing import Packing, evaluate
+from .torch_internals.autograd import detached
+from .torch_internals.weights import hold_weights, is_cached
 
 _HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
 

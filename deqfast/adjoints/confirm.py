@@ -1,0 +1,42 @@
+"""Confirmation of a solve by the evaluation that its gradient needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..solution import Solution, Status
+from ..state.floors import float32_products_eps, residual_floor
+from ..state.norms import sample_norms
+from ..state.packing import factors_of
+
+if TYPE_CHECKING:
+    from .base import Problem
+
+
+@torch.no_grad()
+def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Tensor]) -> Solution:
+    """The solution, with samples INCONSISTENT that its solve took for converged and this evaluation at z* does not.
+
+    Twice the residual or the tolerance is allowed, and the rounding of f. Nothing waits for the device.
+    """
+    if not len(solution.status):
+        return solution
+    leaves = pytree.tree_leaves(z)
+    device = leaves[0].device
+    values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
+    rounding = residual_floor(values, states, device, float32_products_eps(device))
+    solver = problem.solver
+    gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]
+    factors = factors_of(problem.scale, pytree.tree_structure(z))
+    size, gap = (sample_norms(of, problem.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
+    allowed = solution.residual.clamp_min(solver.tol).mul_(2)
+    bound = (allowed + rounding) * size if solver.stop == "rel" else allowed + rounding * size
+    if solver.offset:
+        bound += allowed * solver.offset
+    moved = (solution.status == Status.CONVERGED) & ~(gap <= bound)
+    return replace(solution, status=solution.status.masked_fill(moved, Status.INCONSISTENT))

@@ -1,0 +1,235 @@
+"""The iteration loop of eager solves, what begins it, and what ends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.steps.reference import begun, evaluated
+from ..solution import Solution, Status
+from ..solvers import Solver
+from ..solvers.base import State
+from ..solvers.multisecant import Multisecant
+from ..state.packing import Packing, evaluate, versions
+from ..torch_internals.dynamo import is_exporting
+from ..torch_internals.transforms import values
+from .export import iterate_in_graph
+
+# On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
+CHECK_EVERY_ON_GPU = 2
+
+
+# Finished samples leave f's batch when they are this share of it: fewer are not worth moving the others.
+COMPACT_SHARE = 0.25
+
+
+Halt = Callable[[Any, Any, int], Tensor]
+
+
+def check_inverse(solver: Solver, keep_inverse: bool) -> None:
+    """Raise ValueError where an inverse is to be kept that the solver has not."""
+    if keep_inverse and not isinstance(solver, Multisecant):
+        raise ValueError(f"only Anderson and Broyden have an inverse to keep, which SHINE needs, got {solver}")
+
+
+def finite_rows(packing: Packing, z0: Any) -> Tensor:
+    """Rows (B, D) of z0; ValueError naming those that are not finite, but for an export, which cannot look."""
+    z = packing.pack(z0)
+    # A finite sum has finite terms only; one that is not may have overflown.
+    if not is_exporting() and not math.isfinite(float(values(z).sum())):
+        finite = torch.isfinite(z).all(dim=1)
+        if not bool(values(finite).all()):
+            raise not_finite(finite)
+    return z
+
+
+def not_finite(finite: Tensor) -> ValueError:
+    """Error for a z0 whose rows are finite as the mask (B,) says."""
+    rows = (~finite).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+    return ValueError(f"z0 must be finite; it is not in {len(rows)} of {len(finite)} rows: {shown}")
+
+
+def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any], Any]:
+    """``Solution.transposed_inverse`` of a solve that has come to `state`."""
+    assert isinstance(solver, Multisecant)
+    gradients = packing.transposed()
+    return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
+
+
+def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:
+    """Call `advance(first, until)` for runs of iterations until all samples are done; return their number."""
+    check_every = check_every or (CHECK_EVERY_ON_GPU if watch.active.is_cuda else 1)
+    for first in range(0, max_iter, check_every):
+        until = min(first + check_every, max_iter)
+        advance(first, until)
+        if until < max_iter and watch.count() == 0:
+            return until
+    return max_iter
+
+
+def export(run: Run) -> Any:
+    """Iterate where torch.export traces; the number of evaluations, a tensor if a loop of the graph counts them."""
+    run.advance(0, 1)
+    if type(run.batches) is Whole and run.halt is None and run.state.trace is None:
+        evaluations = iterate_in_graph(run.f, run.packing, run.solver, run.state)
+        if evaluations is not None:
+            run.batches.sample_evaluations = evaluations * run.packing.batch
+            return evaluations
+    run.advance(1, run.solver.max_iter)
+    return run.solver.max_iter
+
+
+class Watch:
+    """Number of running samples, as the host knows it; -1 before the first look."""
+
+    def __init__(self, active: Tensor):
+        self.active, self.known = active, -1
+
+    def count(self) -> int:
+        """Look, which waits for the device, and return the number."""
+        self.known = int(self.active)
+        return self.known
+
+
+class LateWatch(Watch):
+    """Number at the look before, which the device has reached while the host was queueing what followed."""
+
+    def __init__(self, active: Tensor):
+        super().__init__(active)
+        self.pinned = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=active.is_cuda)
+        self.arrived: torch.cuda.Event | None = None
+
+    def count(self) -> int:
+        if self.arrived is None:
+            self.arrived = torch.cuda.Event()
+        else:
+            self.arrived.synchronize()
+            self.known = self.pinned.tolist()[0]
+        self.pinned.copy_(self.active, non_blocking=True)
+        self.arrived.record(torch.cuda.current_stream(self.active.device))
+        return self.known
+
+
+def watch_of(active: Tensor) -> Watch:
+    """Watch of the device's counter `active`: late on a GPU, where a look would wait."""
+    return LateWatch(active) if active.is_cuda else Watch(active)
+
+
+class Whole:
+    """Batches of all samples, which f is called with."""
+
+    def __init__(self) -> None:
+        self.sample_evaluations = 0
+
+    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
+        """Call f; its value, and its rows (B, D)."""
+        self.sample_evaluations += packing.batch
+        value = evaluate(f, packing.unpack(state.z))
+        return value, packing.pack_value(value, state.z)
+
+
+class Compaction(Whole):
+    """Batches of the running samples, or some more. Rows of others hold nothing, which no solver reads; where it
+    `fills`, the value has their z.
+    """
+
+    def __init__(self, watch: Watch, fills: bool) -> None:
+        super().__init__()
+        self.watch, self.fills = watch, fills
+        self.rows: Tensor | None = None
+
+    def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
+        self._drop(packing, state)
+        if self.rows is None:
+            self.sample_evaluations += packing.batch
+            value = evaluate(f, packing.unpack(state.z), None)
+            return value, packing.pack_value(value, state.z)
+        part = packing.resized(len(self.rows))
+        self.sample_evaluations += part.batch
+        z = state.z.index_select(0, self.rows)
+        value = evaluate(f, part.unpack(z), self.rows)
+        rows = torch.empty_like(state.z).index_copy_(0, self.rows, part.pack_value(value, z))
+        if self.fills:
+            value = part.fill(packing.unpack(state.z), value, self.rows)
+        return value, rows
+
+    def _drop(self, packing: Packing, state: State) -> None:
+        """Take the rows anew where enough of them are done; finding them waits for the device."""
+        size = packing.batch if self.rows is None else len(self.rows)
+        if 0 < self.watch.known <= (1 - COMPACT_SHARE) * size:
+            running = state.running.nonzero().flatten()
+            self.rows = running if len(running) else self.rows
+
+
+@dataclass
+class Run:
+    """Solve under way, whose iterations advance the state in place."""
+
+    f: Callable[..., Any]
+    packing: Packing
+    solver: Solver
+    state: State
+    batches: Whole
+    halt: Halt | None = None
+
+    def advance(self, first: int, until: int) -> None:
+        """Run the iterations first ... until - 1."""
+        for k in range(first, until):
+            value, rows = self.batches.evaluate(self.f, self.packing, self.state)
+            if k == 0:
+                self.state.stall_floor = self.packing.stall_floor(value)
+            if self.halt is not None:
+                self._end(self._asked(self.halt, value, k + 1), rows, k)
+            self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
+            if self.state.trace is not None:
+                self.state.trace[k].copy_(self.state.residual)
+
+    def _asked(self, halt: Halt, value: Any, k: int) -> Tensor:
+        """The mask of samples to end, by the rule, which may keep z, a copy of the solver's, but not write to f(z)."""
+        before, status = versions(value), self.state.status
+        ended = halt(self.packing.unpack(self.state.z.clone()), value, k)
+        if versions(value) != before:
+            raise ValueError("halt must not modify its argument value, got a rule that works in place on it")
+        parts = (ended.shape, ended.dtype, ended.device) if isinstance(ended, Tensor) else ()
+        if parts != (status.shape, torch.bool, status.device):
+            got = f"{tuple(ended.shape)} {ended.dtype} on {ended.device}" if parts else repr(ended)
+            wanted = f"({self.packing.batch},) torch.bool on {status.device}"
+            raise ValueError(f"halt must return a mask {wanted}, got {got}")
+        return ended
+
+    def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
+        """End the running samples of the mask, unless they have converged or are not finite, at the present iterate."""
+        state, solver = self.state, self.solver
+        now = evaluated(state.z, rows, solver.offset, solver.norm == "max", begun(state.progress, k))
+        converged = now.converged(solver.tol, solver.stop == "abs", state.stall_floor, solver.offset)
+        ended = ended & state.running & torch.isfinite(now.res_abs) & ~converged
+        state.best.copy_(torch.where(ended[:, None], state.z, state.best))
+        state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))
+        state.iterations.masked_fill_(ended, k + 1)
+        state.status.masked_fill_(ended, Status.HALTED)
+        state.active -= ended.sum(dtype=torch.int32)
+
+
+def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:
+    """Solution of a solve that has come to `state` in so many calls of f."""
+    measure = int(solver.stop == "abs")
+    traces: list[Any] = [None, None] if state.trace is None else [state.trace[:evaluations, i] for i in range(2)]
+    return Solution(
+        value=packing.unpack(state.best),
+        status=state.status,
+        iterations=state.iterations,
+        residual=state.residual[measure],
+        residual_rel=state.residual[0],
+        residual_abs=state.residual[1],
+        evaluations=evaluations,
+        sample_evaluations=sample_evaluations,
+        trace=traces[measure],
+        trace_rel=traces[0],
+        trace_abs=traces[1],
+    )

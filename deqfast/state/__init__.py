@@ -1,0 +1,1 @@
+"""The state of a solve: its rows, samples, norms and rounding."""

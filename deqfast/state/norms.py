@@ -1,0 +1,32 @@
+"""Norms of the samples of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .groups import Groups
+from .rows import rows_of
+
+
+def sample_norms(
+    leaves: Sequence[Tensor], groups: Groups | None, maximum: bool = False, factors: list[float] | None = None
+) -> Tensor:
+    """Norms of the samples, (B,) float64, which no square of a float32 leaves; `maximum`: largest magnitudes.
+
+    `factors`: numbers that the leaves are divided by, see ``factors_of``.
+    """
+    if maximum:
+        norms = [torch.nn.functional.pad(rows_of(leaf).abs(), (0, 1)).amax(dim=1).double() for leaf in leaves]
+    else:
+        norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
+    if factors is not None:
+        norms = [norm / factor for norm, factor in zip(norms, factors, strict=True)]
+    if maximum:
+        largest = norms[0] if len(norms) == 1 else torch.stack(norms).amax(dim=0)
+        return largest if groups is None else groups.gather(largest[:, None]).amax(dim=1)
+    if groups is not None:
+        return groups.sums(torch.stack(norms).square().sum(dim=0)).sqrt()
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)

@@ -1,0 +1,144 @@
+"""Traces by torch.compile and torch.export: whether one runs, and calls that are kept out of it.
+
+In a trace, a look at values or at memory and a change of mode are to be avoided.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.torch_version import TorchVersion
+
+
+def is_exporting() -> bool:
+    """Answer whether ``torch.export`` traces this, with strict=False; torch 2.11 takes torch.compile for an export."""
+    return not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()
+
+
+def is_tracing() -> bool:
+    """Answer whether ``torch.compile`` or ``torch.export`` traces this; ``is_compiling`` tells of other threads too."""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
+def outside_exports(mode: AbstractContextManager) -> AbstractContextManager:
+    """`mode`, such as no_grad; nothing in an export, which it would cut into parts that torch 2.15 cannot load."""
+    return nullcontext() if is_exporting() else mode
+
+
+def reason(error: BaseException) -> str:
+    """Why a trace failed: what torch explains, else the first line of the error's first cause."""
+    if explained := re.search(r"Explanation: (.+)", str(error)):
+        return explained[1]
+    while (cause := getattr(error, "inner_exception", error.__cause__)) is not None:
+        error = cause
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+Result = TypeVar("Result")
+
+_lock, _inside, _stance = threading.Lock(), 0, ExitStack()
+
+
+def constant_in_traces(f: Callable[..., Result]) -> Callable[..., Result]:
+    """`f`, which a trace runs as it is, with a constant as its result.
+
+    ``torch.compiler.assume_constant_result``, which does the same, imports dynamo, which takes seconds.
+    """
+    vars(f)["_dynamo_marked_constant"] = True
+    return f
+
+
+def uncompiled(f: Callable[..., Result]) -> Callable[..., Result]:
+    """`f` without compiled code in it. While a thread is inside, the others' compiled code runs as written too."""
+
+    def plain(*arguments: Any) -> Result:
+        with _force_eager():
+            return f(*arguments)
+
+    def run(*arguments: Any) -> Result:
+        return untraced(plain if _is_loaded() else f, *arguments)
+
+    return run
+
+
+def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
+    """``f(*arguments)``, of which dynamo takes no part where it compiles the caller in parts."""
+    return torch.compiler.disable(f)(*arguments) if _is_loaded() else f(*arguments)
+
+
+def _is_loaded() -> bool:
+    return "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
+
+
+@contextmanager
+def _force_eager() -> Iterator[None]:
+    """Hold the stance "force_eager", which is the process's: the first thread sets it, the last one ends it."""
+    global _inside
+    with _lock:
+        if not _inside:
+            _stance.enter_context(torch.compiler.set_stance("force_eager"))
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _stance.close()
+
+
+_numbers = itertools.count()
+# Dynamo's config is the process's before 2.14, and each thread's from then on.
+_config_lock: Any = nullcontext() if TorchVersion(torch.__version__) >= "2.14" else threading.RLock()
+
+
+class Codes:
+    """What torch.compile makes of a function, apart for each key and for all that the code has found fixed.
+
+    Args:
+        function: compiled whole.
+        options: of ``torch.compile``.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._function, self._options = function, options
+        self._codes: dict[Any, Callable[..., Any]] = {}
+
+    def call(self, key: Any, *arguments: Any) -> Any:
+        """Call the code of `key`, which is made where there is none that serves."""
+        if key not in self._codes:
+            self._renew(key)
+        with _config_lock:
+            return self._called(key, arguments)
+
+    def _called(self, key: Any, arguments: tuple[Any, ...]) -> Any:
+        config: Any = torch._dynamo.config
+        before = config.specialize_float, config.skip_nnmodule_hook_guards
+        # A loop's body takes no number that varies; hooks may come and go. ``config.patch`` would take a tenth of the
+        # time of a small solve.
+        config.specialize_float, config.skip_nnmodule_hook_guards = True, False
+        try:
+            return self._codes[key](*arguments)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # a number has had more values than torch keeps code for
+            self._renew(key)
+            return self._codes[key](*arguments)
+        finally:
+            config.specialize_float, config.skip_nnmodule_hook_guards = before
+
+    def _renew(self, key: Any) -> None:
+        # By code and name torch counts recompilations, and tells sizes that change from those that do not.
+        code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_numbers)}")
+        own = types.FunctionType(code, self._function.__globals__)
+        self._codes[key] = torch.compile(own, fullgraph=True, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the code, which lives in one process."""
+        return {**self.__dict__, "_codes": {}}

@@ -1,0 +1,65 @@
+"""The layout of the package: what may import what, and where torch's private names are used."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "deqfast"
+# Each package may import those of the lines above it, and modules of its own.
+LAYERS = [
+    ("_checkout", "_extension", "_checks", "solution", "kernels", "torch_internals"),
+    ("ops",),
+    ("state",),
+    ("solvers",),
+]
+MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+FOUND = {name.removesuffix(".__init__") for name in MODULES.values()}
+PRIVATE = re.compile(
+    r"\b(torch|functorch)(\.\w+)*\._(?!_|pytree)|\bfrom torch(\.\w+)*\._(?!pytree)|import _(?!pytree)\w+"
+)
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that the module imports when it is imported itself."""
+    tree, module = ast.parse(path.read_text()), MODULES[path].split(".")
+    package = module[:-1]  # of __init__ too, whose last part is that name
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            names |= {f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in FOUND} or {base}
+    return {name if name in MODULES.values() else f"{name}.__init__" for name in names}
+
+
+@pytest.mark.parametrize("layer", [name for names in LAYERS for name in names])
+def test_nothing_climbs(layer):
+    below = {
+        name for names in LAYERS[: next(i for i, names in enumerate(LAYERS) if layer in names) + 1] for name in names
+    }
+    for path in MODULES:
+        parts = MODULES[path].split(".")
+        if parts[1] == layer:
+            for name in imported(path):
+                assert name.split(".")[1] in below | {"__init__"}, f"{MODULES[path]} imports {name}"
+
+
+def test_no_circle():
+    needs = {MODULES[path]: imported(path) for path in MODULES}
+    left = dict(needs)
+    while free := [name for name, of in left.items() if not of & left.keys() - {name}]:
+        for name in free:
+            del left[name]
+    assert not left, f"modules that import each other: {sorted(left)}"
+
+
+def test_private_names_of_torch_stand_in_one_package():
+    for path in MODULES:
+        if "torch_internals" in path.parts or "testing" in path.parts:
+            continue
+        found = [line for line in path.read_text().splitlines() if PRIVATE.search(line) and "deqfast" not in line]
+        found = [line for line in found if not re.match(r"\s*(#|from \.)", line)]
+        assert not found, f"{MODULES[path]}: {found}"
