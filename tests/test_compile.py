@@ -118,6 +118,7 @@ def test_compiled_cells_that_work_in_what_they_saved(adjoint, whole, compiled):
     assert all(map(torch.equal, derivatives(compiled(model) if whole else model, x, parameters), plain))
 
 
+@pytest.mark.newest
 class TestCompiledAutograd:
     @staticmethod
     def gradients(model, x):

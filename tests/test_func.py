@@ -395,6 +395,7 @@ class TestErrors:
             fc_fixed_point(torch.zeros(3, 3, device="meta"), x)
 
 
+@pytest.mark.newest
 class TestCompiled:
     """torch.compile around transforms: right between two graphs, or refused."""
 
