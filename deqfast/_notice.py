@@ -22,11 +22,11 @@ _REMEDIES = {
     "changes from call to call, such as dropout or spectral norm in training",
 }
 _INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
-OF_BLOCKS = "return_solution=True and backward_solution tell of every solve, warn=False silences"
+OF_BLOCKS = "return_solution=True and backward_solution report every solve, warn=False silences"
 
 
 def is_late(status: Tensor) -> bool:
-    """Answer whether a look at `status` would wait for the device, and is taken one call late."""
+    """Return whether a look at `status` would wait for the device, and is taken one call late."""
     return status.is_cuda
 
 

@@ -79,7 +79,7 @@ class DEQBlock(nn.Module):
             dense tensor with as many rows as z that is no parameter. A square matrix beside other leaves of x counts
             only in its rows that are not finite, and is not cut.
         eval_solver: solver of evaluation mode; None: `solver`.
-        halt: rule that ends samples beside the solver's, see ``solve``.
+        halt: a rule that ends samples too, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
         check_every: iterations between looks at whether all samples are done, see ``solve``.
         compact: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every sample by

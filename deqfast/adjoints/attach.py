@@ -50,7 +50,7 @@ class Recorded:
 
     @property
     def is_differentiable(self) -> bool:
-        """Answer whether there is anything to differentiate in."""
+        """Return whether there is anything to differentiate in."""
         return bool(self.sources) or self.hides
 
 
@@ -147,7 +147,7 @@ def _pulled(rule: Rule, grads: list[Tensor]) -> list[Tensor]:
 
 
 def depends_on_others(values: list[Tensor], leaves: list[Tensor]) -> bool:
-    """Answer whether the values of an adjoint depend on tensors that require a gradient other than through `leaves`."""
+    """Return whether the values of an adjoint depend on tensors that require a gradient other than through `leaves`."""
     attached: list[Any] = [v.grad_fn for v in values if getattr(v.grad_fn, "_forward_cls", None) is _Attach]
     sources = [source for node in attached for source in node.saved_tensors] if attached else values
     return any(node.hides for node in attached) or bool(leaves_behind(sources, leaves, 0)[0])

@@ -74,11 +74,11 @@ class Problem:
         return without_broken(self.x, solution, self.groups, self.per_sample)
 
     def is_transformed(self) -> bool:
-        """Answer whether torch.func or forward-mode AD goes through this forward pass."""
+        """Return whether torch.func or forward-mode AD goes through this forward pass."""
         return in_torch_func() or in_forward_mode()
 
     def is_asked(self, name: str) -> bool:
-        """Answer whether an option of the forward solve is given; a rule may be a container, and empty."""
+        """Return whether an option of the forward solve is given; a rule may be a container, and empty."""
         option = self.forward_options.get(name)
         return option is not None and option is not False
 

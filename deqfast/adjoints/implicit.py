@@ -164,7 +164,7 @@ class _Inverted(Rule):
 
     @torch.no_grad()
     def _is_repeatable(self) -> bool:
-        """Answer whether the cell is still the function that was recorded: hooks, masks or weights may have changed."""
+        """Return whether the cell is still the function that was recorded: hooks, masks or weights may have changed."""
         again = in_order_of(self.z, self.evaluate(detached(self.z), self.x))
         return all(
             torch.allclose(a, b, rtol=1e3 * torch.finfo(b.dtype).eps, atol=1e3 * torch.finfo(b.dtype).eps)

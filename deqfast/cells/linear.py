@@ -34,7 +34,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Answer whether a call of `module` is the forward of `kind` and nothing else."""
+    """Return whether a call of `module` is the forward of `kind` and nothing else."""
     own = getattr(module.forward, "__func__", None)  # of an instance it may be replaced
     return own is kind.forward and not (module._forward_hooks or module._forward_pre_hooks)
 

@@ -112,7 +112,7 @@ class CellHooks(Protocol):
         """
 
     def has_settled(self) -> bool:
-        """Answer whether the module is the same function in all solves to come, but for its parameters and buffers.
+        """Return whether the module is the same function in all solves to come, but for its parameters and buffers.
 
         Called before every solve of a block with cuda_graph. While one module says False, the block runs the ordinary
         loop, because what a module does in Python is fixed when its solve is captured.

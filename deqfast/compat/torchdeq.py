@@ -144,7 +144,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def _is_registered(solver: str) -> bool:
-    """Answer whether ``torchdeq.register_solver`` was given a solver by this name."""
+    """Return whether ``torchdeq.register_solver`` was given a solver by this name."""
     library = sys.modules.get("torchdeq")
     try:
         found = library and library.get_solver(solver)
@@ -215,11 +215,12 @@ class _Method:
     is_final: bool = False
     is_bare: bool = False
 
-    @lru_cache(maxsize=128)  # noqa: B019 - a method holds no tensors
-    def limited(self, max_iter: int) -> _Method:
-        """The method with `max_iter` evaluations. torchdeq's Broyden does not count its evaluation at z0."""
-        calls = max(max_iter, 1) + (not self.ends_in_f)
-        return replace(self, max_iter=max_iter, solver=replace(self.solver, max_iter=calls))
+
+@lru_cache(maxsize=128)
+def _limited(method: _Method, max_iter: int) -> _Method:
+    """The method with `max_iter` evaluations. torchdeq's Broyden does not count its evaluation at z0."""
+    calls = max(max_iter, 1) + (not method.ends_in_f)
+    return replace(method, max_iter=max_iter, solver=replace(method.solver, max_iter=calls))
 
 
 def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
@@ -272,7 +273,7 @@ class DEQ(nn.Module, ABC):
         super().__init__()
         given = _options(args, kwargs)
         self._configure({name: given.get(name, default) for name, default in _DEFAULTS.items()})
-        more = "info and backward_writer tell of every solve"
+        more = "info and backward_writer report every solve"
         self._forward_notice, self._backward_notice = Notice("forward", more), Notice("backward", more)
 
     def _configure(self, options: dict[str, Any]) -> None:
@@ -369,7 +370,7 @@ class DEQ(nn.Module, ABC):
         return asked[0] if asked else ""
 
     def _run_torchdeq(self, needed: str, *call: Any) -> Any:
-        """States and info of torchdeq's own layer with these options; ImportError naming what needs it."""
+        """States and info of a layer that torchdeq makes with these options; ImportError naming what needs it."""
         try:
             import torchdeq
         except ImportError as error:
@@ -475,7 +476,7 @@ class DEQSliced(DEQ):
     ) -> tuple[list[Any], Solution, _Method]:
         states: list[Any] = []
         for gradient, end, begin in zip(gradients, at, [0, *at], strict=False):
-            method = method.limited(end - begin)
+            method = _limited(method, end - begin)
             _, value, solution = _solve(problem, method, [])
             found, last = _attach(problem, method, gradient, replace(solution, value=value))
             states += found
@@ -495,7 +496,7 @@ class DEQIndexing(DEQ):
         self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
         states: list[Any] = []
-        method = method.limited(at[-1])
+        method = _limited(method, at[-1])
         # The state after evaluation n of f is the argument of evaluation n + 1. Broyden counts one less.
         before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
         for gradient, state in zip(gradients, [*before, value], strict=True):
@@ -550,7 +551,7 @@ def _iterate(problem: Problem, kept: _Kept, at: list[int]) -> tuple[list[Any], A
 
 
 def _surely_all(samples: Tensor) -> bool:
-    """Answer whether all samples are in this mask; False where the answer would wait for the device."""
+    """Return whether all samples are in this mask; False on a GPU, which would have to be waited for."""
     return samples.device.type == "cpu" and bool(unwrapped(samples).all())
 
 

@@ -192,7 +192,7 @@ def _check_cell(cell: Any) -> None:
 
 
 def _is_ready(cell: nn.Module) -> bool:
-    """Answer whether every submodule is the same function in all solves to come; `has_settled` says where not."""
+    """Return whether every submodule is the same function in all solves to come; `has_settled` says where not."""
     checks = [getattr(module, "has_settled", None) for module in cell.modules()]
     return all(check() for check in checks if check is not None)
 

@@ -200,7 +200,7 @@ def _size(number: fx.Node, nodes: list[fx.Node]) -> tuple[fx.Node, int] | None:
 
 
 def _is_made_in_loops(node: fx.Node) -> bool:
-    """Answer whether it is a size or a view, of which loops take neither such as vary nor such as share memory."""
+    """Return whether it is a size or a view, of which loops take neither such as vary nor such as share memory."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:

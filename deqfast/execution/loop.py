@@ -160,7 +160,7 @@ class Compaction(Whole):
         return value, rows
 
     def _drop(self, packing: Packing, state: State) -> None:
-        """Take the rows anew where enough of them are done; finding them waits for the device."""
+        """Find the running rows again if enough of them are done, which waits for the device."""
         size = packing.batch if self.rows is None else len(self.rows)
         if 0 < self.watch.known <= (1 - COMPACT_SHARE) * size:
             running = state.running.nonzero().flatten()
@@ -217,7 +217,7 @@ class Run:
 
 
 def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:
-    """Solution of a solve that has come to `state` in so many calls of f."""
+    """Solution of a solve that ended in `state`, after this number of calls of f."""
     measure = int(solver.stop == "abs")
     traces: list[Any] = [None, None] if state.trace is None else [state.trace[:evaluations, i] for i in range(2)]
     return Solution(

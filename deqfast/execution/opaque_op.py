@@ -276,7 +276,7 @@ def _solved(
 
 
 def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
-    """Answer whether the cell's own tensor is the one given, and where a graph is recorded a leaf like it."""
+    """Return whether the cell's own tensor is the one given, and where a graph is recorded a leaf like it."""
     return own.is_set_to(given) and (not records or own.is_leaf and own.requires_grad == given.requires_grad)
 
 

@@ -98,7 +98,7 @@ def _warn_of_fallback(reasons: str) -> None:
 
 
 def _is_exported(kernel: str) -> bool:
-    """Answer whether this is an export that asks for no kernel by name; plain torch then runs without deqfast."""
+    """Return whether this is an export that asks for no kernel by name; plain torch then runs without deqfast."""
     return kernel == "auto" and is_exporting()
 
 

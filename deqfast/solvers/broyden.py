@@ -71,7 +71,7 @@ class Broyden(Multisecant):
         return BROYDEN_GOOD if self.kind == "good" else BROYDEN_BAD, self.step, 1.0, 0.0
 
     def keeps_steps_alone(self, dtype: torch.dtype, kernel: Kernel) -> bool:
-        """Answer whether a solve of a state of this dtype on this kernel has no need of pairs."""
+        """Return whether a solve of a state of this dtype on this kernel has no need of pairs."""
         whole = self.history is None or self.history >= self.max_iter - 1
         whole = whole and self.history_dtype in (None, dtype)
         return kernel.has_broyden_step and whole and self.kind == "good" and self.step == 1.0

@@ -254,7 +254,7 @@ def versions(tree: Any) -> list[int]:
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Answer whether the tensors may lie in one memory; that of a graph is not known."""
+    """Return whether the tensors may lie in one memory; that of a graph is not known."""
     return is_tracing() or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 

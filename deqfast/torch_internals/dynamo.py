@@ -19,12 +19,12 @@ from torch.torch_version import TorchVersion
 
 
 def is_exporting() -> bool:
-    """Answer whether ``torch.export`` traces this, with strict=False; torch 2.11 takes torch.compile for an export."""
+    """Return whether ``torch.export`` traces this, with strict=False; torch 2.11 takes torch.compile for an export."""
     return not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()
 
 
 def is_tracing() -> bool:
-    """Answer whether ``torch.compile`` or ``torch.export`` traces this; ``is_compiling`` tells of other threads too."""
+    """Return whether ``torch.compile`` or ``torch.export`` traces this; ``is_compiling`` tells of other threads too."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 

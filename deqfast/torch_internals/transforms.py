@@ -21,12 +21,12 @@ from .dynamo import is_tracing
 
 
 def in_torch_func() -> bool:
-    """Answer whether a transform of torch.func runs."""
+    """Return whether a transform of torch.func runs."""
     return bool(torch._C._are_functorch_transforms_active())  # type: ignore[attr-defined]  # of no stub
 
 
 def in_forward_mode() -> bool:
-    """Answer whether a level of forward-mode AD is open."""
+    """Return whether a level of forward-mode AD is open."""
     return forward_ad._current_level >= 0
 
 
@@ -37,17 +37,17 @@ def in_reverse_mode() -> bool:
 
 
 def in_backward() -> bool:
-    """Answer whether this thread is in a backward pass."""
+    """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Answer whether a transform of torch.func holds the tensor."""
+    """Return whether a transform of torch.func holds the tensor."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Answer whether forward-mode AD differentiates in the tensor."""
+    """Return whether forward-mode AD differentiates in the tensor."""
     return in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -62,7 +62,7 @@ def forward_mode() -> AbstractContextManager[None]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Answer whether the tensor holds numbers, as one of FakeTensorMode or on the device meta does not."""
+    """Return whether the tensor holds numbers, as one of FakeTensorMode or on the device meta does not."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
@@ -103,7 +103,7 @@ def constant(tensor: Tensor) -> Tensor:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Answer whether the tensor differs between members of a vmap, or anything differentiates in it."""
+    """Return whether the tensor differs between members of a vmap, or anything differentiates in it."""
     while not (tensor.requires_grad or has_tangent(tensor) or _functorch.is_batchedtensor(tensor)):
         if not is_wrapped(tensor):
             return False

@@ -119,7 +119,7 @@ def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def shards_weights(cell: Any) -> bool:
-    """Answer whether modules of the cell are units of FSDP2, whose weights are others in a backward pass."""
+    """Return whether modules of the cell are units of FSDP2, whose weights are others in a backward pass."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return (
         fsdp is not None and isinstance(cell, nn.Module) and any(isinstance(m, fsdp.FSDPModule) for m in cell.modules())
@@ -175,7 +175,7 @@ def present_hooks() -> Any:
 
 
 def _in_own_checkpoint(held: _Held) -> bool:
-    """Answer whether an activation checkpoint has begun since the tensor is held."""
+    """Return whether an activation checkpoint has begun since the tensor is held."""
     if is_tracing():
         return False
     hooks = present_hooks()
