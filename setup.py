@@ -28,7 +28,7 @@ SOURCES = (
     "picard_step",
     "fc_vjp",
 )
-CPU_ONLY = ("broyden_step", "chain_state", "norm_act_residual_backward")
+CPU_ONLY = ("broyden_step", "loop", "norm_act_residual_backward")
 # Commands that ask for the metadata alone, before the build: torch need not be imported for them.
 METADATA = {"egg_info", "dist_info"}
 # The stable ABI of torch 2.11: one object for every torch from then on.

@@ -3,8 +3,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
-#include "chained.h"
 #include "judged.h"
+#include "loops.h"
 #include "window.h"
 
 namespace deqfast {
@@ -225,13 +225,31 @@ struct Kernels {
   }
 };
 
-using Linked = Chained<&multisecant_step<Kernels>, true>;
+void multisecant_in_loop(View values, View counts, View status, View history, View fz, int64_t max_iter,
+                         Numbers numbers) {
+  dispatch_history<BFloat16>(fz.dtype(), history.dtype(), [&](auto zero, auto element) {
+    using T = decltype(zero);
+    using H = decltype(element);
+    LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
+    const int64_t k = state.counts[kEvaluations], rows = state.batch * state.dim;
+    const int pairs = static_cast<int>(history.size(2));
+    T *f_prev = state.take(rows), *gram = state.take(state.batch * (pairs + 2) * pairs);
+    H* left = history.data<H>();
+    share_out(MultisecantStep{MultisecantParams<T, H>{
+        state.z, fz.data<T>(), state.best, f_prev, left, left + rows * pairs, gram, state.dim, Window{k, pairs, pairs},
+        state.monitor(), numbers.rule<T>(k, max_iter), static_cast<int64_t>(numbers.own(0)),
+        static_cast<T>(numbers.own(1)), static_cast<T>(numbers.own(2)), static_cast<T>(numbers.own(3))}});
+    std::memcpy(f_prev, fz.data<T>(), rows * sizeof(T));
+  });
+}
 
 }  // namespace
 
+DEQFAST_LOOP(multisecant_loop, multisecant_in_loop)
+
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
-  m.impl("multisecant_step_chained", TORCH_BOX(&Linked::Whole::run));
+  m.impl("multisecant_loop", TORCH_BOX(&loop_op<multisecant_in_loop>));
   m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 

@@ -2,8 +2,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include "../common/steps.h"
-#include "chained.h"
 #include "judged.h"
+#include "loops.h"
 
 namespace deqfast {
 namespace {
@@ -65,11 +65,23 @@ struct Kernels {
   }
 };
 
+void picard_in_loop(View values, View counts, View status, View, View fz, int64_t max_iter, Numbers numbers) {
+  dispatch_state(fz.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    const LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
+    const auto rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
+    share_out(PicardStep{PicardParams<T>{state.z, fz.data<T>(), state.best, state.dim, state.monitor(), rule,
+                                         static_cast<T>(numbers.own(0))}});
+  });
+}
+
 }  // namespace
+
+DEQFAST_LOOP(picard_loop, picard_in_loop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>));
-  m.impl("picard_step_chained", TORCH_BOX(&Chained<&picard_step<Kernels>>::Whole::run));
+  m.impl("picard_loop", TORCH_BOX(&loop_op<picard_in_loop>));
 }
 
 }  // namespace deqfast

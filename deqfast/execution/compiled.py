@@ -1,11 +1,13 @@
 """Compiled solves: cell, solver steps and the loop around them in one graph, which runs without Python.
 
-The loop is torch's ``while_loop``, left when no sample is running any more; the steps are the ops ``*_chained``, which
-do what those of the ordinary loop do, bit by bit. What the cell computes is inductor's, whose rounding is its own.
+The loop is torch's ``while_loop``, left when no sample is running any more. Its steps are the C++ kernels of the
+ordinary loop, called as C functions. What the cell computes is inductor's, whose rounding is its own: a compiled solve
+agrees with the ordinary one to rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +17,18 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
-from ..ops import choose_kernel
+from ..ops import Kernel, choose_kernel, empty_history
+from ..ops.steps import PROGRESS
+from ..ops.steps.loops import PARTS, c_functions
 from ..solution import Solution
 from ..solvers import Anderson, Broyden, Picard, Solver
 from ..solvers.base import State
-from ..solvers.multisecant import MultisecantState
 from ..state.packing import Packing, evaluate
-from ..torch_internals.dynamo import Codes, is_tracing, reason
+from ..torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..torch_internals.transforms import check_plain
-from .loop import check_inverse, finite_rows, inverse_of, solution_of
+from .loop import check_inverse, inverse_of, not_finite, solution_of
 
-KERNEL = "cpp"  # what has the chained steps
+KERNEL = "cpp"  # the kernel whose steps are C functions
 # Before 2.14 inductor fails where a loop's body could use memory again.
 OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
@@ -43,7 +46,8 @@ class Compiled:
 
     def __init__(self, refusal: str = "the solve cannot be compiled") -> None:
         self._refusal = refusal
-        self._codes = Codes(_iterate, options=OPTIONS)
+        self._codes = Codes(_solve, _options)
+        self._loops: dict[Any, _Loop] = {}
 
     def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, keep_inverse: bool = False) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x).
@@ -52,90 +56,139 @@ class Compiled:
             ValueError: another solver than deqfast's own; as ``deqfast.solve``.
             RuntimeError: no kernel "cpp" for z0, or a cell that torch.compile cannot take, with the reason.
         """
-        if type(solver) not in (Picard, Anderson, Broyden):
-            raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
-        check_inverse(solver, keep_inverse)
         check_plain("solve", z0)
         packing = Packing(z0)
         with torch.inference_mode(False), torch.no_grad():
-            state = solver.init(finite_rows(packing, z0), _kernel(kernel, packing), keep_inverse)
-            count = torch.zeros(1, dtype=torch.int64, device=packing.device)
-            if packing.batch:
-                # Without graph, or what requires a gradient and what does not would be compiled apart.
-                x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
-                self._run(_Solve(cell, x, packing, solver, state, count))
-            evaluations = int(count)
-            solution = solution_of(packing, solver, state, evaluations, evaluations * packing.batch)
-            if keep_inverse:
-                solution = replace(solution, transposed_inverse=inverse_of(packing, solver, state))
-            return solution
+            z = packing.pack(z0)
+            key = packing.resized(0).signature(), solver, kernel, keep_inverse
+            if key not in self._loops:
+                self._loops[key] = _loop_of(solver, kernel, packing, z, keep_inverse)
+            loop = self._loops[key]
+            if not packing.batch:
+                return solution_of(packing, solver, loop.start, 0, 0)
+            history = empty_history(loop.history_shape(z), loop.history_dtype, z.device)
+            # Without graph, or what requires a gradient and what does not would be compiled apart.
+            x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
+            value, status, iterations, relative, absolute, evaluations, *values = self._run(
+                key, cell, x, packing, loop, z, history
+            )
+            calls = int(evaluations)
+            if not calls:
+                raise not_finite(torch.isfinite(z).all(dim=1))
+            solution = Solution(
+                value=packing.unpack(value),
+                status=status,
+                iterations=iterations,
+                residual=absolute if solver.stop == "abs" else relative,
+                residual_rel=relative,
+                residual_abs=absolute,
+                evaluations=calls,
+                sample_evaluations=calls * packing.batch,
+            )
+            if not keep_inverse:
+                return solution
+            inverse = inverse_of(packing, solver, loop.state(z, *values, history, iterations))
+            # `history` is held, whose memory is handed out again when it is gone.
+            return replace(solution, transposed_inverse=lambda v, history=history: inverse(v))
 
-    def _run(self, solve: _Solve) -> None:
-        key = solve.packing.resized(0).signature(), solve.solver
+    def _run(self, key: Any, cell: Any, x: Any, packing: Packing, loop: _Loop, z: Tensor, history: Tensor) -> Any:
         try:
-            self._codes.call(key, *solve.arguments())
+            return self._codes.call(key, cell, x, loop, z, history)
         except Exception as error:
-            if evaluations := int(solve.count):
-                raise RuntimeError(f"compile=True: evaluation {evaluations + 1} failed: {reason(error)}") from error
             # An error of the cell's own says more.
-            solve.packing.check_value(evaluate(solve.cell, solve.packing.unpack(solve.state.z), solve.x))
-            raise RuntimeError(f"compile=True: {self._refusal}: {reason(error)}") from error
-        if not int(solve.count):
-            raise RuntimeError(f"compile=True: torch {torch.__version__} ran a copy of the solve; use compile=False")
+            packing.check_value(evaluate(cell, packing.unpack(z), x))
+            said = self._refusal if is_failed_trace(error) else "an evaluation failed"
+            raise RuntimeError(f"compile=True: {said}: {reason(error)}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without what was compiled, which lives in one process."""
+        return {**self.__dict__, "_loops": {}}
 
 
-@dataclass
-class _Solve:
-    """Solve to be run by compiled code."""
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """What a compiled loop is made for: its step, and what it asks of the tensors of ``ops.steps.loops``.
 
-    cell: Callable[[Any, Any], Any]
-    x: Any
+    Attributes:
+        start: the state of a solve of no sample, which has the shapes of one.
+        values, integers: elements of `values` and of `counts` for one sample.
+    """
+
     packing: Packing
     solver: Solver
-    state: State
-    count: Tensor  # evaluations so far, (1,) int64
+    start: State
+    step: Callable[..., Tensor]
+    numbers: tuple[float, ...]
+    dim: int
+    values: int
+    integers: int
+    keep_inverse: bool
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Arguments of ``_iterate``; what compiled code reads of an object it checks at every call."""
-        state = self.state
-        name, tensors, numbers = self.solver.operation(state)
-        step = getattr(torch.ops.deqfast, f"{name}_chained").default
-        kept = isinstance(state, MultisecantState)
-        before = (torch.empty_like(state.z),) if kept else ()
-        shared = torch.ops.deqfast.chain_state([*state.monitor(), *(tensors[1:] if kept else tensors), self.count])
-        packing, done = self.packing.resized(0), torch.zeros((), dtype=torch.bool, device=self.packing.device)
-        return self.cell, self.x, packing, self.solver, step, numbers, done, state.z, before, shared
+    @property
+    def history_dtype(self) -> torch.dtype:
+        names = PARTS[self._name].history
+        return getattr(self.start, names[0]).dtype if names else self.start.z.dtype
+
+    @property
+    def _name(self) -> str:
+        return self.solver.operation(self.start)[0]
+
+    def history_shape(self, z: Tensor) -> tuple[int, ...]:
+        """Shape of `history` for the rows z (B, D)."""
+        names = PARTS[self._name].history
+        return (len(names), len(z), *getattr(self.start, names[0]).shape[1:]) if names else (0,)
+
+    def state(self, z: Tensor, values: Tensor, history: Tensor, iterations: Tensor) -> State:
+        """The state of a solve with an inverse that has ended, of rows z (B, D)."""
+        gram = self.start.gram
+        size = len(z) * math.prod(gram.shape[1:])
+        left, df = history
+        return replace(
+            self.start, left=left, df=df, gram=values[-size:].view(len(z), *gram.shape[1:]), iterations=iterations
+        )
 
 
-def _iterate(
-    cell: Callable[[Any, Any], Any],
-    x: Any,
-    packing: Packing,
-    solver: Solver,
-    step: Callable[..., tuple[Tensor, Tensor]],
-    numbers: tuple[float, ...],
-    done: Tensor,
-    z: Tensor,
-    before: tuple[Tensor, ...],
-    shared: Tensor,
-) -> Tensor:
-    """All iterations from z; `before` is f at the iterate before, where the step needs it, `shared` its other state."""
+def _loop_of(solver: Solver, kernel: str, packing: Packing, z: Tensor, keep_inverse: bool) -> _Loop:
+    if type(solver) not in (Picard, Anderson, Broyden):
+        raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
+    check_inverse(solver, keep_inverse)
+    start = solver.init(z[:0], _kernel(kernel, packing), keep_inverse)
+    name, _, numbers = solver.operation(start)
+    per_sample = [math.prod(getattr(start, part).shape[1:]) for part in PARTS[name].values]
+    values = 2 * z.shape[1] + 2 + len(PROGRESS) + sum(per_sample)
+    step = getattr(torch.ops.deqfast, name.replace("step", "loop")).default
+    return _Loop(packing.resized(0), solver, start, step, numbers, z.shape[1], values, 1 + len(PARTS[name].counts), keep_inverse)
 
-    def body(done: Tensor, z: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
-        of_batch = packing.resized(z.shape[0])
+
+def _solve(
+    cell: Callable[[Any, Any], Any], x: Any, loop: _Loop, z0: Tensor, history: Tensor
+) -> tuple[Tensor, ...]:
+    """All iterations from the rows z0; see ``ops.steps.loops``."""
+    batch = z0.shape[0]
+    values, counts, status, running = torch.ops.deqfast.loop_begin(
+        z0, loop.values * batch, 2 + loop.integers * batch
+    )
+
+    def body(running: Tensor) -> tuple[Tensor]:
+        batch = status.shape[0]  # a loop takes no size from outside
+        of_batch = loop.packing.resized(batch)
+        z = values[: batch * loop.dim].view(batch, loop.dim)
         value = cell(of_batch.unpack(z), x)
+        rule = loop.solver.rule(of_batch.stall_floor(value))
+        numbers = [float(number) for number in (*rule, *loop.numbers)]
         fz = of_batch.pack_value(value, z)
-        floor = of_batch.stall_floor(value)
-        rule = solver.max_iter, *solver.rule(floor)
-        if before and not is_tracing():  # run as written, where the cell may return one buffer again and again
-            fz = fz.clone()
-        following, done = step(z, fz, *before, shared, *rule, *numbers)
-        return done, following, *((fz,) if before else ())
+        return (loop.step(values, counts, status, history, fz, loop.solver.max_iter, numbers),)
 
-    return torch.while_loop(lambda done, z, *before: ~done, body, (done, z, *before))[1]
+    (running,) = torch.while_loop(torch.clone, body, (running,))
+    results = torch.ops.deqfast.loop_end(values, counts, status, running, batch, loop.dim)
+    return (*results, values) if loop.keep_inverse else results
 
 
-def _kernel(kernel: str, packing: Packing) -> Any:
+def _options() -> dict[str, Any]:
+    return {**OPTIONS, "aot_inductor.custom_ops_to_c_shims": c_functions()}
+
+
+def _kernel(kernel: str, packing: Packing) -> Kernel:
     chosen = choose_kernel(kernel, packing.device)
     if chosen.name != KERNEL:
         raise RuntimeError(

@@ -115,12 +115,6 @@ class Op:
 
     limits: sizes that its dimensions may have; check: what else the Triton kernel asks of the arguments, raising
     ValueError; triton: the module of ``deqfast.kernels`` that launches it, None: it has no Triton kernel.
-
-    chained: if any, there is a `name`_chained for loops that a graph holds, on the CPU alone. It takes the tensors
-    named here, the others with k, one int64, behind them as what ``chain_state`` makes of them, and ``int max_iter`` in
-    the place of ``int k, bool last``; it counts k and returns the next iterate and whether no evaluation follows. Its
-    schema is silent about all else that it writes to: between the first iterate and the last one nobody else may read
-    or write the state.
     """
 
     name: str
@@ -130,7 +124,6 @@ class Op:
     limits: Mapping[str, Range] = field(default_factory=dict)
     check: Callable[[str, Any], None] | None = None
     triton: str | None = None
-    chained: tuple[str, ...] = ()
 
     @cached_property
     def _fields(self) -> dict[str, tuple[type, Any]]:
@@ -161,14 +154,6 @@ class Op:
             written = kind is Tensor and note.mutated
             parts.append(f"{kind.__name__}{f'({next(writes)}!)' if written else ''} {name}")
         return f"({', '.join(parts)}) -> ({', '.join(f'Tensor {result.name}' for result in self.results)})"
-
-    @property
-    def chained_schema(self) -> str:
-        """The schema of `name`_chained, see ``Op``."""
-        kinds = {name: kind.__name__ for name, (kind, _) in self._fields.items()}
-        numbers = [f"{kind} {name}" for name, kind in kinds.items() if kind != "Tensor" and name not in ("k", "last")]
-        parts = [*(f"Tensor {name}" for name in self.chained), "Tensor state", "int max_iter", *numbers]
-        return f"({', '.join(parts)}) -> (Tensor next, Tensor done)"
 
     @cached_property
     def reference(self) -> Callable[..., Any]:
@@ -305,14 +290,3 @@ def register(op: Op) -> None:
         torch.library.register_fake(f"deqfast::{name}", op.fake, lib=library)
     for key in ("CPU", "CUDA") if op.triton else ():
         library.impl(f"{op.name}_triton", op.run_triton, key)
-    if op.chained:
-        library.define(f"{op.name}_chained{op.chained_schema}")
-        torch.library.register_fake(f"deqfast::{op.name}_chained", _fake_link, lib=library)
-        library.impl(f"{op.name}_chained", torch.library.fallthrough_kernel, "AutogradCPU")  # no gradient is recorded
-
-
-library.define("chain_state(Tensor[] tensors) -> Tensor")
-
-
-def _fake_link(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(z), z.new_empty((), dtype=torch.bool)

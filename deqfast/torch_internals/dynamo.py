@@ -42,6 +42,11 @@ def reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def is_failed_trace(error: BaseException) -> bool:
+    """Return whether code could not be compiled, rather than that it failed when it ran."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+
+
 Result = TypeVar("Result")
 
 _lock, _inside, _stance = threading.Lock(), 0, ExitStack()
@@ -105,11 +110,17 @@ class Codes:
 
     Args:
         function: compiled whole.
-        options: of ``torch.compile``.
+        options: returns options of inductor, when a code is made.
+        backend: of ``torch.compile``.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        self._function, self._options = function, options
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: Callable[[], dict[str, Any]] | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        self._function, self._options, self._backend = function, options, backend
         self._codes: dict[Any, Callable[..., Any]] = {}
 
     def call(self, key: Any, *arguments: Any) -> Any:
@@ -137,7 +148,8 @@ class Codes:
         # By code and name torch counts recompilations, and tells sizes that change from those that do not.
         code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_numbers)}")
         own = types.FunctionType(code, self._function.__globals__)
-        self._codes[key] = torch.compile(own, fullgraph=True, **self._options)
+        options = self._options() if self._options else None
+        self._codes[key] = torch.compile(own, fullgraph=True, backend=self._backend, options=options)
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the code, which lives in one process."""

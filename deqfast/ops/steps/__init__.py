@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...kernels.constants import MAX_GPU_HISTORY
 from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
+from . import loops  # noqa: F401  (the schemas of the steps in compiled loops)
 
 InOut = partial(Shaped, mutated=True)
 STATE = anchored(torch.float32, torch.float64)
@@ -115,18 +116,9 @@ class BroydenStep(_Rule, _Steps, _State):
 
 PAIRS = {"M": Range(1, MAX_GPU_HISTORY)}
 
-register(Op("picard_step", PicardStep, "z", triton="picard_step", chained=("z", "fz")))
-register(
-    Op(
-        "multisecant_step",
-        MultisecantStep,
-        "z",
-        limits=PAIRS,
-        triton="multisecant_step",
-        chained=("z", "fz", "f_prev"),
-    )
-)
-register(Op("broyden_step", BroydenStep, "z", chained=("z", "fz")))
+register(Op("picard_step", PicardStep, "z", triton="picard_step"))
+register(Op("multisecant_step", MultisecantStep, "z", limits=PAIRS, triton="multisecant_step"))
+register(Op("broyden_step", BroydenStep, "z"))
 register(
     Op(
         "multisecant_transposed",

@@ -1,0 +1,99 @@
+// loop_begin and loop_end: the tensors of a loop in compiled code, and what a solve returns of them.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "loops.h"
+
+namespace deqfast {
+namespace {
+
+using Begun = std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle>;
+using Ended = std::tuple<AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,
+                         AtenTensorHandle>;
+
+template <class T>
+void write_start(const View& z0, const View& values, int64_t rows, int64_t batch) {
+  T* z = values.data<T>();
+  std::memcpy(z, z0.data<T>(), rows * sizeof(T));
+  std::memcpy(z + rows, z, rows * sizeof(T));
+  std::fill_n(z + 2 * rows, (2 + kProgress) * batch, Limits<T>::infinity);
+}
+
+Begun loop_begin(View z0, int64_t elements, int64_t integers) {
+  const int64_t batch = z0.size(0), dim = z0.size(1);
+  const View values{new_tensor<1>({elements}, z0.dtype())}, counts{new_tensor<1>({integers}, ScalarType::Int)},
+      status{new_tensor<1>({batch}, ScalarType::Char)}, running{new_tensor<0>({}, ScalarType::Bool)};
+  std::memset(counts.data<int32_t>(), 0, integers * sizeof(int32_t));
+  std::memset(status.data<int8_t>(), kRunning, batch);
+  counts.data<int32_t>()[kActive] = static_cast<int32_t>(batch);
+  bool finite = true;
+  dispatch_state(z0.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    write_start<T>(z0, values, batch * dim, batch);
+    const T* z = z0.data<T>();
+    for (int64_t i = 0; i < batch * dim; ++i) finite &= std::abs(z[i]) <= Limits<T>::max;
+  });
+  *running.data<bool>() = finite && batch > 0;
+  return {values.tensor, counts.tensor, status.tensor, running.tensor};
+}
+
+Ended loop_end(View values, View counts, View status, View running, int64_t batch, int64_t dim) {
+  const ScalarType dtype = values.dtype();
+  const View value{new_tensor<2>({batch, dim}, dtype)}, relative{new_tensor<1>({batch}, dtype)},
+      absolute{new_tensor<1>({batch}, dtype)}, ended{new_tensor<1>({batch}, ScalarType::Char)}, iterations{new_tensor<1>({batch}, ScalarType::Int)},
+      evaluations{new_tensor<0>({}, ScalarType::Long)};
+  dispatch_state(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const LoopState<T> state(values, counts, status, batch, dim);
+    std::copy_n(state.best, batch * dim, value.data<T>());
+    std::copy_n(state.residual, batch, relative.data<T>());
+    std::copy_n(state.residual + batch, batch, absolute.data<T>());
+    std::copy_n(state.status, batch, ended.data<int8_t>());
+    std::copy_n(state.counts + kPerSample, batch, iterations.data<int32_t>());
+    *evaluations.data<int64_t>() = state.counts[kEvaluations];
+  });
+  return {value.tensor, ended.tensor, iterations.tensor, relative.tensor, absolute.tensor, evaluations.tensor};
+}
+
+template <class... H>
+auto owned(const std::tuple<H...>& handles) {
+  return std::apply([](auto... handle) { return std::tuple{Tensor(handle)...}; }, handles);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> loop_begin_op(Tensor z0, int64_t elements, int64_t integers) {
+  return owned(loop_begin({z0.get()}, elements, integers));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loop_end_op(Tensor values, Tensor counts, Tensor status,
+                                                                       Tensor running, int64_t batch, int64_t dim) {
+  return owned(loop_end({values.get()}, {counts.get()}, {status.get()}, {running.get()}, batch, dim));
+}
+
+}  // namespace
+
+DEQFAST_C_FUNCTION aoti_torch_cpu_loop_begin(AtenTensorHandle z0, int64_t elements, int64_t integers,
+                                             AtenTensorHandle* values, AtenTensorHandle* counts,
+                                             AtenTensorHandle* status, AtenTensorHandle* running) {
+  return without_exceptions(
+      [&] { std::tie(*values, *counts, *status, *running) = loop_begin({z0}, elements, integers); });
+}
+
+DEQFAST_C_FUNCTION aoti_torch_cpu_loop_end(AtenTensorHandle values, AtenTensorHandle counts, AtenTensorHandle status,
+                                           AtenTensorHandle running, int64_t batch, int64_t dim,
+                                           AtenTensorHandle* value, AtenTensorHandle* ended,
+                                           AtenTensorHandle* iterations, AtenTensorHandle* relative,
+                                           AtenTensorHandle* absolute, AtenTensorHandle* evaluations) {
+  return without_exceptions([&] {
+    std::tie(*value, *ended, *iterations, *relative, *absolute, *evaluations) =
+        loop_end({values}, {counts}, {status}, {running}, batch, dim);
+  });
+}
+
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
+  m.impl("loop_begin", TORCH_BOX(&loop_begin_op));
+  m.impl("loop_end", TORCH_BOX(&loop_end_op));
+}
+
+}  // namespace deqfast

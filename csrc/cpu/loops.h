@@ -1,0 +1,137 @@
+// The solver steps for a loop in compiled code, which calls them as C functions, without the dispatcher.
+//
+// Such a loop hands each tensor to its body at about a tenth of a microsecond. All that a step works on therefore lies
+// in four tensors, see `loop_begin` in deqfast/ops/steps/loops.py.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "../common/checks.h"
+#include "../common/monitor.h"
+
+namespace deqfast {
+
+// A tensor that somebody else holds, read without the cost of a Tensor.
+struct View {
+  AtenTensorHandle tensor;
+
+  template <class T>
+  T* data() const {
+    void* memory;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &memory));
+    return static_cast<T*>(memory);
+  }
+  int64_t size(int64_t dim) const {
+    int64_t size;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_size(tensor, dim, &size));
+    return size;
+  }
+  ScalarType dtype() const {
+    int32_t dtype;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
+    return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(dtype));
+  }
+};
+
+// A new contiguous tensor without values, for a fraction of the dispatcher's cost.
+template <size_t dims>
+AtenTensorHandle new_tensor(const std::array<int64_t, dims>& sizes, ScalarType dtype) {
+  std::array<int64_t, dims> strides;
+  int64_t stride = 1;
+  for (size_t d = dims; d-- > 0; stride *= sizes[d]) strides[d] = stride;
+  AtenTensorHandle handle;
+  const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes.data(), strides.data(), type,
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return handle;
+}
+
+// Places in `counts`.
+enum Counts { kEvaluations, kActive, kPerSample };
+
+// The tensors of a loop, cut into those of a step.
+template <class T>
+struct LoopState {
+  int64_t batch, dim;
+  T* values;
+  int32_t* counts;
+  int8_t* status;
+  T *z = take(batch * dim), *best = take(batch * dim), *residual = take(2 * batch), *progress = take(kProgress * batch);
+
+  LoopState(const View& values, const View& counts, const View& status, int64_t batch, int64_t dim)
+      : batch(batch), dim(dim), values(values.data<T>()), counts(counts.data<int32_t>()), status(status.data<int8_t>()) {}
+
+  T* take(int64_t elements) {
+    values += elements;
+    return values - elements;
+  }
+  Monitor<T> monitor() const {
+    return {status, counts + kPerSample, residual, progress, counts + kActive, batch};
+  }
+};
+
+// The numbers of a step: those of the stop rule, then the solver's.
+struct Numbers {
+  const double* begin;
+  int64_t count;
+
+  double operator[](int i) const { return begin[i]; }
+  double own(int i) const { return begin[kRuleNumbers + i]; }
+  template <class T>
+  StopRule<T> rule(int64_t k, int64_t max_iter) const {
+    return rule_of<T>(k, k + 1 == max_iter, begin[0], begin[1] != 0, begin[2], begin[3], begin[4] != 0);
+  }
+  static constexpr int kRuleNumbers = 5;
+};
+
+// A step of a loop: evaluate nothing, judge f(z) = fz, step.
+using LoopStep = void (*)(View values, View counts, View status, View history, View fz, int64_t max_iter,
+                          Numbers numbers);
+
+// Run a step, count the evaluation, and return whether another one follows, () bool.
+template <LoopStep step>
+AtenTensorHandle link(View values, View counts, View status, View history, View fz, int64_t max_iter,
+                      Numbers numbers) {
+  step(values, counts, status, history, fz, max_iter, numbers);
+  int32_t* counted = counts.data<int32_t>();
+  const AtenTensorHandle running = new_tensor<0>({}, ScalarType::Bool);
+  *View{running}.data<bool>() = ++counted[kEvaluations] < max_iter && counted[kActive] > 0;
+  return running;
+}
+
+template <LoopStep step>
+Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tensor fz, int64_t max_iter,
+               std::vector<double> numbers) {
+  return Tensor(link<step>({values.get()}, {counts.get()}, {status.get()}, {history.get()}, {fz.get()}, max_iter,
+                           {numbers.data(), static_cast<int64_t>(numbers.size())}));
+}
+
+// Run `body` as a C function does, whose errors are codes.
+template <class Body>
+AOTITorchError without_exceptions(const Body& body) {
+  try {
+    body();
+    return AOTI_TORCH_SUCCESS;
+  } catch (...) {
+    return AOTI_TORCH_FAILURE;
+  }
+}
+
+#define DEQFAST_C_FUNCTION extern "C" __attribute__((visibility("default"))) AOTITorchError
+
+// The C function of the op `name`.
+#define DEQFAST_LOOP(name, step)                                                                                    \
+  DEQFAST_C_FUNCTION aoti_torch_cpu_##name(AtenTensorHandle values, AtenTensorHandle counts, AtenTensorHandle status, \
+                                           AtenTensorHandle history, AtenTensorHandle fz, int64_t max_iter,          \
+                                           const double* numbers, int64_t count, AtenTensorHandle* running) {        \
+    return deqfast::without_exceptions([&] {                                                                         \
+      *running = deqfast::link<step>({values}, {counts}, {status}, {history}, {fz}, max_iter, {numbers, count});     \
+    });                                                                                                              \
+  }
+
+}  // namespace deqfast

@@ -1,0 +1,118 @@
+"""The steps of the solvers as links of a loop that compiled code holds, on the CPU.
+
+``loop_begin`` makes the tensors that all steps work on, ``loop_end`` copies the results out of them. Between the two
+nothing else reads or writes them, but for the iterate, which is the first B D elements of `values`:
+
+- values: z, best, residual and progress, then the tensors that PARTS names; in the dtype of the state.
+- counts: the evaluations so far, the running samples, iterations, then the tensors that PARTS names; int32.
+- status: int8 (B,).
+- history: the tensors that PARTS names, each (B, M, D), one after the other; (0,) without any.
+
+A step takes ``f(z)`` and returns whether another evaluation follows, () bool. Compiled code calls each op by its C
+function, see ``C_FUNCTIONS``, at a fraction of the dispatcher's cost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from ..registry import library
+
+# A loop of torch before 2.14 takes no op that says what it writes to. There the order of the ops hangs on the truth
+# value only, which every op takes from the one before it through f, or returns.
+_WRITES = TorchVersion(torch.__version__) >= "2.14"
+_MUTATED = ("values", "counts", "status", "history")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tensors of a step that lie in `values`, `counts` and `history`, in this order, next to those that all steps have."""
+
+    values: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
+
+
+PARTS = {
+    "picard_step": Parts(),
+    "multisecant_step": Parts(values=("f_prev", "gram"), history=("left", "df")),
+    "broyden_step": Parts(values=("gram",), counts=("first",), history=("steps",)),
+}
+STEPS = [name.replace("step", "loop") for name in PARTS]
+
+
+def _schema_of_steps() -> str:
+    tensors = [f"Tensor{f'({name[0]}!)' if _WRITES else ''} {name}" for name in _MUTATED]
+    return f"({', '.join(tensors)}, Tensor fz, int max_iter, float[] numbers) -> Tensor running"
+
+
+library.define(
+    "loop_begin(Tensor z0, SymInt elements, SymInt integers) "
+    "-> (Tensor values, Tensor counts, Tensor status, Tensor running)"
+)
+library.define(
+    "loop_end(Tensor values, Tensor counts, Tensor status, Tensor running, SymInt batch, SymInt dim) "
+    "-> (Tensor value, Tensor status, Tensor iterations, Tensor relative, Tensor absolute, Tensor evaluations)"
+)
+
+
+@functools.partial(torch.library.register_fake, "deqfast::loop_begin", lib=library)
+def _begun(z0: Tensor, elements: int, integers: int) -> tuple[Tensor, ...]:
+    status, running = z0.new_empty(z0.shape[0], dtype=torch.int8), z0.new_empty((), dtype=torch.bool)
+    return z0.new_empty(elements), z0.new_empty(integers, dtype=torch.int32), status, running
+
+
+@functools.partial(torch.library.register_fake, "deqfast::loop_end", lib=library)
+def _ended(values: Tensor, counts: Tensor, status: Tensor, running: Tensor, batch: int, dim: int) -> tuple[Tensor, ...]:
+    value, residuals = values.new_empty(batch, dim), [values.new_empty(batch) for _ in range(2)]
+    return value, status.new_empty(batch), counts.new_empty(batch), *residuals, counts.new_empty((), dtype=torch.int64)
+
+
+def _count_writes(name: str) -> None:
+    """Let the op raise the version of what it writes to, by which a trace of a loop tells it from the loop's inputs."""
+    op = getattr(torch.ops.deqfast, name).default
+
+    def run(keyset: Any, *arguments: Any) -> Tensor:
+        torch.autograd.graph.increment_version(arguments[: len(_MUTATED)])
+        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+    library.impl(name, run, "ADInplaceOrView", with_keyset=True)
+
+
+for _name in STEPS:
+    library.define(_name + _schema_of_steps())
+    torch.library.register_fake(f"deqfast::{_name}", lambda values, *rest: values.new_empty((), dtype=torch.bool), lib=library)
+    if _WRITES:
+        _count_writes(_name)
+
+_C_TYPES = {
+    "Tensor": "AtenTensorHandle",
+    "int": "int64_t",
+    "SymInt": "int64_t",
+    "List[float]": "const double*, int64_t",
+}
+
+
+def _declaration(op: Any) -> str:
+    kinds = [_C_TYPES[str(argument.type)] for argument in op._schema.arguments]
+    kinds += ["AtenTensorHandle*"] * len(op._schema.returns)
+    return f"AOTITorchError aoti_torch_cpu_{op._schema.name.split('::')[1]}({', '.join(kinds)})"
+
+
+@functools.cache
+def c_functions() -> dict[Any, list[str]]:
+    """The ops with the declarations of their C functions, which compiled code finds from now on."""
+    from ... import _extension  # not above: its modules need the schemas
+
+    assert _extension.cpp_module is not None and _extension.cpp_module.__file__ is not None
+    ctypes.CDLL(_extension.cpp_module.__file__, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+    ops = [getattr(torch.ops.deqfast, name).default for name in ("loop_begin", *STEPS, "loop_end")]
+    return {op: [_declaration(op)] for op in ops}
