@@ -6,7 +6,6 @@ import importlib
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 import deqfast
 from deqfast import _extension
 from deqfast.ops import KERNELS, choose_kernel
+from deqfast.ops.steps.loops import PARTS, STEPS
 from deqfast.testing.norm_states import NORM_OPS
 from deqfast.testing.states import Case, StepsCase, make_state, same_bits
 
@@ -37,13 +37,6 @@ def op_of(op: str, implementation):
     return implementation.op(op)
 
 
-def link_of(op: str, tensors: dict[str, torch.Tensor], count: torch.Tensor):
-    """The chained op with its tensors."""
-    taken = [name for name in ("z", "fz", "f_prev") if name in tensors]
-    state = torch.ops.deqfast.chain_state([*(t for name, t in tensors.items() if name not in taken), count])
-    return partial(getattr(torch.ops.deqfast, f"{op}_chained").default, *[tensors[name] for name in taken], state)
-
-
 def arguments(case: Case, device: str) -> tuple:
     state = make_state(case, device)
     return (*(torch.nan_to_num(state[name]) for name in case.names), *case.scalars())
@@ -60,8 +53,8 @@ class TestRegistration:
         registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("deqfast::")}
         ops = {*OPS, *NORM_OPS, *CHECKED_ELSEWHERE}
         on_triton = {f"deqfast::{op}_triton" for op in ops - NOT_ON_A_GPU}
-        chained = {*(f"deqfast::{op}_chained" for op in OPS), "deqfast::chain_state"}
-        assert registered == {f"deqfast::{op}" for op in ops} | on_triton | chained | WHOLE_SOLVES
+        loops = {f"deqfast::{name}" for name in ("loop_begin", "loop_end", *STEPS)}
+        assert registered == {f"deqfast::{op}" for op in ops} | on_triton | loops | WHOLE_SOLVES
 
     @registered_ops
     @pytest.mark.parametrize("op", OPS)
@@ -90,51 +83,60 @@ class TestRegistration:
             assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def in_loop(op: str, tensors: dict[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
+    """The tensors of a step as those of its loop, see ``deqfast.ops.steps.loops``; z is read from `values`."""
+    parts, joined = PARTS[op], {}
+    for name, own in {"values": ("z", "best", "residual", "progress"), "counts": ("active", "iterations")}.items():
+        joined[name] = torch.cat([tensors[part].flatten() for part in (*own, *getattr(parts, name))])
+    joined["counts"] = torch.cat([torch.tensor([k], dtype=torch.int32), joined["counts"]])
+    history = [tensors[name] for name in parts.history]
+    return {**joined, "status": tensors["status"], "history": torch.stack(history) if history else torch.empty(0)}
+
+
 @pytest.mark.skipif(not deqfast.backends()["cpp"], reason=str(deqfast.backends()["cpp"]))
-class TestLinks:
-    """Ops whose state a graph does not see written: what the step does, with the next iterate in memory of its own."""
+class TestLoops:
+    """The steps of compiled loops do what the steps of the eager loop do, bit by bit."""
 
-    CASES = TestRegistration.CASES
+    CASES = {**TestRegistration.CASES, "short": replace(TestRegistration.CASES["multisecant_step"], **SHORT)}
 
-    @pytest.mark.parametrize("op", OPS)
+    @pytest.mark.parametrize("case", CASES)
     @pytest.mark.parametrize("last", [False, True])
     @pytest.mark.parametrize("size", [1, 63, 777])
-    def test_a_link_does_what_the_step_does(self, op, last, size):
-        case = replace(self.CASES[op], size=size, last=last)
-        stepped, linked = arguments(case, "cpu"), dict(zip(case.names, arguments(case, "cpu"), strict=False))
-        z, count = linked["z"].clone(), torch.tensor([case.k])
+    def test_the_step(self, case, last, size):
+        op = "multisecant_step" if case == "short" else case
+        case = replace(self.CASES[case], size=size, last=last)
+        stepped = arguments(case, "cpu")
+        given, (_, _, *numbers) = dict(zip(case.names, stepped, strict=False)), stepped[len(case.names) :]
+        tensors = {name: tensor.clone() for name, tensor in in_loop(op, given, case.k).items()}
         getattr(torch.ops.deqfast, op)(*stepped)
+        run = getattr(torch.ops.deqfast, op.replace("step", "loop"))
         max_iter = case.k + 1 if last else case.k + 2
-        numbers = stepped[len(case.names) + 2 :]
-        following, done = link_of(op, linked, count)(max_iter, *numbers)
-        assert same_bits(following, stepped[0]) and same_bits(linked["z"], z)
-        assert all(same_bits(linked[name], b) for name, b in zip(case.names[1:], stepped[1:], strict=False))
-        assert int(count) == case.k + 1 and bool(done) == (last or not int(stepped[case.names.index("active")]))
+        running = run(*tensors.values(), given["fz"], max_iter, [float(number) for number in numbers])
+        if "f_prev" in given:
+            given["f_prev"] = given["fz"]
+        for name, expected in in_loop(op, given, case.k + 1).items():
+            assert same_bits(tensors[name], expected), name
+        assert bool(running) == (not last and bool(given["active"]))
 
-    @pytest.mark.parametrize("count", [torch.zeros(2, dtype=torch.int64), torch.zeros(1)])
-    def test_a_count_of_another_kind_is_named(self, count):
+    def test_what_is_no_loop_is_named(self):
         case = self.CASES["picard_step"]
         given = dict(zip(case.names, arguments(case, "cpu"), strict=False))
-        with pytest.raises(RuntimeError, match="`k` must be one int64 on the CPU"):
-            link_of("picard_step", given, count)(5, *case.scalars()[2:])
+        tensors = in_loop("picard_step", given, 0)
+        tensors["values"] = tensors["values"][:-1]
+        with pytest.raises(RuntimeError, match="picard_loop: `values` must have shape"):
+            torch.ops.deqfast.picard_loop(*tensors.values(), given["fz"], 5, [0.0] * 6)
+        with pytest.raises(RuntimeError, match="`numbers` hold 6, got 5"):
+            torch.ops.deqfast.picard_loop(*in_loop("picard_step", given, 0).values(), given["fz"], 5, [0.0] * 5)
 
-    @pytest.mark.parametrize("tensors", [None, 3, 7])
-    def test_a_state_of_another_kind_is_named(self, tensors):
-        """Other bytes, another number of tensors, and a copy, which keeps none."""
-        case = self.CASES["picard_step"]
-        z, fz = arguments(case, "cpu")[:2]
-        state = torch.zeros(64, dtype=torch.uint8) if tensors is None else torch.ops.deqfast.chain_state([z] * tensors)
-        state = state.clone() if tensors == 7 else state
-        with pytest.raises(RuntimeError, match="`state` must be what chain_state makes of 7 tensors"):
-            torch.ops.deqfast.picard_step_chained(z, fz, state, 5, *case.scalars()[2:])
-
-    def test_a_state_keeps_its_tensors(self):
-        tensor = torch.zeros(3)
-        before = tensor._use_count()
-        state = torch.ops.deqfast.chain_state([tensor])
-        assert tensor._use_count() == before + 1
-        del state
-        assert tensor._use_count() == before
+    def test_begin_and_end(self):
+        z0 = torch.randn(3, 5)
+        values, counts, status, running = torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3)
+        assert same_bits(values[:30].view(2, 3, 5), torch.stack([z0, z0])) and torch.isinf(values[30:]).all()
+        assert counts.tolist() == [0, 3, 0, 0, 0] and not status.any() and bool(running)
+        value, *_, relative, absolute, evaluations = torch.ops.deqfast.loop_end(values, counts, status, running, 3, 5)
+        assert same_bits(value, z0) and torch.isinf(relative).all() and torch.isinf(absolute).all() and not evaluations
+        z0[1, 2] = float("nan")
+        assert not torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3)[-1]
 
 
 class TestArguments:

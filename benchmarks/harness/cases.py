@@ -13,6 +13,7 @@ import torch
 
 import deqfast
 
+from .calls import call_case
 from .collapse import collapse_case
 from .digits import digits_case
 from .entry import Case
@@ -128,7 +129,13 @@ OPTIONS = (
         "trajectory", {"trajectory": {"adjoint": CORRECTED, "on_the_way": True}, "z-star": {"adjoint": CORRECTED}}
     ),
 )
-CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *rivals()]
+CALLS = [
+    call_case(shape, solver, mode)
+    for shape in ((1, 64), (32, 64), (8, 256))
+    for solver in (deqfast.Picard, deqfast.Anderson, deqfast.Broyden)
+    for mode in ("no-grad", "jfb", "implicit")
+]
+CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *CALLS, *rivals()]
 
 CELL = (2, 8, 4, 4)
 SMALL: list[Case] = [
@@ -147,6 +154,7 @@ SMALL: list[Case] = [
     training_case("residual", CELL, "jfb", ANDERSON),
     training_case("residual", CELL, "implicit", BROYDEN),
     training_case("fc", (3, 16), "jfb", PICARD),
+    call_case((2, 16), deqfast.Anderson, "implicit"),
     collapse_case(60, 9, 3),
     compact(16, 32),
     eval_solver(4, 16),

@@ -126,26 +126,33 @@ struct Kernels {
   }
 };
 
-void broyden_in_loop(View values, View counts, View status, View history, View fz, int64_t max_iter, Numbers numbers) {
-  dispatch_state(fz.dtype(), [&](auto zero) {
-    using T = decltype(zero);
-    LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-    const auto rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
-    const int64_t rows = history.size(2);
-    share_out(BroydenStep{BroydenParams<T>{state.z, fz.data<T>(), state.best, history.data<T>(),
-                                           state.take(state.batch * rows * rows),
-                                           state.counts + kPerSample + state.batch, state.dim, rows, state.monitor(),
-                                           rule}});
-  });
-}
+struct BroydenLoop {
+  static constexpr const char* name = "broyden_loop";
+  static constexpr size_t numbers = 0;  // none
+  static int64_t more_values(int64_t batch, int64_t, int64_t steps) { return batch * steps * steps; }
+  static int64_t more_counts(int64_t batch) { return batch; }
+
+  static void step(View values, View counts, View status, View history, View fz, int64_t max_iter, Numbers numbers) {
+    dispatch_state(fz.dtype(), [&](auto zero) {
+      using T = decltype(zero);
+      LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
+      const auto rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
+      const int64_t rows = history.size(2);
+      share_out(BroydenStep{BroydenParams<T>{state.z, fz.data<T>(), state.best, history.data<T>(),
+                                             state.take(state.batch * rows * rows),
+                                             state.counts + kPerSample + state.batch, state.dim, rows, state.monitor(),
+                                             rule}});
+    });
+  }
+};
 
 }  // namespace
 
-DEQFAST_LOOP(broyden_loop, broyden_in_loop)
+DEQFAST_LOOP(broyden_loop, BroydenLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("broyden_step", TORCH_BOX(&broyden_step<Kernels>));
-  m.impl("broyden_loop", TORCH_BOX(&loop_op<broyden_in_loop>));
+  m.impl("broyden_loop", TORCH_BOX(&loop_op<BroydenLoop>));
 }
 
 }  // namespace deqfast

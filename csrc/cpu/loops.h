@@ -78,7 +78,6 @@ struct LoopState {
 // The numbers of a step: those of the stop rule, then the solver's.
 struct Numbers {
   const double* begin;
-  int64_t count;
 
   double operator[](int i) const { return begin[i]; }
   double own(int i) const { return begin[kRuleNumbers + i]; }
@@ -89,26 +88,36 @@ struct Numbers {
   static constexpr int kRuleNumbers = 5;
 };
 
-// A step of a loop: evaluate nothing, judge f(z) = fz, step.
-using LoopStep = void (*)(View values, View counts, View status, View history, View fz, int64_t max_iter,
-                          Numbers numbers);
+// A `Loop` has the op's `name`, `step(values, counts, status, history, fz, max_iter, numbers)`, and the elements that
+// `values` and `counts` hold next to those of all steps: `more_values(batch, dim, pairs)`, `more_counts(batch)`.
 
 // Run a step, count the evaluation, and return whether another one follows, () bool.
-template <LoopStep step>
+template <class Loop>
 AtenTensorHandle link(View values, View counts, View status, View history, View fz, int64_t max_iter,
                       Numbers numbers) {
-  step(values, counts, status, history, fz, max_iter, numbers);
+  Loop::step(values, counts, status, history, fz, max_iter, numbers);
   int32_t* counted = counts.data<int32_t>();
   const AtenTensorHandle running = new_tensor<0>({}, ScalarType::Bool);
   *View{running}.data<bool>() = ++counted[kEvaluations] < max_iter && counted[kActive] > 0;
   return running;
 }
 
-template <LoopStep step>
+// The op: as `link`, for a caller who may give it anything.
+template <class Loop>
 Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tensor fz, int64_t max_iter,
                std::vector<double> numbers) {
-  return Tensor(link<step>({values.get()}, {counts.get()}, {status.get()}, {history.get()}, {fz.get()}, max_iter,
-                           {numbers.data(), static_cast<int64_t>(numbers.size())}));
+  const Checker check{Loop::name, fz, "fz"};
+  check.check_rows();
+  const int64_t batch = fz.size(0), dim = fz.size(1), pairs = history.dim() == 4 ? history.size(2) : 0;
+  const int64_t common = 2 * batch * dim + (2 + kProgress) * batch;
+  check.check("values", values, {common + Loop::more_values(batch, dim, pairs)}, fz.scalar_type());
+  check.check("counts", counts, {kPerSample + batch + Loop::more_counts(batch)}, ScalarType::Int);
+  check.check("status", status, {batch}, ScalarType::Char);
+  STD_TORCH_CHECK(history.is_contiguous() && numbers.size() == Numbers::kRuleNumbers + Loop::numbers, Loop::name,
+                  ": `history` must be contiguous, and `numbers` hold ", Numbers::kRuleNumbers + Loop::numbers,
+                  ", got ", numbers.size());
+  return Tensor(link<Loop>({values.get()}, {counts.get()}, {status.get()}, {history.get()}, {fz.get()}, max_iter,
+                           {numbers.data()}));
 }
 
 // Run `body` as a C function does, whose errors are codes.
@@ -125,13 +134,13 @@ AOTITorchError without_exceptions(const Body& body) {
 #define DEQFAST_C_FUNCTION extern "C" __attribute__((visibility("default"))) AOTITorchError
 
 // The C function of the op `name`.
-#define DEQFAST_LOOP(name, step)                                                                                    \
+#define DEQFAST_LOOP(name, Loop)                                                                                      \
   DEQFAST_C_FUNCTION aoti_torch_cpu_##name(AtenTensorHandle values, AtenTensorHandle counts, AtenTensorHandle status, \
-                                           AtenTensorHandle history, AtenTensorHandle fz, int64_t max_iter,          \
-                                           const double* numbers, int64_t count, AtenTensorHandle* running) {        \
-    return deqfast::without_exceptions([&] {                                                                         \
-      *running = deqfast::link<step>({values}, {counts}, {status}, {history}, {fz}, max_iter, {numbers, count});     \
-    });                                                                                                              \
+                                           AtenTensorHandle history, AtenTensorHandle fz, int64_t max_iter,           \
+                                           const double* numbers, int64_t, AtenTensorHandle* running) {               \
+    return without_exceptions([&] {                                                                                   \
+      *running = link<Loop>({values}, {counts}, {status}, {history}, {fz}, max_iter, {numbers});                      \
+    });                                                                                                               \
   }
 
 }  // namespace deqfast

@@ -225,31 +225,38 @@ struct Kernels {
   }
 };
 
-void multisecant_in_loop(View values, View counts, View status, View history, View fz, int64_t max_iter,
-                         Numbers numbers) {
-  dispatch_history<BFloat16>(fz.dtype(), history.dtype(), [&](auto zero, auto element) {
-    using T = decltype(zero);
-    using H = decltype(element);
-    LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-    const int64_t k = state.counts[kEvaluations], rows = state.batch * state.dim;
-    const int pairs = static_cast<int>(history.size(2));
-    T *f_prev = state.take(rows), *gram = state.take(state.batch * (pairs + 2) * pairs);
-    H* left = history.data<H>();
-    share_out(MultisecantStep{MultisecantParams<T, H>{
-        state.z, fz.data<T>(), state.best, f_prev, left, left + rows * pairs, gram, state.dim, Window{k, pairs, pairs},
-        state.monitor(), numbers.rule<T>(k, max_iter), static_cast<int64_t>(numbers.own(0)),
-        static_cast<T>(numbers.own(1)), static_cast<T>(numbers.own(2)), static_cast<T>(numbers.own(3))}});
-    std::memcpy(f_prev, fz.data<T>(), rows * sizeof(T));
-  });
-}
+struct MultisecantLoop {
+  static constexpr const char* name = "multisecant_loop";
+  static constexpr size_t numbers = 4;  // method, alpha, beta, ridge
+  static int64_t more_values(int64_t batch, int64_t dim, int64_t pairs) { return batch * (dim + (pairs + 2) * pairs); }
+  static int64_t more_counts(int64_t) { return 0; }
+
+  static void step(View values, View counts, View status, View history, View fz, int64_t max_iter,
+                   Numbers numbers) {
+    dispatch_history<BFloat16>(fz.dtype(), history.dtype(), [&](auto zero, auto element) {
+      using T = decltype(zero);
+      using H = decltype(element);
+      LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
+      const int64_t k = state.counts[kEvaluations], rows = state.batch * state.dim;
+      const int pairs = static_cast<int>(history.size(2));
+      T *f_prev = state.take(rows), *gram = state.take(state.batch * (pairs + 2) * pairs);
+      H* left = history.data<H>();
+      share_out(MultisecantStep{MultisecantParams<T, H>{
+          state.z, fz.data<T>(), state.best, f_prev, left, left + rows * pairs, gram, state.dim, Window{k, pairs, pairs},
+          state.monitor(), numbers.rule<T>(k, max_iter), static_cast<int64_t>(numbers.own(0)),
+          static_cast<T>(numbers.own(1)), static_cast<T>(numbers.own(2)), static_cast<T>(numbers.own(3))}});
+      std::memcpy(f_prev, fz.data<T>(), rows * sizeof(T));
+    });
+  }
+};
 
 }  // namespace
 
-DEQFAST_LOOP(multisecant_loop, multisecant_in_loop)
+DEQFAST_LOOP(multisecant_loop, MultisecantLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
-  m.impl("multisecant_loop", TORCH_BOX(&loop_op<multisecant_in_loop>));
+  m.impl("multisecant_loop", TORCH_BOX(&loop_op<MultisecantLoop>));
   m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 

@@ -65,23 +65,30 @@ struct Kernels {
   }
 };
 
-void picard_in_loop(View values, View counts, View status, View, View fz, int64_t max_iter, Numbers numbers) {
-  dispatch_state(fz.dtype(), [&](auto zero) {
-    using T = decltype(zero);
-    const LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-    const auto rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
-    share_out(PicardStep{PicardParams<T>{state.z, fz.data<T>(), state.best, state.dim, state.monitor(), rule,
-                                         static_cast<T>(numbers.own(0))}});
-  });
-}
+struct PicardLoop {
+  static constexpr const char* name = "picard_loop";
+  static constexpr size_t numbers = 1;  // damping
+  static int64_t more_values(int64_t, int64_t, int64_t) { return 0; }
+  static int64_t more_counts(int64_t) { return 0; }
+
+  static void step(View values, View counts, View status, View, View fz, int64_t max_iter, Numbers numbers) {
+    dispatch_state(fz.dtype(), [&](auto zero) {
+      using T = decltype(zero);
+      const LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
+      const auto rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
+      share_out(PicardStep{PicardParams<T>{state.z, fz.data<T>(), state.best, state.dim, state.monitor(), rule,
+                                           static_cast<T>(numbers.own(0))}});
+    });
+  }
+};
 
 }  // namespace
 
-DEQFAST_LOOP(picard_loop, picard_in_loop)
+DEQFAST_LOOP(picard_loop, PicardLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
   m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>));
-  m.impl("picard_loop", TORCH_BOX(&loop_op<picard_in_loop>));
+  m.impl("picard_loop", TORCH_BOX(&loop_op<PicardLoop>));
 }
 
 }  // namespace deqfast

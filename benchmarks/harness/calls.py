@@ -1,0 +1,91 @@
+"""Cases of the cost of a call: a DEQ layer whose cell is so small that what surrounds its evaluations is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deqfast
+from deqfast.compat import torchdeq as compat
+
+from .counters import count
+from .entry import Case, Contender, Skipped, check, crossed
+from .maps import NEVER
+from .record import Row
+
+EVALUATIONS = 6
+BACKWARD_TOL = 1e-6
+NAMES = {deqfast.Picard: "fixed_point_iter", deqfast.Anderson: "anderson", deqfast.Broyden: "broyden"}
+PROVIDERS = ("DEQBlock", "get_deq", "torchdeq")
+
+
+class Cell(nn.Module):
+    """tanh(W z + b + x), with |W| about 1 / 2."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(features, features)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.randn(features, features) / (4 * features**0.5))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(z) + x)
+
+
+def layer_of(provider: str, cell: Cell, solver: type[Any], adjoint: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, z0) -> z with gradient; ``Skipped`` where torchdeq is missing."""
+    if provider == "DEQBlock":
+        backward = deqfast.Implicit(solver(BACKWARD_TOL, EVALUATIONS)) if adjoint == "implicit" else adjoint
+        return deqfast.DEQBlock(cell, solver(NEVER, EVALUATIONS), backward)
+    module = compat
+    if provider == "torchdeq":
+        try:
+            import torchdeq as module
+        except ImportError as error:
+            raise Skipped(f"torchdeq cannot be imported: {error}") from None
+    name = NAMES[solver]
+    most = EVALUATIONS - (name == "broyden")  # which does not count its first evaluation
+    settings: dict[str, Any] = {"f_solver": name, "f_max_iter": most, "f_tol": NEVER, "f_stop_mode": "rel"}
+    if adjoint == "implicit":
+        settings |= {"ift": True, "b_solver": name, "b_max_iter": most, "b_tol": BACKWARD_TOL, "b_stop_mode": "rel"}
+    layer = module.get_deq(**settings)
+    return lambda x, z0: layer(lambda z: cell(z, x), z0)[0][-1]
+
+
+def call_case(shape: tuple[int, int], solver: type[Any], mode: str) -> Case:
+    """A call on a state of this shape; mode: "no-grad", or the adjoint of a training step, "jfb" or "implicit"."""
+
+    def contender(provider: str, device: str) -> Contender:
+        cell = Cell(shape[1]).to(device)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(shape, generator=generator).to(device).requires_grad_(mode != "no-grad")
+        z0, leaves = torch.zeros(shape, device=device), [x, *cell.parameters()]
+        layer = layer_of(provider, cell, solver, "implicit" if mode == "implicit" else "jfb")
+
+        def call() -> Any:
+            if mode == "no-grad":
+                with torch.no_grad():
+                    return layer(x, z0)
+            return torch.autograd.grad(layer(x, z0).sum(), leaves)
+
+        with torch.no_grad():
+            z = layer(x, z0)
+            check("residual", float((cell(z, x) - z).norm() / z.norm()), 0.1)
+        facts: Row = {"evaluations": evaluations(cell, call)}
+        asked = count(lambda f: call(), lambda: None, device)
+        return Contender(call, facts | {"launches": asked.operations, "host_waits": asked.host_waits})
+
+    return Case("calls", f"{solver.__name__.lower()}-{mode}-{crossed(shape)}", PROVIDERS, ("torchdeq",), contender)
+
+
+def evaluations(cell: nn.Module, call: Callable[[], Any]) -> int:
+    """Evaluations of the cell in a call."""
+    calls: list[None] = []
+    handle = cell.register_forward_hook(lambda *_: calls.append(None))
+    call()
+    handle.remove()
+    return len(calls)
