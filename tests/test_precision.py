@@ -65,8 +65,7 @@ def test_rounded_factors_leave_residuals_below_the_floor_and_above_a_hundredth_o
 def test_on_a_gpu_both_settings_and_the_architecture_count(monkeypatch, matmul, conv, capability, eps):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(floors, "_has_tf32", floors._has_tf32.__wrapped__)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
-    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=conv))
+    monkeypatch.setattr(floors, "_CUDA", [SimpleNamespace(fp32_precision=setting) for setting in (matmul, conv)])
     assert float32_products_eps(torch.device("cuda")) == eps
 
 

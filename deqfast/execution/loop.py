@@ -219,14 +219,15 @@ class Run:
 def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:
     """Solution of a solve that ended in `state`, after this number of calls of f."""
     measure = int(solver.stop == "abs")
+    residuals = state.residual.unbind()
     traces: list[Any] = [None, None] if state.trace is None else [state.trace[:evaluations, i] for i in range(2)]
     return Solution(
         value=packing.unpack(state.best),
         status=state.status,
         iterations=state.iterations,
-        residual=state.residual[measure],
-        residual_rel=state.residual[0],
-        residual_abs=state.residual[1],
+        residual=residuals[measure],
+        residual_rel=residuals[0],
+        residual_abs=residuals[1],
         evaluations=evaluations,
         sample_evaluations=sample_evaluations,
         trace=traces[measure],

@@ -13,6 +13,10 @@ from ..kernels.constants import ROUNDINGS_OF_STALL_FLOOR
 # In units of the rounding of f's value, and in units of that of the factors of its products, which averages out: the
 # best residuals of residual blocks and of dense cells with rounded factors lie at 0.01 to 0.3 of the latter.
 _UNITS_OF_VALUES, _UNITS_OF_FACTORS = ROUNDINGS_OF_STALL_FLOOR, 0.25
+# Held, since torch.backends takes microseconds to find them.
+_backends: Any = torch.backends
+_CUDA = _backends.cuda.matmul, _backends.cudnn.conv
+_MKLDNN = _backends.mkldnn.matmul, _backends.mkldnn.conv
 _FACTORS = {"tf32": 2.0**-10, "bf16": torch.finfo(torch.bfloat16).eps}
 
 
@@ -21,11 +25,10 @@ def float32_products_eps(device: torch.device) -> float:
 
     On CPUs these mean bf16 only.
     """
-    backends: Any = torch.backends
     if device.type == "cuda" and _has_tf32(device.index):
-        settings = {backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision}
+        settings = {part.fp32_precision for part in _CUDA}
     elif device.type == "cpu":
-        settings = {backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision} - {"tf32"}
+        settings = {part.fp32_precision for part in _MKLDNN} - {"tf32"}
     else:
         settings = set()
     return max((_FACTORS.get(setting, 0.0) for setting in settings), default=0.0)

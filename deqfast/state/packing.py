@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..torch_internals.transforms import check_values
 from .floors import float32_products_eps, stall_floor
 from .groups import Groups
 
+_SPEC_OF_TENSOR = pytree.tree_structure(torch.empty(0))
 LARGEST_SCALE = 2.0**60  # beyond, float32 does not hold squares of what is divided by it
 
 
@@ -33,21 +35,30 @@ class _Leaf:
     inverse: list[int]
     in_order: bool  # nothing to permute: this is asked in every iteration
     width: int
+    is_rows: bool  # (B, width) real numbers: its rows are itself
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Leaf:
-        strides = tensor.stride()
-        order = sorted(range(1, tensor.dim()), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
-        inverse = [0, *(1 + order.index(d) for d in range(1, tensor.dim()))]
-        width = math.prod(tensor.shape[1:]) * (2 if tensor.is_complex() else 1)
-        return cls(tensor.shape, tensor.dtype, order, inverse, inverse == [*range(tensor.dim())], width)
+        if is_tracing():  # whose sizes may be symbols
+            return cls._laid_out(tensor.shape, tensor.stride(), tensor.dtype)
+        return _known_leaf(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def _laid_out(cls, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> _Leaf:
+        order = sorted(range(1, len(shape)), key=lambda d: -strides[d])  # ties (sizes of 1) keep their order
+        inverse = [0, *(1 + order.index(d) for d in range(1, len(shape)))]
+        in_order = inverse == [*range(len(shape))]
+        width = math.prod(shape[1:]) * (2 if dtype.is_complex else 1)
+        return cls(shape, dtype, order, inverse, in_order, width, len(shape) == 2 and not dtype.is_complex)
 
     def resized(self, batch: int) -> _Leaf:
         shape = torch.Size([batch, *self.shape[1:]])
-        return _Leaf(shape, self.dtype, self.order, self.inverse, self.in_order, self.width)
+        return _Leaf(shape, self.dtype, self.order, self.inverse, self.in_order, self.width, self.is_rows)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Rows (B, width) of `tensor`: a view where the memory order allows it."""
+        """Rows (B, width) of `tensor`: a view if the memory order allows it, or the tensor itself."""
+        if self.is_rows:
+            return tensor
         if not self.in_order:
             tensor = tensor.permute(0, *self.order)
         if self.dtype.is_complex:
@@ -61,12 +72,19 @@ class _Leaf:
 
     def restore(self, rows: Tensor) -> Tensor:
         """Tensor of the leaf's shape and memory order from its rows; a view of them if they are contiguous."""
+        if self.is_rows:
+            return rows.view_as(rows)
         if self.dtype.is_complex:
             rows = torch.view_as_complex(rows.contiguous().view(self.shape[0], self.width // 2, 2))
         if self.in_order:
             return rows.reshape(self.shape)
         sizes = [self.shape[d] for d in self.order]
         return rows.reshape(self.shape[0], *sizes).permute(self.inverse)
+
+
+@functools.lru_cache(maxsize=256)
+def _known_leaf(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> _Leaf:
+    return _Leaf._laid_out(shape, strides, dtype)
 
 
 def is_of_state(tensor: Tensor) -> bool:
@@ -108,8 +126,8 @@ class Packing:
     """
 
     def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None, scale: Any = None):
-        leaves, self.spec = pytree.tree_flatten(z0)
         self.is_tensor = isinstance(z0, Tensor)
+        leaves, self.spec = ([z0], _SPEC_OF_TENSOR) if self.is_tensor else pytree.tree_flatten(z0)
         if not leaves:
             raise ValueError("z0 must hold at least one tensor, got an empty structure")
         for leaf in leaves:
@@ -159,13 +177,13 @@ class Packing:
 
     def pack(self, z: Any) -> Tensor:
         """Fresh rows (B, D) of z in the dtype of the solve."""
-        return self._gathered(self._joined(self.spec.flatten_up_to(z)))
+        return self._gathered(self._joined([z] if self.is_tensor else self.spec.flatten_up_to(z)))
 
     def _gathered(self, rows: Tensor) -> Tensor:
         return rows if self.groups is None else self.groups.gather(rows)
 
     def _joined(self, leaves: list[Tensor]) -> Tensor:
-        rows = [leaf.rows(tensor).to(self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
+        rows = [_as(leaf.rows(tensor), self.dtype) for leaf, tensor in zip(self.leaves, leaves, strict=True)]
         if self.factors is not None:
             rows = [of_leaf / factor for of_leaf, factor in zip(rows, self.factors, strict=True)]
         return rows[0].clone(memory_format=torch.contiguous_format) if len(rows) == 1 else torch.cat(rows, dim=1)
@@ -206,7 +224,7 @@ class Packing:
         leaves = self.check_value(value)
         if len(leaves) > 1 or self.factors is not None:
             return self._gathered(self._joined(leaves))
-        rows = self.leaves[0].rows(leaves[0]).to(self.dtype).contiguous()
+        rows = _as(self.leaves[0].rows(leaves[0]), self.dtype).contiguous()
         return self._gathered(rows.clone() if _shares_memory(rows, z) else rows)
 
     def unpack(self, rows: Tensor) -> Any:
@@ -214,7 +232,7 @@ class Packing:
         if self.groups is not None:
             rows = self.groups.scatter(rows)
         if self.is_tensor and self.factors is None:
-            return self.leaves[0].restore(rows).to(self.leaves[0].dtype)
+            return _as(self.leaves[0].restore(rows), self.leaves[0].dtype)
         parts: Sequence[Tensor] = [rows]
         if len(self.leaves) > 1:
             parts = rows.split([leaf.width for leaf in self.leaves], dim=1)
@@ -228,6 +246,11 @@ class Packing:
         """Residual under which no gain is a stall, for the f that gave `value`; see ``precision.stall_floor``."""
         values, states = ([leaf.dtype for leaf in leaves] for leaves in (pytree.tree_leaves(value), self.leaves))
         return stall_floor(values, states, self.device, self.products_eps)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; ``Tensor.to`` takes a microsecond to find that it is."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _fits(value: Tensor, leaf: _Leaf) -> bool:
