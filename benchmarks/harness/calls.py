@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import deqfast
-from deqfast.compat import torchdeq as compat
 
 from .counters import count
 from .entry import Case, Contender, Skipped, check, crossed
@@ -41,18 +42,15 @@ def layer_of(provider: str, cell: Cell, solver: type[Any], adjoint: str) -> Call
     if provider == "DEQBlock":
         backward = deqfast.Implicit(solver(BACKWARD_TOL, EVALUATIONS)) if adjoint == "implicit" else adjoint
         return deqfast.DEQBlock(cell, solver(NEVER, EVALUATIONS), backward)
-    module = compat
-    if provider == "torchdeq":
-        try:
-            import torchdeq as module
-        except ImportError as error:
-            raise Skipped(f"torchdeq cannot be imported: {error}") from None
+    if provider == "torchdeq" and find_spec("torchdeq") is None:
+        raise Skipped("torchdeq is not installed")
+    make = import_module("torchdeq" if provider == "torchdeq" else "deqfast.compat.torchdeq").get_deq
     name = NAMES[solver]
     most = EVALUATIONS - (name == "broyden")  # which does not count its first evaluation
     settings: dict[str, Any] = {"f_solver": name, "f_max_iter": most, "f_tol": NEVER, "f_stop_mode": "rel"}
     if adjoint == "implicit":
         settings |= {"ift": True, "b_solver": name, "b_max_iter": most, "b_tol": BACKWARD_TOL, "b_stop_mode": "rel"}
-    layer = module.get_deq(**settings)
+    layer = make(**settings)
     return lambda x, z0: layer(lambda z: cell(z, x), z0)[0][-1]
 
 

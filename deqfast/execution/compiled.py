@@ -23,6 +23,7 @@ from ..ops.steps.loops import PARTS, c_functions
 from ..solution import Solution
 from ..solvers import Anderson, Broyden, Picard, Solver
 from ..solvers.base import State
+from ..solvers.multisecant import MultisecantState
 from ..state.packing import Packing, evaluate
 from ..torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..torch_internals.transforms import check_plain
@@ -140,12 +141,10 @@ class _Loop:
 
     def state(self, z: Tensor, values: Tensor, history: Tensor, iterations: Tensor) -> State:
         """The state of a solve with an inverse that has ended, of rows z (B, D)."""
-        gram = self.start.gram
-        size = len(z) * math.prod(gram.shape[1:])
-        left, df = history
-        return replace(
-            self.start, left=left, df=df, gram=values[-size:].view(len(z), *gram.shape[1:]), iterations=iterations
-        )
+        assert isinstance(self.start, MultisecantState)
+        of_sample = self.start.gram.shape[1:]
+        gram = values[-len(z) * math.prod(of_sample) :].view(len(z), *of_sample)
+        return replace(self.start, left=history[0], df=history[1], gram=gram, iterations=iterations)
 
 
 def _loop_of(solver: Solver, kernel: str, packing: Packing, z: Tensor, keep_inverse: bool) -> _Loop:
@@ -157,17 +156,15 @@ def _loop_of(solver: Solver, kernel: str, packing: Packing, z: Tensor, keep_inve
     per_sample = [math.prod(getattr(start, part).shape[1:]) for part in PARTS[name].values]
     values = 2 * z.shape[1] + 2 + len(PROGRESS) + sum(per_sample)
     step = getattr(torch.ops.deqfast, name.replace("step", "loop")).default
-    return _Loop(packing.resized(0), solver, start, step, numbers, z.shape[1], values, 1 + len(PARTS[name].counts), keep_inverse)
+    return _Loop(
+        packing.resized(0), solver, start, step, numbers, z.shape[1], values, 1 + len(PARTS[name].counts), keep_inverse
+    )
 
 
-def _solve(
-    cell: Callable[[Any, Any], Any], x: Any, loop: _Loop, z0: Tensor, history: Tensor
-) -> tuple[Tensor, ...]:
+def _solve(cell: Callable[[Any, Any], Any], x: Any, loop: _Loop, z0: Tensor, history: Tensor) -> tuple[Tensor, ...]:
     """All iterations from the rows z0; see ``ops.steps.loops``."""
     batch = z0.shape[0]
-    values, counts, status, running = torch.ops.deqfast.loop_begin(
-        z0, loop.values * batch, 2 + loop.integers * batch
-    )
+    values, counts, status, running = torch.ops.deqfast.loop_begin(z0, loop.values * batch, 2 + loop.integers * batch)
 
     def body(running: Tensor) -> tuple[Tensor]:
         batch = status.shape[0]  # a loop takes no size from outside

@@ -8,8 +8,12 @@ nothing else reads or writes them, but for the iterate, which is the first B D e
 - status: int8 (B,).
 - history: the tensors that PARTS names, each (B, M, D), one after the other; (0,) without any.
 
-A step takes ``f(z)`` and returns whether another evaluation follows, () bool. Compiled code calls each op by its C
-function, see ``C_FUNCTIONS``, at a fraction of the dispatcher's cost.
+A step takes f(z), `max_iter` and the numbers of the stop rule and of the solver. It returns whether another evaluation
+follows, () bool. Compiled code calls each op by its C function, at a fraction of the dispatcher's cost.
+
+The schemas do not say what the ops write to. torch before 2.14 puts no op that says so into a loop, and 2.14.1 fails on
+such a loop if the state is complex. The order needs no more: a step takes f of the iterate that the step before left,
+and ``loop_end`` takes the truth value that the last step returned.
 """
 
 from __future__ import annotations
@@ -22,14 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from ..registry import library
-
-# A loop of torch before 2.14 takes no op that says what it writes to. There the order of the ops hangs on the truth
-# value only, which every op takes from the one before it through f, or returns.
-_WRITES = TorchVersion(torch.__version__) >= "2.14"
-_MUTATED = ("values", "counts", "status", "history")
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,6 @@ PARTS = {
     "broyden_step": Parts(values=("gram",), counts=("first",), history=("steps",)),
 }
 STEPS = [name.replace("step", "loop") for name in PARTS]
-
-
-def _schema_of_steps() -> str:
-    tensors = [f"Tensor{f'({name[0]}!)' if _WRITES else ''} {name}" for name in _MUTATED]
-    return f"({', '.join(tensors)}, Tensor fz, int max_iter, float[] numbers) -> Tensor running"
-
 
 library.define(
     "loop_begin(Tensor z0, SymInt elements, SymInt integers) "
@@ -76,22 +68,16 @@ def _ended(values: Tensor, counts: Tensor, status: Tensor, running: Tensor, batc
     return value, status.new_empty(batch), counts.new_empty(batch), *residuals, counts.new_empty((), dtype=torch.int64)
 
 
-def _count_writes(name: str) -> None:
-    """Let the op raise the version of what it writes to, by which a trace of a loop tells it from the loop's inputs."""
-    op = getattr(torch.ops.deqfast, name).default
-
-    def run(keyset: Any, *arguments: Any) -> Tensor:
-        torch.autograd.graph.increment_version(arguments[: len(_MUTATED)])
-        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
-
-    library.impl(name, run, "ADInplaceOrView", with_keyset=True)
+def _running(values: Tensor, *others: Any) -> Tensor:
+    return values.new_empty((), dtype=torch.bool)
 
 
 for _name in STEPS:
-    library.define(_name + _schema_of_steps())
-    torch.library.register_fake(f"deqfast::{_name}", lambda values, *rest: values.new_empty((), dtype=torch.bool), lib=library)
-    if _WRITES:
-        _count_writes(_name)
+    library.define(
+        f"{_name}(Tensor values, Tensor counts, Tensor status, Tensor history, Tensor fz, int max_iter, "
+        "float[] numbers) -> Tensor running"
+    )
+    torch.library.register_fake(f"deqfast::{_name}", _running, lib=library)
 
 _C_TYPES = {
     "Tensor": "AtenTensorHandle",
