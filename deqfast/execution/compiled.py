@@ -88,9 +88,12 @@ class Compiled:
             )
             if not keep_inverse:
                 return solution
-            inverse = inverse_of(packing, solver, loop.state(z, *values, history, iterations))
-            # `history` is held, whose memory is handed out again when it is gone.
-            return replace(solution, transposed_inverse=lambda v, history=history: inverse(v))
+            inverse = inverse_of(packing, solver, loop.state(z, values[0], history, iterations))
+
+            def transposed_inverse(v: Any, history: Tensor = history) -> Any:  # whose memory goes out again without it
+                return inverse(v)
+
+            return replace(solution, transposed_inverse=transposed_inverse)
 
     def _run(self, key: Any, cell: Any, x: Any, packing: Packing, loop: _Loop, z: Tensor, history: Tensor) -> Any:
         try:

@@ -32,7 +32,7 @@ from ..registry import library
 
 @dataclass(frozen=True)
 class Parts:
-    """Tensors of a step that lie in `values`, `counts` and `history`, in this order, next to those that all steps have."""
+    """Tensors that a step has in `values`, `counts` and `history` after those of all steps, in this order."""
 
     values: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
