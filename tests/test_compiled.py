@@ -1,4 +1,4 @@
-"""Blocks with compile=True: the bits of the ordinary solve, for every solver, state and batch."""
+"""Blocks with compile=True: the ordinary solve, for every solver, state and batch."""
 
 from __future__ import annotations
 
