@@ -2,12 +2,100 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# What other libraries call an option or a choice: torchdeq, optimistix, jaxopt, scipy, papers.
+_OTHER_WORDS: dict[str, tuple[str, ...]] = {
+    "ift": ("implicit",),
+    "implicit_diff": ("implicit",),
+    "phantom_grad": ("phantom",),
+    "bptt": ("unrolled",),
+    "one_step": ("jfb",),
+    "fixed_point_iter": ("picard",),
+    "simple_fixed_point_iter": ("picard",),
+    "forward_iteration": ("picard",),
+    "m": ("history",),
+    "lbfgs_thres": ("history",),
+    "lam": ("ridge",),
+    "beta": ("mixing", "step", "damping"),
+    "tau": ("damping", "mixing", "step"),
+    "rtol": ("tol",),
+    "tolerance": ("tol",),
+    "eps": ("tol",),
+    "f_tol": ("tol",),
+    "threshold": ("max_iter",),
+    "max_steps": ("max_iter",),
+    "f_max_iter": ("max_iter",),
+    "stop_mode": ("stop",),
+    "f_stop_mode": ("stop",),
+    "f_solver": ("solver",),
+    "b_solver": ("adjoint",),
+    "grad": ("adjoint",),
+}
+
+Kind = TypeVar("Kind")
+
+
+def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str | None:
+    """Return which of the names `name` stands for in another library, else which it resembles, else None."""
+    if not isinstance(name, str):
+        return None
+    lower = {each.lower(): each for each in names if isinstance(each, str)}
+    known = [word for word in _OTHER_WORDS.get(name.lower(), ()) if word in lower]
+    found = known or get_close_matches(name.lower(), lower, 1, cutoff)
+    return lower[found[0]] if found else None
+
+
+def did_you_mean(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str:
+    """Return "; did you mean ...?" with the nearest of the names, or an empty string."""
+    found = nearest(name, names, cutoff)
+    return f"; did you mean {found!r}?" if found else ""
+
+
+def check_keywords(owner: str, given: Iterable[str], allowed: Iterable[str], elsewhere: Mapping[str, str]) -> None:
+    """Raise TypeError for a keyword that `owner` does not take.
+
+    `elsewhere` says, for a keyword that belongs somewhere else, what to write there.
+    """
+    allowed = list(allowed)
+    for name in given:
+        if name not in allowed:
+            place = elsewhere.get(nearest(name, [*allowed, *elsewhere]) or "")
+            hint = f"; use {place}" if place else did_you_mean(name, allowed)
+            raise TypeError(f"{owner} takes no argument {name!r}{hint}")
+
+
+def settings_of(name: str, kinds: Iterable[type]) -> dict[str, str]:
+    """Return, for every field of these dataclasses, how the argument `name` sets it in the first that has it."""
+    found: dict[str, str] = {}
+    for kind in kinds:
+        for field in inspect.signature(kind).parameters:
+            found.setdefault(field, f"{name}={kind.__name__}({field}=...)")
+    return found
+
+
+class ChecksKeywords:
+    """Base of classes whose constructor explains a keyword that it does not take."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        if options:
+            parameters = inspect.signature(cls.__init__).parameters
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                check_keywords(cls.__name__, options, list(parameters)[1:], cls._keywords_elsewhere())
+        return super().__new__(cls)
+
+    @classmethod
+    def _keywords_elsewhere(cls) -> Mapping[str, str]:
+        """What to write in the place of a keyword that belongs to another object."""
+        return {}
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, low_open: bool = False) -> None:
@@ -32,7 +120,49 @@ def check_count(name: str, value: Any, low: int = 1) -> None:
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        listed = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{did_you_mean(value, allowed)}")
+
+
+def object_named(name: str, value: Any, kind: type[Kind], by_name: Mapping[str, type[Kind]]) -> Kind:
+    """Return `value` if it is a `kind`, else the object with default settings that its name stands for.
+
+    Raises:
+        ValueError: `value` is neither.
+    """
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value in by_name:
+        return by_name[value]()
+    is_class = isinstance(value, type) and issubclass(value, kind)
+    hint = f"; did you mean {value.__name__}()?" if is_class else did_you_mean(value, by_name)
+    raise ValueError(f"{name} must be a deqfast {name} or one of {', '.join(map(repr, by_name))}, got {value!r}{hint}")
+
+
+def check_cell(cell: Any) -> None:
+    """Raise TypeError unless `cell` can be called as cell(z, x)."""
+    if not callable(cell) or isinstance(cell, type):
+        raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
+    if isinstance(cell, nn.Module) and cell._forward_pre_hooks:  # which may change the arguments
+        return
+    try:
+        signature = inspect.signature(cell.forward if isinstance(cell, nn.Module) else cell)
+    except (TypeError, ValueError):  # of compiled functions Python knows none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        taken = f"{type(cell).__name__}.forward" if isinstance(cell, nn.Module) else getattr(cell, "__name__", "it")
+        raise TypeError(f"cell must accept (z, x), got {cell!r}: {taken} takes {signature}") from None
+
+
+def check_batches(z0: Any, x: Any, error: RuntimeError) -> None:
+    """Raise ValueError naming the shapes of z0 and x if they differ in their batch, which may explain the error."""
+    if isinstance(z0, Tensor) and isinstance(x, Tensor) and z0.shape[:1] != x.shape[:1]:
+        shapes = f"{tuple(z0.shape)} and {tuple(x.shape)}"
+        raise ValueError(
+            f"z0 and x have batches of different sizes, {shapes}, and the solve failed: {error}"
+        ) from error
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

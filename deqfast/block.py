@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ._changes import Changes
-from ._checks import check_choice, check_count
+from ._checks import ChecksKeywords, check_batches, check_cell, check_choice, check_count, settings_of
 from ._notice import Notice
-from .adjoints import Adjoint, Problem, as_adjoint
+from .adjoints import ADJOINTS, Adjoint, Problem, as_adjoint
 from .cells.protocol import solving
 from .execution import opaque_op
 from .execution.compiled import Compiled
@@ -26,7 +26,7 @@ from .execution.plan import check_together, kinds
 from .execution.trajectory import check_trajectory, differentiate_along
 from .ops import check_kernel_name
 from .solution import Solution
-from .solvers import Solver, as_solver
+from .solvers import SOLVERS, Solver, as_solver
 from .state.groups import Groups
 from .state.packing import Packing, check_scale, is_of_state
 from .torch_internals.dynamo import is_exporting, untraced
@@ -61,7 +61,7 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
 _COMBINED = {"adjoint", "check_every", "compact", "groups", "halt", "scale", "trace"}
 
 
-class DEQBlock(nn.Module):
+class DEQBlock(ChecksKeywords, nn.Module):
     """Deep equilibrium layer: z* = cell(z*, x), solved forward and differentiated through the answer.
 
     The start z0 is the argument of the call, else `init(x)`, else ``cell.initial_state(x)``, else zeros like x. A cell
@@ -141,8 +141,7 @@ class DEQBlock(nn.Module):
         warn: bool = True,
     ):
         super().__init__()
-        if not callable(cell) or isinstance(cell, type):
-            raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
+        check_cell(cell)
         self.cell = cell
         self.solver = as_solver(solver)
         self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
@@ -160,6 +159,12 @@ class DEQBlock(nn.Module):
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
         self._changes = Changes()
         self._number = opaque_op.new_number(self)
+
+    @classmethod
+    def _keywords_elsewhere(cls) -> dict[str, str]:
+        """How to give what is a setting of a solver or an adjoint; `solver` itself is an option of the block."""
+        found = settings_of("adjoint", ADJOINTS) | settings_of("solver", SOLVERS)
+        return {name: place for name, place in found.items() if name != "solver"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (take := _TAKEN.get(name)) is not None:
@@ -213,11 +218,15 @@ class DEQBlock(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
         problem = self._problem(x, z0, groups)
-        self._look_for_changes(problem)
         holds = self.graphs is None and not problem.is_transformed()
-        with solving(self.cell), hold_weights(self.cell) if holds else nullcontext():
-            # Dynamo gives up this frame within a transform, and would compile the solve in parts.
-            value, solution = untraced(self.adjoint, problem) if problem.is_transformed() else self.adjoint(problem)
+        try:
+            self._look_for_changes(problem)
+            with solving(self.cell), hold_weights(self.cell) if holds else nullcontext():
+                # Dynamo gives up this frame within a transform, and would compile the solve in parts.
+                value, solution = untraced(self.adjoint, problem) if problem.is_transformed() else self.adjoint(problem)
+        except RuntimeError as error:
+            check_batches(z0, x, error)
+            raise
         if self.warn:
             self._forward_notice.look(replace(solution, status=values(solution.status)))
         return (value, solution) if return_solution else value

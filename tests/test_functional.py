@@ -50,7 +50,7 @@ def test_a_module_and_options():
     assert solution.status.tolist() == [Status.CONVERGED] and torch.equal(value, solution.value)
     value.sum().backward()
     assert module.weight.grad is not None
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tolerance'"):
+    with pytest.raises(TypeError, match="DEQBlock takes no argument 'tolerance'; use solver="):
         fixed_point(Cell(), torch.zeros_like(x), x, tolerance=1e-3)
     with pytest.raises(TypeError, match="fixed_point takes no 'compile', which serves many calls"):
         fixed_point(Cell(), torch.zeros_like(x), x, compile=True)

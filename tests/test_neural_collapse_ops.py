@@ -328,7 +328,7 @@ class TestNeuralCollapse:
             neural_collapse(features, torch.zeros(3, dtype=torch.int64, device=device), kernel=kernel)
 
     def test_unknown_kernel(self):
-        with pytest.raises(ValueError, match="kernel must be one of auto, .*, got 'cublas'"):
+        with pytest.raises(ValueError, match="kernel must be one of 'auto', .*, got 'cublas'"):
             NeuralCollapse(2, kernel="cublas")
-        with pytest.raises(ValueError, match="kernel must be one of auto, .*, got 'cublas'"):
+        with pytest.raises(ValueError, match="kernel must be one of 'auto', .*, got 'cublas'"):
             neural_collapse(torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64), kernel="cublas")

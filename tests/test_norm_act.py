@@ -360,6 +360,6 @@ class TestCell:
                 with_kernel(cell, "cpp")(z, x)
 
     def test_the_name_of_the_kernel_is_checked(self):
-        with pytest.raises(ValueError, match="kernel must be one of auto, .*, got 'fast'"):
+        with pytest.raises(ValueError, match="kernel must be one of 'auto', .*, got 'fast'"):
             ResidualCell(8, kernel="fast")
         assert ResidualCell(8, kernel="torch").kernel == "torch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._checks import object_named
 from .base import Adjoint, Problem
 from .implicit import Implicit
 from .jfb import JFB
@@ -11,30 +12,21 @@ from .reversible import Reversible
 from .shine import SHINE
 from .unrolled import Iterated, Unrolled
 
-_BY_NAME: dict[str, type[Adjoint]] = {
-    "jfb": JFB,
-    "implicit": Implicit,
-    "neumann": Neumann,
-    "phantom": Phantom,
-    "reversible": Reversible,
-    "shine": SHINE,
-    "unrolled": Unrolled,
-}
+ADJOINTS: tuple[type[Adjoint], ...] = (JFB, Implicit, Neumann, Phantom, Reversible, SHINE, Unrolled)
+_BY_NAME = {kind.__name__.lower(): kind for kind in ADJOINTS}
 
 
 def as_adjoint(adjoint: str | Adjoint) -> Adjoint:
-    """Return the adjoint itself, or the default-constructed one that a name stands for.
+    """Return the adjoint itself, or the adjoint with default settings that a name stands for.
 
-    Names are those of the classes in small letters; ValueError for anything else.
+    Raises:
+        ValueError: `adjoint` is neither, nor the name of an adjoint class in small letters.
     """
-    if isinstance(adjoint, Adjoint):
-        return adjoint
-    if isinstance(adjoint, str) and adjoint in _BY_NAME:
-        return _BY_NAME[adjoint]()
-    raise ValueError(f"adjoint must be a deqfast adjoint or one of {', '.join(map(repr, _BY_NAME))}, got {adjoint!r}")
+    return object_named("adjoint", adjoint, Adjoint, _BY_NAME)
 
 
 __all__ = [
+    "ADJOINTS",
     "Adjoint",
     "Implicit",
     "Iterated",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .._checks import ChecksKeywords
 from ..execution.compiled import Compiled
 from ..execution.cuda_graph import Graphs
 from ..execution.functorch import Derivative, Refused, solve_transformed
@@ -127,7 +128,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Adjoint:
+class Adjoint(ChecksKeywords):
     """Base of the adjoints, which attach a gradient to the value of a problem.
 
     A subclass is a frozen dataclass of its settings and defines ``differentiate``, for torch.func also ``derivative``.

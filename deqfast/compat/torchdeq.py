@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._checks import check_choice, check_count, check_number
+from .._checks import check_choice, check_count, check_number, did_you_mean
 from .._notice import Notice, warn
 from ..adjoints import Adjoint, Implicit, Phantom, Problem
 from ..adjoints.confirm import confirmed
@@ -131,16 +130,11 @@ def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in sorted(({**own, **kwargs} if own is args else kwargs).keys() - known):
         if any(name in options for options in _SOLVER_OPTIONS.values()):
             raise TypeError(f"get_deq takes no {name!r}: it belongs in solver_kwargs of the call")
-        raise TypeError(f"get_deq takes no {name!r}{_hint(name, known)}")
+        raise TypeError(f"get_deq takes no {name!r}{did_you_mean(name, sorted(known))}")
     for name in sorted(own.keys() - known):
-        if get_close_matches(name, _DEFAULTS, 1, 0.8):
-            warn(f"deqfast: args.{name} is no option of get_deq{_hint(name, _DEFAULTS)}")
+        if hint := did_you_mean(name, _DEFAULTS, 0.8):
+            warn(f"deqfast: args.{name} is no option of get_deq{hint}")
     return {name: value for name, value in {**own, **kwargs}.items() if name in known}
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, sorted(known), 1, 0.7)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _is_registered(solver: str) -> bool:
@@ -165,7 +159,7 @@ def _warn_of(unknown: dict[str, Any]) -> None:
     names = {"solver_kwargs", "sradius_mode", "backward_writer", "x", "groups"}
     within = {"f_max_iter", *(option for options in _SOLVER_OPTIONS.values() for option in options)}
     for name in (name for name, value in unknown.items() if value is not None):
-        hint = "; it belongs in solver_kwargs" if name in within else _hint(name, names)
+        hint = "; it belongs in solver_kwargs" if name in within else did_you_mean(name, sorted(names))
         warn(f"deqfast: a call of the layer does not use {name}={unknown[name]!r:.60}{hint}")
 
 
@@ -225,7 +219,7 @@ def _limited(method: _Method, max_iter: int) -> _Method:
 
 def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
     for option in options.keys() - set(_SOLVER_OPTIONS[name]):
-        hint = _hint(option, ("f_max_iter", *_SOLVER_OPTIONS[name]))
+        hint = did_you_mean(option, ("f_max_iter", *_SOLVER_OPTIONS[name]))
         warn(f"deqfast: {name} does not use {option}={options[option]!r:.60}{hint}")
     bare = name == "simple_fixed_point_iter"
     final = bare or bool(options.get("return_final"))

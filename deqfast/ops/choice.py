@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import _extension
+from .._checks import check_choice
 from .._extension import Availability
 from ..kernels.constants import MAX_GPU_HISTORY
 from ..torch_internals.dynamo import constant_in_traces, is_exporting
@@ -87,8 +88,8 @@ class Kernel:
 
 
 def check_kernel_name(kernel: str) -> str:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    """Return `kernel`; ValueError unless it is the name of a kernel."""
+    check_choice("kernel", kernel, KERNELS)
     return kernel
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from .._checks import object_named
 from .anderson import Anderson
 from .base import Solver
 from .broyden import Broyden
 from .picard import Picard
 
-_BY_NAME: dict[str, type[Solver]] = {"picard": Picard, "anderson": Anderson, "broyden": Broyden}
+SOLVERS: tuple[type[Solver], ...] = (Broyden, Anderson, Picard)
+_BY_NAME = {kind.__name__.lower(): kind for kind in SOLVERS}
 
 
 def as_solver(solver: str | Solver) -> Solver:
-    """Return the solver itself, or the default-constructed one that a name stands for.
+    """Return the solver itself, or the solver with default settings that a name stands for.
 
-    Names are "picard", "anderson" and "broyden"; ValueError for anything else.
+    Raises:
+        ValueError: `solver` is neither, nor "picard", "anderson" or "broyden".
     """
-    if isinstance(solver, Solver):
-        return solver
-    if isinstance(solver, str) and solver in _BY_NAME:
-        return _BY_NAME[solver]()
-    raise ValueError(f"solver must be a deqfast solver or one of {', '.join(map(repr, _BY_NAME))}, got {solver!r}")
+    return object_named("solver", solver, Solver, _BY_NAME)
 
 
-__all__ = ["Anderson", "Broyden", "Picard", "Solver", "as_solver"]
+__all__ = ["SOLVERS", "Anderson", "Broyden", "Picard", "Solver", "as_solver"]

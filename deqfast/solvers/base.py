@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_count, check_number
+from .._checks import ChecksKeywords, check_choice, check_count, check_number
 from ..kernels.constants import RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS
@@ -80,7 +80,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Solver:
+class Solver(ChecksKeywords):
     """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
 
     A sample has converged if its residual is at most tol and it has not run away. With g = f(z) - z and

@@ -209,6 +209,9 @@ class Packing:
         expected = [tuple(leaf.shape) for leaf in self.leaves]
         if shapes != expected:
             wanted, found = (expected[0], shapes[0]) if len(expected) == 1 else (expected, shapes)
+            if not all(isinstance(x, Tensor) for x in leaves):
+                what = "a tensor of shape" if len(expected) == 1 else "tensors of the shapes"
+                raise ValueError(f"f must return {what} {wanted}, got {'None' if value is None else found}")
             raise ValueError(
                 f"f must return the shape of its argument, {wanted}, got {found}; where no z0, init or initial_state "
                 "gives its state, a block's cell starts at zeros like x"

@@ -1,0 +1,69 @@
+"""Errors of wrong names, options and cells: each says what to write in their place."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Phantom, Picard, fixed_point, solve
+from deqfast.compat.torchdeq import get_deq
+
+
+def halve(z, x):
+    return 0.5 * z + x
+
+
+def add(z, x):
+    return z + x
+
+
+MISTAKES = {
+    "a setting of the solver": (lambda: DEQBlock(halve, tol=1e-4), TypeError, "use solver=Broyden(tol=...)"),
+    "of another solver": (lambda: DEQBlock(halve, mixing=0.5), TypeError, "use solver=Anderson(mixing=...)"),
+    "of the adjoint": (lambda: DEQBlock(halve, checkpoint=True), TypeError, "use adjoint=Unrolled(checkpoint=...)"),
+    "another word for it": (lambda: DEQBlock(halve, rtol=1e-4), TypeError, "use solver=Broyden(tol=...)"),
+    "of a function": (lambda: fixed_point(halve, torch.ones(1, 1), tol=0.1), TypeError, "solver=Broyden(tol=...)"),
+    "a misspelt option": (lambda: DEQBlock(halve, solvr="picard"), TypeError, "'solvr'; did you mean 'solver'?"),
+    "an unknown option": (lambda: DEQBlock(halve, colour=1), TypeError, "DEQBlock takes no argument 'colour'"),
+    "torchdeq's m": (lambda: Anderson(m=6), TypeError, "Anderson takes no argument 'm'; did you mean 'history'?"),
+    "torchdeq's lam": (lambda: Anderson(lam=1e-4), TypeError, "did you mean 'ridge'?"),
+    "torchdeq's LBFGS_thres": (lambda: Broyden(LBFGS_thres=9), TypeError, "did you mean 'history'?"),
+    "torchdeq's tau": (lambda: Phantom(tau=0.5), TypeError, "did you mean 'damping'?"),
+    "torchdeq's stop_mode": (lambda: Picard(stop_mode="abs"), TypeError, "did you mean 'stop'?"),
+    "optimistix's rtol": (lambda: Picard(rtol=1e-3), TypeError, "did you mean 'tol'?"),
+    "torchdeq's ift": (lambda: DEQBlock(halve, adjoint="ift"), ValueError, "got 'ift'; did you mean 'implicit'?"),
+    "phantom_grad": (lambda: DEQBlock(halve, adjoint="phantom_grad"), ValueError, "did you mean 'phantom'?"),
+    "fixed_point_iter": (lambda: DEQBlock(halve, "fixed_point_iter"), ValueError, "did you mean 'picard'?"),
+    "a misspelt solver": (lambda: solve(torch.cos, torch.ones(1, 1), "andersen"), ValueError, "mean 'anderson'?"),
+    "capitals": (lambda: DEQBlock(halve, adjoint="JFB"), ValueError, "did you mean 'jfb'?"),
+    "a class": (lambda: DEQBlock(halve, Broyden), ValueError, "did you mean Broyden()?"),
+    "a kernel": (lambda: DEQBlock(halve, kernel="tritn"), ValueError, "got 'tritn'; did you mean 'triton'?"),
+    "an activation": (lambda: FCCell(3, 3, "tan"), ValueError, "got 'tan'; did you mean 'tanh'?"),
+    "an option of torchdeq's": (lambda: get_deq(f_slover="broyden"), TypeError, "did you mean 'f_solver'?"),
+    "a layer for a cell": (lambda: DEQBlock(nn.Linear(3, 3)), TypeError, "cell must accept (z, x)"),
+    "a function of z": (lambda: DEQBlock(lambda z: z), TypeError, "takes (z)"),
+    "another batch of z0": (lambda: DEQBlock(add)(torch.ones(4, 3), torch.ones(2, 3)), ValueError, "(2, 3) and (4, 3)"),
+    "no value": (lambda: solve(lambda z: None, torch.ones(4, 3)), ValueError, "a tensor of shape (4, 3), got None"),
+    "a number": (lambda: solve(lambda z: 3.0, torch.ones(4, 3)), ValueError, "a tensor of shape (4, 3), got float"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_cells_that_take_more_or_hide_what_they_take():
+    cells = halve, lambda *both: halve(*both), lambda z, x, more=None: halve(z, x), torch.add, nn.Bilinear(3, 3, 3)
+    for cell in cells:
+        assert DEQBlock(cell).cell is cell
+
+
+def test_signatures_are_those_of_the_constructors():
+    assert list(inspect.signature(Picard).parameters)[:2] == ["tol", "max_iter"]
+    assert list(inspect.signature(DEQBlock).parameters)[:3] == ["cell", "solver", "adjoint"]
