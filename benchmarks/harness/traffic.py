@@ -48,7 +48,7 @@ def solve_passes(solver: Any, evaluations: int, kernel: str) -> float:
     steps = range(evaluations - 1)
     if isinstance(solver, deqfast.Picard):
         return PICARD_PASSES * len(steps) + JUDGED_PASSES
-    if isinstance(solver, deqfast.Broyden) and solver.keeps_steps_alone(torch.float32, Kernel(kernel)):
+    if isinstance(solver, deqfast.Broyden) and solver.keeps_only_steps(torch.float32, Kernel(kernel)):
         return sum(map(steps_passes, steps)) + JUDGED_PASSES
     wide = width(None if kernel == "torchdeq" else solver.history_dtype)
     return sum(multisecant_passes(min(k, window(solver, kernel)), wide) for k in steps) + JUDGED_PASSES

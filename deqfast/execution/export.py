@@ -27,7 +27,7 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
     if type(solver) not in (Picard, Anderson, Broyden) or state.kernel.name != "torch" or packing.groups is not None:
         return None
     of_sample = packing.resized(0)  # a loop takes no size of the batch from outside
-    tensors = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "raw"}
+    tensors = {each.name: getattr(state, each.name) for each in fields(state)}
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
 
     def is_running(k: Any, *now: Tensor) -> Tensor:

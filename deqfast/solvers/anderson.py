@@ -21,7 +21,7 @@ class Anderson(Multisecant):
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
         stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|; with `atol` see ``Solver``.
-        atol: absolute tolerance beside the relative one, see ``Solver``.
+        atol: absolute tolerance next to the relative one, see ``Solver``.
         norm: the norm |.|, see ``Solver``.
         history: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
         kind: "II" or "I".

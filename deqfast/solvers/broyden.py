@@ -11,12 +11,12 @@ from .._checks import check_choice, check_number
 from ..kernels.constants import BROYDEN_BAD, BROYDEN_GOOD
 from ..ops import Kernel, empty_history, empty_products
 from .base import State
-from .multisecant import Multisecant
+from .multisecant import Multisecant, SecantState
 
 
 @dataclass
-class StepsState(State):
-    """State of a solve that keeps all its steps, and nothing else of its past."""
+class StepsState(SecantState):
+    """State of a solve that keeps all its steps, and nothing else of its past; see ``broyden_step``."""
 
     steps: Tensor = field(kw_only=True)
     gram: Tensor = field(kw_only=True)
@@ -26,24 +26,27 @@ class StepsState(State):
         super().restart(z)
         self.first.zero_()
 
+    def operation(self, method: tuple[int, float, float, float]) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+        return "broyden_step", (self.steps, self.gram, self.first), ()
+
 
 @dataclass(frozen=True)
 class Broyden(Multisecant):
     """Broyden's method on f(z) - z, from the inverse Jacobian -I.
 
-    Where no pair ever leaves the window (history >= max_iter - 1), kernels "cpp" and "torch" keep the steps alone, half
-    the memory, for kind "good" with step 1 and a history in the state's dtype, unless the inverse is to be kept
-    (``broyden_step`` in ``deqfast.ops.steps``). Source: Byrd, Nocedal and Schnabel, Math. Programming 63 (1994), for
-    the compact form.
+    The kernels "cpp" and "torch" can keep only the steps, which takes half the memory (``broyden_step`` in
+    ``deqfast.ops.steps``). They do so if no pair leaves the window (history >= max_iter - 1), the kind is "good", the
+    step is 1, the history has the state's dtype, and the inverse is not kept. Source: Byrd, Nocedal and Schnabel, Math.
+    Programming 63 (1994), for the compact form.
 
     Args:
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
         stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|; with `atol` see ``Solver``.
-        atol: absolute tolerance beside the relative one, see ``Solver``.
+        atol: absolute tolerance next to the relative one, see ``Solver``.
         norm: the norm |.|, see ``Solver``.
-        history: pairs kept, at least 1, at most 32 on triton and cuda, the bound on the memory of a solve; None:
-            max_iter, or 32 there. A full window slides, which is Broyden restarted from -I on its newest pairs.
+        history: pairs kept, which bounds the memory of a solve: at least 1, at most 32 on triton and cuda. None:
+            max_iter, or 32 on triton and cuda. A full window slides, as if Broyden began at -I with its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.
         step: length of the step, in ]0, 2].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
@@ -70,17 +73,17 @@ class Broyden(Multisecant):
     def method(self) -> tuple[int, float, float, float]:
         return BROYDEN_GOOD if self.kind == "good" else BROYDEN_BAD, self.step, 1.0, 0.0
 
-    def keeps_steps_alone(self, dtype: torch.dtype, kernel: Kernel) -> bool:
-        """Return whether a solve of a state of this dtype on this kernel has no need of pairs."""
+    def keeps_only_steps(self, dtype: torch.dtype, kernel: Kernel) -> bool:
+        """Return whether a solve needs only the steps, for a state of this dtype on this kernel."""
         whole = self.history is None or self.history >= self.max_iter - 1
         whole = whole and self.history_dtype in (None, dtype)
         return kernel.has_broyden_step and whole and self.kind == "good" and self.step == 1.0
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        if keep_inverse or not self.keeps_steps_alone(z.dtype, kernel):
+        if keep_inverse or not self.keeps_only_steps(z.dtype, kernel):
             return super().init(z, kernel)
         batch, dim = z.shape
-        rows = max(self.max_iter - 1, 1)  # behind the last evaluation comes no step
+        rows = max(self.max_iter - 1, 1)  # no step follows the last evaluation
         return StepsState.start(
             z,
             kernel,
@@ -88,8 +91,3 @@ class Broyden(Multisecant):
             gram=empty_products((batch, rows, rows), z.dtype, z.device),
             first=torch.zeros(batch, dtype=torch.int32, device=z.device),
         )
-
-    def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        if not isinstance(state, StepsState):
-            return super().operation(state)
-        return "broyden_step", (state.steps, state.gram, state.first), ()

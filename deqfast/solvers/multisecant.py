@@ -1,8 +1,8 @@
 """Common part of Broyden and Anderson: a window of secant pairs in the pair form of the multisecant family.
 
-z <- z + alpha (beta g - DF gamma), N gamma = L^T g with g = f(z) - z, DF the differences of f and L the steps or the
-differences of g. Broyden's product of rank-one updates in this form: Byrd, Nocedal and Schnabel, Math. Programming 63
-(1994); Anderson as a multisecant method: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
+z <- z + alpha (beta g - DF gamma), N gamma = L^T g. Here g = f(z) - z, DF holds the differences of f, and L holds the
+steps or the differences of g. Broyden's product of rank-one updates in this form: Byrd, Nocedal and Schnabel, Math.
+Programming 63 (1994); Anderson as a multisecant method: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
 """
 
 from __future__ import annotations
@@ -14,41 +14,48 @@ from torch import Tensor
 
 from .._checks import check_count
 from ..ops import Kernel, empty_history, empty_products
-from ..torch_internals.dynamo import is_exporting
+from ..state.previous import PreviousValue
 from .base import Solver, State
 
 HISTORY_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
+class SecantState(State):
+    """State of a solve that learns from differences of its steps or of f."""
+
+    def operation(self, method: tuple[int, float, float, float]) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+        """The step op, its tensors after the monitor's, and its numbers after the rule's."""
+        raise NotImplementedError
+
+    def check(self, fz: Tensor, k: int) -> None:
+        """Check f's value number `k`, before the step."""
+
+    def keep(self, fz: Tensor, k: int) -> None:
+        """Keep of f's value number `k` what the next step needs."""
+
+
 @dataclass
-class MultisecantState(State):
+class MultisecantState(SecantState):
     """State of a solve with a window of pairs; see ``multisecant_step`` in ``deqfast.ops`` for its tensors."""
 
     f_prev: Tensor = field(kw_only=True)  # f at the previous iterate
     left: Tensor = field(kw_only=True)
     df: Tensor = field(kw_only=True)
     gram: Tensor = field(kw_only=True)
-    raw: Tensor | None = None  # what f returned last, held so that its memory is not handed out again
-    reuses_buffer: bool = False  # f writes all its values to one buffer
+    previous: PreviousValue = field(default_factory=PreviousValue)
 
     def restart(self, z: Tensor) -> None:
         super().restart(z)
-        self.raw, self.reuses_buffer = None, False
+        self.previous = PreviousValue()
+
+    def operation(self, method: tuple[int, float, float, float]) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
+        return "multisecant_step", (self.f_prev, self.left, self.df, self.gram), method
+
+    def check(self, fz: Tensor, k: int) -> None:
+        self.previous.check(fz, self.f_prev, k)
 
     def keep(self, fz: Tensor, k: int) -> None:
-        """Keep f's value for the next step: without a copy, unless f overwrites it."""
-        self.raw = fz
-        self.f_prev = fz.clone() if k == 0 or self.reuses_buffer else fz
-
-    def check_buffer(self, fz: Tensor, k: int) -> None:
-        """Notice an f that returns its previous value's memory; the first value was copied for this case."""
-        if is_exporting():  # values of a graph have memory of their own
-            return
-        if self.raw is None or fz.data_ptr() != self.raw.data_ptr() or self.reuses_buffer:
-            return
-        if k > 1:
-            raise RuntimeError(f"f returned, at call {k + 1}, the memory of its previous value; return a fresh tensor")
-        self.reuses_buffer = True
+        self.f_prev = self.previous.keep(fz, k)
 
 
 class Multisecant(Solver):
@@ -66,7 +73,7 @@ class Multisecant(Solver):
             raise ValueError(f"history_dtype must be None or one of {allowed}, got {self.history_dtype!r}")
 
     def method(self) -> tuple[int, float, float, float]:
-        """Arguments (method, alpha, beta, ridge) of the op."""
+        """Arguments (method, alpha, beta, ridge) of ``multisecant_step``."""
         raise NotImplementedError
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
@@ -77,7 +84,7 @@ class Multisecant(Solver):
         dtype = self.history_dtype or z.dtype
         if dtype not in (z.dtype, torch.bfloat16) or (dtype == torch.bfloat16 and z.dtype != torch.float32):
             raise ValueError(
-                f"history_dtype must be the state's ({z.dtype}), or torch.bfloat16 beside torch.float32, got {dtype}"
+                f"history_dtype must be the state's ({z.dtype}), or torch.bfloat16 with torch.float32, got {dtype}"
             )
         batch, dim = z.shape
         return MultisecantState.start(
@@ -90,25 +97,25 @@ class Multisecant(Solver):
         )
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
-        if not isinstance(state, MultisecantState):
-            return super().advance(state, fz, k, last)
-        state.check_buffer(fz, k)
+        assert isinstance(state, SecantState)
+        state.check(fz, k)
         super().advance(state, fz, k, last)
         state.keep(fz, k)
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        assert isinstance(state, MultisecantState)
-        return "multisecant_step", (state.f_prev, state.left, state.df, state.gram), self.method()
+        assert isinstance(state, SecantState)
+        return state.operation(self.method())
 
     def transposed_inverse(self, state: State, v: Tensor) -> Tensor:
-        """Estimate of (I - J^T)^-1 v for v (B, D), J the Jacobian of f at the solution, from a solve that is over.
+        """Estimate of (I - J^T)^-1 v for v (B, D), where J is the Jacobian of f at the solution of a finished solve.
 
-        That is -H^T v, where the secant equations make H the inverse of the Jacobian of f(z) - z, whatever the length
-        of the step. A sample's last value of f was judged without a step, so that its last step belongs to no pair, but
-        lies in the slot of the oldest.
+        The estimate is -H^T v. By the secant equations H is the inverse of the Jacobian of f(z) - z, whatever the
+        length of the step. No step follows a sample's last value of f. Its last step therefore belongs to no pair, but
+        occupies the slot of the oldest pair.
         """
         assert isinstance(state, MultisecantState)
-        count = (state.iterations - 2).clamp(0, state.left.shape[1] - 1)
+        pairs = state.iterations - 2  # of values of f that a step has followed
+        newest, count = pairs - 1, pairs.clamp(0, state.left.shape[1] - 1)
         method, _, beta, ridge = self.method()
         product = state.kernel.op("multisecant_transposed")
-        return product(v, state.left, state.df, state.gram, state.iterations - 3, count, method, 1.0, beta, ridge)
+        return product(v, state.left, state.df, state.gram, newest, count, method, 1.0, beta, ridge)

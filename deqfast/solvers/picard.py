@@ -19,7 +19,7 @@ class Picard(Solver):
         tol: bound on the residual, positive.
         max_iter: calls of f, at least 1.
         stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|; with `atol` see ``Solver``.
-        atol: absolute tolerance beside the relative one, see ``Solver``.
+        atol: absolute tolerance next to the relative one, see ``Solver``.
         norm: the norm |.|, see ``Solver``.
         damping: length of the step, in ]0, 2].
 
