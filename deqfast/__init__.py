@@ -7,7 +7,7 @@ from . import metrics, regularize
 from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout
-from .fc import fc_fixed_point
+from .execution.one_launch import fc_fixed_point
 from .fixed_point import fixed_point
 from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import deqfast
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, LinearCell, Picard, Status, fc_fixed_point, solve
+from deqfast.execution import one_launch
 from deqfast.ops import ACTIVATIONS, Kernel, choose_kernel
 from deqfast.ops.fc import reference
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_accurate, assert_close, lost, rounding
@@ -282,7 +282,7 @@ class TestFunction:
     def test_auto_takes_the_loop_where_no_kernel_serves(self, monkeypatch):
         weight, c = leaves(FCCase(size=7, batch=3))
         expected, solution = fc_fixed_point(weight, c)
-        monkeypatch.setattr(deqfast.fc, "has_kernel", lambda *args: False)
+        monkeypatch.setattr(one_launch, "has_kernel", lambda *args: False)
         with torch.autocast("cpu", torch.bfloat16):
             value, looped = fc_fixed_point(weight, c)
         assert_close(value, expected, EPS)
@@ -341,13 +341,13 @@ class TestCells:
     @staticmethod
     def launches(monkeypatch) -> list[str]:
         made: list[str] = []
-        solve_one = deqfast.fc._solve
+        solve_one = one_launch._launch
 
         def spy(*args):
             made.append(args[5].name)
             return solve_one(*args)
 
-        monkeypatch.setattr(deqfast.fc, "_solve", spy)
+        monkeypatch.setattr(one_launch, "_launch", spy)
         return made
 
     @staticmethod

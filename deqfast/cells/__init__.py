@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .dropout import SolveDropout
-from .fc import FCCell
+from .fully_connected import FCCell
 from .linear import LinearCell
 from .monotone import MonotoneCell
 from .protocol import Cell, CellHooks

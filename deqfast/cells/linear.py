@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_count
-from ..fc import solve_cell
+from ..execution.one_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .._checks import check_choice, check_count, check_number
-from ..fc import solve_cell
+from ..execution.one_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
 from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight

@@ -1,6 +1,6 @@
-"""The fully connected fixed point z = act(W z + c), solved in one launch without the host in the loop.
+"""Fully connected fixed points z = act(W z + c), solved in one launch without the host in the loop.
 
-The solve is that of ``deqfast.solve`` with ``Picard(damping=1)``: the same judgement, the same Solution.
+The solve has the judgement and the Solution of ``deqfast.solve`` with ``Picard(damping=1)``.
 """
 
 from __future__ import annotations
@@ -12,51 +12,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _extension
-from ._checks import check_choice, check_dense
-from .execution.loop import not_finite
-from .ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
-from .ops.fc import STATE, reference
-from .ops.fc.autograd import JacobianFree
-from .ops.registry import library
-from .solution import Solution
-from .solve import solve
-from .solvers import Picard, Solver, as_solver
-from .state.floors import stall_floor
-from .torch_internals.dynamo import is_exporting, is_tracing
-from .torch_internals.transforms import check_plain, check_values, has_values
+from .. import _extension
+from .._checks import check_choice, check_dense
+from ..ops import ACTIVATIONS, Kernel, choose_kernel, kernel_name
+from ..ops.fc import STATE, reference
+from ..ops.fc.autograd import JacobianFree
+from ..ops.registry import library
+from ..solution import Solution
+from ..solve import solve
+from ..solvers import Picard, Solver, as_solver
+from ..state.floors import stall_floor
+from ..torch_internals.dynamo import is_exporting, is_tracing
+from ..torch_internals.transforms import check_plain, check_values, has_values
+from .loop import not_finite
 
 _STATE_DTYPES = tuple(STATE.beside)
 _DEFAULT_SOLVER = Picard()
-# Products per evaluation up to which "auto" takes the one launch on a GPU: above, the matrix units of the ordinary loop
-# should outweigh its launches. From the cost model; not yet measured.
+# Most products per evaluation for which "auto" takes the one launch on a GPU. Above, the matrix units of the ordinary
+# loop should outweigh its launches. This is the cost model's number, not a measured one.
 MAX_AUTO_PRODUCTS = 1 << 28
 
 
 def has_kernel(kernel: Kernel, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `kernel` solves with this weight and state dtype in one launch of its own."""
+    """Return whether `kernel` solves with this weight and state dtype in one launch of its own."""
     features, short = len(weight), weight.dtype == torch.bfloat16
     if kernel.name == "cuda":
         module = _extension.cuda_module
         return module is not None and module.fc_fits(weight.get_device(), features, short, dtype == torch.float64)
     if kernel.name == "triton":
-        from .kernels.config import fc_features, shared_memory
+        from ..kernels.config import fc_features, shared_memory
 
         return dtype == torch.float32 and features <= fc_features(weight.dtype, shared_memory(weight.device))
     return kernel.name == "cpp"
 
 
 def serves(requested: str, kernel: Kernel, weight: Tensor, z0: Tensor) -> bool:
-    """Whether the solve is one launch: `kernel` has one, which, where nobody asked for it by name, should be faster."""
+    """Return whether `kernel` solves in one launch and, with kernel "auto", should be faster so."""
     if requested == "auto" and z0.is_cuda and z0.numel() * len(weight) > MAX_AUTO_PRODUCTS:
         return False
     return has_kernel(kernel, weight, z0.dtype)
 
 
-def _solve(
+def _launch(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: Kernel, stall_floor: float
 ) -> Solution:
-    """The op, which waits for the device once. ValueError for a z0 that is not finite, naming its rows."""
+    """Solve by the op, and wait for the device once. ValueError for a z0 that is not finite, naming its rows."""
     absolute = solver.stop == "abs"
     with torch.no_grad():
         weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
@@ -83,11 +83,11 @@ def solve_cell(
     solver: Solver,
     kernel: str,
 ) -> Solution | None:
-    """Solve a cell act(W z + injection()) in one launch, or None where only the ordinary loop serves.
+    """Solve a cell act(W z + injection()) in one launch, or return None if only the ordinary loop serves.
 
-    That is where the solver is not ``Picard(damping=1)``, the state not one float32 or float64 tensor (B, D) of the
-    dtype of W, or where the kernel has none for this size: a kernel asked for by name then serves with its steps.
-    Under bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
+    One launch needs the solver ``Picard(damping=1)`` and a state of one float32 or float64 tensor (B, D), in the dtype
+    of W. It also needs a kernel for this size; without one, a kernel asked for by name serves with its steps. Under
+    bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
     """
     if type(solver) is not Picard or solver.damping != 1 or not isinstance(z0, Tensor) or z0.dim() != 2:
         return None
@@ -107,7 +107,7 @@ def solve_cell(
     c = c.to(z0.dtype) if weight.dtype == torch.bfloat16 else c
     if c.shape != z0.shape or c.dtype != z0.dtype:
         return None
-    return _solve(weight, c, z0, activation, solver, chosen, floor)
+    return _launch(weight, c, z0, activation, solver, chosen, floor)
 
 
 def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:
@@ -122,7 +122,7 @@ def _check(weight: Tensor, c: Tensor, z0: Tensor | None) -> None:
     short = weight.dtype == torch.bfloat16 and c.dtype == torch.float32
     if tuple(weight.shape) != (features, features) or not (weight.dtype == c.dtype or short):
         raise ValueError(
-            f"weight must be ({features}, {features}) {c.dtype}, or bfloat16 beside float32, "
+            f"weight must be ({features}, {features}) {c.dtype}, or bfloat16 for a float32 c, "
             f"got {tuple(weight.shape)} {weight.dtype}"
         )
     if z0 is not None and (z0.shape != c.shape or z0.dtype != c.dtype):
@@ -142,19 +142,20 @@ def fc_fixed_point(
 ) -> tuple[Tensor, Solution]:
     """Solve z = act(W z + c) for every sample in one launch; return z and the Solution.
 
-    z carries the Jacobian-free gradient (Fung et al., AAAI 2022, as ``JFB``) in `weight` and `c`, that of act(W z + c)
-    with z fixed; z0 gets none, nor do samples whose f was not finite. Computes in the dtypes given, under autocast too.
+    z carries the Jacobian-free gradient (Fung et al., AAAI 2022, as ``JFB``) in `weight` and `c`: the gradient of
+    act(W z + c) with z fixed. z0 gets no gradient, nor does a sample whose f was not finite. The dtypes given are those
+    of the computation, under autocast too.
 
     Args:
-        weight: W, (D, D) in the dtype of c, or bfloat16 beside float32; its values are multiplied in the dtype of c.
+        weight: W, (D, D) in the dtype of c, or bfloat16 for a float32 c; its values are multiplied in the dtype of c.
         c: (B, D), float32 or float64.
         z0: the start, shaped like c; None: zeros.
         activation: "identity", "relu", "tanh" or "gelu" (with erf).
         solver: ``Picard`` with damping 1; None: ``Picard()``.
-        kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) where no
-            kernel holds W, or, on a GPU, where B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
-            bfloat16 weights with D <= 256 (128 where a block has less than 144 KiB of shared memory), "cuda" what the
-            GPU holds in shared memory, at most D = 2048. "torch" makes all of max_iter iterations.
+        kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) if no
+            kernel holds W or, on a GPU, if B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
+            bfloat16 weights with D <= 256 (128 if a block has less than 144 KiB of shared memory). "cuda" serves what
+            the GPU holds in shared memory, at most D = 2048. "torch" makes all of max_iter iterations.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or z0 is not finite; named, with what is allowed.
@@ -178,39 +179,31 @@ def fc_fixed_point(
     if type(solver) is not Picard or solver.damping != 1:
         raise ValueError(f"solver must be Picard with damping 1, got {solver}")
     z0 = torch.zeros_like(c) if z0 is None else z0
-    if is_tracing():
-        solution = _solve_traced(weight, c, z0, activation, solver, kernel)
-        chosen = Kernel(kernel_name(kernel, c.device.type))
-    else:
-        chosen = choose_kernel(kernel, c.device)
-        solution = _solve_chosen(weight, c, z0, activation, solver, kernel, chosen)
+    chosen = Kernel(kernel_name(kernel, c.device.type)) if is_tracing() else choose_kernel(kernel, c.device)
+    run = _solve_traced if is_tracing() and not is_exporting() else _solve
+    solution = run(weight, c, z0, activation, solver, kernel, chosen)
     value = JacobianFree.apply(weight, c, solution.value, solution.status, ACTIVATIONS.index(activation), chosen)
     return value, solution
 
 
-def _solve_chosen(
+def _solve(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
 ) -> Solution:
-    if requested == "auto" and not serves(requested, kernel, weight, c):
-        return _solve_in_a_loop(weight, c, z0, activation, solver, kernel)
-    return _solve(weight, c, z0, activation, solver, kernel, 0.0)
-
-
-def _solve_in_a_loop(
-    weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: Kernel
-) -> Solution:
+    """Solve in one launch, or in the ordinary loop if that serves "auto" better or an export needs all iterations."""
+    if not is_exporting() and (requested != "auto" or serves(requested, kernel, weight, c)):
+        return _launch(weight, c, z0, activation, solver, kernel, 0.0)
     wide, function = weight.detach().to(c.dtype), reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
     with torch.autocast(c.device.type, enabled=False):
         return solve(lambda z: function(F.linear(z, wide) + c), z0, solver, kernel.name)
 
 
-def _solve_traced(weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: str) -> Solution:
-    """The solve as one op of a graph, or, in an export, as all of its iterations."""
-    if is_exporting():
-        return _solve_in_a_loop(weight, c, z0, activation, solver, Kernel(kernel_name(kernel, c.device.type)))
+def _solve_traced(
+    weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
+) -> Solution:
+    """``_solve`` as one op of a graph of torch.compile."""
     settings = solver.tol, solver.max_iter, solver.stop, solver.atol, solver.norm
     value, status, iterations, relative, absolute, calls = torch.ops.deqfast.solve_fc(
-        weight.detach(), c.detach(), z0.detach(), activation, *settings, kernel
+        weight.detach(), c.detach(), z0.detach(), activation, *settings, requested
     )
     residual = absolute if solver.stop == "abs" else relative
     return Solution(value, status, iterations, residual, relative, absolute, calls[0], calls[1])
@@ -228,10 +221,10 @@ def _solve_op(
     norm: str,
     kernel: str,
 ) -> list[Tensor]:
-    chosen = choose_kernel(kernel, c.device)
-    found = _solve_chosen(weight, c, z0, activation, Picard(tol, max_iter, stop, atol=atol, norm=norm), kernel, chosen)
+    solver = Picard(tol, max_iter, stop, atol=atol, norm=norm)
+    found = _solve(weight, c, z0, activation, solver, kernel, choose_kernel(kernel, c.device))
     calls = torch.tensor([found.evaluations, found.sample_evaluations], device="cpu")
-    # Copies of what are rows of one tensor: results of an op may not share memory.
+    # The residuals are rows of one tensor, and results of an op may not share memory.
     residuals = [found.residual_rel.clone(), found.residual_abs.clone()]
     return [found.value.contiguous(), found.status, found.iterations, *residuals, calls]
 
@@ -242,8 +235,7 @@ def _fake_solve_op(weight: Tensor, c: Tensor, *settings: Any) -> list[Tensor]:
 
 
 library.define(
-    "solve_fc(Tensor weight, Tensor c, Tensor z0, str activation, float tol, int max_iter, str stop, "
-    "float atol, str norm, str kernel) -> Tensor[]",
+    f"solve_fc{torch.library.infer_schema(_solve_op, mutates_args=())}",
     tags=(torch.Tag.cudagraph_unsafe,),  # it looks at the device
 )
 library.impl("solve_fc", _solve_op, "CompositeExplicitAutograd")
