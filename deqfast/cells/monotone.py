@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from .._checks import check_choice, check_count, check_number
 from ..execution.one_launch import solve_cell
 from ..solution import Solution
 from ..solvers import Solver
+from ..torch_internals.dynamo import outside_exports
+from ..torch_internals.weights import OncePerSolve
 from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
 
 SPLITTINGS = ("peaceman-rachford", "forward-backward")
@@ -48,7 +47,7 @@ class MonotoneCell(nn.Module):
         dtype: of the parameters, a floating point type; None: torch's default.
 
     Attributes:
-        A, B: parameters (D, D), to be changed in place. torch pickles no parametrised module: save the state_dict.
+        A, B: parameters (D, D), to be changed in place.
         weight: W.
 
     Raises:
@@ -86,32 +85,30 @@ class MonotoneCell(nn.Module):
             check_number("alpha", alpha, 0, low_open=True)
         check_dtype(dtype)
         self.splitting, self.activation = splitting, activation
-        both = recurrent_weight(features, device, dtype), recurrent_weight(features, device, dtype)
-        # A parametrised tensor, because the block computes such once per solve, with its graph.
-        self.matrices = nn.Parameter(torch.stack(both).detach())
-        parametrize.register_parametrization(self, "matrices", _Matrices(splitting, margin, alpha), unsafe=True)
+        self.matrices = _Matrices(
+            recurrent_weight(features, device, dtype),
+            recurrent_weight(features, device, dtype),
+            splitting == "peaceman-rachford",
+            margin,
+            alpha,
+        )
         self.injection = nn.Linear(in_features, features, bias=bias, device=device, dtype=dtype)
-
-    @property
-    def _parametrised(self) -> Any:
-        lists: Any = self.parametrizations  # whose type torch leaves open
-        return lists.matrices
 
     @property
     def A(self) -> nn.Parameter:
         """Parameter (D, D) of the symmetric part of W."""
-        return self._parametrised.original0
+        return self.matrices.A
 
     @property
     def B(self) -> nn.Parameter:
         """Parameter (D, D) of the antisymmetric part of W."""
-        return self._parametrised.original1
+        return self.matrices.B
 
     @property
     def weight(self) -> Tensor:
         """W (D, D), computed at every call."""
-        with torch.autocast(self.A.device.type, enabled=False):  # as the matrices of a solve are made
-            operator = self._parametrised[0].operator(self.A, self.B)
+        with torch.autocast(self.A.device.type, enabled=False):  # as for the matrices of a solve
+            operator = self.matrices.operator(self.A, self.B)
         return torch.eye(len(operator), dtype=operator.dtype, device=operator.device) - operator
 
     def initial_state(self, x: Tensor) -> Tensor:
@@ -122,46 +119,46 @@ class MonotoneCell(nn.Module):
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         """f(z, x), (B, features) for z (B, features) and x (B, in_features)."""
         check_features("x", x, self.injection.in_features)
-        explicit, *resolvent, alpha = self.matrices.split(len(self.A))
+        explicit, resolvent, alpha = self.matrices()
         offset = alpha * self.injection(x)
         u = F.linear(z, explicit) + offset
         value = torch.relu(u) if self.activation == "relu" else u
-        return F.linear(2 * value - u + offset, *resolvent) if resolvent else value
+        return value if resolvent is None else F.linear(2 * value - u + offset, resolvent)
 
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
         """Solve in one launch, see ``deqfast.fc_fixed_point``; None where only the ordinary loop serves."""
         check_features("x", x, self.injection.in_features)
         if self.splitting != "forward-backward" or not is_plain(self, MonotoneCell):
             return None
-        explicit, alpha = self.matrices.split(len(self.A))
+        explicit, _, alpha = self.matrices()
         return solve_cell(explicit, lambda: alpha * self.injection(x), self.activation, z0, solver, kernel)
 
     def extra_repr(self) -> str:
         return f"splitting={self.splitting!r}, activation={self.activation!r}"
 
 
-class _Matrices(nn.Module):
-    """Parametrisation by A and B: I - alpha M, for Peaceman-Rachford V, and a row of alphas, in one tensor (., D)."""
+class _Matrices(OncePerSolve):
+    """Parameters A and B, and the matrices of a solve: I - alpha M, V for Peaceman-Rachford else None, and alpha."""
 
-    def __init__(self, splitting: str, margin: float, alpha: float | None):
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, has_resolvent: bool, margin: float, alpha: float | None):
         super().__init__()
-        self.resolvent, self.margin, self.alpha = splitting == "peaceman-rachford", margin, alpha
+        self.A, self.B = a, b
+        self.has_resolvent, self.margin, self.alpha = has_resolvent, margin, alpha
 
-    def right_inverse(self, both: Tensor) -> tuple[Tensor, ...]:
-        """A and B of the stack (2, D, D) of them."""
-        return tuple(matrix.clone() for matrix in both)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        wide = torch.promote_types(a.dtype, torch.float32)  # what the inverse exists for
-        operator = self.operator(a.to(wide), b.to(wide))
-        eye = torch.eye(len(a), dtype=wide, device=a.device)
-        # z* does not depend on alpha, and needs no gradient through it.
-        bound = norm_bound(operator.detach())
-        best = 1 / bound if self.resolvent else self.margin / bound.square()
-        alpha = best if self.alpha is None else torch.full_like(best, self.alpha)
-        # Without checks, which wait for the device: I + alpha M cannot be singular.
-        resolvent = [torch.linalg.inv_ex(eye + alpha * operator).inverse] if self.resolvent else []
-        return torch.cat([eye - alpha * operator, *resolvent, alpha.expand(1, len(a))]).to(a.dtype)
+    def compute(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        a, b = self.A, self.B
+        with outside_exports(torch.autocast(a.device.type, enabled=False)):
+            wide = torch.promote_types(a.dtype, torch.float32)  # LAPACK inverts no narrower dtype
+            operator = self.operator(a.to(wide), b.to(wide))
+            eye = torch.eye(len(a), dtype=wide, device=a.device)
+            # z* does not depend on alpha, and needs no gradient through it.
+            bound = norm_bound(operator.detach())
+            best = 1 / bound if self.has_resolvent else self.margin / bound.square()
+            alpha = best if self.alpha is None else torch.full_like(best, self.alpha)
+            # Checks would wait for the device. They are not needed: I + alpha M cannot be singular.
+            resolvent = torch.linalg.inv_ex(eye + alpha * operator).inverse.to(a.dtype) if self.has_resolvent else None
+            # With dimensions, so that under autocast its products have the dtype of A.
+            return (eye - alpha * operator).to(a.dtype), resolvent, alpha.expand(1, len(a)).to(a.dtype)
 
     def operator(self, a: Tensor, b: Tensor) -> Tensor:
         """M = m I + A^T A - B + B^T."""

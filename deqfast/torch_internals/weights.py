@@ -1,15 +1,16 @@
-"""Parametrised weights, held for the length of a solve.
+"""Weights that are computed from parameters, held for the length of a solve.
 
-``torch.nn.utils.parametrize`` computes a weight anew whenever it is read: at each evaluation of a cell, with spectral
-norm in training as another weight each time. torch's own ``parametrize.cached`` keeps what is read first, which in a
-solve would be a value without a graph, and keeps it for every thread; here each thread holds its own.
+``torch.nn.utils.parametrize`` computes a weight whenever it is read: at each evaluation of a cell, and with spectral
+norm in training as another weight each time. torch's own ``parametrize.cached`` keeps the first value for every thread.
+In a solve that would be a value without a graph. Here each thread holds its own, with a graph.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils import _pytree as pytree
 
 from .dynamo import is_tracing, outside_exports
 from .transforms import in_backward
@@ -38,71 +40,124 @@ def tensors_of(cell: Callable[..., Any]) -> dict[str, Tensor]:
 
 @dataclass
 class _Held:
-    """Parametrised tensor that is held.
+    """What is held of one module that computes weights.
 
     Attributes:
-        with_graph: whether its value is computed with a graph.
-        hooks: those of saved tensors when it began to be held.
-        value: None until it has been read.
-        age: number from which on the nodes of its own graph count.
+        with_graph: whether the value is computed with a graph.
+        hooks: the hooks of saved tensors at the beginning.
+        value: a tensor or a tuple of them; None until it has been read.
+        age: number of the first node of the value's own graph.
     """
 
     with_graph: bool
     hooks: Any
-    value: Tensor | None = None
+    value: Any = None
     age: int = 0
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.held: dict[ParametrizationList, _Held] = {}
+        self.held: dict[nn.Module, _Held] = {}
 
 
 _thread = _OfThread()
 
 
+def _value(module: nn.Module, compute: Callable[[], Any]) -> Any:
+    """What this thread holds of the module, computed at the first call, or a fresh value."""
+    held = _thread.held.get(module)
+    if held is None or _in_own_checkpoint(held):
+        return compute()
+    if held.value is None:
+        with outside_exports(torch.set_grad_enabled(held.with_graph)):
+            held.age = next_node() if held.with_graph else 0
+            held.value = compute()
+    return held.value
+
+
+class OncePerSolve(nn.Module):
+    """Module whose value, a tensor or a tuple of them, is computed once per solve; a subclass defines ``compute``."""
+
+    def compute(self) -> Any:
+        """Value of the parameters of now."""
+        raise NotImplementedError
+
+    def forward(self) -> Any:
+        return _value(self, self.compute)
+
+
 class _Holdable(ParametrizationList):
-    """ParametrizationList that gives what its thread holds. An instance stays one: other threads may be using it."""
+    """ParametrizationList that gives what its thread holds: the class of a list while any thread holds it."""
 
     def forward(self) -> Tensor:
-        held = _thread.held.get(self)
-        if held is None or _in_own_checkpoint(held):
-            return super().forward()
-        if held.value is None:
-            with outside_exports(torch.set_grad_enabled(held.with_graph)):
-                held.age = next_node() if held.with_graph else 0
-                held.value = super().forward()
-        return held.value
+        found: Tensor = _value(self, lambda: ParametrizationList.forward(self))  # whose class may change meanwhile
+        return found
 
     def _get_name(self) -> str:
         return ParametrizationList.__name__
 
 
-@contextmanager
-def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
-    """Compute the parametrised tensors of the modules of `cell` once, with a graph if one is recorded, and hold them.
+_lock = threading.Lock()
+_holders: Counter[nn.Module] = Counter()  # how many contexts hold a list
 
-    What the thread holds already stays as it is. Inside an activation checkpoint of the cell's own they are computed
-    anew, as they will be in the backward pass.
-    """
-    found = [found for found in _parametrised(cell) if found[2] not in _thread.held]
+
+@contextmanager
+def _holdable(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which those of the modules that are ParametrizationLists are ``_Holdable``."""
+    lists = [module for module in modules if isinstance(module, ParametrizationList)]
+    if not lists:
+        yield
+        return
+    with _lock:
+        for module in lists:
+            _holders[module] += 1
+            module.__class__ = _Holdable
     try:
-        for module, name, weight in found:
-            weight.__class__ = _Holdable
-            _thread.held[weight] = _Held(torch.is_grad_enabled(), present_hooks())
-            original: Any = weight.original if weight.is_tensor else weight.original0  # a replica lists no parameters
-            device = original.device.type
-            with outside_exports(torch.autocast(device, enabled=False)):  # the cell may be outside of it
-                getattr(module, name)
         yield
     finally:
-        for *_, weight in found:
-            _thread.held.pop(weight, None)
+        with _lock:
+            for module in lists:
+                _holders[module] -= 1
+                if not _holders[module]:
+                    del _holders[module]
+                    module.__class__ = ParametrizationList
+
+
+@contextmanager
+def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
+    """Compute the weights of the modules of `cell` once, with a graph if one is recorded, and hold them.
+
+    What the thread holds already stays as it is. Inside an activation checkpoint of the cell's own the weights are
+    computed again, as they will be in the backward pass.
+    """
+    lists = [found for found in _parametrised(cell) if found[2] not in _thread.held]
+    others = [module for module in _modules(cell) if isinstance(module, OncePerSolve) and module not in _thread.held]
+    if not (lists or others):
+        yield
+        return
+    modules = [*(weight for *_, weight in lists), *others]
+    with _holdable(modules):
+        try:
+            for module, name, weight in lists:
+                _thread.held[weight] = _Held(torch.is_grad_enabled(), present_hooks())
+                original: Any = weight.original if weight.is_tensor else weight.original0  # replicas have no parameters
+                device = original.device.type
+                with outside_exports(torch.autocast(device, enabled=False)):  # the cell may be outside of it
+                    getattr(module, name)
+            for once in others:
+                _thread.held[once] = _Held(torch.is_grad_enabled(), present_hooks())
+                once()
+            yield
+        finally:
+            for module in modules:
+                _thread.held.pop(module, None)
 
 
 def as_now(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The cell with the held weights of now and, in a backward pass, with the tensors of now: those of a
-    ``functional_call`` are gone by then. FSDP2 puts what it gathers in the place of shards by itself."""
+    """Return the cell with the weights held now and, in a backward pass, with its tensors of now.
+
+    The tensors of a ``functional_call`` are gone in the backward pass. FSDP2 itself replaces shards by what it gathers.
+    """
     weights = dict(_thread.held)
     tensors = {name: tensor for name, tensor in tensors_of(cell).items() if not hasattr(tensor, "placements")}
 
@@ -127,50 +182,55 @@ def shards_weights(cell: Any) -> bool:
 
 
 @contextmanager
-def holding(weights: dict[ParametrizationList, _Held]) -> Iterator[None]:
-    """Hold these and no others, also in a checkpoint that has begun since; nothing where they are none."""
+def holding(weights: dict[nn.Module, _Held]) -> Iterator[None]:
+    """Hold these weights and no others, also in a checkpoint that has begun since."""
     before = _thread.held
-    _thread.held = {weight: replace(held, hooks=present_hooks()) for weight, held in weights.items()}
+    _thread.held = {module: replace(held, hooks=present_hooks()) for module, held in weights.items()}
     try:
-        yield
+        with _holdable(weights):
+            yield
     finally:
         _thread.held = before
 
 
 def is_cached(cell: Callable[..., Any]) -> bool:
-    """Return whether ``parametrize.cached`` keeps what weights of `cell` are when they are read first."""
+    """Return whether ``parametrize.cached`` keeps the first values of weights of `cell`."""
     return bool(parametrize._cache_enabled and _parametrised(cell))
 
 
 def check_not_cached(cell: nn.Module) -> None:
-    """Raise RuntimeError where ``parametrize.cached`` keeps a weight of `cell`, which a graph would never see again."""
+    """Raise RuntimeError if ``parametrize.cached`` keeps a weight of `cell`, which a graph would never see again."""
     if is_cached(cell):
         raise RuntimeError("cuda_graph cannot be used under parametrize.cached() with a cell of parametrised weights")
 
 
 def held_nodes() -> dict[Node, int]:
-    """Last node of each tensor that this thread holds, and the number from which on nodes belong to it."""
-    held = [(held.value, held.age) for held in _thread.held.values() if held.value is not None]
-    return {get_gradient_edge(value).node: age for value, age in held if value.requires_grad}
+    """Return the last node of each tensor that this thread holds, and the number of the first that belongs to it."""
+    held = [(tensor, held.age) for held in _thread.held.values() for tensor in pytree.tree_leaves(held.value)]
+    return {get_gradient_edge(t).node: age for t, age in held if isinstance(t, Tensor) and t.requires_grad}
 
 
 def next_node() -> int:
-    """Number that no node has which this thread has recorded before, where gradients are recorded."""
+    """Return a number greater than the number of every node that this thread has recorded."""
     node: Any = get_gradient_edge(torch.zeros(0, requires_grad=True).view(0)).node
     return node._sequence_nr()
 
 
+def _modules(cell: Any) -> Iterable[nn.Module]:
+    return cell.modules() if isinstance(cell, nn.Module) else ()
+
+
 def _parametrised(cell: Any) -> list[tuple[nn.Module, str, ParametrizationList]]:
-    """Module, name and parametrisations of each tensor. Subclasses of torch's list are left to themselves."""
+    """Module, name and parametrisations of each tensor. Subclasses of torch's list are left alone."""
     found = []
-    for module in cell.modules() if isinstance(cell, nn.Module) else ():
+    for module in _modules(cell):
         lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
         found += [(module, name, weight) for name, weight in lists.items()]
     return [entry for entry in found if type(entry[2]) in (ParametrizationList, _Holdable)]
 
 
 def present_hooks() -> Any:
-    """The innermost hooks of saved tensors that are set, or None."""
+    """Return the innermost hooks of saved tensors, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # there is no public way to ask
 
 
