@@ -468,7 +468,7 @@ class TestErrors:
             ({"solver": "newton"}, ValueError, "solver must be .* got 'newton'"),
             ({"eval_solver": "newton"}, ValueError, "solver must be .* got 'newton'"),
             ({"adjoint": "ift"}, ValueError, "adjoint must be .* got 'ift'"),
-            ({"kernel": "gpu"}, ValueError, "kernel must be one of 'auto', 'triton', 'cuda', 'cpp', 'torch', got 'gpu'"),
+            ({"kernel": "gpu"}, ValueError, "kernel must be one of 'auto', 'triton', .*, got 'gpu'"),
             ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
         ],
     )
