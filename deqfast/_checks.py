@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -60,12 +61,11 @@ def did_you_mean(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str:
     return f"; did you mean {found!r}?" if found else ""
 
 
-def check_keywords(owner: str, given: Iterable[str], allowed: Iterable[str], elsewhere: Mapping[str, str]) -> None:
+def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], elsewhere: Mapping[str, str]) -> None:
     """Raise TypeError for a keyword that `owner` does not take.
 
     `elsewhere` says, for a keyword that belongs somewhere else, what to write there.
     """
-    allowed = list(allowed)
     for name in given:
         if name not in allowed:
             place = elsewhere.get(nearest(name, [*allowed, *elsewhere]) or "")
@@ -82,14 +82,22 @@ def settings_of(name: str, kinds: Iterable[type]) -> dict[str, str]:
     return found
 
 
+@functools.cache
+def _keywords_of(kind: Any) -> tuple[str, ...] | None:
+    """Keywords of a class's constructor; None if it takes any."""
+    parameters = inspect.signature(kind.__init__).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return None
+    return tuple(parameters)[1:]
+
+
 class ChecksKeywords:
     """Base of classes whose constructor explains a keyword that it does not take."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        if options:
-            parameters = inspect.signature(cls.__init__).parameters
-            if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-                check_keywords(cls.__name__, options, list(parameters)[1:], cls._keywords_elsewhere())
+        kind: Any = cls
+        if options and (allowed := _keywords_of(kind)) is not None:
+            check_keywords(cls.__name__, options, allowed, cls._keywords_elsewhere())
         return super().__new__(cls)
 
     @classmethod
