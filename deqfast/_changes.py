@@ -13,8 +13,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree as pytree
 
 from ._notice import warn
-from .adjoints import Problem
 from .cells.protocol import can_cancel, solving
+from .execution.plan import Plan
 from .state.floors import float32_products_eps, residual_floor
 from .state.norms import sample_norms
 from .state.packing import Packing, evaluate
@@ -34,19 +34,19 @@ class Changes:
     def __init__(self, evaluates: bool = True) -> None:
         self.evaluates, self.looked = evaluates, False
 
-    def look(self, problem: Problem) -> None:
+    def look(self, plan: Plan) -> None:
         """Warn of the cell of a forward pass in training mode."""
         if self.looked:
             return
         self.looked = True
-        cell = problem.cell
+        cell = plan.cell
         modules = cell.named_modules(prefix="cell") if isinstance(cell, nn.Module) else ()
         found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
         if found:
             _warn(f"by {', '.join(found)}")
-        elif not self.evaluates or problem.is_transformed() or not can_cancel(cell) or is_cached(cell):
+        elif not self.evaluates or plan.context == "torch.func" or not can_cancel(cell) or is_cached(cell):
             return
-        elif (gap := _difference(problem)) > 0:
+        elif (gap := _difference(plan)) > 0:
             _warn(f"as two evaluations at one state tell, which differ by {gap:.1g} of its length")
 
 
@@ -66,12 +66,12 @@ def _changes_with_calls(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _difference(problem: Problem) -> float:
+def _difference(plan: Plan) -> float:
     """Largest difference of two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
 
     z0 itself may be zeros, which a dropout does not change.
     """
-    cell, x, packing = problem.cell, problem.x, Packing(problem.z0, problem.groups, problem.scale)
+    cell, x, packing = plan.cell, plan.x, Packing(plan.z0, plan.groups, plan.scale)
     if not packing.batch:
         return 0.0
 
@@ -79,7 +79,7 @@ def _difference(problem: Problem) -> float:
         return [leaf.clone() for leaf in packing.check_value(evaluate(cell, z, x))]
 
     with _undone(cell, packing.device), solving(cell, cancelled=True), hold_weights(cell):
-        first, leaves = values_at(detached(problem.z0)), pytree.tree_leaves(problem.z0)
+        first, leaves = values_at(detached(plan.z0)), pytree.tree_leaves(plan.z0)
         z = pytree.tree_unflatten([v.to(leaf.dtype) for v, leaf in zip(first, leaves, strict=True)], packing.spec)
         once, again = values_at(z), values_at(z)
     norms = partial(sample_norms, groups=packing.groups, factors=packing.factors)

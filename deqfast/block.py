@@ -15,21 +15,22 @@ from torch.utils import _pytree as pytree
 from ._changes import Changes
 from ._checks import ChecksKeywords, check_batches, check_cell, check_choice, check_count, settings_of
 from ._notice import Notice
-from .adjoints import ADJOINTS, Adjoint, Problem, as_adjoint
+from .adjoints import ADJOINTS, Adjoint, as_adjoint
 from .cells.protocol import solving
 from .execution import opaque_op
 from .execution.compiled import Compiled
 from .execution.cuda_graph import Graphs
 from .execution.linearised import Linearised
 from .execution.loop import Halt
-from .execution.plan import check_together, kinds
+from .execution.plan import Plan
+from .execution.refusals import check_served, check_together, given
 from .execution.trajectory import check_trajectory, differentiate_along
 from .ops import check_kernel_name
 from .solution import Solution
 from .solvers import SOLVERS, Solver, as_solver
 from .state.groups import Groups
 from .state.packing import Packing, check_scale, is_of_state
-from .torch_internals.dynamo import is_exporting, untraced
+from .torch_internals.dynamo import untraced
 from .torch_internals.transforms import values
 from .torch_internals.weights import hold_weights
 
@@ -153,7 +154,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
         self.linearised = Linearised() if compile and compile != "forward" else None
-        check_together(self._given())
+        check_together(given(self, self.adjoint))
         self.backward_solution = None
         self.warn, self.per_sample = warn, per_sample
         self._forward_notice, self._backward_notice = Notice("forward"), Notice("backward")
@@ -173,7 +174,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         super().__setattr__(name, value)
         if name in _COMBINED and "_number" in self.__dict__:
             try:
-                check_together(self._given())
+                check_together(given(self, self.adjoint))
             except ValueError:
                 super().__setattr__(name, before)
                 raise
@@ -181,20 +182,6 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = opaque_op.new_number(self)  # a copy is another block
-
-    def _given(self) -> list[str]:
-        """Names of the options that not all others can be combined with, as far as they are given."""
-        options = {
-            "compact": self.compact,
-            "trace": self.trace,
-            "halt": self.halt is not None,
-            "groups": self.groups is not None,
-            "scale": self.scale is not None,
-            "check_every": self.check_every is not None,
-            "cuda_graph": self.graphs is not None,
-            "compile": self.compiled is not None,
-        }
-        return [*(name for name, given in options.items() if given), *kinds(self.adjoint)]
 
     def forward(
         self, x: Any, z0: Any = None, return_solution: bool = False, groups: Groups | Tensor | str | None = None
@@ -212,24 +199,31 @@ class DEQBlock(ChecksKeywords, nn.Module):
             z*, a tree like z0; with `return_solution` (z*, Solution).
         """
         z0 = self._initial_state(x) if z0 is None else z0
-        if is_exporting():
-            return opaque_op.solve_exported(self, x, z0, return_solution, self._grouping(groups, z0))
         # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() tells of other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
-        problem = self._problem(x, z0, groups)
-        holds = self.graphs is None and not problem.is_transformed()
         try:
-            self._look_for_changes(problem)
-            with solving(self.cell), hold_weights(self.cell) if holds else nullcontext():
-                # Dynamo gives up this frame within a transform, and would compile the solve in parts.
-                value, solution = untraced(self.adjoint, problem) if problem.is_transformed() else self.adjoint(problem)
+            value, solution = self._run(x, z0, groups, return_solution)
         except RuntimeError as error:
             check_batches(z0, x, error)
             raise
-        if self.warn:
-            self._forward_notice.look(replace(solution, status=values(solution.status)))
         return (value, solution) if return_solution else value
+
+    def _run(
+        self, x: Any, z0: Any, groups: Groups | Tensor | str | None, return_solution: bool = True
+    ) -> tuple[Any, Solution]:
+        """Value and Solution of ``forward`` outside of traces by ``torch.compile``."""
+        plan = self._plan(x, z0, groups)
+        asked = given(plan, self.adjoint) + ["training mode"] * self.training
+        check_served(plan.context, asked + ["trace of a Solution"] * bool(plan.trace and return_solution))
+        self._look_for_changes(plan)
+        with solving(self.cell), hold_weights(self.cell) if plan.holds_weights else nullcontext():
+            # Dynamo gives up this frame within a transform, and would compile the solve in parts.
+            adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
+            value, solution = adjoint(plan)
+        if self.warn and plan.context != "torch.export":
+            self._forward_notice.look(replace(solution, status=values(solution.status)))
+        return value, solution
 
     def trajectory(
         self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
@@ -252,8 +246,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
         Raises:
             TypeError, ValueError: `at` holds no such evaluations; the adjoint is ``Unrolled`` or ``Reversible``, which
-                run no solver, or ``SHINE``, which has the history of the end of a solve only; else as ``forward``.
-            RuntimeError: within torch.func, forward-mode AD or torch.export.
+                run no solver, or ``SHINE``, which has the history of the end of a solve only; the call is within
+                torch.func, forward-mode AD or torch.export; else as ``forward``.
 
         Examples:
             >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, damping=0.8))
@@ -264,36 +258,36 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def _trajectory(self, x: Any, at: Sequence[int], z0: Any, groups: Groups | Tensor | str | None) -> list[Any]:
         at = check_trajectory(self.adjoint, self.current_solver, at)
-        problem = self._problem(x, self._initial_state(x) if z0 is None else z0, groups)
-        self._look_for_changes(problem)
-        with solving(self.cell), nullcontext() if problem.is_transformed() else hold_weights(self.cell):
-            states, solution = differentiate_along(problem, self.adjoint, at)
+        plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
+        self._look_for_changes(plan)
+        with solving(self.cell), hold_weights(self.cell) if plan.context != "torch.func" else nullcontext():
+            states, solution = differentiate_along(plan, self.adjoint, at)
         if self.warn:
             self._forward_notice.look(solution)
         return states
 
-    def _look_for_changes(self, problem: Problem) -> None:
+    def _look_for_changes(self, plan: Plan) -> None:
         if self.training and self.warn:
-            self._changes.look(problem)
+            self._changes.look(plan)
 
-    def _problem(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> Problem:
-        return Problem(
+    def _plan(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> Plan:
+        return Plan(
             cell=self.cell,
             x=x,
             z0=z0,
             solver=self.current_solver,
-            options={
-                "kernel": self.kernel,
-                "check_every": self.check_every,
-                "groups": self._grouping(groups, z0),
-                "scale": self.scale,
-            },
-            forward_options={"compact": self.compact, "trace": self.trace, "halt": self.halt},
+            groups=self._grouping(groups, z0),
+            scale=self.scale,
+            per_sample=self.per_sample,
+            kernel=self.kernel,
+            check_every=self.check_every,
+            compact=self.compact,
             graphs=self.graphs,
             compiled=self.compiled,
             linearised=self.linearised,
+            trace=self.trace,
+            halt=self.halt,
             on_backward=self._keep_backward_solution,
-            per_sample=self.per_sample,
         )
 
     @property
@@ -305,7 +299,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         groups = self.groups if groups is None else groups
         if groups is None:
             return None
-        check_together([*self._given(), "groups"])
+        check_together([*given(self, self.adjoint), "groups"])
         return Packing(z0, groups).groups
 
     def _keep_backward_solution(self, solution: Solution) -> None:
@@ -331,6 +325,3 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, adjoint={self.adjoint}, kernel={self.kernel!r}"
-
-
-opaque_op.serve(DEQBlock.forward)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,20 +14,15 @@ from .execution.loop import (
     Halt,
     Run,
     Whole,
-    check_inverse,
+    begin,
     export,
-    finite_rows,
-    inverse_of,
     iterate,
-    solution_of,
     watch_of,
 )
-from .execution.plan import check_served
-from .ops import choose_kernel
+from .execution.refusals import check_served
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .state.groups import Groups
-from .state.packing import Packing
 from .torch_internals.dynamo import is_exporting, outside_exports
 from .torch_internals.transforms import check_plain
 
@@ -100,27 +94,18 @@ def solve(
     solver = as_solver(solver)
     if check_every is not None:
         check_count("check_every", check_every)
-    check_inverse(solver, keep_inverse)
     if halt is not None and not callable(halt):
         raise TypeError(f"halt must be callable, got {halt!r}")
     if groups is not None:
         check_served("compact", ["groups"] * compact)
     check_plain("solve", z0)
-    packing = Packing(z0, groups, scale)
-    chosen = choose_kernel(kernel, packing.device)
+    begun = begin(z0, solver, kernel, groups=groups, scale=scale, keep_inverse=keep_inverse, trace=trace)
     with outside_exports(torch.no_grad()):
-        # In inference mode what f does in place would not be counted.
-        with outside_exports(torch.inference_mode(False)), outside_exports(torch.no_grad()):
-            state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
-        if trace:
-            state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
-        watch = watch_of(state.active)
-        run = Run(f, packing, solver, state, Compaction(watch, halt is not None) if compact else Whole(), halt)
+        watch = watch_of(begun.state.active)
+        batches = Compaction(watch, halt is not None) if compact else Whole()
+        run = Run(f, begun.packing, solver, begun.state, batches, halt)
         if is_exporting():
             evaluations = export(run)
         else:
-            evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if packing.batch else 0
-        solution = solution_of(packing, solver, state, evaluations, run.batches.sample_evaluations)
-        if keep_inverse:
-            solution = replace(solution, transposed_inverse=inverse_of(packing, solver, state))
-        return solution
+            evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if begun.packing.batch else 0
+        return begun.finish(evaluations, batches.sample_evaluations)

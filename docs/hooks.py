@@ -6,7 +6,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from deqfast.execution.plan import REFUSED
+from deqfast.execution.refusals import REFUSED
 
 PAGES = Path(__file__).parent / "pages"
 TABLE = "<!-- what does not go together -->"

@@ -979,5 +979,5 @@ class TestTrajectory:
 
     def test_torch_func_is_refused(self):
         block = deqfast.DEQBlock(self.cell, self.SOLVER)
-        with pytest.raises(RuntimeError, match=r"torch\.func"):
+        with pytest.raises(ValueError, match=r"trajectory cannot be combined with torch\.func"):
             torch.func.grad(lambda x: block.trajectory(x, [1])[-1].sum())(self.x)

@@ -326,7 +326,7 @@ def test_a_cell_that_prepares_solves_in_python():
         def forward(self, z, x):
             return self.mask * z + x
 
-    with pytest.raises(ValueError, match=r"Masked.begin_solve prepares every solve in Python"):
+    with pytest.raises(ValueError, match=r"begin_solve of the cell's own Masked: it prepares every solve in Python"):
         deqfast.DEQBlock(nn.Sequential(Masked())[0], cuda_graph=True)
 
 

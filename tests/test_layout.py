@@ -56,6 +56,12 @@ def test_no_circle():
     assert not left, f"modules that import each other: {sorted(left)}"
 
 
+def test_no_circle_hides_from_the_interpreter():
+    # A package's __init__ imports lazily, and for types.
+    hidden = [MODULES[path] for path in MODULES if path.stem != "__init__" and "TYPE_CHECKING" in path.read_text()]
+    assert not hidden, f"modules that import for types only: {hidden}"
+
+
 def test_private_names_of_torch_stand_in_one_package():
     for path in MODULES:
         if "torch_internals" in path.parts or "testing" in path.parts:

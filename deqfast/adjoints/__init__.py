@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._checks import object_named
-from .base import Adjoint, Problem
+from .base import Adjoint
 from .implicit import Implicit
 from .jfb import JFB
 from .neumann import Neumann
@@ -33,7 +33,6 @@ __all__ = [
     "JFB",
     "Neumann",
     "Phantom",
-    "Problem",
     "Reversible",
     "SHINE",
     "Unrolled",

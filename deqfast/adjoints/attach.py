@@ -1,12 +1,14 @@
 """Attachment of a gradient to a solve.
 
-The forward value is the solver's z*, in training and evaluation alike. Gradients attach to one more evaluation of the
-cell at z*, in which samples whose solve broke down are replaced by a healthy one, and then get no gradient: one NaN
-row of x cannot turn a weight gradient into NaN.
+The forward value is the solver's z*, in training and evaluation alike. The gradient attaches to one more evaluation
+y = f(z*, x). A ``Rule`` makes u of the gradient g of z*, and the graph of y makes gradients of u: (df/dx)^T u in x, and
+the like in the weights. ``JFB`` has u = g. ``Implicit`` has u = (I - J^T)^-1 g, with J = df/dz at z*.
 
-That evaluation's own graph gives the first derivatives. It is blind to how z* moves: with create_graph=True what is
-missing for a second derivative, or an error in its place, goes past it, to the tensors it depends on, as a gradient
-whose value is zero.
+In y a healthy sample takes the place of each sample whose solve broke down, which then gets no gradient. So one NaN row
+of x cannot turn a weight gradient into NaN.
+
+The graph of y holds z* fixed. With create_graph=True a rule therefore returns more gradients, which go past y to the
+tensors that y depends on. Their value is zero. Their derivative is what y misses of the second derivative, or an error.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Evaluate = Callable[[Any, Any], Any]
 
 
 class Recorded:
-    """Evaluation at z* with its graph.
+    """Evaluation y = f(z*, x) with its graph.
 
     Attributes:
         outputs: its leaves, in the order of z's.
@@ -55,26 +57,26 @@ class Recorded:
 
 
 class Rule:
-    """How gradients of z* enter the evaluation: as they come. Not differentiable twice.
+    """Map from the gradients g of z* to those u of the evaluation y; here u = g. Not differentiable twice.
 
     Args:
-        name: what the error of a double backward calls it.
+        name: of the adjoint, for the error of a double backward.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
-        """What enters the evaluation for these gradients of z*, without graph."""
+        """u for these g, without graph."""
         return grads
 
     def pull_members(self, grads: list[Tensor], members: Members) -> list[Tensor]:
-        """What enters for those of each member of a batch, (V, ...)."""
+        """u for the g of each member of a batch, (V, ...)."""
         pulled = [self.pull([g[i] for g in grads]) for i in range(members.count)]
         return [torch.stack(of_one) for of_one in zip(*pulled, strict=True)]
 
     def pull_with_graph(self, grads: list[Tensor], sources: Sequence[Tensor]) -> tuple[list[Tensor], Gradients]:
-        """What enters the evaluation, and what goes past it to the sources."""
+        """u with a graph, and the gradients that go past y to the sources."""
         with torch.no_grad():
             pulled = self.pull(grads)
         return [self.refuse(u, sources) for u in pulled], [self.refuse(torch.zeros_like(s), sources) for s in sources]
@@ -97,7 +99,7 @@ def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = N
 
 
 class _Attach(torch.autograd.Function):
-    """Forward: the solver's values. Backward: what the rule makes of their gradients."""
+    """Copy of the solver's values, whose gradients g go on to the evaluation as the rule's u."""
 
     @staticmethod
     def forward(ctx: Any, rule: Rule, broken: Tensor | None, hides: bool, count: int, *tensors: Tensor) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..execution.confirm import confirmed
 from ..execution.functorch import Derivative, Once
+from ..execution.plan import Plan
 from ..solution import Solution
 from ..torch_internals.autograd import detached
 from .attach import Recorded, Rule, attach
-from .base import Adjoint, Problem
-from .confirm import confirmed
+from .base import Adjoint
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class JFB(Adjoint):
         torch.Size([8, 8])
     """
 
-    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = problem.without_broken(solution)
-        recorded = Recorded(problem.cell, detached(z), x)
+    def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = plan.without_broken(solution)
+        recorded = Recorded(plan.cell, detached(z), x)
         value = attach(solution.value, recorded, Rule("JFB"), broken)
-        return value, confirmed(solution, problem, z, recorded.outputs)
+        return value, confirmed(solution, plan, z, recorded.outputs)
 
-    def derivative(self, problem: Problem) -> Derivative:
+    def derivative(self, plan: Plan) -> Derivative:
         return Once("JFB")

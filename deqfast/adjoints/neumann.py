@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._checks import check_count, check_number
+from ..execution.confirm import confirmed
 from ..execution.functorch import Derivative, Once
+from ..execution.plan import Plan
 from ..solution import Solution
 from ..torch_internals.autograd import detached, for_products, present_autocast, product
 from ..torch_internals.dynamo import uncompiled
 from .attach import Recorded, Rule, attach
-from .base import Adjoint, Problem
-from .confirm import confirmed
+from .base import Adjoint
 from .phantom import Damped, Phantom
 
 
@@ -46,17 +47,17 @@ class Neumann(Adjoint):
         check_count("steps", self.steps)
         check_number("damping", self.damping, 0.0, 1.0, low_open=True)
 
-    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = problem.without_broken(solution)
+    def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = plan.without_broken(solution)
         leaves, spec = pytree.tree_flatten(detached(z, requires_grad=True))
-        with for_products(problem.cell):
-            recorded = Recorded(uncompiled(problem.cell), pytree.tree_unflatten(leaves, spec), x)
+        with for_products(plan.cell):
+            recorded = Recorded(uncompiled(plan.cell), pytree.tree_unflatten(leaves, spec), x)
         value = attach(solution.value, recorded, _Series(self, recorded.outputs, leaves), broken)
-        return value, confirmed(solution, problem, z, recorded.outputs)
+        return value, confirmed(solution, plan, z, recorded.outputs)
 
-    def derivative(self, problem: Problem) -> Derivative:
+    def derivative(self, plan: Plan) -> Derivative:
         phantom = Phantom(self.steps, self.damping)  # the same at z*
-        return Once("Neumann", lambda base: Damped(base, phantom))
+        return Once("Neumann", lambda f: Damped(f, phantom))
 
 
 class _Series(Rule):

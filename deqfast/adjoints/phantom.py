@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._checks import check_count, check_number
-from ..execution.functorch import Derivative, Map, Once
+from ..execution.confirm import confirmed
+from ..execution.functorch import Derivative, Once, StateFunction
+from ..execution.plan import Plan
 from ..solution import Solution
 from ..torch_internals.autograd import detached, in_order_of
 from .attach import Recorded, Rule, attach
-from .base import Adjoint, Problem
-from .confirm import confirmed
+from .base import Adjoint
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,23 @@ class Phantom(Adjoint):
         check_count("steps", self.steps)
         check_number("damping", self.damping, 0.0, 1.0, low_open=True)
 
-    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = problem.without_broken(solution)
+    def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = plan.without_broken(solution)
         first: list[Tensor] = []
 
         def damped_calls(z: Any, x: Any) -> Any:
             leaves, spec = pytree.tree_flatten(z)
 
             def call(leaves: list[Tensor]) -> list[Tensor]:
-                values = in_order_of(z, problem.cell(pytree.tree_unflatten(leaves, spec), x))
+                values = in_order_of(z, plan.cell(pytree.tree_unflatten(leaves, spec), x))
                 first[:] = first or values
                 return values
 
             return pytree.tree_unflatten(self.damped(call, leaves), spec)
 
         recorded = Recorded(damped_calls, detached(z), x)
-        value = attach(problem.forward_value(solution, recorded.outputs, broken), recorded, Rule("Phantom"), broken)
-        return value, confirmed(solution, problem, z, first)
+        value = attach(plan.forward_value(solution, recorded.outputs, broken), recorded, Rule("Phantom"), broken)
+        return value, confirmed(solution, plan, z, first)
 
     def damped(self, f: Callable[[list[Tensor]], list[Tensor]], z: list[Tensor]) -> list[Tensor]:
         """The last of the damped calls of f from z."""
@@ -69,16 +70,16 @@ class Phantom(Adjoint):
             z = [(b if self.damping == 1 else a + self.damping * (b - a)).to(a.dtype) for a, b in pairs]
         return z
 
-    def derivative(self, problem: Problem) -> Derivative:
-        return Once("Phantom", lambda base: Damped(base, self))
+    def derivative(self, plan: Plan) -> Derivative:
+        return Once("Phantom", lambda f: Damped(f, self))
 
 
 @dataclass(frozen=True)
-class Damped(Map):
-    """Damped calls of a map."""
+class Damped(StateFunction):
+    """Damped calls of a function."""
 
-    base: Map
+    f: StateFunction
     phantom: Phantom
 
     def __call__(self, state: list[Tensor], rows: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-        return self.phantom.damped(lambda z: self.base(z, rows, others), state)
+        return self.phantom.damped(lambda z: self.f(z, rows, others), state)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._checks import check_count, check_number
+from ..execution.plan import Plan
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution
 from ..state.norms import sample_norms
@@ -29,7 +30,6 @@ from ..torch_internals.autograd import (
 from ..torch_internals.dynamo import outside_exports, uncompiled, untraced
 from ..torch_internals.weights import as_now, shards_weights
 from .attach import Recorded
-from .base import Problem
 from .unrolled import Iterated, Judge
 
 # Distance from the start to which the way back has to lead, in lengths of the iterates.
@@ -50,7 +50,7 @@ class Reversible(Iterated):
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.
-        RuntimeError: under torch.func and in forward-mode AD; the cell holds a tensor with a gradient that is neither a
+        RuntimeError: the cell holds a tensor with a gradient that is neither a
             leaf nor in x, or a module that is a unit of FSDP2; in the backward pass, where the steps back do not lead
             to z0, since the cell is another function by then or rounding has grown too large.
 
@@ -67,22 +67,18 @@ class Reversible(Iterated):
             check_count("steps", self.steps)
         check_number("damping", self.damping, 0.0, 0.99, low_open=True)
 
-    def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
-        if problem.is_transformed():
-            raise RuntimeError(
-                "deqfast: Reversible has no derivative under torch.func and forward-mode AD: use Unrolled"
-            )
-        if shards_weights(problem.cell):
+    def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
+        if shards_weights(plan.cell):
             raise RuntimeError("deqfast: Reversible takes no cell that fully_shard has cut: let it cut the block")
-        steps = self.steps or max(1, problem.solver.max_iter // 2)
-        run = _Run(problem.cell, self.damping, steps, detached(z), x, problem.groups)
-        judge = Judge(packing, problem.solver)
+        steps = self.steps or max(1, plan.solver.max_iter // 2)
+        run = _Run(plan.cell, self.damping, steps, detached(z), x, plan.groups)
+        judge = Judge(packing, plan.solver)
         with outside_exports(torch.no_grad()):
             run.forward(judge)
             solution = judge.solution(run.tree(run.ends[1]))
         if not torch.is_grad_enabled():
             return solution.value, solution
-        recorded = Recorded(problem.cell, solution.value, x)
+        recorded = Recorded(plan.cell, solution.value, x)
         if recorded.hides:
             raise RuntimeError(
                 "deqfast: Reversible would lose the gradient of a tensor that the cell holds and that is computed "

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._checks import check_number
+from ..execution.confirm import confirmed
+from ..execution.plan import Plan, reciprocal
 from ..solution import Solution
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import per_row
 from ..torch_internals.autograd import detached
 from .attach import Recorded, Rule, attach
-from .base import Adjoint, Problem
-from .confirm import confirmed
+from .base import Adjoint
 
 
 @dataclass(frozen=True)
@@ -46,28 +47,26 @@ class SHINE(Adjoint):
     def __post_init__(self) -> None:
         check_number("fallback", self.fallback, 1.0)
 
-    def __call__(self, problem: Problem) -> tuple[Any, Solution]:
-        if torch.is_grad_enabled():
-            problem.forward_options = {**problem.forward_options, "keep_inverse": True}
-        value, solution = super().__call__(problem)
+    def __call__(self, plan: Plan) -> tuple[Any, Solution]:
+        value, solution = super().__call__(replace(plan, keep_inverse=plan.is_differentiated))
         return value, replace(solution, transposed_inverse=None)  # or the history would live as long as the Solution
 
-    def differentiate(self, problem: Problem, solution: Solution) -> tuple[Any, Solution]:
-        z, x, broken = problem.without_broken(solution)
-        recorded = Recorded(problem.cell, detached(z), x)
-        rule = _Shared(self.fallback, solution, problem)
-        return attach(solution.value, recorded, rule, broken), confirmed(solution, problem, z, recorded.outputs)
+    def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
+        z, x, broken = plan.without_broken(solution)
+        recorded = Recorded(plan.cell, detached(z), x)
+        rule = _Shared(self.fallback, solution, plan)
+        return attach(solution.value, recorded, rule, broken), confirmed(solution, plan, z, recorded.outputs)
 
 
 class _Shared(Rule):
     """Gradients pass the inverse of the forward solve, where that is to be trusted."""
 
-    def __init__(self, fallback: float, solution: Solution, problem: Problem) -> None:
+    def __init__(self, fallback: float, solution: Solution, plan: Plan) -> None:
         super().__init__("SHINE")
         assert solution.transposed_inverse is not None
-        self.fallback, self.groups, self.inverse = fallback, problem.groups, solution.transposed_inverse
+        self.fallback, self.groups, self.inverse = fallback, plan.groups, solution.transposed_inverse
         self.spec = pytree.tree_structure(solution.value)
-        self.factors = factors_of(problem.scale_of_gradients, self.spec)
+        self.factors = factors_of(reciprocal(plan.scale), self.spec)
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
         shared = pytree.tree_leaves(self.inverse(pytree.tree_unflatten(grads, self.spec)))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._checks import check_choice, check_count
 from ..execution.loop import finite_rows
+from ..execution.plan import Plan
 from ..ops.steps.reference import Evaluation, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
@@ -22,7 +23,7 @@ from ..torch_internals.autograd import detached
 from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
 from ..torch_internals.weights import as_now
-from .base import Adjoint, Problem
+from .base import Adjoint
 
 
 class Iterated(Adjoint):
@@ -31,25 +32,25 @@ class Iterated(Adjoint):
     The Solution's residual is that of the last iterate that f was evaluated at.
     """
 
-    def __call__(self, problem: Problem) -> tuple[Any, Solution]:
-        packing = Packing(problem.z0, problem.groups, problem.scale)
+    def __call__(self, plan: Plan) -> tuple[Any, Solution]:
+        packing = Packing(plan.z0, plan.groups, plan.scale)
         with outside_exports(torch.no_grad()):
-            finite_rows(packing, problem.z0)
-        value, solution = self.iterate(problem, packing, problem.z0, problem.x)
+            finite_rows(packing, plan.z0)
+        value, solution = self.iterate(plan, packing, plan.z0, plan.x)
         broken = solution.status == Status.NONFINITE
         if is_exporting():
-            value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z, v), value, problem.z0)
+            value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z, v), value, plan.z0)
             return value, replace(solution, value=value)
         if not bool(values(broken).any()):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
-        stand_ins = replace(solution, value=problem.z0)
-        z0, x, broken = problem.without_broken(stand_ins)
-        healthy, _ = self.iterate(problem, packing, z0, x)
-        value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, problem.z0)
+        stand_ins = replace(solution, value=plan.z0)
+        z0, x, broken = plan.without_broken(stand_ins)
+        healthy, _ = self.iterate(plan, packing, z0, x)
+        value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, plan.z0)
         return value, replace(solution, value=detached(value))
 
-    def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
+    def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         """Last iterate from z, with its gradient, and the Solution; a subclass defines it."""
         raise NotImplementedError
 
@@ -84,12 +85,12 @@ class Unrolled(Iterated):
             check_count("steps", self.steps)
         check_choice("checkpoint", self.checkpoint, (False, True))
 
-    def iterate(self, problem: Problem, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
-        cell = problem.cell
-        if self.checkpoint and torch.is_grad_enabled() and not problem.is_transformed():  # which takes none
+    def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
+        cell = plan.cell
+        if self.checkpoint and torch.is_grad_enabled() and plan.context != "torch.func":  # which takes none
             cell = partial(checkpoint, as_now(cell), use_reentrant=False)
-        steps = self.steps or problem.solver.max_iter
-        judge = Judge(packing, problem.solver)
+        steps = self.steps or plan.solver.max_iter
+        judge = Judge(packing, plan.solver)
         for _ in range(steps):
             value = evaluate(cell, z, x)
             packing.check_value(value)

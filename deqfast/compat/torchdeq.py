@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 
 from .._checks import check_choice, check_count, check_number, did_you_mean
 from .._notice import Notice, warn
-from ..adjoints import Adjoint, Implicit, Phantom, Problem
-from ..adjoints.confirm import confirmed
+from ..adjoints import Adjoint, Implicit, Phantom
 from ..cells.protocol import solving
+from ..execution.confirm import confirmed
 from ..execution.loop import finite_rows
+from ..execution.plan import Plan
 from ..execution.trajectory import Taps, solve_along
 from ..regularize import spectral_radius
 from ..solution import Solution, Status
@@ -387,28 +388,24 @@ class DEQ(nn.Module, ABC):
 
         cell = (lambda z, x: func(z, *x)) if isinstance(z, Tensor) else (lambda z, x: list(func(*z, *x)))
         z = _as_rows(z) if any(bare) else z
-        problem = Problem(
+        plan = Plan(
             cell=(lambda z, x: _as_rows(cell(_without_rows(z, bare), x))) if any(bare) else cell,
             x=() if x is None else (x,),
             z0=detached(z),
             solver=method.solver,
-            options={
-                "kernel": "auto",
-                "check_every": None,
-                "groups": None if groups is None else Packing(z, groups).groups,
-            },
+            groups=None if groups is None else Packing(z, groups).groups,
             on_backward=on_backward,
             advances=self.training,
         )
         with solving(func), hold_weights(func):
             at = self._evaluations(max_iter) if self.training else [max_iter]
             gradients = self.gradients if self.training else self.gradients[-1:]
-            states, solution, method = self._states(problem, method, at, gradients)
+            states, solution, method = self._states(plan, method, at, gradients)
             if not self.traces:
                 solution = replace(solution, trace_abs=None, trace_rel=None)
             info = _info(solution, method)
             if sradius_mode and not self.training:
-                radius = spectral_radius(problem.cell, states[-1], problem.x, 100, problem.groups)
+                radius = spectral_radius(plan.cell, states[-1], plan.x, 100, plan.groups)
                 info["sradius"] = radius.to(pytree.tree_leaves(states[-1])[0].dtype)
         if any(bare) and not isinstance(z, Tensor):  # torchdeq returns (1,) for a single tensor
             states = [_without_rows(state, bare) for state in states]
@@ -418,7 +415,7 @@ class DEQ(nn.Module, ABC):
 
     @abstractmethod
     def _states(
-        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+        self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
         """States with these gradients; the Solution of the solve that ends in the last, and its method."""
 
@@ -466,15 +463,15 @@ class DEQSliced(DEQ):
     core = "sliced"
 
     def _states(
-        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+        self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
         states: list[Any] = []
         for gradient, end, begin in zip(gradients, at, [0, *at], strict=False):
             method = _limited(method, end - begin)
-            _, value, solution = _solve(problem, method, [])
-            found, last = _attach(problem, method, gradient, replace(solution, value=value))
+            _, value, solution = _solve(plan, method, [])
+            found, last = _attach(plan, method, gradient, replace(solution, value=value))
             states += found
-            problem = replace(problem, z0=detached(found[-1]))
+            plan = replace(plan, z0=detached(found[-1]))
         return states, last, method
 
     def _spread(self, max_iter: int, count: int) -> list[int]:
@@ -487,14 +484,14 @@ class DEQIndexing(DEQ):
     core = "indexing"
 
     def _states(
-        self, problem: Problem, method: _Method, at: list[int], gradients: list[_Gradient]
+        self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
         states: list[Any] = []
         method = _limited(method, at[-1])
         # The state after evaluation n of f is the argument of evaluation n + 1. Broyden counts one less.
-        before, value, solution = _solve(problem, method, [n + method.ends_in_f for n in at[:-1]])
+        before, value, solution = _solve(plan, method, [n + method.ends_in_f for n in at[:-1]])
         for gradient, state in zip(gradients, [*before, value], strict=True):
-            found, last = _attach(problem, method, gradient, replace(solution, value=state))
+            found, last = _attach(plan, method, gradient, replace(solution, value=state))
             states += found
         return states, last, method
 
@@ -505,36 +502,36 @@ class DEQIndexing(DEQ):
 _CORES: dict[str, Callable[[dict[str, Any]], Any]] = {"sliced": DEQSliced, "indexing": DEQIndexing}
 
 
-def _solve(problem: Problem, method: _Method, at: list[int]) -> tuple[list[Any], Any, Solution]:
+def _solve(plan: Plan, method: _Method, at: list[int]) -> tuple[list[Any], Any, Solution]:
     """States at the evaluations `at`, the value that torchdeq's solver returns, and the Solution."""
     if not method.max_iter:
-        unsolved = _unsolved(problem)
+        unsolved = _unsolved(plan)
         return [unsolved.value] * len(at), unsolved.value, unsolved
-    kept = _Kept(problem, method)
+    kept = _Kept(plan, method)
     if method.is_bare:
-        return _iterate(problem, kept, at)
-    states, solution = solve_along(replace(problem, cell=kept, solver=method.solver), at)
+        return _iterate(plan, kept, at)
+    states, solution = solve_along(replace(plan, cell=kept, solver=method.solver), at)
     if not len(solution.status):
         return states, solution.value, solution
     return states, *kept.choose(solution)
 
 
-def _iterate(problem: Problem, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, Solution]:
+def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, Solution]:
     """What ``_solve`` returns, by all evaluations of a bare method; a sample that is not finite is given as in z0."""
     packing, taps = kept.packing, Taps(kept, at)
-    check_plain("solve", problem.z0)
-    finite_rows(packing, problem.z0)
-    z = problem.z0
+    check_plain("solve", plan.z0)
+    finite_rows(packing, plan.z0)
+    z = plan.z0
     with torch.no_grad():
         for _ in range(kept.method.max_iter):
-            values = packing.check_value(evaluate(taps, z, problem.x))
+            values = packing.check_value(evaluate(taps, z, plan.x))
             pairs = zip(values, packing.leaves, strict=True)
             z = pytree.tree_unflatten([value.to(leaf.dtype) for value, leaf in pairs], packing.spec)
         absolute, relative = kept.residuals()[:, -1].to(packing.dtype)
         finite = torch.isfinite(absolute)
         rows = finite if packing.groups is None else packing.groups.of_rows(finite)
         found = [
-            pytree.tree_map(lambda v, start: torch.where(per_row(rows, v), v, start), each, problem.z0)
+            pytree.tree_map(lambda v, start: torch.where(per_row(rows, v), v, start), each, plan.z0)
             for each in (*taps.states, z)
         ]
     status = torch.full_like(finite, Status.MAX_ITER, dtype=torch.int8).masked_fill(~finite, Status.NONFINITE)
@@ -550,7 +547,7 @@ def _surely_all(samples: Tensor) -> bool:
 
 
 class _Kept:
-    """Damped map of a problem, which keeps of each sample the evaluation that torchdeq chooses, and all residuals.
+    """Damped map of a plan, which keeps of each sample the evaluation that torchdeq chooses, and all residuals.
 
     Attributes:
         kept: leaves of the values of these evaluations, or of the states evaluated where the method ends in these.
@@ -560,9 +557,9 @@ class _Kept:
         calls: number of evaluations.
     """
 
-    def __init__(self, problem: Problem, method: _Method) -> None:
-        self.problem, self.method = problem, method
-        self.packing = Packing(problem.z0, problem.groups)
+    def __init__(self, plan: Plan, method: _Method) -> None:
+        self.plan, self.method = plan, method
+        self.packing = Packing(plan.z0, plan.groups)
         self.kept: list[Tensor] = []
         self.latest: list[Tensor] = []
         self.least = torch.full((self.packing.batch,), math.inf, dtype=torch.float64, device=self.packing.device)
@@ -570,7 +567,7 @@ class _Kept:
         self.calls = 0
 
     def __call__(self, z: Any, x: Any) -> Any:
-        value, tau = self.problem.cell(z, x), self.method.damping
+        value, tau = self.plan.cell(z, x), self.method.damping
         values, states = self.packing.check_value(value), self._leaves(z)
         if tau != 1.0:
             values = [tau * y + (1 - tau) * z for y, z in zip(values, states, strict=True)]
@@ -585,7 +582,7 @@ class _Kept:
         return [z] if self.packing.is_tensor else pytree.tree_leaves(z)
 
     def _keep(self, states: list[Tensor], values: list[Tensor]) -> None:
-        groups, method = self.problem.groups, self.method
+        groups, method = self.plan.groups, self.method
         length = sample_norms([y - z for y, z in zip(values, states, strict=True)], groups)
         size = sample_norms(values, groups)
         self.lengths += [length, size]
@@ -607,7 +604,7 @@ class _Kept:
             return [a.clone() for a in chosen]
         if _surely_all(~samples):
             return [b.to(a.dtype, copy=True) for a, b in zip(chosen, others, strict=True)]
-        rows = samples if self.problem.groups is None else self.problem.groups.of_rows(samples)
+        rows = samples if self.plan.groups is None else self.plan.groups.of_rows(samples)
         pairs = zip(chosen, others, strict=True)
         return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
 
@@ -653,28 +650,28 @@ class _Kept:
         )
 
 
-def _unsolved(problem: Problem) -> Solution:
+def _unsolved(plan: Plan) -> Solution:
     """Solution of z0 as it is, with the residual that torchdeq starts from."""
-    packing = Packing(problem.z0, problem.groups)
+    packing = Packing(plan.z0, plan.groups)
     unknown = torch.full((packing.batch,), _UNKNOWN, dtype=packing.dtype, device=packing.device)
     count = torch.zeros_like(unknown, dtype=torch.int32)
     status = torch.full_like(count, Status.MAX_ITER, dtype=torch.int8)
-    value = pytree.tree_map(torch.clone, problem.z0)
+    value = pytree.tree_map(torch.clone, plan.z0)
     return Solution(value, status, count, unknown, unknown, unknown, evaluations=0, sample_evaluations=0)
 
 
-def _attach(problem: Problem, method: _Method, gradient: _Gradient, solution: Solution) -> tuple[list[Any], Solution]:
+def _attach(plan: Plan, method: _Method, gradient: _Gradient, solution: Solution) -> tuple[list[Any], Solution]:
     """The states of a solution with this gradient, and the solution as the gradient's evaluation confirms it."""
     records = torch.is_grad_enabled()
-    if not (records or problem.advances):
+    if not (records or plan.advances):
         return [solution.value], solution
     tol = method.solver.tol / method.damping
     tol = min(tol, 0.99) if method.solver.stop == "rel" else tol
     solver = method.solver if tol == method.solver.tol else replace(method.solver, tol=tol)
-    problem = replace(problem, solver=solver)
-    if problem.advances and not (records and isinstance(gradient.adjoint, Implicit)):
-        return gradient.along_steps(problem, solution)
-    value, solution = gradient.adjoint.differentiate(problem, solution)
+    plan = replace(plan, solver=solver)
+    if plan.advances and not (records and isinstance(gradient.adjoint, Implicit)):
+        return gradient.along_steps(plan, solution)
+    value, solution = gradient.adjoint.differentiate(plan, solution)
     return [value], solution
 
 
@@ -690,15 +687,15 @@ class _Gradient:
     adjoint: Adjoint
     taken: tuple[int, ...] = (1,)
 
-    def along_steps(self, problem: Problem, solution: Solution) -> tuple[list[Any], Solution]:
+    def along_steps(self, plan: Plan, solution: Solution) -> tuple[list[Any], Solution]:
         """States behind the steps from z*, all in one chain; and the solution as its first evaluation confirms it."""
         solved = solution.evaluations > 0  # else all samples are as they were given
-        z, x, broken = problem.without_broken(solution) if solved else (solution.value, problem.x, solution.status)
+        z, x, broken = plan.without_broken(solution) if solved else (solution.value, plan.x, solution.status)
         leaves, spec = pytree.tree_flatten(z)
         first: list[Tensor] = []
 
         def f(leaves: list[Tensor]) -> list[Tensor]:
-            values = in_order_of(z, problem.cell(pytree.tree_unflatten(leaves, spec), x))
+            values = in_order_of(z, plan.cell(pytree.tree_unflatten(leaves, spec), x))
             first[:] = first or values
             return values
 
@@ -711,7 +708,7 @@ class _Gradient:
                 if z is not solution.value:
                     state = pytree.tree_map(lambda v, s: torch.where(per_row(broken, v), v, s), solution.value, state)
                 states.append(state)
-        return states, confirmed(solution, problem, z, first) if solved else solution
+        return states, confirmed(solution, plan, z, first) if solved else solution
 
 
 def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..ops import choose_kernel
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
 from ..state.packing import Packing
 from ..torch_internals.weights import check_not_cached
-from .loop import CHECK_EVERY_ON_GPU, Run, Whole, finite_rows, iterate, solution_of, watch_of
+from .loop import CHECK_EVERY_ON_GPU, Begun, Run, Whole, begin, finite_rows, iterate, watch_of
+from .refusals import check_served
 
 # Each holds the memory of a solve. A training run needs two or three: batches, the last batch, evaluation.
 MAX_GRAPHS = 8
@@ -73,15 +73,16 @@ class Graphs:
         if not packing.batch or not _is_ready(cell):
             return solve(lambda z: cell(z, x), z0, solver, kernel, check_every=check_every)
         with self._alone, torch.inference_mode(False), torch.no_grad(), current(packing.device):
-            start = finite_rows(packing, z0)
             key = self._key(cell, x, packing, solver, kernel, check_every)
-            if key not in self._captured:
-                while len(self._captured) >= MAX_GRAPHS:
-                    self._captured.popitem(last=False)[1].finished.synchronize()
-                looks = check_every or CHECK_EVERY_ON_GPU
-                self._captured[key] = Captured(cell, x, packing, start, solver, kernel, looks, self.whole)
-            self._captured.move_to_end(key)
-            return self._captured[key].replay(x, start)
+            if (captured := self._captured.get(key)) is not None:
+                self._captured.move_to_end(key)
+                return captured.replay(x, finite_rows(packing, z0))
+            while len(self._captured) >= MAX_GRAPHS:
+                self._captured.popitem(last=False)[1].finished.synchronize()
+            begun = begin(z0, solver, kernel)
+            captured = Captured(cell, x, begun, check_every or CHECK_EVERY_ON_GPU, self.whole)
+            self._captured[key] = captured
+            return captured.replay(x, captured.start)
 
     def _key(
         self, cell: nn.Module, x: Any, packing: Packing, solver: Solver, kernel: str, check_every: int | None
@@ -103,41 +104,30 @@ class Graphs:
 
 
 class Captured:
-    """Captured solve of cell(., x) from `start` (B, D), after one run of it aside, and the memory it works in."""
+    """Captured solve of cell(., x), which has begun at `start` (B, D), after one run of it aside; and its memory."""
 
-    def __init__(
-        self,
-        cell: Callable[[Any, Any], Any],
-        x: Any,
-        packing: Packing,
-        start: Tensor,
-        solver: Solver,
-        kernel: str,
-        check_every: int,
-        whole: bool,
-    ) -> None:
+    def __init__(self, cell: Callable[[Any, Any], Any], x: Any, begun: Begun, check_every: int, whole: bool) -> None:
         leaves, spec = pytree.tree_flatten(x)
         # Where f finds the leaves of x, and replays their z0.
         self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.start = start.clone()
+        self.start = begun.state.z.clone()
         fixed_x = pytree.tree_unflatten(self.inputs, spec)
-        self.packing, self.solver, self.check_every = packing, solver, check_every
+        self.begun, self.state, self.max_iter, self.check_every = begun, begun.state, begun.solver.max_iter, check_every
         self.whole = whole  # one graph for all iterations, instead of one per `check_every`
-        self.state = solver.init(start.clone(), choose_kernel(kernel, packing.device))
         self.finished = mark()  # behind all that works in this memory, which another stream must wait for
-        run = Run(lambda z: cell(z, fixed_x), packing, solver, self.state, Whole())
+        run = Run(lambda z: cell(z, fixed_x), begun.packing, begun.solver, self.state, Whole())
         # Casts that autocast keeps from before would be those of old parameters.
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
         with torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False):
             try:
                 # What compiles, loads or allocates at its first use does so now.
-                aside(functools.partial(run.advance, 0, solver.max_iter))
+                aside(functools.partial(run.advance, 0, self.max_iter))
                 self.graphs = self._capture(run)
             except RuntimeError as error:
                 raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
 
     def _chunks(self) -> list[tuple[int, int]]:
-        last = self.solver.max_iter
+        last = self.max_iter
         return [(first, min(first + self.check_every, last)) for first in range(0, last, self.check_every)]
 
     def _capture(self, run: Run) -> list[Any]:
@@ -166,10 +156,10 @@ class Captured:
             evaluations = self._evaluations()
         else:
             watch = watch_of(self.state.active)
-            evaluations = iterate(self._replay_chunk, self.solver.max_iter, watch, self.check_every)
+            evaluations = iterate(self._replay_chunk, self.max_iter, watch, self.check_every)
         state = self.state.copy_of_results()
         self.finished = mark()
-        return solution_of(self.packing, self.solver, state, evaluations, evaluations * self.packing.batch)
+        return self.begun.finish(evaluations, evaluations * self.begun.packing.batch, state)
 
     def _replay_chunk(self, first: int, until: int) -> None:
         self.graphs[first // self.check_every].replay()
@@ -177,7 +167,7 @@ class Captured:
     def _evaluations(self) -> int:
         """Calls of f that a graph of all iterations has made, told by how far the slowest sample came."""
         furthest = int(self.state.iterations.max())
-        return min(-(-furthest // self.check_every) * self.check_every, self.solver.max_iter)
+        return min(-(-furthest // self.check_every) * self.check_every, self.max_iter)
 
 
 def _check_cell(cell: Any) -> None:
@@ -185,10 +175,7 @@ def _check_cell(cell: Any) -> None:
         raise TypeError(f"cuda_graph needs a cell that is an nn.Module, whose parameters are known, got {cell!r}")
     for name, module in cell.named_modules():
         if hasattr(module, "begin_solve"):
-            raise ValueError(
-                f"cuda_graph cannot be used with a cell whose {name or 'own'} {type(module).__name__}.begin_solve "
-                "prepares every solve in Python: a replay would not run it"
-            )
+            check_served("cuda_graph", ["begin_solve"], f" of the cell's {name or 'own'} {type(module).__name__}")
 
 
 def _is_ready(cell: nn.Module) -> bool:

@@ -3,38 +3,43 @@
 There a solve is a function of tensors alone: of its start, and of the x, the parameters and the buffers that the cell
 computes with. It is taken out of all transforms: vmaps fold into the batch, so that every sample of every member is
 judged, accelerated and frozen by itself, while the cell is called inside of a vmap of its own. Derivatives attach to
-the values that come back, and are made of solves and calls of the cell that are transformed in turn.
+the values that come back, and are made of solves and calls of the cell that are transformed in turn::
+
+    with transforms      z0, x, weights ---------------------------+--> attached --> z* with its derivative
+                               |                                   |       ^
+                           on_values                               |   Derivative: pull (gradients), push (tangents)
+                               |                                   |       ^
+    without transforms         +--> solve z = f(z) of all members -+   Linearisation of f at z*
+
+Two concepts carry this: a ``StateFunction`` f, which vmaps fold, and its ``Linearisation`` at a state.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..adjoints.confirm import confirmed
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution
 from ..solve import solve
+from ..state.groups import Groups
 from ..state.packing import Packing
 from ..state.rows import per_row
 from ..torch_internals.autograd import present_autocast
 from ..torch_internals.transforms import constant, forward_mode, is_transformed, over_members, without_tangent
 from ..torch_internals.weights import tensors_of
-from .plan import check_served
-
-if TYPE_CHECKING:
-    from ..adjoints.base import Adjoint, Problem
+from .confirm import confirmed
+from .plan import Plan
 
 Tensors = list[Tensor]
 
 
-class Map:
+class StateFunction:
     """Function of a state, the leaves of a tree like z, and of all tensors that it computes with.
 
     A subclass defines ``__call__`` or ``bind``.
@@ -45,32 +50,32 @@ class Map:
         return self.bind(rows, others)(state)
 
     def bind(self, rows: Tensors, others: Tensors) -> Callable[[Tensors], Tensors]:
-        """Function of the state alone, outside of all transforms."""
+        """Function of the state only, outside of all transforms."""
         return lambda state: self(state, rows, others)
 
-    def folded(self, members: int, dims: list[int | None], randomness: str) -> Map:
-        """The map of the rows of all members of a vmap, where `dims` are the dimensions 0 or None of `others`."""
+    def folded(self, members: int, dims: list[int | None], randomness: str) -> StateFunction:
+        """The function of the rows of all members of a vmap; `dims` are the dimensions, 0 or None, of `others`."""
         return _Folded(self, members, dims, randomness)
 
 
 @dataclass(frozen=True)
-class _Folded(Map):
-    base: Map
+class _Folded(StateFunction):
+    f: StateFunction
     members: int
     dims: list[int | None]
     randomness: str
 
     def __call__(self, state: Tensors, rows: Tensors, others: Tensors) -> Tensors:
-        call = torch.vmap(self.base, in_dims=(0, 0, self.dims), randomness=self.randomness)
+        call = torch.vmap(self.f, in_dims=(0, 0, self.dims), randomness=self.randomness)
         return [t.flatten(0, 1) for t in call(unfold(state, self.members), unfold(rows, self.members), others)]
 
 
-class Cell(Map):
-    """The cell of a problem. Its `others` are the tensors of x, then the parameters and buffers of the cell."""
+class CellFunction(StateFunction):
+    """The cell of a plan. Its `others` are the tensors of x, then the parameters and buffers of the cell."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.cell, self.packing = problem.cell, Packing(problem.z0)
-        leaves, self.x_spec = pytree.tree_flatten(problem.x)
+    def __init__(self, plan: Plan, x: Any) -> None:
+        self.cell, self.packing = plan.cell, Packing(plan.z0)
+        leaves, self.x_spec = pytree.tree_flatten(x)
         self.x_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.in_x = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         held = tensors_of(self.cell)
@@ -96,12 +101,24 @@ class Cell(Map):
         return self.packing.check_value(value)
 
 
-class _OfValues(torch.autograd.Function):
-    """Results of a task on the values of its tensors, outside of all transforms; without derivative."""
+Work = Callable[[Callable[[Tensors], Tensors], Tensors, int], Sequence[Tensor]]
+"""Work on values: takes f as a function of the state, the state, and the number of members folded into its rows;
+returns tensors whose dimension 0 are rows or samples."""
 
+
+def on_values(
+    work: Work, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
+) -> Tensors:
+    """Results of the work on the values of these tensors, outside of all transforms; without derivative."""
+    return list(_OnValues.apply(work, f, members, len(state), len(rows), *state, *rows, *others))
+
+
+class _OnValues(torch.autograd.Function):
     @staticmethod
-    def forward(task: Task, states: int, rows: int, *tensors: Tensor) -> Any:
-        return task([tensor.detach() for tensor in tensors], states, rows)
+    def forward(work: Work, f: StateFunction, members: int, states: int, rows: int, *tensors: Tensor) -> Any:
+        values = [tensor.detach() for tensor in tensors]
+        bound = f.bind(values[states : states + rows], values[states + rows :])
+        return tuple(work(bound, values[:states], members))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -109,10 +126,8 @@ class _OfValues(torch.autograd.Function):
         ctx.results = len(output)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, task: Task, states: int, rows: int, *tensors: Tensor) -> Any:
-        folded, dims = _fold(tensors, in_dims[3:], states + rows, info.batch_size)
-        results = _OfValues.apply(task.folded(info.batch_size, dims, info.randomness), states, rows, *folded)
-        return tuple(unfold(results, info.batch_size)), (0,) * len(results)
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return _vmapped(_OnValues, info, in_dims, *inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -124,116 +139,128 @@ class _OfValues(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Task:
-    """Work on the values of a map's tensors.
+class Linearisation:
+    """Linearisation of a function at a state, in those of its other tensors that are differentiated.
 
     Attributes:
-        base: the map.
-        work: takes the map as a function of the state, the state, and the number of members folded into its rows;
-            returns tensors with the rows or the samples as dimension 0.
-        members: that number.
-    """
-
-    base: Map
-    work: Callable[[Callable[[Tensors], Tensors], Tensors, int], Sequence[Tensor]]
-    members: int = 1
-
-    def __call__(self, tensors: Tensors, states: int, rows: int) -> tuple[Tensor, ...]:
-        bound = self.base.bind(tensors[states : states + rows], tensors[states + rows :])
-        return tuple(self.work(bound, tensors[:states], self.members))
-
-    def folded(self, members: int, dims: list[int | None], randomness: str) -> Task:
-        return replace(self, base=self.base.folded(members, dims, randomness), members=members * self.members)
-
-    def run(self, state: Tensors, rows: Tensors, others: Tensors) -> Tensors:
-        """Results for these tensors, which may be transformed."""
-        return list(_OfValues.apply(self, len(state), len(rows), *state, *rows, *others))
-
-
-class Derivative(ABC):
-    """Derivative of a state in the tensors that its map computes with."""
-
-    @abstractmethod
-    def pull(self, base: Map, grads: Tensors, at: At) -> Tensors:
-        """Gradients in the tensors of `at` that are to be differentiated, for these gradients of the state."""
-
-    @abstractmethod
-    def push(self, base: Map, tangents: Tensors, at: At) -> Tensors:
-        """Tangents of the state for these of the tensors of `at` that are to be differentiated."""
-
-
-@dataclass(frozen=True)
-class At:
-    """Point at which a map is differentiated.
-
-    Attributes:
+        f: the function.
         state, rows, others: its arguments.
-        chosen: positions, among rows and others, of those to differentiate in.
+        chosen: positions, among rows and others, of the tensors to differentiate in.
         members: number of members of vmaps folded into the rows.
     """
 
+    f: StateFunction
     state: Tensors
     rows: Tensors
     others: Tensors
     chosen: list[int]
     members: int
 
+    def pull(self, grads: Tensors) -> Tensors:
+        """Gradients in the chosen tensors, for gradients of f."""
+        return torch.func.vjp(self._of_chosen, self._chosen)[1](grads)[0]
+
+    def push(self, tangents: Tensors) -> Tensors:
+        """Tangents of f, for tangents of the chosen tensors.
+
+        By two transpositions: forward-mode AD does not nest in itself.
+        """
+        value, product = torch.func.vjp(self._of_chosen, self._chosen)[:2]
+        return transpose(product, value)(tangents)[0]
+
     @property
-    def given(self) -> Tensors:
-        """The tensors to differentiate in."""
+    def _chosen(self) -> Tensors:
         return [[*self.rows, *self.others][i] for i in self.chosen]
 
-    def of_given(self, base: Map) -> Callable[[Tensors], Tensors]:
-        """The map as a function of the tensors to differentiate in, in the dtypes of the state."""
+    def _of_chosen(self, chosen: Tensors) -> Tensors:
+        """f as a function of the chosen tensors, in the dtypes of the state."""
+        tensors = [*self.rows, *self.others]
+        for i, tensor in zip(self.chosen, chosen, strict=True):
+            tensors[i] = tensor
+        return in_dtypes_of(self.state, self.f(self.state, tensors[: len(self.rows)], tensors[len(self.rows) :]))
 
-        def call(given: Tensors) -> Tensors:
-            tensors = [*self.rows, *self.others]
-            for i, tensor in zip(self.chosen, given, strict=True):
-                tensors[i] = tensor
-            value = base(self.state, tensors[: len(self.rows)], tensors[len(self.rows) :])
-            return in_dtypes_of(self.state, value)
 
-        return call
+class Derivative:
+    """Derivative of a fixed point in the tensors that its function computes with. This base has none.
+
+    Args:
+        name: of the adjoint, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def pull(self, at: Linearisation, grads: Tensors) -> Tensors:
+        """Gradients in the chosen tensors, for gradients of the state."""
+        raise self._missing()
+
+    def push(self, at: Linearisation, tangents: Tensors) -> Tensors:
+        """Tangents of the state, for tangents of the chosen tensors."""
+        raise self._missing()
+
+    def _missing(self) -> RuntimeError:
+        return RuntimeError(
+            f"deqfast: {self.name} has no derivative under torch.func and in forward-mode AD: use Implicit(), JFB(), "
+            "Phantom() or Unrolled()"
+        )
+
+
+class Once(Derivative):
+    """Derivative of another function at the state, which is held fixed. Not differentiable in turn.
+
+    Args:
+        name: of the adjoint, for errors.
+        surrogate: makes the function to differentiate of the state's own.
+    """
+
+    def __init__(self, name: str, surrogate: Callable[[StateFunction], StateFunction] = lambda f: f) -> None:
+        super().__init__(name)
+        self.surrogate = surrogate
+
+    def pull(self, at: Linearisation, grads: Tensors) -> Tensors:
+        return self._refuse(replace(at, f=self.surrogate(at.f)).pull(grads), grads, at)
+
+    def push(self, at: Linearisation, tangents: Tensors) -> Tensors:
+        return self._refuse(replace(at, f=self.surrogate(at.f)).push(tangents), tangents, at)
+
+    def _refuse(self, found: Tensors, given: Tensors, at: Linearisation) -> Tensors:
+        sources = (*given, *at.state, *at.rows, *at.others)
+        return [NoDoubleBackward.apply(tensor, self.name, *sources) for tensor in found]
+
+
+def attached(
+    derivative: Derivative, f: StateFunction, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
+) -> Tensors:
+    """Copy of the state, differentiable in `rows` and `others` as `derivative` says."""
+    return list(_Attached.apply(derivative, f, members, len(state), len(rows), *state, *rows, *others))
 
 
 class _Attached(torch.autograd.Function):
-    """Copy of a state, with its derivative."""
-
     @staticmethod
-    def forward(derivative: Derivative, base: Map, members: int, states: int, rows: int, *tensors: Tensor) -> Any:
+    def forward(
+        derivative: Derivative, f: StateFunction, members: int, states: int, rows: int, *tensors: Tensor
+    ) -> Any:
         return tuple(tensor.clone() for tensor in tensors[:states])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.derivative, ctx.base, ctx.members, ctx.states, ctx.rows, *tensors = inputs
+        ctx.derivative, ctx.f, ctx.members, ctx.states, ctx.rows, *tensors = inputs
         ctx.save_for_backward(*output, *tensors[ctx.states :])
         ctx.save_for_forward(*output, *tensors[ctx.states :])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        derivative: Derivative,
-        base: Map,
-        members: int,
-        states: int,
-        rows: int,
-        *tensors: Tensor,
-    ) -> Any:
-        folded, dims = _fold(tensors, in_dims[5:], states + rows, info.batch_size)
-        base = base.folded(info.batch_size, dims, info.randomness)
-        found = _Attached.apply(derivative, base, info.batch_size * members, states, rows, *folded)
-        return tuple(unfold(found, info.batch_size)), (0,) * len(found)
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return _vmapped(_Attached, info, in_dims, *inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         needed = ctx.needs_input_grad[5 + ctx.states :]
         found: list[Tensor | None] = [None] * len(needed)
         if any(grad is not None for grad in grads):
-            at = _point(ctx, list(ctx.saved_tensors), needed)
+            at = _linearisation(ctx, list(ctx.saved_tensors), needed)
             full = [torch.zeros_like(z) if g is None else g for g, z in zip(grads, at.state, strict=True)]
-            pulled = over_members(lambda grads: ctx.derivative.pull(ctx.base, grads, at), full)
+            pulled = over_members(lambda grads: ctx.derivative.pull(at, grads), full)
             for i, grad in zip(at.chosen, pulled, strict=True):
                 found[i] = grad
         return (*[None] * (5 + ctx.states), *found)
@@ -244,135 +271,77 @@ class _Attached(torch.autograd.Function):
         chosen = [t for t in given if t is not None]
         with forward_mode():  # which torch closes for this call, and so would lose what outer levels differentiate
             saved = [without_tangent(tensor) for tensor in ctx.saved_tensors]
-            at = _point(ctx, saved, [tangent is not None for tangent in given])
-            return tuple(over_members(lambda tangents: ctx.derivative.push(ctx.base, tangents, at), chosen))
+            at = _linearisation(ctx, saved, [tangent is not None for tangent in given])
+            return tuple(over_members(lambda tangents: ctx.derivative.push(at, tangents), chosen))
 
 
-def _point(ctx: Any, tensors: Tensors, needed: Sequence[bool]) -> At:
+def _linearisation(ctx: Any, tensors: Tensors, needed: Sequence[bool]) -> Linearisation:
     split = ctx.states + ctx.rows
     given = tensors[ctx.states :]
     chosen = [i for i, need in enumerate(needed) if need and (given[i].is_floating_point() or given[i].is_complex())]
-    return At(tensors[: ctx.states], tensors[ctx.states : split], tensors[split:], chosen, ctx.members)
+    return Linearisation(
+        ctx.f, tensors[: ctx.states], tensors[ctx.states : split], tensors[split:], chosen, ctx.members
+    )
 
 
-def attached(
-    derivative: Derivative, base: Map, state: Tensors, rows: Tensors, others: Tensors, members: int = 1
-) -> Tensors:
-    """Copy of the state, differentiable in `rows` and `others` as `derivative` says."""
-    return list(_Attached.apply(derivative, base, members, len(state), len(rows), *state, *rows, *others))
+def solve_values(plan: Plan) -> Solution:
+    """Solution of a plan whose tensors belong to transforms; its value has no derivative yet."""
+    f, z0 = CellFunction(plan, plan.x), pytree.tree_leaves(plan.z0)
+    _check_held(f, z0)
+    spec = f.packing.spec
+    solved: list[Solution] = []
 
+    def work(f: Callable[[Tensors], Tensors], z0: Tensors, members: int) -> Tensors:
+        """The forward solve on the values of all members."""
 
-class Once(Derivative):
-    """Derivative of another map at a state held fixed. Not differentiable in turn.
+        def cell(z: Any) -> Any:
+            return pytree.tree_unflatten(f(pytree.tree_leaves(z)), spec)
 
-    Args:
-        name: what the error of a second derivative calls it.
-        surrogate: the map to differentiate, made of the state's own.
-    """
+        of_all = replace(plan, groups=groups_of_members(plan.groups, members))
+        settings: dict[str, Any] = {"groups": of_all.groups, "scale": plan.scale, "check_every": plan.check_every}
+        solution = solve(cell, pytree.tree_unflatten(z0, spec), plan.solver, plan.kernel, **settings)
+        leaves = pytree.tree_leaves(solution.value)
+        solved.append(confirmed(solution, of_all, solution.value, f(leaves)))
+        measures = solution.residual, solution.residual_rel, solution.residual_abs
+        return [*leaves, solved[-1].status, solution.iterations, *(m.clone() for m in measures)]
 
-    def __init__(self, name: str, surrogate: Callable[[Map], Map] = lambda base: base) -> None:
-        self.name, self.surrogate = name, surrogate
-
-    def pull(self, base: Map, grads: Tensors, at: At) -> Tensors:
-        pulled = torch.func.vjp(at.of_given(self.surrogate(base)), at.given)[1](grads)[0]
-        return self._refuse(pulled, grads, at)
-
-    def push(self, base: Map, tangents: Tensors, at: At) -> Tensors:
-        pushed = jvp(at.of_given(self.surrogate(base)), at.given, tangents)
-        return self._refuse(pushed, tangents, at)
-
-    def _refuse(self, found: Tensors, given: Tensors, at: At) -> Tensors:
-        sources = (*given, *at.state, *at.rows, *at.others)
-        return [NoDoubleBackward.apply(tensor, self.name, *sources) for tensor in found]
-
-
-class Refused(Derivative):
-    """Derivative that is not there: an error."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def pull(self, base: Map, grads: Tensors, at: At) -> Tensors:
-        raise RuntimeError(self.reason)
-
-    def push(self, base: Map, tangents: Tensors, at: At) -> Tensors:
-        raise RuntimeError(self.reason)
-
-
-def solve_transformed(problem: Problem, adjoint: Adjoint) -> tuple[Any, Solution]:
-    """Value of a block whose tensors belong to transforms, with its derivative, and the Solution."""
-    check_served("torch.func", problem.given())
-    base, z0 = Cell(problem), pytree.tree_leaves(problem.z0)
-    _check_held(base, z0)
-    forward = _Forward(problem, base.packing.spec)
-    *value, status, iterations, residual, relative, absolute = Task(base, forward).run(z0, [], base.others)
-    solution = Solution(
-        value=pytree.tree_unflatten(value, base.packing.spec),
+    *value, status, iterations, residual, relative, absolute = on_values(work, f, z0, [], f.others)
+    return replace(
+        solved[-1],
+        value=pytree.tree_unflatten(value, spec),
         status=status,
         iterations=iterations,
         residual=residual,
         residual_rel=relative,
         residual_abs=absolute,
-        evaluations=forward.evaluations,
-        sample_evaluations=forward.sample_evaluations,
     )
-    z, x, broken = problem.without_broken(solution)
-    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
-    others = [*leaves, *base.others[len(leaves) :]]
-    found = attached(adjoint.derivative(problem), base, pytree.tree_leaves(z), [], others)
-    found = [torch.where(per_row(broken, v), v, f) for v, f in zip(value, found, strict=True)]
-    return pytree.tree_unflatten(found, base.packing.spec), solution
 
 
-@dataclass
-class _Forward:
-    """The forward solve on the values of all members, with the number of evaluations once it is done."""
-
-    problem: Problem
-    spec: pytree.TreeSpec
-    evaluations: int = 0
-    sample_evaluations: int = 0
-
-    def __call__(self, f: Callable[[Tensors], Tensors], z0: Tensors, members: int) -> Sequence[Tensor]:
-        spec = self.spec
-
-        def cell(z: Any) -> Any:
-            return pytree.tree_unflatten(f(pytree.tree_leaves(z)), spec)
-
-        problem = replace(self.problem, options=for_members(self.problem.options, members))
-        solution = solve(cell, pytree.tree_unflatten(z0, spec), problem.solver, **problem.options)
-        leaves = pytree.tree_leaves(solution.value)
-        solution = confirmed(solution, problem, solution.value, f(leaves))
-        self.evaluations, self.sample_evaluations = solution.evaluations, solution.sample_evaluations
-        measures = solution.residual, solution.residual_rel, solution.residual_abs
-        return [*leaves, solution.status, solution.iterations, *(m.clone() for m in measures)]
+def attach_derivative(plan: Plan, solution: Solution, derivative: Derivative) -> Any:
+    """Value of ``solve_values`` with its derivative, which the samples that broke down do not get."""
+    z, x, broken = plan.without_broken(solution)
+    f = CellFunction(plan, x)
+    values, spec = pytree.tree_flatten(solution.value)
+    found = attached(derivative, f, pytree.tree_leaves(z), [], f.others)
+    found = [torch.where(per_row(broken, v), v, y) for v, y in zip(values, found, strict=True)]
+    return pytree.tree_unflatten(found, spec)
 
 
-def for_members(options: dict[str, Any], members: int) -> dict[str, Any]:
-    """Options of a solve of so many members folded into one batch."""
-    groups = options.get("groups")
-    return options if groups is None or members == 1 else {**options, "groups": groups.repeated(members)}
+def groups_of_members(groups: Groups | None, members: int) -> Groups | None:
+    """Groups of a solve of so many members folded into one batch."""
+    return groups if groups is None or members == 1 else groups.repeated(members)
 
 
-def _check_held(base: Cell, z0: Tensors) -> None:
+def _check_held(f: CellFunction, z0: Tensors) -> None:
     """RuntimeError if the cell computes with a tensor of a transform or graph that is not in `others`."""
     with torch.enable_grad():
-        found = base([constant(z) for z in z0], [], [constant(tensor) for tensor in base.others])
+        found = f([constant(z) for z in z0], [], [constant(tensor) for tensor in f.others])
     if any(is_transformed(y) for y in found):
         raise RuntimeError(
             "deqfast: under torch.func and forward-mode AD the cell may hold no tensor that is transformed or requires "
             "a gradient but its parameters and buffers, as the derivative in it would be lost: give it to the block in "
             "x, or make the cell an nn.Module"
         )
-
-
-def jvp(f: Callable[[Tensors], Tensors], given: Tensors, tangents: Tensors) -> Tensors:
-    """Product of the Jacobian of f with tangents.
-
-    By two transpositions: forward-mode AD does not nest in itself.
-    """
-    value, product = torch.func.vjp(f, given)[:2]
-    return transpose(product, value)(tangents)[0]
 
 
 def transpose(product: Callable[[Tensors], Any], at: Tensors) -> Callable[[Tensors], Any]:
@@ -385,14 +354,25 @@ def in_dtypes_of(state: Tensors, found: Tensors) -> Tensors:
     return [y.to(z.dtype) for y, z in zip(found, state, strict=True)]
 
 
-def _fold(
-    tensors: Sequence[Tensor], dims: Sequence[int | None], of_rows: int, members: int
-) -> tuple[Tensors, list[int | None]]:
-    """Tensors of a vmap outside of it, the first `of_rows` folded; dimensions of the vmap in the others."""
-    moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
-    for i in range(of_rows):
-        moved[i] = (moved[i] if dims[i] is not None else moved[i].expand(members, *moved[i].shape)).flatten(0, 1)
-    return moved, [None if dim is None else 0 for dim in dims[of_rows:]]
+def _vmapped(
+    function: type[torch.autograd.Function],
+    info: Any,
+    in_dims: Any,
+    own: Any,
+    f: StateFunction,
+    members: int,
+    states: int,
+    rows: int,
+    *tensors: Tensor,
+) -> Any:
+    """Results of `function` for all members of a vmap, which fold into the rows; and their dimensions."""
+    count, of_rows = info.batch_size, states + rows
+    moved = [t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims[5:], strict=True)]
+    for i, dim in enumerate(in_dims[5 : 5 + of_rows]):
+        moved[i] = (moved[i] if dim is not None else moved[i].expand(count, *moved[i].shape)).flatten(0, 1)
+    folded = f.folded(count, [None if dim is None else 0 for dim in in_dims[5 + of_rows :]], info.randomness)
+    found = function.apply(own, folded, count * members, states, rows, *moved)
+    return tuple(unfold(found, count)), (0,) * len(found)
 
 
 def unfold(tensors: Sequence[Tensor], members: int) -> Tensors:

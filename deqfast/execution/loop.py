@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops import choose_kernel
 from ..ops.steps.reference import begun, evaluated
 from ..solution import Solution, Status
 from ..solvers import Solver
 from ..solvers.base import State
 from ..solvers.multisecant import Multisecant
+from ..state.groups import Groups
 from ..state.packing import Packing, evaluate, versions
-from ..torch_internals.dynamo import is_exporting
+from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
 from .export import iterate_in_graph
 
@@ -31,8 +33,54 @@ COMPACT_SHARE = 0.25
 Halt = Callable[[Any, Any, int], Tensor]
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Solve that has begun, in the memory of its state."""
+
+    packing: Packing
+    solver: Solver
+    state: State
+    keep_inverse: bool = False
+
+    def finish(self, evaluations: int, sample_evaluations: int, state: State | None = None) -> Solution:
+        """Solution after this number of calls of f; `state`: a copy of the solve's own, for one that is run again."""
+        state = self.state if state is None else state
+        solution = solution_of(self.packing, self.solver, state, evaluations, sample_evaluations)
+        if not self.keep_inverse:
+            return solution
+        return replace(solution, transposed_inverse=inverse_of(self.packing, self.solver, state))
+
+
+def begin(
+    z0: Any,
+    solver: Solver,
+    kernel: str,
+    *,
+    groups: Groups | Tensor | str | None = None,
+    scale: Any = None,
+    keep_inverse: bool = False,
+    trace: bool = False,
+) -> Begun:
+    """Begin a solve: pack z0, check that it is finite, choose the kernel and make the solver's state.
+
+    Raises:
+        TypeError, ValueError: z0, `groups` or `scale` are not as ``deqfast.solve`` takes them; the solver has no
+            inverse to keep.
+        RuntimeError: no kernel of this name serves.
+    """
+    check_inverse(solver, keep_inverse)
+    packing = Packing(z0, groups, scale)
+    chosen = choose_kernel(kernel, packing.device)
+    # In inference mode what f does in place would not be counted.
+    with outside_exports(torch.inference_mode(False)), outside_exports(torch.no_grad()):
+        state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
+        if trace:
+            state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
+    return Begun(packing, solver, state, keep_inverse)
+
+
 def check_inverse(solver: Solver, keep_inverse: bool) -> None:
-    """Raise ValueError where an inverse is to be kept that the solver has not."""
+    """Raise ValueError if an inverse is to be kept and the solver has none."""
     if keep_inverse and not isinstance(solver, Multisecant):
         raise ValueError(f"only Anderson and Broyden have an inverse to keep, which SHINE needs, got {solver}")
 

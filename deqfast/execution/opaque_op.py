@@ -18,46 +18,55 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..adjoints import Iterated, Problem, Unrolled
+from ..adjoints import Adjoint, Unrolled
 from ..adjoints.attach import depends_on_others
-from ..cells.protocol import solving
 from ..ops.registry import library
 from ..solution import Solution
-from ..solve import solve
+from ..solvers import Solver
 from ..state.groups import Groups
 from ..state.packing import rows_dtype
 from ..torch_internals.autograd import detached, keeps_graph, vjp
 from ..torch_internals.dispatch import as_outside, without_modes
 from ..torch_internals.dynamo import constant_in_traces, untraced
 from ..torch_internals.transforms import in_forward_mode, in_reverse_mode, in_torch_func
-from ..torch_internals.weights import hold_weights, holding, tensors_of
-from .plan import check_served
-
-if TYPE_CHECKING:
-    from ..block import DEQBlock
+from ..torch_internals.weights import holding, tensors_of
+from .refusals import check_served
 
 # What stands for a tensor in the description of a call. No constant of x is mistaken for it: bytes are refused there.
 _TENSOR, _PARAMETER = b"tensor", b"parameter"
 
+
+class Block(Protocol):
+    """What the op needs of a ``DEQBlock``."""
+
+    cell: Callable[[Any, Any], Any]
+    adjoint: Adjoint
+    groups: Groups | Tensor | str | None
+    trace: bool
+    _number: Tensor
+
+    @property
+    def current_solver(self) -> Solver:
+        """Solver of the mode, training or evaluation."""
+
+    def _run(self, x: Any, z0: Any, groups: Groups | Tensor | str | None) -> tuple[Any, Solution]:
+        """Value and Solution of a call outside of traces."""
+
+
 _numbers = itertools.count(1)
-_live: weakref.WeakValueDictionary[int, DEQBlock] = weakref.WeakValueDictionary()
-_locks: weakref.WeakKeyDictionary[DEQBlock, threading.RLock] = weakref.WeakKeyDictionary()  # of their tensors
-_forward: list[Callable[..., Any]] = []
+_live: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+_locks: weakref.WeakKeyDictionary[Block, threading.RLock] = weakref.WeakKeyDictionary()  # of their tensors
 _recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: values with their graph, its leaves
 
 
-def serve(forward: Callable[..., Any]) -> None:
-    """Take what the op runs in place of a traced ``DEQBlock.forward``: this function itself."""
-    _forward[:] = [forward]
-
-
-def new_number(block: DEQBlock) -> Tensor:
+def new_number(block: Block) -> Tensor:
     """Number by which compiled code finds the block for as long as it lives; no other block has had it.
 
     A tensor, because code is compiled anew for each int.
@@ -68,33 +77,28 @@ def new_number(block: DEQBlock) -> Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def solve_traced(block: DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | Tensor | str | None) -> Any:
+def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: Groups | Tensor | str | None) -> Any:
     """``DEQBlock.forward`` in a region that ``torch.compile`` traces.
 
     Within ``vmap``, ``jvp`` and forward-mode AD the block runs as it is, between two graphs.
 
     Raises:
-        RuntimeError: within a gradient of torch.func.
-        ValueError: trace=True, whose length a graph cannot know, with `return_solution`.
+        ValueError: the call is within a gradient of torch.func, or has trace=True and `return_solution`.
         TypeError: x or z0 holds something else than tensors, None, truth values and strings in dicts, lists and tuples.
     """
     if _is_transformed():
-        return untraced(block.forward, x, z0, return_solution, groups)
+        value, solution = untraced(block._run, x, z0, groups)
+        return (value, solution) if return_solution else value
     check_served("torch.compile", ["trace of a Solution"] * (block.trace and return_solution))
     groups = block.groups if groups is None else groups
     if not isinstance(block.adjoint, Unrolled):
         z0 = detached(z0)
     cell = block.cell if isinstance(block.cell, nn.Module) else None
-    call = {
-        "x": x,
-        "z0": z0,
-        "groups": groups.index if isinstance(groups, Groups) else groups,
-        "records": torch.is_grad_enabled(),
-        "parameters": dict(cell.named_parameters()) if cell is not None else {},
-        "buffers": dict(cell.named_buffers()) if cell is not None else {},
-    }
+    parameters = dict(cell.named_parameters()) if cell is not None else {}
+    buffers = dict(cell.named_buffers()) if cell is not None else {}
+    index = groups.index if isinstance(groups, Groups) else groups
     tensors: list[Tensor] = []
-    described = _describe(call, tensors)
+    described = _describe((x, z0, index, torch.is_grad_enabled(), parameters, buffers), tensors)  # fields of ``_Call``
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     device = pytree.tree_leaves(z0)[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -113,49 +117,35 @@ def solve_traced(block: DEQBlock, x: Any, z0: Any, return_solution: bool, groups
 
 @constant_in_traces
 def _is_transformed() -> bool:
-    """Return whether the trace is within torch.func or forward-mode AD; RuntimeError if it is in reverse mode.
+    """Return whether the trace is within torch.func or forward-mode AD; ValueError if it is in reverse mode.
 
     Dynamo runs this as it is, and the error ends the trace. After an error that it has traced, it would compile the
     calls inside of the transform, which fails in torch.
     """
-    if in_reverse_mode():
-        raise RuntimeError(
-            "deqfast: torch.compile cannot take a block through a gradient of torch.func, which would miss the block's "
-            "part: leave the gradient out of compiled code, as torch.compiler.disable(torch.func.grad(f))"
-        )
+    check_served("torch.compile", ["a gradient of torch.func"] * in_reverse_mode())
     return in_torch_func() or in_forward_mode()
 
 
-def solve_exported(block: DEQBlock, x: Any, z0: Any, return_solution: bool, groups: Groups | None) -> Any:
-    """``DEQBlock.forward`` in an export, which looks at no value; see ``solve.export``.
+@dataclass(frozen=True)
+class _Call:
+    """Call of a block, with the tensors that the op was given in their places."""
 
-    Raises:
-        ValueError: the block is in training mode, whose gradients an export does not hold, or has a `halt`; trace=True
-            with `return_solution`.
-    """
-    asked = {
-        "halt": block.halt is not None,
-        "trace of a Solution": block.trace and return_solution,
-        "training mode": block.training,
-    }
-    check_served("torch.export", [name for name, given in asked.items() if given])
-    problem = Problem(
-        block.cell,
-        x,
-        z0,
-        block.current_solver,
-        {"kernel": block.kernel, "groups": groups, "scale": block.scale},
-        lambda _: None,
-    )
-    with solving(block.cell), hold_weights(block.cell):
-        if isinstance(block.adjoint, Iterated):  # whose value is not the solver's
-            value, solution = block.adjoint(problem)
-        else:
-            solution = solve(lambda z: block.cell(z, x), z0, problem.solver, **problem.options)
-            value = solution.value
-    return (value, solution) if return_solution else value
+    x: Any
+    z0: Any
+    groups: Tensor | str | None
+    records: bool  # a graph, for a gradient
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, described: str, take: Callable[[bytes], Tensor]) -> _Call:
+        """The call described, with `take(mark)`, called in order, in the place of the marks."""
+        leaves, spec = _parsed(described)
+        return cls(*pytree.tree_unflatten([take(leaf) if isinstance(leaf, bytes) else leaf for leaf in leaves], spec))
 
 
+# An op takes tensors, numbers, strings and lists, but no trees. Compiled code that torch keeps on disk would lose a
+# record that lies outside of the graph. A literal of the tree is a constant, which dynamo can trace.
 def _describe(tree: Any, tensors: list[Tensor]) -> str:
     """Literal of the tree with marks in the place of its tensors, which are appended to `tensors` in its order."""
     if isinstance(tree, Tensor):
@@ -178,12 +168,6 @@ def _describe(tree: Any, tensors: list[Tensor]) -> str:
 @functools.lru_cache(maxsize=1024)
 def _parsed(described: str) -> tuple[list[Any], pytree.TreeSpec]:
     return pytree.tree_flatten(ast.literal_eval(described))
-
-
-def _rebuild(described: str, take: Callable[[bytes], Any]) -> Any:
-    """Tree that ``_describe`` has described, with `take(mark)`, called in order, in the place of the marks."""
-    leaves, spec = _parsed(described)
-    return pytree.tree_unflatten([take(leaf) if isinstance(leaf, bytes) else leaf for leaf in leaves], spec)
 
 
 class _Solve(torch.autograd.Function):
@@ -211,14 +195,14 @@ class _Solve(torch.autograd.Function):
 
 
 class _Plain(nn.Module):
-    """The block's own forward, without the hooks and the subclass around it, which are traced."""
+    """The block's own solve, without the hooks and the subclass around it, which are traced."""
 
-    def __init__(self, block: DEQBlock) -> None:
+    def __init__(self, block: Block) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, x: Any, z0: Any, groups: Any) -> tuple[Any, Solution]:
-        return _forward[0](self.block, x, z0, True, groups)
+        return self.block._run(x, z0, groups)
 
 
 def _solve_block(
@@ -233,12 +217,17 @@ def _solve_block(
     if block is None:
         raise RuntimeError("deqfast: the block of this compiled code is gone; compile the model that holds it anew")
     with as_outside():
-        return _solved(block, described, tensors, wanted, autocast)
+        call, leaves = _with_leaves(described, tensors, wanted)
+        swapped, leaves = _swaps(block, call, leaves)
+        value, solution = _run(block, call, swapped, autocast)
+        ticket = torch.tensor(next(_numbers), device="cpu")
+        if call.records:
+            _keep(pytree.tree_leaves(value), leaves, ticket)
+        return [*_results(call, value, solution), ticket]
 
 
-def _solved(
-    block: DEQBlock, described: str, tensors: list[Tensor], wanted: list[bool], autocast: torch.dtype | None
-) -> list[Tensor]:
+def _with_leaves(described: str, tensors: list[Tensor], wanted: list[bool]) -> tuple[_Call, list[Tensor]]:
+    """The call with the tensors as leaves of a graph of its own, and those of them that want a gradient."""
     given, leaves = iter(zip(tensors, wanted, strict=True)), []
 
     def fresh(mark: bytes) -> Tensor:
@@ -247,32 +236,41 @@ def _solved(
         leaves.extend([leaf] if want else [])
         return leaf
 
-    call = _rebuild(described, fresh)
-    own, named = tensors_of(block.cell), call["parameters"] | call["buffers"]
+    return _Call.of(described, fresh), leaves
+
+
+def _swaps(block: Block, call: _Call, leaves: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Tensors to swap into the block, by name, and the leaves, of which some are then the block's own.
+
+    What the graph was given stays the block's own, which a hook may replace and other threads may be reading.
+    """
+    own, named = tensors_of(block.cell), call.parameters | call.buffers
     fresh_of = {id(own[name]): tensor for name, tensor in named.items()}
-    device = pytree.tree_leaves(call["z0"])[0].device.type
-    plain = _Plain(block)
-    # What the graph was given stays the block's own, which a hook may replace and other threads may be reading.
     pairs = [(name, tensor, named.get(name, fresh_of[id(tensor)])) for name, tensor in own.items()]
-    stays = {id(t): tensor for _, tensor, t in pairs if _is_given(tensor, t, call["records"])}
-    leaves = [stays.get(id(leaf), leaf) for leaf in leaves]
+    stays = {id(t): tensor for _, tensor, t in pairs if _is_given(tensor, t, call.records)}
     swapped = {f"block.cell.{name}": t for name, _, t in pairs if id(t) not in stays}
+    return swapped, [stays.get(id(leaf), leaf) for leaf in leaves]
+
+
+def _run(block: Block, call: _Call, swapped: dict[str, Tensor], autocast: torch.dtype | None) -> tuple[Any, Solution]:
+    """Value and Solution of the block with these tensors in place of its own, in the modes of the traced call."""
+    device = pytree.tree_leaves(call.z0)[0].device.type
     autocasts = torch.autocast(device, dtype=autocast, enabled=autocast is not None)
     torch.clear_autocast_cache()  # whose casts may be of old weights; compiled code uses none
-    alone = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
-    with torch.set_grad_enabled(call["records"]), autocasts, holding({}), alone:
-        value, solution = torch.func.functional_call(
-            plain, swapped, (call["x"], call["z0"], call["groups"]), tie_weights=False
-        )
-    starts, values = pytree.tree_leaves(call["z0"]), pytree.tree_leaves(value)
-    ticket = torch.tensor(next(_numbers), device="cpu")
-    if call["records"]:
-        _keep(values, leaves, ticket)
+    exclusive = _locks.setdefault(block, threading.RLock()) if swapped else nullcontext()
+    with torch.set_grad_enabled(call.records), autocasts, holding({}), exclusive:
+        arguments = call.x, call.z0, call.groups
+        found: tuple[Any, Solution] = torch.func.functional_call(_Plain(block), swapped, arguments, tie_weights=False)
+    return found
+
+
+def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
+    """Results of the op, but for its ticket; they may not share memory."""
+    pairs = zip(pytree.tree_leaves(call.z0), pytree.tree_leaves(value), strict=True)
     calls = torch.tensor([solution.evaluations, solution.sample_evaluations], device="cpu")
-    # Copies of what are rows of one tensor: results of an op may not share memory.
-    residuals = [solution.residual_rel.clone(), solution.residual_abs.clone()]
-    found = [_like(z0, z.detach()) for z0, z in zip(starts, values, strict=True)]
-    return [*found, solution.status, solution.iterations, *residuals, calls, ticket]
+    residuals = solution.residual_rel.clone(), solution.residual_abs.clone()  # which are rows of one tensor
+    found = [_like(z0, z.detach()) for z0, z in pairs]
+    return [*found, solution.status, solution.iterations, *residuals, calls]
 
 
 def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
@@ -303,12 +301,12 @@ def _fake_solve_block(
     first: Tensor, number: Tensor, described: str, tensors: list[Tensor], *settings: Any
 ) -> list[Tensor]:
     given = iter(tensors)
-    call = _rebuild(described, lambda mark: next(given))
-    starts = pytree.tree_leaves(call["z0"])
+    call = _Call.of(described, lambda mark: next(given))
+    starts = pytree.tree_leaves(call.z0)
     samples = starts[0].shape[0]
-    if isinstance(call["groups"], Tensor):
+    if isinstance(call.groups, Tensor):
         samples = torch.library.get_ctx().new_dynamic_size()
-    elif call["groups"] is not None:
+    elif call.groups is not None:
         samples = torch.sym_min(samples, 1)
     state = rows_dtype(starts)
     rows = [starts[0].new_empty(samples, dtype=dtype) for dtype in (torch.int8, torch.int32, state, state)]

@@ -1,70 +1,113 @@
-"""Which options go together: the only table of what a way of running a solve does not serve."""
+"""Plan of a forward pass: what is solved, how it is executed, and what it leaves behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-_NO_SOLVER = dict.fromkeys(("compact", "trace", "halt", "cuda_graph", "compile"), "it runs no solver")
-_REPLAYS = "a graph replays the same work"
-_ONE_CODE = "its code is one loop for whole batches"
-REFUSED: dict[str, dict[str, str]] = {
-    "cuda_graph": {
-        "compact": _REPLAYS,
-        "trace": _REPLAYS,
-        "halt": _REPLAYS,
-        "groups": "groups may change from call to call, and a graph replays the same work",
-        "scale": "it is not captured",
-        "SHINE": "a replay overwrites the history that it needs",
-    },
-    "compile": {
-        "compact": _ONE_CODE,
-        "trace": _ONE_CODE,
-        "halt": _ONE_CODE,
-        "groups": _ONE_CODE,
-        "scale": _ONE_CODE,
-        "check_every": "its loop looks after every evaluation",
-        "cuda_graph": "it serves CPUs",
-    },
-    "compact": {"groups": "f could not tell which rows are left"},
-    "Unrolled": _NO_SOLVER,
-    "Reversible": _NO_SOLVER,
-    "trajectory": {
-        "SHINE": "it has the history of the end of a solve only",
-        "Unrolled": "it runs no solver",
-        "Reversible": "it runs no solver",
-    },
-    "torch.func": {
-        "compact": "all members of a vmap are one batch",
-        "trace": "its length would differ between the members of a vmap",
-        "halt": "the rule would see all members of a vmap as one batch",
-        "compile": "the compiled solve has no transforms",
-        "cuda_graph": "the captured solve has no transforms",
-    },
-    "torch.export": {
-        "halt": "an exported program calls no Python",
-        "trace of a Solution": "its length is that of the solve, which an export does not know",
-        "training mode": "an export serves inference: call eval() before",
-    },
-    "torch.compile": {"trace of a Solution": "a graph cannot know its length: compile without it"},
-}
-"""{way of running: {option: why it is refused}}; a block's options are ways too."""
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..solution import Solution
+from ..solvers import Solver
+from ..state.groups import Groups
+from ..state.rows import per_row, without_broken
+from ..torch_internals.dynamo import is_exporting
+from ..torch_internals.transforms import in_forward_mode, in_torch_func
+from .compiled import Compiled
+from .cuda_graph import Graphs
+from .linearised import Linearised
+from .loop import Halt
+
+Context = Literal["eager", "torch.func", "torch.export"]
 
 
-def kinds(adjoint: object) -> list[str]:
-    """Names of the classes of an adjoint, by which the table knows it."""
-    return [kind.__name__ for kind in type(adjoint).__mro__]
+def present_context() -> Context:
+    """Return where this call runs; "torch.func" stands for forward-mode AD too.
+
+    ``torch.compile`` is none of these: it runs a block as one op, and that op runs eagerly.
+    """
+    if is_exporting():
+        return "torch.export"
+    return "torch.func" if in_torch_func() or in_forward_mode() else "eager"
 
 
-def check_served(way: str, options: Iterable[str]) -> None:
-    """Raise ValueError naming the first of the options that this way of running a solve does not serve."""
-    refused = REFUSED.get(way, {})
-    for option in options:
-        if option in refused:
-            raise ValueError(f"{way} cannot be combined with {option}: {refused[option]}")
+def reciprocal(scale: Any) -> Any:
+    """Tree of one over each number, None for None: a gradient is as long as its tensor is short."""
+    return None if scale is None else pytree.tree_map(lambda number: 1 / number, scale)
 
 
-def check_together(options: Iterable[str]) -> None:
-    """Raise ValueError if one of the options does not serve another."""
-    options = list(options)
-    for option in options:
-        check_served(option, options)
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Forward pass of a block: solve z = cell(z, x) from z0.
+
+    Attributes:
+        cell: the map (z, x) -> z.
+        x: the injection, a tensor or a pytree.
+        z0: start of the iteration.
+        solver: the solver of the forward solve.
+        groups: samples of several rows, if any; of the backward solve too.
+        scale: sizes of the tensors of the state, if given.
+        per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
+        kernel: name of the kernels of all solves, forward and backward.
+        check_every: iterations between looks at whether all samples are done, forward and backward.
+        compact: give the cell the rows of running samples only.
+        graphs: if given, these capture the forward solve and replay it.
+        compiled: if given, its code runs the forward solve.
+        linearised: if given, its code runs the backward solve of ``Implicit``.
+        context: where the forward pass runs.
+        trace: record the residual after every evaluation.
+        halt: a rule that ends samples too.
+        keep_inverse: keep the solver's history for ``Solution.transposed_inverse``.
+        on_backward: called with the Solution of a backward solve.
+        advances: the value with its gradient is not z* but what the gradient's own calls of the cell make of it.
+    """
+
+    # What is solved.
+    cell: Callable[[Any, Any], Any]
+    x: Any
+    z0: Any
+    solver: Solver
+    groups: Groups | None = None
+    scale: Any = None
+    per_sample: Any = None
+    # How it is executed.
+    kernel: str = "auto"
+    check_every: int | None = None
+    compact: bool = False
+    graphs: Graphs | None = None
+    compiled: Compiled | None = None
+    linearised: Linearised | None = None
+    context: Context = field(default_factory=present_context)
+    # What is recorded, and what is called back.
+    trace: bool = False
+    halt: Halt | None = None
+    keep_inverse: bool = False
+    on_backward: Callable[[Solution], None]
+    advances: bool = False
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether the value gets a gradient from torch.autograd."""
+        return self.context != "torch.export" and torch.is_grad_enabled()
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether parametrised weights are computed once for the solve; graphs and transforms compute their own."""
+        return self.context == "torch.export" or (self.context == "eager" and self.graphs is None)
+
+    def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor]:
+        """(z*, x, broken), see ``rows.without_broken``."""
+        return without_broken(self.x, solution, self.groups, self.per_sample)
+
+    def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor) -> Any:
+        """Value that the gradient is attached to: z*, or these `outputs` in all rows that did not break down."""
+        if not self.advances:
+            return solution.value
+        leaves, spec = pytree.tree_flatten(solution.value)
+        pairs = zip(leaves, outputs, strict=True)
+        return pytree.tree_unflatten(
+            [torch.where(per_row(broken, z), z, y.detach().to(z.dtype)) for z, y in pairs], spec
+        )

@@ -10,12 +10,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .._checks import check_count
-from ..adjoints import Adjoint, Problem
+from ..adjoints import Adjoint
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.rows import per_row
-from ..torch_internals.dynamo import is_exporting
-from .plan import check_served, kinds
+from .choose import in_loop
+from .plan import Plan
+from .refusals import check_served, kinds
 
 
 class Taps:
@@ -33,16 +34,15 @@ class Taps:
         return self.f(z, x)
 
 
-def solve_along(problem: Problem, at: Sequence[int]) -> tuple[list[Any], Solution]:
-    """States that the forward solve of a problem gives to its cell at the evaluations `at`, and its Solution.
+def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
+    """States that the forward solve of a plan gives to its cell at the evaluations `at`, and its Solution.
 
-    A sample that is done before is given as its value in the Solution. Runs the loop: neither
-    graphs, which count no calls, nor compiled code, nor what the cell has in its place, nor compaction.
+    A sample that is done before is given as its value in the Solution. This always runs the eager loop, for whole
+    batches: graphs and compiled code count no calls.
     """
-    options = {**problem.forward_options, "compact": False}
-    taps = Taps(problem.cell, at)
-    solution = replace(problem, cell=taps, graphs=None, compiled=None, forward_options=options).solve()
-    rows = solution.iterations if problem.groups is None else problem.groups.of_rows(solution.iterations)
+    taps = Taps(plan.cell, at)
+    solution = in_loop(replace(plan, cell=taps, compact=False))
+    rows = solution.iterations if plan.groups is None else plan.groups.of_rows(solution.iterations)
 
     def with_values(state: Any, at: int) -> Any:
         return pytree.tree_map(lambda s, v: torch.where(per_row(rows < at, s), v, s), state, solution.value)
@@ -52,16 +52,15 @@ def solve_along(problem: Problem, at: Sequence[int]) -> tuple[list[Any], Solutio
     return [*states, *rest], solution
 
 
-def differentiate_along(problem: Problem, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:
+def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tuple[list[Any], Solution]:
     """States of ``solve_along`` and z* behind them, each with the adjoint's gradient; and the Solution."""
-    if problem.is_transformed() or is_exporting():
-        raise RuntimeError("deqfast: a trajectory cannot go through torch.func, forward-mode AD or torch.export")
-    problem = replace(problem, linearised=None)
-    states, solution = solve_along(problem, at)
+    check_served("trajectory", [plan.context])
+    plan = replace(plan, linearised=None)
+    states, solution = solve_along(plan, at)
     if not torch.is_grad_enabled():
         return [*states, solution.value], solution
-    states = [adjoint.differentiate(problem, replace(solution, value=state))[0] for state in states]
-    value, solution = adjoint.differentiate(problem, solution)
+    states = [adjoint.differentiate(plan, replace(solution, value=state))[0] for state in states]
+    value, solution = adjoint.differentiate(plan, solution)
     return [*states, value], solution
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,11 @@ from ..solution import Solution, Status
 from ..state.floors import float32_products_eps, residual_floor
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
-
-if TYPE_CHECKING:
-    from .base import Problem
+from .plan import Plan
 
 
 @torch.no_grad()
-def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Tensor]) -> Solution:
+def confirmed(solution: Solution, plan: Plan, z: Any, evaluation: list[Tensor]) -> Solution:
     """The solution, with samples INCONSISTENT that its solve took for converged and this evaluation at z* does not.
 
     Twice the residual or the tolerance is allowed, and the rounding of f. Nothing waits for the device.
@@ -30,10 +28,10 @@ def confirmed(solution: Solution, problem: Problem, z: Any, evaluation: list[Ten
     device = leaves[0].device
     values, states = ([t.dtype for t in tensors] for tensors in (evaluation, leaves))
     rounding = residual_floor(values, states, device, float32_products_eps(device))
-    solver = problem.solver
+    solver = plan.solver
     gaps = [y - one for y, one in zip(evaluation, leaves, strict=True)]
-    factors = factors_of(problem.scale, pytree.tree_structure(z))
-    size, gap = (sample_norms(of, problem.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
+    factors = factors_of(plan.scale, pytree.tree_structure(z))
+    size, gap = (sample_norms(of, plan.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)
     bound = (allowed + rounding) * size if solver.stop == "rel" else allowed + rounding * size
     if solver.offset:

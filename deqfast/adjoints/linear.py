@@ -1,0 +1,102 @@
+"""The linear fixed points of the implicit function theorem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..execution.functorch import groups_of_members
+from ..execution.linearised import Product
+from ..execution.plan import Plan, reciprocal
+from ..solution import Solution
+from ..solve import solve
+from ..solvers import Solver
+from ..state.groups import Groups
+from ..state.norms import sample_norms
+from ..state.packing import factors_of
+from ..state.rows import per_row, rows_of
+
+Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
+"""u -> A u, with None for a zero."""
+
+
+@dataclass(frozen=True)
+class LinearSolve:
+    """Solve of u = A u + g from u = g, sample by sample.
+
+    With J the Jacobian of the cell in z, a gradient has A = J^T and u = (I - J^T)^-1 g. A tangent has A = J. Only
+    products with A are needed: of a recorded evaluation, of compiled code, or of torch.func.
+
+    Attributes:
+        solver: with stop="rel" and atol=0.
+        kernel, check_every: see ``deqfast.solve``.
+        groups: samples of several rows, if any.
+        scale: sizes of the tensors of u, if given.
+        on_backward: called with the Solution.
+    """
+
+    solver: Solver
+    kernel: str
+    check_every: int | None
+    groups: Groups | None
+    scale: object
+    on_backward: Callable[[Solution], None]
+
+    @classmethod
+    def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
+        """Solve with the Jacobian at the plan's z*, whose u is as large as z."""
+        return cls(solver, plan.kernel, plan.check_every, plan.groups, plan.scale, plan.on_backward)
+
+    def transposed(self) -> LinearSolve:
+        """Solve with the transposed matrix, whose u is as long as this one's is short."""
+        return replace(self, scale=reciprocal(self.scale))
+
+    def __call__(
+        self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
+    ) -> list[Tensor]:
+        """u for the right-hand side g = `right`, the leaves of a tree.
+
+        Args:
+            products: u -> A u.
+            right: g; a row that is not finite is passed on as it is, because a GradScaler must see it.
+            spec: of the tree.
+            members: number of members of a vmap whose rows are in this batch.
+        """
+        finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
+        start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
+        groups = groups_of_members(self.groups, members)
+        # The system is linear: a right-hand side of size 1 keeps the scale of the loss out of the solver. Beyond 2^100
+        # the factor would not be representable.
+        factors = factors_of(self.scale, spec)
+        exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
+        rows = exponent if groups is None else groups.of_rows(exponent)
+        start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
+        solution = self._solve(products, start, spec, groups)
+        values = [torch.ldexp(u, per_row(rows, u)) for u in pytree.tree_leaves(solution.value)]
+        residual = torch.ldexp(solution.residual_abs, exponent)
+        self.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
+        return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, right, strict=True)]
+
+    def _solve(
+        self, products: Products | Product, start: list[Tensor], spec: pytree.TreeSpec, groups: Groups | None
+    ) -> Solution:
+        if isinstance(products, Product):
+            return products.solve(start, self.solver, self.kernel)
+
+        def f(u: object) -> object:
+            pairs = zip(products(pytree.tree_leaves(u)), start, strict=True)
+            return pytree.tree_unflatten([g if p is None else p + g for p, g in pairs], spec)
+
+        return solve(
+            f,
+            pytree.tree_unflatten(start, spec),
+            self.solver,
+            self.kernel,
+            groups=groups,
+            scale=self.scale,
+            check_every=self.check_every,
+        )

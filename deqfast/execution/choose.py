@@ -1,0 +1,87 @@
+"""Choice of what runs the forward solve of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..solution import Solution
+from ..solve import solve
+from ..state.rows import mark_samples, take_rows
+from .functorch import solve_values
+from .plan import Plan
+
+Runner = Callable[[Plan], Solution]
+
+
+def choose(plan: Plan) -> Runner:
+    """Return what runs the forward solve: the only place that knows which way of running comes before which.
+
+    ``refusals.REFUSED`` says what each way refuses. Only ``torch.compile`` is looked for elsewhere, in
+    ``DEQBlock.forward``: its trace holds no plan, but an op that makes one when it runs.
+    """
+    if plan.context == "torch.export":
+        return in_export
+    if plan.context == "torch.func":
+        return solve_values
+    records = plan.trace or plan.halt is not None or plan.keep_inverse
+    if hasattr(plan.cell, "fixed_point") and not records and plan.groups is None and plan.scale is None:
+        return by_cell
+    return _by_solver(plan)
+
+
+def _by_solver(plan: Plan) -> Runner:
+    if plan.graphs is not None:
+        return by_graphs
+    return in_loop if plan.compiled is None else by_compiled_code
+
+
+def in_loop(plan: Plan) -> Solution:
+    """Run the eager loop."""
+    marks = mark_samples(plan.x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample) if plan.compact else []
+
+    def f(z: Any, rows: Tensor | None = None) -> Any:
+        return plan.cell(z, plan.x if rows is None else take_rows(plan.x, marks, rows))
+
+    return solve(
+        f,
+        plan.z0,
+        plan.solver,
+        plan.kernel,
+        groups=plan.groups,
+        scale=plan.scale,
+        halt=plan.halt,
+        check_every=plan.check_every,
+        compact=plan.compact,
+        trace=plan.trace,
+        keep_inverse=plan.keep_inverse,
+    )
+
+
+def in_export(plan: Plan) -> Solution:
+    """Put the solve into the program, which keeps all samples in the batch and records nothing."""
+    return in_loop(replace(plan, compact=False, trace=False))
+
+
+def by_cell(plan: Plan) -> Solution:
+    """Call the cell's own ``fixed_point``, else run what serves if it returns None."""
+    with torch.no_grad():
+        solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.kernel)  # type: ignore[attr-defined]  # a hook
+    return _by_solver(plan)(plan) if solution is None else solution
+
+
+def by_graphs(plan: Plan) -> Solution:
+    """Replay the block's CUDA graphs."""
+    assert plan.graphs is not None
+    return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel, plan.check_every)
+
+
+def by_compiled_code(plan: Plan) -> Solution:
+    """Run the block's compiled code."""
+    assert plan.compiled is not None
+    return plan.compiled.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel, plan.keep_inverse)

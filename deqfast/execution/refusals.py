@@ -1,0 +1,97 @@
+"""Which options go together: the only table of the combinations that are refused, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_NO_SOLVER = dict.fromkeys(("compact", "trace", "halt", "cuda_graph", "compile"), "it runs no solver")
+_REPLAYS = "a graph replays the same work"
+_ONE_CODE = "its code is one loop for whole batches"
+REFUSED: dict[str, dict[str, str]] = {
+    "cuda_graph": {
+        "compact": _REPLAYS,
+        "trace": _REPLAYS,
+        "halt": _REPLAYS,
+        "groups": "groups may change from call to call, and a graph replays the same work",
+        "scale": "it is not captured",
+        "SHINE": "a replay overwrites the history that it needs",
+        "begin_solve": "it prepares every solve in Python, and a replay would not run it",
+    },
+    "compile": {
+        "compact": _ONE_CODE,
+        "trace": _ONE_CODE,
+        "halt": _ONE_CODE,
+        "groups": _ONE_CODE,
+        "scale": _ONE_CODE,
+        "check_every": "its loop looks after every evaluation",
+        "cuda_graph": "it serves CPUs",
+    },
+    "compact": {"groups": "f could not tell which rows are left"},
+    "Unrolled": _NO_SOLVER,
+    "Reversible": _NO_SOLVER,
+    "trajectory": {
+        "SHINE": "it has the history of the end of a solve only",
+        "Unrolled": "it runs no solver",
+        "Reversible": "it runs no solver",
+        "torch.func": "its states get their gradients from torch.autograd, and none in forward-mode AD either",
+        "torch.export": "it counts the evaluations in Python",
+    },
+    "torch.func": {
+        "compact": "all members of a vmap are one batch",
+        "trace": "its length would differ between the members of a vmap",
+        "halt": "the rule would see all members of a vmap as one batch",
+        "compile": "the compiled solve has no transforms",
+        "cuda_graph": "the captured solve has no transforms",
+        "Reversible": "it has no derivative there, nor in forward-mode AD: use Unrolled",
+    },
+    "torch.export": {
+        "halt": "an exported program calls no Python",
+        "trace of a Solution": "its length is that of the solve, which an export does not know",
+        "training mode": "an export serves inference: call eval() before",
+    },
+    "torch.compile": {
+        "trace of a Solution": "a graph cannot know its length: compile without it",
+        "a gradient of torch.func": "it would miss the block's part: leave the gradient out of compiled code, as "
+        "torch.compiler.disable(torch.func.grad(f))",
+    },
+}
+"""{way of running: {option: why it is refused}}; a block's options are ways too."""
+
+# Name of an option in the table: the attribute of a block or a plan, neither None nor False if the option is given.
+_ATTRIBUTES = {
+    "compact": "compact",
+    "trace": "trace",
+    "halt": "halt",
+    "groups": "groups",
+    "scale": "scale",
+    "check_every": "check_every",
+    "cuda_graph": "graphs",
+    "compile": "compiled",
+}
+
+
+def given(options: Any, adjoint: object) -> list[str]:
+    """Names in the table of what a block or a plan is given, and of the classes of its adjoint."""
+    values = {name: getattr(options, attribute) for name, attribute in _ATTRIBUTES.items()}
+    return [*(name for name, value in values.items() if value is not None and value is not False), *kinds(adjoint)]
+
+
+def kinds(adjoint: object) -> list[str]:
+    """Names of the classes of an adjoint, by which the table knows it."""
+    return [kind.__name__ for kind in type(adjoint).__mro__]
+
+
+def check_served(way: str, options: Iterable[str], of: str = "") -> None:
+    """Raise ValueError if this way of running a solve refuses an option; `of` says whose option it is."""
+    refused = REFUSED.get(way, {})
+    for option in options:
+        if option in refused:
+            raise ValueError(f"{way} cannot be combined with {option}{of}: {refused[option]}")
+
+
+def check_together(options: Iterable[str]) -> None:
+    """Raise ValueError if one of the options refuses another."""
+    options = list(options)
+    for option in options:
+        check_served(option, options)
