@@ -1,4 +1,7 @@
-"""Graphs of torch.autograd: products with a recorded evaluation, the leaves behind it, and hooks."""
+"""Graphs of torch.autograd: products with a recorded evaluation, the leaves behind it, and hooks.
+
+`tests/test_torch_internals.py` tests what is assumed of torch here, assumption by assumption.
+"""
 
 from __future__ import annotations
 
@@ -198,8 +201,12 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> tuple[list[Tensor], bool]:
-    """Leaves that `outputs` depend on other than through those `excluded`; whether on more that is older than `first`,
-    the number of a node. Weights held for the solve are no older than what they are made of."""
+    """Leaves that `outputs` depend on other than through those `excluded`; whether they depend on older nodes too.
+
+    A node is older if its number is below `first`, because torch numbers the nodes of a thread as they are recorded.
+    Two kinds of older nodes belong to the evaluation all the same. One is a weight held for the solve, whose age is the
+    number from which on its own nodes count. The other is a weight's cast that autocast keeps, a "ToCopyBackward0".
+    """
     edges: list[Any] = [(_edge(y), first) for y in outputs if y.requires_grad]
     begins = held_nodes()
     seen = {_edge(tensor) for tensor in excluded if tensor.requires_grad}
@@ -213,9 +220,7 @@ def leaves_behind(outputs: list[Tensor], excluded: list[Tensor], first: int) -> 
         if edge[0].name() == "torch::autograd::AccumulateGrad":
             if edge[0].variable not in _states:
                 found.append(edge[0].variable)
-        elif (
-            edge[0]._sequence_nr() < first and edge[0].name() != "ToCopyBackward0"
-        ):  # a weight that autocast keeps cast
+        elif edge[0]._sequence_nr() < first and edge[0].name() != "ToCopyBackward0":
             hides = True
         else:
             edges.extend((behind, first) for behind in edge[0].next_functions)

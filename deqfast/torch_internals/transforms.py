@@ -139,7 +139,7 @@ class Members:
     """
 
     def __init__(self, batched: Tensor) -> None:
-        # Of vmaps around vmaps the innermost is the only one here: what is made here has met no other.
+        # torch does not tell the level. The removal of another level leaves the tensor batched.
         for self.level in range(1, 64):
             plain = torch._remove_batch_dim(batched, self.level, 1, 0)
             if not _functorch.is_legacy_batchedtensor(plain):

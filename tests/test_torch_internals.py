@@ -1,0 +1,118 @@
+"""What deqfast assumes of torch and torch does not promise: one test for each assumption, for every version."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from deqfast.torch_internals import autograd, transforms
+from deqfast.torch_internals.weights import next_node
+
+
+def node_of(tensor):
+    return autograd._edge(tensor)[0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        Doubled.seen = type(ctx), autograd.keeps_graph()
+        return 2 * grad
+
+
+class TestGraphs:
+    def test_nodes_of_a_thread_are_numbered_in_the_order_of_their_recording(self):
+        x = torch.ones(2, requires_grad=True)
+        before, number, after = x.exp(), next_node(), x.exp()
+        assert node_of(before)._sequence_nr() < number < node_of(after)._sequence_nr()
+
+    def test_a_leaf_ends_a_graph_by_a_node_that_knows_it(self):
+        x = torch.ones(2, requires_grad=True)
+        node, _ = node_of(x.exp()).next_functions[0]
+        assert node.name() == "torch::autograd::AccumulateGrad" and node.variable is x
+
+    def test_autocast_keeps_the_cast_of_a_weight(self):
+        """Its node may be older than an evaluation that uses it, and is then no tensor computed outside."""
+        weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            x @ weight
+            begin = next_node()
+            (cast, _) = node_of(x @ weight).next_functions[1]
+        assert cast.name() == "ToCopyBackward0" and cast._sequence_nr() < begin
+
+    def test_what_a_cell_holds_is_found(self):
+        z, weight, x = (torch.ones(2, requires_grad=True) for _ in range(3))
+        older = weight.exp()
+        begin = next_node()
+        assert autograd.leaves_behind([z * x * weight], [z, x], begin) == ([weight], False)
+        assert autograd.leaves_behind([z * older], [z], begin) == ([], True)
+
+    @pytest.mark.parametrize("keeps", [False, True])
+    def test_a_backward_pass_tells_whether_it_keeps_its_graph(self, keeps):
+        x = torch.ones(2, requires_grad=True)
+        Doubled.apply(x).sum().backward(retain_graph=keeps)
+        assert Doubled.seen[1] == keeps
+
+    def test_the_context_of_a_backward_pass_is_the_node(self):
+        """Compiled autograd gives a copy in its place."""
+        x = torch.ones(2, requires_grad=True)
+        Doubled.apply(x).sum().backward()
+        assert issubclass(Doubled.seen[0], BackwardCFunction)
+
+    def test_a_hook_that_has_been_replaced_is_called(self):
+        x, calls = torch.ones(2, requires_grad=True), []
+        x.register_hook(calls.append)
+        x.exp().sum().backward()
+        (x * x).sum().backward(inputs=[x])
+        autograd.vjp([x.exp()], [x], [torch.ones(2)])
+        assert len(calls) == 2
+        x.exp().sum().backward()
+        assert len(calls) == 3
+
+
+class TestTransforms:
+    def test_transforms_are_seen(self):
+        def asked(x):
+            seen.append((transforms.in_torch_func(), transforms.in_reverse_mode(), transforms.is_wrapped(x)))
+            return x.sum()
+
+        seen = []
+        asked(torch.ones(2))
+        torch.vmap(asked)(torch.ones(2, 3))
+        torch.func.grad(asked)(torch.ones(2))
+        assert seen == [(False, False, False), (True, False, True), (True, True, True)]
+
+    def test_forward_mode_is_seen(self):
+        assert not transforms.in_forward_mode()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+            assert transforms.in_forward_mode() and transforms.has_tangent(dual)
+            assert not transforms.has_tangent(transforms.without_tangent(dual))
+
+    def test_values_of_all_members(self):
+        seen = []
+        torch.vmap(torch.vmap(lambda x: seen.append(transforms.values(x)) or x))(torch.arange(6).view(2, 3))
+        assert seen[0].shape == (2, 3)
+
+    def test_a_batch_of_gradients_is_taken_apart(self):
+        class Members(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                members = transforms.Members.of([grad])
+                grads = members.unwrap(grad)
+                assert grads.shape == (4, 2)
+                return members.wrap(3 * grads)
+
+        x = torch.ones(2, requires_grad=True)
+        grads = torch.arange(8.0).view(4, 2)
+        (found,) = torch.autograd.grad(Members.apply(x), x, grads, is_grads_batched=True)
+        assert torch.equal(found, 3 * grads)
