@@ -105,7 +105,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         TypeError, ValueError: at construction, for an unknown name, a value out of range or a combination that cannot
             be served, naming the argument; at a call, for a start that is not finite, or a cell that returns another
             shape.
-        RuntimeError: at a call, where a kernel asked for by name cannot serve.
+        RuntimeError: at a call, if a kernel asked for by name cannot serve.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.FCCell(in_features=3, features=8), solver="anderson", adjoint="implicit")
@@ -191,7 +191,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         Args:
             x: what the cell takes, any pytree; tensors with a row per row of z are its samples, see `per_sample`.
             z0: start of the iteration; None: see the class.
-            return_solution: return the Solution beside the value.
+            return_solution: return the Solution too.
             groups: for a cell that couples rows of z: the sample of each, or "batch", see ``solve``; or ``Groups``, so
                 that repeated calls do not wait for the device.
 
@@ -199,7 +199,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             z*, a tree like z0; with `return_solution` (z*, Solution).
         """
         z0 = self._initial_state(x) if z0 is None else z0
-        # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() tells of other threads too.
+        # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() is true for other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
         try:

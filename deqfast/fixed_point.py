@@ -43,7 +43,7 @@ def fixed_point(
         args: tensors, pytrees of them, or anything else that f takes.
         solver: of the forward solve, as for ``DEQBlock``.
         adjoint: how gradients are found, as for ``DEQBlock``.
-        return_solution: return the Solution beside the value.
+        return_solution: return the Solution too.
         options: further ones of ``DEQBlock`` and of its call: kernel, check_every, compact, per_sample, trace, halt,
             scale, warn (which then warns at every call), groups.
 

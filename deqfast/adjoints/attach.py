@@ -43,7 +43,7 @@ class Recorded:
     def __init__(self, evaluate: Evaluate, z: Any, x: Any) -> None:
         begin = next_node()
         valve = Valve()
-        behind = valve(x)  # or a tensor of x could not be told from the same one held by the cell
+        behind = valve(x)  # or a tensor of x would look like the same one held by the cell
         self.outputs = in_order_of(z, evaluate(not_leaves(z), behind))
         inputs = requiring_grad(behind)
         held, self.hides = leaves_behind(self.outputs, [*inputs, *pytree.tree_leaves(z)], begin)
@@ -87,7 +87,7 @@ class Rule:
 
 
 def attach(value: Any, recorded: Recorded, rule: Rule, broken: Tensor | None = None) -> Any:
-    """`value`, a tree like z, with its gradient; itself where there is nothing to differentiate in.
+    """`value`, a tree like z, with its gradient; itself if there is nothing to differentiate in.
 
     broken: (N,) mask of the rows that get no gradient; None: all do.
     """

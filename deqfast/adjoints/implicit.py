@@ -101,7 +101,7 @@ class Implicit(Adjoint):
 class _Inverted(Rule):
     """u = (I - J^T)^-1 g, with J the Jacobian of `evaluate` in z. Differentiable any number of times.
 
-    The products J^T v of the solve are those of the recorded evaluation, or of compiled code if there is some.
+    The recorded evaluation gives the products J^T v of the solve, or compiled code if there is some.
 
     Args:
         solve: with the Jacobian.

@@ -160,7 +160,7 @@ class _Run:
         return (state - self.damping * _widened(value)) / (1 - self.damping)
 
     def _check(self, found: list[list[Tensor]]) -> None:
-        """RuntimeError where the states found are not the start, a sample of its own."""
+        """RuntimeError if a sample of the states found is not at its start."""
         size = self.lengths(self.ends[1]) + self.lengths([_widened(leaf) for leaf in self.start])
         known = (size > 0) & torch.isfinite(size)  # a sample of zeros is at its start, one that broke down has no way
         off = [self.lengths([a - b for a, b in zip(state, self.start, strict=True)]) / size for state in found]

@@ -64,7 +64,7 @@ class Unrolled(Iterated):
 
     Args:
         steps: number of calls, at least 1; None takes the solver's max_iter.
-        checkpoint: keep the iterates alone, and compute each call's graph anew in the backward pass: twice the calls,
+        checkpoint: keep only the iterates, and compute each call's graph again in the backward pass: twice the calls,
             in the memory of one graph. The cell must then be the same function as in the forward pass.
 
     Raises:

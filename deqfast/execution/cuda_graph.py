@@ -6,7 +6,7 @@ host waits at the ends of the solve only: to see that z0 is finite, and how many
 are conditional one by one, not a while loop, because the number of an iteration is an argument of its kernels.)
 
 What a graph replays is fixed when it is captured: the memory of parameters and inputs, the kernels, every choice that
-Python made. Inputs are therefore copied into memory of the graph's, and a solve is captured anew when the cell, shapes,
+Python made. Inputs are therefore copied into memory of the graph's, and a solve is captured again if the cell, shapes,
 dtypes, the memory of parameters and buffers, training flags, solver, autocast or the precision of float32 products
 change. Tensors that the cell keeps elsewhere must stay where they are.
 """
@@ -46,7 +46,7 @@ class Graphs:
 
     Raises:
         ValueError: another mode, or a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
-        TypeError: a cell that is no module, whose parameters would not be known.
+        TypeError: a cell that is not a module, so that its parameters are not known.
         RuntimeError: "whole" where torch cannot.
     """
 
@@ -165,7 +165,7 @@ class Captured:
         self.graphs[first // self.check_every].replay()
 
     def _evaluations(self) -> int:
-        """Calls of f that a graph of all iterations has made, told by how far the slowest sample came."""
+        """Calls of f that a graph of all iterations has made, from the iterations of the slowest sample."""
         furthest = int(self.state.iterations.max())
         return min(-(-furthest // self.check_every) * self.check_every, self.max_iter)
 
@@ -179,7 +179,7 @@ def _check_cell(cell: Any) -> None:
 
 
 def _is_ready(cell: nn.Module) -> bool:
-    """Return whether every submodule is the same function in all solves to come; `has_settled` says where not."""
+    """Return whether every submodule is the same function in all solves to come, as its `has_settled` says."""
     checks = [getattr(module, "has_settled", None) for module in cell.modules()]
     return all(check() for check in checks if check is not None)
 

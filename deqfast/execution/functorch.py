@@ -1,6 +1,6 @@
 """Blocks under the transforms of torch.func and in forward-mode AD.
 
-There a solve is a function of tensors alone: of its start, and of the x, the parameters and the buffers that the cell
+There a solve is a function of tensors only: of its start, and of the x, the parameters and the buffers that the cell
 computes with. It is taken out of all transforms: vmaps fold into the batch, so that every sample of every member is
 judged, accelerated and frozen by itself, while the cell is called inside of a vmap of its own. Derivatives attach to
 the values that come back, and are made of solves and calls of the cell that are transformed in turn::
@@ -140,7 +140,7 @@ class _OnValues(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Linearisation:
-    """Linearisation of a function at a state, in those of its other tensors that are differentiated.
+    """Linearisation of a function at a state, in the other tensors that are differentiated.
 
     Attributes:
         f: the function.
@@ -328,7 +328,7 @@ def attach_derivative(plan: Plan, solution: Solution, derivative: Derivative) ->
 
 
 def groups_of_members(groups: Groups | None, members: int) -> Groups | None:
-    """Groups of a solve of so many members folded into one batch."""
+    """Groups of a solve of several members of a vmap, folded into one batch."""
     return groups if groups is None or members == 1 else groups.repeated(members)
 
 
@@ -376,5 +376,5 @@ def _vmapped(
 
 
 def unfold(tensors: Sequence[Tensor], members: int) -> Tensors:
-    """Tensors (V, B, ...) of those whose rows (V * B, ...) are of so many members."""
+    """Tensors (V, B, ...) of tensors (V * B, ...) that hold the rows of V = `members` members."""
     return [t.unflatten(0, (members, len(t) // members)) for t in tensors]

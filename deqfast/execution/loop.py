@@ -165,7 +165,7 @@ class LateWatch(Watch):
 
 
 def watch_of(active: Tensor) -> Watch:
-    """Watch of the device's counter `active`: late on a GPU, where a look would wait."""
+    """Watch of the device's counter `active`; late on a GPU, because a look would wait."""
     return LateWatch(active) if active.is_cuda else Watch(active)
 
 

@@ -2,8 +2,8 @@
 
 ``torch.compile`` traces tensors, not the choices of a solve: how many evaluations it takes, which kernel serves. A
 traced block therefore becomes the op ``solve_block``, which runs the block as it runs without compilation, and its
-gradient becomes ``pull_block``. Tensors that the block reads are arguments of the op: those of x, z0 and `groups`, and
-the parameters and buffers of the cell. The rest, such as solver and hooks, is found in the live block by its number.
+gradient becomes ``pull_block``. The op's arguments are the tensors that the block reads: x, z0, `groups`, and the
+parameters and buffers of the cell. The rest, such as solver and hooks, is found in the live block by its number.
 
 The graph that autograd records in ``solve_block`` waits for ``pull_block`` for as long as the op's last output lives, a
 ticket that is saved for the backward pass.
@@ -69,7 +69,7 @@ _recorded: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by ticket: value
 def new_number(block: Block) -> Tensor:
     """Number by which compiled code finds the block for as long as it lives; no other block has had it.
 
-    A tensor, because code is compiled anew for each int.
+    A tensor, because code is compiled again for each int.
     """
     number = next(_numbers)
     _live[number] = block
@@ -227,7 +227,7 @@ def _solve_block(
 
 
 def _with_leaves(described: str, tensors: list[Tensor], wanted: list[bool]) -> tuple[_Call, list[Tensor]]:
-    """The call with the tensors as leaves of a graph of its own, and those of them that want a gradient."""
+    """The call with the tensors as leaves of a graph of its own, and the leaves that want a gradient."""
     given, leaves = iter(zip(tensors, wanted, strict=True)), []
 
     def fresh(mark: bytes) -> Tensor:
@@ -274,12 +274,12 @@ def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
 
 
 def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
-    """Return whether the cell's own tensor is the one given, and where a graph is recorded a leaf like it."""
+    """Return whether the cell's own tensor is the one given and, if a graph is recorded, a leaf like it."""
     return own.is_set_to(given) and (not records or own.is_leaf and own.requires_grad == given.requires_grad)
 
 
 def _keep(values: list[Tensor], leaves: list[Tensor], ticket: Tensor) -> None:
-    """Keep the graph of the values until the ticket is gone; RuntimeError where it leads to other leaves too."""
+    """Keep the graph of the values until the ticket is gone; RuntimeError if it leads to other leaves too."""
     if depends_on_others(values, leaves):
         raise RuntimeError(
             "deqfast: under torch.compile the cell depends on a tensor that requires a gradient and is neither in x "

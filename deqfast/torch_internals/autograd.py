@@ -80,7 +80,7 @@ def present_autocast(device: str) -> Callable[[], AbstractContextManager[None]]:
 def vjp(
     outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], retain_graph: bool = True, **options: Any
 ) -> Gradients:
-    """Vector-Jacobian product, None where an input is not used. Hooks of an input wait for its whole gradient."""
+    """Vector-Jacobian product, None for an input that is not used. Hooks of an input wait for its whole gradient."""
     attached = [(y, g.to(y.dtype)) for y, g in zip(outputs, grads, strict=True) if y.requires_grad]
     if not attached:
         return [None] * len(inputs)
@@ -157,7 +157,7 @@ def keep(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def kept(saved: tuple[Tensor, int]) -> Tensor:
-    """The tensor; RuntimeError where it has been modified since."""
+    """The tensor; RuntimeError if it has been modified since."""
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(

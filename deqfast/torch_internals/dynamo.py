@@ -24,7 +24,7 @@ def is_exporting() -> bool:
 
 
 def is_tracing() -> bool:
-    """Return whether ``torch.compile`` or ``torch.export`` traces this; ``is_compiling`` tells of other threads too."""
+    """Return whether ``torch.compile`` or ``torch.export`` traces this thread; ``is_compiling`` means any thread."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
