@@ -27,7 +27,7 @@ from ..solvers.multisecant import MultisecantState
 from ..state.packing import Packing, evaluate
 from ..torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..torch_internals.transforms import check_plain
-from .loop import check_inverse, inverse_of, not_finite, solution_of
+from .loop import Begun, check_inverse, inverse_of, not_finite
 
 KERNEL = "cpp"  # the kernel whose steps are C functions
 # Before 2.14 inductor fails where a loop's body could use memory again.
@@ -59,17 +59,17 @@ class Compiled:
         """
         check_plain("solve", z0)
         packing = Packing(z0)
+        key = packing.signature_of_sample(), solver, kernel, keep_inverse
         with torch.inference_mode(False), torch.no_grad():
             z = packing.pack(z0)
-            key = packing.resized(0).signature(), solver, kernel, keep_inverse
             if key not in self._loops:
                 self._loops[key] = _loop_of(solver, kernel, packing, z, keep_inverse)
             loop = self._loops[key]
             if not packing.batch:
-                return solution_of(packing, solver, loop.start, 0, 0)
-            history = empty_history(loop.history_shape(z), loop.history_dtype, z.device)
+                return Begun(packing, solver, loop.start, keep_inverse).finish(0, 0)
+            history = loop.new_history(packing.batch)
             # Without graph, or what requires a gradient and what does not would be compiled apart.
-            x = pytree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, x)
+            x = x.detach() if isinstance(x, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, x)
             value, status, iterations, relative, absolute, evaluations, *values = self._run(
                 key, cell, x, packing, loop, z, history
             )
@@ -116,6 +116,7 @@ class _Loop:
     Attributes:
         start: the state of a solve of no sample, which has the shapes of one.
         values, integers: elements of `values` and of `counts` for one sample.
+        history: number of the tensors in `history`, and the shape of one for one sample.
     """
 
     packing: Packing
@@ -126,21 +127,13 @@ class _Loop:
     dim: int
     values: int
     integers: int
+    history: tuple[int, ...]
+    history_dtype: torch.dtype
     keep_inverse: bool
 
-    @property
-    def history_dtype(self) -> torch.dtype:
-        names = PARTS[self._name].history
-        return getattr(self.start, names[0]).dtype if names else self.start.z.dtype
-
-    @property
-    def _name(self) -> str:
-        return self.solver.operation(self.start)[0]
-
-    def history_shape(self, z: Tensor) -> tuple[int, ...]:
-        """Shape of `history` for the rows z (B, D)."""
-        names = PARTS[self._name].history
-        return (len(names), len(z), *getattr(self.start, names[0]).shape[1:]) if names else (0,)
+    def new_history(self, batch: int) -> Tensor:
+        """The tensor `history` of a solve of so many samples."""
+        return empty_history((self.history[0], batch, *self.history[1:]), self.history_dtype, self.start.z.device)
 
     def state(self, z: Tensor, values: Tensor, history: Tensor, iterations: Tensor) -> State:
         """The state of a solve with an inverse that has ended, of rows z (B, D)."""
@@ -156,11 +149,20 @@ def _loop_of(solver: Solver, kernel: str, packing: Packing, z: Tensor, keep_inve
     check_inverse(solver, keep_inverse)
     start = solver.init(z[:0], _kernel(kernel, packing), keep_inverse)
     name, _, numbers = solver.operation(start)
-    per_sample = [math.prod(getattr(start, part).shape[1:]) for part in PARTS[name].values]
-    values = 2 * z.shape[1] + 2 + len(PROGRESS) + sum(per_sample)
-    step = getattr(torch.ops.deqfast, name.replace("step", "loop")).default
+    parts, dim = PARTS[name], z.shape[1]
+    histories = [getattr(start, part) for part in parts.history] or [z.new_empty(0)]
     return _Loop(
-        packing.resized(0), solver, start, step, numbers, z.shape[1], values, 1 + len(PARTS[name].counts), keep_inverse
+        packing=packing.resized(0),
+        solver=solver,
+        start=start,
+        step=getattr(torch.ops.deqfast, name.replace("step", "loop")).default,
+        numbers=numbers,
+        dim=dim,
+        values=2 * dim + 2 + len(PROGRESS) + sum(math.prod(getattr(start, part).shape[1:]) for part in parts.values),
+        integers=1 + len(parts.counts),
+        history=(len(parts.history), *histories[0].shape[1:]),
+        history_dtype=histories[0].dtype,
+        keep_inverse=keep_inverse,
     )
 
 

@@ -160,6 +160,11 @@ class Packing:
         leaves = tuple((leaf.shape, leaf.dtype, tuple(leaf.order)) for leaf in self.leaves)
         return str(self.spec), leaves, self.device, *(self.factors or ())
 
+    def signature_of_sample(self) -> tuple[Any, ...]:
+        """Key of what two packings share, whatever their batches."""
+        leaves = tuple((leaf.shape[1:], leaf.dtype, *leaf.order) for leaf in self.leaves)
+        return "" if self.is_tensor else str(self.spec), leaves, self.device, *(self.factors or ())
+
     def resized(self, batch: int) -> Packing:
         """Packing of the same structure for another number of samples."""
         packing = object.__new__(Packing)  # torch 2.11 does not trace copies
