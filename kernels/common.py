@@ -1,18 +1,21 @@
 """Jit helpers shared by the kernels of the solver steps.
 
-Where several programs share a sample, a step is a sequence of launches, the STAGE of a kernel: "sums" (B, S) over each
-program's columns, "judge" (B,) by the sums of all, and "step" (B, S); else one launch does "all". The sums are numbers
-x programs of every sample: those of squares of f(z) - z and f(z), their norms, and what the step adds.
+One program serves a sample. If the batch is too small to fill the GPU, S programs serve the columns of a sample, and a
+step is three launches: *sums* (B, S) leave numbers of their columns, *judge* (B,) adds them up and decides, *step*
+(B, S) moves the iterate. `p_numbers` points to the numbers of a sample, (COUNT, S) in the dtype of the state.
+
+The verdict tells the last launch what to do with the iterate of a sample: keep it as the best one, go back to the best
+one, or neither.
 """
 
-# The language of jit functions grows tuples in loops.
-# mypy: disable-error-code="assignment"
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from . import constants
 
-# Kernels read no other globals than these.
+# The constants as kernels can read them. Each that a kernel uses is compared at every launch.
 RUNNING = tl.constexpr(constants.RUNNING)
 CONVERGED = tl.constexpr(constants.CONVERGED)
 NONFINITE = tl.constexpr(constants.NONFINITE)
@@ -25,16 +28,18 @@ GROWTH = tl.constexpr(constants.GROWTH)
 REDUCTION = tl.constexpr(constants.REDUCTION)
 REDUCTION_PER_TOL = tl.constexpr(constants.REDUCTION_PER_TOL)
 ROUNDINGS_OF_STALL_FLOOR = tl.constexpr(constants.ROUNDINGS_OF_STALL_FLOOR)
-PIVOT_FLOOR = tl.constexpr(constants.PIVOT_FLOOR)
-BROYDEN_GOOD = tl.constexpr(constants.BROYDEN_GOOD)
-BROYDEN_BAD = tl.constexpr(constants.BROYDEN_BAD)
-ANDERSON_I = tl.constexpr(constants.ANDERSON_I)
-ANDERSON_II = tl.constexpr(constants.ANDERSON_II)
+
+# The first numbers of a program's columns: the sums of squares of f(z) - z and f(z), and their norms.
+RESIDUAL_SQUARE = tl.constexpr(0)
+VALUE_SQUARE = tl.constexpr(1)
+RESIDUAL_NORM = tl.constexpr(2)
+VALUE_NORM = tl.constexpr(3)
+NORM_COUNT = tl.constexpr(4)  # the numbers of the step itself follow
 
 
 @triton.jit
 def scalar(value, dtype: tl.constexpr):
-    """A scalar argument in `dtype`; the interpreter hands floats over as plain numbers, which have no ``to``."""
+    """A scalar argument in `dtype`. The interpreter passes floats as plain numbers, which have no ``to``."""
     return tl.full([], value, dtype)
 
 
@@ -62,7 +67,7 @@ def tiny_and_max(dtype: tl.constexpr):
 
 @triton.jit
 def is_sound(square):
-    """Whether a sum of squares tells the length of a vector: neither has it overflown nor lost digits to underflow."""
+    """Whether a sum of squares gives a vector's length: it has not overflowed, and lost no digits to underflow."""
     if square.dtype == tl.float64:
         return is_finite(square) & (square >= 2.0**-970)
     else:
@@ -71,20 +76,20 @@ def is_sound(square):
 
 @triton.jit
 def magnitude(x):
-    """|x|, or infinity where x is NaN, which no maximum would keep."""
+    """|x|, or infinity if x is NaN, which a maximum would drop."""
     return tl.where(is_finite(x), tl.abs(x), float("inf"))
 
 
 @triton.jit
 def scale_of(largest):
-    """What a vector is divided by before its squares are added up once more, by its largest magnitude."""
+    """The divisor of a vector whose squares are to be added up again, by its largest magnitude."""
     tiny, _ = tiny_and_max(largest.dtype)
     return tl.maximum(largest, tiny)
 
 
 @triton.jit
 def length_of(square, scale, scaled_square):
-    """The length of a vector by its sum of squares if that is sound, else by the one of the vector over `scale`."""
+    """sqrt(square) if that is sound, else scale sqrt(scaled_square), the sum of squares of the vector over `scale`."""
     _, largest = tiny_and_max(square.dtype)
     length = tl.minimum(scale * square_root(scaled_square), largest)
     length = tl.where(is_finite(scale), length, float("inf"))
@@ -92,45 +97,39 @@ def length_of(square, scale, scaled_square):
 
 
 @triton.jit
-def columns(D, BLK: tl.constexpr, STAGE: tl.constexpr):
-    """The columns [begin, end) of this program: whole blocks; less or none may be left for the last ones."""
-    if (STAGE == "sums") | (STAGE == "step"):
-        width = tl.cdiv(tl.cdiv(D, BLK), tl.num_programs(1)) * BLK
-        begin = tl.minimum(tl.program_id(1) * width, D)
-        return begin, tl.minimum(begin + width, D)
-    else:
-        return 0, D
+def columns(D, BLK: tl.constexpr):
+    """The columns [begin, end) of this program: whole blocks. The last programs may have fewer columns, or none."""
+    width = tl.cdiv(tl.cdiv(D, BLK), tl.num_programs(1)) * BLK
+    begin = tl.minimum(tl.program_id(1) * width, D)
+    return begin, tl.minimum(begin + width, D)
 
 
 @triton.jit
-def store_number(p_sums, i, x):
-    """Leave number i of this program."""
-    tl.store(p_sums + i * tl.num_programs(1) + tl.program_id(1), x)
+def store_number(p_numbers, i, x):
+    """Leave number i of this program's columns."""
+    tl.store(p_numbers + i * tl.num_programs(1) + tl.program_id(1), x)
 
 
 @triton.jit
-def load_numbers(p_sums, first, COUNT: tl.constexpr, S, BLK: tl.constexpr):
-    """The numbers from `first` on of all S programs of a sample, a vector each, in their order."""
+def sum_number(p_numbers, i, S, BLK: tl.constexpr):
+    """The sum of number i over all S <= BLK programs of a sample."""
     o_s = tl.arange(0, BLK)
-    vectors = ()
-    for i in tl.static_range(COUNT):
-        vectors = vectors + (tl.load(p_sums + (first + i) * S + o_s, mask=o_s < S, other=0.0),)
-    return vectors
+    return tl.sum(tl.load(p_numbers + i * S + o_s, mask=o_s < S, other=0.0), axis=0)
 
 
 @triton.jit
-def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.constexpr = False):
-    """Norms of f(z) - z and f(z), a row each; b_gg and b_ff are their sums of squares.
+def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.constexpr = False):
+    """Norms of f(z) - z and f(z), rows of D elements; gg and ff are their sums of squares.
 
-    The rows are read again for the largest magnitudes, which are the norms if `maximum`, and once more for the sums of
-    squares of both over a scale, where the plain sums do not do. OF_NORMS: in the place of z and f(z) stand the norms
-    of parts of f(z) - z and of f(z).
+    The rows are read again for the largest magnitudes if these are the norms (`maximum`), or if a sum is not sound. In
+    the second case they are read once more, for the sums of squares of both over a scale. OF_NORMS: p_z and p_fz point
+    to norms of parts of f(z) - z and of f(z).
     """
-    dtype: tl.constexpr = b_gg.dtype
-    PART: tl.constexpr = BLK if BLK < 1024 else 1024  # few registers beside the rows that the caller may hold
-    res_norm = square_root(b_gg)
-    f_norm = square_root(b_ff)
-    if (maximum != 0) | (is_sound(b_gg) == 0) | (is_sound(b_ff) == 0):
+    dtype: tl.constexpr = gg.dtype
+    PART: tl.constexpr = BLK if BLK < 1024 else 1024  # the caller may hold rows: few more registers
+    res_norm = square_root(gg)
+    f_norm = square_root(ff)
+    if (maximum != 0) | (is_sound(gg) == 0) | (is_sound(ff) == 0):
         b_res = tl.zeros([PART], dtype)
         b_f = tl.zeros([PART], dtype)
         for start in range(0, D, PART):
@@ -157,25 +156,28 @@ def norms_of(p_z, p_fz, D, b_gg, b_ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.
                 b_fz = b_fz / f_scale
                 b_res = tl.fma(b_g, b_g, b_res)
                 b_f = tl.fma(b_fz, b_fz, b_f)
-            res_norm = length_of(b_gg, res_scale, tl.sum(b_res, axis=0))
-            f_norm = length_of(b_ff, f_scale, tl.sum(b_f, axis=0))
+            res_norm = length_of(gg, res_scale, tl.sum(b_res, axis=0))
+            f_norm = length_of(ff, f_scale, tl.sum(b_f, axis=0))
     return res_norm, f_norm
 
 
 @triton.jit
-def norms_at(p_z, p_fz, width, p_sums, S, b_gg, b_ff, maximum, STAGE: tl.constexpr, BLK: tl.constexpr):
-    """The norms of this program's columns, of which it leaves numbers 0 to 3; in stage "judge" those of the sample."""
-    gg, ff = tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0)
-    if STAGE == "judge":
-        return norms_of(p_sums + 2 * S, p_sums + 3 * S, S, gg, ff, maximum, BLK, OF_NORMS=True)
-    else:
-        res_norm, f_norm = norms_of(p_z, p_fz, width, gg, ff, maximum, BLK)
-        if STAGE == "sums":
-            store_number(p_sums, 0, gg)
-            store_number(p_sums, 1, ff)
-            store_number(p_sums, 2, res_norm)
-            store_number(p_sums, 3, f_norm)
-        return res_norm, f_norm
+def store_norms(p_numbers, p_z, p_fz, width, gg, ff, maximum, BLK: tl.constexpr):
+    """Leave the squares and the norms of this program's columns."""
+    res_norm, f_norm = norms_of(p_z, p_fz, width, gg, ff, maximum, BLK)
+    store_number(p_numbers, RESIDUAL_SQUARE, gg)
+    store_number(p_numbers, VALUE_SQUARE, ff)
+    store_number(p_numbers, RESIDUAL_NORM, res_norm)
+    store_number(p_numbers, VALUE_NORM, f_norm)
+
+
+@triton.jit
+def norms_of_parts(p_numbers, S, maximum, BLK: tl.constexpr):
+    """Norms of f(z) - z and f(z) of a sample, of whose columns all S programs have left the norms."""
+    gg = sum_number(p_numbers, RESIDUAL_SQUARE, S, BLK)
+    ff = sum_number(p_numbers, VALUE_SQUARE, S, BLK)
+    p_res = p_numbers + RESIDUAL_NORM * S
+    return norms_of(p_res, p_numbers + VALUE_NORM * S, S, gg, ff, maximum, BLK, OF_NORMS=True)
 
 
 @triton.jit
@@ -189,7 +191,7 @@ def relative(res_norm, f_norm, offset):
 
 @triton.jit
 def rounding_of(stall_floor, dtype: tl.constexpr):
-    """Unit of f's rounding: that of `dtype`, or of a lower precision with this stall floor."""
+    """Unit of f's rounding: eps of `dtype`, or of the lower precision that has this stall floor."""
     low = scalar(stall_floor, dtype) / ROUNDINGS_OF_STALL_FLOOR
     if dtype == tl.float64:
         return tl.maximum(low, 2.0**-52)
@@ -199,7 +201,11 @@ def rounding_of(stall_floor, dtype: tl.constexpr):
 
 @triton.jit
 def has_converged(res_abs, res_rel, size, first, start, tol, absolute, stall_floor, offset):
-    """Whether the residual is that of a fixed point: see Evaluation.converged of the reference."""
+    """Whether z is a fixed point: the residual meets tol, and z is near the start or the residual has fallen.
+
+    near: |f(z)| <= GROWTH start and |g| <= first. fallen: |g| plus the rounding of f is below first times the
+    reduction, or below tol in absolute terms. Evaluation.converged of the reference has the reasons.
+    """
     dtype: tl.constexpr = res_abs.dtype
     wide = scalar(tol, tl.float64)  # products are rounded once, as in the other kernels
     reduction = tl.minimum(wide * REDUCTION_PER_TOL, scalar(REDUCTION, tl.float64)).to(dtype)
@@ -211,7 +217,7 @@ def has_converged(res_abs, res_rel, size, first, start, tol, absolute, stall_flo
 
 @triton.jit
 def is_better(res_abs, size, best_abs, best_size, stall_floor):
-    """Whether an iterate is better than the best one: by |g|, with what rounding may hide of it added."""
+    """Whether |g| + unit |f(z)| is less than for the best iterate, with unit of ``rounding_of``."""
     unit = rounding_of(stall_floor, res_abs.dtype)
     _, largest = tiny_and_max(res_abs.dtype)
     return tl.minimum(res_abs + unit * size, largest) < best_abs + unit * best_size
@@ -234,39 +240,39 @@ def copy_row(p_to, p_from, D, BLK: tl.constexpr):
 
 
 @triton.jit
-def judge(
-    p_status,
-    p_iterations,
-    p_residual,
-    p_progress,
-    p_active,
-    i_b,
-    B,
-    res_abs,
-    f_norm,
-    k,
-    tol,
-    absolute,
-    stall_floor,
-    offset,
-    last,
-):
-    """Record what the running sample i_b has reached at iteration k; return its status and whether z is its best.
+def has_ended(p_status, i_b):
+    return tl.load(p_status + i_b) != RUNNING
 
-    res_abs = |f(z) - z| and f_norm = |f(z)| are scalars of the state's dtype. rel = res_abs / (f_norm + offset).
-    The status is RUNNING if another evaluation follows. Every warp has read the row of z on return.
+
+@triton.jit
+def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
+    """Record what the running sample i_b has reached at iteration k. Every warp has read the row of z on return.
+
+    monitor: pointers to status, iterations, residual, progress and active. res_abs = |f(z) - z| and f_norm = |f(z)|:
+    scalars of the state's dtype. rule: tol, absolute, stall_floor and offset. last: no evaluation follows.
+    Returns whether the sample still runs, whether z is the best iterate so far, and whether z has to go back to it.
     """
+    p_status, p_iterations, p_residual, p_progress, p_active = monitor
+    tol, absolute, stall_floor, offset = rule
     dtype: tl.constexpr = res_abs.dtype
     finite = is_finite(res_abs) & is_finite(f_norm)
     res_rel = relative(res_abs, f_norm, offset)
-    best_rel = tl.load(p_residual + i_b)
-    best_abs = tl.load(p_residual + B + i_b)
-    gain_rel = tl.load(p_progress + i_b)
-    gain_k = tl.load(p_progress + B + i_b)
-    first = tl.where(k == 0, res_abs, tl.load(p_progress + 2 * B + i_b))
-    start = tl.where(k == 0, tl.maximum(f_norm, res_abs), tl.load(p_progress + 3 * B + i_b))
-    best_size = tl.load(p_progress + 4 * B + i_b)
-    least = tl.minimum(tl.where(absolute != 0, res_abs, res_rel), tl.load(p_progress + 5 * B + i_b))
+    p_best_rel = p_residual + i_b
+    p_best_abs = p_residual + B + i_b
+    p_gain_rel = p_progress + i_b  # the rows of `progress`, in their order
+    p_gain_k = p_progress + B + i_b
+    p_first = p_progress + 2 * B + i_b
+    p_start = p_progress + 3 * B + i_b
+    p_best_size = p_progress + 4 * B + i_b
+    p_least = p_progress + 5 * B + i_b
+    best_rel = tl.load(p_best_rel)
+    best_abs = tl.load(p_best_abs)
+    gain_rel = tl.load(p_gain_rel)
+    gain_k = tl.load(p_gain_k)
+    first = tl.where(k == 0, res_abs, tl.load(p_first))
+    start = tl.where(k == 0, tl.maximum(f_norm, res_abs), tl.load(p_start))
+    best_size = tl.load(p_best_size)
+    least = tl.minimum(tl.where(absolute != 0, res_abs, res_rel), tl.load(p_least))
 
     converged = has_converged(res_abs, res_rel, f_norm, first, start, tol, absolute, stall_floor, offset)
     improved = finite & (converged | is_better(res_abs, f_norm, best_abs, best_size, stall_floor))
@@ -284,31 +290,61 @@ def judge(
     tl.debug_barrier()
     tl.store(p_status + i_b, status.to(tl.int8))
     tl.store(p_iterations + i_b, k + 1)
-    tl.store(p_residual + i_b, best_rel)
-    tl.store(p_residual + B + i_b, best_abs)
-    tl.store(p_progress + i_b, gain_rel)
-    tl.store(p_progress + B + i_b, gain_k)
+    tl.store(p_best_rel, best_rel)
+    tl.store(p_best_abs, best_abs)
+    tl.store(p_gain_rel, gain_rel)
+    tl.store(p_gain_k, gain_k)
     if finite:
-        tl.store(p_progress + 2 * B + i_b, first)
-        tl.store(p_progress + 3 * B + i_b, start)
-        tl.store(p_progress + 5 * B + i_b, least)
-    tl.store(p_progress + 4 * B + i_b, best_size)
-    if status != 0:
+        tl.store(p_first, first)
+        tl.store(p_start, start)
+        tl.store(p_least, least)
+    tl.store(p_best_size, best_size)
+    if status != RUNNING:
         tl.atomic_add(p_active, -1, sem="relaxed")
-    return status, improved
+    return status == RUNNING, improved, status == NONFINITE
 
 
 @triton.jit
-def store_verdict(p_verdict, status, improved):
-    """Stage "judge": what the next launch does with the iterate. 1: keep it as the best, 2: go back to that one."""
-    tl.store(p_verdict, tl.where(status == 2, 2, improved.to(tl.int32)).to(p_verdict.dtype.element_ty))
+def store_verdict(p_verdict, improved, failed):
+    """1: keep z as the best iterate; 2: go back to that one; 0: neither."""
+    tl.store(p_verdict, tl.where(failed, 2, improved.to(tl.int32)).to(p_verdict.dtype.element_ty))
 
 
 @triton.jit
-def carry_out(status, improved, p_z, p_best, D, BLK: tl.constexpr):
-    """Keep the row of z as the best iterate, or go back to it, where no step follows that does so."""
+def store_no_verdict(p_verdict):
+    """The verdict on a sample that had ended before."""
+    tl.store(p_verdict, 0.0)
+
+
+@triton.jit
+def unpack_verdict(verdict):
+    """Whether z is the best iterate so far, and whether z has to go back to that one."""
+    return verdict == 1, verdict == 2
+
+
+@triton.jit
+def carry_out(improved, failed, p_z, p_best, D, BLK: tl.constexpr):
+    """Keep the row of z as the best iterate, or go back to it, if no step follows that does so."""
     if improved:
         copy_row(p_best, p_z, D, BLK)
-    if status == 2:
+    if failed:
         copy_row(p_z, p_best, D, BLK)
     tl.debug_barrier()
+
+
+def judged(a: Any) -> dict[str, Any]:
+    """The arguments by which kernels judge the samples of a step, by the kernels' names."""
+    return {
+        "p_status": a.status,
+        "p_iterations": a.iterations,
+        "p_residual": a.residual,
+        "p_progress": a.progress,
+        "p_active": a.active,
+        "B": len(a.status),
+        "k": a.k,
+        "tol": a.tol,
+        "absolute": int(a.absolute),
+        "stall_floor": a.stall_floor,
+        "offset": a.offset,
+        "maximum": int(a.maximum),
+    }

@@ -92,13 +92,6 @@ def programs_per_sample(batch: int, size: int, device: torch.device) -> int:
     return programs if programs > 2 else 1
 
 
-def stages(batch: int, programs: int, sweep: LaunchConfig) -> list[tuple[str, tuple[int, ...], LaunchConfig]]:
-    """Stage, grid and configuration of each launch up to the judgement, see ``common``."""
-    if programs == 1:
-        return [("all", (batch,), sweep)]
-    return [("sums", (batch, programs), sweep), ("judge", (batch,), JUDGE_CONFIG)]
-
-
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take on `device`; the interpreter sets no limit."""
     if device.type != "cuda":

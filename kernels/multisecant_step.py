@@ -1,80 +1,89 @@
 """Multisecant step: z <- z + alpha (beta g - DF gamma), N gamma = L^T g, over a window of n = min(k, M) pairs.
 
-L holds steps S (BROYDEN_GOOD, ANDERSON_I) or changes of the residual Y (BROYDEN_BAD, ANDERSON_II), DF the changes of
-f, or beta Y + S where beta != 1. Three kernels, one program per sample; samples with status != 0 move no bytes:
+g = f(z) - z. L holds steps S (BROYDEN_GOOD, ANDERSON_I) or changes of the residual Y (BROYDEN_BAD, ANDERSON_II); DF
+holds the changes of f, or beta Y + S if beta != 1. N = L^T Y. Samples whose status is not RUNNING move no bytes.
 
-1. sweep over L: norms and status, the newest pair, t = L^T g, and the row and column of N that it adds; and whether
-   the iterate is the best so far, which is left behind t;
-2. solve N gamma = t (part of kernel 3 while the window is at most ``MAX_INLINE_WINDOW``);
-3. sweep over DF: the best iterate, the step, z, the next pair's step, and its row of N.
+| kernels | S programs per sample, see ``common`` | what |
+|---|---|---|
+| left | left_sums, left_judge | sweep 1, over L: verdict, newest pair, t = L^T g, a column of N and, for Y, a row |
+| solve | solve | N gamma = t; part of sweep 2 while MP <= ``MAX_INLINE_WINDOW`` |
+| right | right_step, row | sweep 2, over DF: best iterate, z, next step and, for S, its row of N |
 
-Where the batch does not fill the GPU, S programs share a sample in each sweep, see ``common``. What follows the dots of
-sweep 1 is then a launch of its own, and so is the sum of the parts of the row.
-
-z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T; the scratch t, then gamma, (B, M + 1) T. T is
-float32 or float64, H is T or bfloat16. Everything is computed in T. Windows are walked by age, newest pair first.
+z, fz, best, f_prev (B, D) T; left, df (B, M, D) H; gram (B, M + 2, M) T, see ``window``. T is float32 or float64, H is
+T or bfloat16. Everything is computed in T. scratch (B, M + 1) T: t, which gamma replaces, then the verdict.
 """
 
 # The language of jit functions grows tuples in loops.
 # mypy: disable-error-code="assignment, var-annotated"
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import picard_step
 from .common import (
-    ANDERSON_I,
-    ANDERSON_II,
-    BROYDEN_BAD,
-    BROYDEN_GOOD,
-    PIVOT_FLOOR,
+    NORM_COUNT,
     carry_out,
     columns,
-    is_finite,
-    is_sound,
+    has_ended,
     judge,
-    load_numbers,
-    norms_at,
+    judged,
+    norms_of,
+    norms_of_parts,
     scalar,
+    store_no_verdict,
+    store_norms,
     store_number,
     store_verdict,
+    sum_number,
+    unpack_verdict,
 )
 from .config import (
     JUDGE_CONFIG,
     MAX_INLINE_WINDOW,
     MAX_REGISTERS,
     MAX_VECTOR_WINDOW,
+    LaunchConfig,
     device_guard,
     padded_window,
     programs_per_sample,
     rows_at_once,
     solve_config,
-    stages,
     sweep_config,
     tile_config,
 )
+from .constants import ANDERSON_I
+from .window import gamma_of, holds_steps, load_row, slot_of, slots_by_age, small_gamma, squares_of
+
+Kwargs = dict[str, Any]  # arguments by name, shared by several launches
+FIRST_NUMBER = NORM_COUNT.value
+
+
+@triton.constexpr_function
+def takes_row(method):
+    """Whether the first sweep finishes the row of the newest pair that the second sweep before has begun."""
+    return method == ANDERSON_I
+
+
+@triton.constexpr_function
+def number_of(name, padded, age=0):
+    """Where a program leaves a number of its columns, behind the norms: s^2 and y^2 of the newest pair; the dots of g,
+    y and s with the rows of the history, by age. "end": how many numbers a program has."""
+    first = {"ss": 0, "yy": 1, "g": 2, "y": 2 + padded, "s": 2 + 2 * padded, "end": 2 + 3 * padded}
+    return FIRST_NUMBER + first[name] + age
 
 
 @triton.jit
-def _slots_by_age(newest, M, MP: tl.constexpr):
-    """The slots of the pairs, newest first; slots past the window are not valid. Fewer registers than ``_slot``."""
-    slot = newest - tl.arange(0, MP)
-    return tl.where(slot < 0, slot + M, slot)
+def _numbers_of(p_numbers, i_b, S, MP: tl.constexpr):
+    return p_numbers + i_b * number_of("end", MP) * S
 
 
 @triton.jit
-def _row(p_history, newest, age, n, M, D, end, o_d):
-    """The columns o_d, below `end`, of the pair of that age; zeros past the window."""
-    o_row = _slot(newest, age, M).to(tl.int64) * D
-    return tl.load(p_history + o_row + o_d, mask=o_d < tl.where(age < n, end, 0), other=0.0)
-
-
-@triton.jit
-def _inverse_length(square):
-    return tl.where(is_sound(square), tl.rsqrt(square), 0.0)
+def _scratch_of(p_scratch, i_b, M):
+    """Pointers to t or gamma of sample i_b, and to the verdict on it."""
+    p_t = p_scratch + i_b * (M + 1)
+    return p_t, p_t + M
 
 
 @triton.jit
@@ -83,142 +92,6 @@ def _zeros(COUNT: tl.constexpr, BLK: tl.constexpr, dtype: tl.constexpr):
     for _ in tl.static_range(COUNT):
         vectors = vectors + (tl.zeros([BLK], dtype),)
     return vectors
-
-
-@triton.jit
-def _slot(newest, age, M):
-    """The slot of the pair that is `age` younger ones old."""
-    return tl.where(newest >= age, newest - age, newest - age + M)
-
-
-@triton.jit
-def _small_window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr):
-    """As ``_window_gamma``, as a tuple of MP scalars that every thread works out for itself: no barrier, no exchange.
-
-    For small windows: the matrix takes MP * MP registers.
-    """
-    dtype: tl.constexpr = p_gram.dtype.element_ty
-    b_ridge = scalar(ridge, dtype)
-    slots = ()
-    left_scale = ()
-    right_scale = ()
-    for i in tl.static_range(MP):
-        slot = _slot(newest, i, M)
-        slots = slots + (slot,)
-        left_scale = left_scale + (_inverse_length(tl.load(p_gram + M * M + slot, mask=i < n, other=1.0)),)
-        right_scale = right_scale + (_inverse_length(tl.load(p_gram + M * M + M + slot, mask=i < n, other=1.0)),)
-    a = ()  # row i from its entry i * MP on, newest pair first
-    b = ()
-    for i in tl.static_range(MP):
-        for j in tl.static_range(MP):
-            if (METHOD == BROYDEN_BAD) & (j > i):
-                x = scalar(0.0, dtype)
-            else:
-                x = tl.load(p_gram + slots[i] * M + slots[j], mask=(i < n) & (j < n), other=0.0)
-                x = x * left_scale[i] * right_scale[j]
-            if ((METHOD == ANDERSON_I) | (METHOD == ANDERSON_II)) & (i == j):
-                x = x + tl.where(x < 0, -b_ridge, b_ridge)
-            a = a + (x,)
-        b = b + (tl.load(p_t + i, mask=i < n, other=0.0) * left_scale[i],)
-
-    kept = n * 0
-    for c in tl.static_range(MP):
-        pivot = a[c * MP + c]
-        regular = (kept == c) & (c < n) & (tl.abs(pivot) >= PIVOT_FLOOR)
-        kept += regular.to(tl.int32)
-        divisor = tl.where(regular, pivot, 1.0)
-        next_a = ()
-        next_b = ()
-        for i in tl.static_range(MP):
-            factor = a[i * MP + c] / divisor
-            for j in tl.static_range(MP):
-                x = a[i * MP + j]
-                if (i > c) & (j > c):
-                    x = tl.where(regular, x - factor * a[c * MP + j], x)
-                next_a = next_a + (x,)
-            x = b[i]
-            if i > c:
-                x = tl.where(regular, x - factor * b[c], x)
-            next_b = next_b + (x,)
-        a = next_a
-        b = next_b
-
-    gammas = ()  # of the pairs older than c
-    for c in tl.static_range(MP - 1, -1, -1):
-        rhs = b[c]
-        for i in tl.static_range(c + 1, MP):
-            rhs = rhs - tl.where(i < kept, a[c * MP + i] * gammas[i - c - 1], 0.0)
-        gammas = (tl.where(c < kept, rhs / tl.where(c < kept, a[c * MP + c], 1.0), 0.0),) + gammas
-    overflows = kept < 0
-    for i in tl.static_range(MP):
-        overflows = overflows | (is_finite(gammas[i] * right_scale[i]) == 0)
-    result = ()
-    for i in tl.static_range(MP):
-        result = result + (tl.where(overflows, 0.0, gammas[i] * right_scale[i]),)
-    return result
-
-
-@triton.jit
-def _small_gammas(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr, SOLVE: tl.constexpr):
-    """gamma as a tuple of MP scalars: solved for here, or read."""
-    if SOLVE:
-        return _small_window_gamma(p_gram, p_t, M, n, newest, ridge, METHOD, MP)
-    else:
-        gammas = ()
-        for i in tl.static_range(MP):
-            gammas = gammas + (tl.load(p_t + i, mask=i < n, other=0.0),)
-        return gammas
-
-
-@triton.jit
-def _window_gamma(
-    p_gram, b_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr, TRANSPOSED: tl.constexpr = False
-):
-    """gamma (MP,) of N gamma = t by age, or of N^T gamma = t.
-
-    N is scaled by the lengths of its pairs and eliminated without pivoting, newest pair first. The first pivot under
-    ``PIVOT_FLOOR`` ends it: that pair and all older ones get gamma = 0. An overflow makes all of gamma zero.
-    """
-    dtype: tl.constexpr = p_gram.dtype.element_ty
-    o_i = tl.arange(0, MP)
-    m_i = o_i < n
-    slot = _slots_by_age(newest, M, MP)
-    p_rows = p_gram + M * M + slot + (M if TRANSPOSED else 0)
-    p_cols = p_gram + M * M + slot + (0 if TRANSPOSED else M)
-    b_sl = _inverse_length(tl.load(p_rows, mask=m_i, other=1.0))
-    b_sr = _inverse_length(tl.load(p_cols, mask=m_i, other=1.0))
-    m_a = m_i[:, None] & m_i[None, :]
-    o_a = slot[None, :] * M + slot[:, None] if TRANSPOSED else slot[:, None] * M + slot[None, :]  # [MP, MP]
-    b_a = tl.load(p_gram + o_a, mask=m_a, other=0.0)
-    b_a = b_a * b_sl[:, None] * b_sr[None, :]
-    if METHOD == BROYDEN_BAD:
-        is_zero = o_i[:, None] > o_i[None, :] if TRANSPOSED else o_i[:, None] < o_i[None, :]
-        b_a = tl.where(is_zero, 0.0, b_a)
-    if (METHOD == ANDERSON_I) | (METHOD == ANDERSON_II):
-        b_w = scalar(ridge, dtype)
-        b_a = tl.where(o_i[:, None] == o_i[None, :], b_a + tl.where(b_a < 0, -b_w, b_w), b_a)
-    b_b = b_t * b_sl
-
-    # Gauss-Jordan: a column is eliminated above the diagonal too, which takes no substitution afterwards.
-    kept = n * 0
-    b_pivot = tl.full([MP], 1.0, dtype)
-    for c in range(n):
-        is_c = o_i == c
-        b_row = tl.sum(tl.where(is_c[:, None], b_a, 0.0), axis=0)
-        b_col = tl.sum(tl.where(is_c[None, :], b_a, 0.0), axis=1)
-        pivot = tl.sum(tl.where(is_c, b_row, 0.0), axis=0)
-        rhs = tl.sum(tl.where(is_c, b_b, 0.0), axis=0)
-        regular = (kept == c) & (tl.abs(pivot) >= PIVOT_FLOOR)
-        kept += regular.to(tl.int32)
-        b_pivot = tl.where(regular & is_c, pivot, b_pivot)
-        m_r = regular & (o_i != c)
-        b_factor = b_col / tl.where(regular, pivot, 1.0)
-        b_a = tl.where(m_r[:, None], b_a - b_factor[:, None] * b_row[None, :], b_a)
-        b_b = tl.where(m_r, b_b - b_factor * rhs, b_b)
-    b_gamma = tl.where(o_i < kept, b_b / b_pivot, 0.0)
-    b_gamma = b_gamma * b_sr
-    overflows = tl.sum(tl.where(is_finite(b_gamma), 0, 1), axis=0)
-    return tl.where(overflows == 0, b_gamma, 0.0)
 
 
 @triton.jit
@@ -241,13 +114,15 @@ def _sweep_left(
     ROWS: tl.constexpr,
     BLK: tl.constexpr,
 ):
-    """g^2, f(z)^2, s^2, y^2 (on the first sweep), and L g, L y and L s of the ROWS pairs from age `first` on.
+    """g^2, f(z)^2, s^2, y^2 (if first = 0), and L g, L y and L s of the ROWS pairs from age `first` on.
 
-    A vector of BLK columns each, to be added up. The first sweep completes the newest pair.
+    Vectors of BLK columns, which the caller adds up. y = f(z) - f_prev - s, with s the step in the newest slot of L. If
+    first = 0, the newest pair is completed: beta y + s in DF, and y in L unless L holds steps. Each row of the history
+    is a vector of its own, so that a thread keeps to its columns.
     """
     dtype: tl.constexpr = p_z.dtype.element_ty
     short: tl.constexpr = p_left.dtype.element_ty
-    LEFT_IS_Y: tl.constexpr = (METHOD == BROYDEN_BAD) | (METHOD == ANDERSON_II)
+    LEFT_IS_Y: tl.constexpr = not holds_steps(METHOD)
     b_w = scalar(beta, dtype)
     b_v = scalar(1.0 - beta, dtype)
     b_gg = tl.zeros([BLK], dtype)
@@ -256,7 +131,7 @@ def _sweep_left(
     b_yy = tl.zeros([BLK], dtype)
     b_t = _zeros(ROWS, BLK, dtype)
     b_q = _zeros(ROWS, BLK, dtype)
-    b_p = _zeros(ROWS if METHOD == ANDERSON_I else 0, BLK, dtype)
+    b_p = _zeros(ROWS if takes_row(METHOD) else 0, BLK, dtype)
     for start in range(begin, end, BLK):
         o_d = start + tl.arange(0, BLK)
         m_d = o_d < end
@@ -284,10 +159,14 @@ def _sweep_left(
         next_q = ()
         next_p = ()
         for i in tl.static_range(ROWS):
-            b_l = b_y if LEFT_IS_Y & (first + i == 0) else _row(p_left, newest, first + i, n, M, D, end, o_d).to(dtype)
+            b_l = (
+                b_y
+                if LEFT_IS_Y & (first + i == 0)
+                else load_row(p_left, newest, first + i, n, M, D, end, o_d).to(dtype)
+            )
             next_t = next_t + (tl.fma(b_l, b_g, b_t[i]),)
             next_q = next_q + (tl.fma(b_l, b_y, b_q[i]),)
-            if METHOD == ANDERSON_I:
+            if takes_row(METHOD):
                 next_p = next_p + (tl.fma(b_l, b_s, b_p[i]),)
         b_t = next_t
         b_q = next_q
@@ -295,7 +174,30 @@ def _sweep_left(
     return b_gg, b_ff, b_ss, b_yy, b_t, b_q, b_p
 
 
-@triton.jit(do_not_specialize=["B", "M", "S", "k", "n", "newest", "absolute", "maximum"])
+@triton.jit
+def _store_dots(p_gram, p_t, M, n, newest, beta, t, q, p, ss, yy, age: tl.constexpr, METHOD: tl.constexpr):
+    """Of the pair of that age: t, and its entries of the newest column and row of N.
+
+    t, q and p are the dots of its row of L with g, y and s. q belongs to the column, and to the row if L holds Y. For
+    ANDERSON_I the row has (r - p) / beta, of which the sweep before has left r, the dot of DF with s.
+    """
+    slot = slot_of(newest, age, M)
+    m = age < n
+    tl.store(p_t + age, t, mask=m)
+    tl.store(p_gram + slot * M + newest, q, mask=m)
+    p_row = p_gram + newest * M + slot
+    if age == 0:
+        p_left_squares, p_change_squares = squares_of(p_gram, M)
+        tl.store(p_left_squares + newest, ss if holds_steps(METHOD) else q)
+        tl.store(p_change_squares + newest, yy if holds_steps(METHOD) else q)
+    elif not holds_steps(METHOD):
+        tl.store(p_row, q, mask=m)
+    elif takes_row(METHOD):
+        r = tl.load(p_row, mask=m, other=0.0)
+        tl.store(p_row, (r - p) / scalar(beta, q.dtype), mask=m)
+
+
+@triton.jit(do_not_specialize=["B", "M", "k", "n", "newest", "absolute", "maximum"])
 def _multisecant_left_kernel(
     p_z,
     p_fz,
@@ -309,10 +211,121 @@ def _multisecant_left_kernel(
     p_left,
     p_df,
     p_gram,
-    p_t,
-    p_sums,
+    p_scratch,
     B,
     D,
+    M,
+    k,
+    n,
+    newest,
+    tol: tl.float64,
+    absolute,
+    stall_floor: tl.float64,
+    offset: tl.float64,
+    maximum,
+    beta: tl.float64,
+    METHOD: tl.constexpr,
+    MP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLK: tl.constexpr,
+):
+    """Sweep 1 (n > 0) of a sample: the verdict, the newest pair, t = L^T g, and L^T y into N. ROWS pairs at a time."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    p_z += i_b * D
+    p_fz += i_b * D
+    p_f_prev += i_b * D
+    p_left += i_b * M * D
+    p_left_new = p_left + newest.to(tl.int64) * D
+    p_df_new = p_df + i_b * M * D + newest.to(tl.int64) * D
+    p_gram += i_b * (M + 2) * M
+    p_t, p_verdict = _scratch_of(p_scratch, i_b, M)
+
+    running = n > 0
+    for first in tl.static_range(0, MP, ROWS):
+        if running:
+            b_gg, b_ff, b_ss, b_yy, b_t, b_q, b_p = _sweep_left(
+                *(p_z, p_fz, p_f_prev, p_left, p_left_new, p_df_new, D, M, n, newest, 0, D, beta),
+                *(first, METHOD, ROWS, BLK),
+            )
+            if first == 0:
+                gg, ff = tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0)
+                res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
+                monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
+                rule = (tol, absolute, stall_floor, offset)
+                running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, False)
+                store_verdict(p_verdict, improved, failed)
+                carry_out(improved & (running == 0), failed, p_z, p_best + i_b * D, D, BLK)
+            if running:
+                ss, yy = tl.sum(b_ss, axis=0), tl.sum(b_yy, axis=0)
+                for i in tl.static_range(ROWS):
+                    t, q = tl.sum(b_t[i], axis=0), tl.sum(b_q[i], axis=0)
+                    p = tl.sum(b_p[i], axis=0) if takes_row(METHOD) else q
+                    _store_dots(p_gram, p_t, M, n, newest, beta, t, q, p, ss, yy, first + i, METHOD)
+
+
+@triton.jit(do_not_specialize=["M", "S", "n", "newest", "maximum"])
+def _multisecant_left_sums_kernel(
+    p_z,
+    p_fz,
+    p_status,
+    p_f_prev,
+    p_left,
+    p_df,
+    p_numbers,
+    D,
+    M,
+    S,
+    n,
+    newest,
+    maximum,
+    beta: tl.float64,
+    METHOD: tl.constexpr,
+    MP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLK: tl.constexpr,
+):
+    """Sweep 1 (n > 0) over one program's columns: their part of the newest pair, and the numbers of ``number_of``."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    p_z += i_b * D
+    p_fz += i_b * D
+    p_f_prev += i_b * D
+    p_left += i_b * M * D
+    p_left_new = p_left + newest.to(tl.int64) * D
+    p_df_new = p_df + i_b * M * D + newest.to(tl.int64) * D
+    p_sample = _numbers_of(p_numbers, i_b, S, MP)
+    begin, end = columns(D, BLK)
+    for first in tl.static_range(0, MP, ROWS):
+        b_gg, b_ff, b_ss, b_yy, b_t, b_q, b_p = _sweep_left(
+            *(p_z, p_fz, p_f_prev, p_left, p_left_new, p_df_new, D, M, n, newest, begin, end, beta),
+            *(first, METHOD, ROWS, BLK),
+        )
+        if first == 0:
+            gg, ff = tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0)
+            store_norms(p_sample, p_z + begin, p_fz + begin, end - begin, gg, ff, maximum, BLK)
+            store_number(p_sample, number_of("ss", MP), tl.sum(b_ss, axis=0))
+            store_number(p_sample, number_of("yy", MP), tl.sum(b_yy, axis=0))
+        for i in tl.static_range(ROWS):
+            store_number(p_sample, number_of("g", MP, first + i), tl.sum(b_t[i], axis=0))
+            store_number(p_sample, number_of("y", MP, first + i), tl.sum(b_q[i], axis=0))
+            if takes_row(METHOD):
+                store_number(p_sample, number_of("s", MP, first + i), tl.sum(b_p[i], axis=0))
+
+
+@triton.jit(do_not_specialize=["B", "M", "S", "k", "n", "newest", "absolute", "maximum"])
+def _multisecant_left_judge_kernel(
+    p_status,
+    p_iterations,
+    p_residual,
+    p_progress,
+    p_active,
+    p_gram,
+    p_scratch,
+    p_numbers,
+    B,
     M,
     S,
     k,
@@ -326,125 +339,172 @@ def _multisecant_left_kernel(
     beta: tl.float64,
     METHOD: tl.constexpr,
     MP: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGE: tl.constexpr,
     BLK: tl.constexpr,
 ):
-    """Sweep 1 (n > 0). With y = fz - f_prev - s, s the step in the newest slot, and DF_new = beta y + s:
-
-    t = L^T g, q = L^T y (column), and for ANDERSON_I the row (DF^T s - S^T s) / beta, of which sweep 2 left DF^T s.
-    The history is read ROWS pairs at a time, each into a vector of its own, so that a thread keeps to its columns.
-    """
+    """What the programs of sweep 1 have left of a sample, added up: the verdict, t = L^T g, and L^T y into N."""
     i_b = tl.program_id(0).to(tl.int64)
-    if tl.load(p_status + i_b) != 0:
-        if STAGE == "judge":
-            tl.store(p_t + i_b * (M + 1) + M, 0.0)
+    p_t, p_verdict = _scratch_of(p_scratch, i_b, M)
+    if has_ended(p_status, i_b):
+        store_no_verdict(p_verdict)
         return
-    dtype: tl.constexpr = p_z.dtype.element_ty
-    LEFT_IS_Y: tl.constexpr = (METHOD == BROYDEN_BAD) | (METHOD == ANDERSON_II)
-    begin, end = columns(D, BLK, STAGE)
-    p_z += i_b * D
-    p_fz += i_b * D
-    p_f_prev += i_b * D
-    p_left += i_b * M * D
-    p_df_new = p_df + i_b * M * D + newest.to(tl.int64) * D
-    p_left_new = p_left + newest.to(tl.int64) * D
     p_gram += i_b * (M + 2) * M
-    p_t += i_b * (M + 1)
-    if STAGE != "all":
-        p_sums += i_b * (6 + 3 * MP) * S
-    b_w = scalar(beta, dtype)
-
-    advance = n > 0
-    for first in tl.static_range(0, MP, ROWS):
-        if advance:
-            if STAGE == "judge":
-                b_gg, b_ff = load_numbers(p_sums, 0, 2, S, BLK)
-                b_ss, b_yy = load_numbers(p_sums, 4, 2, S, BLK)
-                b_t = load_numbers(p_sums, 6 + first, ROWS, S, BLK)
-                b_q = load_numbers(p_sums, 6 + MP + first, ROWS, S, BLK)
-                b_p = load_numbers(p_sums, 6 + 2 * MP + first, ROWS if METHOD == ANDERSON_I else 0, S, BLK)
-            else:
-                b_gg, b_ff, b_ss, b_yy, b_t, b_q, b_p = _sweep_left(
-                    *(p_z, p_fz, p_f_prev, p_left, p_left_new, p_df_new, D, M, n, newest, begin, end, beta),
-                    *(first, METHOD, ROWS, BLK),
-                )
-            if first == 0:
-                res_norm, f_norm = norms_at(
-                    p_z + begin, p_fz + begin, end - begin, p_sums, S, b_gg, b_ff, maximum, STAGE, BLK
-                )
-                if STAGE == "sums":
-                    store_number(p_sums, 4, tl.sum(b_ss, axis=0))
-                    store_number(p_sums, 5, tl.sum(b_yy, axis=0))
-                else:
-                    status, improved = judge(
-                        p_status,
-                        p_iterations,
-                        p_residual,
-                        p_progress,
-                        p_active,
-                        i_b,
-                        B,
-                        res_norm,
-                        f_norm,
-                        k,
-                        tol,
-                        absolute,
-                        stall_floor,
-                        offset,
-                        False,
-                    )
-                    advance = status == 0
-                if STAGE == "judge":
-                    store_verdict(p_t + M, status, improved)
-                elif STAGE == "all":
-                    tl.store(p_t + M, improved.to(dtype))
-                    carry_out(status, improved & (status != 0), p_z, p_best + i_b * D, D, BLK)
-            if STAGE == "sums":
-                for i in tl.static_range(ROWS):
-                    store_number(p_sums, 6 + first + i, tl.sum(b_t[i], axis=0))
-                    store_number(p_sums, 6 + MP + first + i, tl.sum(b_q[i], axis=0))
-                    if METHOD == ANDERSON_I:
-                        store_number(p_sums, 6 + 2 * MP + first + i, tl.sum(b_p[i], axis=0))
-            elif advance:
-                for i in tl.static_range(ROWS):
-                    slot = _slot(newest, first + i, M)
-                    m_i = first + i < n
-                    q = tl.sum(b_q[i], axis=0)
-                    tl.store(p_t + first + i, tl.sum(b_t[i], axis=0), mask=m_i)
-                    tl.store(p_gram + slot * M + newest, q, mask=m_i)
-                    p_row = p_gram + newest * M + slot
-                    if first + i == 0:
-                        ss = q
-                        yy = q
-                        if not LEFT_IS_Y:
-                            ss = tl.sum(b_ss, axis=0)
-                            yy = tl.sum(b_yy, axis=0)
-                        tl.store(p_gram + M * M + newest, ss)
-                        tl.store(p_gram + M * M + M + newest, yy)
-                    elif LEFT_IS_Y:
-                        tl.store(p_row, q, mask=m_i)
-                    elif METHOD == ANDERSON_I:
-                        row = tl.load(p_row, mask=m_i, other=0.0)
-                        tl.store(p_row, (row - tl.sum(b_p[i], axis=0)) / b_w, mask=m_i)
+    p_sample = _numbers_of(p_numbers, i_b, S, MP)
+    res_norm, f_norm = norms_of_parts(p_sample, S, maximum, BLK)
+    monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
+    rule = (tol, absolute, stall_floor, offset)
+    running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, False)
+    store_verdict(p_verdict, improved, failed)
+    if running:
+        ss = sum_number(p_sample, number_of("ss", MP), S, BLK)
+        yy = sum_number(p_sample, number_of("yy", MP), S, BLK)
+        for age in tl.static_range(MP):
+            t = sum_number(p_sample, number_of("g", MP, age), S, BLK)
+            q = sum_number(p_sample, number_of("y", MP, age), S, BLK)
+            p = sum_number(p_sample, number_of("s", MP, age), S, BLK) if takes_row(METHOD) else q
+            _store_dots(p_gram, p_t, M, n, newest, beta, t, q, p, ss, yy, age, METHOD)
 
 
 @triton.jit(do_not_specialize=["M", "n", "newest"])
 def _multisecant_solve_kernel(
-    p_status, p_gram, p_t, M, n, newest, ridge: tl.float64, METHOD: tl.constexpr, MP: tl.constexpr
+    p_status, p_gram, p_scratch, M, n, newest, ridge: tl.float64, METHOD: tl.constexpr, MP: tl.constexpr
 ):
-    """gamma in the place of t."""
+    """N gamma = t of a sample; gamma takes the place of t."""
     i_b = tl.program_id(0).to(tl.int64)
-    if tl.load(p_status + i_b) != 0:
+    if has_ended(p_status, i_b):
         return
     o_i = tl.arange(0, MP)
-    p_t += i_b * (M + 1)
+    p_t, _ = _scratch_of(p_scratch, i_b, M)
     b_t = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
-    b_gamma = _window_gamma(p_gram + i_b * (M + 2) * M, b_t, M, n, newest, ridge, METHOD, MP)
+    b_gamma = gamma_of(p_gram + i_b * (M + 2) * M, b_t, M, n, newest, ridge, METHOD, MP)
     tl.store(p_t + o_i, b_gamma, mask=o_i < n)
 
 
-@triton.jit(do_not_specialize=["M", "S", "n", "newest", "new"])
+@triton.jit
+def _load_mixed(p_z, p_fz, p_best, o_d, m_d, improved, beta):
+    """z and beta (f(z) - z) in the columns o_d; z is kept as the best iterate if `improved`."""
+    b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+    if improved:
+        tl.store(p_best + o_d, b_z, mask=m_d)
+    return b_z, scalar(beta, b_z.dtype) * (tl.load(p_fz + o_d, mask=m_d, other=0.0) - b_z)
+
+
+@triton.jit
+def _store_step(p_z, p_left_new, b_z, b_x, o_d, m_d, alpha):
+    """z <- z + H(alpha x) in the columns o_d; H(s), with s the step that z has taken, goes to L and is returned."""
+    dtype: tl.constexpr = b_z.dtype
+    short: tl.constexpr = p_left_new.dtype.element_ty
+    b_next = b_z + (scalar(alpha, dtype) * b_x).to(short).to(dtype)
+    b_s = (b_next - b_z).to(short)
+    # Every warp has read z before it changes.
+    tl.debug_barrier()
+    tl.store(p_z + o_d, b_next, mask=m_d)
+    tl.store(p_left_new + o_d, b_s, mask=m_d)
+    return b_s.to(dtype)
+
+
+@triton.jit
+def _sweep_right_rows(
+    p_z,
+    p_fz,
+    p_best,
+    p_left_new,
+    p_df,
+    p_gram,
+    p_t,
+    D,
+    M,
+    n,
+    newest,
+    begin,
+    end,
+    improved,
+    alpha,
+    beta,
+    ridge,
+    METHOD: tl.constexpr,
+    SOLVE: tl.constexpr,
+    MP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLK: tl.constexpr,
+):
+    """z <- z + H(alpha (beta g - DF gamma)) in the columns [begin, end); DF^T s by age, as a tuple, if L holds steps.
+
+    p_t holds gamma, or t if SOLVE. Each row of DF is a vector of its own, so that a thread keeps to its columns; the
+    dots with rows beyond the first ROWS read them again, from the cache.
+    """
+    dtype: tl.constexpr = p_z.dtype.element_ty
+    if SOLVE:
+        gammas = small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD, MP)
+    else:
+        gammas = ()
+        for i in tl.static_range(MP):
+            gammas = gammas + (tl.load(p_t + i, mask=i < n, other=0.0),)
+    b_r = _zeros(MP if holds_steps(METHOD) else 0, BLK, dtype)
+    for start in range(begin, end, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < end
+        b_z, b_x = _load_mixed(p_z, p_fz, p_best, o_d, m_d, improved, beta)
+        rows = ()
+        for i in tl.static_range(MP):
+            rows = rows + (load_row(p_df, newest, i, n, M, D, end, o_d).to(dtype),)
+            b_x -= rows[i] * gammas[i]
+        b_s = _store_step(p_z, p_left_new, b_z, b_x, o_d, m_d, alpha)
+        if holds_steps(METHOD):
+            next_r = ()
+            for i in tl.static_range(MP):
+                b_f = rows[i] if i < ROWS else load_row(p_df, newest, i, n, M, D, end, o_d).to(dtype)
+                next_r = next_r + (tl.fma(b_f, b_s, b_r[i]),)
+            b_r = next_r
+    r = ()
+    for i in tl.static_range(MP if holds_steps(METHOD) else 0):
+        r = r + (tl.sum(b_r[i], axis=0),)
+    return r
+
+
+@triton.jit
+def _sweep_right_tile(
+    p_z,
+    p_fz,
+    p_best,
+    p_left_new,
+    p_df,
+    p_t,
+    D,
+    M,
+    n,
+    newest,
+    begin,
+    end,
+    improved,
+    alpha,
+    beta,
+    METHOD: tl.constexpr,
+    MP: tl.constexpr,
+    BLK: tl.constexpr,
+):
+    """As ``_sweep_right_rows`` without SOLVE; DF^T s is a vector (MP,). The rows of DF are one tile.
+
+    For windows too long for a vector per row. Sums over the rows cross threads.
+    """
+    dtype: tl.constexpr = p_z.dtype.element_ty
+    o_i = tl.arange(0, MP)
+    slot = slots_by_age(newest, M, MP)
+    b_gamma = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
+    b_r = tl.zeros([MP, BLK], dtype)
+    for start in range(begin, end, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < end
+        b_z, b_x = _load_mixed(p_z, p_fz, p_best, o_d, m_d, improved, beta)
+        p_f = p_df + slot.to(tl.int64)[:, None] * D + o_d[None, :]  # [MP, BLK]
+        b_f = tl.load(p_f, mask=(o_i < n)[:, None] & m_d[None, :], other=0.0).to(dtype)
+        b_x -= tl.sum(b_f * b_gamma[:, None], axis=0)
+        b_s = _store_step(p_z, p_left_new, b_z, b_x, o_d, m_d, alpha)
+        if holds_steps(METHOD):
+            b_r = tl.fma(b_f, b_s[None, :], b_r)
+    return tl.sum(b_r, axis=1)
+
+
+@triton.jit(do_not_specialize=["M", "n", "newest", "new"])
 def _multisecant_right_kernel(
     p_z,
     p_fz,
@@ -453,8 +513,66 @@ def _multisecant_right_kernel(
     p_left,
     p_df,
     p_gram,
-    p_t,
-    p_sums,
+    p_scratch,
+    D,
+    M,
+    n,
+    newest,
+    new,
+    alpha: tl.float64,
+    beta: tl.float64,
+    ridge: tl.float64,
+    METHOD: tl.constexpr,
+    SOLVE: tl.constexpr,
+    TILE: tl.constexpr,
+    MP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLK: tl.constexpr,
+):
+    """Sweep 2 of a sample: z <- z + H(alpha (beta g - DF gamma)), the step s into slot `new` of L.
+
+    If L holds steps, DF^T s goes into row `new` of N: all of it for BROYDEN_GOOD, a part of it for ANDERSON_I.
+    """
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    p_t, p_verdict = _scratch_of(p_scratch, i_b, M)
+    # The first iterate is kept by the kernel before.
+    improved, _ = unpack_verdict(tl.load(p_verdict, mask=n > 0, other=0.0))
+    p_z += i_b * D
+    p_fz += i_b * D
+    p_best += i_b * D
+    p_left_new = p_left + i_b * M * D + new.to(tl.int64) * D
+    p_df += i_b * M * D
+    p_gram += i_b * (M + 2) * M
+    if TILE:
+        b_r = _sweep_right_tile(
+            *(p_z, p_fz, p_best, p_left_new, p_df, p_t, D, M, n, newest, 0, D, improved, alpha, beta),
+            *(METHOD, MP, BLK),
+        )
+        if holds_steps(METHOD):
+            tl.store(p_gram + new * M + slots_by_age(newest, M, MP), b_r, mask=tl.arange(0, MP) < n)
+    else:
+        r = _sweep_right_rows(
+            *(p_z, p_fz, p_best, p_left_new, p_df, p_gram, p_t, D, M, n, newest, 0, D, improved, alpha, beta, ridge),
+            *(METHOD, SOLVE, MP, ROWS, BLK),
+        )
+        if holds_steps(METHOD):
+            for i in tl.static_range(MP):
+                tl.store(p_gram + new * M + slot_of(newest, i, M), r[i], mask=i < n)
+
+
+@triton.jit(do_not_specialize=["M", "S", "n", "newest", "new"])
+def _multisecant_right_step_kernel(
+    p_z,
+    p_fz,
+    p_best,
+    p_status,
+    p_left,
+    p_df,
+    p_gram,
+    p_scratch,
+    p_numbers,
     D,
     M,
     S,
@@ -469,95 +587,52 @@ def _multisecant_right_kernel(
     TILE: tl.constexpr,
     MP: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGE: tl.constexpr,
     BLK: tl.constexpr,
 ):
-    """Sweep 2: z <- z + H(alpha (beta g - DF gamma)), the step taken into slot `new` of L, and r = DF^T s into N.
-
-    p_t holds gamma, or t where SOLVE is set. r is the next pair's row for BROYDEN_GOOD, and part of it for ANDERSON_I.
-    Every row of the history is a vector of its own, so that a thread keeps to its columns; the dots with rows beyond
-    the first ROWS read them again, from the cache. TILE: the rows are one tile, whose sums cross threads instead.
-    """
+    """Sweep 2 over one program's columns, by the verdict: their part of DF^T s is numbers "s" of ``number_of``."""
     i_b = tl.program_id(0).to(tl.int64)
-    begin, end = columns(D, BLK, STAGE)
-    if tl.load(p_status + i_b) != 0:
-        if STAGE == "step":
-            verdict = tl.load(p_t + i_b * (M + 1) + M, mask=n > 0, other=0.0)
-            carry_out(verdict, verdict == 1, p_z + i_b * D + begin, p_best + i_b * D + begin, end - begin, BLK)
-        return
-    dtype: tl.constexpr = p_z.dtype.element_ty
-    short: tl.constexpr = p_left.dtype.element_ty
-    HAS_ROW: tl.constexpr = (METHOD == BROYDEN_GOOD) | (METHOD == ANDERSON_I)
+    begin, end = columns(D, BLK)
     p_z += i_b * D
     p_fz += i_b * D
     p_best += i_b * D
+    p_t, p_verdict = _scratch_of(p_scratch, i_b, M)
+    # The first iterate is kept by the kernel before.
+    improved, failed = unpack_verdict(tl.load(p_verdict, mask=n > 0, other=0.0))
+    if has_ended(p_status, i_b):
+        carry_out(improved, failed, p_z + begin, p_best + begin, end - begin, BLK)
+        return
     p_left_new = p_left + i_b * M * D + new.to(tl.int64) * D
     p_df += i_b * M * D
-    p_gram += i_b * (M + 2) * M
-    p_t += i_b * (M + 1)
-    improved = tl.load(p_t + M, mask=n > 0, other=0.0) != 0  # the first iterate is kept by the kernel before
-    b_w = scalar(beta, dtype)
-    b_alpha = scalar(alpha, dtype)
-    o_i = tl.arange(0, MP)
-    slot = _slots_by_age(newest, M, MP)
+    p_sample = _numbers_of(p_numbers, i_b, S, MP)
     if TILE:
-        b_gamma = tl.load(p_t + o_i, mask=o_i < n, other=0.0)
-        b_r = tl.zeros([MP, BLK], dtype)
+        b_r = _sweep_right_tile(
+            *(p_z, p_fz, p_best, p_left_new, p_df, p_t, D, M, n, newest, begin, end, improved, alpha, beta),
+            *(METHOD, MP, BLK),
+        )
+        if holds_steps(METHOD):
+            store_number(p_sample, number_of("s", MP) + tl.arange(0, MP), b_r)
     else:
-        gammas = _small_gammas(p_gram, p_t, M, n, newest, ridge, METHOD, MP, SOLVE)
-        b_r = _zeros(MP if HAS_ROW else 0, BLK, dtype)
-
-    for start in range(begin, end, BLK):
-        o_d = start + tl.arange(0, BLK)
-        m_d = o_d < end
-        b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
-        if improved:
-            tl.store(p_best + o_d, b_z, mask=m_d)
-        b_x = b_w * (tl.load(p_fz + o_d, mask=m_d, other=0.0) - b_z)
-        if TILE:
-            p_f = p_df + slot.to(tl.int64)[:, None] * D + o_d[None, :]  # [MP, BLK]
-            b_f = tl.load(p_f, mask=(o_i < n)[:, None] & m_d[None, :], other=0.0).to(dtype)
-            b_x -= tl.sum(b_f * b_gamma[:, None], axis=0)
-        else:
-            rows = ()
+        p_gram += i_b * (M + 2) * M
+        r = _sweep_right_rows(
+            *(p_z, p_fz, p_best, p_left_new, p_df, p_gram, p_t, D, M, n, newest, begin, end, improved),
+            *(alpha, beta, ridge, METHOD, SOLVE, MP, ROWS, BLK),
+        )
+        if holds_steps(METHOD):
             for i in tl.static_range(MP):
-                rows = rows + (_row(p_df, newest, i, n, M, D, end, o_d).to(dtype),)
-                b_x -= rows[i] * gammas[i]
-        b_next = b_z + (b_alpha * b_x).to(short).to(dtype)
-        b_s = (b_next - b_z).to(short)
-        # Every warp has read z before it changes.
-        tl.debug_barrier()
-        tl.store(p_z + o_d, b_next, mask=m_d)
-        tl.store(p_left_new + o_d, b_s, mask=m_d)
-        if HAS_ROW & TILE:
-            b_r = tl.fma(b_f, b_s.to(dtype)[None, :], b_r)
-        elif HAS_ROW:
-            next_r = ()
-            for i in tl.static_range(MP):
-                b_f = rows[i] if i < ROWS else _row(p_df, newest, i, n, M, D, end, o_d).to(dtype)
-                next_r = next_r + (tl.fma(b_f, b_s.to(dtype), b_r[i]),)
-            b_r = next_r
-    p_row = p_gram + new * M
-    if STAGE == "step":
-        p_row = p_sums + i_b * (6 + 3 * MP) * S + tl.program_id(1)
-    if HAS_ROW & TILE:
-        tl.store(p_row + (slot if STAGE == "all" else o_i * S), tl.sum(b_r, axis=1), mask=o_i < n)
-    elif HAS_ROW:
-        for i in tl.static_range(MP):
-            o_r = _slot(newest, i, M) if STAGE == "all" else i * S
-            tl.store(p_row + o_r, tl.sum(b_r[i], axis=0), mask=i < n)
+                store_number(p_sample, number_of("s", MP, i), r[i])
 
 
 @triton.jit(do_not_specialize=["M", "S", "n", "newest", "new"])
-def _multisecant_row_kernel(p_status, p_gram, p_sums, M, S, n, newest, new, MP: tl.constexpr, BLK: tl.constexpr):
-    """After a sweep 2 whose S programs per sample have left their parts of r: r into N."""
+def _multisecant_row_kernel(p_status, p_gram, p_numbers, M, S, n, newest, new, MP: tl.constexpr, BLK: tl.constexpr):
+    """DF^T s of a sample into row `new` of N, by what the programs of sweep 2 have left of it."""
     i_b = tl.program_id(0).to(tl.int64)
-    if tl.load(p_status + i_b) != 0:
+    if has_ended(p_status, i_b):
         return
     p_row = p_gram + (i_b * (M + 2) + new) * M
-    parts = load_numbers(p_sums + i_b * (6 + 3 * MP) * S, 0, MP, S, BLK)
-    for i in tl.static_range(MP):
-        tl.store(p_row + _slot(newest, i, M), tl.sum(parts[i], axis=0), mask=i < n)
+    p_sample = _numbers_of(p_numbers, i_b, S, MP)
+    for age in tl.static_range(MP):
+        r = sum_number(p_sample, number_of("s", MP, age), S, BLK)
+        tl.store(p_row + slot_of(newest, age, M), r, mask=age < n)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -585,7 +660,7 @@ def _multisecant_transposed_kernel(
     newest = tl.where(n > 0, tl.load(p_newest + i_b), 0) % M
     o_i = tl.arange(0, MP)
     m_i = o_i < n
-    o_row = _slots_by_age(newest, M, MP).to(tl.int64)[:, None] * D
+    o_row = slots_by_age(newest, M, MP).to(tl.int64)[:, None] * D
     p_v += i_b * D
     p_out += i_b * D
     p_left += i_b * M * D
@@ -598,7 +673,7 @@ def _multisecant_transposed_kernel(
         b_v = tl.load(p_v + o_d, mask=m_d, other=0.0)
         b_f = tl.load(p_df + o_row + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0).to(dtype)
         b_t = tl.fma(b_f, b_v[None, :], b_t)
-    b_gamma = _window_gamma(
+    b_gamma = gamma_of(
         p_gram + i_b * (M + 2) * M, tl.sum(b_t, axis=1), M, n, newest, ridge, METHOD, MP, TRANSPOSED=True
     )
     for start in range(0, D, BLK):
@@ -617,69 +692,113 @@ def multisecant_transposed(a: Any, out: Tensor) -> None:
         return
     padded = padded_window(history)
     config = tile_config(size, padded, a.v.dtype)
-    tensors = (a.v, a.left, a.df, a.gram, a.newest, a.count, out)
-    numbers = (size, history, a.alpha, a.beta, a.ridge)
-    options = {"num_warps": config.num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": False}
     with device_guard(a.v):
         _multisecant_transposed_kernel[(batch,)](
-            *tensors, *numbers, METHOD=a.method, MP=padded, BLK=config.block, **options
+            p_v=a.v,
+            p_left=a.left,
+            p_df=a.df,
+            p_gram=a.gram,
+            p_newest=a.newest,
+            p_count=a.count,
+            p_out=out,
+            D=size,
+            M=history,
+            alpha=a.alpha,
+            beta=a.beta,
+            ridge=a.ridge,
+            METHOD=a.method,
+            MP=padded,
+            BLK=config.block,
+            num_warps=config.num_warps,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=False,
         )
 
 
 def multisecant_step(a: Any) -> None:
     """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
     (batch, size), history = a.z.shape, a.left.shape[1]
-    n, newest = min(a.k, history), (a.k - 1) % history
+    n = min(a.k, history)
     if a.last or n == 0:
-        picard_step.launch(a, hold=2 if a.last else 1, damping=1.0)
+        picard_step.launch(a, hold=True, damping=1.0)
     if a.last or batch == 0:
         return
     padded = padded_window(n)
-    left_config = sweep_config(size, padded, a.z.dtype, a.left.dtype)
-    right_config = left_config if padded <= MAX_VECTOR_WINDOW else tile_config(size, padded, a.z.dtype)
-    inline = padded <= MAX_INLINE_WINDOW
     programs = programs_per_sample(batch, size, a.z.device)
-    grid = (batch,) if programs == 1 else (batch, programs)
-    t = torch.empty(batch, history + 1, dtype=a.z.dtype, device=a.z.device)
-    shared_by = None if programs == 1 else programs
-    sums = None if programs == 1 else t.new_empty(batch, 6 + 3 * padded, programs)
-    rows = rows_at_once(padded, a.method, a.z.dtype, a.left.dtype)
-    fixed = {"METHOD": a.method, "MP": padded, "enable_fp_fusion": False}
-    sweep = fixed | {"ROWS": rows, "maxnreg": MAX_REGISTERS}
-    monitor = (a.status, a.iterations, a.residual, a.progress, a.active)
-    rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
+    window = {"M": history, "n": n, "newest": (a.k - 1) % history, "MP": padded, "enable_fp_fusion": False}
+    system = {"p_gram": a.gram, "p_scratch": a.z.new_empty(batch, history + 1), "METHOD": a.method}
+    sweep = {
+        "p_z": a.z,
+        "p_fz": a.fz,
+        "p_left": a.left,
+        "p_df": a.df,
+        "D": size,
+        "beta": a.beta,
+        "ROWS": rows_at_once(padded, a.method, a.z.dtype, a.left.dtype),
+        "maxnreg": MAX_REGISTERS,
+        **window,
+    }
+    parts = {}
+    if programs > 1:
+        parts = {"p_numbers": a.z.new_empty(batch, number_of("end", padded), programs), "S": programs}
+    config = sweep_config(size, padded, a.z.dtype, a.left.dtype)
     with device_guard(a.z):
         if n:
-            for stage, left_grid, config in stages(batch, programs, left_config):
-                _multisecant_left_kernel[left_grid](
-                    *(a.z, a.fz, a.best, *monitor, a.f_prev, a.left, a.df, a.gram, t, sums),
-                    *(batch, size, history, shared_by, a.k, n, newest, *rule, a.beta),
-                    STAGE=stage,
-                    BLK=config.block,
-                    num_warps=config.num_warps,
-                    **sweep,
-                )
-            if not inline:
+            _launch_left(a, config, window, system, sweep, parts)
+            if padded > MAX_INLINE_WINDOW:
                 _multisecant_solve_kernel[(batch,)](
-                    *(a.status, a.gram, t, history, n, newest, a.ridge),
-                    num_warps=solve_config(padded).num_warps,
-                    **fixed,
+                    p_status=a.status, ridge=a.ridge, num_warps=solve_config(padded).num_warps, **system, **window
                 )
-        _multisecant_right_kernel[grid](
-            *(a.z, a.fz, a.best, a.status, a.left, a.df, a.gram, t, sums),
-            *(size, history, shared_by, n, newest, a.k % history, a.alpha, a.beta, a.ridge),
-            SOLVE=inline,
-            TILE=padded > MAX_VECTOR_WINDOW,
-            STAGE="all" if programs == 1 else "step",
-            BLK=right_config.block,
-            num_warps=right_config.num_warps,
-            **sweep,
-        )
-        if n and programs > 1 and a.method in (BROYDEN_GOOD.value, ANDERSON_I.value):
+        tiled = padded > MAX_VECTOR_WINDOW
+        _launch_right(a, tile_config(size, padded, a.z.dtype) if tiled else config, tiled, system, sweep, parts)
+        if n and parts and holds_steps(a.method):
             _multisecant_row_kernel[(batch,)](
-                *(a.status, a.gram, sums, history, programs, n, newest, a.k % history),
-                MP=padded,
+                p_status=a.status,
+                p_gram=a.gram,
+                new=a.k % history,
                 BLK=JUDGE_CONFIG.block,
                 num_warps=JUDGE_CONFIG.num_warps,
-                enable_fp_fusion=False,
+                **parts,
+                **window,
             )
+
+
+def _launch_left(a: Any, config: LaunchConfig, window: Kwargs, system: Kwargs, sweep: Kwargs, parts: Kwargs) -> None:
+    """Sweep 1 by one launch, or by two if `parts` says that programs share samples."""
+    batch = len(a.z)
+    columns = {"p_f_prev": a.f_prev, "BLK": config.block, "num_warps": config.num_warps, **sweep}
+    if not parts:
+        _multisecant_left_kernel[(batch,)](p_best=a.best, **judged(a), **system, **columns)
+        return
+    _multisecant_left_sums_kernel[(batch, parts["S"])](
+        p_status=a.status, METHOD=a.method, maximum=int(a.maximum), **parts, **columns
+    )
+    _multisecant_left_judge_kernel[(batch,)](
+        beta=a.beta,
+        BLK=JUDGE_CONFIG.block,
+        num_warps=JUDGE_CONFIG.num_warps,
+        maxnreg=MAX_REGISTERS,
+        **judged(a),
+        **parts,
+        **system,
+        **window,
+    )
+
+
+def _launch_right(a: Any, config: LaunchConfig, tiled: bool, system: Kwargs, sweep: Kwargs, parts: Kwargs) -> None:
+    """Sweep 2 by one program per sample, or by those of `parts`."""
+    kernel = _multisecant_right_step_kernel if parts else _multisecant_right_kernel
+    kernel[(len(a.z), parts["S"]) if parts else (len(a.z),)](
+        p_best=a.best,
+        p_status=a.status,
+        new=a.k % sweep["M"],
+        alpha=a.alpha,
+        ridge=a.ridge,
+        SOLVE=sweep["MP"] <= MAX_INLINE_WINDOW,
+        TILE=tiled,
+        BLK=config.block,
+        num_warps=config.num_warps,
+        **system,
+        **sweep,
+        **parts,
+    )

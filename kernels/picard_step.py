@@ -1,121 +1,77 @@
 """Picard step: z <- z + damping (f(z) - z), with the residuals, best iterate and status of every sample.
 
 z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations (B,) int32; residual (2, B), progress
-(6, B) T; active (1,) int32. Accumulation in T. One program per sample, or S of them in three launches, which leave sums
-(B, 5, S) T for each other; samples with status != 0 move no bytes.
+(6, B) T; active (1,) int32. Accumulation in T. Samples whose status is not RUNNING move no bytes.
+
+| launches | kernels | read |
+|---|---|---|
+| one program per sample whose row fits a block | row | once |
+| one program per longer sample | blocks | twice |
+| S programs per sample, see ``common`` | sums, judge, step | twice |
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from .common import carry_out, columns, copy_row, judge, load_numbers, norms_at, scalar, store_verdict
-from .config import device_guard, picard_config, picard_registers, programs_per_sample, stages
+from .common import (
+    NORM_COUNT,
+    carry_out,
+    columns,
+    copy_row,
+    has_ended,
+    judge,
+    judged,
+    norms_of,
+    norms_of_parts,
+    scalar,
+    store_no_verdict,
+    store_norms,
+    store_verdict,
+    unpack_verdict,
+)
+from .config import JUDGE_CONFIG, device_guard, picard_config, picard_registers, programs_per_sample
+
+# The numbers of a program's columns: those of the norms, then the verdict on the sample, in the place of program 0.
+VERDICT = NORM_COUNT
+NUMBERS = tl.constexpr(NORM_COUNT.value + 1)
 
 
-@triton.jit(do_not_specialize=["B", "S", "k", "hold", "absolute", "maximum"])
-def _picard_step_kernel(
-    p_z,
-    p_fz,
-    p_best,
-    p_status,
-    p_iterations,
-    p_residual,
-    p_progress,
-    p_active,
-    p_sums,
-    B,
-    D,
-    S,
-    k,
-    hold,
-    tol: tl.float64,
-    absolute,
-    stall_floor: tl.float64,
-    offset: tl.float64,
-    maximum,
-    damping: tl.float64,
-    WHOLE: tl.constexpr,
-    STAGE: tl.constexpr,
-    BLK: tl.constexpr,
-):
-    """WHOLE: a row fits one block, which is held on chip: one pass over the memory.
+@triton.jit
+def _numbers_of(p_numbers, i_b, S):
+    """Pointers to the numbers of sample i_b and to the verdict on it."""
+    p_sample = p_numbers + i_b * NUMBERS * S
+    return p_sample, p_sample + VERDICT * S
 
-    hold: 0, take a step; 1, only judge; 2, only judge, and no evaluation follows.
-    """
-    i_b = tl.program_id(0).to(tl.int64)
-    status = tl.load(p_status + i_b)
-    if STAGE != "all":
-        p_sums += i_b * 5 * S
-    if STAGE == "step":
-        verdict = tl.load(p_sums + 4 * S)
-        improved = verdict == 1
-    elif status != 0:
-        if STAGE == "judge":
-            tl.store(p_sums + 4 * S, 0.0)
-        return
+
+@triton.jit
+def _stepped(b_z, b_fz, damping):
+    """z + damping (f(z) - z), exactly f(z) if damping = 1."""
+    b_w = scalar(damping, b_z.dtype)
+    return tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z))
+
+
+@triton.jit
+def _squares(p_z, p_fz, begin, end, BLK: tl.constexpr):
+    """|f(z) - z|^2 and |f(z)|^2 of the columns [begin, end)."""
     dtype: tl.constexpr = p_z.dtype.element_ty
-    begin, end = columns(D, BLK, STAGE)
-    p_z += i_b * D
-    p_fz += i_b * D
-    p_best += i_b * D
-    b_w = scalar(damping, dtype)
-    if STAGE == "judge":
-        b_gg, b_ff = load_numbers(p_sums, 0, 2, S, BLK)
-    elif WHOLE:
-        o_d = tl.arange(0, BLK)
-        m_d = o_d < D
+    b_gg = tl.zeros([BLK], dtype)
+    b_ff = tl.zeros([BLK], dtype)
+    for start in range(begin, end, BLK):
+        o_d = start + tl.arange(0, BLK)
+        m_d = o_d < end
         b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-        b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
-        b_gg = (b_fz - b_z) * (b_fz - b_z)
-        b_ff = b_fz * b_fz
-    elif STAGE != "step":
-        b_gg = tl.zeros([BLK], dtype)
-        b_ff = tl.zeros([BLK], dtype)
-        for start in range(begin, end, BLK):
-            o_d = start + tl.arange(0, BLK)
-            m_d = o_d < end
-            b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-            b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
-            b_gg = tl.fma(b_g, b_g, b_gg)
-            b_ff = tl.fma(b_fz, b_fz, b_ff)
-    if STAGE != "step":
-        res_norm, f_norm = norms_at(p_z + begin, p_fz + begin, end - begin, p_sums, S, b_gg, b_ff, maximum, STAGE, BLK)
-        if STAGE == "sums":
-            return
-        status, improved = judge(
-            p_status,
-            p_iterations,
-            p_residual,
-            p_progress,
-            p_active,
-            i_b,
-            B,
-            res_norm,
-            f_norm,
-            k,
-            tol,
-            absolute,
-            stall_floor,
-            offset,
-            hold == 2,
-        )
-        verdict = status
-        if STAGE == "judge":
-            store_verdict(p_sums + 4 * S, status, improved)
-            return
-    if WHOLE:
-        if improved:
-            tl.store(p_best + o_d, b_z, mask=m_d)
-        if status == 2:
-            copy_row(p_z, p_best, D, BLK)
-        if (status == 0) & (hold == 0):
-            tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
-        return
-    advance = (status == 0) & (hold == 0)
-    carry_out(verdict, improved & (advance == 0), p_z + begin, p_best + begin, end - begin, BLK)
+        b_g = b_fz - tl.load(p_z + o_d, mask=m_d, other=0.0)
+        b_gg = tl.fma(b_g, b_g, b_gg)
+        b_ff = tl.fma(b_fz, b_fz, b_ff)
+    return tl.sum(b_gg, axis=0), tl.sum(b_ff, axis=0)
+
+
+@triton.jit
+def _move(p_z, p_fz, p_best, begin, end, improved, failed, advance, damping, BLK: tl.constexpr):
+    """Take the step if `advance`, in the columns [begin, end); keep the best iterate, or go back to it."""
+    carry_out(improved & (advance == 0), failed, p_z + begin, p_best + begin, end - begin, BLK)
     if advance:
         for start in range(begin, end, BLK):
             o_d = start + tl.arange(0, BLK)
@@ -124,32 +80,184 @@ def _picard_step_kernel(
             if improved:
                 tl.store(p_best + o_d, b_z, mask=m_d)
             b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
-            tl.store(p_z + o_d, tl.where(b_w == 1, b_fz, b_z + b_w * (b_fz - b_z)), mask=m_d)
+            tl.store(p_z + o_d, _stepped(b_z, b_fz, damping), mask=m_d)
 
 
-def launch(a: Any, hold: int, damping: float) -> None:
-    """The step of `a`, with `damping` in the place of its own; hold: see the kernel."""
+@triton.jit(do_not_specialize=["B", "k", "hold", "last", "absolute", "maximum"])
+def _picard_row_kernel(
+    p_z,
+    p_fz,
+    p_best,
+    p_status,
+    p_iterations,
+    p_residual,
+    p_progress,
+    p_active,
+    B,
+    D,
+    k,
+    hold,
+    last,
+    tol: tl.float64,
+    absolute,
+    stall_floor: tl.float64,
+    offset: tl.float64,
+    maximum,
+    damping: tl.float64,
+    BLK: tl.constexpr,
+):
+    """z <- z + damping (f(z) - z) of a sample of D <= BLK elements, held on chip. hold: only judge, take no step."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    p_z += i_b * D
+    p_fz += i_b * D
+    p_best += i_b * D
+    o_d = tl.arange(0, BLK)
+    m_d = o_d < D
+    b_fz = tl.load(p_fz + o_d, mask=m_d, other=0.0)
+    b_z = tl.load(p_z + o_d, mask=m_d, other=0.0)
+    gg = tl.sum((b_fz - b_z) * (b_fz - b_z), axis=0)
+    ff = tl.sum(b_fz * b_fz, axis=0)
+    res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
+    monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
+    rule = (tol, absolute, stall_floor, offset)
+    running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
+    if improved:
+        tl.store(p_best + o_d, b_z, mask=m_d)
+    if failed:
+        copy_row(p_z, p_best, D, BLK)
+    if running & (hold == 0):
+        tl.store(p_z + o_d, _stepped(b_z, b_fz, damping), mask=m_d)
+
+
+@triton.jit(do_not_specialize=["B", "k", "hold", "last", "absolute", "maximum"])
+def _picard_blocks_kernel(
+    p_z,
+    p_fz,
+    p_best,
+    p_status,
+    p_iterations,
+    p_residual,
+    p_progress,
+    p_active,
+    B,
+    D,
+    k,
+    hold,
+    last,
+    tol: tl.float64,
+    absolute,
+    stall_floor: tl.float64,
+    offset: tl.float64,
+    maximum,
+    damping: tl.float64,
+    BLK: tl.constexpr,
+):
+    """z <- z + damping (f(z) - z) of a sample, block by block. hold: only judge, take no step."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    p_z += i_b * D
+    p_fz += i_b * D
+    gg, ff = _squares(p_z, p_fz, 0, D, BLK)
+    res_norm, f_norm = norms_of(p_z, p_fz, D, gg, ff, maximum, BLK)
+    monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
+    rule = (tol, absolute, stall_floor, offset)
+    running, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
+    _move(p_z, p_fz, p_best + i_b * D, 0, D, improved, failed, running & (hold == 0), damping, BLK)
+
+
+@triton.jit(do_not_specialize=["S", "maximum"])
+def _picard_sums_kernel(p_z, p_fz, p_status, p_numbers, D, S, maximum, BLK: tl.constexpr):
+    """The norms of f(z) - z and f(z) of one program's columns."""
+    i_b = tl.program_id(0).to(tl.int64)
+    if has_ended(p_status, i_b):
+        return
+    p_z += i_b * D
+    p_fz += i_b * D
+    begin, end = columns(D, BLK)
+    gg, ff = _squares(p_z, p_fz, begin, end, BLK)
+    p_sample, _ = _numbers_of(p_numbers, i_b, S)
+    store_norms(p_sample, p_z + begin, p_fz + begin, end - begin, gg, ff, maximum, BLK)
+
+
+@triton.jit(do_not_specialize=["B", "S", "k", "last", "absolute", "maximum"])
+def _picard_judge_kernel(
+    p_status,
+    p_iterations,
+    p_residual,
+    p_progress,
+    p_active,
+    p_numbers,
+    B,
+    S,
+    k,
+    last,
+    tol: tl.float64,
+    absolute,
+    stall_floor: tl.float64,
+    offset: tl.float64,
+    maximum,
+    BLK: tl.constexpr,
+):
+    """The verdict on a sample by the norms of all its columns."""
+    i_b = tl.program_id(0).to(tl.int64)
+    p_sample, p_verdict = _numbers_of(p_numbers, i_b, S)
+    if has_ended(p_status, i_b):
+        store_no_verdict(p_verdict)
+        return
+    res_norm, f_norm = norms_of_parts(p_sample, S, maximum, BLK)
+    monitor = (p_status, p_iterations, p_residual, p_progress, p_active)
+    rule = (tol, absolute, stall_floor, offset)
+    _, improved, failed = judge(monitor, i_b, B, res_norm, f_norm, k, rule, last != 0)
+    store_verdict(p_verdict, improved, failed)
+
+
+@triton.jit(do_not_specialize=["S", "hold"])
+def _picard_step_kernel(p_z, p_fz, p_best, p_status, p_numbers, D, S, hold, damping: tl.float64, BLK: tl.constexpr):
+    """z <- z + damping (f(z) - z) in one program's columns, by the verdict. hold: take no step."""
+    i_b = tl.program_id(0).to(tl.int64)
+    advance = (has_ended(p_status, i_b) == 0) & (hold == 0)
+    _, p_verdict = _numbers_of(p_numbers, i_b, S)
+    improved, failed = unpack_verdict(tl.load(p_verdict))
+    begin, end = columns(D, BLK)
+    p_z += i_b * D
+    p_fz += i_b * D
+    _move(p_z, p_fz, p_best + i_b * D, begin, end, improved, failed, advance, damping, BLK)
+
+
+def launch(a: Any, hold: bool, damping: float) -> None:
+    """The step of `a` with `damping` in the place of its own, or only the judgement if `hold`."""
     batch, size = a.z.shape
     if batch == 0:
         return
     config = picard_config(size, a.z.dtype)
     programs = programs_per_sample(batch, size, a.z.device)
-    launches = stages(batch, programs, config)
-    sums = shared_by = None
-    if programs > 1:
-        launches += [("step", (batch, programs), config)]
-        sums, shared_by = torch.empty(batch, 5, programs, dtype=a.z.dtype, device=a.z.device), programs
-    state = (a.z, a.fz, a.best, a.status, a.iterations, a.residual, a.progress, a.active, sums)
-    rule = (a.tol, int(a.absolute), a.stall_floor, a.offset, int(a.maximum))
-    numbers = (batch, size, shared_by, a.k, hold, *rule, damping)
-    whole = programs == 1 and size <= config.block
+    whole = programs == 1
+    options = {"enable_fp_fusion": False, "maxnreg": picard_registers(a.z.dtype, whole)}
+    columns = {"D": size, "BLK": config.block, "num_warps": config.num_warps, **options}
+    step = {"hold": int(hold), "damping": damping}
+    decision = {"last": int(a.last), **judged(a)}
     with device_guard(a.z):
-        for stage, grid, launch in launches:
-            options = {"BLK": launch.block, "num_warps": launch.num_warps, "enable_fp_fusion": False}
-            registers = picard_registers(a.z.dtype, stage == "all")
-            _picard_step_kernel[grid](*state, *numbers, WHOLE=whole, STAGE=stage, maxnreg=registers, **options)
+        if whole:
+            kernel = _picard_row_kernel if size <= config.block else _picard_blocks_kernel
+            kernel[(batch,)](p_z=a.z, p_fz=a.fz, p_best=a.best, **decision, **step, **columns)
+            return
+        numbers = a.z.new_empty(batch, NUMBERS.value, programs)
+        shared = {"p_status": a.status, "p_numbers": numbers, "S": programs}
+        _picard_sums_kernel[(batch, programs)](p_z=a.z, p_fz=a.fz, maximum=int(a.maximum), **shared, **columns)
+        _picard_judge_kernel[(batch,)](
+            p_numbers=numbers,
+            S=programs,
+            BLK=JUDGE_CONFIG.block,
+            num_warps=JUDGE_CONFIG.num_warps,
+            **decision,
+            **options,
+        )
+        _picard_step_kernel[(batch, programs)](p_z=a.z, p_fz=a.fz, p_best=a.best, **shared, **step, **columns)
 
 
 def picard_step(a: Any) -> None:
     """z <- z + damping (f(z) - z) for every running sample, in place; only the records when `last`."""
-    launch(a, 2 * a.last, a.damping)
+    launch(a, hold=a.last, damping=a.damping)

@@ -46,15 +46,27 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 INT8, INT32 = {"p_status"}, {"p_iterations", "p_active", "p_newest", "p_count"}
 INT64 = {"p_rows", "p_offsets", "p_classes", "p_labels"}
 SCALAR_LOADS = ("solve", "means", "row", "picard/judge", "left/judge")  # kernels whose loads need not be wide
-STAGES = ("sums", "judge", "step")  # of a kernel whose programs share samples, named behind it
+STEP_KERNELS = {
+    "picard/sums": picard_step._picard_sums_kernel,
+    "picard/judge": picard_step._picard_judge_kernel,
+    "picard/step": picard_step._picard_step_kernel,
+    "left": multisecant_step._multisecant_left_kernel,
+    "left/sums": multisecant_step._multisecant_left_sums_kernel,
+    "left/judge": multisecant_step._multisecant_left_judge_kernel,
+    "solve": multisecant_step._multisecant_solve_kernel,
+    "right": multisecant_step._multisecant_right_kernel,
+    "right/step": multisecant_step._multisecant_right_step_kernel,
+    "row": multisecant_step._multisecant_row_kernel,
+    "transp": multisecant_step._multisecant_transposed_kernel,
+}
 NORM_KERNELS = {
     "act": norm_act._norm_act_kernel,
     "act'": norm_act._norm_act_backward_kernel,
     "resid": norm_act_residual._norm_act_residual_kernel,
     "resid'": norm_act_residual._norm_act_residual_backward_kernel,
 }
-INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "hold", "absolute", "count", "S"}
-INTEGERS |= {"stride", "max_iter", "maximum"}
+INTEGERS = {"plane", "pixels", "B", "D", "M", "N", "R", "k", "n", "newest", "new", "hold", "last", "absolute", "count"}
+INTEGERS |= {"S", "stride", "max_iter", "maximum"}
 
 
 @dataclass(frozen=True)
@@ -109,10 +121,11 @@ def table() -> list[Case]:
         for state, history in dtypes if window > 8 else dtypes[:-1]:
             cases.append(Case("left", state, history, window, "and1"))
             cases.append(Case("right", state, history, window, "good"))
-    cases += [Case(f"picard/{stage}", state, size=65536) for stage in STAGES for state in ("fp32", "fp64")]
+    stages = ("picard/sums", "picard/judge", "picard/step")
+    cases += [Case(stage, state, size=65536) for stage in stages for state in ("fp32", "fp64")]
     for history, window in (("fp32", 8), ("bf16", 8), ("fp32", 16), ("fp64", 32)):
         state = "fp64" if history == "fp64" else "fp32"
-        cases += [Case(f"left/{stage}", state, history, window, "and1", 65536) for stage in STAGES[:-1]]
+        cases += [Case(kernel, state, history, window, "and1", 65536) for kernel in ("left/sums", "left/judge")]
         cases += [Case(kernel, state, history, window, "good", 65536) for kernel in ("right/step", "row")]
     cases += [Case("left/sums", "fp32", "bf16", 6, "and2", 65537), Case("right/step", "fp32", "fp32", 8, "good", 65537)]
     for window, history in ((6, "bf16"), (20, "fp32")):
@@ -184,13 +197,6 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     dtype = DTYPES[case.state]
     if case.kernel in ("sums", "means", "scatter"):
         return specialise_collapse(case)
-    one: dict[str, object] = {"D": 1} if case.size == 1 else {}  # triton specialises on arguments that are 1
-    kernel, _, stage = case.kernel.partition("/")
-    stages: dict[str, object] = {"STAGE": stage} if stage else {"STAGE": "all", "p_sums": None, "S": None}
-    if kernel == "picard":
-        launch = config.JUDGE_CONFIG if stage == "judge" else config.picard_config(case.size, dtype)
-        whole = not stage and case.size <= launch.block
-        return picard_step._picard_step_kernel, {"WHOLE": whole, "BLK": launch.block, **one, **stages}, launch
     if case.kernel == "fc_vjp":
         launch = config.picard_config(case.size, dtype)
         return (
@@ -202,33 +208,44 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
         launch = config.fc_config(case.size)
         tile = {"ACTIVATION": ACTIVATIONS.index(case.method), "INTERPRETED": False}
         tile |= {"MAXIMUM": False, "ROWS": config.FC_ROWS, "DP": launch.block}
-        return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one}, launch
+        return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one(case)}, launch
     if case.kernel in NORM_KERNELS:
         launch = config.norm_config(case.size, case.window // 8, dtype)
         group = {"P": case.size, "C": case.window, "CG": case.window // 8, "BR": launch.rows, "BC": launch.columns}
         return NORM_KERNELS[case.kernel], group, launch
-    padded = config.padded_window(case.window)
-    constants: dict[str, object] = {"METHOD": METHODS[case.method], "MP": padded}
-    if kernel == "row":
+    return specialise_step(case)
+
+
+def specialise_step(case: Case) -> tuple[triton.JITFunction, dict[str, object], config.LaunchConfig]:
+    """The same for the steps of the solvers."""
+    dtype, history = DTYPES[case.state], DTYPES.get(case.history)
+    if case.kernel == "picard":
+        launch = config.picard_config(case.size, dtype)
+        fits_block = case.size <= launch.block
+        kernel = picard_step._picard_row_kernel if fits_block else picard_step._picard_blocks_kernel
+        return kernel, {"BLK": launch.block, **one(case)}, launch
+    kernel, padded = STEP_KERNELS[case.kernel], config.padded_window(case.window)
+    tiled = case.kernel.startswith("right") and padded > config.MAX_VECTOR_WINDOW
+    if case.kernel in ("picard/judge", "left/judge", "row"):
         launch = config.JUDGE_CONFIG
-        return multisecant_step._multisecant_row_kernel, {"MP": padded, "BLK": launch.block}, launch
-    if case.kernel == "solve":
-        return multisecant_step._multisecant_solve_kernel, constants, config.solve_config(padded)
-    if case.kernel == "transp":
-        launch = config.tile_config(case.size, padded, dtype)
-        return multisecant_step._multisecant_transposed_kernel, {**constants, **one, "BLK": launch.block}, launch
-    tiled = kernel == "right" and padded > config.MAX_VECTOR_WINDOW
-    if tiled:
+    elif case.kernel.startswith("picard"):
+        launch = config.picard_config(case.size, dtype)
+    elif case.kernel == "solve":
+        launch = config.solve_config(padded)
+    elif case.kernel == "transp" or tiled:
         launch = config.tile_config(case.size, padded, dtype)
     else:
-        launch = config.sweep_config(case.size, padded, dtype, DTYPES[case.history])
-    rows = config.rows_at_once(padded, METHODS[case.method], dtype, DTYPES[case.history])
-    launch = config.JUDGE_CONFIG if stage == "judge" else launch
-    constants.update(one, BLK=launch.block, ROWS=rows, **stages)
-    if kernel == "left":
-        return multisecant_step._multisecant_left_kernel, constants, launch
-    constants.update(SOLVE=padded <= config.MAX_INLINE_WINDOW, TILE=tiled)
-    return multisecant_step._multisecant_right_kernel, constants, launch
+        launch = config.sweep_config(case.size, padded, dtype, history)
+    constants = {**one(case), "MP": padded, "BLK": launch.block, "SOLVE": padded <= config.MAX_INLINE_WINDOW}
+    if case.method:
+        method = METHODS[case.method]
+        constants |= {"METHOD": method, "ROWS": config.rows_at_once(padded, method, dtype, history), "TILE": tiled}
+    return kernel, {name: value for name, value in constants.items() if name in kernel.arg_names}, launch
+
+
+def one(case: Case) -> dict[str, object]:
+    """The argument D, which triton makes a constant of the code if it is 1."""
+    return {"D": 1} if case.size == 1 else {}
 
 
 def signature_of(case: Case, names: list[str], constants: dict[str, object]) -> dict[str, str]:
