@@ -4,11 +4,11 @@ fc_fixed_point: a program owns ``FC_ROWS`` samples for the whole solve. It reads
 z and c in registers, and leaves when its last sample is done. Two arithmetics of W z, both accumulated in float32:
 
 - W float32, D <= 128: IEEE float32 products, without tensor cores.
-- W bfloat16, D <= 256: z is cut into three bfloat16 parts, which hold its 24 bits, and multiplied in three tensor-core
-  products, exact but for the accumulation.
+- W bfloat16, D <= 256: z is split into three bfloat16 parts, which hold its 24 bits. Three tensor-core products of
+  these are exact but for the accumulation.
 
 c, z0, value (B, D) float32; W (D, D) float32 or bfloat16; status (B,) int8; iterations (B,) int32; residual (2, B).
-fc_vjp: grad * act'(pre) element by element, float32 or float64.
+fc_vjp: grad * act'(pre), element by element, float32 or float64.
 """
 
 from dataclasses import replace
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import constants
 from .common import (
+    CONVERGED,
     RUNNING,
     STALL_GAIN,
     STALL_ITERATIONS,
@@ -42,14 +43,13 @@ TANH = tl.constexpr(constants.TANH)
 GELU = tl.constexpr(constants.GELU)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 ROOT_OF_TWO_PI_INVERSE = tl.constexpr(0.3989422804014327)
-# Bring float32 numbers whose squares underflow, or overflow, to where these do not.
-SCALE_UP = tl.constexpr(2.0**90)
-SCALE_DOWN = tl.constexpr(2.0**-90)
+# Within a solve: the row runs, and one of its iterates has met the tolerance.
+HAS_MET = tl.constexpr(constants.RUNNING - 1)
 
 
 @triton.jit
 def _tanh(x):
-    """tanh in float32: Cephes' polynomial near zero, elsewhere by the exponential."""
+    """tanh(x) in float32: Cephes' polynomial near zero, else sign(x) (1 - 2 / (e^(2 |x|) + 1))."""
     size = tl.abs(x)
     square = x * x
     p = square * -5.70498872745e-3 + 2.06390887954e-2
@@ -63,6 +63,7 @@ def _tanh(x):
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
+    """act(x): relu, tanh, gelu x Phi(x) with Phi the normal distribution, or x."""
     if ACTIVATION == RELU:
         return tl.where(x <= 0, 0.0, x)
     elif ACTIVATION == TANH:
@@ -75,7 +76,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _dot(b_z, b_wt, b_sum, INTERPRETED: tl.constexpr):
-    """b_sum + z W^T. The interpreter's own dot is a BLAS's, whose bits can hang on where in the tile a row lies."""
+    """b_sum + z W^T. In the interpreter's dot, a BLAS's, the bits of a row can depend on its place in the tile."""
     if INTERPRETED:
         return b_sum + tl.sum(b_z.to(tl.float32)[:, :, None] * b_wt.to(tl.float32)[None, :, :], axis=1)
     else:
@@ -84,7 +85,7 @@ def _dot(b_z, b_wt, b_sum, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _multiply(b_z, b_w, INTERPRETED: tl.constexpr):
-    """z W^T in float32; b_w (D, D) holds W by rows in float32, by columns in bfloat16."""
+    """z W^T in float32. b_w (D, D) holds W by rows in float32, by columns in bfloat16."""
     b_sum = tl.zeros(b_z.shape, tl.float32)
     if b_w.dtype == tl.float32:
         return _dot(b_z, tl.trans(b_w), b_sum, INTERPRETED)
@@ -100,9 +101,12 @@ def _multiply(b_z, b_w, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _length_of(square, b_v):
-    """Euclidean norms of rows by their sums of squares, or, where these are not sound, by those of scaled rows."""
+    """Euclidean norms of rows by their sums of squares; if a sum is not sound, by the squares of the scaled row.
+
+    The scale brings float32 numbers whose squares underflow or overflow to numbers whose squares do not.
+    """
     _, largest = tiny_and_max(square.dtype)
-    scale = tl.where(is_finite(square), SCALE_UP, SCALE_DOWN)
+    scale = tl.where(is_finite(square), 2.0**90, 2.0**-90)
     scaled = tl.sum((b_v * scale[:, None]) * (b_v * scale[:, None]), axis=1)
     length = tl.where(is_finite(scaled), tl.minimum(square_root(scaled) / scale, largest), float("inf"))
     return tl.where(is_sound(square), square_root(square), length)
@@ -110,7 +114,7 @@ def _length_of(square, b_v):
 
 @triton.jit
 def _norm(b_v, MAXIMUM: tl.constexpr):
-    """Norms of rows, as common.norms_of; without a branch, beside whose tiles some versions of triton spill."""
+    """Norms of rows, as ``common.norms_of``. Without a branch: next to it some versions of triton spill."""
     if MAXIMUM:
         return tl.max(magnitude(b_v), axis=1)
     else:
@@ -119,7 +123,7 @@ def _norm(b_v, MAXIMUM: tl.constexpr):
 
 @triton.jit
 def _relative_of_best(b_abs, b_size, offset):
-    """Relative residuals by |f(z) - z| and |f(z)|; infinite where no value was finite."""
+    """|f(z) - z| / (|f(z)| + offset) of the best iterates; infinite if no value was finite."""
     return tl.where(is_finite(b_abs), relative(b_abs, b_size, offset), float("inf"))
 
 
@@ -145,13 +149,14 @@ def _fc_fixed_point_kernel(
     ROWS: tl.constexpr,
     DP: tl.constexpr,
 ):
+    """z <- act(W z + c) of ROWS samples until each has ended; value is each sample's best iterate."""
     o_b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, DP)
     m_b = o_b < B
     m_d = o_d < D
     m = m_b[:, None] & m_d[None, :]
     o = o_b[:, None] * D + o_d[None, :]
-    # In bfloat16 transposed as it is read: some versions of triton keep two copies of what they transpose later.
+    # A bfloat16 W is transposed as it is read: some versions of triton keep two copies of what they transpose later.
     BY_ROWS: tl.constexpr = p_w.dtype.element_ty == tl.float32
     o_w = o_d[:, None] * D + o_d[None, :] if BY_ROWS else o_d[None, :] * D + o_d[:, None]
     b_w = tl.load(p_w + o_w, mask=m_d[:, None] & m_d[None, :], other=0.0)  # [DP, DP]
@@ -168,11 +173,11 @@ def _fc_fixed_point_kernel(
     b_gain_rel = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_k = tl.full([ROWS], float("inf"), tl.float32)
     b_iterations = tl.zeros([ROWS], tl.int32)
-    b_status = tl.where(m_b, 0, 1)  # -1: running, and an iterate has met the tolerance
+    b_status = tl.where(m_b, RUNNING, CONVERGED)
     k = max_iter * 0
-    while (k < max_iter) & (tl.min(b_status, axis=0) <= 0):
+    while (k < max_iter) & (tl.min(b_status, axis=0) <= RUNNING):
         b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
-        running = b_status <= 0
+        running = b_status <= RUNNING
         res_abs = _norm(b_f - b_z, MAXIMUM)
         f_norm = _norm(b_f, MAXIMUM)
         # The judgement of every row, as in common.judge.
@@ -191,13 +196,13 @@ def _fc_fixed_point_kernel(
         b_gain_rel = tl.where(gained, res_rel, b_gain_rel)
         b_gain_k = tl.where(gained, now, b_gain_k)
         stalled = (_relative_of_best(b_abs, b_size, offset) < floor) & (now - b_gain_k >= STALL_ITERATIONS)
-        has_met = (b_status < 0) | (tl.where(absolute != 0, res_abs, res_rel) <= scalar(tol, tl.float32))
+        has_met = (b_status == HAS_MET) | (tl.where(absolute != 0, res_abs, res_rel) <= scalar(tol, tl.float32))
         verdict = status_of(finite, converged, stalled, has_met, k + 1 == max_iter)
-        verdict = tl.where((verdict == RUNNING) & has_met, -1, verdict)
+        verdict = tl.where((verdict == RUNNING) & has_met, HAS_MET, verdict)
         k += 1
         b_iterations = tl.where(running, k, b_iterations)
         b_status = tl.where(running, verdict, b_status)
-        b_z = tl.where((b_status <= 0)[:, None], b_f, b_z)
+        b_z = tl.where((b_status <= RUNNING)[:, None], b_f, b_z)
 
     tl.store(p_status + o_b, b_status.to(tl.int8), mask=m_b)
     tl.store(p_iterations + o_b, b_iterations, mask=m_b)
@@ -207,6 +212,7 @@ def _fc_fixed_point_kernel(
 
 @triton.jit
 def _fc_vjp_kernel(p_pre, p_grad, p_result, N, ACTIVATION: tl.constexpr, BLK: tl.constexpr):
+    """result = grad * act'(pre), with tanh' = 4 e / (1 + e)^2, e = exp(-2 |pre|), and gelu'(x) = Phi(x) + x phi(x)."""
     o = tl.program_id(0).to(tl.int64) * BLK + tl.arange(0, BLK)
     m = o < N
     b_x = tl.load(p_pre + o, mask=m, other=0.0)
@@ -214,7 +220,7 @@ def _fc_vjp_kernel(p_pre, p_grad, p_result, N, ACTIVATION: tl.constexpr, BLK: tl
     if ACTIVATION == RELU:
         b_grad = tl.where(b_x <= 0, 0.0, b_grad)
     elif ACTIVATION == TANH:
-        b_e = tl.exp(-2.0 * tl.abs(b_x))  # 1 - tanh^2 = 4 e / (1 + e)^2
+        b_e = tl.exp(-2.0 * tl.abs(b_x))
         b_grad = b_grad * (4.0 * b_e / ((1.0 + b_e) * (1.0 + b_e)))
     elif ACTIVATION == GELU:
         b_density = tl.exp(-0.5 * b_x * b_x) * ROOT_OF_TWO_PI_INVERSE
@@ -236,19 +242,31 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
         value.copy_(wide[:, :features])
         return
     config = fc_config(features)
-    tensors = (a.weight, a.c, a.z0, value, status, iterations, residual)
-    numbers = (batch, features, a.tol, int(a.absolute), a.max_iter, a.stall_floor, a.offset)
-    interpreted = not isinstance(_fc_fixed_point_kernel, triton.JITFunction)
-    fixed = {
-        "MAXIMUM": bool(a.maximum),
-        "ACTIVATION": a.activation,
-        "INTERPRETED": interpreted,
-        "ROWS": FC_ROWS,
-        "DP": config.block,
-    }
-    options = {"num_warps": config.num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": False}
     with device_guard(a.c):
-        _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](*tensors, *numbers, **fixed, **options)
+        _fc_fixed_point_kernel[(triton.cdiv(batch, FC_ROWS),)](
+            p_w=a.weight,
+            p_c=a.c,
+            p_z0=a.z0,
+            p_value=value,
+            p_status=status,
+            p_iterations=iterations,
+            p_residual=residual,
+            B=batch,
+            D=features,
+            tol=a.tol,
+            absolute=int(a.absolute),
+            max_iter=a.max_iter,
+            stall_floor=a.stall_floor,
+            offset=a.offset,
+            MAXIMUM=bool(a.maximum),
+            ACTIVATION=a.activation,
+            INTERPRETED=not isinstance(_fc_fixed_point_kernel, triton.JITFunction),
+            ROWS=FC_ROWS,
+            DP=config.block,
+            num_warps=config.num_warps,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=False,
+        )
 
 
 def fc_vjp(a: Any, result: Tensor) -> None:
@@ -257,7 +275,14 @@ def fc_vjp(a: Any, result: Tensor) -> None:
     if size == 0:
         return
     config = picard_config(size, a.pre.dtype)
-    options = {"BLK": config.block, "num_warps": config.num_warps, "enable_fp_fusion": False}
     with device_guard(a.pre):
-        grid = (triton.cdiv(size, config.block),)
-        _fc_vjp_kernel[grid](a.pre, a.grad, result, size, ACTIVATION=a.activation, **options)
+        _fc_vjp_kernel[(triton.cdiv(size, config.block),)](
+            p_pre=a.pre,
+            p_grad=a.grad,
+            p_result=result,
+            N=size,
+            ACTIVATION=a.activation,
+            BLK=config.block,
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )

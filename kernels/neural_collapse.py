@@ -1,8 +1,8 @@
 """The two passes of neural collapse: class means, and the within-class scatter along given directions.
 
-features (N, D) float16, bfloat16, float32 or float64; rows (M,) int64, grouped by class; offsets (K+1,) int64, where
-each class begins. Accumulation in T: float64 for float64 features, else float32, of at most 256 rows; what programs
-leave is added in float64, in the order of the programs.
+features (N, D) float16, bfloat16, float32 or float64; rows (M,) int64, grouped by class; offsets (K+1,) int64: class k
+has rows[offsets[k] : offsets[k + 1]]. Sums of at most ``CHUNK_ROWS`` rows are in T: float64 for float64 features, else
+float32. The sums of the programs are added in float64, in the order of the programs.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from .config import class_sums_config, device_guard, scatter_config
 from .constants import CHUNK_ROWS
 
-SCATTER_STAGES = 2  # tiles in shared memory; with a third fewer programs fit a multiprocessor
+SCATTER_STAGES = 2  # tiles in shared memory; with a third, fewer programs fit a multiprocessor
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -32,10 +32,10 @@ def _class_sums_kernel(
     BR: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The sums of h - first row of the class over chunk c of the rows; that of class k goes to slot c + k.
+    """partials[c + k] = the sum of h_i - h_first(k) over the rows i of class k in chunk c; first(k) is its first row.
 
-    With every part at least one of c and k moves on, so that no two share a slot. p_classes (chunks, 2): the classes
-    of the first and the last row of each chunk.
+    From one pair (c, k) to the next, c or k grows, so that no two pairs share a slot. p_classes (chunks, 2): classes of
+    the first and the last row of each chunk.
     """
     dtype: tl.constexpr = p_partials.dtype.element_ty
     i_c = tl.program_id(0).to(tl.int64)
@@ -62,7 +62,10 @@ def _class_sums_kernel(
 def _class_means_kernel(
     p_features, p_rows, p_offsets, p_partials, p_local, p_shift, stride, D, CHUNK: tl.constexpr, BD: tl.constexpr
 ):
-    """local = sum / count + (first row of the class - first row of all); -shift for a class without rows."""
+    """local_k = sum_c partials[c + k] / count_k + (h_first(k) - shift), with shift the first of all rows.
+
+    local_k = -shift for a class without rows.
+    """
     i_k = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
@@ -98,10 +101,10 @@ def _scatter_kernel(
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Sums over BM rows of the squared projections of (h - high) - low on BR directions; R is a multiple of BR.
+    """partials[j] = sum_i (R_j . ((h_i - high_i) - low_i))^2 over BM rows i, of BR directions; R is a multiple of BR.
 
-    high is the class mean in T and low, in float32, what that rounds away: near its mean, h - high is exact. Products
-    in float32 proper: tf32 loses digits, and tensor cores cut the sum off at every step where tf32x3 would keep them.
+    high is the class mean in T; low, in float32, is what that rounds away. Near its mean, h - high is exact. Products
+    are in IEEE float32: tf32 loses digits, and with tf32x3 the tensor cores truncate the sum at every step.
     """
     dtype: tl.constexpr = p_partials.dtype.element_ty
     i_m = tl.program_id(0).to(tl.int64)
@@ -129,7 +132,7 @@ def _accumulation(features: Tensor) -> torch.dtype:
 
 
 def class_means(a: Any, local: Tensor, shift: Tensor) -> None:
-    """Class means as local + shift; the shift is the first of `rows`."""
+    """mu_k = local_k + shift, with shift the first of `rows`."""
     count, dim, classes = len(a.rows), a.features.shape[1], len(a.offsets) - 1
     if count == 0:
         local.zero_()
@@ -143,15 +146,25 @@ def class_means(a: Any, local: Tensor, shift: Tensor) -> None:
     partials = torch.empty((chunks + classes, dim), dtype=_accumulation(a.features), device=device)
     config = class_sums_config(dim, a.features.dtype)
     tiles = triton.cdiv(dim, config.columns)
-    options = {"CHUNK": CHUNK_ROWS, "BD": config.columns, "num_warps": config.num_warps, "enable_fp_fusion": False}
-    grouped = (a.features, a.rows, a.offsets)
+    shared = {
+        "p_features": a.features,
+        "p_rows": a.rows,
+        "p_offsets": a.offsets,
+        "p_partials": partials,
+        "stride": stride,
+        "D": dim,
+        "CHUNK": CHUNK_ROWS,
+        "BD": config.columns,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": False,
+    }
     with device_guard(a.features):
-        _class_sums_kernel[(chunks, tiles)](*grouped, of_ends, partials, count, stride, dim, BR=config.rows, **options)
-        _class_means_kernel[(classes, tiles)](*grouped, partials, local, shift, stride, dim, **options)
+        _class_sums_kernel[(chunks, tiles)](p_classes=of_ends, count=count, BR=config.rows, **shared)
+        _class_means_kernel[(classes, tiles)](p_local=local, p_shift=shift, **shared)
 
 
 def within_class_scatter(a: Any, within: Tensor) -> None:
-    """sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j."""
+    """within_j = sum_i (R_j . (h_i - mu_{y_i}))^2 of each direction R_j."""
     count, (dim, size) = len(a.rows), a.directions.shape
     if count == 0 or size == 0:
         within.zero_()
@@ -165,9 +178,24 @@ def within_class_scatter(a: Any, within: Tensor) -> None:
     labels = torch.searchsorted(a.offsets, torch.arange(count, device=device), right=True) - 1
     blocks = triton.cdiv(count, config.rows)
     partials = torch.empty((blocks, padded.shape[1]), dtype=dtype, device=device)
-    tensors = (a.features, a.rows, labels, high, low, padded, partials)
-    tile = {"BM": config.rows, "BK": config.columns, "BR": config.directions}
-    options = {"num_warps": config.num_warps, "num_stages": SCATTER_STAGES, "enable_fp_fusion": False}
     with device_guard(a.features):
-        _scatter_kernel[(blocks, panels)](*tensors, count, stride, dim, padded.shape[1], **tile, **options)
+        _scatter_kernel[(blocks, panels)](
+            p_features=a.features,
+            p_rows=a.rows,
+            p_labels=labels,
+            p_high=high,
+            p_low=low,
+            p_directions=padded,
+            p_partials=partials,
+            count=count,
+            stride=stride,
+            D=dim,
+            R=padded.shape[1],
+            BM=config.rows,
+            BK=config.columns,
+            BR=config.directions,
+            num_warps=config.num_warps,
+            num_stages=SCATTER_STAGES,
+            enable_fp_fusion=False,
+        )
     torch.sum(partials[:, :size], 0, dtype=torch.float64, out=within)

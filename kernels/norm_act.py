@@ -1,9 +1,9 @@
 """relu(GroupNorm(y)) in channels_last, and its backward: one program per group of a sample.
 
 y, out, grad (B, P, C) of dtype Y (P pixels; float32, bfloat16 or float64); weight, bias (C,), mean, rstd (B, G) and
-grad_affine (2, B, C) in the accumulation dtype. Groups are independent of each other, which gives B G programs, and a
-group is `CG` neighbouring channels of every pixel: tiles are (BR pixels, BC channels). The first tile stays on chip;
-where a group has more, every pass reads the others again. Sizes are constants of the compiled code.
+grad_affine (2, B, C) in the accumulation dtype. Groups are independent of each other, which gives B G programs. A group
+is `CG` neighbouring channels of every pixel; a tile is (BR pixels, BC channels) of it. The first tile stays on chip; if
+a group has more, every pass reads the others again. Sizes are constants of the compiled code.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def group_tile(start, P: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BR: tl
 
 @triton.jit
 def loop_end(pixels, P: tl.constexpr, BR: tl.constexpr):
-    """Where the loops over further tiles end. pixels = P, not a constant: loops of few rounds would be unrolled."""
+    """The end of the loops over further tiles. pixels = P is not a constant: triton would unroll short loops."""
     if P <= BR:
         return BR
     else:
@@ -77,7 +77,10 @@ def store_affine(p_affine, o_row, b_weight, b_bias, plane, CG: tl.constexpr, BC:
 
 @triton.jit
 def norm_backward(b_g, b_n, b_w, rstd, mean, slope):
-    """The gradient before a normalisation; b_g behind it, mean and slope those of b_g b_w and b_g b_w b_n."""
+    """The gradient of v by b_g, the one of the output of n w + b with n = (v - mean(v)) rstd.
+
+    (g w - mean(g w) - n mean(g w n)) rstd; mean and slope are the two means over the group.
+    """
     return (b_g * b_w - mean - b_n * slope) * rstd
 
 
@@ -97,6 +100,10 @@ def _norm_act_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """out = relu((y - mean) rstd weight + bias), with mean and rstd = 1 / sqrt(var + eps) of the group.
+
+    The variance is the mean of (y - mean)^2, from a pass of its own.
+    """
     dtype: tl.constexpr = p_mean.dtype.element_ty
     i_b, c_0, o_group = group_of_program(P, C, CG)
     stop = loop_end(pixels, P, BR)
@@ -133,7 +140,7 @@ def _norm_act_kernel(
 
 @triton.jit
 def _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd):
-    """The normalised tile, and the gradient behind the normalisation: that behind the relu where it was positive."""
+    """The normalised tile n, and the gradient of n w + b: grad if the relu let pass, else 0."""
     dtype: tl.constexpr = b_w.dtype
     b_n = (load_tile(p_y, o_t, m_t, dtype) - mean) * rstd
     return b_n, tl.where(b_n * b_w + b_b <= 0, 0.0, load_tile(p_grad, o_t, m_t, dtype))
@@ -157,6 +164,10 @@ def _norm_act_backward_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """grad_y = (g w - mean(g w) - n mean(g w n)) rstd, with g = grad if n w + b > 0, else 0, and n = (y - mean) rstd.
+
+    Per sample, the gradient of weight is the sum of g n over the pixels, and of bias the sum of g.
+    """
     i_b, c_0, o_group = group_of_program(P, C, CG)
     stop = loop_end(pixels, P, BR)
     p_grad += o_group
@@ -200,17 +211,29 @@ def launch_of(y: Tensor, groups: int, accumulation: torch.dtype) -> tuple[tuple[
 
 
 def norm_act(a: Any, out: Tensor, mean: Tensor, rstd: Tensor) -> None:
-    """out = relu(GroupNorm(y)), and the statistics."""
+    """out = relu(GroupNorm(y)), and the statistics of each group."""
     if len(a.y):
         grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
         with device_guard(a.y):
-            _norm_act_kernel[grid](a.y, a.weight, a.bias, out, mean, rstd, a.eps, **sizes)
+            _norm_act_kernel[grid](
+                p_y=a.y, p_weight=a.weight, p_bias=a.bias, p_out=out, p_mean=mean, p_rstd=rstd, eps=a.eps, **sizes
+            )
 
 
 def norm_act_backward(a: Any, grad_y: Tensor, affine: Tensor) -> None:
     """The gradient of y, and those of weight and bias per sample."""
     if len(a.y):
         grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
-        tensors = (a.grad, a.y, a.weight, a.bias, a.mean, a.rstd, grad_y, affine)
         with device_guard(a.y):
-            _norm_act_backward_kernel[grid](*tensors, affine[0].numel(), **sizes)
+            _norm_act_backward_kernel[grid](
+                p_grad=a.grad,
+                p_y=a.y,
+                p_weight=a.weight,
+                p_bias=a.bias,
+                p_mean=a.mean,
+                p_rstd=a.rstd,
+                p_grad_y=grad_y,
+                p_affine=affine,
+                plane=affine[0].numel(),
+                **sizes,
+            )

@@ -33,7 +33,7 @@ def _load_sum(p_y, p_x, o_t, m_t, dtype: tl.constexpr):
 
 @triton.jit
 def _activation(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2):
-    """relu(z + GN2(y + x)) of a tile that is not on chip; 0 where masked."""
+    """relu(z + GN2(y + x)) of a tile that is not on chip; 0 if masked."""
     dtype: tl.constexpr = b_w2.dtype
     b_n = (_load_sum(p_y, p_x, o_t, m_t, dtype) - mean2) * rstd2
     return tl.where(m_t, relu(load_tile(p_z, o_t, m_t, dtype) + (b_n * b_w2 + b_b2)), 0.0)
@@ -61,6 +61,7 @@ def _norm_act_residual_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """f = GN3(u), u = relu(z + GN2(y + x)), GNi(v) = (v - mean_i) rstd_i weight_i + bias_i; see ``norm_act``."""
     dtype: tl.constexpr = p_f.dtype.element_ty
     i_g = tl.program_id(0)
     i_b, c_0, o_group = group_of_program(P, C, CG)
@@ -120,7 +121,7 @@ def _norm_act_residual_kernel(
 
 @triton.jit
 def _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3):
-    """What both normalisations made of a tile, 0 where masked; and whether the relu between them let pass."""
+    """n2 and n3, what both normalisations made of a tile, 0 if masked; and whether the relu between them gave 0."""
     dtype: tl.constexpr = b_w2.dtype
     b_n2 = tl.where(m_t, (_load_sum(p_y, p_x, o_t, m_t, dtype) - mean2) * rstd2, 0.0)
     b_u = load_tile(p_z, o_t, m_t, dtype) + (b_n2 * b_w2 + b_b2)
@@ -152,6 +153,11 @@ def _norm_act_residual_backward_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """grad_z = N3(grad) if the relu let pass, else 0; grad_sum, of y + x, = N2(grad_z).
+
+    Ni(g) = (g w_i - mean(g w_i) - n_i mean(g w_i n_i)) rstd_i. Per sample, the gradients of weight_i and bias_i are the
+    sums of g n_i and g over the pixels, with g = grad for i = 3 and grad_z for i = 2.
+    """
     dtype: tl.constexpr = p_grad.dtype.element_ty
     short: tl.constexpr = p_grad_z.dtype.element_ty
     i_g = tl.program_id(0)
@@ -216,20 +222,49 @@ def _norm_act_residual_backward_kernel(
         tl.store(p_grad_sum + o_t, b_gy.to(short), mask=m_t)
 
 
-def norm_act_residual(a: Any, f: Tensor, *statistics: Tensor) -> None:
-    """f, and mean2, rstd2, mean3, rstd3."""
+def norm_act_residual(a: Any, f: Tensor, mean2: Tensor, rstd2: Tensor, mean3: Tensor, rstd3: Tensor) -> None:
+    """f = GroupNorm3(relu(z + GroupNorm2(y + x))), and the statistics of each group."""
     if len(a.z):
         grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
-        tensors = (a.y, a.x, a.z, a.weight2, a.bias2, a.weight3, a.bias3, f, *statistics)
         with device_guard(a.z):
-            _norm_act_residual_kernel[grid](*tensors, a.eps, **sizes)
+            _norm_act_residual_kernel[grid](
+                p_y=a.y,
+                p_x=a.x,
+                p_z=a.z,
+                p_weight2=a.weight2,
+                p_bias2=a.bias2,
+                p_weight3=a.weight3,
+                p_bias3=a.bias3,
+                p_f=f,
+                p_mean2=mean2,
+                p_rstd2=rstd2,
+                p_mean3=mean3,
+                p_rstd3=rstd3,
+                eps=a.eps,
+                **sizes,
+            )
 
 
 def norm_act_residual_backward(a: Any, grad_sum: Tensor, grad_z: Tensor, affine: Tensor) -> None:
     """The gradients of y + x and of z, and those of weights and biases per sample."""
     if len(a.z):
         grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
-        statistics = (a.mean2, a.rstd2, a.mean3, a.rstd3)
-        tensors = (a.grad, a.y, a.x, a.z, a.weight2, a.bias2, a.weight3, *statistics, grad_sum, grad_z, affine)
         with device_guard(a.z):
-            _norm_act_residual_backward_kernel[grid](*tensors, affine[0].numel(), **sizes)
+            _norm_act_residual_backward_kernel[grid](
+                p_grad=a.grad,
+                p_y=a.y,
+                p_x=a.x,
+                p_z=a.z,
+                p_weight2=a.weight2,
+                p_bias2=a.bias2,
+                p_weight3=a.weight3,
+                p_mean2=a.mean2,
+                p_rstd2=a.rstd2,
+                p_mean3=a.mean3,
+                p_rstd3=a.rstd3,
+                p_grad_sum=grad_sum,
+                p_grad_z=grad_z,
+                p_affine=affine,
+                plane=affine[0].numel(),
+                **sizes,
+            )
