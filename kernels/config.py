@@ -1,4 +1,9 @@
-"""Launch configurations: heuristics from the shape and the dtype, one place for every kernel."""
+"""Launch configurations by shape and dtype, one place for every kernel.
+
+No GPU has timed them: they are derived. A thread has at most 255 registers, and a multiprocessor 65,536, enough for
+eight warps that use all of theirs. The widest load has 16 bytes. ``harness.aot`` compiles each kernel and checks
+registers, spills and the width of loads.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,17 +13,20 @@ import torch
 
 from .constants import ANDERSON_I
 
-# Up to this padded window the second sweep solves the window system itself; above, barriers between warps would cost
-# more than one more launch of a single warp.
+# Up to this padded window the second sweep solves the window system itself, in 8 * 8 registers of every thread. A
+# matrix of 16 * 16 exceeds the 255 registers; shared by threads, each of its columns takes barriers between warps.
 MAX_INLINE_WINDOW = 8
 # Samples per program of fc_fixed_point: the fewest that a tensor-core product takes.
 FC_ROWS = 16
-# Above this padded window the second sweep works on tiles, not on a vector per row of the history.
+# Above this padded window the second sweep works on a tile, not on a vector per row of the history. 16 bytes of each of
+# 32 rows and of their 32 sums are 256 registers, more than a thread has.
 MAX_VECTOR_WINDOW = 16
-# Programs that share a sample have so many columns each at least, to be worth the launches that they add.
+# Programs that share a sample have at least so many columns each. The launches that sharing adds take microseconds; in
+# one, a multiprocessor's share of the bandwidth (A100: 2 TB/s, 108 of them) is 18 KB, a float32 row of this length.
 MIN_COLUMNS = 4096
+# One warp adds up their numbers, two for each of its threads.
 MAX_PROGRAMS = 64
-# All that a thread can have. Left alone, ptxas spills a few bytes in hope of more warps.
+# The limit of a thread. Without it, ptxas spills a few bytes for more warps per multiprocessor.
 MAX_REGISTERS = 255
 
 
@@ -30,7 +38,7 @@ class LaunchConfig:
     num_warps: int
 
 
-# One warp adds up the numbers that all programs of a sample have left.
+# One warp adds up the numbers that all programs of a sample have left, without a barrier.
 JUDGE_CONFIG = LaunchConfig(MAX_PROGRAMS, 1)
 
 
@@ -44,7 +52,11 @@ def padded_window(n: int) -> int:
 
 
 def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
-    """Rows of up to 32 KiB are held on chip, 64 bytes of each per thread; longer ones are read in blocks of 4 KiB."""
+    """Rows of up to 32 KiB are held on chip, 64 bytes per thread; longer ones are read in blocks of 4 KiB.
+
+    64 bytes each of z and f(z) are 32 registers. 32 KiB are 16 warps of these, which leave 128 registers to a thread.
+    Blocks need no more than 16 bytes per thread, one load of full width.
+    """
     whole = next_power_of_2(size)
     block = max(32, whole) if whole * dtype.itemsize <= 32768 else 4096 // dtype.itemsize
     bytes_per_warp = 2048 if size <= block else 512
@@ -52,9 +64,11 @@ def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
 
 
 def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torch.dtype) -> LaunchConfig:
-    """16 bytes of a row of the history per thread, as long as the dots of all rows stay in registers.
+    """16 bytes of a row per thread in the state's dtype; of a bfloat16 history in full width if registers allow.
 
-    Addresses of single elements, where rows do not all start on 16 bytes, need registers too.
+    A thread holds up to three sums per pair, see ``rows_at_once``: 8 pairs of 4 columns are 64 or 96 registers. 8 warps
+    of 255 registers fill a multiprocessor; 4 let two programs share it. With 8 columns per thread the sums double. If
+    rows do not all start on 16 bytes, addresses of single elements need registers too, hence 4 columns.
     """
     short = history_dtype != dtype
     warps = 4 if padded > 8 or short else 8
@@ -64,20 +78,26 @@ def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torc
 
 
 def tile_config(size: int, padded: int, dtype: torch.dtype) -> LaunchConfig:
-    """A tile of the whole window, 2 KiB per warp in the state's dtype, for windows too long for a vector per row."""
+    """A tile of the whole window, for windows too long for a vector per row: 16 KiB, 2 KiB per warp.
+
+    2 KiB per warp are 16 registers per thread for the tile, and as many for its sums.
+    """
     row = padded * dtype.itemsize
     block = min(16384 // row, max(32, next_power_of_2(size)))
     return LaunchConfig(block, max(1, block * row // 2048))
 
 
 def rows_at_once(padded: int, method: int, dtype: torch.dtype, history_dtype: torch.dtype) -> int:
-    """Pairs whose dots a sweep holds in registers: two per pair, and three for Anderson I."""
+    """Pairs whose dots a sweep holds in registers: two per pair, and three for Anderson I.
+
+    Three for 8 pairs of 8 columns, as wide as a bfloat16 history is read, would be 192 registers: hence 4 pairs there.
+    """
     wide = method == ANDERSON_I and history_dtype != dtype
     return min(padded, 4 if wide else 8)
 
 
 def solve_config(padded: int) -> LaunchConfig:
-    """One warp needs no barriers; two where the window matrix would not stay in the registers of one."""
+    """One warp needs no barriers. 16 * 16 numbers take 8 registers of each thread; 32 * 32 take 16 of two warps."""
     return LaunchConfig(padded, max(1, padded // 16))
 
 
@@ -87,7 +107,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def programs_per_sample(batch: int, size: int, device: torch.device) -> int:
-    """As many as give each multiprocessor two; one where that is not three: they may have to run in two waves."""
+    """As many as give each multiprocessor two; fewer than three per sample do not repay their launches.
+
+    A multiprocessor may have room for one only: then they run in two waves, and two programs gain nothing.
+    """
     programs = min(2 * multiprocessors(device) // batch, size // MIN_COLUMNS, MAX_PROGRAMS)
     return programs if programs > 2 else 1
 
@@ -104,7 +127,7 @@ def fc_features(dtype: torch.dtype, shared: int) -> int:
     """The most features for which fc_fixed_point holds W of `dtype` in `shared` bytes; 0 for other dtypes.
 
     Tiles are powers of two: 64 KiB for 128 features in float32, which with the samples fits every supported GPU, and
-    128 KiB for 256 in bfloat16, beside which 16 KiB of samples lie.
+    128 KiB for 256 in bfloat16, next to 16 KiB of samples.
     """
     if dtype == torch.float32:
         return 128
@@ -112,12 +135,15 @@ def fc_features(dtype: torch.dtype, shared: int) -> int:
 
 
 def fc_config(features: int) -> LaunchConfig:
-    """One tile holds all of W."""
+    """One tile holds all of W. 8 warps hold 16 samples of 256, 16 elements per thread; 4 warps those of 64."""
     return LaunchConfig(max(16, next_power_of_2(features)), 8 if features > 64 else 4)
 
 
 def picard_registers(dtype: torch.dtype, whole: bool) -> int | None:
-    """Registers per thread for picard_step; None: as many as ptxas likes. whole: one launch does all of a sample."""
+    """The limit of registers per thread for picard_step; None: that of ptxas. whole: one program serves a sample.
+
+    In float32 one program per sample spills nothing without a limit; the others get ``MAX_REGISTERS``.
+    """
     return None if whole and dtype == torch.float32 else MAX_REGISTERS
 
 
@@ -132,15 +158,16 @@ class TileConfig:
 
 
 def class_sums_config(dim: int, dtype: torch.dtype) -> TileConfig:
-    """512 bytes of each row, and eight loads of 16 bytes in flight per thread."""
+    """512 bytes of each of 32 rows: a warp reads a row at full width, and a thread has eight loads in flight."""
     columns = min(512 // dtype.itemsize, max(16, next_power_of_2(dim)))
     return TileConfig(32, columns, 0, max(1, columns * 32 * dtype.itemsize // 4096))
 
 
 def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
-    """Tile of at most 64 x 128 projections per program, which stay in registers; a product takes at least 16 of all.
+    """At most 64 x 128 projections per program: 32 registers per thread of 8 warps. tl.dot takes at least 16 of each.
 
-    64 x 64 where rows do not all start on 16 bytes: the addresses of single elements need registers too.
+    64 x 64 if rows do not all start on 16 bytes: the addresses of single elements need registers too. In float64 a
+    number takes two registers, hence half the rows, columns and directions.
     """
     width = max(16, next_power_of_2(directions))
     if dtype == torch.float64:
@@ -153,13 +180,14 @@ def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-NORM_REGISTERS = 128  # per thread, so that 16 warps fit an SM
+NORM_REGISTERS = 128  # per thread, so that a program of 16 warps, 65,536 registers, fits a multiprocessor
 
 
 def norm_config(pixels: int, group_channels: int, dtype: torch.dtype) -> TileConfig:
     """Pixels and channels of a tile: a whole group of at most 32 KiB, of which nothing is read twice, else 16 KiB.
 
-    8 elements of 4 bytes or 4 of 8 per thread, at most 16 warps. dtype: what is accumulated in.
+    32 bytes per thread are 8 registers for each of the tiles that a kernel holds, up to six of them in the backward; at
+    most 16 warps, which double that. dtype: what is accumulated in.
     """
     columns, rows = next_power_of_2(group_channels), next_power_of_2(pixels)
     row = columns * dtype.itemsize
