@@ -15,26 +15,25 @@ import triton.language as tl
 
 from . import constants
 
-# The constants as kernels can read them. Each that a kernel uses is compared at every launch.
-RUNNING = tl.constexpr(constants.RUNNING)
-CONVERGED = tl.constexpr(constants.CONVERGED)
-NONFINITE = tl.constexpr(constants.NONFINITE)
-STALLED = tl.constexpr(constants.STALLED)
-MAX_ITER = tl.constexpr(constants.MAX_ITER)
-ESCAPED = tl.constexpr(constants.ESCAPED)
-STALL_ITERATIONS = tl.constexpr(constants.STALL_ITERATIONS)
-STALL_GAIN = tl.constexpr(constants.STALL_GAIN)
-GROWTH = tl.constexpr(constants.GROWTH)
-REDUCTION = tl.constexpr(constants.REDUCTION)
-REDUCTION_PER_TOL = tl.constexpr(constants.REDUCTION_PER_TOL)
-ROUNDINGS_OF_STALL_FLOOR = tl.constexpr(constants.ROUNDINGS_OF_STALL_FLOOR)
+CONSTANTS = {name: value for name, value in vars(constants).items() if name.isupper()}
 
-# The first numbers of a program's columns: the sums of squares of f(z) - z and f(z), and their norms.
-RESIDUAL_SQUARE = tl.constexpr(0)
-VALUE_SQUARE = tl.constexpr(1)
-RESIDUAL_NORM = tl.constexpr(2)
-VALUE_NORM = tl.constexpr(3)
-NORM_COUNT = tl.constexpr(4)  # the numbers of the step itself follow
+
+@triton.constexpr_function
+def constant(name):
+    """The number of that name in ``constants``.
+
+    Triton compares each global constant of a kernel at every launch. Here that is one table.
+    """
+    return CONSTANTS[name]
+
+
+@triton.constexpr_function
+def norm_number(name):
+    """Where a program leaves a norm of its columns among its numbers; "end": how many there are.
+
+    "gg", "ff": sums of squares of g = f(z) - z and of f(z); "g", "f": their norms.
+    """
+    return {"gg": 0, "ff": 1, "g": 2, "f": 3, "end": 4}[name]
 
 
 @triton.jit
@@ -165,19 +164,19 @@ def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.cons
 def store_norms(p_numbers, p_z, p_fz, width, gg, ff, maximum, BLK: tl.constexpr):
     """Leave the squares and the norms of this program's columns."""
     res_norm, f_norm = norms_of(p_z, p_fz, width, gg, ff, maximum, BLK)
-    store_number(p_numbers, RESIDUAL_SQUARE, gg)
-    store_number(p_numbers, VALUE_SQUARE, ff)
-    store_number(p_numbers, RESIDUAL_NORM, res_norm)
-    store_number(p_numbers, VALUE_NORM, f_norm)
+    store_number(p_numbers, norm_number("gg"), gg)
+    store_number(p_numbers, norm_number("ff"), ff)
+    store_number(p_numbers, norm_number("g"), res_norm)
+    store_number(p_numbers, norm_number("f"), f_norm)
 
 
 @triton.jit
 def norms_of_parts(p_numbers, S, maximum, BLK: tl.constexpr):
     """Norms of f(z) - z and f(z) of a sample, of whose columns all S programs have left the norms."""
-    gg = sum_number(p_numbers, RESIDUAL_SQUARE, S, BLK)
-    ff = sum_number(p_numbers, VALUE_SQUARE, S, BLK)
-    p_res = p_numbers + RESIDUAL_NORM * S
-    return norms_of(p_res, p_numbers + VALUE_NORM * S, S, gg, ff, maximum, BLK, OF_NORMS=True)
+    gg = sum_number(p_numbers, norm_number("gg"), S, BLK)
+    ff = sum_number(p_numbers, norm_number("ff"), S, BLK)
+    p_res = p_numbers + norm_number("g") * S
+    return norms_of(p_res, p_numbers + norm_number("f") * S, S, gg, ff, maximum, BLK, OF_NORMS=True)
 
 
 @triton.jit
@@ -192,7 +191,7 @@ def relative(res_norm, f_norm, offset):
 @triton.jit
 def rounding_of(stall_floor, dtype: tl.constexpr):
     """Unit of f's rounding: eps of `dtype`, or of the lower precision that has this stall floor."""
-    low = scalar(stall_floor, dtype) / ROUNDINGS_OF_STALL_FLOOR
+    low = scalar(stall_floor, dtype) / constant("ROUNDINGS_OF_STALL_FLOOR")
     if dtype == tl.float64:
         return tl.maximum(low, 2.0**-52)
     else:
@@ -208,9 +207,9 @@ def has_converged(res_abs, res_rel, size, first, start, tol, absolute, stall_flo
     """
     dtype: tl.constexpr = res_abs.dtype
     wide = scalar(tol, tl.float64)  # products are rounded once, as in the other kernels
-    reduction = tl.minimum(wide * REDUCTION_PER_TOL, scalar(REDUCTION, tl.float64)).to(dtype)
+    reduction = tl.minimum(wide * constant("REDUCTION_PER_TOL"), scalar(constant("REDUCTION"), tl.float64)).to(dtype)
     atol = tl.where(absolute != 0, wide, scalar(offset, tl.float64) * wide).to(dtype)
-    near = (size <= start * GROWTH) & (res_abs <= first)
+    near = (size <= start * constant("GROWTH")) & (res_abs <= first)
     fallen = res_abs + rounding_of(stall_floor, dtype) * size <= tl.maximum(first * reduction, atol)
     return (tl.where(absolute != 0, res_abs, res_rel) <= scalar(tol, dtype)) & (near | fallen)
 
@@ -226,9 +225,9 @@ def is_better(res_abs, size, best_abs, best_size, stall_floor):
 @triton.jit
 def status_of(finite, converged, stalled, has_met, last):
     """Status of a sample after an evaluation. has_met: an iterate met the tolerance, though it has not converged."""
-    ended = tl.where(last, tl.where(has_met, ESCAPED, MAX_ITER), RUNNING)
-    ended = tl.where(stalled & (has_met == 0), STALLED, ended)
-    return tl.where(finite, tl.where(converged, CONVERGED, ended), NONFINITE)
+    ended = tl.where(last, tl.where(has_met, constant("ESCAPED"), constant("MAX_ITER")), constant("RUNNING"))
+    ended = tl.where(stalled & (has_met == 0), constant("STALLED"), ended)
+    return tl.where(finite, tl.where(converged, constant("CONVERGED"), ended), constant("NONFINITE"))
 
 
 @triton.jit
@@ -241,7 +240,7 @@ def copy_row(p_to, p_from, D, BLK: tl.constexpr):
 
 @triton.jit
 def has_ended(p_status, i_b):
-    return tl.load(p_status + i_b) != RUNNING
+    return tl.load(p_status + i_b) != constant("RUNNING")
 
 
 @triton.jit
@@ -279,11 +278,11 @@ def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
     best_rel = tl.where(improved, res_rel, best_rel)
     best_abs = tl.where(improved, res_abs, best_abs)
     best_size = tl.where(improved, f_norm, best_size)
-    gained = finite & (res_rel < gain_rel * STALL_GAIN)
+    gained = finite & (res_rel < gain_rel * constant("STALL_GAIN"))
     now = scalar(k, dtype)
     gain_rel = tl.where(gained, res_rel, gain_rel)
     gain_k = tl.where(gained, now, gain_k)
-    stalled = (best_rel < scalar(stall_floor, dtype)) & (now - gain_k >= STALL_ITERATIONS)
+    stalled = (best_rel < scalar(stall_floor, dtype)) & (now - gain_k >= constant("STALL_ITERATIONS"))
     status = status_of(finite, converged, stalled, least <= scalar(tol, dtype), last)
 
     # Every warp has read what is overwritten from here on: status, the records, and the row of z.
@@ -299,9 +298,9 @@ def judge(monitor, i_b, B, res_abs, f_norm, k, rule, last):
         tl.store(p_start, start)
         tl.store(p_least, least)
     tl.store(p_best_size, best_size)
-    if status != RUNNING:
+    if status != constant("RUNNING"):
         tl.atomic_add(p_active, -1, sem="relaxed")
-    return status == RUNNING, improved, status == NONFINITE
+    return status == constant("RUNNING"), improved, status == constant("NONFINITE")
 
 
 @triton.jit

@@ -164,10 +164,10 @@ def class_sums_config(dim: int, dtype: torch.dtype) -> TileConfig:
 
 
 def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileConfig:
-    """At most 64 x 128 projections per program: 32 registers per thread of 8 warps. tl.dot takes at least 16 of each.
+    """Tiles of at most 64 x 128 projections per program: 32 registers per thread of 8 warps.
 
-    64 x 64 if rows do not all start on 16 bytes: the addresses of single elements need registers too. In float64 a
-    number takes two registers, hence half the rows, columns and directions.
+    tl.dot takes at least 16 of each. 64 x 64 if rows do not all start on 16 bytes: the addresses of single elements
+    need registers too. In float64 a number takes two registers, hence half the rows, columns and directions.
     """
     width = max(16, next_power_of_2(directions))
     if dtype == torch.float64:

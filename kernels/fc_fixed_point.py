@@ -21,10 +21,7 @@ from torch import Tensor
 
 from . import constants
 from .common import (
-    CONVERGED,
-    RUNNING,
-    STALL_GAIN,
-    STALL_ITERATIONS,
+    constant,
     has_converged,
     is_better,
     is_finite,
@@ -173,11 +170,11 @@ def _fc_fixed_point_kernel(
     b_gain_rel = tl.full([ROWS], float("inf"), tl.float32)
     b_gain_k = tl.full([ROWS], float("inf"), tl.float32)
     b_iterations = tl.zeros([ROWS], tl.int32)
-    b_status = tl.where(m_b, RUNNING, CONVERGED)
+    b_status = tl.where(m_b, constant("RUNNING"), constant("CONVERGED"))
     k = max_iter * 0
-    while (k < max_iter) & (tl.min(b_status, axis=0) <= RUNNING):
+    while (k < max_iter) & (tl.min(b_status, axis=0) <= constant("RUNNING")):
         b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
-        running = b_status <= RUNNING
+        running = b_status <= constant("RUNNING")
         res_abs = _norm(b_f - b_z, MAXIMUM)
         f_norm = _norm(b_f, MAXIMUM)
         # The judgement of every row, as in common.judge.
@@ -192,17 +189,17 @@ def _fc_fixed_point_kernel(
         b_abs = tl.where(improved, res_abs, b_abs)
         b_size = tl.where(improved, f_norm, b_size)
         now = k.to(tl.float32)
-        gained = sound & (res_rel < b_gain_rel * STALL_GAIN)
+        gained = sound & (res_rel < b_gain_rel * constant("STALL_GAIN"))
         b_gain_rel = tl.where(gained, res_rel, b_gain_rel)
         b_gain_k = tl.where(gained, now, b_gain_k)
-        stalled = (_relative_of_best(b_abs, b_size, offset) < floor) & (now - b_gain_k >= STALL_ITERATIONS)
+        stalled = (_relative_of_best(b_abs, b_size, offset) < floor) & (now - b_gain_k >= constant("STALL_ITERATIONS"))
         has_met = (b_status == HAS_MET) | (tl.where(absolute != 0, res_abs, res_rel) <= scalar(tol, tl.float32))
         verdict = status_of(finite, converged, stalled, has_met, k + 1 == max_iter)
-        verdict = tl.where((verdict == RUNNING) & has_met, HAS_MET, verdict)
+        verdict = tl.where((verdict == constant("RUNNING")) & has_met, HAS_MET, verdict)
         k += 1
         b_iterations = tl.where(running, k, b_iterations)
         b_status = tl.where(running, verdict, b_status)
-        b_z = tl.where((b_status <= RUNNING)[:, None], b_f, b_z)
+        b_z = tl.where((b_status <= constant("RUNNING"))[:, None], b_f, b_z)
 
     tl.store(p_status + o_b, b_status.to(tl.int8), mask=m_b)
     tl.store(p_iterations + o_b, b_iterations, mask=m_b)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from . import picard_step
 from .common import (
-    NORM_COUNT,
     carry_out,
     columns,
     has_ended,
     judge,
     judged,
+    norm_number,
     norms_of,
     norms_of_parts,
     scalar,
@@ -57,7 +57,6 @@ from .constants import ANDERSON_I
 from .window import gamma_of, holds_steps, load_row, slot_of, slots_by_age, small_gamma, squares_of
 
 Kwargs = dict[str, Any]  # arguments by name, shared by several launches
-FIRST_NUMBER = NORM_COUNT.value
 
 
 @triton.constexpr_function
@@ -68,10 +67,12 @@ def takes_row(method):
 
 @triton.constexpr_function
 def number_of(name, padded, age=0):
-    """Where a program leaves a number of its columns, behind the norms: s^2 and y^2 of the newest pair; the dots of g,
-    y and s with the rows of the history, by age. "end": how many numbers a program has."""
+    """Where a program leaves a number of its columns, after the norms. "end": how many numbers it has.
+
+    "ss", "yy": squares of the newest pair; "g", "y", "s": dots of these vectors with rows of the history, by age.
+    """
     first = {"ss": 0, "yy": 1, "g": 2, "y": 2 + padded, "s": 2 + 2 * padded, "end": 2 + 3 * padded}
-    return FIRST_NUMBER + first[name] + age
+    return norm_number("end") + first[name] + age
 
 
 @triton.jit
@@ -176,10 +177,10 @@ def _sweep_left(
 
 @triton.jit
 def _store_dots(p_gram, p_t, M, n, newest, beta, t, q, p, ss, yy, age: tl.constexpr, METHOD: tl.constexpr):
-    """Of the pair of that age: t, and its entries of the newest column and row of N.
+    """t of the pair of that age, and its entries of the newest column and row of N; the squares if age = 0.
 
-    t, q and p are the dots of its row of L with g, y and s. q belongs to the column, and to the row if L holds Y. For
-    ANDERSON_I the row has (r - p) / beta, of which the sweep before has left r, the dot of DF with s.
+    t, q and p are the dots of its row of L with g, y and s. The column gets q; so does the row if L holds Y. For
+    ANDERSON_I the row gets (r - p) / beta; the sweep before has left r there, the dot of its row of DF with s.
     """
     slot = slot_of(newest, age, M)
     m = age < n
@@ -341,7 +342,7 @@ def _multisecant_left_judge_kernel(
     MP: tl.constexpr,
     BLK: tl.constexpr,
 ):
-    """What the programs of sweep 1 have left of a sample, added up: the verdict, t = L^T g, and L^T y into N."""
+    """The verdict, t = L^T g, and L^T y into N, by the numbers that the programs of sweep 1 have left of a sample."""
     i_b = tl.program_id(0).to(tl.int64)
     p_t, p_verdict = _scratch_of(p_scratch, i_b, M)
     if has_ended(p_status, i_b):

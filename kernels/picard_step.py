@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from .common import (
-    NORM_COUNT,
     carry_out,
     columns,
     copy_row,
     has_ended,
     judge,
     judged,
+    norm_number,
     norms_of,
     norms_of_parts,
     scalar,
@@ -33,16 +33,18 @@ from .common import (
 )
 from .config import JUDGE_CONFIG, device_guard, picard_config, picard_registers, programs_per_sample
 
-# The numbers of a program's columns: those of the norms, then the verdict on the sample, in the place of program 0.
-VERDICT = NORM_COUNT
-NUMBERS = tl.constexpr(NORM_COUNT.value + 1)
+
+@triton.constexpr_function
+def number_of(name):
+    """Where the verdict lies among the numbers of a sample's first program, after the norms. "end": their count."""
+    return norm_number("end") + {"verdict": 0, "end": 1}[name]
 
 
 @triton.jit
 def _numbers_of(p_numbers, i_b, S):
     """Pointers to the numbers of sample i_b and to the verdict on it."""
-    p_sample = p_numbers + i_b * NUMBERS * S
-    return p_sample, p_sample + VERDICT * S
+    p_sample = p_numbers + i_b * number_of("end") * S
+    return p_sample, p_sample + number_of("verdict") * S
 
 
 @triton.jit
@@ -244,7 +246,7 @@ def launch(a: Any, hold: bool, damping: float) -> None:
             kernel = _picard_row_kernel if size <= config.block else _picard_blocks_kernel
             kernel[(batch,)](p_z=a.z, p_fz=a.fz, p_best=a.best, **decision, **step, **columns)
             return
-        numbers = a.z.new_empty(batch, NUMBERS.value, programs)
+        numbers = a.z.new_empty(batch, number_of("end"), programs)
         shared = {"p_status": a.status, "p_numbers": numbers, "S": programs}
         _picard_sums_kernel[(batch, programs)](p_z=a.z, p_fz=a.fz, maximum=int(a.maximum), **shared, **columns)
         _picard_judge_kernel[(batch,)](

@@ -13,11 +13,8 @@ N is scaled by the lengths of its pairs and eliminated without pivoting, newest 
 import triton
 import triton.language as tl
 
-from . import constants
-from .common import is_finite, is_sound, scalar
+from .common import constant, is_finite, is_sound, scalar
 from .constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD
-
-PIVOT_FLOOR = tl.constexpr(constants.PIVOT_FLOOR)
 
 
 @triton.constexpr_function
@@ -112,7 +109,7 @@ def small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.c
     kept = n * 0
     for c in tl.static_range(MP):
         pivot = a[c * MP + c]
-        regular = (kept == c) & (c < n) & (tl.abs(pivot) >= PIVOT_FLOOR)
+        regular = (kept == c) & (c < n) & (tl.abs(pivot) >= constant("PIVOT_FLOOR"))
         kept += regular.to(tl.int32)
         divisor = tl.where(regular, pivot, 1.0)
         next_a = ()
@@ -182,7 +179,7 @@ def gamma_of(
         b_col = tl.sum(tl.where(is_c[None, :], b_a, 0.0), axis=1)
         pivot = tl.sum(tl.where(is_c, b_row, 0.0), axis=0)
         rhs = tl.sum(tl.where(is_c, b_b, 0.0), axis=0)
-        regular = (kept == c) & (tl.abs(pivot) >= PIVOT_FLOOR)
+        regular = (kept == c) & (tl.abs(pivot) >= constant("PIVOT_FLOOR"))
         kept += regular.to(tl.int32)
         b_pivot = tl.where(regular & is_c, pivot, b_pivot)
         m_r = regular & (o_i != c)
