@@ -341,9 +341,10 @@ def judged(a: Any) -> dict[str, Any]:
         "p_active": a.active,
         "B": len(a.status),
         "k": a.k,
-        "tol": a.tol,
-        "absolute": int(a.absolute),
-        "stall_floor": a.stall_floor,
-        "offset": a.offset,
-        "maximum": int(a.maximum),
+        **rule_arguments(a.rule),
     }
+
+
+def rule_arguments(rule: Any) -> dict[str, float]:
+    """The numbers of a ``StopRule`` as the arguments of a kernel, booleans as integers."""
+    return {name: int(value) if isinstance(value, bool) else value for name, value in rule._asdict().items()}

@@ -28,6 +28,7 @@ from .common import (
     is_sound,
     magnitude,
     relative,
+    rule_arguments,
     scalar,
     square_root,
     status_of,
@@ -135,12 +136,12 @@ def _fc_fixed_point_kernel(
     p_residual,
     B,
     D,
+    max_iter,
     tol: tl.float64,
     absolute,
-    max_iter,
     stall_floor: tl.float64,
     offset: tl.float64,
-    MAXIMUM: tl.constexpr,
+    maximum: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -175,8 +176,8 @@ def _fc_fixed_point_kernel(
     while (k < max_iter) & (tl.min(b_status, axis=0) <= constant("RUNNING")):
         b_f = _activate(_multiply(b_z, b_w, INTERPRETED) + b_c, ACTIVATION)
         running = b_status <= constant("RUNNING")
-        res_abs = _norm(b_f - b_z, MAXIMUM)
-        f_norm = _norm(b_f, MAXIMUM)
+        res_abs = _norm(b_f - b_z, maximum)
+        f_norm = _norm(b_f, maximum)
         # The judgement of every row, as in common.judge.
         finite = is_finite(res_abs) & is_finite(f_norm)
         sound = running & finite
@@ -250,12 +251,8 @@ def fc_fixed_point(a: Any, value: Tensor, status: Tensor, iterations: Tensor, re
             p_residual=residual,
             B=batch,
             D=features,
-            tol=a.tol,
-            absolute=int(a.absolute),
             max_iter=a.max_iter,
-            stall_floor=a.stall_floor,
-            offset=a.offset,
-            MAXIMUM=bool(a.maximum),
+            **rule_arguments(a.rule),
             ACTIVATION=a.activation,
             INTERPRETED=not isinstance(_fc_fixed_point_kernel, triton.JITFunction),
             ROWS=FC_ROWS,

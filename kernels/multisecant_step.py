@@ -772,7 +772,7 @@ def _launch_left(a: Any, config: LaunchConfig, window: Kwargs, system: Kwargs, s
         _multisecant_left_kernel[(batch,)](p_best=a.best, **judged(a), **system, **columns)
         return
     _multisecant_left_sums_kernel[(batch, parts["S"])](
-        p_status=a.status, METHOD=a.method, maximum=int(a.maximum), **parts, **columns
+        p_status=a.status, METHOD=a.method, maximum=int(a.rule.maximum), **parts, **columns
     )
     _multisecant_left_judge_kernel[(batch,)](
         beta=a.beta,

@@ -248,7 +248,7 @@ def launch(a: Any, hold: bool, damping: float) -> None:
             return
         numbers = a.z.new_empty(batch, number_of("end"), programs)
         shared = {"p_status": a.status, "p_numbers": numbers, "S": programs}
-        _picard_sums_kernel[(batch, programs)](p_z=a.z, p_fz=a.fz, maximum=int(a.maximum), **shared, **columns)
+        _picard_sums_kernel[(batch, programs)](p_z=a.z, p_fz=a.fz, maximum=int(a.rule.maximum), **shared, **columns)
         _picard_judge_kernel[(batch,)](
             p_numbers=numbers,
             S=programs,

@@ -13,6 +13,7 @@ from deqfast import Anderson, Broyden, DEQBlock, FCCell, Implicit, LinearCell, P
 from deqfast.execution import one_launch
 from deqfast.ops import ACTIVATIONS, Kernel, choose_kernel
 from deqfast.ops.fc import reference
+from deqfast.ops.steps import StopRule
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_accurate, assert_close, lost, rounding
 from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, unlike_alone
 from deqfast.testing.states import RULES
@@ -88,7 +89,7 @@ class TestOp:
         weight = torch.diag(torch.tensor([0.5, 0.995, 0.5]))
         c = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
         z0 = torch.tensor([[0.0, 199.0, 0.0], [0.0, 0.0, 0.0]])  # near to 200, and slow
-        settings = (0, 1e-5, False, 40, 0.1, 0.0, False)
+        settings = 0, 40, *StopRule(1e-5, stall_floor=0.1)
         tensors = (tensor.to(implementation.device) for tensor in (weight, c, z0))
         outcome = [t.tolist() for t in op(*tensors, *settings)]
         assert outcome[1] == [Status.STALLED, Status.CONVERGED]
@@ -97,7 +98,11 @@ class TestOp:
     @pytest.mark.parametrize("floor", [0.0, 0.0625])
     def test_a_sample_that_runs_away(self, floor, op, implementation):
         weight, c, z0 = torch.eye(3), torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]), torch.zeros(2, 3)
-        settings = (0, 1e-2, False, 150, floor, 0.0, False)  # from evaluation 101 on the relative residual is below tol
+        settings = (
+            0,
+            150,
+            StopRule(1e-2, stall_floor=floor),
+        )  # from evaluation 101 on the relative residual is below tol
         tensors = (tensor.to(implementation.device) for tensor in (weight, c, z0))
         value, status, iterations, residual = (t.tolist() for t in op(*tensors, *settings))
         assert status == [Status.ESCAPED, Status.CONVERGED] and iterations == [150, 1]
@@ -188,15 +193,15 @@ class TestRegistration:
         tensors = {key: torch.zeros(shape) for key, shape in self.GOOD.items()} | {name: wrong}
         arguments = [tensor.to(device) for tensor in tensors.values()]
         with pytest.raises((ValueError, RuntimeError), match=message):
-            registered("fc_fixed_point", kernel)(*arguments, 2, 1e-3, False, 5, 0.0, 0.0, False)
+            registered("fc_fixed_point", kernel)(*arguments, 2, 5, *StopRule(1e-3))
 
     @own_kernels
     def test_a_wrong_number_is_named(self, kernel, device):
         tensors = [torch.zeros(shape, device=device) for shape in self.GOOD.values()]
         with pytest.raises((ValueError, RuntimeError), match="`activation` must be 0 to 3, got 4"):
-            registered("fc_fixed_point", kernel)(*tensors, 4, 1e-3, False, 5, 0.0, 0.0, False)
+            registered("fc_fixed_point", kernel)(*tensors, 4, 5, *StopRule(1e-3))
         with pytest.raises((ValueError, RuntimeError), match="`max_iter` must be at least 1, got 0"):
-            registered("fc_fixed_point", kernel)(*tensors, 2, 1e-3, False, 0, 0.0, 0.0, False)
+            registered("fc_fixed_point", kernel)(*tensors, 2, 0, *StopRule(1e-3))
         with pytest.raises((ValueError, RuntimeError), match="`activation` must be 0 to 3, got -1"):
             registered("fc_vjp", kernel)(tensors[1], tensors[2], -1)
         with pytest.raises((ValueError, RuntimeError), match="`grad` must"):

@@ -10,6 +10,7 @@ from deqfast.kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROY
 
 from deqfast import Status
 from deqfast.ops import Kernel
+from deqfast.ops.steps import StopRule
 from deqfast.ops.steps.reference import solve_window
 from deqfast.testing import ITERATES, assert_accurate, assert_close, assert_solves, linear, relative_error, rounding
 from deqfast.testing.states import METHODS
@@ -34,12 +35,12 @@ class TestPicardStep:
     def step(self, z, fz, k=2, last=False, tol=0.1, absolute=False, stall_floor=0.0, damping=1.0, **more):
         z, fz = torch.tensor([z], dtype=torch.float32), torch.tensor([fz], dtype=torch.float32)
         state = monitor(1)
-        rule = k, last, tol, absolute, stall_floor, more.pop("offset", 0.0), more.pop("maximum", False)
+        rule = StopRule(tol, absolute, stall_floor, more.pop("offset", 0.0), more.pop("maximum", False))
         more.get("progress", []).append(0.875)  # the least residual
         for name, value in more.items():
             state[name][:] = torch.tensor(value, dtype=state[name].dtype).view_as(state[name])
         best = torch.full_like(z, 9.0)
-        picard_step(z, fz, best, *state.values(), *rule, damping)
+        picard_step(z, fz, best, *state.values(), k, last, *rule, damping)
         after = {name: tensor.flatten().tolist() for name, tensor in state.items()}
         return {"z": z[0].tolist(), "best": best[0].tolist(), **after}
 
@@ -280,7 +281,7 @@ def test_a_first_multisecant_step_is_a_mixed_picard_step_and_starts_the_history(
     z, fz = torch.zeros(1, 2), torch.tensor([[2.0, 4.0]])
     left, df = (torch.full((1, 3, 2), NAN) for _ in range(2))
     gram = torch.full((1, 5, 3), NAN)
-    rule = (0, False, 1e-3, False, 0.0, 0.0, False)
+    rule = 0, False, *StopRule(1e-3)
     multisecant_step(z, fz, z.clone(), *monitor(1).values(), z, left, df, gram, *rule, ANDERSON_II, 0.5, 0.5, 0.0)
     assert z.tolist() == left[:, 0].tolist() == [[0.5, 1.0]]
     assert left[:, 1:].isnan().all() and df.isnan().all() and gram.isnan().all()
@@ -291,7 +292,7 @@ def test_the_last_evaluation_leaves_state_and_history_alone():
     z, f_prev = torch.randn(1, 2), torch.randn(1, 2)
     before = [t.clone() for t in (z, *tensors)]
     records = monitor(1)
-    rule = (2, True, 1e-3, False, 0.0, 0.0, False)
+    rule = 2, True, *StopRule(1e-3)
     multisecant_step(z, z + 1, z.clone(), *records.values(), f_prev, *tensors, *rule, BROYDEN_GOOD, 1.0, 1.0, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, (z, *tensors), strict=True))
     assert records["iterations"].tolist() == [3]

@@ -207,7 +207,7 @@ def specialise(case: Case) -> tuple[triton.JITFunction, dict[str, object], confi
     if case.kernel == "fc":
         launch = config.fc_config(case.size)
         tile = {"ACTIVATION": ACTIVATIONS.index(case.method), "INTERPRETED": False}
-        tile |= {"MAXIMUM": False, "ROWS": config.FC_ROWS, "DP": launch.block}
+        tile |= {"maximum": 0, "ROWS": config.FC_ROWS, "DP": launch.block}
         return fc_fixed_point._fc_fixed_point_kernel, {**tile, **one(case)}, launch
     if case.kernel in NORM_KERNELS:
         launch = config.norm_config(case.size, case.window // 8, dtype)

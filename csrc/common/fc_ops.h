@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "fc.h"
+#include "flat.h"
 
 namespace deqfast {
 
@@ -57,18 +58,24 @@ struct FcProblem {
 };
 
 template <class Device>
-FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation, double tol, bool absolute,
-                         int64_t max_iter, double stall_floor, double offset, bool maximum) {
+FcOutcome fc_fixed_point(Tensor weight, Tensor c, Tensor z0, int64_t activation, int64_t max_iter,
+                         RuleNumbers rule) {
   check_fc("fc_fixed_point", weight, c, z0, activation, max_iter);
   const FcOutcome outcome = empty_fc_outcome(c);
   dispatch_history<typename Device::BFloat16>(c.scalar_type(), weight.scalar_type(), [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    const StopRule<T> rule = rule_of<T>(0, false, tol, absolute, stall_floor, offset, maximum);
-    const FcProblem<T, H> problem{static_cast<const H*>(weight.const_data_ptr()), c.const_data_ptr<T>(),
-                                z0.const_data_ptr<T>(), std::get<0>(outcome).template mutable_data_ptr<T>(), rule,
-                                c.size(0), c.size(1), max_iter, activation};
-    Device::run(problem, outcome, c);
+    FcProblem<T, H> p;
+    p.weight = static_cast<const H*>(weight.const_data_ptr());
+    p.c = c.const_data_ptr<T>();
+    p.z0 = z0.const_data_ptr<T>();
+    p.value = std::get<0>(outcome).template mutable_data_ptr<T>();
+    p.rule = rule_of<T>(0, false, rule);
+    p.batch = c.size(0);
+    p.dim = c.size(1);
+    p.max_iter = max_iter;
+    p.activation = activation;
+    Device::run(p, outcome, c);
   });
   return outcome;
 }

@@ -27,14 +27,25 @@ struct Limits<double> {
   static constexpr double tiny = DBL_MIN, epsilon = DBL_EPSILON, max = DBL_MAX, infinity = HUGE_VAL;
 };
 
+// The numbers of the stop rule in the order of `StopRule` in deqfast/ops/steps/__init__.py. An op takes each as an
+// argument of its own, see flat.h.
+struct RuleNumbers {
+  double tol;
+  double absolute;     // not 0: tol bounds |f(z) - z| instead of |f(z) - z| / (|f(z)| + offset)
+  double stall_floor;  // relative residual below which a sample may stall; 0: never
+  double offset;
+  double maximum;      // not 0: norms are the largest magnitudes, not the Euclidean ones
+};
+
+// The stop rule as a kernel applies it to one evaluation.
 template <class T>
 struct StopRule {
   int64_t k;      // evaluations of f before this one
   T tol;
-  bool absolute;  // tol bounds |f(z) - z| instead of |f(z) - z| / (|f(z)| + offset)
-  T stall_floor;  // relative residual below which a sample may stall; 0: never
+  bool absolute;
+  T stall_floor;
   T offset;
-  bool maximum;   // norms are the largest magnitudes, not the Euclidean ones
+  bool maximum;
   bool last;      // no further evaluation follows, so no step is taken
   T reduction;    // what must be left of the first residual where |f(z)| has outgrown the start
   T atol;         // |f(z) - z| that is small whatever the first one was
@@ -42,12 +53,21 @@ struct StopRule {
 };
 
 template <class T>
-StopRule<T> rule_of(int64_t k, bool last, double tol, bool absolute, double stall_floor, double offset, bool maximum) {
-  const double reduction = kReductionPerTol * tol < kReduction ? kReductionPerTol * tol : kReduction;
-  const double low = stall_floor / kRoundingsOfStallFloor, epsilon = Limits<T>::epsilon;
-  return {k,       static_cast<T>(tol), absolute, static_cast<T>(stall_floor), static_cast<T>(offset), maximum, last,
-          static_cast<T>(reduction), static_cast<T>(absolute ? tol : offset * tol),
-          static_cast<T>(low > epsilon ? low : epsilon)};
+StopRule<T> rule_of(int64_t k, bool last, const RuleNumbers& numbers) {
+  const double reduction = kReductionPerTol * numbers.tol, low = numbers.stall_floor / kRoundingsOfStallFloor;
+  const double epsilon = Limits<T>::epsilon;
+  StopRule<T> rule;
+  rule.k = k;
+  rule.last = last;
+  rule.tol = static_cast<T>(numbers.tol);
+  rule.absolute = numbers.absolute != 0;
+  rule.stall_floor = static_cast<T>(numbers.stall_floor);
+  rule.offset = static_cast<T>(numbers.offset);
+  rule.maximum = numbers.maximum != 0;
+  rule.reduction = static_cast<T>(reduction < kReduction ? reduction : kReduction);
+  rule.atol = static_cast<T>(rule.absolute ? numbers.tol : numbers.offset * numbers.tol);
+  rule.rounding = static_cast<T>(low > epsilon ? low : epsilon);
+  return rule;
 }
 
 // Rows of a monitor's progress: the relative residual and the iteration of the last gain of 5 %, |g| of the first

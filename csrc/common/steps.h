@@ -1,12 +1,15 @@
-// What the solver steps work on; the ops' arguments are told in deqfast/ops/steps/__init__.py.
+// The ops of the solver steps: checks of their arguments, and the parameters of their kernels.
+// deqfast/ops/steps/__init__.py explains the arguments.
 //
-// Every op is a template on `Device`, which tells the kernels of a file: `run(params, z)` does the step on the device
-// of the tensor z, `BFloat16` is the device's type for it, and `max_history` the most pairs that a window may have.
+// Every op is a template on `Device`, which stands for the kernels of a file. `Device::run(params, z)` does the step on
+// the device of the tensor z. `Device::BFloat16` is the type of the device's bfloat16, and `Device::max_history` the
+// most pairs that a window may have.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include "checks.h"
+#include "flat.h"
 
 namespace deqfast {
 
@@ -23,18 +26,21 @@ struct PicardParams {
 
 template <class Device>
 void picard_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
-                 Tensor active, int64_t k, bool last, double tol, bool absolute, double stall_floor, double offset,
-                 bool maximum, double damping) {
+                 Tensor active, int64_t k, bool last, RuleNumbers rule, double damping) {
   const Checker check{"picard_step", z};
   check.check_rows();
   const int64_t batch = z.size(0), dim = z.size(1);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const PicardParams<T> params{
-        check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
-        check.out<T>("best", best, {batch, dim}), dim, check.monitor<T>(status, iterations, residual, progress, active),
-        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), static_cast<T>(damping)};
-    Device::run(params, z);
+    PicardParams<T> p;
+    p.z = check.out<T>("z", z, {batch, dim});
+    p.fz = check.in<T>("fz", fz, {batch, dim});
+    p.best = check.out<T>("best", best, {batch, dim});
+    p.dim = dim;
+    p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
+    p.rule = rule_of<T>(k, last, rule);
+    p.damping = static_cast<T>(damping);
+    Device::run(p, z);
   });
 }
 
@@ -61,8 +67,7 @@ struct MultisecantParams {
 template <class Device>
 void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
                       Tensor active, Tensor f_prev, Tensor left, Tensor df, Tensor gram, int64_t k, bool last,
-                      double tol, bool absolute, double stall_floor, double offset, bool maximum, int64_t method,
-                      double alpha, double beta, double ridge) {
+                      RuleNumbers rule, int64_t method, double alpha, double beta, double ridge) {
   const Checker check{"multisecant_step", z};
   check.check_rows();
   STD_TORCH_CHECK(k >= 0, check.op, ": `k` must not be negative, got ", k);
@@ -72,15 +77,23 @@ void multisecant_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor it
   dispatch_history<typename Device::BFloat16>(z.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    const MultisecantParams<T, H> params{
-        check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
-        check.out<T>("best", best, {batch, dim}), check.in<T>("f_prev", f_prev, {batch, dim}),
-        check.out<H>("left", left, {batch, pairs, dim}), check.out<H>("df", df, {batch, pairs, dim}),
-        check.out<T>("gram", gram, {batch, pairs + 2, pairs}), dim, window,
-        check.monitor<T>(status, iterations, residual, progress, active),
-        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum), method, static_cast<T>(alpha),
-        static_cast<T>(beta), static_cast<T>(ridge)};
-    Device::run(params, z);
+    MultisecantParams<T, H> p;
+    p.z = check.out<T>("z", z, {batch, dim});
+    p.fz = check.in<T>("fz", fz, {batch, dim});
+    p.best = check.out<T>("best", best, {batch, dim});
+    p.f_prev = check.in<T>("f_prev", f_prev, {batch, dim});
+    p.left = check.out<H>("left", left, {batch, pairs, dim});
+    p.df = check.out<H>("df", df, {batch, pairs, dim});
+    p.gram = check.out<T>("gram", gram, {batch, pairs + 2, pairs});
+    p.dim = dim;
+    p.window = window;
+    p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
+    p.rule = rule_of<T>(k, last, rule);
+    p.method = method;
+    p.alpha = static_cast<T>(alpha);
+    p.beta = static_cast<T>(beta);
+    p.ridge = static_cast<T>(ridge);
+    Device::run(p, z);
   });
 }
 
@@ -99,8 +112,8 @@ struct BroydenParams {
 
 template <class Device>
 void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterations, Tensor residual, Tensor progress,
-                  Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last, double tol,
-                  bool absolute, double stall_floor, double offset, bool maximum) {
+                  Tensor active, Tensor steps, Tensor gram, Tensor first, int64_t k, bool last,
+                  RuleNumbers rule) {
   const Checker check{"broyden_step", z};
   check.check_rows();
   const int64_t batch = z.size(0), dim = z.size(1), rows = steps.dim() == 3 ? steps.size(1) : 0;
@@ -110,13 +123,18 @@ void broyden_step(Tensor z, Tensor fz, Tensor best, Tensor status, Tensor iterat
                   " steps there is room for (at most that if `last`), got ", k);
   dispatch_state(z.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    const BroydenParams<T> params{
-        check.out<T>("z", z, {batch, dim}), check.in<T>("fz", fz, {batch, dim}),
-        check.out<T>("best", best, {batch, dim}), check.out<T>("steps", steps, {batch, rows, dim}),
-        check.out<T>("gram", gram, {batch, rows, rows}), check.out<int32_t>("first", first, {batch}), dim, rows,
-        check.monitor<T>(status, iterations, residual, progress, active),
-        rule_of<T>(k, last, tol, absolute, stall_floor, offset, maximum)};
-    Device::run(params, z);
+    BroydenParams<T> p;
+    p.z = check.out<T>("z", z, {batch, dim});
+    p.fz = check.in<T>("fz", fz, {batch, dim});
+    p.best = check.out<T>("best", best, {batch, dim});
+    p.steps = check.out<T>("steps", steps, {batch, rows, dim});
+    p.gram = check.out<T>("gram", gram, {batch, rows, rows});
+    p.first = check.out<int32_t>("first", first, {batch});
+    p.dim = dim;
+    p.rows = rows;
+    p.monitor = check.monitor<T>(status, iterations, residual, progress, active);
+    p.rule = rule_of<T>(k, last, rule);
+    Device::run(p, z);
   });
 }
 
@@ -151,13 +169,22 @@ Tensor multisecant_transposed(Tensor v, Tensor left, Tensor df, Tensor gram, Ten
   dispatch_history<typename Device::BFloat16>(v.scalar_type(), history_dtype, [&](auto state, auto element) {
     using T = decltype(state);
     using H = decltype(element);
-    const TransposedParams<T, H> params{
-        check.in<T>("v", v, {batch, dim}), check.in<H>("left", left, {batch, pairs, dim}),
-        check.in<H>("df", df, {batch, pairs, dim}), check.in<T>("gram", gram, {batch, pairs + 2, pairs}),
-        check.in<int32_t>("newest", newest, {batch}), check.in<int32_t>("count", count, {batch}),
-        out.mutable_data_ptr<T>(), batch, dim, static_cast<int>(pairs), method, static_cast<T>(alpha),
-        static_cast<T>(beta), static_cast<T>(ridge)};
-    Device::run(params, v);
+    TransposedParams<T, H> p;
+    p.v = check.in<T>("v", v, {batch, dim});
+    p.left = check.in<H>("left", left, {batch, pairs, dim});
+    p.df = check.in<H>("df", df, {batch, pairs, dim});
+    p.gram = check.in<T>("gram", gram, {batch, pairs + 2, pairs});
+    p.newest = check.in<int32_t>("newest", newest, {batch});
+    p.count = check.in<int32_t>("count", count, {batch});
+    p.out = out.mutable_data_ptr<T>();
+    p.batch = batch;
+    p.dim = dim;
+    p.history = static_cast<int>(pairs);
+    p.method = method;
+    p.alpha = static_cast<T>(alpha);
+    p.beta = static_cast<T>(beta);
+    p.ridge = static_cast<T>(ridge);
+    Device::run(p, v);
   });
   return out;
 }

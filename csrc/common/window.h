@@ -1,5 +1,8 @@
-// The window of secant pairs: ring-buffer slots and the window matrix N. Shared by the CPU and CUDA kernels, each of which
-// solves N gamma = t in a way of its own.
+// The window of secant pairs: ring-buffer slots and the window matrix N. Shared by the CPU and CUDA kernels.
+//
+// They do not share the solve of N gamma = t. The CPU eliminates below the diagonal and substitutes back, in memory. A
+// warp holds a row per lane in registers and eliminates above the diagonal too (Gauss-Jordan), for substitution would
+// leave all lanes but one idle. The two round differently.
 #pragma once
 
 #include "monitor.h"

@@ -13,7 +13,7 @@ namespace {
 constexpr int kTile = 1024;  // elements: each row is read a page at a time
 
 template <class T>
-struct BroydenStep {
+struct BroydenStep : SampleStep {
   static constexpr int W = Simd<T>::lanes, sg = kJudgedSlots;
   struct Sample {
     Verdict verdict = {};
@@ -26,15 +26,15 @@ struct BroydenStep {
   };
 
   const BroydenParams<T>& a;
-  const int64_t batch, dim;
   const int n, ss;  // steps; where the sums S^T s of the newest step begin, behind S^T g
 
   explicit BroydenStep(const BroydenParams<T>& a)
-      : a(a), batch(a.monitor.batch), dim(a.dim),
+      : SampleStep(a.monitor.batch, a.dim),
+        a(a),
         n(a.rule.last ? 0 : static_cast<int>(a.rule.k)),  // without a step to come only the residual counts
         ss(sg + n) {}
   int rows() const { return n + 1; }
-  int slots(int part) const { return part == kFirst ? ss + n : 0; }
+  int slots(int part) const { return part == kSweep1 ? ss + n : 0; }
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
   T* steps(int64_t row) const { return a.steps + row * a.rows * dim; }
 
@@ -54,7 +54,7 @@ struct BroydenStep {
   }
 
   // Form g; take its dots and those of the newest step with the steps.
-  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
+  DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     alignas(64) T g[kTile], s[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
       const int64_t count = std::min<int64_t>(kTile, end - tile);
@@ -66,7 +66,7 @@ struct BroydenStep {
 
   // Enter the newest step in the Gram matrix and solve for the coefficients by forward recurrence; whether the step
   // they give can be taken.
-  bool solve(int64_t row, Sums sums, Sample& sample) const {
+  bool find_coefficients(int64_t row, Sums sums, Sample& sample) const {
     T* gram = a.gram + row * a.rows * a.rows;
     for (int j = 0; j < n; ++j) gram[(n - 1) * a.rows + j] = static_cast<T>(sums.total(ss + j));
     bool finite = true;
@@ -83,17 +83,17 @@ struct BroydenStep {
     return finite && (square == T(0) || is_sound(square)) && std::fabs(1.0 - sample.c[n - 1]) >= kPivotFloor;
   }
 
-  void decide(int64_t row, Sums sums, Sample& sample) const {
+  void solve(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.rule.last) return;
     sample.first = std::clamp(a.first[row], 0, n);
-    if (n && !solve(row, sums, sample)) sample.first = a.first[row] = n;  // a new start with a Picard step
+    if (n && !find_coefficients(row, sums, sample)) sample.first = a.first[row] = n;  // a new start with a Picard step
     sample.scale = sample.first < n ? 1.0 / (1.0 - sample.c[n - 1]) : 1.0;
     for (int i = sample.first; i + 1 < n; ++i) sample.weight[i] = static_cast<T>(-sample.c[i]);
   }
 
   // Take the step p = (g + sum_i c_i s_{i+1}) scale over the coefficients from `first` on, and keep it.
-  DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
+  DEQFAST_INLINE void sweep2(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
     keep_best(sample.verdict, a.z + row * dim + chunk.begin, a.best + row * dim + chunk.begin, chunk.count);
     if (!sample.verdict.advance || a.rule.last) return;
     const int added = std::max(n - 1 - sample.first, 0);
@@ -115,8 +115,6 @@ struct BroydenStep {
       });
     }
   }
-
-  void finish(int64_t, Sums, const Sample&) const {}
 };
 
 struct Kernels {
@@ -151,7 +149,7 @@ struct BroydenLoop {
 DEQFAST_LOOP(broyden_loop, BroydenLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("broyden_step", TORCH_BOX(&broyden_step<Kernels>));
+  m.impl("broyden_step", TORCH_BOX(&Flat<&broyden_step<Kernels>>::Op::call));
   m.impl("broyden_loop", TORCH_BOX(&loop_op<BroydenLoop>));
 }
 

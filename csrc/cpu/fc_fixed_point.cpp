@@ -217,6 +217,8 @@ struct Kernels {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) { m.impl("fc_fixed_point", TORCH_BOX(&fc_fixed_point<Kernels>)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
+  m.impl("fc_fixed_point", TORCH_BOX(&Flat<&fc_fixed_point<Kernels>>::Op::call));
+}
 
 }  // namespace deqfast

@@ -79,13 +79,14 @@ struct LoopState {
 struct Numbers {
   const double* begin;
 
-  double operator[](int i) const { return begin[i]; }
   double own(int i) const { return begin[kRuleNumbers + i]; }
   template <class T>
   StopRule<T> rule(int64_t k, int64_t max_iter) const {
-    return rule_of<T>(k, k + 1 == max_iter, begin[0], begin[1] != 0, begin[2], begin[3], begin[4] != 0);
+    RuleNumbers rule;
+    std::memcpy(&rule, begin, sizeof rule);
+    return rule_of<T>(k, k + 1 == max_iter, rule);
   }
-  static constexpr int kRuleNumbers = 5;
+  static constexpr int kRuleNumbers = sizeof(RuleNumbers) / sizeof(double);
 };
 
 // A `Loop` has the op's `name`, `step(values, counts, status, history, fz, max_iter, numbers)`, and the elements that

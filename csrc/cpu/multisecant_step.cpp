@@ -49,7 +49,7 @@ DEQFAST_INLINE void form_tile(const MultisecantParams<T, H>& a, int64_t at, H* l
 }
 
 template <class T, class H>
-struct MultisecantStep {
+struct MultisecantStep : SampleStep {
   static constexpr int W = Simd<T>::lanes;
   struct Sample {
     Verdict verdict = {};
@@ -61,14 +61,13 @@ struct MultisecantStep {
   };
 
   const MultisecantParams<T, H>& a;
-  const int64_t batch, dim;
   const int n, lg, ly, ls;  // pairs; where the sums L^T g, L^T y and L^T s begin
 
   explicit MultisecantStep(const MultisecantParams<T, H>& a)
-      : a(a), batch(a.monitor.batch), dim(a.dim), n(a.window.size()), lg(kSlots), ly(lg + n), ls(ly + n) {}
+      : SampleStep(a.monitor.batch, a.dim), a(a), n(a.window.size()), lg(kSlots), ly(lg + n), ls(ly + n) {}
   int rows() const { return n + 1; }
   int slots(int part) const {
-    if (part == kFirst) return a.method == kAndersonI ? ls + n : ls;
+    if (part == kSweep1) return a.method == kAndersonI ? ls + n : ls;
     return needs_dots() ? n : 0;
   }
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
@@ -77,7 +76,7 @@ struct MultisecantStep {
 
   // Form g, complete the newest pair, take every dot with the left history. One loop for all methods, so that the dots
   // are compiled once.
-  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
+  DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     H *left = a.left + history(row), *df = a.df + history(row);
     const bool pairs = a.pairs() > 0;
     const int64_t newest = pairs ? a.window.newest() * dim : 0;
@@ -100,12 +99,12 @@ struct MultisecantStep {
   }
 
   // Judge; enter the newest pair in the window matrix and solve for gamma.
-  void decide(int64_t row, Sums sums, Sample& sample) const {
+  void solve(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
     if (!sample.verdict.advance || a.pairs() == 0) return;
     const int m = a.window.history;
     const Gram<T> gram{a.gram + row * (m + 2) * m, m};
-    for (int slot = kSlots; slot < slots(kFirst); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
+    for (int slot = kSlots; slot < slots(kSweep1); ++slot) sample.dots[slot - kSlots] = sums.total(slot);
     const double *lg = sample.dots.data(), *ly = lg + n, *ls = ly + n;
     enter_pair(gram, &gram.at(a.window.newest(), 0), ly, ls, static_cast<T>(sums.total(kSSq)),
                static_cast<T>(sums.total(kYSq)), a.window, a.method, a.beta, OneLane());
@@ -114,7 +113,7 @@ struct MultisecantStep {
   }
 
   // Take the step, store it as the next pair's, and take its dots with DF where the method needs them.
-  DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums sums) const {
+  DEQFAST_INLINE void sweep2(int64_t row, Chunk chunk, const Sample& sample, Sums sums) const {
     keep_best(sample.verdict, a.z + row * dim + chunk.begin, a.best + row * dim + chunk.begin, chunk.count);
     if (!sample.verdict.advance || a.rule.last) return;
     const H* df = a.df + history(row);
@@ -139,7 +138,7 @@ struct MultisecantStep {
     }
   }
 
-  void finish(int64_t row, Sums sums, const Sample& sample) const {
+  void commit(int64_t row, Sums sums, const Sample& sample) const {
     if (!sample.verdict.advance || a.rule.last || !needs_dots()) return;
     T* gram_row = a.gram + (row * (a.window.history + 2) + a.window.next()) * a.window.history;
     for (int j = 0; j < n; ++j) gram_row[j] = static_cast<T>(sums.total(j));
@@ -148,7 +147,7 @@ struct MultisecantStep {
 
 // out = alpha (beta v - L gamma), N^T gamma = DF^T v.
 template <class T, class H>
-struct TransposedStep {
+struct TransposedStep : SampleStep {
   static constexpr int W = Simd<T>::lanes;
   struct Sample {
     std::vector<T> t, gamma, work;
@@ -158,11 +157,10 @@ struct TransposedStep {
   };
 
   const TransposedParams<T, H>& p;
-  const int64_t batch, dim;
 
-  explicit TransposedStep(const TransposedParams<T, H>& p) : p(p), batch(p.batch), dim(p.dim) {}
+  explicit TransposedStep(const TransposedParams<T, H>& p) : SampleStep(p.batch, p.dim), p(p) {}
   int rows() const { return p.history + 1; }
-  int slots(int part) const { return part == kFirst ? p.history : 0; }
+  int slots(int part) const { return part == kSweep1 ? p.history : 0; }
   bool runs(int64_t) const { return true; }
   const H* row_of(const H* rows, int64_t row, int slot) const { return rows + (p.history * row + slot) * dim; }
 
@@ -170,7 +168,7 @@ struct TransposedStep {
     for (int64_t d = 0; d < count; d += W) store(x + d, scale * load(p.v + from + d, count - d), W);
   }
 
-  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
+  DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     const Window window = p.window(row);
     if (window.size() == 0) return;
     alignas(64) T x[kTile];
@@ -184,7 +182,7 @@ struct TransposedStep {
     }
   }
 
-  void decide(int64_t row, Sums sums, Sample& sample) const {
+  void solve(int64_t row, Sums sums, Sample& sample) const {
     std::fill(sample.gamma.begin(), sample.gamma.end(), T(0));  // of slots outside the window
     for (int j = 0; j < p.history; ++j) sample.t[j] = static_cast<T>(sums.total(j));
     if (p.window(row).size() == 0) return;
@@ -193,7 +191,7 @@ struct TransposedStep {
                        p.ridge);
   }
 
-  DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
+  DEQFAST_INLINE void sweep2(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
     const Window window = p.window(row);
     alignas(64) T x[kTile];
     for (int64_t tile = chunk.begin, end = chunk.begin + chunk.count; tile < end; tile += kTile) {
@@ -207,8 +205,6 @@ struct TransposedStep {
       for (int64_t d = 0; d < count; d += W) store(out + d, p.alpha * load(x + d, W), count - d);
     }
   }
-
-  void finish(int64_t, Sums, const Sample&) const {}
 };
 
 struct Kernels {
@@ -255,7 +251,7 @@ struct MultisecantLoop {
 DEQFAST_LOOP(multisecant_loop, MultisecantLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
+  m.impl("multisecant_step", TORCH_BOX(&Flat<&multisecant_step<Kernels>>::Op::call));
   m.impl("multisecant_loop", TORCH_BOX(&loop_op<MultisecantLoop>));
   m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }

@@ -9,7 +9,7 @@ namespace deqfast {
 namespace {
 
 template <class T>
-struct PicardStep {
+struct PicardStep : SampleStep {
   static constexpr int W = Simd<T>::lanes;
   struct Sample {
     Verdict verdict = {};
@@ -17,14 +17,13 @@ struct PicardStep {
   };
 
   const PicardParams<T>& a;
-  const int64_t batch, dim;
 
-  explicit PicardStep(const PicardParams<T>& a) : a(a), batch(a.monitor.batch), dim(a.dim) {}
+  explicit PicardStep(const PicardParams<T>& a) : SampleStep(a.monitor.batch, a.dim), a(a) {}
   int rows() const { return 1; }
-  int slots(int part) const { return part == kFirst ? kJudgedSlots : 0; }
+  int slots(int part) const { return part == kSweep1 ? kJudgedSlots : 0; }
   bool runs(int64_t row) const { return a.monitor.status[row] == kRunning; }
 
-  DEQFAST_INLINE void first(int64_t row, Chunk chunk, Sums sums) const {
+  DEQFAST_INLINE void sweep1(int64_t row, Chunk chunk, Sums sums) const {
     const T *z = a.z + row * dim + chunk.begin, *fz = a.fz + row * dim + chunk.begin;
     Vec<T> res_sq[2] = {}, f_sq[2] = {};
     for (int64_t d = 0, i = 0; d < chunk.count; d += W, ++i) {
@@ -36,11 +35,11 @@ struct PicardStep {
     sums.add(kFSq, f_sq[0] + f_sq[1]);
   }
 
-  void decide(int64_t row, Sums sums, Sample& sample) const {
+  void solve(int64_t row, Sums sums, Sample& sample) const {
     sample.verdict = judge_sums(a.monitor, row, sums, a.rule, Vectors<T>{a.z + row * dim, a.fz + row * dim, dim});
   }
 
-  DEQFAST_INLINE void second(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
+  DEQFAST_INLINE void sweep2(int64_t row, Chunk chunk, const Sample& sample, Sums) const {
     T* z = a.z + row * dim + chunk.begin;
     const T* fz = a.fz + row * dim + chunk.begin;
     keep_best(sample.verdict, z, a.best + row * dim + chunk.begin, chunk.count);
@@ -54,8 +53,6 @@ struct PicardStep {
       store(z + d, old + a.damping * (load(fz + d, chunk.count - d) - old), chunk.count - d);
     }
   }
-
-  void finish(int64_t, Sums, const Sample&) const {}
 };
 
 struct Kernels {
@@ -87,7 +84,7 @@ struct PicardLoop {
 DEQFAST_LOOP(picard_loop, PicardLoop)
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CPU, m) {
-  m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>));
+  m.impl("picard_step", TORCH_BOX(&Flat<&picard_step<Kernels>>::Op::call));
   m.impl("picard_loop", TORCH_BOX(&loop_op<PicardLoop>));
 }
 

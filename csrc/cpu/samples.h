@@ -1,19 +1,10 @@
-// How a step goes over the samples, and how threads share them. It sweeps over a sample's elements, decides from the sums
-// it has taken, and sweeps again. A sweep goes chunk by chunk, and the sums of the chunks are added in order, so that the
-// bits do not depend on the threads.
-//
-// A step is a class with
-//   batch, dim             as everywhere
-//   rows()                 rows of `dim` elements that a sweep reads: the work on a sample
-//   slots(part)            sums of a sweep
-//   Sample                 what is kept of a sample between its sweeps, made from the step
-//   runs(row)              whether the sample takes part
-//   first(row, chunk, sums), decide(row, sums, sample), second(row, chunk, sample, sums), finish(row, sums, sample)
-// where the two sweeps are to be inlined.
+// How a step goes over the samples, and how threads share them. A sweep goes chunk by chunk. The sums of the chunks are
+// added in order, so that the bits do not depend on the threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
+#include <type_traits>
 #include <vector>
 
 #include "grain.h"
@@ -29,8 +20,26 @@ struct Chunk {
   static Chunk at(int64_t index, int64_t dim) { return {index * size, std::min(size, dim - index * size)}; }
 };
 
-enum Part { kFirst, kDecide, kSecond, kFinish };
-inline bool is_sweep(int part) { return part == kFirst || part == kSecond; }
+enum Part { kSweep1, kSolve, kSweep2, kCommit };
+inline bool is_sweep(int part) { return part == kSweep1 || part == kSweep2; }
+
+// The base of a step over samples (B, D), which `share_out` runs. A step defines these; both sweeps are inlined.
+//
+//   struct Sample;                                what is kept of a sample between the parts, made from the step
+//   int rows() const;                             rows of D elements that a sweep reads: the work on a sample
+//   int slots(int part) const;                    number of sums that a sweep takes
+//   bool runs(int64_t row) const;                 whether the sample takes part
+//   void sweep1(row, chunk, sums) const;          read a chunk of the sample; add to the sums
+//   void solve(row, sums, sample) const;          fill `sample` by the sums of all chunks
+//   void sweep2(row, chunk, sample, sums) const;  write a chunk; add to other sums
+//   void commit(row, sums, sample) const;         write what needs these sums of all chunks; default: nothing
+struct SampleStep {
+  const int64_t batch, dim;
+
+  SampleStep(int64_t batch, int64_t dim) : batch(batch), dim(dim) {}
+  template <class Sample>
+  void commit(int64_t, Sums, const Sample&) const {}
+};
 
 // The chunks of a sample that are swept at once, what is kept of the sample, and where the sums of its sweeps go.
 template <class Step>
@@ -49,7 +58,7 @@ struct Work {
   const bool whole;
   const int64_t chunks;
   const int slots;
-  int part = kFirst, last_part = kFinish;
+  int part = kSweep1, last_part = kCommit;
   std::vector<typename Step::Sample> samples;
   std::vector<double> memory;
 
@@ -58,7 +67,7 @@ struct Work {
         rows(rows),
         whole(whole),
         chunks(Chunk::number(step.dim)),
-        slots(std::max(step.slots(kFirst), step.slots(kSecond))),
+        slots(std::max(step.slots(kSweep1), step.slots(kSweep2))),
         samples(whole ? 1 : rows.size(), typename Step::Sample(step)),
         memory((whole ? 2 : rows.size() * chunks) * slots * Sums::W) {}
 
@@ -77,10 +86,10 @@ DEQFAST_INLINE void sweep(const Step& step, int part, const Portion<Step>& porti
     const Sums sums = i == portion.begin ? portion.total : portion.spare;
     const Chunk chunk = Chunk::at(i, step.dim);
     sums.clear(step.slots(part));
-    if (part == kFirst) {
-      step.first(portion.row, chunk, sums);
+    if (part == kSweep1) {
+      step.sweep1(portion.row, chunk, sums);
     } else {
-      step.second(portion.row, chunk, portion.sample, sums);
+      step.sweep2(portion.row, chunk, portion.sample, sums);
     }
     if (i != portion.begin) portion.total.add(sums, step.slots(part));
   }
@@ -99,19 +108,20 @@ void do_work(Work<Step>& work, int64_t begin, int64_t end) {
       for (int64_t i = 1; !work.whole && i < work.chunks; ++i) {
         portion.total.add(work.sums(index * work.chunks + i), work.step.slots(part - 1));
       }
-      if (part == kDecide) {
-        work.step.decide(portion.row, portion.total, portion.sample);
+      if (part == kSolve) {
+        work.step.solve(portion.row, portion.total, portion.sample);
       } else {
-        work.step.finish(portion.row, portion.total, portion.sample);
+        work.step.commit(portion.row, portion.total, portion.sample);
       }
     }
   }
 }
 
-// The threads take whole samples, which a second sweep may find in the cache, but where few are left and some threads
-// would be idle.
+// The threads take whole samples, which the second sweep may find in the cache. If samples are few and long, threads
+// share the chunks of all of them.
 template <class Step>
 void share_out(const Step& step) {
+  static_assert(std::is_base_of_v<SampleStep, Step>, "a step derives from SampleStep");
   std::vector<int64_t> rows;
   for (int64_t row = 0; row < step.batch; ++row) {
     if (step.runs(row)) rows.push_back(row);
@@ -130,7 +140,7 @@ void share_out(const Step& step) {
     return;
   }
   Work<Step> work(step, rows, false);
-  for (int part = kFirst; part <= kFinish; ++part) {
+  for (int part = kSweep1; part <= kCommit; ++part) {
     work.part = work.last_part = part;
     if (is_sweep(part)) {
       share(samples * work.chunks, Chunk::size * step.rows(),

@@ -1,6 +1,10 @@
 // Vectors of 64 bytes and the row primitives of the solver kernels. A vector is as many registers of the processor as it
 // takes, each of the compiler's own vector types: one that is wider than a register would be kept in memory. So one
 // source, compiled for AVX2 and for AVX-512, has the same lanes and one order of summation.
+//
+// Libraries such as Highway, xsimd or at::vec have vectors as wide as the processor's registers. With them the lanes, and
+// so the order of a sum and its bits, would depend on the processor. The vector types of gcc and clang also need no
+// dependency to build.
 #pragma once
 
 #include <cstdint>

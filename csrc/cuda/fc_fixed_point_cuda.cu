@@ -214,6 +214,8 @@ __device__ void copy(T* to, const T* from, int count, bool wide) {
 }
 
 // Every block of the team has arrived `target` times in all. What they wrote before can be read after, past L1.
+// cooperative_groups has barriers of a block, a cluster and the whole grid. A team is a part of the grid, which goes on
+// when its own samples are done. A cluster holds at most 16 blocks, and exists on sm_90 only.
 __device__ inline void team_barrier(unsigned* arrivals, unsigned target) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -527,6 +529,8 @@ bool fc_fits(int64_t device, int64_t dim, bool short_weight, bool wide_state) {
   return plan_for(static_cast<int>(device), dim, short_weight ? 2 : state_size, state_size).team > 0;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("fc_fixed_point", TORCH_BOX(&fc_fixed_point<Kernels>)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
+  m.impl("fc_fixed_point", TORCH_BOX(&Flat<&fc_fixed_point<Kernels>>::Op::call));
+}
 
 }  // namespace deqfast

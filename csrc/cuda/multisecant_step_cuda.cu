@@ -13,6 +13,12 @@
 namespace deqfast {
 namespace {
 
+// What the kernels are compiled for:
+//   T, H      types of the state and of the history
+//   kMaxDots  most pairs whose dots with the new step sweep 2 takes; 0 for methods that need none
+//   kWithLs   whether sweep 1 takes L^T s, for Anderson I
+//   kVector   elements of a load: 16 bytes, or one element if rows do not start on 16 bytes
+
 // The sums of sweep 1: four squares, then L^T g, L^T y and, for Anderson I, L^T s, of n pairs each.
 enum Sum { kResSq, kFSq, kSSq, kYSq, kDots };
 constexpr int kMaxSums = kDots + 3 * kMaxGpuHistory;
@@ -30,37 +36,37 @@ __device__ int sums_of(const MultisecantParams<T, H>& p) {
   return kDots + (p.method == kAndersonI ? 3 : 2) * p.pairs();
 }
 
-// A tile of g, y and s in the registers of the block: C loads of N elements per thread.
-template <class T, int N, int C>
+// A tile of g, y and s in the registers of the block: kPacks loads of kVector elements per thread.
+template <class T, int kVector, int kPacks>
 struct Tile {
-  T g[C][N], y[C][N], s[C][N];
+  T g[kPacks][kVector], y[kPacks][kVector], s[kPacks][kVector];
 };
 
-template <class T, int N>
-constexpr int kLoads = N == 1 ? 8 : 64 / sizeof(T) / N;
+template <class T, int kVector>
+constexpr int kLoads = kVector == 1 ? 8 : 64 / sizeof(T) / kVector;
 
 // Form g on a tile, and complete the newest pair there. All that is loaded is under way before any of it is waited for.
-template <class T, class H, int N, int C>
+template <class T, class H, int kVector, int kPacks>
 __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t begin, int64_t end,
-                          Tile<T, N, C>& tile, T (&squares)[kDots]) {
+                          Tile<T, kVector, kPacks>& tile, T (&squares)[kDots]) {
   const bool with_pair = p.pairs() > 0, store_y = left_is_y(p.method);
   const int64_t newest = (row * p.window.history + (with_pair ? p.window.newest() : 0)) * p.dim;
-  Pack<T, N> f[C], z[C], before[C];
-  Pack<H, N> kept[C];
+  Pack<T, kVector> f[kPacks], z[kPacks], before[kPacks];
+  Pack<H, kVector> kept[kPacks];
 #pragma unroll
-  for (int c = 0; c < C; ++c) {
-    const int64_t d = begin + (c * kThreads + threadIdx.x) * N, at = row * p.dim + d;
-    f[c] = load_if<T, N>(d < end, p.fz + at);
-    z[c] = load_if<T, N>(d < end, p.z + at);
-    before[c] = load_if<T, N>(d < end && with_pair, p.f_prev + at);
-    kept[c] = load_if<H, N>(d < end && with_pair, p.left + newest + d);
+  for (int c = 0; c < kPacks; ++c) {
+    const int64_t d = begin + (c * kThreads + threadIdx.x) * kVector, at = row * p.dim + d;
+    f[c] = load_if<T, kVector>(d < end, p.fz + at);
+    z[c] = load_if<T, kVector>(d < end, p.z + at);
+    before[c] = load_if<T, kVector>(d < end && with_pair, p.f_prev + at);
+    kept[c] = load_if<H, kVector>(d < end && with_pair, p.left + newest + d);
   }
 #pragma unroll
-  for (int c = 0; c < C; ++c) {
-    const int64_t d = begin + (c * kThreads + threadIdx.x) * N;
-    Pack<H, N> df;
+  for (int c = 0; c < kPacks; ++c) {
+    const int64_t d = begin + (c * kThreads + threadIdx.x) * kVector;
+    Pack<H, kVector> df;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kVector; ++i) {
       const T g = f[c].value[i] - z[c].value[i], delta = with_pair ? f[c].value[i] - before[c].value[i] : T(0);
       const T s = convert<T>(kept[c].value[i]);
       df.value[i] = convert<H>(p.beta * delta + (T(1) - p.beta) * s);
@@ -84,48 +90,49 @@ __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t
 }
 
 // Sweep 1 over the columns [begin, end): the sums over them, complete for all threads on return.
-template <class T, class H, bool WithLs, int N>
+template <class T, class H, bool kWithLs, int kVector>
 __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns,
                            BlockSums<T, kMaxSums>& sums) {
-  constexpr int C = kLoads<T, N>, R = N == 1 ? 2 : 8 / C;  // R rows of the history have their loads in flight together
+  constexpr int kPacks = kLoads<T, kVector>;
+  constexpr int kRows = kVector == 1 ? 2 : 8 / kPacks;  // of the history, whose loads are in flight together
   const int n = p.pairs();
   const H* left = p.left + row * p.window.history * p.dim;
   T squares[kDots] = {};
   sums.clear(sums_of(p));
-  for (int64_t begin = columns.begin; begin < columns.end; begin += kThreads * N * C) {
-    Tile<T, N, C> tile;
+  for (int64_t begin = columns.begin; begin < columns.end; begin += kThreads * kVector * kPacks) {
+    Tile<T, kVector, kPacks> tile;
     load_tile(p, row, begin, columns.end, tile, squares);
-    for (int j = 0; j < n; j += R) {
-      Pack<H, N> pairs[R][C];
+    for (int j = 0; j < n; j += kRows) {
+      Pack<H, kVector> pairs[kRows][kPacks];
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         const H* from = left + min(j + r, n - 1) * p.dim;  // a row twice, whose sums are left out, rather than a branch
 #pragma unroll
-        for (int c = 0; c < C; ++c) {
-          const int64_t d = begin + (c * kThreads + threadIdx.x) * N;
-          pairs[r][c] = load_if<H, N>(d < columns.end, from + d);
+        for (int c = 0; c < kPacks; ++c) {
+          const int64_t d = begin + (c * kThreads + threadIdx.x) * kVector;
+          pairs[r][c] = load_if<H, kVector>(d < columns.end, from + d);
         }
       }
-      T lg[R] = {}, ly[R] = {}, ls[R] = {};
+      T lg[kRows] = {}, ly[kRows] = {}, ls[kRows] = {};
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int c = 0; c < C; ++c) {
+        for (int c = 0; c < kPacks; ++c) {
 #pragma unroll
-          for (int i = 0; i < N; ++i) {
+          for (int i = 0; i < kVector; ++i) {
             const T l = convert<T>(pairs[r][c].value[i]);
             lg[r] += l * tile.g[c][i];
             ly[r] += l * tile.y[c][i];
-            if constexpr (WithLs) ls[r] += l * tile.s[c][i];
+            if constexpr (kWithLs) ls[r] += l * tile.s[c][i];
           }
         }
       }
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         if (j + r >= n) break;
         sums.add(kDots + j + r, lg[r]);
         sums.add(kDots + n + j + r, ly[r]);
-        if constexpr (WithLs) sums.add(kDots + 2 * n + j + r, ls[r]);
+        if constexpr (kWithLs) sums.add(kDots + 2 * n + j + r, ls[r]);
       }
     }
   }
@@ -135,43 +142,43 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
 }
 
 // Sweep 2: keep the iterate if it is the best, take the step, store it as the next pair's, and add up its dots with DF
-// for the methods that need them (M is the most pairs then, else 0). gamma lies in shared memory.
-template <class T, class H, int M, int N>
+// for the methods that need them. gamma lies in shared memory.
+template <class T, class H, int kMaxDots, int kVector>
 __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const Columns& columns, bool improved,
-                            const T* gamma, T (&dots)[M + 1]) {
-  constexpr int R = 8;  // rows of the history whose loads are in flight together
+                            const T* gamma, T (&dots)[kMaxDots + 1]) {
+  constexpr int kRows = 8;  // rows of the history whose loads are in flight together
   const int n = p.window.size();
   const int64_t history = row * p.window.history * p.dim;
   const H* df = p.df + history;
   H* left_next = p.left + history + p.window.next() * p.dim;
   T* z = p.z + row * p.dim;
-  for (int64_t d = columns.begin + threadIdx.x * N; d < columns.end; d += kThreads * N) {
-    Pack<H, N> pairs[R];
+  for (int64_t d = columns.begin + threadIdx.x * kVector; d < columns.end; d += kThreads * kVector) {
+    Pack<H, kVector> pairs[kRows];
     const auto load_rows = [&](int first) {
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
-        pairs[r] = load_if<H, N>(first + r < n, df + (first + r) * p.dim + d);
+      for (int r = 0; r < kRows; ++r) {
+        pairs[r] = load_if<H, kVector>(first + r < n, df + (first + r) * p.dim + d);
       }
     };
-    const auto f = load<T, N>(p.fz + row * p.dim + d), old = load<T, N>(z + d);
+    const auto f = load<T, kVector>(p.fz + row * p.dim + d), old = load<T, kVector>(z + d);
     load_rows(0);  // before the store, which waits for `old`
     if (improved) store_global(p.best + row * p.dim + d, old);
-    T x[N];
+    T x[kVector];
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = p.beta * (f.value[i] - old.value[i]);
-    for (int first = 0; first < n; first += R) {
+    for (int i = 0; i < kVector; ++i) x[i] = p.beta * (f.value[i] - old.value[i]);
+    for (int first = 0; first < n; first += kRows) {
       if (first > 0) load_rows(first);
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         const T weight = first + r < n ? gamma[first + r] : T(0);
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] -= weight * convert<T>(pairs[r].value[i]);
+        for (int i = 0; i < kVector; ++i) x[i] -= weight * convert<T>(pairs[r].value[i]);
       }
     }
-    Pack<T, N> now;
-    Pack<H, N> taken;
+    Pack<T, kVector> now;
+    Pack<H, kVector> taken;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kVector; ++i) {
       now.value[i] = old.value[i] + convert<T>(convert<H>(p.alpha * x[i]));
       taken.value[i] = convert<H>(now.value[i] - old.value[i]);
     }
@@ -179,13 +186,13 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
     store_global(left_next + d, taken);
     // A window of one round is still in registers. Longer ones are read again, now from the cache.
 #pragma unroll
-    for (int first = 0; first < M; first += R) {
+    for (int first = 0; first < kMaxDots; first += kRows) {
       if (first >= n) break;
-      if constexpr (M > R) load_rows(first);
+      if constexpr (kMaxDots > kRows) load_rows(first);
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) dots[first + r] += convert<T>(pairs[r].value[i]) * convert<T>(taken.value[i]);
+        for (int i = 0; i < kVector; ++i) dots[first + r] += convert<T>(pairs[r].value[i]) * convert<T>(taken.value[i]);
       }
     }
   }
@@ -233,18 +240,18 @@ __device__ void solve_sample(const MultisecantParams<T, H>& p, int64_t row, cons
 }
 
 // Add up dots over the block; `sums` holds the n totals on return.
-template <class T, int M>
-__device__ void sum_dots(const T (&dots)[M + 1], int n, BlockSums<T, kMaxSums>& sums) {
+template <class T, int kMaxDots>
+__device__ void sum_dots(const T (&dots)[kMaxDots + 1], int n, BlockSums<T, kMaxSums>& sums) {
   sums.clear(n);
 #pragma unroll
-  for (int j = 0; j < M; ++j) {
+  for (int j = 0; j < kMaxDots; ++j) {
     if (j < n) sums.add(j, dots[j]);
   }
   sums.finish(n);
 }
 
-template <class T, class H, int M, bool WithLs, int N>
-__global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
+template <class T, class H, int kMaxDots, bool kWithLs, int kVector>
+__global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ SmallSolve<T> small;
   const int64_t row = blockIdx.x;
@@ -253,18 +260,18 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1) multisecant_kernel(c
   T* gram = p.gram + row * (m + 2) * m;
   if (p.pairs() > 0) small.fetch(gram, m);
   const Columns columns(p.dim);
-  sweep_left<T, H, WithLs, N>(p, row, columns, sums);
+  sweep_left<T, H, kWithLs, kVector>(p, row, columns, sums);
   wait_for_copies();
   const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
   if (!verdict.advance || p.rule.last) {
-    carry_out<N>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+    carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
   if (n) solve_sample<T, H>(p, row, nullptr, sums.totals, small);
-  T dots[M + 1] = {};
-  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, small.gamma, dots);
-  if (M == 0 || n == 0) return;
-  sum_dots<T, M>(dots, n, sums);
+  T dots[kMaxDots + 1] = {};
+  sweep_right<T, H, kMaxDots, kVector>(p, row, columns, verdict.improved, small.gamma, dots);
+  if (kMaxDots == 0 || n == 0) return;
+  sum_dots<T, kMaxDots>(dots, n, sums);
   if (threadIdx.x < n) gram[p.window.next() * m + threadIdx.x] = sums.totals[threadIdx.x];
 }
 
@@ -278,7 +285,7 @@ struct Exchange {
 };
 
 // Several blocks per sample: the sums of sweep 1, ...
-template <class T, class H, bool WithLs, int N>
+template <class T, class H, bool kWithLs, int kVector>
 __global__ void __launch_bounds__(kThreads, 2)
     multisecant_left_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kMaxSums> sums;
@@ -286,12 +293,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (blockIdx.y == 0 && threadIdx.x == 0) exchange.snapshots[row].take(p.monitor, row);
   if (p.monitor.status[row] != kRunning) return;
   const int n = p.pairs(), m = p.window.history;
-  if (WithLs && blockIdx.y == 0 && threadIdx.x < n) {
+  if (kWithLs && blockIdx.y == 0 && threadIdx.x < n) {
     const T* gram_row = p.gram + (row * (m + 2) + p.window.newest()) * m;
     exchange.old_rows[row * kMaxGpuHistory + threadIdx.x] = gram_row[threadIdx.x];
   }
   const Columns columns(p.dim);
-  sweep_left<T, H, WithLs, N>(p, row, columns, sums);
+  sweep_left<T, H, kWithLs, kVector>(p, row, columns, sums);
   const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
   T* to = exchange.sums + (row * gridDim.y + blockIdx.y) * kLeft;
   if (threadIdx.x == 0) {
@@ -302,8 +309,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // ... and the step. The last block of a sample to end adds up the dots, in the order of the blocks.
-template <class T, class H, int M, int N>
-__global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
+template <class T, class H, int kMaxDots, int kVector>
+__global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
     multisecant_right_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ SmallSolve<T> small;
@@ -327,14 +334,14 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
   const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
   if (!verdict.advance || p.rule.last) {
-    carry_out<N>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
+    carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
   }
   if (n) solve_sample<T, H>(p, row, exchange.old_rows + row * kMaxGpuHistory, sums.totals, small);
-  T dots[M + 1] = {};
-  sweep_right<T, H, M, N>(p, row, columns, verdict.improved, small.gamma, dots);
-  if (M == 0 || n == 0) return;
-  sum_dots<T, M>(dots, n, sums);
+  T dots[kMaxDots + 1] = {};
+  sweep_right<T, H, kMaxDots, kVector>(p, row, columns, verdict.improved, small.gamma, dots);
+  if (kMaxDots == 0 || n == 0) return;
+  sum_dots<T, kMaxDots>(dots, n, sums);
   T* all = exchange.dots + row * gridDim.y * kMaxGpuHistory;
   if (threadIdx.x < n) all[blockIdx.y * kMaxGpuHistory + threadIdx.x] = sums.totals[threadIdx.x];
   __threadfence();
@@ -348,13 +355,13 @@ __global__ void __launch_bounds__(kThreads, M <= 8 ? 2 : 1)
   p.gram[(row * (m + 2) + p.window.next()) * m + threadIdx.x] = total;
 }
 
-template <class T, class H, int M, bool WithLs, int N>
+template <class T, class H, int kMaxDots, bool kWithLs, int kVector>
 void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   const cudaStream_t stream = current_stream(z);
   const unsigned batch = grid_of(params.monitor.batch, "multisecant_step");
   const unsigned blocks = blocks_per_sample(batch, params.dim, z.get_device_index());
   if (blocks == 1) {
-    multisecant_kernel<T, H, M, WithLs, N><<<batch, kThreads, 0, stream>>>(params);
+    multisecant_kernel<T, H, kMaxDots, kWithLs, kVector><<<batch, kThreads, 0, stream>>>(params);
   } else {
     const int64_t snapshots = batch * sizeof(Snapshot<T>), parts = int64_t(batch) * blocks;
     const Tensor memory =
@@ -364,69 +371,69 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
     T* sums = rows + int64_t(batch) * kMaxGpuHistory;
     const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), rows, sums, sums + parts * kLeft};
     const dim3 grid(batch, blocks);
-    multisecant_left_kernel<T, H, WithLs, N><<<grid, kThreads, 0, stream>>>(params, exchange);
-    multisecant_right_kernel<T, H, M, N><<<grid, kThreads, 0, stream>>>(params, exchange);
+    multisecant_left_kernel<T, H, kWithLs, kVector><<<grid, kThreads, 0, stream>>>(params, exchange);
+    multisecant_right_kernel<T, H, kMaxDots, kVector><<<grid, kThreads, 0, stream>>>(params, exchange);
   }
   check_launch("multisecant_step");
 }
 
 // The registers that hold the dots of sweep 2 are sized by the window at this iteration, not by the history. Rows that
 // do not start on 16 bytes are slow anyway, and share one kernel.
-template <class T, class H, bool WithLs, int N>
+template <class T, class H, bool kWithLs, int kVector>
 void launch_with_dots(const MultisecantParams<T, H>& params, const Tensor& z) {
-  if (N == 1 || params.window.size() > 16) {
-    launch_kernels<T, H, kMaxGpuHistory, WithLs, N>(params, z);
+  if (kVector == 1 || params.window.size() > 16) {
+    launch_kernels<T, H, kMaxGpuHistory, kWithLs, kVector>(params, z);
   } else if (params.window.size() > 8) {
-    launch_kernels<T, H, N == 1 ? kMaxGpuHistory : 16, WithLs, N>(params, z);
+    launch_kernels<T, H, kVector == 1 ? kMaxGpuHistory : 16, kWithLs, kVector>(params, z);
   } else {
-    launch_kernels<T, H, N == 1 ? kMaxGpuHistory : 8, WithLs, N>(params, z);
+    launch_kernels<T, H, kVector == 1 ? kMaxGpuHistory : 8, kWithLs, kVector>(params, z);
   }
 }
 
-template <class T, class H, int N>
+template <class T, class H, int kVector>
 void launch(const MultisecantParams<T, H>& params, const Tensor& z) {
   if (left_is_y(params.method)) {
-    launch_kernels<T, H, 0, false, N>(params, z);
+    launch_kernels<T, H, 0, false, kVector>(params, z);
   } else if (params.method == kAndersonI) {
-    launch_with_dots<T, H, true, N>(params, z);
+    launch_with_dots<T, H, true, kVector>(params, z);
   } else {
-    launch_with_dots<T, H, false, N>(params, z);
+    launch_with_dots<T, H, false, kVector>(params, z);
   }
 }
 
 // out = alpha (beta v - L gamma), N^T gamma = DF^T v: one block per sample.
-template <class T, class H, int N>
+template <class T, class H, int kVector>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 2)
     multisecant_transposed_kernel(const TransposedParams<T, H> p) {
-  constexpr int R = 4;  // rows of the history whose loads are in flight together
+  constexpr int kRows = 4;  // rows of the history whose loads are in flight together
   __shared__ BlockSums<T, kMaxGpuHistory> sums;
   __shared__ SmallSolve<T> small;
   const int64_t row = blockIdx.x, history = row * p.history * p.dim;
   const Window window = p.window(row);
   const int n = window.size();
   const T* v = p.v + row * p.dim;
-  const auto load_rows = [&](const H* rows, int64_t d, int first, Pack<H, N>(&pairs)[R]) {
+  const auto load_rows = [&](const H* rows, int64_t d, int first, Pack<H, kVector>(&pairs)[kRows]) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      pairs[r] = load_if<H, N>(first + r < n, rows + window.slot(first + r) * p.dim + d);
+    for (int r = 0; r < kRows; ++r) {
+      pairs[r] = load_if<H, kVector>(first + r < n, rows + window.slot(first + r) * p.dim + d);
     }
   };
   sums.clear(p.history);
   if (n) small.fetch(p.gram + row * (p.history + 2) * p.history, p.history);
-  for (int first = 0; first < n; first += R) {
-    T dots[R] = {};
-    for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
-      Pack<H, N> pairs[R];
+  for (int first = 0; first < n; first += kRows) {
+    T dots[kRows] = {};
+    for (int64_t d = threadIdx.x * kVector; d < p.dim; d += kThreads * kVector) {
+      Pack<H, kVector> pairs[kRows];
       load_rows(p.df + history, d, first, pairs);
-      const auto x = load<T, N>(v + d);
+      const auto x = load<T, kVector>(v + d);
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) dots[r] += convert<T>(pairs[r].value[i]) * x.value[i];
+        for (int i = 0; i < kVector; ++i) dots[r] += convert<T>(pairs[r].value[i]) * x.value[i];
       }
     }
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       if (first + r < n) sums.add(window.slot(first + r), dots[r]);
     }
   }
@@ -437,23 +444,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 2)
     solve_window<true, T>({gram.entries, gram.stride}, sums.totals, small.gamma, window, p.method, p.ridge);
   }
   __syncthreads();
-  for (int64_t d = threadIdx.x * N; d < p.dim; d += kThreads * N) {
-    auto x = load<T, N>(v + d);
+  for (int64_t d = threadIdx.x * kVector; d < p.dim; d += kThreads * kVector) {
+    auto x = load<T, kVector>(v + d);
 #pragma unroll
-    for (int i = 0; i < N; ++i) x.value[i] *= p.beta;
-    for (int first = 0; first < n; first += R) {
-      Pack<H, N> pairs[R];
+    for (int i = 0; i < kVector; ++i) x.value[i] *= p.beta;
+    for (int first = 0; first < n; first += kRows) {
+      Pack<H, kVector> pairs[kRows];
       load_rows(p.left + history, d, first, pairs);
 #pragma unroll
-      for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         if (first + r >= n) break;
         const T weight = small.gamma[window.slot(first + r)];
 #pragma unroll
-        for (int i = 0; i < N; ++i) x.value[i] -= weight * convert<T>(pairs[r].value[i]);
+        for (int i = 0; i < kVector; ++i) x.value[i] -= weight * convert<T>(pairs[r].value[i]);
       }
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) x.value[i] *= p.alpha;
+    for (int i = 0; i < kVector; ++i) x.value[i] *= p.alpha;
     store_global(p.out + row * p.dim + d, x);
   }
 }
@@ -466,9 +473,9 @@ struct Kernels {
   static void run(const MultisecantParams<T, H>& params, const Tensor& z) {
     if (params.monitor.batch == 0) return;
     const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
-    constexpr int N = 16 / sizeof(H);
-    if (aligned<N>(params.dim, params.z, params.fz, params.best, params.f_prev, params.left, params.df)) {
-      launch<T, H, N>(params, z);
+    constexpr int kVector = 16 / sizeof(H);
+    if (aligned<kVector>(params.dim, params.z, params.fz, params.best, params.f_prev, params.left, params.df)) {
+      launch<T, H, kVector>(params, z);
     } else {
       launch<T, H, 1>(params, z);
     }
@@ -477,11 +484,11 @@ struct Kernels {
   static void run(const TransposedParams<T, H>& params, const Tensor& v) {
     if (params.batch == 0) return;
     const torch::stable::accelerator::DeviceGuard guard(v.get_device_index());
-    constexpr int N = 16 / sizeof(H);
+    constexpr int kVector = 16 / sizeof(H);
     const unsigned batch = grid_of(params.batch, "multisecant_transposed");
     const cudaStream_t stream = current_stream(v);
-    if (aligned<N>(params.dim, params.v, params.out, params.left, params.df)) {
-      multisecant_transposed_kernel<T, H, N><<<batch, kThreads, 0, stream>>>(params);
+    if (aligned<kVector>(params.dim, params.v, params.out, params.left, params.df)) {
+      multisecant_transposed_kernel<T, H, kVector><<<batch, kThreads, 0, stream>>>(params);
     } else {
       multisecant_transposed_kernel<T, H, 1><<<batch, kThreads, 0, stream>>>(params);
     }
@@ -492,7 +499,7 @@ struct Kernels {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
-  m.impl("multisecant_step", TORCH_BOX(&multisecant_step<Kernels>));
+  m.impl("multisecant_step", TORCH_BOX(&Flat<&multisecant_step<Kernels>>::Op::call));
   m.impl("multisecant_transposed", TORCH_BOX(&multisecant_transposed<Kernels>));
 }
 

@@ -16,43 +16,43 @@ __device__ Norms<T> norms_of_columns(const PicardParams<T>& p, int64_t row, cons
   return norms_of(p.rule, {totals[kResSq], totals[kFSq]}, vectors);
 }
 
-template <class T, int N>
-__device__ void accumulate(const Pack<T, N>& f, const Pack<T, N>& z, T& res_sq, T& f_sq) {
+template <class T, int kVector>
+__device__ void accumulate(const Pack<T, kVector>& f, const Pack<T, kVector>& z, T& res_sq, T& f_sq) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < kVector; ++i) {
     const T g = f.value[i] - z.value[i];
     res_sq += g * g;
     f_sq += f.value[i] * f.value[i];
   }
 }
 
-template <class T, int N>
-__device__ Pack<T, N> stepped(const Pack<T, N>& f, const Pack<T, N>& z, T damping) {
+template <class T, int kVector>
+__device__ Pack<T, kVector> stepped(const Pack<T, kVector>& f, const Pack<T, kVector>& z, T damping) {
   if (damping == T(1)) return f;
-  Pack<T, N> next;
+  Pack<T, kVector> next;
 #pragma unroll
-  for (int i = 0; i < N; ++i) next.value[i] = z.value[i] + damping * (f.value[i] - z.value[i]);
+  for (int i = 0; i < kVector; ++i) next.value[i] = z.value[i] + damping * (f.value[i] - z.value[i]);
   return next;
 }
 
 // One block per sample, which it holds in registers: one pass over the memory.
-template <class T, int N, int C>
+template <class T, int kVector, int kPacks>
 __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<T> p) {
   __shared__ BlockSums<T, kSums> sums;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
   T* z = p.z + row * p.dim;
   const T* fz = p.fz + row * p.dim;
-  Pack<T, N> f[C], old[C];
+  Pack<T, kVector> f[kPacks], old[kPacks];
 #pragma unroll
-  for (int c = 0; c < C; ++c) {
-    const int64_t d = (c * kThreads + threadIdx.x) * N;
-    f[c] = d < p.dim ? load<T, N>(fz + d) : Pack<T, N>{};
-    old[c] = d < p.dim ? load<T, N>(z + d) : Pack<T, N>{};
+  for (int c = 0; c < kPacks; ++c) {
+    const int64_t d = (c * kThreads + threadIdx.x) * kVector;
+    f[c] = d < p.dim ? load<T, kVector>(fz + d) : Pack<T, kVector>{};
+    old[c] = d < p.dim ? load<T, kVector>(z + d) : Pack<T, kVector>{};
   }
   T res_sq = 0, f_sq = 0;
 #pragma unroll
-  for (int c = 0; c < C; ++c) accumulate(f[c], old[c], res_sq, f_sq);
+  for (int c = 0; c < kPacks; ++c) accumulate(f[c], old[c], res_sq, f_sq);
   sums.clear(kSums);
   sums.add(kResSq, res_sq);
   sums.add(kFSq, f_sq);
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<
   const Verdict verdict = judge_sample(p.monitor, row, norms, p.rule);
   T* best = p.best + row * p.dim;
 #pragma unroll
-  for (int c = 0; c < C; ++c) {
-    const int64_t d = (c * kThreads + threadIdx.x) * N;
+  for (int c = 0; c < kPacks; ++c) {
+    const int64_t d = (c * kThreads + threadIdx.x) * kVector;
     if (d >= p.dim) break;
     if (verdict.improved) store_global(best + d, old[c]);
-    if (verdict.broken) store_global(z + d, load<T, N>(best + d));
+    if (verdict.broken) store_global(z + d, load<T, kVector>(best + d));
     if (verdict.advance && !p.rule.last) store_global(z + d, stepped(f[c], old[c], p.damping));
   }
 }
@@ -76,13 +76,13 @@ struct Exchange {
   T* partials;             // (B, blocks, kLeft)
 };
 
-template <class T, int N>
+template <class T, int kVector>
 __device__ void sweep(const PicardParams<T>& p, int64_t row, const Columns& columns, BlockSums<T, kSums>& sums) {
   T res_sq = 0, f_sq = 0;
   const T *z = p.z + row * p.dim, *fz = p.fz + row * p.dim;
 #pragma unroll 4
-  for (int64_t d = columns.begin + threadIdx.x * N; d < columns.end; d += kThreads * N) {
-    accumulate(load<T, N>(fz + d), load<T, N>(z + d), res_sq, f_sq);
+  for (int64_t d = columns.begin + threadIdx.x * kVector; d < columns.end; d += kThreads * kVector) {
+    accumulate(load<T, kVector>(fz + d), load<T, kVector>(z + d), res_sq, f_sq);
   }
   sums.clear(kSums);
   sums.add(kResSq, res_sq);
@@ -91,24 +91,25 @@ __device__ void sweep(const PicardParams<T>& p, int64_t row, const Columns& colu
 }
 
 // Take the step, and keep the iterate if it is the best; or carry out what a verdict without step says.
-template <class T, int N>
+template <class T, int kVector>
 __device__ void finish(const PicardParams<T>& p, int64_t row, const Columns& columns, const Verdict& verdict) {
-  constexpr int C = 4;  // loads of z and of f(z) in flight together
+  constexpr int kPacks = 4;  // loads of z and of f(z) in flight together
   T *z = p.z + row * p.dim, *best = p.best + row * p.dim;
   const T* fz = p.fz + row * p.dim;
-  if (!verdict.advance || p.rule.last) return carry_out<N>(verdict, z, best, columns.begin, columns.end);
-  for (int64_t first = columns.begin + threadIdx.x * N; first < columns.end; first += C * kThreads * N) {
-    Pack<T, N> f[C], old[C];
+  if (!verdict.advance || p.rule.last) return carry_out<kVector>(verdict, z, best, columns.begin, columns.end);
+  constexpr int kStride = kPacks * kThreads * kVector;
+  for (int64_t first = columns.begin + threadIdx.x * kVector; first < columns.end; first += kStride) {
+    Pack<T, kVector> f[kPacks], old[kPacks];
 #pragma unroll
-    for (int c = 0; c < C; ++c) {
-      const int64_t d = first + c * kThreads * N;
+    for (int c = 0; c < kPacks; ++c) {
+      const int64_t d = first + c * kThreads * kVector;
       if (d >= columns.end) continue;
-      f[c] = load<T, N>(fz + d);
-      old[c] = load<T, N>(z + d);
+      f[c] = load<T, kVector>(fz + d);
+      old[c] = load<T, kVector>(z + d);
     }
 #pragma unroll
-    for (int c = 0; c < C; ++c) {
-      const int64_t d = first + c * kThreads * N;
+    for (int c = 0; c < kPacks; ++c) {
+      const int64_t d = first + c * kThreads * kVector;
       if (d >= columns.end) continue;
       if (verdict.improved) store_global(best + d, old[c]);
       store_global(z + d, stepped(f[c], old[c], p.damping));
@@ -117,26 +118,26 @@ __device__ void finish(const PicardParams<T>& p, int64_t row, const Columns& col
 }
 
 // One block per sample that does not fit its registers.
-template <class T, int N>
+template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 4) picard_long_kernel(const PicardParams<T> p) {
   __shared__ BlockSums<T, kSums> sums;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
   const Columns columns(p.dim);
-  sweep<T, N>(p, row, columns, sums);
+  sweep<T, kVector>(p, row, columns, sums);
   const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
-  finish<T, N>(p, row, columns, verdict);
+  finish<T, kVector>(p, row, columns, verdict);
 }
 
 // Several blocks per sample: the sums, ...
-template <class T, int N>
+template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 4) picard_sums_kernel(const PicardParams<T> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kSums> sums;
   const int64_t row = blockIdx.x;
   if (blockIdx.y == 0 && threadIdx.x == 0) exchange.snapshots[row].take(p.monitor, row);
   if (p.monitor.status[row] != kRunning) return;
   const Columns columns(p.dim);
-  sweep<T, N>(p, row, columns, sums);
+  sweep<T, kVector>(p, row, columns, sums);
   const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
   T* to = exchange.partials + (row * gridDim.y + blockIdx.y) * kLeft;
   if (threadIdx.x < kSums) to[threadIdx.x] = sums.totals[threadIdx.x];
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 4) picard_sums_kernel(const PicardPa
 }
 
 // ... and the step.
-template <class T, int N>
+template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardParams<T> p, const Exchange<T> exchange) {
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
@@ -160,29 +161,29 @@ __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardP
       norms_of(p.rule, {totals[kResSq], totals[kFSq]}, PartNorms<T>{partials + kSums, kLeft, gridDim.y});
   const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
-  finish<T, N>(p, row, columns, verdict);
+  finish<T, kVector>(p, row, columns, verdict);
 }
 
-template <class T, int N>
+template <class T, int kVector>
 void launch(const PicardParams<T>& params, const Tensor& z, cudaStream_t stream) {
   const unsigned batch = grid_of(params.monitor.batch, "picard_step");
   const unsigned blocks = blocks_per_sample(batch, params.dim, z.get_device_index());
-  constexpr int kWidth = kThreads * N;  // elements that a block loads at once
+  constexpr int kWidth = kThreads * kVector;  // elements that a block loads at once
   if (blocks > 1) {
     const int64_t snapshots = batch * sizeof(Snapshot<T>), partials = int64_t(batch) * blocks * kLeft * sizeof(T);
     const Tensor memory = workspace(z, snapshots + partials);
     char* at = static_cast<char*>(memory.mutable_data_ptr());
     const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), reinterpret_cast<T*>(at + snapshots)};
-    picard_sums_kernel<T, N><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
-    picard_apply_kernel<T, N><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
+    picard_sums_kernel<T, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
+    picard_apply_kernel<T, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
   } else if (params.dim <= kWidth) {
-    picard_kernel<T, N, 1><<<batch, kThreads, 0, stream>>>(params);
+    picard_kernel<T, kVector, 1><<<batch, kThreads, 0, stream>>>(params);
   } else if (params.dim <= 4 * kWidth) {
-    picard_kernel<T, N, 4><<<batch, kThreads, 0, stream>>>(params);
+    picard_kernel<T, kVector, 4><<<batch, kThreads, 0, stream>>>(params);
   } else if (params.dim <= 8 * kWidth) {
-    picard_kernel<T, N, 8><<<batch, kThreads, 0, stream>>>(params);
+    picard_kernel<T, kVector, 8><<<batch, kThreads, 0, stream>>>(params);
   } else {
-    picard_long_kernel<T, N><<<batch, kThreads, 0, stream>>>(params);
+    picard_long_kernel<T, kVector><<<batch, kThreads, 0, stream>>>(params);
   }
   check_launch("picard_step");
 }
@@ -192,10 +193,10 @@ struct Kernels {
   static void run(const PicardParams<T>& params, const Tensor& z) {
     if (params.monitor.batch == 0) return;
     const torch::stable::accelerator::DeviceGuard guard(z.get_device_index());
-    constexpr int N = 16 / sizeof(T);
+    constexpr int kVector = 16 / sizeof(T);
     const cudaStream_t stream = current_stream(z);
-    if (aligned<N>(params.dim, params.z, params.fz, params.best)) {
-      launch<T, N>(params, z, stream);
+    if (aligned<kVector>(params.dim, params.z, params.fz, params.best)) {
+      launch<T, kVector>(params, z, stream);
     } else {
       launch<T, 1>(params, z, stream);
     }
@@ -204,6 +205,8 @@ struct Kernels {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) { m.impl("picard_step", TORCH_BOX(&picard_step<Kernels>)); }
+STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA, m) {
+  m.impl("picard_step", TORCH_BOX(&Flat<&picard_step<Kernels>>::Op::call));
+}
 
 }  // namespace deqfast

@@ -116,23 +116,21 @@ class Judge:
     def _evaluated(self, begun: Tensor | None) -> Evaluation:
         with outside_exports(torch.no_grad()):
             z, fz = map(self.packing.pack, self.last)
-            return evaluated(z, fz, self.solver.offset, self.solver.norm == "max", begun)
+            return evaluated(z, fz, self.solver.rule(), begun)
 
     def solution(self, value: Any) -> Solution:
         """Solution with this value, and the residual of the last evaluation."""
-        solver, now = self.solver, self._evaluated(self.begun)
+        rule, now = self.solver.rule(self.packing.stall_floor(self.last[1])), self._evaluated(self.begun)
         finite = torch.isfinite(now.res_abs)
-        absolutely = solver.stop == "abs"
-        converged = now.converged(solver.tol, absolutely, self.packing.stall_floor(self.last[1]), solver.offset)
-        status = torch.where(now.measure(absolutely) <= solver.tol, Status.ESCAPED, Status.MAX_ITER)
-        status = torch.where(converged, Status.CONVERGED, status)
+        status = torch.where(now.measure(rule.absolute) <= rule.tol, Status.ESCAPED, Status.MAX_ITER)
+        status = torch.where(now.converged(rule), Status.CONVERGED, status)
         status = torch.where(finite, status, Status.NONFINITE).to(torch.int8)
         relative, absolute = (torch.where(finite, measure, torch.inf) for measure in (now.res_rel, now.res_abs))
         return Solution(
             value=detached(value),
             status=status,
             iterations=torch.full_like(status, self.evaluations, dtype=torch.int32),
-            residual=absolute if absolutely else relative,
+            residual=absolute if rule.absolute else relative,
             residual_rel=relative,
             residual_abs=absolute,
             evaluations=self.evaluations,

@@ -253,9 +253,10 @@ class Run:
 
     def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
         """End the running samples of the mask, unless they have converged or are not finite, at the present iterate."""
-        state, solver = self.state, self.solver
-        now = evaluated(state.z, rows, solver.offset, solver.norm == "max", begun(state.progress, k))
-        converged = now.converged(solver.tol, solver.stop == "abs", state.stall_floor, solver.offset)
+        state = self.state
+        rule = self.solver.rule(state.stall_floor)
+        now = evaluated(state.z, rows, rule, begun(state.progress, k))
+        converged = now.converged(rule)
         ended = ended & state.running & torch.isfinite(now.res_abs) & ~converged
         state.best.copy_(torch.where(ended[:, None], state.z, state.best))
         state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))

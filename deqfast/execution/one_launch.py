@@ -61,8 +61,7 @@ def _launch(
     with torch.no_grad():
         weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
         value, status, iterations, residual = kernel.op("fc_fixed_point")(
-            *(weight, c, z0, ACTIVATIONS.index(activation), solver.tol, absolute, solver.max_iter, stall_floor),
-            *(solver.offset, solver.norm == "max"),
+            *(weight, c, z0, ACTIVATIONS.index(activation), solver.max_iter, *solver.rule(stall_floor)),
         )
         calls = samples = 0
         if len(c):

@@ -1,8 +1,11 @@
 """One table of arguments per op, from which its schema, its fake and the checks of its Triton kernel follow.
 
-The table is a frozen dataclass whose fields are the arguments in their order: a tensor is annotated with ``Shaped``, a
-number, where not all of its values are allowed, with ``Range`` or ``Divisor``. The reference, in the module `reference`
-beside the table, and the launcher of the Triton kernel take one such object; the op takes the arguments by position.
+The table is a frozen dataclass whose fields are the arguments in their order. A tensor is annotated with ``Shaped``. A
+number is annotated with ``Range`` or ``Divisor`` if not all of its values are allowed. A NamedTuple is a record of
+numbers, each of which is an argument ``float`` of the op.
+
+The reference, in the module `reference` next to the table, and the launcher of the Triton kernel take one such object.
+The op takes the arguments by position.
 """
 
 from __future__ import annotations
@@ -146,20 +149,39 @@ class Op:
         """The integers among the arguments, which shapes may name."""
         return {"": 0} | {name: getattr(a, name) for name, (kind, _) in self._fields.items() if kind is int}
 
+    @cached_property
+    def _numbers(self) -> dict[str, list[tuple[str, type]]]:
+        """Name and type of every number of the arguments that are records."""
+        records = {name: kind for name, (kind, _) in self._fields.items() if issubclass(kind, tuple)}
+        return {name: [*get_type_hints(kind).items()] for name, kind in records.items()}
+
     @property
     def schema(self) -> str:
         """The arguments and results in the language of torch.library."""
         parts, writes = [], iter("abcdefghijklmnopqrstuvwxyz")
         for name, (kind, note) in self._fields.items():
-            written = kind is Tensor and note.mutated
-            parts.append(f"{kind.__name__}{f'({next(writes)}!)' if written else ''} {name}")
+            if name in self._numbers:
+                parts += [f"float {number}" for number, _ in self._numbers[name]]
+            else:
+                written = kind is Tensor and note.mutated
+                parts.append(f"{kind.__name__}{f'({next(writes)}!)' if written else ''} {name}")
         return f"({', '.join(parts)}) -> ({', '.join(f'Tensor {result.name}' for result in self.results)})"
+
+    def _bind(self, *values: Any) -> Any:
+        """The table of a call, in which every number of a record is an argument of its own."""
+        given, bound = iter(values), []
+        for name, (kind, _) in self._fields.items():
+            if name in self._numbers:
+                bound.append(kind(*(of(next(given)) for _, of in self._numbers[name])))
+            else:
+                bound.append(next(given))
+        return self.arguments(*bound)
 
     @cached_property
     def reference(self) -> Callable[..., Any]:
         """The op in plain torch."""
         function = getattr(import_module(f"{self.arguments.__module__}.reference"), self.name)
-        return lambda *values, **named: function(self.arguments(*values, **named))
+        return lambda *values: function(self._bind(*values))
 
     @cached_property
     def _launch(self) -> Callable[..., None]:
@@ -167,14 +189,14 @@ class Op:
 
     def run_triton(self, *values: Any) -> Any:
         """The op by its Triton kernel; ValueError for arguments that it does not take."""
-        a = self.arguments(*values)
+        a = self._bind(*values)
         results = self._allocate(a, self._check(f"{self.name}_triton", a))
         self._launch(a, *results)
         return self._returned(results)
 
     def fake(self, *values: Any) -> Any:
         """Results without values, for tracing."""
-        a = self.arguments(*values)
+        a = self._bind(*values)
         sizes = self._counts(a)
         for name, shaped in self._tensors.items():
             tensor = getattr(a, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import ChecksKeywords, check_choice, check_count, check_number
 from ..kernels.constants import RUNNING
 from ..ops import Kernel
-from ..ops.steps import PROGRESS
+from ..ops.steps import PROGRESS, StopRule
 
 # More than this many times tol, atol / tol would leave the range in which a float32 holds residuals.
 MAX_ATOL = 1e20
@@ -144,6 +144,6 @@ class Solver(ChecksKeywords):
         """The step op of a solver that has one, its tensors behind the monitor's, its numbers behind the rule's."""
         raise NotImplementedError
 
-    def rule(self, stall_floor: float) -> tuple[float, bool, float, float, bool]:
-        """Numbers that every step op judges its samples by, in the order of its arguments behind k and last."""
-        return self.tol, self.stop == "abs", stall_floor, self.offset, self.norm == "max"
+    def rule(self, stall_floor: float = 0.0) -> StopRule:
+        """Return the numbers by which every step op judges its samples; stall_floor: see ``StopRule``."""
+        return StopRule(self.tol, self.stop == "abs", stall_floor, self.offset, self.norm == "max")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops import ACTIVATIONS, Kernel
+from ..ops.steps import StopRule
 from . import assert_accurate, rounding
 
 EVENTS = ("run", "nan", "inf", "overflow", "start", "solved", "tiny")
@@ -60,8 +61,8 @@ class FCCase:
         return tensors[0].to(device), tensors[1].to(device), tensors[2].to(device)
 
     def scalars(self) -> tuple[Any, ...]:
-        rule = (self.tol, self.absolute, self.max_iter, self.stall_floor, self.offset, self.maximum)
-        return (ACTIVATIONS.index(self.activation), *rule)
+        rule = StopRule(self.tol, self.absolute, self.stall_floor, self.offset, self.maximum)
+        return ACTIVATIONS.index(self.activation), self.max_iter, *rule
 
 
 DTYPES: dict[str, dict[str, Any]] = {

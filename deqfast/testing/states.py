@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROYDEN_GOOD, STALL_ITERATIONS
 from ..ops import Kernel
-from ..ops.steps import PROGRESS
+from ..ops.steps import PROGRESS, StopRule
 
 TORCH = Kernel("torch")
 State = dict[str, Tensor]
@@ -63,13 +64,14 @@ class Case:
     def reference(self) -> Callable[..., None]:
         return TORCH.op("picard_step" if self.method is None else "multisecant_step")
 
-    def scalars(self) -> tuple[float, ...]:
+    def scalars(self) -> tuple[Any, ...]:
         if self.method is None:
-            return (*self.rule(), self.damping)
-        return (*self.rule(), METHODS[self.method], self.alpha, self.beta, self.ridge)
+            return (*self.evaluation(), self.damping)
+        return (*self.evaluation(), METHODS[self.method], self.alpha, self.beta, self.ridge)
 
-    def rule(self) -> tuple[float, ...]:
-        return self.k, self.last, self.tol, self.absolute, self.stall_floor, self.offset, self.maximum
+    def evaluation(self) -> tuple[Any, ...]:
+        rule = StopRule(self.tol, self.absolute, self.stall_floor, self.offset, self.maximum)
+        return self.k, self.last, *rule
 
     def call(self, step: Callable[..., None], state: State) -> None:
         step(*(state[name] for name in self.names), *self.scalars())
@@ -116,8 +118,8 @@ class StepsCase(Case):
     def reference(self) -> Callable[..., None]:
         return TORCH.op("broyden_step")
 
-    def scalars(self) -> tuple[float, ...]:
-        return self.rule()
+    def scalars(self) -> tuple[Any, ...]:
+        return self.evaluation()
 
 
 def start_steps(case: StepsCase, device: str = "cpu") -> State:

@@ -1,13 +1,24 @@
-"""The constants of Python's kernels are those of the C++ header."""
+"""What the C++ headers repeat of Python: the constants, the order of the stop rule, and the arguments of the ops."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 from deqfast.kernels import constants
 
-HEADER = Path(__file__).resolve().parents[2] / "csrc" / "common" / "constants.h"
+from deqfast.ops.registry import OPS
+from deqfast.ops.steps import PROGRESS, StopRule
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+RULE = ", ".join(f"double {name}" for name in StopRule._fields)  # as flat.h spreads it
+TYPES = {"Tensor": "Tensor", "int": "int64_t", "float": "double", "bool": "bool"}
+
+
+def header(name: str) -> str:
+    """csrc/common/`name`, without comments."""
+    return re.sub(r"//.*", "", (CSRC / "common" / name).read_text())
 
 
 def constant_name(name: str) -> str:
@@ -16,14 +27,44 @@ def constant_name(name: str) -> str:
 
 
 def header_constants() -> dict[str, float]:
-    text = HEADER.read_text()
+    text = header("constants.h")
     entries = re.findall(r"constexpr \w+ (k\w+) = ([^;]+);", text)
     for body in re.findall(r"enum \w+ : \w+ \{([^}]*)\}", text):
         entries += re.findall(r"(k\w+) = (\w+)", body)
     return {constant_name(name): float(value) for name, value in entries}
 
 
+def fields_of(struct: str, text: str) -> list[str]:
+    """The names of the fields of a struct without methods, in their order."""
+    body = re.search(rf"struct {struct} \{{([^}}]*)\}}", text)
+    assert body, struct
+    return re.findall(r"(\w+)(?= *[;,])", body[1])
+
+
 def test_python_and_cpp_hold_the_same_constants():
     ours = {name: value for name, value in vars(constants).items() if name.isupper()}
     assert len(ours) > 12
     assert header_constants() == ours
+
+
+def test_the_stop_rule_has_one_order():
+    assert fields_of("RuleNumbers", header("monitor.h")) == list(StopRule._fields)
+
+
+def test_the_progress_has_as_many_rows():
+    body = re.search(r"enum Progress \{([^}]*)\}", header("monitor.h"))
+    assert body and len(body[1].split(",")) == len(PROGRESS) + 1
+
+
+def signatures() -> dict[str, list[tuple[str, str]]]:
+    """Type and name of every argument of the functions in csrc/common that are templates on a device."""
+    text = "".join(header(path.name) for path in (CSRC / "common").glob("*.h"))
+    found = re.findall(r"template <class Device>\s+[\w:<>, ]+? (\w+)\(([^)]*)\)", text)
+    given = {name: " ".join(arguments.split()).replace("RuleNumbers rule", RULE) for name, arguments in found}
+    return {name: re.findall(r"(\w+) (\w+)(?:, |$)", given[name]) for name in given if name in OPS}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_arguments_of_an_op_have_one_order(op):
+    table = re.findall(r"([\w\[\]]+)(?:\(\w!\))? (\w+)", OPS[op].schema.partition(" -> ")[0])
+    assert signatures()[op] == [(TYPES[kind], name) for kind, name in table]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..registry import Dtype, Op, Range, Result, Shaped, anchored, register
+from ..steps import StopRule
 
 ACTIVATIONS = ("identity", "relu", "tanh", "gelu")  # gelu with erf
 STATE = anchored(torch.float32, torch.float64)
@@ -28,12 +29,8 @@ class FcFixedPoint:
     c: Annotated[Tensor, Shaped("B, D", STATE)]  # triton: float32
     z0: Annotated[Tensor, Shaped("B, D", STATE)]  # the start
     activation: Annotated[int, ACTIVATION]
-    tol: float  # bound on the relative residual |f(z) - z| / (|f(z)| + offset) or, if `absolute`, on |f(z) - z|
-    absolute: bool
     max_iter: Annotated[int, Range(1)]  # values of f that a sample may use
-    stall_floor: float  # relative residual below which a sample without a gain may stall; 0: never
-    offset: float
-    maximum: bool  # norms are the largest magnitudes, not the Euclidean ones
+    rule: StopRule
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,7 @@ def fc_fixed_point(a: FcFixedPoint) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch.autocast(a.c.device.type, enabled=False):
             fz = ACTIVATIONS[a.activation](F.linear(z, weight) + a.c)
         monitor = (best, status, iterations, residual, progress, active)
-        last = k + 1 == a.max_iter
-        rule = a.tol, a.absolute, a.stall_floor, a.offset, a.maximum
-        picard_step(PicardStep(z, fz, *monitor, k, last, *rule, 1.0))
+        picard_step(PicardStep(z, fz, *monitor, k, k + 1 == a.max_iter, a.rule, 1.0))
     return best, status, iterations, residual
 
 

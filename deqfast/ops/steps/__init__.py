@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +39,25 @@ class _State:
     active: Annotated[Tensor, InOut("1", torch.int32)]  # number of running samples; starts at B
 
 
+class StopRule(NamedTuple):
+    """The numbers of the stop rule, see ``Solver``; `RuleNumbers` in csrc/common/monitor.h has them in this order."""
+
+    tol: float  # bound on the relative residual |g| / (|f(z)| + offset) or, if `absolute`, on |g|
+    absolute: bool = False
+    stall_floor: float = 0.0  # relative residual below which a sample without a gain of 5 % may stall; 0: never
+    offset: float = 0.0
+    maximum: bool = False  # norms are the largest magnitudes, not the Euclidean ones
+
+
 @dataclass(frozen=True)
-class _Rule:
+class _Evaluation:
     k: Annotated[int, Range(0)]  # evaluations of f before this one
     last: bool  # no evaluation follows: judge, take no step
-    tol: float  # bound on the relative residual |g| / (|f(z)| + offset) or, if `absolute`, on |g|; see ``Solver``
-    absolute: bool
-    stall_floor: float  # relative residual below which a sample without a gain of 5 % may stall; 0: never
-    offset: float
-    maximum: bool  # norms are the largest magnitudes, not the Euclidean ones
+    rule: StopRule
 
 
 @dataclass(frozen=True)
-class PicardStep(_Rule, _State):
+class PicardStep(_Evaluation, _State):
     """z <- z + damping g."""
 
     damping: float
@@ -66,7 +72,7 @@ class _Window:
 
 
 @dataclass(frozen=True)
-class MultisecantStep(_Rule, _Window, _State):
+class MultisecantStep(_Evaluation, _Window, _State):
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
 
     method: Annotated[int, METHOD]  # Broyden good, Broyden bad, Anderson I, Anderson II
@@ -103,7 +109,7 @@ class _Steps:
 
 
 @dataclass(frozen=True)
-class BroydenStep(_Rule, _Steps, _State):
+class BroydenStep(_Evaluation, _Steps, _State):
     """Broyden's good method with full steps from its steps alone; there are no GPU kernels.
 
     c_j = (s_j . g + sum_{i<j} s_j . s_{i+1} c_i) / |s_j|^2 and s_k = (g + sum_{i<k-1} c_i s_{i+1}) / (1 - c_{k-1})

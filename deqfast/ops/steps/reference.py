@@ -31,7 +31,7 @@ from ...kernels.constants import (
     STALL_ITERATIONS,
     STALLED,
 )
-from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep
+from . import PROGRESS, BroydenStep, MultisecantStep, MultisecantTransposed, PicardStep, StopRule
 
 Step = PicardStep | MultisecantStep | BroydenStep
 Index = int | Tensor  # a number, or a tensor () int64 in its place
@@ -79,29 +79,29 @@ class Evaluation:
     first: Tensor  # |g| of the first evaluation
     start: Tensor  # max(|f(z0)|, |f(z0) - z0|): within a factor of 2 of max(|f(z0)|, |z0|), without the norm of z0
 
-    def converged(self, tol: float, absolute: bool, stall_floor: float, offset: float) -> Tensor:
+    def converged(self, rule: StopRule) -> Tensor:
         """Mask (B,) of the samples that have converged.
 
         A residual that meets the tolerance must also be that of a fixed point. If iterates run away, |g| / |f(z)|
         vanishes and g rounds to 0. So a sample whose |f(z)| has outgrown the start must have lost most of its residual,
         with what rounding may hide of it counted. No sample converges with a longer residual than its first one.
         """
-        left = self.first * min(REDUCTION, REDUCTION_PER_TOL * tol)
-        left = left.clamp_min(tol if absolute else offset * tol)
+        left = self.first * min(REDUCTION, REDUCTION_PER_TOL * rule.tol)
+        left = left.clamp_min(rule.tol if rule.absolute else rule.offset * rule.tol)
         near = (self.size <= GROWTH * self.start) & (self.res_abs <= self.first)
-        fallen = self.res_abs + rounding_of(self.size.dtype, stall_floor) * self.size <= left
-        return (self.measure(absolute) <= tol) & (near | fallen)
+        fallen = self.res_abs + rounding_of(self.size.dtype, rule.stall_floor) * self.size <= left
+        return (self.measure(rule.absolute) <= rule.tol) & (near | fallen)
 
     def measure(self, absolute: bool) -> Tensor:
         """The residual (B,) that the tolerance bounds."""
         return self.res_abs if absolute else self.res_rel
 
 
-def evaluated(z: Tensor, fz: Tensor, offset: float, maximum: bool, begun: Tensor | None) -> Evaluation:
+def evaluated(z: Tensor, fz: Tensor, rule: StopRule, begun: Tensor | None) -> Evaluation:
     """Evaluation of f at rows (B, D); `begun` (2, B) are `first` and `start`, None in the first evaluation."""
     g = fz - z
-    res_abs, size = _norm(g, maximum), _norm(fz, maximum)
-    relative = (res_abs / (size + offset)).clamp_max(torch.finfo(g.dtype).max)
+    res_abs, size = _norm(g, rule.maximum), _norm(fz, rule.maximum)
+    relative = (res_abs / (size + rule.offset)).clamp_max(torch.finfo(g.dtype).max)
     first, start = (res_abs, torch.maximum(size, res_abs)) if begun is None else begun
     return Evaluation(res_abs, torch.where(res_abs == 0, 0, relative), size, first, start)
 
@@ -114,12 +114,12 @@ def begun(progress: Tensor, k: Index) -> Tensor | None:
 def _judge(a: Step, g: Tensor) -> Tensor:
     """Record residuals, best iterates and status; return the mask (B,) of the samples that take another step."""
     running = a.status == RUNNING
-    now = evaluated(a.z, a.fz, a.offset, a.maximum, begun(a.progress, a.k))
+    now = evaluated(a.z, a.fz, a.rule, begun(a.progress, a.k))
     finite = torch.isfinite(now.res_abs)
-    converged = running & finite & now.converged(a.tol, a.absolute, a.stall_floor, a.offset)
+    converged = running & finite & now.converged(a.rule)
 
     gain, gain_iteration, first, start, best_size, least = (a.progress[i] for i in range(len(PROGRESS)))
-    rounding = rounding_of(g.dtype, a.stall_floor)
+    rounding = rounding_of(g.dtype, a.rule.stall_floor)
     length = (now.res_abs + rounding * now.size).clamp_max(torch.finfo(g.dtype).max)
     better = length < a.residual[1] + rounding * best_size
     improved = converged | (running & finite & better)
@@ -132,13 +132,13 @@ def _judge(a: Step, g: Tensor) -> Tensor:
         torch.where(running & finite, now.first, first),
         torch.where(running & finite, now.start, start),
         torch.where(improved, now.size, best_size),
-        torch.where(running & finite, torch.minimum(now.measure(a.absolute), least), least),
+        torch.where(running & finite, torch.minimum(now.measure(a.rule.absolute), least), least),
     ]
     a.progress.copy_(torch.stack(progress))
     stalled = (
-        (a.residual[0] < a.stall_floor)
+        (a.residual[0] < a.rule.stall_floor)
         & (a.k - a.progress[GAIN_ITERATION] >= STALL_ITERATIONS)
-        & (a.progress[LEAST] > a.tol)
+        & (a.progress[LEAST] > a.rule.tol)
     )
     stalled &= running & finite & ~converged
     broken = running & ~finite
@@ -146,7 +146,7 @@ def _judge(a: Step, g: Tensor) -> Tensor:
     a.iterations.copy_(torch.where(running, a.k + 1, a.iterations))
     a.status.masked_fill_(converged, CONVERGED).masked_fill_(broken, NONFINITE).masked_fill_(stalled, STALLED)
     if a.last:
-        end(a.status, a.progress, a.tol)
+        end(a.status, a.progress, a.rule.tol)
     a.z.copy_(torch.where(broken[:, None], a.best, a.z))
     a.active.sub_((running & (a.status != RUNNING)).sum())
     return running & (a.status == RUNNING)
