@@ -61,7 +61,7 @@ class FCCase:
         return tensors[0].to(device), tensors[1].to(device), tensors[2].to(device)
 
     def scalars(self) -> tuple[Any, ...]:
-        rule = StopRule(self.tol, self.absolute, self.stall_floor, self.offset, self.maximum)
+        rule = StopRule(self.tol, self.absolute, self.stall_floor, self.offset, maximum=self.maximum)
         return ACTIVATIONS.index(self.activation), self.max_iter, *rule
 
 

@@ -70,7 +70,7 @@ class Case:
         return (*self.evaluation(), METHODS[self.method], self.alpha, self.beta, self.ridge)
 
     def evaluation(self) -> tuple[Any, ...]:
-        rule = StopRule(self.tol, self.absolute, self.stall_floor, self.offset, self.maximum)
+        rule = StopRule(self.tol, self.absolute, self.stall_floor, self.offset, maximum=self.maximum)
         return self.k, self.last, *rule
 
     def call(self, step: Callable[..., None], state: State) -> None:
