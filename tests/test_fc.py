@@ -98,11 +98,8 @@ class TestOp:
     @pytest.mark.parametrize("floor", [0.0, 0.0625])
     def test_a_sample_that_runs_away(self, floor, op, implementation):
         weight, c, z0 = torch.eye(3), torch.tensor([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]]), torch.zeros(2, 3)
-        settings = (
-            0,
-            150,
-            StopRule(1e-2, stall_floor=floor),
-        )  # from evaluation 101 on the relative residual is below tol
+        # From evaluation 101 on the relative residual is below tol.
+        settings = 0, 150, *StopRule(1e-2, stall_floor=floor)
         tensors = (tensor.to(implementation.device) for tensor in (weight, c, z0))
         value, status, iterations, residual = (t.tolist() for t in op(*tensors, *settings))
         assert status == [Status.ESCAPED, Status.CONVERGED] and iterations == [150, 1]
