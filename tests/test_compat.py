@@ -972,11 +972,6 @@ class TestTrajectory:
         with pytest.raises(error, match=message):
             deqfast.DEQBlock(self.cell, self.SOLVER).trajectory(self.x, at)
 
-    @pytest.mark.parametrize("adjoint", ["unrolled", "shine"])
-    def test_adjoints_without_a_trajectory(self, adjoint):
-        with pytest.raises(ValueError, match="trajectory cannot be combined with"):
-            deqfast.DEQBlock(self.cell, "broyden", adjoint).trajectory(self.x, [1])
-
     def test_torch_func_is_refused(self):
         block = deqfast.DEQBlock(self.cell, self.SOLVER)
         with pytest.raises(ValueError, match=r"trajectory cannot be combined with torch\.func"):

@@ -420,8 +420,6 @@ class TestOfABlock:
             with pytest.raises(RuntimeError, match="neither in x nor a parameter of the cell"):
                 compiled(DEQBlock(lambda z, x: 0.5 * z.tanh() + hidden.exp() * x))(given)
         x.requires_grad_()
-        with pytest.raises(Exception, match="torch.compile cannot be combined with trace of a Solution"):
-            compiled(DEQBlock(Cell(), trace=True))(x, return_solution=True)
         with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
             (first,) = torch.autograd.grad(compiled(DEQBlock(Cell()))(x).square().sum(), x, create_graph=True)
             torch.autograd.grad(first.sum(), x)
@@ -570,16 +568,6 @@ class TestExport:
         program = exported(model)
         assert same(program, model, x) and program.module()(x)[1][1] == Status.NONFINITE
 
-    def test_training_is_refused(self):
-        with pytest.raises(ValueError, match=r"torch.export cannot be combined with training mode: .* call eval\(\)"):
-            torch.export.export(Model(), (torch.randn(5, 3),))
-
     def test_a_trace_of_torch_jit_is_refused(self):
         with pytest.raises(RuntimeError, match="torch.jit.trace would fix the length of a solve"):
             torch.jit.trace(Model().eval(), (torch.randn(4, 3),))
-
-    def test_a_trace_and_a_rule_of_the_callers_are_refused(self):
-        with pytest.raises(ValueError, match="torch.export cannot be combined with trace of a Solution"):
-            exported(Judged(trace=True))
-        with pytest.raises(ValueError, match="torch.export cannot be combined with halt"):
-            exported(Judged(halt=lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)))

@@ -501,23 +501,8 @@ class TestErrors:
         with pytest.raises(error, match=words):
             DEQBlock(cell, compile=True)(torch.randn(2, 3))
 
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ({"trace": True}, "compile cannot be combined with trace"),
-            ({"compact": True}, "compile cannot be combined with compact"),
-            ({"check_every": 2}, "compile cannot be combined with check_every"),
-            ({"adjoint": "unrolled"}, "Unrolled cannot be combined with compile: it runs no solver"),
-        ],
-    )
-    def test_combinations(self, options, words):
-        with pytest.raises(ValueError, match=words):
-            DEQBlock(Linear(), compile=True, **options)
-
     def test_calls(self):
         block = DEQBlock(Linear(), compile=True)
-        with pytest.raises(ValueError, match="compile cannot be combined with groups"):
-            block(torch.randn(2, 3), groups="batch")
         with pytest.raises(ValueError, match="z0 must be finite"):
             block(torch.randn(2, 3), torch.full((2, 3), float("inf")))
         block.solver = type("Mine", (Picard,), {})()

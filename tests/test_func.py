@@ -367,11 +367,6 @@ class TestErrors:
         with pytest.raises(RuntimeError, match="SHINE has no derivative under torch.func.*use Implicit"):
             of(lambda x: block(x).sum())(*arguments)
 
-    @pytest.mark.parametrize("option", ["compact", "trace"])
-    def test_options(self, option):
-        with pytest.raises(ValueError, match=f"torch.func cannot be combined with {option}"):
-            vmap(block_of("jfb", **{option: True}))(data(2, 2))
-
     def test_what_is_no_block(self):
         x = data(2, 2)
         for name, call in {

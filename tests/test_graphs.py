@@ -297,25 +297,11 @@ def test_it_needs_a_gpu(monkeypatch):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True)(inputs())
 
 
-def test_calls_that_no_graph_serves():
-    block, x = deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True), inputs()
-    with pytest.raises(ValueError, match="cuda_graph cannot be combined with groups"):
-        block(x, groups="batch")
-    with pytest.raises(ValueError, match="torch.func cannot be combined with cuda_graph"):
-        torch.func.grad(lambda x: block(x).sum())(x)
-
-
 def test_wrong_settings():
     with pytest.raises(ValueError, match="cuda_graph must be False, True or 'whole', got 'all'"):
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="all")
     with pytest.raises(TypeError, match="cuda_graph needs a cell that is an nn.Module"):
         deqfast.DEQBlock(lambda z, x: z, cuda_graph=True)
-    for option in ("compact", "trace", "cuda_graph"):
-        with pytest.raises(ValueError, match=f"Unrolled cannot be combined with {option}: it runs no solver"):
-            deqfast.DEQBlock(deqfast.LinearCell(5), adjoint="unrolled", **{option: True})
-    for option in ("compact", "trace"):
-        with pytest.raises(ValueError, match=f"cuda_graph cannot be combined with {option}: a graph"):
-            deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph=True, **{option: True})
 
 
 def test_a_cell_that_prepares_solves_in_python():

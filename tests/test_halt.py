@@ -129,15 +129,8 @@ def test_a_bad_mask_is_named(mask):
         solve(slow, torch.zeros(3, 2), halt=lambda z, value, k: mask)
 
 
-def test_what_it_cannot_be_combined_with():
+def test_a_rule_must_be_callable():
     with pytest.raises(TypeError, match="halt must be callable, got 3"):
         solve(slow, torch.zeros(3, 2), halt=3)
     with pytest.raises(TypeError, match="halt must be callable, got 3"):
         DEQBlock(LinearCell(2), halt=3)
-
-    def rule(z, value, k):
-        return torch.zeros(len(z), dtype=torch.bool)
-
-    for options in ({"compile": True}, {"adjoint": "unrolled"}):
-        with pytest.raises(ValueError, match="halt"):
-            DEQBlock(LinearCell(2), halt=rule, **options)(torch.zeros(1, 2))

@@ -45,12 +45,6 @@ class TestForward:
             layer(torch.randn(5, 6)).sum().backward()
         assert [one.filename for one in told] == [__file__, __file__]
 
-    def test_of_samples_that_break(self):
-        x = torch.randn(5, 6)
-        x[1:3] = torch.nan
-        with pytest.warns(UserWarning, match="2 of 5 samples NONFINITE: look for NaN"):
-            block(solver=Picard(tol=0.1))(x, z0=torch.zeros(5, 6))
-
     def test_not_where_all_is_well_or_silence_is_wanted(self):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

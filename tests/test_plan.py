@@ -75,3 +75,18 @@ def test_refused(way, option):
     with pytest.raises(Exception, match=f"{way} cannot be combined with {option}( of .*)?: ") as caught:
         run()
     assert way.startswith("torch.") or type(caught.value) is ValueError
+
+
+def test_the_table_is_whole():
+    """An entry that is dropped would be served silently, and takes its test with it."""
+    assert {way: len(options) for way, options in REFUSED.items()} == {
+        "cuda_graph": 7,
+        "compile": 7,
+        "compact": 1,
+        "Unrolled": 5,
+        "Reversible": 5,
+        "trajectory": 5,
+        "torch.func": 6,
+        "torch.export": 3,
+        "torch.compile": 2,
+    }

@@ -550,15 +550,6 @@ class TestKernels:
         assert choose_kernel("auto", torch.device("cuda")).name == "triton"
 
 
-@some_solvers
-def test_ten_runs_give_the_same_bits(name, kernel, device):
-    problem = tanh(batch=1, device=device)
-    solver = SOLVERS[name](tol=1e-6, max_iter=4)
-    first = solve(problem.f, problem.z0, solver, kernel)
-    for _ in range(9):
-        assert_same_solution(solve(problem.f, problem.z0, solver, kernel), first)
-
-
 @pytest.mark.parametrize(
     "f",
     [

@@ -179,10 +179,7 @@ def test_what_is_no_scale(scale, error, text):
 
 @pytest.mark.parametrize("options", [{"compile": True}, {"cuda_graph": True}])
 def test_a_scale_is_refused_by_captured_solves(options):
-    cell = torch.nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="(compile|cuda_graph) cannot be combined with scale"):
-        DEQBlock(cell, scale=1.0, **options)
-    block = DEQBlock(cell, **options)
+    block = DEQBlock(deqfast.LinearCell(3), **options)
     with pytest.raises(ValueError, match="(compile|cuda_graph) cannot be combined with scale"):
         block.scale = 2.0
     assert block.scale is None
