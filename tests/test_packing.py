@@ -71,30 +71,3 @@ def test_the_rows_of_a_value_are_never_the_iterate(alias):
     z = packing.pack(values(2, 3, 4))
     rows = packing.pack_value(alias(packing.unpack(z)), z)
     assert rows.untyped_storage().data_ptr() != z.untyped_storage().data_ptr() and torch.equal(rows, z)
-
-
-def test_a_structure_is_laid_side_by_side():
-    tree = {"a": values(2, 3), "b": (values(2, 2, 2).bfloat16(), values(2))}
-    packing = Packing(tree)
-    rows = packing.pack(tree)
-    assert rows.dtype == torch.float32
-    assert rows.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [3, 4, 5, 4, 5, 6, 7, 1]]
-    back = packing.unpack(rows)
-    assert list(back) == ["a", "b"] and isinstance(back["b"], tuple)
-    assert torch.equal(back["a"], tree["a"]) and torch.equal(back["b"][1], tree["b"][1])
-    assert torch.equal(back["b"][0], tree["b"][0]) and back["b"][0].dtype == torch.bfloat16
-    assert back["a"].is_contiguous() and back["b"][0].is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        ([torch.float32], torch.float32),
-        ([torch.bfloat16], torch.float32),
-        ([torch.float16, torch.float32], torch.float32),
-        ([torch.float16, torch.float64], torch.float64),
-    ],
-)
-def test_dtype_of_the_solve(dtypes, expected):
-    tree = [torch.ones(1, 2, dtype=dtype) for dtype in dtypes]
-    assert Packing(tree).dtype == Packing(tree).pack(tree).dtype == expected

@@ -575,22 +575,10 @@ def test_an_f_that_works_in_place_on_its_argument_is_refused(f, leaves, compact,
         solve(cell, z0 if leaves == 1 else [z0, z0.clone()], compact=compact)
 
 
-def test_solution_speaks_plainly():
+def test_a_solution_counts_its_samples_by_status():
     slope = torch.tensor([[0.5], [torch.nan], [1.0]])
     solution = solve(lambda z: z * slope + 1, torch.zeros(3, 2), Picard(max_iter=15))
     assert repr(solution) == "Solution(1 CONVERGED, 1 NONFINITE, 1 MAX_ITER, evaluations=15)"
     assert solution.converged.tolist() == [True, False, False]
-    assert [status.name for status in Status] == [
-        "CONVERGED",
-        "NONFINITE",
-        "STALLED",
-        "INCONSISTENT",
-        "HALTED",
-        "MAX_ITER",
-        "ESCAPED",
-    ]
     assert [int(status) for status in Status] == list(range(1, 8))  # 0 is a running sample's
-    for status in Status:
-        assert status.message.endswith(".") and " " in status.message
-    assert len({status.message for status in Status}) == len(Status)
     assert solution.status.dtype == torch.int8 and solution.iterations.dtype == torch.int32
