@@ -28,6 +28,8 @@ MIN_COLUMNS = 4096
 MAX_PROGRAMS = 64
 # The limit of a thread. Without it, ptxas spills a few bytes for more warps per multiprocessor.
 MAX_REGISTERS = 255
+# Of the sums of a shared sample, which only wait for memory: four programs of 256 threads fit a multiprocessor.
+SUMS_REGISTERS = 64
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from .common import (
     store_verdict,
     unpack_verdict,
 )
-from .config import JUDGE_CONFIG, device_guard, picard_config, picard_registers, programs_per_sample
+from .config import JUDGE_CONFIG, SUMS_REGISTERS, device_guard, picard_config, picard_registers, programs_per_sample
 
 
 @triton.constexpr_function
@@ -248,7 +248,9 @@ def launch(a: Any, hold: bool, damping: float) -> None:
             return
         numbers = a.z.new_empty(batch, number_of("end"), programs)
         shared = {"p_status": a.status, "p_numbers": numbers, "S": programs}
-        _picard_sums_kernel[(batch, programs)](p_z=a.z, p_fz=a.fz, maximum=int(a.rule.maximum), **shared, **columns)
+        _picard_sums_kernel[(batch, programs)](
+            p_z=a.z, p_fz=a.fz, maximum=int(a.rule.maximum), **shared, **{**columns, "maxnreg": SUMS_REGISTERS}
+        )
         _picard_judge_kernel[(batch,)](
             p_numbers=numbers,
             S=programs,

@@ -285,6 +285,8 @@ def compile_case(case: Case, arch: int) -> Row:
     options: dict[str, object] = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
     if case.kernel == "picard":
         options["maxnreg"] = config.picard_registers(DTYPES[case.state], whole=True)
+    elif case.kernel == "picard/sums":
+        options["maxnreg"] = config.SUMS_REGISTERS
     elif case.kernel.startswith(("left", "right", "transp", "picard/", "fc")):
         options["maxnreg"] = config.MAX_REGISTERS
     elif case.kernel in NORM_KERNELS:
