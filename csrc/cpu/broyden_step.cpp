@@ -126,7 +126,7 @@ struct Kernels {
 
 struct BroydenLoop {
   static constexpr const char* name = "broyden_loop";
-  static constexpr size_t numbers = 0;  // none
+  static constexpr size_t numbers = 0;
   static int64_t more_values(int64_t batch, int64_t, int64_t steps) { return batch * steps * steps; }
   static int64_t more_counts(int64_t batch) { return batch; }
 
@@ -134,12 +134,18 @@ struct BroydenLoop {
     dispatch_state(fz.dtype(), [&](auto zero) {
       using T = decltype(zero);
       LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-      const auto rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
-      const int64_t rows = history.size(2);
-      share_out(BroydenStep{BroydenParams<T>{state.z, fz.data<T>(), state.best, history.data<T>(),
-                                             state.take(state.batch * rows * rows),
-                                             state.counts + kPerSample + state.batch, state.dim, rows, state.monitor(),
-                                             rule}});
+      BroydenParams<T> p;
+      p.z = state.z;
+      p.fz = fz.data<T>();
+      p.best = state.best;
+      p.steps = history.data<T>();
+      p.dim = state.dim;
+      p.rows = history.size(2);
+      p.gram = state.take(state.batch * p.rows * p.rows);
+      p.first = state.counts + kPerSample + state.batch;
+      p.monitor = state.monitor();
+      p.rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
+      share_out(BroydenStep{p});
     });
   }
 };

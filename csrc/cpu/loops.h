@@ -94,7 +94,7 @@ struct Numbers {
 
 // Run a step, count the evaluation, and return whether another one follows, () bool.
 template <class Loop>
-AtenTensorHandle link(View values, View counts, View status, View history, View fz, int64_t max_iter,
+AtenTensorHandle run_step(View values, View counts, View status, View history, View fz, int64_t max_iter,
                       Numbers numbers) {
   Loop::step(values, counts, status, history, fz, max_iter, numbers);
   int32_t* counted = counts.data<int32_t>();
@@ -103,7 +103,7 @@ AtenTensorHandle link(View values, View counts, View status, View history, View 
   return running;
 }
 
-// The op: as `link`, for a caller who may give it anything.
+// The op: as `run_step`, for a caller who may give it anything.
 template <class Loop>
 Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tensor fz, int64_t max_iter,
                std::vector<double> numbers) {
@@ -117,7 +117,7 @@ Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tens
   STD_TORCH_CHECK(history.is_contiguous() && numbers.size() == Numbers::kRuleNumbers + Loop::numbers, Loop::name,
                   ": `history` must be contiguous, and `numbers` hold ", Numbers::kRuleNumbers + Loop::numbers,
                   ", got ", numbers.size());
-  return Tensor(link<Loop>({values.get()}, {counts.get()}, {status.get()}, {history.get()}, {fz.get()}, max_iter,
+  return Tensor(run_step<Loop>({values.get()}, {counts.get()}, {status.get()}, {history.get()}, {fz.get()}, max_iter,
                            {numbers.data()}));
 }
 
@@ -140,7 +140,7 @@ AOTITorchError without_exceptions(const Body& body) {
                                            AtenTensorHandle history, AtenTensorHandle fz, int64_t max_iter,           \
                                            const double* numbers, int64_t, AtenTensorHandle* running) {               \
     return without_exceptions([&] {                                                                                   \
-      *running = link<Loop>({values}, {counts}, {status}, {history}, {fz}, max_iter, {numbers});                      \
+      *running = run_step<Loop>({values}, {counts}, {status}, {history}, {fz}, max_iter, {numbers});                      \
     });                                                                                                               \
   }
 

@@ -235,13 +235,25 @@ struct MultisecantLoop {
       LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
       const int64_t k = state.counts[kEvaluations], rows = state.batch * state.dim;
       const int pairs = static_cast<int>(history.size(2));
-      T *f_prev = state.take(rows), *gram = state.take(state.batch * (pairs + 2) * pairs);
-      H* left = history.data<H>();
-      share_out(MultisecantStep{MultisecantParams<T, H>{
-          state.z, fz.data<T>(), state.best, f_prev, left, left + rows * pairs, gram, state.dim, Window{k, pairs, pairs},
-          state.monitor(), numbers.rule<T>(k, max_iter), static_cast<int64_t>(numbers.own(0)),
-          static_cast<T>(numbers.own(1)), static_cast<T>(numbers.own(2)), static_cast<T>(numbers.own(3))}});
-      std::memcpy(f_prev, fz.data<T>(), rows * sizeof(T));
+      T* f_prev = state.take(rows);
+      MultisecantParams<T, H> p;
+      p.z = state.z;
+      p.fz = fz.data<T>();
+      p.best = state.best;
+      p.f_prev = f_prev;
+      p.left = history.data<H>();
+      p.df = p.left + rows * pairs;
+      p.gram = state.take(state.batch * (pairs + 2) * pairs);
+      p.dim = state.dim;
+      p.window = {k, pairs, pairs};
+      p.monitor = state.monitor();
+      p.rule = numbers.rule<T>(k, max_iter);
+      p.method = static_cast<int64_t>(numbers.own(0));
+      p.alpha = static_cast<T>(numbers.own(1));
+      p.beta = static_cast<T>(numbers.own(2));
+      p.ridge = static_cast<T>(numbers.own(3));
+      share_out(MultisecantStep{p});
+      std::memcpy(f_prev, p.fz, rows * sizeof(T));
     });
   }
 };

@@ -72,9 +72,15 @@ struct PicardLoop {
     dispatch_state(fz.dtype(), [&](auto zero) {
       using T = decltype(zero);
       const LoopState<T> state(values, counts, status, fz.size(0), fz.size(1));
-      const auto rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
-      share_out(PicardStep{PicardParams<T>{state.z, fz.data<T>(), state.best, state.dim, state.monitor(), rule,
-                                           static_cast<T>(numbers.own(0))}});
+      PicardParams<T> p;
+      p.z = state.z;
+      p.fz = fz.data<T>();
+      p.best = state.best;
+      p.dim = state.dim;
+      p.monitor = state.monitor();
+      p.rule = numbers.rule<T>(state.counts[kEvaluations], max_iter);
+      p.damping = static_cast<T>(numbers.own(0));
+      share_out(PicardStep{p});
     });
   }
 };

@@ -231,7 +231,7 @@ class Run:
         for k in range(first, until):
             value, rows = self.batches.evaluate(self.f, self.packing, self.state)
             if k == 0:
-                self.state.stall_floor = self.packing.stall_floor(value)
+                self.state.rule = self.solver.rule(self.packing.stall_floor(value))
             if self.halt is not None:
                 self._end(self._asked(self.halt, value, k + 1), rows, k)
             self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
@@ -254,9 +254,9 @@ class Run:
     def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
         """End the running samples of the mask, unless they have converged or are not finite, at the present iterate."""
         state = self.state
-        rule = self.solver.rule(state.stall_floor)
-        now = evaluated(state.z, rows, rule, begun(state.progress, k))
-        converged = now.converged(rule)
+        assert state.rule is not None  # f has returned a value
+        now = evaluated(state.z, rows, state.rule, begun(state.progress, k))
+        converged = now.converged(state.rule)
         ended = ended & state.running & torch.isfinite(now.res_abs) & ~converged
         state.best.copy_(torch.where(ended[:, None], state.z, state.best))
         state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))

@@ -31,7 +31,7 @@ class State:
     residual: Tensor
     progress: Tensor
     active: Tensor
-    stall_floor: float
+    rule: StopRule | None = None  # known once f has returned its first value
     trace: Tensor | None = None  # (max_iter, 2, B): `residual` after every evaluation, where asked for
 
     @classmethod
@@ -50,7 +50,6 @@ class State:
             residual=residual,
             progress=progress,
             active=torch.full((1,), batch, dtype=torch.int32, device=device),
-            stall_floor=0.0,
             **more,
         )
 
@@ -137,8 +136,8 @@ class Solver(ChecksKeywords):
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         """Judge f(z) = `fz` (B, D), the value number `k` from 0, and step; `fz` is kept until the next step."""
         name, tensors, numbers = self.operation(state)
-        rule = k, last, *self.rule(state.stall_floor)
-        state.kernel.op(name)(state.z, fz, *state.monitor(), *tensors, *rule, *numbers)
+        rule = state.rule or self.rule()
+        state.kernel.op(name)(state.z, fz, *state.monitor(), *tensors, k, last, *rule, *numbers)
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
         """The step op of a solver that has one, its tensors behind the monitor's, its numbers behind the rule's."""
