@@ -100,3 +100,13 @@ def test_a_state_of_low_precision_under_a_value_of_float32_stalls_and_is_consist
     block = deqfast.DEQBlock(lambda z, x: torch.tanh(z.float() @ weight + x), deqfast.Anderson(1e-4, 40), warn=False)
     _, solution = block(x, z0=torch.zeros(8, 64, dtype=dtype), return_solution=True)
     assert set(solution.status.tolist()) <= {Status.CONVERGED, Status.STALLED}
+
+
+@pytest.mark.skipif(not deqfast.backends()["cpp"], reason=str(deqfast.backends()["cpp"]))
+def test_compiled_solves_follow_the_setting(products):
+    """A residual that stays at 1e-4 is stalled by products in bfloat16 only."""
+    block = deqfast.DEQBlock(lambda z, x: z + 1e-4 * x, deqfast.Picard(1e-6, 40), compile=True, warn=False)
+    x = torch.ones(2, 3)
+    for precision, expected in (("ieee", Status.MAX_ITER), ("bf16", Status.STALLED), ("ieee", Status.MAX_ITER)):
+        products(precision)
+        assert (block(x, torch.ones_like(x), return_solution=True)[1].status == expected).all()

@@ -59,7 +59,7 @@ class Compiled:
         """
         check_plain("solve", z0)
         packing = Packing(z0)
-        key = packing.signature_of_sample(), solver, kernel, keep_inverse
+        key = packing.signature_of_sample(), packing.products_eps, solver, kernel, keep_inverse
         with torch.inference_mode(False), torch.no_grad():
             z = packing.pack(z0)
             if key not in self._loops:
