@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..kernels.constants import ROUNDINGS_OF_STALL_FLOOR
+from ..torch_internals.dynamo import constant_in_traces
 
 # In units of the rounding of f's value, and in units of that of the factors of its products, which averages out: the
 # best residuals of residual blocks and of dense cells with rounded factors lie at 0.01 to 0.3 of the latter.
@@ -20,6 +21,7 @@ _MKLDNN = _backends.mkldnn.matmul, _backends.mkldnn.conv
 _FACTORS = {"tf32": 2.0**-10, "bf16": torch.finfo(torch.bfloat16).eps}
 
 
+@constant_in_traces
 def float32_products_eps(device: torch.device) -> float:
     """Rounding unit of the factors of float32 products and convolutions, by torch's settings `fp32_precision`; 0: none.
 
