@@ -11,16 +11,17 @@ usage() {
 usage: bash benchmarks/gpu.sh [--dry-run] [--out FOLDER] [--help] [PHASE ...]
 
 On a machine with a GPU, torch, triton, nvcc, a C++ compiler and compute-sanitizer, without a network:
-  build       150 s  the CUDA extension for the GPU at hand, in place
-  smoke        60 s  does every kernel compute what it should
+  build       150 s  the CUDA extension for the GPU at hand, in place, unless one of these sources is there
+  smoke        90 s  does every kernel compute what it should
   measure     270 s  `pytest benchmarks --device cuda`, a process and a record for every part of it
   memcheck     90 s  compute-sanitizer watches the tests of every CUDA op
   tests       330 s  the other tests that a GPU runs
   sanitizers  240 s  the tests of the ops under racecheck, initcheck and synccheck
-A call lasts 570 s at most: without PHASE it begins anew with the first four, and `gpu.sh tests sanitizers` is a second
-call, which adds to the log. `gpu.sh measure` goes on with the parts that have no record yet; where a test failed or time
-ran out it is a .json.part, and measured again. What failed is named in the table at the end; the exit status is 1
-then. Records of runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
+A call lasts DEQFAST_SECONDS (570) at most: without PHASE it begins anew with the first four, and `gpu.sh tests
+sanitizers` is a second call, which adds to the log. Tests fail, and are not skipped, if the GPU or its kernels are
+absent. `gpu.sh measure` goes on with the parts that have no record yet; where a test failed or time ran out it is a
+.json.part, and measured again. What failed is named in the table at the end; the exit status is 1 then. Records of
+runs/gpu that are copied to benchmarks/results are reported by benchmarks/report.py.
 
   --out FOLDER  where records, log and table go (runs/gpu)
   --dry-run     tiny cases on the CPU, to see that the script works
@@ -58,13 +59,13 @@ fi
 
 work=$(mktemp -d)
 : >"$work/stages"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export DEQFAST_REQUIRE=cuda,triton PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 device=cuda
-if $dry_run; then device=cpu; fi
+if $dry_run; then device=cpu DEQFAST_REQUIRE=; fi
 
 # step NAME SECONDS COMMAND...: the output to the log, the outcome and the last line to the table.
 step() {
-  local name=$1 limit=$2 left=$((570 - SECONDS)) started=$SECONDS status=0 outcome
+  local name=$1 limit=$2 left=$((${DEQFAST_SECONDS:-570} - SECONDS)) started=$SECONDS status=0 outcome
   shift 2
   if [ "$left" -lt "$limit" ]; then limit=$left; fi
   if [ "$limit" -lt 5 ]; then
@@ -83,8 +84,15 @@ step() {
   [ "$status" -eq 0 ] || tail -n 15 "$work/log"
 }
 
-pytest() { # NAME SECONDS ARGUMENTS...
+# pytest NAME SECONDS ARGUMENTS...; side_by_side does so in several processes, if pytest-xdist is there.
+pytest() {
   step "$1" "$2" "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${@:3}"
+}
+
+side_by_side() {
+  local workers=()
+  if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n "$(($(nproc) < 12 ? $(nproc) : 12))"); fi
+  pytest "$1" "$2" "${workers[@]}" "${@:3}"
 }
 
 finish() { # the tables, also where the script is stopped; 1 where something failed
@@ -111,13 +119,15 @@ build() { # in place: needs neither a network nor the right to write to the inte
   step build 150 env DEQFAST_BUILD=cuda MAX_JOBS="$(nproc)" bash -euc '
     TORCH_CUDA_ARCH_LIST=$("$0" -c "import torch; print(\"%d.%d\" % torch.cuda.get_device_capability())")
     export TORCH_CUDA_ARCH_LIST
-    "$0" setup.py build_ext --inplace
+    current="import deqfast._extension as built, setup; assert built.cuda_module, built.cuda_reason
+assert built.cuda_module.build_info()[\"sources\"] == setup.digest(\"cuda\"), \"built of other sources\""
+    "$0" -c "$current" || "$0" setup.py build_ext --inplace
     "$0" -c "import deqfast, sys; state = deqfast.backends()[\"cuda\"]; print(state); sys.exit(not state)"' "$python"
 }
 
 smoke() {
   if $dry_run; then pytest smoke 60 tests/test_packing.py; return; fi
-  DEQFAST_SMOKE=1 pytest smoke 60 -x tests/kernels/test_triton_steps.py "${ops[@]}" \
+  DEQFAST_SMOKE=1 side_by_side smoke 90 tests/kernels/test_triton_steps.py "${ops[@]}" \
     -k "(cuda or triton) and not emulated"
 }
 
@@ -149,23 +159,29 @@ sanitizers() {
   for tool in racecheck initcheck synccheck; do sanitize $tool 80; done
 }
 
-sanitize() { # TOOL SECONDS; memory is not pooled, so that every tensor has bounds of its own
+# sanitize TOOL SECONDS: a process for every file; memory is not pooled, so that every tensor has bounds of its own.
+sanitize() {
   if $dry_run; then return; fi
   if ! command -v compute-sanitizer >/dev/null; then
     printf '%s\tnot usable here: no compute-sanitizer\n' "$1" | tee -a "$work/stages"
     return
   fi
-  step "$1" "$2" env DEQFAST_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" \
-    --error-exitcode 99 --report-api-errors no \
-    "$python" -m pytest --quiet --tb=short -p no:cacheprovider "${ops[@]}" \
-    -k "cuda and not (emulated or Registration or Arguments or compile or opcheck or any_state)"
+  step "$1" "$2" env DEQFAST_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 bash -uc '
+    tool=$1 python=$2 work=$3 status=0
+    for file in "${@:4}"; do
+      compute-sanitizer --tool "$tool" --error-exitcode 99 --report-api-errors no \
+        "$python" -m pytest --quiet --tb=short -p no:cacheprovider "$file" \
+        -k "cuda and not (emulated or Registration or Arguments or compile or opcheck or any_state)" \
+        >"$work/$tool-$(basename "$file")" 2>&1 &
+    done
+    for job in $(jobs -p); do wait "$job" || status=$?; done
+    tail -n 12 "$work/$tool"-*
+    exit $status' sanitize "$1" "$python" "$work" "${ops[@]}"
 }
 
 tests() { # on the device: what is emulated, compiled for other machines or about packaging and studies is left out
-  local workers=()
   if $dry_run; then pytest tests 60 tests/test_packing.py; return; fi
-  if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
-  pytest tests 330 "${workers[@]}" tests -k "(cuda or triton or graphs) and not emulated" --ignore tests/csrc \
+  side_by_side tests 330 tests -k "(cuda or triton or graphs) and not emulated" --ignore tests/csrc \
     --ignore tests/kernels/test_aot.py --ignore tests/experiments --ignore tests/benchmarks \
     --ignore tests/test_packaging.py --ignore tests/test_gpu_script.py
 }

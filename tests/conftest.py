@@ -27,6 +27,7 @@ from deqfast.ops import choose_kernel
 # Set by benchmarks/gpu.sh: compute-sanitizer watches; a first look, where compiling Triton's kernels would take long.
 SANITIZED = "DEQFAST_SANITIZED" in os.environ
 SMOKE = "DEQFAST_SMOKE" in os.environ
+REQUIRED = list(filter(None, os.environ.get("DEQFAST_REQUIRE", "").split(",")))  # kernels without which nothing runs
 
 # Nearly all tensors here are tiny: a second thread would only wait for the first, and long where cores are shared.
 # What depends on the number of threads sets it.
@@ -51,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
+    absent = {name: deqfast.backends().get(name, "no such kernel") for name in REQUIRED}
+    if absent := {name: str(state) for name, state in absent.items() if not state or isinstance(state, str)}:
+        pytest.exit(f"DEQFAST_REQUIRE={','.join(REQUIRED)}: not available: {absent}", returncode=4)
     if not deqfast.backends()["cpp"]:  # what is said once is said here, so that no test is the one that hears it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

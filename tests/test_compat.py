@@ -11,13 +11,14 @@ import warnings
 
 import pytest
 import torch
-import torchdeq
 from torch import Tensor, nn
 
 import deqfast
 from deqfast import compat
 from deqfast.compat import get_deq
 from deqfast.testing import ITERATES, after_solve, rounding
+
+torchdeq = pytest.importorskip("torchdeq")
 
 WIDTH = 8
 RADIUS = 0.7

@@ -1,6 +1,5 @@
 """deepinv's algorithms on deqfast's solvers: their own fixed points and gradients, an image by itself."""
 
-import deepinv
 import pytest
 import torch
 from torch import nn
@@ -8,6 +7,8 @@ from torch import nn
 from deqfast import Anderson, Broyden, Picard, Status
 from deqfast.compat.deepinv import Equilibrium
 from deqfast.testing import after_solve, assert_close, rounding
+
+deepinv = pytest.importorskip("deepinv")
 
 TIGHT = Anderson(1e-6, 200)
 EXACT = TIGHT.tol + rounding(torch.float32)

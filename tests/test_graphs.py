@@ -91,6 +91,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(cuda_graph, "capture", lambda works: [record(work) for work in works])
     monkeypatch.setattr(cuda_graph, "if_running", record_condition)
     monkeypatch.setattr(cuda_graph, "aside", lambda work: work())
+    monkeypatch.setattr(cuda_graph, "refuse_waits", lambda work: work())
     monkeypatch.setattr(cuda_graph, "mark", Mark)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node", None, raising=False)
 
@@ -236,8 +237,32 @@ def test_a_cell_that_waits_for_the_host_cannot_be_captured():
         def forward(self, z, x):
             return 0.5 * z if float(z.sum()) > 1e9 else 0.4 * z + x
 
-    with pytest.raises(RuntimeError, match="cuda_graph: the solve cannot be captured: .*captur"):
+    with pytest.raises(RuntimeError, match="cuda_graph: the solve cannot be captured: .*(waits|captur)"):
         deqfast.DEQBlock(Waiting(), cuda_graph=True)(inputs())
+
+
+@pytest.mark.skipif(not GPU, reason="there is no GPU")
+@pytest.mark.parametrize("refused", [True, False], ids=["before the capture", "in the capture"])
+def test_a_failed_capture_leaves_no_trace(refused, monkeypatch):
+    """The ordinary loop goes on from there, on the stream of before, and others can be captured."""
+
+    class Waiting(nn.Module):
+        capturing_only = False
+
+        def forward(self, z, x):
+            if torch.cuda.is_current_stream_capturing() or not self.capturing_only:
+                torch.cuda.current_stream().synchronize()
+            return 0.4 * z + x
+
+    if not refused:
+        monkeypatch.setattr(Waiting, "capturing_only", True)
+    stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+    with pytest.raises(RuntimeError, match="cuda_graph: the solve cannot be captured: "):
+        deqfast.DEQBlock(Waiting(), cuda_graph=True)(inputs())
+    assert (torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()) == (stream, mode)
+    deqfast.DEQBlock(Waiting())(inputs())
+    graphed, plain = blocks("anderson", True)
+    assert torch.equal(graphed(inputs()), plain(inputs()))
 
 
 def test_the_cell_may_be_replaced(mode):

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torchdeq.solver import get_solver
 
 from deqfast import Broyden, solve
 from deqfast.testing import rounding
+
+get_solver = pytest.importorskip("torchdeq.solver").get_solver
 
 
 def hard_problems(dim: int = 64) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:

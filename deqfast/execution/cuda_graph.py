@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -120,8 +121,10 @@ class Captured:
         dtype, enabled = torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE)
         with torch.autocast(DEVICE, dtype=dtype, enabled=enabled, cache_enabled=False):
             try:
-                # What compiles, loads or allocates at its first use does so now.
-                aside(functools.partial(run.advance, 0, self.max_iter))
+                # What compiles, loads or allocates at its first use does so now, before host waits are looked for.
+                warm_up = functools.partial(aside, functools.partial(self._advance, run, 0, self.max_iter))
+                warm_up()
+                refuse_waits(warm_up)
                 self.graphs = self._capture(run)
             except RuntimeError as error:
                 raise RuntimeError(f"cuda_graph: the solve cannot be captured: {error}") from error
@@ -130,11 +133,13 @@ class Captured:
         last = self.max_iter
         return [(first, min(first + self.check_every, last)) for first in range(0, last, self.check_every)]
 
+    def _advance(self, run: Run, first: int, until: int) -> None:
+        if first == 0:
+            self.state.restart(self.start)
+        run.advance(first, until)
+
     def _capture(self, run: Run) -> list[Any]:
-        def chunk(first: int, until: int) -> None:
-            if first == 0:
-                self.state.restart(self.start)
-            run.advance(first, until)
+        chunk = functools.partial(self._advance, run)
 
         def everything() -> None:
             first_chunk, *others = self._chunks()
@@ -193,7 +198,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def aside(work: Callable[[], None]) -> None:
+def aside(work: Callable[[], object]) -> None:
     """Run `work` on a stream of its own, as must precede a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -202,20 +207,57 @@ def aside(work: Callable[[], None]) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def refuse_waits(work: Callable[[], object]) -> None:
+    """Run `work`; RuntimeError if the host waits for the device in it, which would break a capture.
+
+    A broken capture cannot always be undone: torch 2.11 and 2.12 refuse every later one.
+    """
+    mode, thread, waits = torch.cuda.get_sync_debug_mode(), threading.get_ident(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        show = warnings.showwarning
+
+        def note(message: Warning | str, *where: Any, **more: Any) -> None:
+            if threading.get_ident() == thread and "synchronizing CUDA operation" in str(message):
+                waits.append(message)
+            else:
+                show(message, *where, **more)
+
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    if waits:
+        raise RuntimeError("the cell waits for the device, by .item() or a shape that depends on values, say")
+
+
 def mark() -> Any:
     """Event behind all that the current stream has queued."""
     return torch.cuda.current_stream().record_event()
 
 
 def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
-    """Graphs of what each of `works` queues, which share their temporary memory."""
+    """Graphs of what each of `works` queues, which share their temporary memory.
+
+    Whatever fails, the thread leaves the stream of the captures. (``torch.cuda.graph`` stays on it.)
+    """
     graphs = [torch.cuda.CUDAGraph() for _ in works]
     pool = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream()  # torch's own for this belongs to the first device used
-    for graph, work in zip(graphs, works, strict=True):
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            work()
+    aside(lambda: [_capture_one(graph, pool, work) for graph, work in zip(graphs, works, strict=True)])
     return graphs
+
+
+def _capture_one(graph: Any, pool: Any, work: Callable[[], None]) -> None:
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        work()
+    except BaseException:
+        with suppress(RuntimeError):  # says only that the capture has failed
+            graph.capture_end()
+        raise
+    graph.capture_end()
 
 
 def if_running(active: Tensor, work: Callable[[], None]) -> None:
