@@ -10,6 +10,7 @@ import torch
 from deqfast.testing import rounding
 
 EXACT_RTOL = rounding(torch.float64, 5000)  # well conditioned sums of at most so many numbers
+GPU_RTOL = rounding(torch.float32)  # there sums of features that are shorter than float64 are in float32
 ROUNDING = rounding(torch.float64) ** 0.5  # distances that are zero but for rounding: roots of differences
 PINV_RTOL = 1e-12  # eigenvalues of Sigma_B below this share of the largest are zero in the reference
 
@@ -17,6 +18,10 @@ KEPT_FIELDS = ("nc1", "rank", "condition", "nc2", "nc2_paper", "nc2_centered", "
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+
+
+def rtol_on(device, dtype):
+    return GPU_RTOL if device == "cuda" and dtype != torch.float64 else EXACT_RTOL
 
 
 def make_samples(rows, columns, classes, noise=0.3, offset=0.0, dtype=torch.float32, seed=0):

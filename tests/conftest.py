@@ -98,6 +98,13 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions in float32 on a GPU, where torch takes TF32 unless told otherwise. Tests of TF32 ask for it."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+
+
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
     """torch.set_num_threads for this test alone."""

@@ -160,7 +160,7 @@ def test_launches_of_the_triton_kernels(name, monkeypatch):
 @pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 @every_solver
 @pytest.mark.parametrize("batch", [1, 4])
-def test_launches_of_the_cuda_kernels(name, batch, monkeypatch):
+def test_launches_of_the_emulated_cuda_kernels(name, batch, monkeypatch):
     """One, or two where several blocks share a sample."""
     for op in STEPS:
         emulate.load(op)

@@ -14,6 +14,7 @@ import deqfast
 from deqfast import NeuralCollapse, neural_collapse
 from deqfast.ops import Kernel
 from deqfast.testing import OPERATIONS, relative_error, rounding
+from deqfast.testing.states import moved
 
 TORCH = Kernel("torch")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -139,7 +140,10 @@ class TestAccuracy:
             view.copy_(data.features)
             local, _ = class_means(view, *data.arguments("class_means", device)[1:])
             expected, _ = data.run("class_means", implementation)
-            assert same_bits(local, expected)
+            if implementation.name == "triton":  # which adds in another order where accesses can be wide
+                assert relative_error(local, expected) <= tolerance("triton", dtype)
+            else:
+                assert same_bits(local, expected)
             check(implementation, data)
         data.features = data.features[:1].expand(70, 1)
         rest = data.arguments("class_means", device)[1:]
@@ -234,7 +238,7 @@ class TestArguments:
             names = ["features", "rows", "offsets", "means", "directions"]
             device = implementation.device
             data = Data(5, 4, 3).arguments("within_class_scatter", device)
-            tensors = dict(zip(names, data, strict=True)) | {name: x.to(device) for name, x in wrong.items()}
+            tensors = dict(zip(names, data, strict=True)) | {name: moved(x, device) for name, x in wrong.items()}
             chosen = list(tensors.values())[: 3 if op == "class_means" else 5]
             with pytest.raises((ValueError, RuntimeError)) as error:
                 op_of(op, implementation)(*chosen)

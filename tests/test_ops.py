@@ -15,7 +15,7 @@ from deqfast import _extension
 from deqfast.ops import KERNELS, choose_kernel
 from deqfast.ops.steps.loops import PARTS, STEPS
 from deqfast.testing.norm_states import NORM_OPS
-from deqfast.testing.states import Case, StepsCase, make_state, same_bits
+from deqfast.testing.states import Case, StepsCase, make_state, moved, same_bits
 
 OPS = ["picard_step", "multisecant_step", "broyden_step"]
 # In test_shine.py, test_neural_collapse_ops.py and test_fc.py.
@@ -170,7 +170,7 @@ class TestArguments:
     def refuses(self, implementation):
         def refuse(op, name, *fragments, scalars=(), **tensors):
             case, step, device = self.CASES[op], op_of(op, implementation), implementation.device
-            state = make_state(case, device) | {name: tensor.to(device) for name, tensor in tensors.items()}
+            state = make_state(case, device) | {name: moved(tensor, device) for name, tensor in tensors.items()}
             # The checks of the kernels launched from Python raise ValueError, those in C++ RuntimeError.
             with pytest.raises((ValueError, RuntimeError)) as error:
                 step(*(state[name] for name in case.names), *scalars, *case.scalars()[len(scalars) :])

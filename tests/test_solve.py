@@ -57,6 +57,11 @@ def assert_same_rows(actual: Solution, expected: Solution, rows: list[int]) -> N
         assert torch.equal(getattr(actual, name)[rows], getattr(expected, name)[rows]), name
 
 
+def looked(iterations: int, device: str) -> int:
+    """Evaluations until the host, which looks one late on a GPU, knows of so many `iterations` of the slowest."""
+    return iterations + (device == "cuda")
+
+
 def norms(recorder: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
     """(|f(z) - z|, |f(z)|) of every call and sample, in float64."""
     z, fz = torch.stack(recorder.arguments).double(), torch.stack(recorder.values).double()
@@ -72,7 +77,7 @@ def test_a_sample_uses_its_own_evaluations_and_is_frozen_when_done(name, stop, k
     tol = 1e-2
     solution = solve(f, torch.zeros(3, 12, device=device), SOLVERS[name](tol=tol, stop=stop), kernel)
     assert solution.status.tolist() == [Status.CONVERGED] * 3
-    assert solution.evaluations == len(f) == max(solution.iterations.tolist())
+    assert solution.evaluations == len(f) == looked(max(solution.iterations.tolist()), device)
     assert len(set(solution.iterations.tolist())) == 3
     absolute, value = norms(f)
     reached = (absolute if stop == "abs" else absolute / value) <= tol
@@ -246,7 +251,7 @@ class TestStall:
         z0 = torch.ones(2, 1, device=device)
         solution = solve(lambda z: script[:, next(calls)][:, None].half(), z0, Picard(1e-6, 12), kernel)
         assert solution.status.tolist() == [Status.STALLED] * 2
-        assert solution.iterations.tolist() == [7, 11] and solution.evaluations == 11
+        assert solution.iterations.tolist() == [7, 11] and solution.evaluations == looked(11, device)
 
     def test_under_autocast_the_autocast_dtype_counts(self):
         problem = linear(dim=16)
@@ -419,7 +424,7 @@ class TestBuffers:
         z0 = self.BIAS.to(device)
         solution = solve(lambda z: z, z0, SOLVERS[name](), kernel)
         assert torch.equal(solution.value, z0) and solution.residual.tolist() == [0.0] * 3
-        assert solution.evaluations == 1
+        assert solution.evaluations == looked(1, device)
 
     def test_a_view_of_the_argument(self):
         # f(z) = z reversed in the first call, a contraction later: the value must not move with z.

@@ -245,19 +245,20 @@ def capture(works: Sequence[Callable[[], None]]) -> list[Any]:
     """
     graphs = [torch.cuda.CUDAGraph() for _ in works]
     pool = torch.cuda.graph_pool_handle()
-    aside(lambda: [_capture_one(graph, pool, work) for graph, work in zip(graphs, works, strict=True)])
-    return graphs
 
-
-def _capture_one(graph: Any, pool: Any, work: Callable[[], None]) -> None:
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        work()
-    except BaseException:
-        with suppress(RuntimeError):  # says only that the capture has failed
+    def capture_all() -> None:
+        for graph, work in zip(graphs, works, strict=True):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the capture has failed
+                    graph.capture_end()
+                raise
             graph.capture_end()
-        raise
-    graph.capture_end()
+
+    aside(capture_all)
+    return graphs
 
 
 def if_running(active: Tensor, work: Callable[[], None]) -> None:

@@ -206,6 +206,20 @@ def reorder(tensor: Tensor, flip: int) -> Tensor:
     return tensor.roll(tensor.shape[-1] // 3, dims=-1) if flip else tensor.clone()
 
 
+def moved(tensor: Tensor, device: str) -> Tensor:
+    """`tensor` on `device` with its strides, which ``Tensor.to`` keeps only of what has no gaps."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def jitter(state: State, seed: int) -> State:
+    """A copy whose floating tensors are changed by up to a rounding, at random."""
+    generator, copy = torch.Generator().manual_seed(seed), clone(state)
+    for tensor in filter(Tensor.is_floating_point, copy.values()):
+        factor = 2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1
+        tensor.mul_(1 + torch.finfo(tensor.dtype).eps * factor.to(tensor.device))
+    return copy
+
+
 def restore(state: State, flip: int) -> State:
     undo = {0: lambda t: t, 1: lambda t: t.flip(-1), 2: lambda t: t.roll(-(t.shape[-1] // 3), dims=-1)}[flip]
     return {name: undo(tensor) if name in COLUMNS else tensor for name, tensor in state.items()}
@@ -253,15 +267,19 @@ def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
 
 
 def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[State, State, list[State]]:
-    """The states after a step of `impl`, of the reference in float64, and of it in three orders of columns."""
+    """The states after a step of `impl`, of the reference in float64, and of it in three orders of columns.
+
+    A float64 reference is itself rounded. The last states then tell how far a rounding of its arguments leads.
+    """
     after = clone(before)
     case.call(impl, after)
     exact = clone(before, torch.float64)
     case.call(case.reference, exact)
     rounded = [clone(before, flip=flip) for flip in range(3)]
-    for state in rounded:
+    jittered = [jitter(before, seed) for seed in range(4)] if case.dtype == torch.float64 else []
+    for state in (*rounded, *jittered):
         case.call(case.reference, state)
-    return after, exact, [restore(state, flip) for flip, state in enumerate(rounded)]
+    return after, exact, [restore(state, flip) for flip, state in enumerate(rounded)] + jittered
 
 
 def check_iterates(case: Case, before: State, after: State, exact: State, rounded: list[State]) -> Tensor:

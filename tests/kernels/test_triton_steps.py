@@ -39,8 +39,9 @@ def test_pointers_that_are_not_aligned(method):
         shifted[name] = buffer[1:].view(tensor.shape).copy_(tensor)
     for state in (shifted, after):
         case.call(step_of(method), state)
-    assert all(same_bits(shifted[name], after[name]) for name in ("status", "best", "residual"))
-    torch.testing.assert_close(shifted["z"], after["z"])
+    assert all(same_bits(shifted[name], after[name]) for name in ("status", "best"))
+    for name in ("z", "residual"):  # wide accesses add in another order
+        torch.testing.assert_close(shifted[name], after[name])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
