@@ -31,7 +31,8 @@ Variables:
   DEQFAST_WHEELS  a folder of wheels, installed beside the interpreter's packages for this run: what is missing there
                   (torchdeq, pytest, pytest-benchmark, pytest-timeout, hypothesis, torchmetrics, ninja,
                   setuptools>=77; pytest-xdist, if it is there, runs the tests side by side)
-  DEQFAST_COMMIT  the commit to record where there is no git
+  DEQFAST_COMMIT  the commit to record of files that are a copy of it
+  DEQFAST_SECONDS the time of a call
 TEXT
 }
 

@@ -98,11 +98,15 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the checkout; "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build."""
-    head = records.commit(RESULTS.parent) or os.environ.get("DEQFAST_COMMIT", "unknown")
+    """The commit of the checkout, or what the variable DEQFAST_COMMIT says of a copy of one.
+
+    "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build.
+    """
+    told = os.environ.get("DEQFAST_COMMIT")
+    head = told or records.commit(RESULTS.parent) or "unknown"
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     status = ("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no")
-    changed = records.tool(*status, *others)
+    changed = not told and records.tool(*status, *others)
     if stale := stale_extensions():
         warnings.warn("; ".join(stale), stacklevel=2)
     return head + ("+changes" if changed or stale else "")
