@@ -170,6 +170,16 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """What a test compiles does not depend on the tests before it, which differ from worker to worker: a function that
+    dynamo gave up once, as it does a module's forward within a transform and any backend but "eager", stays as it is in
+    this process, and ``fullgraph=True`` of another block fails.
+    """
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and the import would take seconds
+        torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that is allocated without a value is full of NaN, integers of their largest, so that reading it before
     writing it shows. Not for a sanitizer, which looks for that itself, nor in the tests of compiled code, which torch
