@@ -30,7 +30,7 @@ from .solution import Solution
 from .solvers import SOLVERS, Solver, as_solver
 from .state.groups import Groups
 from .state.packing import Packing, check_scale, is_of_state
-from .torch_internals.dynamo import untraced
+from .torch_internals.dynamo import is_given_up, untraced
 from .torch_internals.transforms import values
 from .torch_internals.weights import hold_weights
 
@@ -202,8 +202,11 @@ class DEQBlock(ChecksKeywords, nn.Module):
         # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() is true for other threads too.
         if torch.compiler.is_dynamo_compiling():
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
+        # What dynamo gave up once, such as this frame within a transform, it gives up for every block from then on, and
+        # would compile the solve in parts.
+        run = torch.compiler.disable(self._run) if is_given_up() else self._run
         try:
-            value, solution = self._run(x, z0, groups, return_solution)
+            value, solution = run(x, z0, groups, return_solution)
         except RuntimeError as error:
             check_batches(z0, x, error)
             raise

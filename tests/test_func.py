@@ -452,6 +452,14 @@ class TestCompiled:
         with pytest.raises(ValueError, match="torch.func cannot be combined with compile"):
             fast(*given)
 
+    def test_the_solve_is_not_compiled_in_parts_after_a_transform(self):
+        """Dynamo gave up the forward of every block there."""
+        fast, _, given = self.compiled(lambda loss: lambda weights, x: vmap(loss, (None, 0))(weights, x[:, None]))
+        fast(*given)
+        block, graphs = self.model()[1], []
+        found = torch.compile(block, backend=lambda graph, _: graphs.append(graph) or graph.forward)(given[1])
+        assert torch.equal(found, block(given[1])) and not graphs
+
     def test_gradients_left_out_of_compiled_code(self):
         fast, plain, given = self.compiled(lambda loss: lambda *given: torch.compiler.disable(grad(loss))(*given))
         assert_close(fast(*given), plain(*given), GRADIENT)

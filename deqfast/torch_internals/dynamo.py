@@ -79,6 +79,11 @@ def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
     return torch.compiler.disable(f)(*arguments) if _is_loaded() else f(*arguments)
 
 
+def is_given_up() -> bool:
+    """Asked in a frame that is not traced: whether dynamo compiles what it calls, because it gave up that frame."""
+    return _is_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
 def _is_loaded() -> bool:
     return "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
 
