@@ -110,13 +110,13 @@ class Table:
         return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in texts]
 
     def facts(self) -> dict[str, str]:
-        """Each number by the names of table, row and column."""
-        return {
-            ".".join(map(slug, (self.title, name, column))): text
-            for (_, name), *texts in (row.items() for row in self.rows)
-            for column, text in texts
-            if text
-        }
+        """Each number by the names of table, row and column; of several rows of one name "2.71 ms and 2.37 ms"."""
+        found: dict[str, list[str]] = {}
+        for (_, name), *texts in (row.items() for row in self.rows):
+            for column, text in texts:
+                told = found.setdefault(".".join(map(slug, (self.title, name, column))), [])
+                told += [text] * (bool(text) and text not in told)
+        return {key: " and ".join(told) for key, told in found.items() if told}
 
 
 COLUMNS = {  # heading -> column of a measured row

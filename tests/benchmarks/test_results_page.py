@@ -62,6 +62,11 @@ def test_tables_leave_out_empty_columns_and_escape_bars():
     assert tables.Table("T", []).lines() == []
 
 
+def test_a_number_of_several_runs_is_all_of_theirs():
+    rows = [{"row": "a", "time": time, "waits": "9"} for time in ("2.71 ms", "2.37 ms")]
+    assert tables.Table("T", rows).facts() == {"t.a.time": "2.71 ms and 2.37 ms", "t.a.waits": "9"}
+
+
 def test_a_target_is_met_or_missed_by_the_data_alone():
     found = [state for _, state in judged(record(solve_rows())).values()]
     assert len(found) == len(TARGETS) + len(GPU_TARGETS)
