@@ -98,7 +98,7 @@ TARGETS = (
         )
     ),
 )
-# On an H200.
+# Set for an H200.
 _STEPS = ("picard-step-128x8192", "anderson-m6-bf16-step-32x65536", "broyden-n18-step-32x65536")
 _IMAGE, _FC, _STUDY = "128x512x4x4-bf16", "fc-solve-128x256-bf16", "width 64, batch 128, jfb"
 GPU_TARGETS = (
