@@ -22,6 +22,8 @@ from torch import Tensor
 
 library = torch.library.Library("deqfast", "DEF")
 OPS: dict[str, Op] = {}
+# How the tensors of a call may lie, of which an op remembers this many: a training run has a few.
+MAX_LAYOUTS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +118,9 @@ def _either(dtypes: tuple[torch.dtype, ...]) -> str:
 class Op:
     """An op: `arguments` is its table, `anchor` the tensor on which dtypes and device of the others hang.
 
-    limits: sizes that its dimensions may have; check: what else the Triton kernel asks of the arguments, raising
-    ValueError; triton: the module of ``deqfast.kernels`` that launches it, None: it has no Triton kernel.
+    limits: sizes that its dimensions may have; check: what else the Triton kernel asks of the tensors, but for their
+    values, raising ValueError; triton: the module of ``deqfast.kernels`` that launches it, None: it has no Triton
+    kernel.
     """
 
     name: str
@@ -145,9 +148,21 @@ class Op:
         """The numbers that may not have every value."""
         return {name: note for name, (kind, note) in self._fields.items() if kind is not Tensor and note is not None}
 
+    @cached_property
+    def _named(self) -> list[str]:
+        """The integers among the arguments that shapes name."""
+        shapes = [*self._tensors.values(), *(Shaped(result.shape, result.dtype) for result in self.results)]
+        dims = {dim for shaped in shapes for dim, _ in shaped.dims}
+        return [name for name, (kind, _) in self._fields.items() if kind is int and name in dims]
+
+    @cached_property
+    def _checked(self) -> dict[Any, dict[str, int]]:
+        """Sizes of the dimensions of calls that were right, by how their tensors lie."""
+        return {}
+
     def _counts(self, a: Any) -> dict[str, int]:
-        """The integers among the arguments, which shapes may name."""
-        return {"": 0} | {name: getattr(a, name) for name, (kind, _) in self._fields.items() if kind is int}
+        """The integers that shapes name."""
+        return {"": 0} | {name: getattr(a, name) for name in self._named}
 
     @cached_property
     def _numbers(self) -> dict[str, list[tuple[str, type]]]:
@@ -190,7 +205,7 @@ class Op:
     def run_triton(self, *values: Any) -> Any:
         """The op by its Triton kernel; ValueError for arguments that it does not take."""
         a = self._bind(*values)
-        results = self._allocate(a, self._check(f"{self.name}_triton", a))
+        results = self._allocate(a, self._sizes(f"{self.name}_triton", a))
         self._launch(a, *results)
         return self._returned(results)
 
@@ -227,21 +242,38 @@ class Op:
                 allocated.append(anchor.new_empty(shape, dtype=dtype))
         return allocated
 
+    def _sizes(self, op: str, a: Any) -> dict[str, int]:
+        """Sizes of the dimensions. The arguments are checked for the Triton kernel, as C++ does for the others.
+
+        Tensors are checked once for all calls in which they lie alike: a check takes longer than a kernel.
+        """
+        tensors = [getattr(a, name) for name in self._tensors]
+        layout = (*self._counts(a).values(), *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+        sizes = self._checked.get(layout)
+        if sizes is not None:
+            self._check_numbers(op, a, sizes)
+            return sizes
+        if len(self._checked) >= MAX_LAYOUTS:
+            self._checked.clear()
+        return self._checked.setdefault(layout, self._check(op, a))
+
     def _check(self, op: str, a: Any) -> dict[str, int]:
-        """Check the arguments for the Triton kernel, as C++ does for the others; return the sizes of the dimensions."""
         sizes = self._counts(a)
         dtypes: dict[Dtype, torch.dtype] = {}
         first, *others = self._tensors
         self._check_tensor(op, a, first, sizes, dtypes)
-        for name, limit in self._limited.items():
-            wrong = limit.wrong(getattr(a, name), sizes)
-            if wrong:
-                raise ValueError(f"{op}: `{name}` must {wrong}, got {getattr(a, name)}")
+        self._check_numbers(op, a, sizes)
         for name in others:
             self._check_tensor(op, a, name, sizes, dtypes)
         if self.check is not None:
             self.check(op, a)
         return sizes
+
+    def _check_numbers(self, op: str, a: Any, sizes: Mapping[str, int]) -> None:
+        for name, limit in self._limited.items():
+            wrong = limit.wrong(getattr(a, name), sizes)
+            if wrong:
+                raise ValueError(f"{op}: `{name}` must {wrong}, got {getattr(a, name)}")
 
     def _check_tensor(
         self, op: str, a: Any, name: str, sizes: dict[str, int], dtypes: dict[Dtype, torch.dtype]
