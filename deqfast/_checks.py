@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -85,7 +86,7 @@ def settings_of(name: str, kinds: Iterable[type]) -> dict[str, str]:
 @functools.cache
 def _keywords_of(kind: Any) -> tuple[str, ...] | None:
     """Keywords of a class's constructor; None if it takes any."""
-    parameters = inspect.signature(kind.__init__).parameters
+    parameters = inspect.signature(kind.__init__, follow_wrapped=False).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return None
     return tuple(parameters)[1:]
@@ -151,22 +152,24 @@ def check_cell(cell: Any) -> None:
     """Raise TypeError unless `cell` can be called as cell(z, x)."""
     if not callable(cell) or isinstance(cell, type):
         raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
-    if isinstance(cell, nn.Module) and cell._forward_pre_hooks:  # which may change the arguments
+    is_module = isinstance(cell, nn.Module) and type(cell).__call__ is nn.Module.__call__
+    if is_module and cell._forward_pre_hooks:  # which may change the arguments
         return
     try:
-        signature = inspect.signature(cell.forward if isinstance(cell, nn.Module) else cell)
+        signature = inspect.signature(cell.forward if is_module else cell, follow_wrapped=False)
     except (TypeError, ValueError):  # of compiled functions Python knows none
         return
     try:
         signature.bind(None, None)
     except TypeError:
-        taken = f"{type(cell).__name__}.forward" if isinstance(cell, nn.Module) else getattr(cell, "__name__", "it")
+        taken = f"{type(cell).__name__}.forward" if is_module else getattr(cell, "__name__", "it")
         raise TypeError(f"cell must accept (z, x), got {cell!r}: {taken} takes {signature}") from None
 
 
 def check_batches(z0: Any, x: Any, error: RuntimeError) -> None:
-    """Raise ValueError naming the shapes of z0 and x if they differ in their batch, which may explain the error."""
-    if isinstance(z0, Tensor) and isinstance(x, Tensor) and z0.shape[:1] != x.shape[:1]:
+    """Raise ValueError naming the shapes of z0 and x if their batches differ and the error complains of shapes."""
+    complains = type(error) is RuntimeError and re.search(r"\b(size|shape)s?\b", str(error))
+    if complains and isinstance(z0, Tensor) and isinstance(x, Tensor) and z0.shape[:1] != x.shape[:1]:
         shapes = f"{tuple(z0.shape)} and {tuple(x.shape)}"
         raise ValueError(
             f"z0 and x have batches of different sizes, {shapes}, and the solve failed: {error}"

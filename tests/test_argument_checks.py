@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 
@@ -62,6 +63,32 @@ def test_cells_that_take_more_or_hide_what_they_take():
     cells = halve, lambda *both: halve(*both), lambda z, x, more=None: halve(z, x), torch.add, nn.Bilinear(3, 3, 3)
     for cell in cells:
         assert DEQBlock(cell).cell is cell
+
+
+def test_wrappers_are_asked_for_their_own_signature():
+    @functools.wraps(torch.tanh)
+    def injected(z, x):
+        return torch.tanh(z) + x
+
+    class Called(nn.Module):
+        def __call__(self, z, x):
+            return halve(z, x)
+
+    for cell in (injected, Called()):
+        assert DEQBlock(cell).cell is cell
+
+
+def test_other_errors_keep_their_type_when_batches_differ():
+    def failing(z, x):
+        raise error
+
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        NotImplementedError("no such path"),
+        RuntimeError("no"),
+    ):
+        with pytest.raises(type(error), match=str(error)):
+            DEQBlock(failing, warn=False)(torch.ones(1, 3), torch.ones(2, 3))
 
 
 def test_signatures_are_those_of_the_constructors():

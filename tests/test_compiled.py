@@ -513,6 +513,25 @@ class TestErrors:
             block(torch.randn(2, 3))
 
 
+@pytest.mark.parametrize("solver", [Picard(1e-6, 40), Anderson(1e-6, 40), Broyden(1e-6, 40)])
+@torch.no_grad()
+def test_a_cell_in_place_that_nothing_has_looked_at_works_on_a_copy(solver):
+    x = torch.randn(2, 3)
+    value, solution = DEQBlock(in_place, solver, compile=True, warn=False).eval()(x, return_solution=True)
+    assert solution.converged.all()
+    assert_close(value, 2 * x, after_solve(1e-6))
+
+
+def test_a_cell_sees_a_short_state_as_it_is_rounded():
+    x = torch.randn(4, 500, dtype=torch.bfloat16)
+    eager, compiled = (
+        DEQBlock(lambda z, x: 0.5 * torch.cos(z) + x, Anderson(1e-5), warn=False, compile=mode)(x, return_solution=True)
+        for mode in (False, True)
+    )
+    assert compiled[1].status.tolist() == eager[1].status.tolist() == [Status.STALLED] * 4
+    assert_close(compiled[1].residual, eager[1].residual, 0.5)
+
+
 def test_threads_leave_dynamos_settings_as_they_were():
     """The calls overlap where these settings are the thread's, and wait for each other where they are the process's."""
     settings, other = torch._dynamo.config, threading.Event()

@@ -125,8 +125,58 @@ class TestLoops:
         tensors["values"] = tensors["values"][:-1]
         with pytest.raises(RuntimeError, match="picard_loop: `values` must have shape"):
             torch.ops.deqfast.picard_loop(*tensors.values(), given["fz"], 5, [0.0] * 6)
-        with pytest.raises(RuntimeError, match="`numbers` hold 6, got 5"):
+        with pytest.raises(RuntimeError, match="`numbers` must hold 6, got 5"):
             torch.ops.deqfast.picard_loop(*in_loop("picard_step", given, 0).values(), given["fz"], 5, [0.0] * 5)
+
+    @pytest.mark.parametrize(
+        ("op", "wrong", "message"),
+        [
+            ("picard_step", {"evaluations": 5}, "from 0 and below `max_iter` 5, got 5"),
+            ("picard_step", {"evaluations": -1}, "got -1"),
+            ("multisecant_step", {"history": lambda t: t[:1].contiguous()}, r"must have shape \(2, 2, 4, 17\)"),
+            ("multisecant_step", {"history": lambda t: t[:, :, :0]}, r"must have shape \(2, 2, 1, 17\), got \(2, 2, 0"),
+            ("multisecant_step", {"history": lambda t: t.half()}, "`history` must have dtype Float, got Half"),
+            ("multisecant_step", {"method": 7.0}, "`method` must be 0 to 3, got 7"),
+            ("broyden_step", {"history": lambda t: t.bfloat16()}, "`history` must have dtype Float, got BFloat16"),
+            ("broyden_step", {"evaluations": 4, "max_iter": 9}, "`history` must have room for step 4, got 4 rows"),
+        ],
+    )
+    def test_what_would_leave_the_memory_is_refused(self, op, wrong, message):
+        case = self.CASES[op]
+        given = dict(zip(case.names, arguments(case, "cpu"), strict=False))
+        tensors = in_loop(op, given, wrong.get("evaluations", 0))
+        tensors["history"] = wrong.get("history", lambda t: t)(tensors["history"])
+        more = {"picard_step": 1, "multisecant_step": 4, "broyden_step": 0}[op]
+        numbers = [1e-3, 0.0, 0.0, 0.0, 0.0, *[wrong.get("method", 0.0), 1.0, 1.0, 1e-6][:more]]
+        with pytest.raises(RuntimeError, match=message):
+            getattr(torch.ops.deqfast, op.replace("step", "loop"))(
+                *tensors.values(), given["fz"], wrong.get("max_iter", 5), numbers
+            )
+
+    @pytest.mark.parametrize(
+        ("z0", "elements", "integers", "message"),
+        [
+            (torch.zeros(2, 3).T, 40, 9, "`z0` must be contiguous"),
+            (torch.zeros(2, 3).half(), 40, 9, "`z0` must be float32 or float64, got Half"),
+            (torch.zeros(6), 40, 9, r"`z0` must have shape \(B, D\), got \(6"),
+            (torch.zeros(2, 3), 27, 9, "`elements` must be at least 28, got 27"),
+            (torch.zeros(2, 3), 28, 3, "`integers` must be at least 4, got 3"),
+        ],
+    )
+    def test_a_beginning_that_does_not_fit(self, z0, elements, integers, message):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.deqfast.loop_begin(z0, elements, integers)
+
+    def test_an_end_that_does_not_fit(self):
+        values, counts, status, running = torch.ops.deqfast.loop_begin(torch.zeros(2, 3), 28, 4)
+        for batch, dim, message in (
+            (3, 3, r"`values` must have shape \(42"),
+            (2, 4, r"`values` must have shape \(32"),
+            (-1, 3, "must be at least 0, got -1 and 3"),
+            (1, 3, r"`status` must have shape \(1"),
+        ):
+            with pytest.raises(RuntimeError, match=f"loop_end: .*{message}"):
+                torch.ops.deqfast.loop_end(values, counts, status, running, batch, dim)
 
     def test_begin_and_end(self):
         z0 = torch.randn(3, 5)

@@ -63,11 +63,25 @@ auto owned(const std::tuple<H...>& handles) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> loop_begin_op(Tensor z0, int64_t elements, int64_t integers) {
+  Checker{"loop_begin", z0, "z0"}.check_rows();
+  const int64_t batch = z0.size(0), least = values_of_all(batch, z0.size(1));
+  STD_TORCH_CHECK(elements >= least, "loop_begin: `elements` must be at least ", least, ", got ", elements);
+  STD_TORCH_CHECK(integers >= kPerSample + batch, "loop_begin: `integers` must be at least ", kPerSample + batch,
+                  ", got ", integers);
   return owned(loop_begin({z0.get()}, elements, integers));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loop_end_op(Tensor values, Tensor counts, Tensor status,
                                                                        Tensor running, int64_t batch, int64_t dim) {
+  const Checker check{"loop_end", values, "values"};
+  const auto dtype = values.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double,
+                  "loop_end: `values` must be float32 or float64, got ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(batch >= 0 && dim >= 0, "loop_end: `batch` and `dim` must be at least 0, got ", batch, " and ", dim);
+  const int64_t least = values_of_all(batch, dim);
+  check.check("values", values, {std::max(values.dim() == 1 ? values.size(0) : 0, least)}, dtype);
+  check.check("counts", counts, {std::max(counts.dim() == 1 ? counts.size(0) : 0, kPerSample + batch)}, ScalarType::Int);
+  check.check("status", status, {batch}, ScalarType::Char);
   return owned(loop_end({values.get()}, {counts.get()}, {status.get()}, {running.get()}, batch, dim));
 }
 

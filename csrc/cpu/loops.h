@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <tuple>
@@ -54,6 +55,9 @@ AtenTensorHandle new_tensor(const std::array<int64_t, dims>& sizes, ScalarType d
 // Places in `counts`.
 enum Counts { kEvaluations, kActive, kPerSample };
 
+// Elements of `values` that every step has.
+inline int64_t values_of_all(int64_t batch, int64_t dim) { return 2 * batch * dim + (2 + kProgress) * batch; }
+
 // The tensors of a loop, cut into those of a step.
 template <class T>
 struct LoopState {
@@ -89,8 +93,9 @@ struct Numbers {
   static constexpr int kRuleNumbers = sizeof(RuleNumbers) / sizeof(double);
 };
 
-// A `Loop` has the op's `name`, `step(values, counts, status, history, fz, max_iter, numbers)`, and the elements that
-// `values` and `counts` hold next to those of all steps: `more_values(batch, dim, pairs)`, `more_counts(batch)`.
+// A `Loop` has the op's `name`, `step(values, counts, status, history, fz, max_iter, numbers)`, how many of the numbers
+// are its own (`numbers`) and how many tensors `history` holds (`parts`). `values` and `counts` hold so many elements
+// more than for any step: `more_values(batch, dim, pairs)`, `more_counts(batch)`. `check` is what else the op asks.
 
 // Run a step, count the evaluation, and return whether another one follows, () bool.
 template <class Loop>
@@ -103,20 +108,28 @@ AtenTensorHandle run_step(View values, View counts, View status, View history, V
   return running;
 }
 
-// The op: as `run_step`, for a caller who may give it anything.
+// The op: as `run_step`, for a caller of whom nothing is known.
 template <class Loop>
 Tensor loop_op(Tensor values, Tensor counts, Tensor status, Tensor history, Tensor fz, int64_t max_iter,
                std::vector<double> numbers) {
   const Checker check{Loop::name, fz, "fz"};
   check.check_rows();
-  const int64_t batch = fz.size(0), dim = fz.size(1), pairs = history.dim() == 4 ? history.size(2) : 0;
-  const int64_t common = 2 * batch * dim + (2 + kProgress) * batch;
-  check.check("values", values, {common + Loop::more_values(batch, dim, pairs)}, fz.scalar_type());
+  const int64_t batch = fz.size(0), dim = fz.size(1), pairs = Loop::parts && history.dim() == 4 ? history.size(2) : 0;
+  if (Loop::parts) {
+    const bool brief = Loop::brief_history && fz.scalar_type() == ScalarType::Float &&
+                       history.scalar_type() == ScalarType::BFloat16;
+    check.check("history", history, {Loop::parts, batch, std::max<int64_t>(pairs, 1), dim},
+                brief ? ScalarType::BFloat16 : fz.scalar_type());
+  }
+  check.check("values", values, {values_of_all(batch, dim) + Loop::more_values(batch, dim, pairs)}, fz.scalar_type());
   check.check("counts", counts, {kPerSample + batch + Loop::more_counts(batch)}, ScalarType::Int);
   check.check("status", status, {batch}, ScalarType::Char);
-  STD_TORCH_CHECK(history.is_contiguous() && numbers.size() == Numbers::kRuleNumbers + Loop::numbers, Loop::name,
-                  ": `history` must be contiguous, and `numbers` hold ", Numbers::kRuleNumbers + Loop::numbers,
-                  ", got ", numbers.size());
+  STD_TORCH_CHECK(numbers.size() == Numbers::kRuleNumbers + Loop::numbers, Loop::name, ": `numbers` must hold ",
+                  Numbers::kRuleNumbers + Loop::numbers, ", got ", numbers.size());
+  const int64_t k = View{counts.get()}.data<int32_t>()[kEvaluations];
+  STD_TORCH_CHECK(0 <= k && k < max_iter, Loop::name, ": `counts` must begin with evaluations from 0 and below `max_iter` ",
+                  max_iter, ", got ", k);
+  Loop::check(k, max_iter, pairs, Numbers{numbers.data()});
   return Tensor(run_step<Loop>({values.get()}, {counts.get()}, {status.get()}, {history.get()}, {fz.get()}, max_iter,
                            {numbers.data()}));
 }

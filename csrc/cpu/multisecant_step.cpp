@@ -224,8 +224,15 @@ struct Kernels {
 struct MultisecantLoop {
   static constexpr const char* name = "multisecant_loop";
   static constexpr size_t numbers = 4;  // method, alpha, beta, ridge
+  static constexpr int64_t parts = 2;
+  static constexpr bool brief_history = true;
   static int64_t more_values(int64_t batch, int64_t dim, int64_t pairs) { return batch * (dim + (pairs + 2) * pairs); }
   static int64_t more_counts(int64_t) { return 0; }
+  static void check(int64_t, int64_t, int64_t, Numbers numbers) {
+    const double method = numbers.own(0);
+    STD_TORCH_CHECK(method == 0 || method == 1 || method == 2 || method == 3, name, ": `method` must be 0 to 3, got ",
+                    method);
+  }
 
   static void step(View values, View counts, View status, View history, View fz, int64_t max_iter,
                    Numbers numbers) {

@@ -65,8 +65,11 @@ struct Kernels {
 struct PicardLoop {
   static constexpr const char* name = "picard_loop";
   static constexpr size_t numbers = 1;  // damping
+  static constexpr int64_t parts = 0;
+  static constexpr bool brief_history = false;
   static int64_t more_values(int64_t, int64_t, int64_t) { return 0; }
   static int64_t more_counts(int64_t) { return 0; }
+  static void check(int64_t, int64_t, int64_t, Numbers) {}
 
   static void step(View values, View counts, View status, View, View fz, int64_t max_iter, Numbers numbers) {
     dispatch_state(fz.dtype(), [&](auto zero) {

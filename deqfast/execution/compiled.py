@@ -34,6 +34,7 @@ KERNEL = "cpp"  # the kernel whose steps are C functions
 OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
     "allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14",
+    "emulate_precision_casts": True,  # else f is given a bfloat16 state that nobody has rounded
     "freezing": False,  # it takes the weights of a code without gradients for constants
 }
 
@@ -174,7 +175,8 @@ def _solve(cell: Callable[[Any, Any], Any], x: Any, loop: _Loop, z0: Tensor, his
     def body(running: Tensor) -> tuple[Tensor]:
         batch = status.shape[0]  # a loop takes no size from outside
         of_batch = loop.packing.resized(batch)
-        z = values[: batch * loop.dim].view(batch, loop.dim)
+        # A copy, which costs nothing unless the cell works in place on it. It would work in the memory of the steps.
+        z = values[: batch * loop.dim].view(batch, loop.dim).clone()
         value = cell(of_batch.unpack(z), x)
         rule = loop.solver.rule(of_batch.stall_floor(value))
         numbers = [float(number) for number in (*rule, *loop.numbers)]
