@@ -204,7 +204,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
             return opaque_op.solve_traced(self, x, z0, return_solution, groups)
         # What dynamo gave up once, such as this frame within a transform, it gives up for every block from then on, and
         # would compile the solve in parts.
-        run = torch.compiler.disable(self._run) if is_given_up() else self._run
+        run = partial(untraced, self._run) if is_given_up() else self._run
         try:
             value, solution = run(x, z0, groups, return_solution)
         except RuntimeError as error:
@@ -225,7 +225,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
             value, solution = adjoint(plan)
         if self.warn and plan.context != "torch.export":
-            self._forward_notice.look(replace(solution, status=values(solution.status)))
+            status = values(solution.status)
+            self._forward_notice.look(solution if status is solution.status else replace(solution, status=status))
         return value, solution
 
     def trajectory(

@@ -5,6 +5,7 @@ In a trace, a look at values or at memory and a change of mode are to be avoided
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
@@ -76,7 +77,13 @@ def uncompiled(f: Callable[..., Result]) -> Callable[..., Result]:
 
 def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
     """``f(*arguments)``, of which dynamo takes no part where it compiles the caller in parts."""
-    return torch.compiler.disable(f)(*arguments) if _is_loaded() else f(*arguments)
+    return _disabled()(f, *arguments) if _is_loaded() else f(*arguments)
+
+
+@functools.cache
+def _disabled() -> Callable[..., Any]:
+    """The call of a function, untraced: made once, as making it takes longer than a step of a small solve."""
+    return torch.compiler.disable(lambda f, *arguments: f(*arguments))
 
 
 def is_given_up() -> bool:
