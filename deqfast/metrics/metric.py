@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -215,30 +214,13 @@ class NeuralCollapse(Metric):
             return tensor.to(fn(tensor.new_empty(0)).device)
 
         own = [name for name in self._defaults if name != "features"]
-        # torchmetrics maps over what compute returned, Python numbers in a frozen dataclass.
-        caches, self._forward_cache, self._computed = (self._forward_cache, self._computed), None, None
         super()._apply(fn if self._dtype_convert else move, [*exclude_state, *own])
-        self._forward_cache, self._computed = caches
         for name in own:
             state = getattr(self, name)
             setattr(self, name, move(state) if isinstance(state, Tensor) else [move(part) for part in state])
             default = self._defaults[name]
             self._defaults[name] = move(default) if isinstance(default, Tensor) else default
         return self
-
-    def _wrap_compute(self, compute: Callable) -> Callable:
-        # torchmetrics maps a function over the fields of what compute returns, which a frozen dataclass refuses.
-        @functools.wraps(compute)
-        def opaque() -> _Opaque:
-            return _Opaque(compute())
-
-        wrapped = super()._wrap_compute(opaque)
-
-        @functools.wraps(compute)
-        def transparent() -> NCResult:
-            return wrapped().value
-
-        return transparent
 
     def _sync_dist(self, dist_sync_fn: Callable = gather_all_tensors, process_group: Any | None = None) -> None:
         if not self.streaming and torch.distributed.is_initialized():
@@ -257,13 +239,6 @@ class NeuralCollapse(Metric):
             width, dtype = found.pop()
             self.features = [torch.empty((0, width), dtype=dtype, device=self.device)]
             self.labels = [torch.empty(0, dtype=torch.int64, device=self.device)]
-
-
-class _Opaque:
-    """Box around a value that torchmetrics does not look into."""
-
-    def __init__(self, value: NCResult) -> None:
-        self.value = value
 
 
 # Moments are packed in one (K + D, 1 + D) tensor, [count, mean] per class above [0, scatter], because torchmetrics

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +42,7 @@ from .statistics import (
 NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
 
 
-@dataclass(frozen=True)
-class NCResult:
+class NCResult(NamedTuple):
     """Neural-collapse metrics as Python numbers.
 
     Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A; NC4 is defined there and not measured.

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -204,7 +204,7 @@ class Trainer:
         seen = self.infer("train")
         weight = self.network.classifier.weight.detach()
         result = deqfast.neural_collapse(seen.features, seen.labels, weight, num_classes=self.data.classes)
-        collapse = {name: one if math.isfinite(one) else None for name, one in asdict(result).items()}
+        collapse = {name: one if math.isfinite(one) else None for name, one in result._asdict().items()}
         return collapse, moments(seen.features, seen.labels, weight)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 import pickle
@@ -273,8 +272,8 @@ def distributed_results(rank):
             first = metric.compute()
             metric.update(features[:50] + rank, labels[:50])
             results[f"{name}, streaming={streaming}"] = [
-                dataclasses.asdict(first),
-                dataclasses.asdict(metric.compute()),
+                first._asdict(),
+                metric.compute()._asdict(),
             ]
     return results
 

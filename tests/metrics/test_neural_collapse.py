@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -381,11 +380,11 @@ def test_autocast_and_matmul_precision_have_no_say():
 def test_result_is_plain_and_frozen():
     features, labels, weight = make_samples(100, 7, 4)
     result = neural_collapse(features, labels, weight)
-    fields = dataclasses.asdict(result)
+    fields = result._asdict()
     assert NCResult(**json.loads(json.dumps(fields))) == result
     assert {name for name, value in fields.items() if type(value) is int} == {"rank", "num_classes", "excluded"}
     assert all(type(value) in (int, float) for value in fields.values())
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         result.nc1 = 0.0
 
 
