@@ -532,6 +532,26 @@ def test_a_cell_sees_a_short_state_as_it_is_rounded():
     assert_close(compiled[1].residual, eager[1].residual, 0.5)
 
 
+def test_threads_that_begin_together_make_one_code():
+    made, barrier = [], threading.Barrier(4)
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    def begin():
+        barrier.wait()
+        codes.call("key", torch.ones(2))
+
+    codes = Codes(lambda x: x + 1, backend=backend)
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and len(pickle.loads(pickle.dumps(Codes(torch.tanh)))._codes) == 0
+
+
 def test_threads_leave_dynamos_settings_as_they_were():
     """The calls overlap where these settings are the thread's, and wait for each other where they are the process's."""
     settings, other = torch._dynamo.config, threading.Event()

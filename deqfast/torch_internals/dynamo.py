@@ -133,14 +133,25 @@ class Codes:
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         self._function, self._options, self._backend = function, options, backend
+        self._begin()
+
+    def _begin(self) -> None:
         self._codes: dict[Any, Callable[..., Any]] = {}
+        self._served: set[Any] = set()  # keys whose code has run
+        self._making: dict[Any, Any] = {}  # a lock for each key
 
     def call(self, key: Any, *arguments: Any) -> Any:
         """Call the code of `key`, which is made where there is none that serves."""
-        if key not in self._codes:
-            self._renew(key)
-        with _config_lock:
-            return self._called(key, arguments)
+        if key in self._served:
+            with _config_lock:
+                return self._called(key, arguments)
+        with self._making.setdefault(key, threading.RLock()), _config_lock:
+            # Threads that begin together would each make a code.
+            if key not in self._codes:
+                self._renew(key)
+            result = self._called(key, arguments)
+            self._served.add(key)
+            return result
 
     def _called(self, key: Any, arguments: tuple[Any, ...]) -> Any:
         config: Any = torch._dynamo.config
@@ -165,4 +176,8 @@ class Codes:
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the code, which lives in one process."""
-        return {**self.__dict__, "_codes": {}}
+        return {name: self.__dict__[name] for name in ("_function", "_options", "_backend")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
