@@ -152,11 +152,12 @@ class LateWatch(Watch):
         super().__init__(active)
         self.pinned = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=active.is_cuda)
         self.arrived: torch.cuda.Event | None = None
-        self.stream = torch.cuda.current_stream(active.device)  # to ask for it costs as much as to record an event
+        self.stream: torch.cuda.Stream | None = None
 
     def count(self) -> int:
         if self.arrived is None:
             self.arrived = torch.cuda.Event()
+            self.stream = torch.cuda.current_stream(self.active.device)  # held: to ask takes as long as to record
         else:
             self.arrived.synchronize()
             self.known = self.pinned.tolist()[0]

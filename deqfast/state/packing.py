@@ -278,10 +278,9 @@ def evaluate(f: Callable[..., Any], z: Any, *more: Any) -> Any:
     return value
 
 
-def versions(tree: Any) -> list[int]:
+def versions(tree: Any) -> int | list[int]:
     """Numbers that change where something writes to the tensors of a structure."""
-    leaves = [tree] if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
-    return [_version(leaf) for leaf in leaves]
+    return _version(tree) if isinstance(tree, Tensor) else [_version(leaf) for leaf in pytree.tree_leaves(tree)]
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:
