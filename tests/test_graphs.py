@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -45,6 +47,9 @@ class Recording(TorchDispatchMode):
             for held, new in zip(pytree.tree_leaves(results), again, strict=True):
                 if isinstance(held, torch.Tensor) and held.data_ptr() != new.data_ptr():
                     held.copy_(new)
+
+
+refuse_waits = cuda_graph.refuse_waits  # which the recordings below leave out
 
 
 class Condition:
@@ -239,6 +244,25 @@ def test_a_cell_that_waits_for_the_host_cannot_be_captured():
 
     with pytest.raises(RuntimeError, match="cuda_graph: the solve cannot be captured: .*(waits|captur)"):
         deqfast.DEQBlock(Waiting(), cuda_graph=True)(inputs())
+
+
+def test_waits_are_found_by_the_warnings_of_this_thread(monkeypatch):
+    """Other warnings, and those of other threads, are shown as they were, and the mode is as before in the end."""
+    mode, ready = ["default"], "called a synchronizing CUDA operation"
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+
+    def elsewhere():
+        thread = threading.Thread(target=warnings.warn, args=(ready,))
+        thread.start()
+        thread.join()
+
+    with pytest.warns(UserWarning, match="another thing") as shown:
+        refuse_waits(lambda: (warnings.warn("another thing", stacklevel=2), elsewhere()))
+    assert [str(warning.message) for warning in shown] == ["another thing", ready]
+    with pytest.raises(RuntimeError, match="the cell waits for the device"):
+        refuse_waits(lambda: warnings.warn(ready, stacklevel=2))
+    assert mode == ["default", "warn", "default", "warn", "default"]
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
