@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# What other libraries call an option or a choice: torchdeq, optimistix, jaxopt, scipy, papers.
+# What other libraries call an option or a choice: torchdeq, optimistix, jaxopt, scipy, papers; and drafts of this one.
 _OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "ift": ("implicit",),
     "implicit_diff": ("implicit",),
@@ -24,20 +24,29 @@ _OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "fixed_point_iter": ("picard",),
     "simple_fixed_point_iter": ("picard",),
     "forward_iteration": ("picard",),
-    "m": ("history",),
-    "lbfgs_thres": ("history",),
+    "m": ("history_size",),
+    "lbfgs_thres": ("history_size",),
+    "memory": ("history_size",),
+    "history": ("history_size",),
     "lam": ("ridge",),
-    "beta": ("mixing", "step", "damping"),
-    "tau": ("damping", "mixing", "step"),
-    "rtol": ("tol",),
-    "tolerance": ("tol",),
-    "eps": ("tol",),
-    "f_tol": ("tol",),
+    "beta": ("relaxation",),
+    "tau": ("relaxation",),
+    "damping": ("relaxation",),
+    "mixing": ("relaxation",),
+    "step": ("relaxation",),
+    "tol": ("rtol",),
+    "tolerance": ("rtol",),
+    "eps": ("rtol",),
+    "f_tol": ("rtol",),
     "threshold": ("max_iter",),
     "max_steps": ("max_iter",),
     "f_max_iter": ("max_iter",),
-    "stop_mode": ("stop",),
-    "f_stop_mode": ("stop",),
+    "stop": ("rtol", "atol"),
+    "stop_mode": ("rtol", "atol"),
+    "f_stop_mode": ("rtol", "atol"),
+    "check_every": ("sync_every",),
+    "compact": ("drop_converged",),
+    "halt": ("stop_fn",),
     "f_solver": ("solver",),
     "b_solver": ("adjoint",),
     "grad": ("adjoint",),
@@ -46,20 +55,19 @@ _OTHER_WORDS: dict[str, tuple[str, ...]] = {
 Kind = TypeVar("Kind")
 
 
-def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str | None:
-    """Return which of the names `name` stands for in another library, else which it resembles, else None."""
+def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> list[str]:
+    """Return which of the names `name` stands for in another library, else the one that it resembles, if any."""
     if not isinstance(name, str):
-        return None
+        return []
     lower = {each.lower(): each for each in names if isinstance(each, str)}
     known = [word for word in _OTHER_WORDS.get(name.lower(), ()) if word in lower]
-    found = known or get_close_matches(name.lower(), lower, 1, cutoff)
-    return lower[found[0]] if found else None
+    return [lower[word] for word in known or get_close_matches(name.lower(), lower, 1, cutoff)]
 
 
 def did_you_mean(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str:
     """Return "; did you mean ...?" with the nearest of the names, or an empty string."""
     found = nearest(name, names, cutoff)
-    return f"; did you mean {found!r}?" if found else ""
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], elsewhere: Mapping[str, str]) -> None:
@@ -69,7 +77,7 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], els
     """
     for name in given:
         if name not in allowed:
-            place = elsewhere.get(nearest(name, [*allowed, *elsewhere]) or "")
+            place = next((elsewhere[word] for word in nearest(name, [*allowed, *elsewhere]) if word in elsewhere), "")
             hint = f"; use {place}" if place else did_you_mean(name, allowed)
             raise TypeError(f"{owner} takes no argument {name!r}{hint}")
 

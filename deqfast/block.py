@@ -21,7 +21,7 @@ from .execution import opaque_op
 from .execution.compiled import Compiled
 from .execution.cuda_graph import Graphs
 from .execution.linearised import Linearised
-from .execution.loop import Halt
+from .execution.loop import StopFn
 from .execution.plan import Plan
 from .execution.refusals import check_served, check_together, given
 from .execution.trajectory import check_trajectory, differentiate_along
@@ -35,9 +35,9 @@ from .torch_internals.transforms import values
 from .torch_internals.weights import hold_weights
 
 
-def _check_every(value: int | None) -> int | None:
+def _sync_every(value: int | None) -> int | None:
     if value is not None:
-        check_count("check_every", value)
+        check_count("sync_every", value)
     return value
 
 
@@ -53,13 +53,13 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
     "eval_solver": lambda solver: None if solver is None else as_solver(solver),
     "adjoint": as_adjoint,
     "kernel": check_kernel_name,
-    "check_every": _check_every,
+    "sync_every": _sync_every,
     "scale": check_scale,
     "init": partial(_callable_or_none, "init"),
-    "halt": partial(_callable_or_none, "halt"),
+    "stop_fn": partial(_callable_or_none, "stop_fn"),
 }
 # Options that not all others can be combined with.
-_COMBINED = {"adjoint", "check_every", "compact", "groups", "halt", "scale", "trace"}
+_COMBINED = {"adjoint", "sync_every", "drop_converged", "groups", "stop_fn", "scale", "trace"}
 
 
 class DEQBlock(ChecksKeywords, nn.Module):
@@ -70,22 +70,22 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     Args:
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
-        solver: "broyden", "anderson", "picard" (tol=1e-3, max_iter=20) or a solver object.
+        solver: "broyden", "anderson", "picard" (rtol=1e-3, max_iter=20) or a solver object.
         adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
         init: x -> z0; None: see above.
         groups: the samples of calls that give none, see ``forward``.
         scale: the typical sizes of the tensors of z, see ``solve``.
         per_sample: which tensors of x have one row per row of z, a tree like x of True and False. They lose rows by
-            `compact`, and in the gradient a healthy row takes the place of one whose sample broke down. None: every
-            dense tensor with as many rows as z that is no parameter. A square matrix beside other leaves of x counts
-            only in its rows that are not finite, and is not cut.
+            `drop_converged`, and in the gradient a healthy row takes the place of one whose sample broke down. None:
+            every dense tensor with as many rows as z that is no parameter. A square matrix beside other leaves of x
+            counts only in its rows that are not finite, and is not cut.
         eval_solver: solver of evaluation mode; None: `solver`.
-        halt: a rule that ends samples too, see ``solve``.
+        stop_fn: a rule that ends samples too, see ``solve``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch", see ``backends``.
-        check_every: iterations between looks at whether all samples are done, see ``solve``.
-        compact: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every sample by
-            itself.
-        cuda_graph: capture the forward solve in CUDA graphs, one per `check_every` iterations, and replay them; True,
+        sync_every: iterations between looks at whether all samples are done, see ``solve``.
+        drop_converged: give the cell the rows of z and x of running samples only, see ``solve``. It must treat every
+            sample by itself.
+        cuda_graph: capture the forward solve in CUDA graphs, one per `sync_every` iterations, and replay them; True,
             or "whole" for one graph that the device leaves by itself (torch 2.14.1 can). See ``execution.cuda_graph``.
         compile: on a CPU, compile the solves: the cell, the steps and the loop around them become one graph, for each
             solver and shape of a sample. Takes seconds at the first call. Not under torch.func. True, or "forward" to
@@ -97,8 +97,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             function at every call, by its modules, else by three evaluations, which hooks and counters see.
 
     Attributes:
-        solver, eval_solver, adjoint, kernel, check_every, compact, groups, halt, init, scale, trace: as above,
-            objects for names; assignments are checked as arguments are.
+        solver, eval_solver, adjoint, kernel, sync_every, drop_converged, groups, stop_fn, init, scale, trace: as
+            above, objects for names; assignments are checked as arguments are.
         backward_solution: Solution of the backward solve, after a backward pass with ``Implicit``; else None.
 
     Raises:
@@ -132,10 +132,10 @@ class DEQBlock(ChecksKeywords, nn.Module):
         scale: Any = None,
         per_sample: Any = None,
         eval_solver: str | Solver | None = None,
-        halt: Halt | None = None,
+        stop_fn: StopFn | None = None,
         kernel: str = "auto",
-        check_every: int | None = None,
-        compact: bool = False,
+        sync_every: int | None = None,
+        drop_converged: bool = False,
         cuda_graph: bool | str = False,
         compile: bool | str = False,
         trace: bool = False,
@@ -148,8 +148,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         self.eval_solver = None if eval_solver is None else as_solver(eval_solver)
         self.adjoint = as_adjoint(adjoint)
         self.kernel = kernel
-        self.init, self.check_every, self.groups = init, check_every, groups
-        self.compact, self.trace, self.halt, self.scale = compact, trace, halt, scale
+        self.init, self.sync_every, self.groups = init, sync_every, groups
+        self.drop_converged, self.trace, self.stop_fn, self.scale = drop_converged, trace, stop_fn, scale
         self.graphs = Graphs(cell, cuda_graph) if cuda_graph else None
         check_choice("compile", compile, (False, True, "forward"))
         self.compiled = Compiled() if compile else None
@@ -234,8 +234,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
     ) -> list[Any]:
         """Solve once for x, and return states on the way beside z*, each with a gradient: for a loss of several states.
 
-        Runs the plain loop, without `compact`, `cuda_graph`, `compile` and a cell's own ``fixed_point``. Each state
-        costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
+        Runs the plain loop, without `drop_converged`, `cuda_graph`, `compile` and a cell's own ``fixed_point``. Each
+        state costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.
 
         Args:
             x: see ``forward``.
@@ -254,7 +254,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
                 torch.func, forward-mode AD or torch.export; else as ``forward``.
 
         Examples:
-            >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, damping=0.8))
+            >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, relaxation=0.8))
             >>> losses = [z.square().mean() for z in block.trajectory(torch.randn(4, 3), at=[2, 4])]
             >>> (losses[2] + 0.8 * losses[1] + 0.64 * losses[0]).backward()
         """
@@ -284,13 +284,13 @@ class DEQBlock(ChecksKeywords, nn.Module):
             scale=self.scale,
             per_sample=self.per_sample,
             kernel=self.kernel,
-            check_every=self.check_every,
-            compact=self.compact,
+            sync_every=self.sync_every,
+            drop_converged=self.drop_converged,
             graphs=self.graphs,
             compiled=self.compiled,
             linearised=self.linearised,
             trace=self.trace,
-            halt=self.halt,
+            stop_fn=self.stop_fn,
             on_backward=self._keep_backward_solution,
         )
 

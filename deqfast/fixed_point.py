@@ -44,8 +44,8 @@ def fixed_point(
         solver: of the forward solve, as for ``DEQBlock``.
         adjoint: how gradients are found, as for ``DEQBlock``.
         return_solution: return the Solution too.
-        options: further ones of ``DEQBlock`` and of its call: kernel, check_every, compact, per_sample, trace, halt,
-            scale, warn (which then warns at every call), groups.
+        options: further ones of ``DEQBlock`` and of its call: kernel, sync_every, drop_converged, per_sample, trace,
+            stop_fn, scale, warn (which then warns at every call), groups.
 
     Returns:
         z*, a tree like z0; with `return_solution` (z*, Solution).

@@ -21,7 +21,7 @@ class Status(IntEnum):
         INCONSISTENT: the residual met the tolerance in the solve, and did not when f was called again at the answer, as
             the gradient needs it. Then f couples the samples, see `groups` of ``solve``, or is another function at
             every call.
-        HALTED: the caller's rule `halt` ended the solve of the sample.
+        STOPPED: the caller's rule `stop_fn` ended the solve of the sample.
         MAX_ITER: f was called max_iter times, and no iterate met the tolerance.
         ESCAPED: f was called max_iter times, and an iterate that ran away met the tolerance without being near a fixed
             point.
@@ -38,7 +38,7 @@ class Status(IntEnum):
     NONFINITE = 2
     STALLED = 3
     INCONSISTENT = 4
-    HALTED = 5
+    STOPPED = 5
     MAX_ITER = 6
     ESCAPED = 7
 
@@ -53,7 +53,7 @@ _MESSAGES = {
     Status.NONFINITE: "f returned a value that is not finite; the best finite iterate is returned.",
     Status.STALLED: "The residual reached the rounding floor of a low-precision f above the tolerance.",
     Status.INCONSISTENT: "The residual met the tolerance in the solve, but not in another call of f at its answer.",
-    Status.HALTED: "The rule `halt` ended the solve; the iterate that it saw is returned.",
+    Status.STOPPED: "The rule `stop_fn` ended the solve; the iterate that it saw is returned.",
     Status.MAX_ITER: "The evaluations of f ran out before the tolerance was met; the best iterate is returned.",
     Status.ESCAPED: "The iterates ran away: the residual is small only next to them; the best iterate is returned.",
 }
@@ -66,11 +66,12 @@ class Solution:
     Attributes:
         value: a tree like z0; per sample the iterate whose residual is reported: the converged one, else the finite one
             of least |f(z) - z| + eps |f(z)|, else z0. A solver's value has no longer residual |f(z) - z| than z0, up to
-            rounding. For HALTED, ``Unrolled`` and ``Reversible`` it is the last iterate.
+            rounding. For STOPPED, ``Unrolled`` and ``Reversible`` it is the last iterate.
         status: (B,) int8 of ``Status``.
         iterations: (B,) int32, the values of f the sample used until its status was set.
-        residual: (B,) the one of the next two that the solver held against its `tol`.
-        residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / tol) at `value`, in the solver's norm: the relative residual
+        residual: (B,) the one of the next two that the solver judged by: residual_abs where its `rtol` is 0, else
+            residual_rel.
+        residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / rtol) at `value`, in the solver's norm: the relative residual
             where its `atol` is 0, which it is by default; infinite if f was never finite.
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
             of the divided state.

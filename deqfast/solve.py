@@ -11,8 +11,8 @@ from torch import Tensor
 from ._checks import check_count
 from .execution.loop import (
     Compaction,
-    Halt,
     Run,
+    StopFn,
     Whole,
     begin,
     export,
@@ -35,9 +35,9 @@ def solve(
     *,
     groups: Groups | Tensor | str | None = None,
     scale: Any = None,
-    halt: Halt | None = None,
-    check_every: int | None = None,
-    compact: bool = False,
+    stop_fn: StopFn | None = None,
+    sync_every: int | None = None,
+    drop_converged: bool = False,
     trace: bool = False,
     keep_inverse: bool = False,
 ) -> Solution:
@@ -63,14 +63,15 @@ def solve(
         scale: the typical size of each tensor's numbers, in a tree like z0 (a tuple for a tuple), from 2^-60 to 2^60.
             Residuals and steps are those of the divided tensors: the larger its number, the less a tensor counts. Each
             acts as the power of two nearest to it, which rounds nothing. None: the numbers are of one size.
-        halt: rule of the caller's own beside the solver's: halt(z, value, k), given the iterate z, f(z) and the number
-            k = 1, 2, ... of the evaluation, returns a mask (B,) of the samples to end as they are, HALTED. It is asked
-            about all samples, with z as the value of those that `compact` leaves out, and counts for those that run and
-            have not converged; nothing waits for the device. It may keep z, and must not write to f(z).
-        check_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
+        stop_fn: rule of the caller's own beside the solver's: stop_fn(z, value, k), given the iterate z, f(z) and the
+            number k = 1, 2, ... of the evaluation, returns a mask (B,) of the samples to end as they are, STOPPED. It
+            is asked about all samples, with z as the value of those that `drop_converged` leaves out, and counts for
+            those that run and have not converged; nothing waits for the device. It may keep z, and must not write to
+            f(z).
+        sync_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
             the count comes one look late, so that the host never waits for the step it has just queued.
-        compact: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is then
-            called as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
+        drop_converged: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is
+            then called as f(z, rows): rows (b,) int64 are the samples that z holds; None: all of them.
         trace: record the residuals of the best iterate after every evaluation.
         keep_inverse: keep the history of Anderson or Broyden, and with it ``Solution.transposed_inverse``.
 
@@ -79,11 +80,11 @@ def solve(
 
     Raises:
         TypeError, ValueError: an argument is not as above; z0 is not finite, naming its rows; f returns another shape
-            or works in place on its argument; halt returns no such mask or writes to f(z).
+            or works in place on its argument; stop_fn returns no such mask or writes to f(z).
         RuntimeError: a kernel asked for by name cannot serve; z0 belongs to torch.func or forward-mode AD.
 
     Examples:
-        >>> solution = deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Anderson(tol=1e-5))
+        >>> solution = deqfast.solve(torch.cos, torch.zeros(2, 3), deqfast.Anderson(rtol=1e-5))
         >>> solution
         Solution(2 CONVERGED, evaluations=6)
         >>> round(float(solution.value[0, 0]), 3)
@@ -92,20 +93,20 @@ def solve(
     if not callable(f):
         raise TypeError(f"f must be callable, got {f!r}")
     solver = as_solver(solver)
-    if check_every is not None:
-        check_count("check_every", check_every)
-    if halt is not None and not callable(halt):
-        raise TypeError(f"halt must be callable, got {halt!r}")
+    if sync_every is not None:
+        check_count("sync_every", sync_every)
+    if stop_fn is not None and not callable(stop_fn):
+        raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
     if groups is not None:
-        check_served("compact", ["groups"] * compact)
+        check_served("drop_converged", ["groups"] * drop_converged)
     check_plain("solve", z0)
     begun = begin(z0, solver, kernel, groups=groups, scale=scale, keep_inverse=keep_inverse, trace=trace)
     with outside_exports(torch.no_grad()):
         watch = watch_of(begun.state.active)
-        batches = Compaction(watch, halt is not None) if compact else Whole()
-        run = Run(f, begun.packing, solver, begun.state, batches, halt)
+        batches = Compaction(watch, stop_fn is not None) if drop_converged else Whole()
+        run = Run(f, begun.packing, solver, begun.state, batches, stop_fn)
         if is_exporting():
             evaluations = export(run)
         else:
-            evaluations = iterate(run.advance, solver.max_iter, watch, check_every) if begun.packing.batch else 0
+            evaluations = iterate(run.advance, solver.max_iter, watch, sync_every) if begun.packing.batch else 0
         return begun.finish(evaluations, batches.sample_evaluations)

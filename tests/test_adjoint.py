@@ -31,7 +31,7 @@ from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, SOLVERS, assert_close,
 TIGHT = 1e-13
 ADJOINTS = {
     "jfb": JFB(),
-    "implicit": Implicit(Broyden(tol=TIGHT, max_iter=40)),
+    "implicit": Implicit(Broyden(rtol=TIGHT, max_iter=40)),
     "neumann": Neumann(steps=3),
     "phantom": Phantom(steps=3),
     "reversible": Reversible(steps=12),
@@ -67,7 +67,7 @@ class Toy:
         return self.value(z, x, self.w, self.u, self.b)
 
     def block(self, adjoint, solver=None, **options):
-        return DEQBlock(self.cell, solver or Broyden(tol=TIGHT, max_iter=40), adjoint, **options)
+        return DEQBlock(self.cell, solver or Broyden(rtol=TIGHT, max_iter=40), adjoint, **options)
 
     def gradients(self, adjoint, solver=None, scale=1.0, **options):
         z = self.block(adjoint, solver, **options)(self.x, z0=self.z0)
@@ -81,7 +81,7 @@ class TestThreeWays:
     @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
     def test_implicit_equals_unrolled(self, name, kernel):
         toy = Toy()
-        solver = SOLVERS[name](tol=TIGHT, max_iter=120)
+        solver = SOLVERS[name](rtol=TIGHT, max_iter=120)
         implicit = toy.gradients(Implicit(solver), solver, kernel=kernel)
         assert_close(implicit, toy.gradients(Unrolled(steps=120)), GRADIENT)
 
@@ -89,7 +89,7 @@ class TestThreeWays:
         toy = Toy(batch=1)
         moved = [t.detach().to(device).requires_grad_() for t in toy.inputs]
         x, *weights = moved
-        solver = Broyden(tol=1e-11, max_iter=12)
+        solver = Broyden(rtol=1e-11, max_iter=12)
         block = DEQBlock(lambda z, x: Toy.value(z, x, *weights), solver, Implicit(solver), kernel=kernel)
         z = block(x, z0=toy.z0.to(device))
         gradients = torch.autograd.grad(z, moved, toy.cotangent.to(device))
@@ -100,7 +100,7 @@ class TestThreeWays:
         toy = Toy(batch=2)
 
         def layer(x, w, u, b):
-            solver = Broyden(tol=TIGHT, max_iter=40)
+            solver = Broyden(rtol=TIGHT, max_iter=40)
             return DEQBlock(lambda z, x: Toy.value(z, x, w, u, b), solver, adjoint)(x, z0=toy.z0)
 
         assert torch.autograd.gradcheck(layer, toy.inputs, **FINITE_DIFFERENCES)
@@ -111,14 +111,14 @@ class TestThreeWays:
         x = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
         cotangent = torch.randn_like(x)
         gradients = []
-        for adjoint in (Implicit(Broyden(tol=TIGHT, max_iter=60)), Unrolled(steps=300)):
-            z = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=60), adjoint)(x)
+        for adjoint in (Implicit(Broyden(rtol=TIGHT, max_iter=60)), Unrolled(steps=300)):
+            z = DEQBlock(cell, Broyden(rtol=TIGHT, max_iter=60), adjoint)(x)
             gradients.append(torch.autograd.grad(z, (x, *cell.parameters()), cotangent))
         assert_close(*gradients, GRADIENT)
 
     def test_many_phantom_steps_are_the_implicit_gradient(self):
         toy = Toy()
-        assert_close(toy.gradients(Phantom(steps=200, damping=0.7)), toy.gradients(ADJOINTS["implicit"]), GRADIENT)
+        assert_close(toy.gradients(Phantom(steps=200, relaxation=0.7)), toy.gradients(ADJOINTS["implicit"]), GRADIENT)
 
 
 class TestDefinitions:
@@ -168,7 +168,7 @@ class TestDefinitions:
 
     def test_reversible_notices_a_way_back_that_leaves_the_range_of_the_dtype(self):
         weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 3
-        block = DEQBlock(lambda z, x: torch.relu(z @ weight) + x, adjoint=Reversible(100, damping=0.9), warn=False)
+        block = DEQBlock(lambda z, x: torch.relu(z @ weight) + x, adjoint=Reversible(100, relaxation=0.9), warn=False)
         z = block(torch.ones(2, 8, requires_grad=True))
         assert bool(torch.isfinite(z).all())
         with pytest.raises(RuntimeError, match="off z0: take fewer steps than 100"):
@@ -246,7 +246,7 @@ class TestDefinitions:
     def test_unrolled_is_a_loop(self, steps):
         toy = Toy()
         z0 = torch.randn_like(toy.z0).requires_grad_()
-        solver = Picard(tol=1e-2, max_iter=7)
+        solver = Picard(rtol=1e-2, max_iter=7)
         value, solution = DEQBlock(toy.cell, solver, Unrolled(steps))(toy.x, z0=z0, return_solution=True)
         z = z0
         for _ in range(steps or 7):
@@ -264,13 +264,13 @@ class TestDefinitions:
 
     def test_unrolled_reports_the_measure_of_its_solver(self):
         toy = Toy()
-        _, solution = toy.block(Unrolled(3), Picard(stop="abs"))(toy.x, z0=toy.z0, return_solution=True)
+        _, solution = toy.block(Unrolled(3), Picard(rtol=0, atol=1e-3))(toy.x, z0=toy.z0, return_solution=True)
         assert torch.equal(solution.residual, solution.residual_abs)
 
     @attaching
     def test_the_value_is_the_solvers_in_every_mode(self, adjoint):
         toy = Toy()
-        block = toy.block(adjoint, Broyden(tol=1e-3))
+        block = toy.block(adjoint, Broyden(rtol=1e-3))
         value, solution = block(toy.x, z0=toy.z0, return_solution=True)
         assert value.requires_grad and torch.equal(value, solution.value)
         with torch.no_grad():
@@ -319,7 +319,7 @@ class TestCalls:
     def test_implicit_starts_at_the_gradient_and_ends_at_its_solution(self):
         toy = Toy()
         cell, log = self.probed(toy)
-        block = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=40), Implicit(Broyden(tol=TIGHT, max_iter=40)))
+        block = DEQBlock(cell, Broyden(rtol=TIGHT, max_iter=40), Implicit(Broyden(rtol=TIGHT, max_iter=40)))
         z = block(toy.x, z0=toy.z0)
         assert block.backward_solution is None
         z.backward(toy.cotangent)
@@ -351,7 +351,7 @@ class TestCalls:
 
     def test_the_default_backward_solver_is_the_forwards_made_tight(self):
         toy = Toy()
-        solver = Anderson(tol=1e-1, max_iter=30, history=3, stop="abs")
+        solver = Anderson(rtol=0, atol=1e-1, max_iter=30, history_size=3)
         block = toy.block(Implicit(), solver)
         block(toy.x, z0=toy.z0).backward(toy.cotangent)
         backward = block.backward_solution
@@ -365,7 +365,7 @@ class TestLossScale:
         toy = Toy()
         taken = []
         for scale in (2.0**-10, 1.0, 65536.0):
-            block = toy.block(Implicit(SOLVERS[name](tol=1e-6, max_iter=60)))
+            block = toy.block(Implicit(SOLVERS[name](rtol=1e-6, max_iter=60)))
             z = block(toy.x, z0=toy.z0)
             gradients = torch.autograd.grad(z, toy.inputs, scale * toy.cotangent)
             solution = block.backward_solution
@@ -415,7 +415,7 @@ class TestBadSamples:
         gain = torch.tensor([[1.0], [1e160], [0.5]], dtype=torch.float64)
         gradients = []
         for rows in ([0, 1, 2], [0, 2]):
-            block = DEQBlock(lambda z, x: weight * x * z + 1, Picard(tol=TIGHT, max_iter=80), adjoint)
+            block = DEQBlock(lambda z, x: weight * x * z + 1, Picard(rtol=TIGHT, max_iter=80), adjoint)
             z, solution = block(gain[rows], z0=torch.ones(len(rows), 2).double(), return_solution=True)
             assert torch.isfinite(z).all()
             assert (solution.status == Status.NONFINITE).tolist() == [i == 1 for i in rows]
@@ -431,7 +431,7 @@ class TestBadSamples:
         x[1, 2, 0, 0] = math.nan
         gradients = []
         for rows in ([0, 1, 2, 3], [0, 2, 3]):
-            z = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=60), adjoint)(x[rows])
+            z = DEQBlock(cell, Broyden(rtol=TIGHT, max_iter=60), adjoint)(x[rows])
             cell.zero_grad()
             z[[0, -2, -1]].pow(3).sum().backward()
             gradients.append([p.grad.clone() for p in cell.parameters()])
@@ -454,7 +454,7 @@ class TestBadSamples:
                 "shift": shift,
                 "name": "shared",
             }
-            z = DEQBlock(cell, Broyden(tol=TIGHT), adjoint)(x, z0=torch.zeros(len(rows), 2).double())
+            z = DEQBlock(cell, Broyden(rtol=TIGHT), adjoint)(x, z0=torch.zeros(len(rows), 2).double())
             gradients.append(torch.autograd.grad(z.sum(), (table, shift)))
         assert_close(*gradients, GRADIENT)
 
@@ -474,7 +474,7 @@ class TestIncomingGradients:
     @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e20, 1e36])
     def test_the_scale_of_the_loss_changes_nothing(self, scale):
         cell, x = FCCell(3, 4), torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        block = DEQBlock(cell, Broyden(tol=1e-6, max_iter=60), Implicit())
+        block = DEQBlock(cell, Broyden(rtol=1e-6, max_iter=60), Implicit())
         exact, scaled = (
             torch.autograd.grad(block(x), x, torch.full((6, 4), size))[0].double() / size for size in (1.0, scale)
         )
@@ -483,7 +483,7 @@ class TestIncomingGradients:
 
     def test_a_backward_solve_that_does_not_converge_returns_its_best(self):
         toy = Toy()
-        block = toy.block(Implicit(Picard(tol=TIGHT, max_iter=2)), warn=False)
+        block = toy.block(Implicit(Picard(rtol=TIGHT, max_iter=2)), warn=False)
         block(toy.x, z0=toy.z0).backward(toy.cotangent)
         assert block.backward_solution.status.tolist() == [Status.MAX_ITER] * 3
         assert torch.isfinite(toy.w.grad).all()
@@ -502,7 +502,7 @@ class TestSecondDerivatives:
     @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
     @pytest.mark.parametrize("adjoint", [JFB(), Neumann(), Phantom(), Reversible(5), SHINE()], ids=str)
     def test_they_are_refused_in_words_on_every_route(self, adjoint, route):
-        block = DEQBlock(lambda z, x: 0.5 * z.sin() + x * x, Broyden(tol=1e-12, max_iter=50), adjoint, warn=False)
+        block = DEQBlock(lambda z, x: 0.5 * z.sin() + x * x, Broyden(rtol=1e-12, max_iter=50), adjoint, warn=False)
         x = torch.full((1, 1), 0.7, dtype=torch.float64, requires_grad=True)
         name = type(adjoint).__name__
         with pytest.raises(RuntimeError, match=rf"double backward through {name} is not supported.*Unrolled\(\)"):
@@ -510,7 +510,7 @@ class TestSecondDerivatives:
 
     def test_of_an_energy(self):
         """The second derivative of z^2 with z = sin(z)/2 + x^2: z' = 2x / (1 - cos(z)/2), and so on."""
-        solver = Broyden(tol=TIGHT, max_iter=50)
+        solver = Broyden(rtol=TIGHT, max_iter=50)
         block = DEQBlock(lambda z, x: 0.5 * z.sin() + x * x, solver, Implicit(solver))
         x = torch.full((1, 1), 0.7, dtype=torch.float64, requires_grad=True)
         z = block(x)
@@ -521,7 +521,7 @@ class TestSecondDerivatives:
         assert_close(force.detach(), 2 * z.detach() * first, GRADIENT)
         assert_close(torch.autograd.grad(force.sum(), x)[0], 2 * (first**2 + z.detach() * second), GRADIENT)
 
-    @pytest.mark.parametrize("adjoint", [Implicit(Broyden(tol=TIGHT, max_iter=60))], ids=["implicit"])
+    @pytest.mark.parametrize("adjoint", [Implicit(Broyden(rtol=TIGHT, max_iter=60))], ids=["implicit"])
     @pytest.mark.parametrize("held", ["in x", "by the cell", "by both"])
     def test_implicit_is_differentiable_any_number_of_times(self, adjoint, held):
         toy = Toy(batch=2, n=1, m=2)  # finite differences of each number with each: few of them
@@ -532,7 +532,7 @@ class TestSecondDerivatives:
                 return torch.tanh(z @ w.T + injection + (x if held == "by both" else given[0])[:, :1] + b)
 
             shared = () if held == "by the cell" else (u.sin() if held == "by both" else u,)
-            return DEQBlock(cell, Broyden(tol=TIGHT, max_iter=60), adjoint)((x.sin(), *shared), z0=toy.z0)
+            return DEQBlock(cell, Broyden(rtol=TIGHT, max_iter=60), adjoint)((x.sin(), *shared), z0=toy.z0)
 
         def force(x, w, u, b):
             return torch.autograd.grad(layer(x, w, u, b).square().sum(), (x, w), create_graph=True)
@@ -561,7 +561,7 @@ class TestStructures:
             value = toy.cell(torch.cat([z["a"], z["b"]], dim=1), x[0])
             return {"a": value[:, :1], "b": value[:, 1:]}
 
-        block = DEQBlock(cell, Broyden(tol=TIGHT, max_iter=40), adjoint)
+        block = DEQBlock(cell, Broyden(rtol=TIGHT, max_iter=40), adjoint)
         z = block([toy.x], z0={"a": toy.z0[:, :1], "b": toy.z0[:, 1:]})
         loss = (torch.cat([z["a"], z["b"]], dim=1) * toy.cotangent).sum()
         assert_close(torch.autograd.grad(loss, toy.inputs), toy.gradients(adjoint), GRADIENT)
@@ -569,7 +569,7 @@ class TestStructures:
     @every_adjoint
     def test_a_loss_of_some_of_them(self, adjoint):
         toy = Toy()
-        block = DEQBlock(lambda z, x: (toy.cell(z[0], x), 0.5 * z[1] + z[0]), Broyden(tol=TIGHT, max_iter=40), adjoint)
+        block = DEQBlock(lambda z, x: (toy.cell(z[0], x), 0.5 * z[1] + z[0]), Broyden(rtol=TIGHT, max_iter=40), adjoint)
         z = block(toy.x, z0=(toy.z0, toy.z0))
         gradients = torch.autograd.grad(z[0], toy.inputs, toy.cotangent)
         assert_close(gradients, toy.gradients(adjoint), GRADIENT)
@@ -578,7 +578,7 @@ class TestStructures:
     def test_a_component_that_depends_on_nothing_differentiable(self, adjoint):
         toy = Toy()
         constant = torch.ones(3, 4, dtype=torch.float64)
-        block = DEQBlock(lambda z, x: (toy.cell(z[0], x), constant), Broyden(tol=TIGHT, max_iter=40), adjoint)
+        block = DEQBlock(lambda z, x: (toy.cell(z[0], x), constant), Broyden(rtol=TIGHT, max_iter=40), adjoint)
         z = block(toy.x, z0=(toy.z0, toy.z0))
         gradients = torch.autograd.grad(z[0] + z[1], toy.inputs, toy.cotangent)
         assert_close(gradients, toy.gradients(adjoint), GRADIENT)
@@ -586,10 +586,10 @@ class TestStructures:
     @every_adjoint
     def test_a_cell_that_does_not_read_its_state(self, adjoint):
         x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-        z = DEQBlock(lambda z, x: 2 * x, Broyden(tol=TIGHT), adjoint)(x)
+        z = DEQBlock(lambda z, x: 2 * x, Broyden(rtol=TIGHT), adjoint)(x)
         (gradient,) = torch.autograd.grad(z.sum(), x)
         # Damped steps go part of the way, Phantom's from the solution.
-        reached = 1 - (1 - adjoint.damping) ** adjoint.steps if isinstance(adjoint, (Phantom, Reversible)) else 1.0
+        reached = 1 - (1 - adjoint.relaxation) ** adjoint.steps if isinstance(adjoint, (Phantom, Reversible)) else 1.0
         assert_close(gradient, torch.full_like(x, 2 * reached), GRADIENT)
 
     @every_adjoint
@@ -600,7 +600,7 @@ class TestStructures:
         for dtype in (low, torch.float64):
             w = toy.w.detach().to(low).to(dtype).requires_grad_()
             x = (toy.x.detach().to(low) @ toy.u.detach().to(low).T).to(dtype)
-            solver = Broyden(tol=2 * torch.finfo(low).eps)
+            solver = Broyden(rtol=2 * torch.finfo(low).eps)
             z = DEQBlock(lambda z, x, w=w: torch.tanh(z @ w.T + x), solver, adjoint)(x, z0=toy.z0.to(low).to(dtype))
             z.sum().backward()
             assert z.dtype == w.grad.dtype == dtype
@@ -690,21 +690,21 @@ def test_second_derivatives_through_a_block_in_the_cell_of_a_block():
 BAD_ARGUMENTS = [
     (Phantom, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Phantom, {"steps": 2.0}, TypeError, "steps must be an integer, got 2.0"),
-    (Phantom, {"damping": 0.0}, ValueError, "damping must be finite and greater than 0 and at most 1, got 0.0"),
-    (Phantom, {"damping": 1.1}, ValueError, "damping must be .* at most 1, got 1.1"),
-    (Phantom, {"damping": "half"}, TypeError, "damping must be a number, got 'half'"),
+    (Phantom, {"relaxation": 0.0}, ValueError, "relaxation must be finite and greater than 0 and at most 1, got 0.0"),
+    (Phantom, {"relaxation": 1.1}, ValueError, "relaxation must be .* at most 1, got 1.1"),
+    (Phantom, {"relaxation": "half"}, TypeError, "relaxation must be a number, got 'half'"),
     (Unrolled, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Unrolled, {"steps": True}, TypeError, "steps must be an integer, got True"),
     (Implicit, {"solver": "gmres"}, ValueError, "solver must be .* got 'gmres'"),
-    (
-        Implicit,
-        {"solver": Broyden(stop="abs")},
-        ValueError,
-        "solver of Implicit must have stop='rel' and atol=0, got Broyden",
-    ),
+    (Implicit, {"solver": Broyden(rtol=0, atol=1e-3)}, ValueError, "solver of Implicit must have atol=0, got Broyden"),
     (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'neumann', .+ 'unrolled', got 'ift'"),
     (Neumann, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
-    (Reversible, {"damping": 1.0}, ValueError, "damping must be finite and greater than 0 and at most 0.99, got 1.0"),
+    (
+        Reversible,
+        {"relaxation": 1.0},
+        ValueError,
+        "relaxation must be finite and greater than 0 and at most 0.99, got 1.0",
+    ),
     (Unrolled, {"checkpoint": 2}, ValueError, "checkpoint must be one of False, True, got 2"),
     (as_adjoint, {"adjoint": JFB}, ValueError, "adjoint must be a deqfast adjoint"),
 ]

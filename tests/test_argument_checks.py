@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from deqfast import Anderson, Broyden, DEQBlock, FCCell, Phantom, Picard, fixed_point, solve
+from deqfast import Anderson, Broyden, DEQBlock, FCCell, Neumann, Phantom, Picard, Reversible, fixed_point, solve
 from deqfast.compat.torchdeq import get_deq
 
 
@@ -23,19 +24,18 @@ def add(z, x):
 
 
 MISTAKES = {
-    "a setting of the solver": (lambda: DEQBlock(halve, tol=1e-4), TypeError, "use solver=Broyden(tol=...)"),
-    "of another solver": (lambda: DEQBlock(halve, mixing=0.5), TypeError, "use solver=Anderson(mixing=...)"),
+    "a setting of the solver": (lambda: DEQBlock(halve, rtol=1e-4), TypeError, "use solver=Broyden(rtol=...)"),
+    "of another solver": (lambda: DEQBlock(halve, ridge=0.0), TypeError, "use solver=Anderson(ridge=...)"),
     "of the adjoint": (lambda: DEQBlock(halve, checkpoint=True), TypeError, "use adjoint=Unrolled(checkpoint=...)"),
-    "another word for it": (lambda: DEQBlock(halve, rtol=1e-4), TypeError, "use solver=Broyden(tol=...)"),
-    "of a function": (lambda: fixed_point(halve, torch.ones(1, 1), tol=0.1), TypeError, "solver=Broyden(tol=...)"),
+    "another word for it": (lambda: DEQBlock(halve, tol=1e-4), TypeError, "use solver=Broyden(rtol=...)"),
+    "of a function": (lambda: fixed_point(halve, torch.ones(1, 1), tol=0.1), TypeError, "solver=Broyden(rtol=...)"),
     "a misspelt option": (lambda: DEQBlock(halve, solvr="picard"), TypeError, "'solvr'; did you mean 'solver'?"),
     "an unknown option": (lambda: DEQBlock(halve, colour=1), TypeError, "DEQBlock takes no argument 'colour'"),
-    "torchdeq's m": (lambda: Anderson(m=6), TypeError, "Anderson takes no argument 'm'; did you mean 'history'?"),
+    "torchdeq's m": (lambda: Anderson(m=6), TypeError, "Anderson takes no argument 'm'; did you mean 'history_size'?"),
     "torchdeq's lam": (lambda: Anderson(lam=1e-4), TypeError, "did you mean 'ridge'?"),
-    "torchdeq's LBFGS_thres": (lambda: Broyden(LBFGS_thres=9), TypeError, "did you mean 'history'?"),
-    "torchdeq's tau": (lambda: Phantom(tau=0.5), TypeError, "did you mean 'damping'?"),
-    "torchdeq's stop_mode": (lambda: Picard(stop_mode="abs"), TypeError, "did you mean 'stop'?"),
-    "optimistix's rtol": (lambda: Picard(rtol=1e-3), TypeError, "did you mean 'tol'?"),
+    "torchdeq's LBFGS_thres": (lambda: Broyden(LBFGS_thres=9), TypeError, "did you mean 'history_size'?"),
+    "torchdeq's tau": (lambda: Phantom(tau=0.5), TypeError, "did you mean 'relaxation'?"),
+    "torchdeq's stop_mode": (lambda: Picard(stop_mode="abs"), TypeError, "did you mean 'rtol' or 'atol'?"),
     "torchdeq's ift": (lambda: DEQBlock(halve, adjoint="ift"), ValueError, "got 'ift'; did you mean 'implicit'?"),
     "phantom_grad": (lambda: DEQBlock(halve, adjoint="phantom_grad"), ValueError, "did you mean 'phantom'?"),
     "fixed_point_iter": (lambda: DEQBlock(halve, "fixed_point_iter"), ValueError, "did you mean 'picard'?"),
@@ -57,6 +57,27 @@ MISTAKES = {
 def test_mistakes(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+# Of this library before its first release, and of others: {word: (who does not take it, what it is now)}.
+OTHER_WORDS = {
+    **dict.fromkeys(("tol", "tolerance", "eps", "f_tol"), ((Picard, Anderson, Broyden), "rtol")),
+    **dict.fromkeys(("stop", "stop_mode", "f_stop_mode"), ((Picard, Anderson, Broyden), "rtol' or 'atol")),
+    **dict.fromkeys(("history", "m", "LBFGS_thres", "memory"), ((Anderson, Broyden), "history_size")),
+    **dict.fromkeys(("mixing", "step", "beta"), ((Picard, Anderson, Broyden), "relaxation")),
+    **dict.fromkeys(("damping", "tau"), ((Picard, Anderson, Broyden, Neumann, Phantom, Reversible), "relaxation")),
+    "check_every": ((partial(DEQBlock, halve),), "sync_every"),
+    "compact": ((partial(DEQBlock, halve),), "drop_converged"),
+    "halt": ((partial(DEQBlock, halve),), "stop_fn"),
+}
+
+
+@pytest.mark.parametrize("word", OTHER_WORDS)
+def test_other_words_lead_to_the_options(word):
+    owners, option = OTHER_WORDS[word]
+    for owner in owners:
+        with pytest.raises(TypeError, match=f"takes no argument '{word}'; did you mean '{option}'\\?"):
+            owner(**{word: 1})
 
 
 def test_cells_that_take_more_or_hide_what_they_take():
@@ -92,5 +113,5 @@ def test_other_errors_keep_their_type_when_batches_differ():
 
 
 def test_signatures_are_those_of_the_constructors():
-    assert list(inspect.signature(Picard).parameters)[:2] == ["tol", "max_iter"]
+    assert list(inspect.signature(Picard).parameters)[:2] == ["rtol", "max_iter"]
     assert list(inspect.signature(DEQBlock).parameters)[:3] == ["cell", "solver", "adjoint"]

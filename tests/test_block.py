@@ -107,16 +107,16 @@ class TestStart:
 
 def test_the_value_is_that_of_solve():
     cell, x = FCCell(3, 5), torch.randn(4, 3)
-    block = DEQBlock(cell, Anderson(tol=1e-5), check_every=4, kernel="torch")
+    block = DEQBlock(cell, Anderson(rtol=1e-5), sync_every=4, kernel="torch")
     z, solution = block(x, return_solution=True)
-    expected = solve(lambda z: cell(z, x), cell.initial_state(x), Anderson(tol=1e-5), "torch", check_every=4)
+    expected = solve(lambda z: cell(z, x), cell.initial_state(x), Anderson(rtol=1e-5), "torch", sync_every=4)
     assert torch.equal(z, expected.value) and torch.equal(solution.value, z)
     assert solution.evaluations == expected.evaluations and solution.evaluations % 4 == 0
     assert torch.equal(block(x), z)
 
 
 def test_the_evaluation_solver_serves_in_evaluation_mode():
-    block = DEQBlock(FCCell(3, 5), Picard(max_iter=3), eval_solver=Picard(tol=1e-6, max_iter=50))
+    block = DEQBlock(FCCell(3, 5), Picard(max_iter=3), eval_solver=Picard(rtol=1e-6, max_iter=50))
     x = torch.randn(2, 3)
     assert block(x, return_solution=True)[1].evaluations == 3
     _, solution = block.eval()(x, return_solution=True)
@@ -188,7 +188,7 @@ class TestCopies:
     def model(self):
         return nn.Sequential(
             nn.Linear(4, 3),
-            DEQBlock(FCCell(3, 5), Broyden(tol=1e-4), Implicit(Anderson()), eval_solver="picard", kernel="torch"),
+            DEQBlock(FCCell(3, 5), Broyden(rtol=1e-4), Implicit(Anderson()), eval_solver="picard", kernel="torch"),
         )
 
     @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
@@ -199,7 +199,7 @@ class TestCopies:
         assert torch.equal(twin(x), model(x))
         twin[1].cell.weight.data.zero_()
         assert not torch.equal(twin(x), model(x))
-        for name in ("solver", "eval_solver", "adjoint", "kernel", "check_every"):
+        for name in ("solver", "eval_solver", "adjoint", "kernel", "sync_every"):
             assert getattr(twin[1], name) == getattr(model[1], name)
 
     def test_state_dict_holds_the_cells_parameters_only(self):
@@ -372,7 +372,7 @@ class TestEvents:
 class TestMixedPrecision:
     @every_adjoint
     def test_bfloat16_autocast(self, adjoint):
-        block, x = DEQBlock(FCCell(6, 16), Broyden(tol=1e-2), adjoint), torch.randn(8, 6)
+        block, x = DEQBlock(FCCell(6, 16), Broyden(rtol=1e-2), adjoint), torch.randn(8, 6)
         gradients = {}
         for enabled in (False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
@@ -436,7 +436,7 @@ def cells_as_units(mesh: DeviceMesh, share: torch.Tensor) -> None:
 
 def parallel_model(adjoint: str | Adjoint) -> nn.Sequential:
     torch.default_generator.manual_seed(0)  # the same in all processes: tests/perturbed.py moves seeds in this one only
-    return nn.Sequential(nn.Linear(4, 3), DEQBlock(FCCell(3, 5), Broyden(tol=1e-6), adjoint), nn.Linear(5, 2)).double()
+    return nn.Sequential(nn.Linear(4, 3), DEQBlock(FCCell(3, 5), Broyden(rtol=1e-6), adjoint), nn.Linear(5, 2)).double()
 
 
 def parallel_data() -> torch.Tensor:
@@ -464,7 +464,7 @@ class TestErrors:
             ({"eval_solver": "newton"}, ValueError, "solver must be .* got 'newton'"),
             ({"adjoint": "ift"}, ValueError, "adjoint must be .* got 'ift'"),
             ({"kernel": "gpu"}, ValueError, "kernel must be one of 'auto', 'triton', .*, got 'gpu'"),
-            ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
+            ({"sync_every": 0}, ValueError, "sync_every must be at least 1, got 0"),
         ],
     )
     def test_arguments(self, arguments, error, message):

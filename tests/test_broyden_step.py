@@ -314,14 +314,14 @@ class TestSolves:
         [
             (Broyden(), True),
             (Broyden(max_iter=1), True),
-            (Broyden(max_iter=30, history=30), True),
-            (Broyden(history=50), True),
+            (Broyden(max_iter=30, history_size=30), True),
+            (Broyden(history_size=50), True),
             (Broyden(history_dtype=torch.float32), True),
             (Broyden(max_iter=22), True),
-            (Broyden(max_iter=22, history=20), False),
-            (Broyden(history=18), False),
+            (Broyden(max_iter=22, history_size=20), False),
+            (Broyden(history_size=18), False),
             (Broyden(kind="bad"), False),
-            (Broyden(step=0.7), False),
+            (Broyden(relaxation=0.7), False),
             (Broyden(history_dtype=torch.bfloat16), False),
         ],
         ids=str,
@@ -340,7 +340,7 @@ class TestSolves:
     @pytest.mark.parametrize(("tol", "dtype"), [(1e-4, torch.float32), (1e-9, torch.float64)])
     def test_as_soon_as_with_pairs(self, name, tol, dtype, kernel):
         problem = PROBLEMS[name](batch=3, dtype=dtype, **({"dim": 5} if name == "sawtooth" else {}))
-        solver = Broyden(tol, 40, history=40)
+        solver = Broyden(tol, 40, history_size=40)
         alone = solve(problem.f, problem.z0, solver, kernel)
         pairs = solve(problem.f, problem.z0, solver, kernel, keep_inverse=True)
         assert_solves(alone, problem)
@@ -350,7 +350,7 @@ class TestSolves:
     def test_a_map_without_a_solution(self, kernel):
         """f(z) = z + 1: every update is singular, every step a Picard step."""
         z = torch.arange(3.0)[:, None].expand(3, 4).contiguous()
-        solver = Broyden(tol=1e-6, max_iter=9)
+        solver = Broyden(rtol=1e-6, max_iter=9)
         state = solver.init(z.clone(), choose_kernel(kernel, CPU))
         for k in range(9):
             solver.advance(state, state.z + 1, k, k == 8)
@@ -358,7 +358,7 @@ class TestSolves:
         assert state.first.tolist() == [7] * 3 and (state.steps == 1).all()
 
     def test_a_restarted_solve_forgets(self, kernel):
-        solver, z = Broyden(tol=1e-6, max_iter=6), torch.zeros(2, 4)
+        solver, z = Broyden(rtol=1e-6, max_iter=6), torch.zeros(2, 4)
         state = solver.init(z.clone(), choose_kernel(kernel, CPU))
         for _ in range(2):
             for k in range(6):

@@ -33,7 +33,7 @@ def test_linear_cell():
     assert_close(cell(z, x), z @ cell.weight.T + x, EPS)
     fixed_point = torch.linalg.solve(torch.eye(5) - cell.weight, x.T).T
     assert_close(
-        DEQBlock(cell, Broyden(tol=1e-6))(x),
+        DEQBlock(cell, Broyden(rtol=1e-6))(x),
         fixed_point,
         after_solve(1e-6 + EPS, amplification(lambda z: cell(z, x), fixed_point)),
     )
@@ -82,7 +82,7 @@ def test_residual_cell():
 def test_residual_cell_has_a_fixed_point_and_keeps_the_memory_format():
     cell = contractive(ResidualCell(8, groups=4)).to(memory_format=torch.channels_last)
     x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last)
-    z, solution = DEQBlock(cell, Broyden(tol=1e-4, max_iter=60))(x, return_solution=True)
+    z, solution = DEQBlock(cell, Broyden(rtol=1e-4, max_iter=60))(x, return_solution=True)
     assert solution.converged.all()
     assert z.is_contiguous(memory_format=torch.channels_last) and not z.is_contiguous()
     z.square().sum().backward()
@@ -142,7 +142,7 @@ def test_the_kernel_is_looked_up_once_not_at_every_evaluation(monkeypatch):
     lookups, look_up = [], choice._availability
     monkeypatch.setattr(choice, "_availability", lambda kernel: lookups.append(kernel) or look_up(kernel))
     choice.looked_up.cache_clear()
-    block = DEQBlock(ResidualCell(8), Broyden(tol=1e-30, max_iter=30))
+    block = DEQBlock(ResidualCell(8), Broyden(rtol=1e-30, max_iter=30))
     for most in (2, 1):  # of the solve, and, the first time only, of the cell
         lookups.clear()
         _, solution = block(torch.randn(2, 8, 4, 4), return_solution=True)

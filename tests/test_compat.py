@@ -869,7 +869,7 @@ def test_the_docstring_runs():
 
 
 class TestTrajectory:
-    SOLVER = deqfast.Picard(tol=1e-9, max_iter=60)
+    SOLVER = deqfast.Picard(rtol=1e-9, max_iter=60)
     AT = (1, 2, 4)
 
     def setup_method(self):
@@ -911,7 +911,7 @@ class TestTrajectory:
 
     def test_a_solve_that_ends_before(self):
         """The states behind its end are the value, of which each has a copy."""
-        solver = deqfast.Picard(tol=1e-2, max_iter=50)
+        solver = deqfast.Picard(rtol=1e-2, max_iter=50)
         block = deqfast.DEQBlock(self.cell, solver)
         first, late, last, value = block.trajectory(self.x, [1, 40, 50])
         assert torch.equal(late, value) and torch.equal(last, value) and not first.any()
@@ -937,7 +937,7 @@ class TestTrajectory:
         assert (solution.status[done] == deqfast.Status.STALLED).sum() > 1 and torch.equal(late[done], value[done])
 
     @pytest.mark.parametrize(
-        "options", [{"check_every": 7}, {"compact": True}, {"compile": "forward"}, {"trace": True}], ids=str
+        "options", [{"sync_every": 7}, {"drop_converged": True}, {"compile": "forward"}, {"trace": True}], ids=str
     )
     def test_the_loop_serves_all_blocks(self, options):
         cell = deqfast.FCCell(WIDTH, WIDTH).double()  # has a fixed_point of its own

@@ -84,7 +84,7 @@ def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evalua
     model = Model("anderson", adjoint)
     fast, parameters = compiled(model), [*model.parameters()]
     for i, batch in enumerate((5, 7, 2)):
-        model.block.solver = Anderson(tol=10.0 ** -(2 + i))
+        model.block.solver = Anderson(rtol=10.0 ** -(2 + i))
         x = torch.randn(batch, 3)
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             assert_same_derivatives(fast, model, x, parameters)
@@ -93,7 +93,7 @@ def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evalua
 
 def test_inductor(compiled):
     """A cell that is compiled by itself is called so within the op."""
-    solver = Anderson(tol=1e-12, max_iter=60)
+    solver = Anderson(rtol=1e-12, max_iter=60)
     model = Model(solver, Implicit(solver)).double()
     x, parameters = torch.randn(6, 3, dtype=torch.float64), [*model.parameters()]
     plain = derivatives(model, x, parameters)
@@ -237,7 +237,7 @@ class TestOfABlock:
             def forward(self, z, x):
                 return {"a": 0.5 * torch.tanh(z["b"].mT) + x[0], "b": 0.25 * (z["a"] @ x[1]).mT if x[2] else z["b"]}
 
-        block = DEQBlock(Tree(), compact=True, warn=False)
+        block = DEQBlock(Tree(), drop_converged=True, warn=False)
         z0 = {"a": torch.zeros(2, 3, 2), "b": torch.zeros(2, 3, 2).mT}
         call, x = compiled(block), [torch.randn(2, 3, 2), weight, True]
         for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode()):
@@ -287,7 +287,7 @@ class TestOfABlock:
         assert int(block.cell.solves) == solves + 1
 
     def test_weights_stay_where_other_threads_read_them(self, compiled):
-        block, seen = DEQBlock(Cell(), halt=lambda z, v, k: seen.append(block.cell.linear.weight) or v[:, 0] > 9), []
+        block, seen = DEQBlock(Cell(), stop_fn=lambda z, v, k: seen.append(block.cell.linear.weight) or v[:, 0] > 9), []
         weight, call = block.cell.linear.weight, compiled(block)
         call(torch.randn(2, 4)).sum().backward()
         assert seen and all(read is weight for read in seen) and weight.grad.any()
@@ -431,8 +431,8 @@ class TestOfABlock:
 
 
 BATCH = torch.export.Dim("batch")
-SLIDING = Anderson(tol=1e-5, max_iter=9, history=3, kind="I")
-WITH_PAIRS = Broyden(tol=1e-5, max_iter=30, history=2, kind="bad")
+SLIDING = Anderson(rtol=1e-5, max_iter=9, history_size=3, kind="I")
+WITH_PAIRS = Broyden(rtol=1e-5, max_iter=30, history_size=2, kind="bad")
 
 
 class Judged(Model):
@@ -496,7 +496,7 @@ class TestExport:
                 assert all(map(torch.equal, found[1:3], judged[:2])) and found[-1] == judged[-1]
 
     def test_a_loop_of_the_graph_ends_with_the_solve(self):
-        model = Judged(Broyden(tol=1e-3, max_iter=500, history=4), kernel="torch")
+        model = Judged(Broyden(rtol=1e-3, max_iter=500, history_size=4), kernel="torch")
         program = exported(model)
         graphs = [program.graph_module, *program.graph_module.children()]
         assert sum(node.target is torch.ops.aten.tanh.default for graph in graphs for node in graph.graph.nodes) == 2

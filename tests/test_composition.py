@@ -16,7 +16,7 @@ from deqfast import JFB, Anderson, Broyden, DEQBlock, Implicit, Picard, Reversib
 from deqfast.regularize import jacobian_penalty
 from deqfast.testing import GRADIENT, assert_close
 
-TIGHT = Broyden(tol=1e-12, max_iter=60)
+TIGHT = Broyden(rtol=1e-12, max_iter=60)
 
 
 class Cell(nn.Module):
@@ -40,7 +40,7 @@ def test_checkpointing_changes_no_gradient_and_solves_at_most_once_more(adjoint,
         nonlocal calls
         calls += 1
 
-    block = DEQBlock(Cell(), Anderson(tol=1e-5), adjoint)
+    block = DEQBlock(Cell(), Anderson(rtol=1e-5), adjoint)
     block.cell.register_forward_pre_hook(count)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     gradients, counts = [], []
@@ -342,7 +342,11 @@ class TestAssignments:
         ("options", "adjoint", "words"),
         [
             ({"compile": True}, "unrolled", "Unrolled cannot be combined with compile: it runs no solver"),
-            ({"compact": True}, Reversible(3), "Reversible cannot be combined with compact: it runs no solver"),
+            (
+                {"drop_converged": True},
+                Reversible(3),
+                "Reversible cannot be combined with drop_converged: it runs no solver",
+            ),
             ({"cuda_graph": True}, "shine", "cannot be combined with SHINE"),
         ],
     )

@@ -158,7 +158,7 @@ def test_outside_of_a_solve_a_checkpoint_is_served():
     assert torch.equal(grad, dropped)
 
 
-@pytest.mark.parametrize("refused", ["compact", "other shape", "failure"])
+@pytest.mark.parametrize("refused", ["drop_converged", "other shape", "failure"])
 def test_a_solve_that_fails_leaves_nothing_behind(refused):
     drop, x = SolveDropout(0.5), inputs(8)
 
@@ -171,7 +171,7 @@ def test_a_solve_that_fails_leaves_nothing_behind(refused):
 
     cell = Cell(drop)
     cell.forward = forward
-    block = DEQBlock(cell, Picard(max_iter=100), compact=refused == "compact", init=torch.ones_like)
+    block = DEQBlock(cell, Picard(max_iter=100), drop_converged=refused == "drop_converged", init=torch.ones_like)
     x[:, 0] = torch.linspace(0, 0.45, 8)
     with pytest.raises(RuntimeError, match="does not fit"):
         block(x)

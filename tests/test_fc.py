@@ -14,7 +14,7 @@ from deqfast.execution import one_launch
 from deqfast.ops import ACTIVATIONS, Kernel, choose_kernel
 from deqfast.ops.fc import reference
 from deqfast.ops.steps import StopRule
-from deqfast.testing import GRADIENT, after_solve, amplification, assert_accurate, assert_close, lost, rounding
+from deqfast.testing import GRADIENT, after_solve, amplification, assert_accurate, assert_close, bounds, lost, rounding
 from deqfast.testing.fc_states import DTYPES, EVENTS, FCCase, check_solve, unlike_alone
 from deqfast.testing.states import RULES, moved
 
@@ -105,13 +105,14 @@ class TestOp:
         assert status == [Status.ESCAPED, Status.CONVERGED] and iterations == [150, 1]
         assert value == [[0.0] * 3] * 2 and residual[0] == pytest.approx([1.0, 0.0], rel=EPS)
 
-    @pytest.mark.parametrize("stop", ["rel", "abs"])
+    @pytest.mark.parametrize("absolute", [False, True])
     @every_activation
-    def test_it_is_picard(self, activation, stop, kernel, device):
-        case = FCCase(size=21, batch=6, activation=activation, absolute=stop == "abs", max_iter=9, warm=True)
+    def test_it_is_picard(self, activation, absolute, kernel, device):
+        case = FCCase(size=21, batch=6, activation=activation, absolute=absolute, max_iter=9, warm=True)
         weight, c, z0 = case.make(device)
         function = reference.ACTIVATIONS[ACTIVATIONS.index(activation)]
-        solution = solve(lambda z: function(z @ weight.T + c), z0, Picard(case.tol, case.max_iter, stop), kernel)
+        solver = Picard(**bounds(case.tol, absolute), max_iter=case.max_iter)
+        solution = solve(lambda z: function(z @ weight.T + c), z0, solver, kernel)
         op = choose_kernel(kernel, torch.device(device)).op("fc_fixed_point")
         value, status, iterations, residual = op(weight, c, z0, *case.scalars())
         assert torch.equal(status, solution.status) and torch.equal(iterations, solution.iterations)
@@ -316,8 +317,12 @@ class TestFunction:
             ({"z0": torch.zeros(3, 4)}, ValueError, r"z0 must be \(2, 4\) torch.float32, got \(3, 4\)"),
             ({"z0": torch.full((2, 4), math.nan)}, ValueError, "z0 must be finite; it is not in 2 of 2 rows: 0, 1"),
             ({"activation": "sine"}, ValueError, "activation must be one of .*, got 'sine'"),
-            ({"solver": "broyden"}, ValueError, "solver must be Picard with damping 1, got Broyden"),
-            ({"solver": Picard(damping=0.5)}, ValueError, r"solver must be Picard with damping 1, got .*damping=0.5"),
+            ({"solver": "broyden"}, ValueError, "solver must be Picard with relaxation 1, got Broyden"),
+            (
+                {"solver": Picard(relaxation=0.5)},
+                ValueError,
+                r"solver must be Picard with relaxation 1, got .*relaxation=0.5",
+            ),
             ({"kernel": "fast"}, ValueError, "kernel must be one of .*, got 'fast'"),
         ],
     )
@@ -362,7 +367,7 @@ class TestCells:
     @pytest.mark.parametrize("kind", ["linear", "tanh", "gelu"])
     def test_one_launch_equals_the_loop(self, kind, kernel, device, monkeypatch):
         made, (cell, x) = self.launches(monkeypatch), self.case(kind, device)
-        block = DEQBlock(cell, Picard(tol=1e-4, max_iter=50), kernel=kernel)
+        block = DEQBlock(cell, Picard(rtol=1e-4, max_iter=50), kernel=kernel)
         z, solution = block(x, return_solution=True)
         assert made == [kernel] and solution.converged.all()
         assert solution.evaluations == int(solution.iterations.max())
@@ -413,7 +418,7 @@ class TestCells:
         with torch.autocast("cpu", torch.float16):
             assert cell.fixed_point(x, torch.zeros(5, 9), solver, "auto") is None
         assert Counted(4, 9).fixed_point(x, torch.zeros(5, 9), solver, "auto") is None
-        for other in (Picard(damping=0.9), Broyden(), Anderson()):
+        for other in (Picard(relaxation=0.9), Broyden(), Anderson()):
             assert cell.fixed_point(x, torch.zeros(5, 9), other, "auto") is None
         assert made == []
 

@@ -30,7 +30,7 @@ from deqfast import (
 from deqfast.adjoints import Adjoint
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, after_solve, amplification, assert_close, rounding
 
-TIGHT = Broyden(tol=1e-13, max_iter=60)
+TIGHT = Broyden(rtol=1e-13, max_iter=60)
 ADJOINTS = {
     "jfb": JFB(),
     "implicit": Implicit(TIGHT),
@@ -178,7 +178,7 @@ class TestMembers:
     @pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT)], ids=str)
     def test_a_broken_sample_harms_no_other(self, adjoint):
         block = block_of(adjoint, warn=False)
-        block.solver = Anderson(tol=1e-6)
+        block.solver = Anderson(rtol=1e-6)
         x = data(2, 3)
         x[0, 1] = torch.nan
 

@@ -7,7 +7,7 @@ from torch import nn
 from deqfast import JFB, Broyden, Implicit, Status, Unrolled, fixed_point
 from deqfast.testing import FINITE_DIFFERENCES, GRADIENT, assert_close
 
-TIGHT = Broyden(tol=1e-12, max_iter=60)
+TIGHT = Broyden(rtol=1e-12, max_iter=60)
 IMPLICIT = Implicit(TIGHT)
 
 

@@ -132,9 +132,9 @@ def assert_same(actual, expected):
 
 
 @some_solvers
-@pytest.mark.parametrize("check_every", [1, 3])
-def test_the_solution_is_that_of_the_loop(name, check_every, mode):
-    graphed, plain = blocks(SOLVERS[name](tol=1e-4), mode, check_every=check_every)
+@pytest.mark.parametrize("sync_every", [1, 3])
+def test_the_solution_is_that_of_the_loop(name, sync_every, mode):
+    graphed, plain = blocks(SOLVERS[name](rtol=1e-4), mode, sync_every=sync_every)
     for seed in range(3):
         solutions = [block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain)]
         assert_same(*solutions)
@@ -186,7 +186,7 @@ def test_what_a_graph_cannot_know_is_captured_anew(mode):
     for change in (
         lambda: setattr(graphed.cell, "weight", nn.Parameter(0.5 * graphed.cell.weight.detach())),
         lambda: graphed.eval(),
-        lambda: setattr(graphed, "solver", deqfast.Anderson(tol=1e-5)),
+        lambda: setattr(graphed, "solver", deqfast.Anderson(rtol=1e-5)),
     ):
         count = len(graphed.graphs._captured)
         change()

@@ -62,9 +62,9 @@ LOOK = "aten::_local_scalar_dense"
 @pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
 def test_a_step_is_one_operation(name, kernel, device):
     """Beside f, between two looks: one op; where pairs are kept also a first copy, in case f reuses its buffer."""
-    solver = SOLVERS[name](tol=1e-30, max_iter=8)  # Anderson's window of 6 slides too
+    solver = SOLVERS[name](rtol=1e-30, max_iter=8)  # Anderson's window of 6 slides too
     with Trace() as trace:
-        deqfast.solve(trace.wrap(slow), torch.zeros(2, 16, device=device), solver, kernel, check_every=100)
+        deqfast.solve(trace.wrap(slow), torch.zeros(2, 16, device=device), solver, kernel, sync_every=100)
     steps = [[op for op in step if op not in VIEWS] for step in trace.steps()]
     assert len(steps) == 8
     op = {"picard": "picard_step", "broyden": "broyden_step"}.get(name, "multisecant_step")
@@ -78,13 +78,13 @@ def test_a_step_is_one_operation(name, kernel, device):
 
 
 @every_solver
-@pytest.mark.parametrize("check_every", [1, 2, 7])
-def test_waits_of_a_solve_on_the_cpu(name, check_every):
+@pytest.mark.parametrize("sync_every", [1, 2, 7])
+def test_waits_of_a_solve_on_the_cpu(name, sync_every):
     """One for z0, one per look."""
     with Trace() as trace:
-        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](tol=1e-30), "cpp", check_every=check_every)
+        solution = deqfast.solve(slow, torch.zeros(2, 16), SOLVERS[name](rtol=1e-30), "cpp", sync_every=sync_every)
     waits = trace.names.count(LOOK)
-    assert waits == math.ceil(solution.evaluations / check_every)
+    assert waits == math.ceil(solution.evaluations / sync_every)
 
 
 class FakeEvent:
@@ -111,15 +111,15 @@ def late(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts events that a GPU would have")
 @every_solver
-@pytest.mark.parametrize("check_every", [1, 2, 7])
-def test_a_late_look_never_waits_for_the_step_before_it(name, check_every, late):
-    f, z0, solver = (lambda z: 0.5 * z + 1), torch.zeros(2, 16), SOLVERS[name](tol=1e-3)
+@pytest.mark.parametrize("sync_every", [1, 2, 7])
+def test_a_late_look_never_waits_for_the_step_before_it(name, sync_every, late):
+    f, z0, solver = (lambda z: 0.5 * z + 1), torch.zeros(2, 16), SOLVERS[name](rtol=1e-3)
     with Trace() as trace:
-        solution = deqfast.solve(f, z0, solver, "cpp", check_every=check_every)
+        solution = deqfast.solve(f, z0, solver, "cpp", sync_every=sync_every)
     needed = max(solution.iterations.tolist())
-    assert solution.evaluations == min(20, (math.ceil(needed / check_every) + 1) * check_every)
+    assert solution.evaluations == min(20, (math.ceil(needed / sync_every) + 1) * sync_every)
     assert trace.names.count(LOOK) == 1  # z0 is finite
-    looks = min(math.ceil(solution.evaluations / check_every), math.ceil(20 / check_every) - 1)
+    looks = min(math.ceil(solution.evaluations / sync_every), math.ceil(20 / sync_every) - 1)
     assert FakeEvent.waits == looks - 1
     assert bool(solution.converged.all())
 
@@ -148,7 +148,7 @@ def kernels_of_a_step(monkeypatch, solver, kernel) -> list[int]:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="counts launches of the interpreter")
 @every_solver
 def test_launches_of_the_triton_kernels(name, monkeypatch):
-    launches = kernels_of_a_step(monkeypatch, SOLVERS[name](tol=1e-30, max_iter=12), "triton")
+    launches = kernels_of_a_step(monkeypatch, SOLVERS[name](rtol=1e-30, max_iter=12), "triton")
     if name == "picard":
         assert set(launches) == {1}
         return
@@ -167,10 +167,10 @@ def test_launches_of_the_emulated_cuda_kernels(name, batch, monkeypatch):
     monkeypatch.setattr(Kernel, "op", lambda kernel, op: getattr(torch.ops.deqfast_emulated, op))
     monkeypatch.setattr("deqfast.execution.loop.choose_kernel", lambda kernel, device: Kernel("cuda"))
     before, z0 = emulate.launches(), torch.zeros(batch, 8192)
-    solution = deqfast.solve(slow, z0, SOLVERS[name](tol=1e-30, max_iter=5))
+    solution = deqfast.solve(slow, z0, SOLVERS[name](rtol=1e-30, max_iter=5))
     per_step = 2 if batch == 1 else 1
     assert emulate.launches() - before == per_step * solution.evaluations
     monkeypatch.undo()
-    expected = deqfast.solve(slow, z0, SOLVERS[name](tol=1e-30, max_iter=5), "cpp")
+    expected = deqfast.solve(slow, z0, SOLVERS[name](rtol=1e-30, max_iter=5), "cpp")
     torch.testing.assert_close(solution.value, expected.value)
     assert torch.equal(solution.iterations, expected.iterations)

@@ -86,7 +86,12 @@ def test_every_thread_keeps_its_own():
 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"])
 @pytest.mark.parametrize(
-    "solver", [deqfast.Broyden(1e-5, 40, history=40), deqfast.Broyden(1e-5, 40), deqfast.Anderson(1e-5, 40, history=20)]
+    "solver",
+    [
+        deqfast.Broyden(1e-5, 40, history_size=40),
+        deqfast.Broyden(1e-5, 40),
+        deqfast.Anderson(1e-5, 40, history_size=20),
+    ],
 )
 def test_solves_give_the_same_bits_in_memory_that_was_used(solver, kernel):
     if not deqfast.backends()[kernel]:
@@ -120,7 +125,7 @@ def test_another_default_device(monkeypatch):
         assert expected.converged.all() and all(torch.equal(one.value, expected.value) for one in found)
 
 
-@pytest.mark.parametrize("solver", [deqfast.Broyden(max_iter=400), deqfast.Anderson(max_iter=400, history=400)])
+@pytest.mark.parametrize("solver", [deqfast.Broyden(max_iter=400), deqfast.Anderson(max_iter=400, history_size=400)])
 def test_products_of_pairs_lie_in_ordinary_pages(solver):
     """Large ones would be filled with zeros for all of them, of which a short solve touches few."""
     state = solver.init(torch.zeros(50, 8), choose_kernel("torch", CPU))

@@ -303,7 +303,7 @@ class TestCell:
         assert_close(results[0], results[1], GRADIENT)
 
     @pytest.mark.parametrize(
-        "adjoint", ["jfb", "phantom", Implicit(Anderson(tol=1e-12, max_iter=100)), Unrolled(steps=6)]
+        "adjoint", ["jfb", "phantom", Implicit(Anderson(rtol=1e-12, max_iter=100)), Unrolled(steps=6)]
     )
     @every_format
     def test_gradients_through_a_block(self, adjoint, memory_format):
@@ -311,7 +311,7 @@ class TestCell:
         _, x = state(dtype=torch.float64, memory_format=memory_format, requires_grad=True)
         results = []
         for twin in (cell, with_kernel(cell, "torch")):
-            z = DEQBlock(twin, Anderson(tol=1e-12, max_iter=100), adjoint)(x)
+            z = DEQBlock(twin, Anderson(rtol=1e-12, max_iter=100), adjoint)(x)
             results.append((z, *torch.autograd.grad(z.sin().sum(), [x, *twin.parameters()])))
         assert_close(results[0], results[1], GRADIENT)
 

@@ -21,7 +21,7 @@ def block(**options):
 
 class TestForward:
     def test_of_samples_that_do_not_converge_once(self):
-        layer, x = block(solver=Picard(tol=1e-6, max_iter=2)), torch.randn(5, 6)
+        layer, x = block(solver=Picard(rtol=1e-6, max_iter=2)), torch.randn(5, 6)
         with pytest.warns(UserWarning, match="in a forward solve, 5 of 5 samples MAX_ITER: .*warn=False silences"):
             layer(x)
         with warnings.catch_warnings():
@@ -31,7 +31,7 @@ class TestForward:
             pickle.loads(pickle.dumps(layer))(x)
 
     def test_each_status_once(self):
-        layer, x = block(solver=Picard(tol=1e-6, max_iter=2)), torch.randn(5, 6)
+        layer, x = block(solver=Picard(rtol=1e-6, max_iter=2)), torch.randn(5, 6)
         with pytest.warns(UserWarning, match="5 of 5 samples MAX_ITER"):
             layer(x)
         x[1] = torch.nan
@@ -40,7 +40,7 @@ class TestForward:
         assert "MAX_ITER" not in str(told[0].message)
 
     def test_where_the_block_is_called(self):
-        layer = torch.nn.Sequential(block(solver=Picard(tol=1e-6, max_iter=2), adjoint=Implicit(Picard(max_iter=1))))
+        layer = torch.nn.Sequential(block(solver=Picard(rtol=1e-6, max_iter=2), adjoint=Implicit(Picard(max_iter=1))))
         with pytest.warns(UserWarning) as told:
             layer(torch.randn(5, 6)).sum().backward()
         assert [one.filename for one in told] == [__file__, __file__]
@@ -50,12 +50,12 @@ class TestForward:
             warnings.simplefilter("error")
             block()(torch.randn(5, 6))
             block()(torch.zeros(0, 6))
-            block(solver=Picard(tol=1e-6, max_iter=2), warn=False)(torch.randn(5, 6))
+            block(solver=Picard(rtol=1e-6, max_iter=2), warn=False)(torch.randn(5, 6))
 
 
 class TestBackward:
     def test_once(self):
-        layer, x = block(adjoint=Implicit(Picard(tol=1e-6, max_iter=2))), torch.randn(5, 6)
+        layer, x = block(adjoint=Implicit(Picard(rtol=1e-6, max_iter=2))), torch.randn(5, 6)
         with pytest.warns(UserWarning, match="in a backward solve, 5 of 5 samples MAX_ITER"):
             layer(x).sum().backward()
         with warnings.catch_warnings():
@@ -63,7 +63,7 @@ class TestBackward:
             layer(x).sum().backward()
 
     def test_silence(self):
-        layer = block(adjoint=Implicit(Broyden(tol=1e-6, max_iter=1)), warn=False)
+        layer = block(adjoint=Implicit(Broyden(rtol=1e-6, max_iter=1)), warn=False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             layer(torch.randn(5, 6)).sum().backward()
@@ -118,7 +118,7 @@ class TestLate:
         return Device(monkeypatch)
 
     def test_forward(self, lagging, recwarn):
-        layer, x = block(solver=Broyden(tol=1e-6, max_iter=30)), torch.randn(5, 6)
+        layer, x = block(solver=Broyden(rtol=1e-6, max_iter=30)), torch.randn(5, 6)
         broken = x.clone()
         broken[1:3] = torch.nan
         start = torch.zeros(5, 6)
@@ -139,7 +139,7 @@ class TestLate:
         assert not recwarn.list  # said before
 
     def test_backward(self, lagging, recwarn):
-        layer, x = block(adjoint=Implicit(Picard(tol=1e-6, max_iter=2))), torch.randn(5, 6)
+        layer, x = block(adjoint=Implicit(Picard(rtol=1e-6, max_iter=2))), torch.randn(5, 6)
         layer(x).sum().backward()
         assert not recwarn.list
         lagging.catch_up()

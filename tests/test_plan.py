@@ -12,12 +12,12 @@ from deqfast import DEQBlock
 from deqfast.execution.refusals import REFUSED
 
 OPTIONS = {
-    "compact": {"compact": True},
+    "drop_converged": {"drop_converged": True},
     "trace": {"trace": True},
     "trace of a Solution": {"trace": True},
-    "halt": {"halt": lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)},
+    "stop_fn": {"stop_fn": lambda z, value, k: torch.zeros(len(z), dtype=torch.bool)},
     "scale": {"scale": 2.0},
-    "check_every": {"check_every": 2},
+    "sync_every": {"sync_every": 2},
     "cuda_graph": {"cuda_graph": True},
     "compile": {"compile": True},
     "SHINE": {"adjoint": "shine"},
@@ -82,7 +82,7 @@ def test_the_table_is_whole():
     assert {way: len(options) for way, options in REFUSED.items()} == {
         "cuda_graph": 7,
         "compile": 7,
-        "compact": 1,
+        "drop_converged": 1,
         "Unrolled": 5,
         "Reversible": 5,
         "trajectory": 5,

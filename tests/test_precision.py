@@ -80,9 +80,9 @@ def test_samples_stall_at_the_floor_of_rounded_products(products, compile):
 
     def status():
         if compile:
-            block = deqfast.DEQBlock(cell, deqfast.Anderson(tol=1e-7, max_iter=60), compile=True, warn=False)
+            block = deqfast.DEQBlock(cell, deqfast.Anderson(rtol=1e-7, max_iter=60), compile=True, warn=False)
             return block(x, return_solution=True)[1]
-        return deqfast.solve(lambda z: cell(z, x), torch.zeros(5, 16), deqfast.Anderson(tol=1e-7, max_iter=60))
+        return deqfast.solve(lambda z: cell(z, x), torch.zeros(5, 16), deqfast.Anderson(rtol=1e-7, max_iter=60))
 
     if compile and not deqfast.backends()["cpp"]:
         pytest.skip("needs the compiled CPU kernels")

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 import deqfast
 from deqfast import JFB, SHINE, Anderson, Broyden, DEQBlock, Groups, Implicit, Phantom, Picard, Status, Unrolled, solve
-from deqfast.testing import after_solve, assert_close, lost, rounding
+from deqfast.testing import after_solve, assert_close, bounds, lost, rounding
 
 KERNELS = [name for name in ("cpp", "torch") if deqfast.backends()[name]]
 # derandomize: the same examples on every machine. The fixture that poisons memory is the same for all of them.
@@ -32,14 +32,13 @@ layouts = st.sampled_from(["contiguous", "transposed", "strided", "expanded", "o
 @st.composite
 def solvers(draw, tols=(1e-2, 1e-4), budgets=(3, 30)):
     """A solver of any kind, with few or enough evaluations."""
-    common = {"max_iter": draw(st.sampled_from(budgets)), "stop": draw(st.sampled_from(["rel", "abs"]))}
-    common["tol"] = draw(st.sampled_from(tols))
+    common = bounds(draw(st.sampled_from(tols)), draw(st.booleans())) | {"max_iter": draw(st.sampled_from(budgets))}
     kind = draw(st.sampled_from([Picard, Anderson, Broyden]))
     if kind is Picard:
-        return Picard(damping=draw(st.sampled_from([0.7, 1.0])), **common)
+        return Picard(relaxation=draw(st.sampled_from([0.7, 1.0])), **common)
     history = draw(st.sampled_from([None, 1, 4]))
     kinds = ["I", "II"] if kind is Anderson else ["good", "bad"]
-    return kind(history=history, kind=draw(st.sampled_from(kinds)), **common)
+    return kind(history_size=history, kind=draw(st.sampled_from(kinds)), **common)
 
 
 def random(seed, *shape, dtype=torch.float64):
@@ -132,7 +131,7 @@ def test_what_a_solution_says_is_so(seed, batch, shape, dtype, solver, kernel):
     size = f(z).reshape(batch, -1).norm(dim=1)
     gap = (f(z) - z).reshape(batch, -1).norm(dim=1)
     of_f = rounding(dtype, 8) * (1 + size)  # a product, tanh, a sum and a difference
-    allowed = solver.tol * (size if solver.stop == "rel" else 1) + of_f
+    allowed = solver.tol * (1 if solver.is_absolute else size) + of_f
     assert (gap <= allowed)[solution.converged].all()
     assert ((gap - solution.residual_abs).abs() <= of_f + rounding(dtype) * gap).all()
     assert set(solution.status.tolist()) <= {Status.CONVERGED, Status.MAX_ITER}
@@ -176,7 +175,7 @@ def test_groups(seed, numbers, width, solver, kernel):
             assert_close(alone.value, grouped.value[own], after_solve(lost(torch.float64, solver.tol)))
 
 
-TIGHT = {"tol": 1e-11, "max_iter": 80}
+TIGHT = {"rtol": 1e-11, "max_iter": 80}
 
 
 class TestGradients:
@@ -205,7 +204,7 @@ class TestGradients:
         problem, solver = self.problem(seed, batch, width), kind(**TIGHT)
         implicit = self.gradients(*problem, solver, Implicit(Broyden(**TIGHT)), kernel)
         unrolled = self.gradients(*problem, solver, Unrolled(steps=100), kernel)
-        allowed = after_solve(TIGHT["tol"], 1 / (1 - 0.7), derivatives=1) * self.size(problem[1])
+        allowed = after_solve(TIGHT["rtol"], 1 / (1 - 0.7), derivatives=1) * self.size(problem[1])
         assert all(bool(((a - b).abs() <= allowed).all()) for a, b in zip(implicit, unrolled, strict=True))
 
     @examples

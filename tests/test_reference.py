@@ -330,10 +330,10 @@ class TestPolicy:
         from deqfast import Picard, solve
 
         problem = linear()
-        solution = solve(problem.f, problem.z0, Picard(tol=1e-4, max_iter=50))
+        solution = solve(problem.f, problem.z0, Picard(rtol=1e-4, max_iter=50))
         assert_solves(solution, problem)
         solution.value.add_(1e-2)
         with pytest.raises(AssertionError, match="errors"):
             assert_solves(solution, problem)
         with pytest.raises(AssertionError, match="MAX_ITER"):
-            assert_solves(solve(problem.f, problem.z0, Picard(tol=1e-4, max_iter=2)), problem)
+            assert_solves(solve(problem.f, problem.z0, Picard(rtol=1e-4, max_iter=2)), problem)

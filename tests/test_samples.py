@@ -59,12 +59,12 @@ def test_a_broken_sample_of_a_square_batch_leaves_no_trace(batch):
 
 
 @pytest.mark.parametrize("per_sample", [None, SHARED])
-def test_compaction_cuts_no_weight(per_sample):
+def test_drop_converged_cuts_no_weight(per_sample):
     x, z0 = inputs(), torch.zeros(B, B, dtype=torch.float64)
     x["features"][0] *= 10
     solver = Picard(1e-6, 60)
     whole = DEQBlock(cell, solver)(x, z0)
-    cut, solution = DEQBlock(cell, solver, compact=True, per_sample=per_sample)(x, z0, return_solution=True)
+    cut, solution = DEQBlock(cell, solver, drop_converged=True, per_sample=per_sample)(x, z0, return_solution=True)
     assert solution.sample_evaluations < B * solution.evaluations
     assert_close(cut, whole, after_solve(rounding(torch.float64)))
 

@@ -179,7 +179,7 @@ def test_opcheck():
 def test_the_estimate_is_the_inverse_for_a_small_linear_f(name, kernel, device):
     """A window of secant pairs that span the space determines the Jacobian of a linear f."""
     problem = PROBLEMS["linear-0.5"](batch=3, dim=4, dtype=torch.float64, device=device)
-    solver = SOLVERS[name](tol=1e-12, max_iter=30, history=20)
+    solver = SOLVERS[name](rtol=1e-12, max_iter=30, history_size=20)
     solution = deqfast.solve(problem.f, problem.z0, solver, kernel, keep_inverse=True)
     v = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
     basis = torch.eye(4, dtype=torch.float64, device=device)
@@ -199,7 +199,7 @@ def gradients(adjoint, solver):
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])
 def test_gradients_are_nearer_to_the_implicit_ones_than_those_of_jfb(name):
-    solver = SOLVERS[name](tol=1e-10, max_iter=40, history=20)
+    solver = SOLVERS[name](rtol=1e-10, max_iter=40, history_size=20)
     exact = gradients("implicit", solver)
     shine, jfb = gradients("shine", solver), gradients("jfb", solver)
     assert (shine - exact).norm() < 0.7 * (jfb - exact).norm()
@@ -208,7 +208,7 @@ def test_gradients_are_nearer_to_the_implicit_ones_than_those_of_jfb(name):
 def test_a_short_step_does_not_shrink_the_estimate(kernel, device):
     """Without pairs it is that of JFB, whatever the length of the steps."""
     z0, v = torch.zeros(2, 5, device=device), torch.arange(10.0, device=device).view(2, 5)
-    solver = deqfast.Broyden(max_iter=2, step=0.5)
+    solver = deqfast.Broyden(max_iter=2, relaxation=0.5)
     solution = deqfast.solve(lambda z: 0.9 * z.cos() + 1, z0, solver, kernel, keep_inverse=True)
     assert torch.equal(solution.transposed_inverse(v), v)
 
@@ -223,13 +223,15 @@ def test_the_history_of_a_finished_sample_stays(kernel, device):
             return here * torch.linspace(0.2, 1, 12, dtype=z.dtype, device=device) * torch.cos(z) + 1
 
         z0 = torch.zeros(len(rates), 12, dtype=rates.dtype, device=device)
-        solver = deqfast.Anderson(tol=1e-5, history=3, max_iter=60)
+        solver = deqfast.Anderson(rtol=1e-5, history_size=3, max_iter=60)
         solution = deqfast.solve(f, z0, solver, kernel, keep_inverse=True, **options)
         return solution.transposed_inverse(torch.ones_like(z0))
 
     alone = torch.cat([estimate(rate[None]) for rate in rates])
     for compact in (False, True):
-        assert_close(estimate(rates, compact=compact), alone, after_solve(lost(torch.float64, 1e-5), 1 / (1 - 0.97)))
+        assert_close(
+            estimate(rates, drop_converged=compact), alone, after_solve(lost(torch.float64, 1e-5), 1 / (1 - 0.97))
+        )
 
 
 def test_broken_samples_leave_no_trace():
@@ -247,7 +249,7 @@ def test_structures_and_memory_orders():
 
     def gradient(x):
         z0 = {"a": torch.zeros_like(x), "b": torch.zeros(2, 1, dtype=x.dtype)}
-        z = deqfast.DEQBlock(cell, deqfast.Anderson(tol=1e-5), "shine")(x.requires_grad_(), z0)
+        z = deqfast.DEQBlock(cell, deqfast.Anderson(rtol=1e-5), "shine")(x.requires_grad_(), z0)
         return torch.autograd.grad(z["a"].square().sum() + z["b"].sum(), x)[0]
 
     x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
@@ -270,7 +272,7 @@ class TestFallback:
         """Of samples of slopes near 0 and near 1, whose inverse is 1 and 20."""
         slope = torch.tensor([[0.05], [0.95]], dtype=torch.float64)
         x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-        block = deqfast.DEQBlock(lambda z, x: slope * z + x, deqfast.Broyden(tol=1e-10), adjoint)
+        block = deqfast.DEQBlock(lambda z, x: slope * z + x, deqfast.Broyden(rtol=1e-10), adjoint)
         return torch.autograd.grad(block(x).sum(), x)[0]
 
     def test_of_the_samples_that_leave_it(self):

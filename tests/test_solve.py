@@ -19,13 +19,14 @@ from deqfast.testing import (
     after_solve,
     assert_close,
     assert_same_solution,
+    bounds,
     linear,
     rounding,
     tanh,
 )
 
 # The default on a GPU is to look less often.
-solve = partial(deqfast.solve, check_every=1)
+solve = partial(deqfast.solve, sync_every=1)
 
 # One of each kind of step: without a window, with a least-squares window, with an unsymmetric one.
 some_solvers = pytest.mark.parametrize("name", ["picard", "anderson", "broyden"])
@@ -70,17 +71,17 @@ def norms(recorder: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.covering(1)
 @every_solver
-@pytest.mark.parametrize("stop", ["rel", "abs"])
-def test_a_sample_uses_its_own_evaluations_and_is_frozen_when_done(name, stop, kernel, device):
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_sample_uses_its_own_evaluations_and_is_frozen_when_done(name, absolute, kernel, device):
     weight = torch.tensor([0.1, 0.8, 0.0], device=device)[:, None]
     f = Recorder(ring(ring_bias(3, device=device), weight))
     tol = 1e-2
-    solution = solve(f, torch.zeros(3, 12, device=device), SOLVERS[name](tol=tol, stop=stop), kernel)
+    solution = solve(f, torch.zeros(3, 12, device=device), SOLVERS[name](**bounds(tol, absolute)), kernel)
     assert solution.status.tolist() == [Status.CONVERGED] * 3
     assert solution.evaluations == len(f) == looked(max(solution.iterations.tolist()), device)
     assert len(set(solution.iterations.tolist())) == 3
-    absolute, value = norms(f)
-    reached = (absolute if stop == "abs" else absolute / value) <= tol
+    gap, value = norms(f)
+    reached = (gap if absolute else gap / value) <= tol
     assert solution.iterations.tolist() == (reached.int().argmax(dim=0) + 1).tolist()
     for sample, used in enumerate(solution.iterations.tolist()):
         for argument in f.arguments[used - 1 :]:
@@ -89,24 +90,25 @@ def test_a_sample_uses_its_own_evaluations_and_is_frozen_when_done(name, stop, k
 
 @pytest.mark.covering(1)
 @every_solver
-@pytest.mark.parametrize("stop", ["rel", "abs"])
-def test_the_best_iterate_is_returned_with_its_residual(name, stop, kernel, device):
+@pytest.mark.parametrize("absolute", [False, True])
+def test_the_best_iterate_is_returned_with_its_residual(name, absolute, kernel, device):
     # Expansive, and started near its fixed point: residuals of all solvers rise, some fall again.
     problem = linear(batch=2, device=device, rho=4.0)
     f = Recorder(problem.f)
-    solution = solve(f, problem.solution.to(device, torch.float32) + 0.1, SOLVERS[name](1e-6, 6, stop), kernel)
+    solver = SOLVERS[name](**bounds(1e-6, absolute), max_iter=6)
+    solution = solve(f, problem.solution.to(device, torch.float32) + 0.1, solver, kernel)
     assert solution.status.tolist() == [Status.MAX_ITER] * 2
     assert solution.iterations.tolist() == [6, 6] and solution.evaluations == len(f) == 6
-    absolute, value = norms(f)
-    measure = absolute if stop == "abs" else absolute / value
+    gap, value = norms(f)
+    measure = gap if absolute else gap / value
     best = measure.argmin(dim=0).tolist()
     assert min(best) < 5
     eps = rounding(torch.float32)
     for sample, call in enumerate(best):
         assert torch.equal(solution.value[sample], f.arguments[call][sample])
-        assert_close(solution.residual_abs[sample], absolute[call, sample], eps)
-        assert_close(solution.residual_rel[sample], (absolute / value)[call, sample], eps)
-    assert torch.equal(solution.residual, solution.residual_abs if stop == "abs" else solution.residual_rel)
+        assert_close(solution.residual_abs[sample], gap[call, sample], eps)
+        assert_close(solution.residual_rel[sample], (gap / value)[call, sample], eps)
+    assert torch.equal(solution.residual, solution.residual_abs if absolute else solution.residual_rel)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -114,7 +116,7 @@ def test_the_best_iterate_is_returned_with_its_residual(name, stop, kernel, devi
 @in_process
 def test_the_reported_residual_is_that_of_the_value(problem_name, dtype, kernel, device):
     problem = PROBLEMS[problem_name](dtype=dtype, device=device)
-    for solver in (Broyden(tol=1e-4), Anderson(tol=1e-10, max_iter=7), Picard(tol=1e-2, stop="abs")):
+    for solver in (Broyden(rtol=1e-4), Anderson(rtol=1e-10, max_iter=7), Picard(rtol=0, atol=1e-2)):
         solution = solve(problem.f, problem.z0, solver, kernel)
         value = problem.f(solution.value).double()
         absolute = (value - solution.value.double()).norm(dim=1)
@@ -153,12 +155,12 @@ def test_one_evaluation_judges_the_start_and_takes_no_step(name, kernel, device)
 @some_solvers
 @in_process
 @pytest.mark.parametrize("every", [2, 3, 50])
-def test_check_every_only_adds_evaluations(name, every, kernel, device):
+def test_sync_every_only_adds_evaluations(name, every, kernel, device):
     f = ring(ring_bias(4, device=device))
     z0 = torch.zeros(4, 12, device=device)
-    solver = SOLVERS[name](tol=1e-2)
-    often = solve(f, z0, solver, kernel, check_every=1)
-    seldom = solve(f, z0, solver, kernel, check_every=every)
+    solver = SOLVERS[name](rtol=1e-2)
+    often = solve(f, z0, solver, kernel, sync_every=1)
+    seldom = solve(f, z0, solver, kernel, sync_every=every)
     assert_same_solution(seldom, often, but=("evaluations", "sample_evaluations"))
     default = deqfast.solve(f, z0, solver, kernel)
     needed, late = max(often.iterations.tolist()), int(device == "cuda")  # a GPU's count comes one look late
@@ -181,7 +183,7 @@ def test_a_sample_that_breaks_goes_back_to_its_best_iterate(name, bad, first_cal
 
     f = Recorder(breaking)
     z0 = torch.zeros_like(bias)
-    solver = SOLVERS[name](tol=1e-3, max_iter=4)
+    solver = SOLVERS[name](rtol=1e-3, max_iter=4)
     broken, healthy = solve(f, z0, solver, kernel), solve(ring(bias), z0, solver, kernel)
     assert all(torch.isfinite(z).all() for z in f.arguments)
     assert_same_rows(broken, healthy, [0, 2])
@@ -208,7 +210,7 @@ class TestStall:
     TOL = 1e-6
 
     def solve(self, f, z0, kernel, **settings):
-        return solve(f, z0, Picard(tol=self.TOL, max_iter=40, **settings), kernel)
+        return solve(f, z0, Picard(rtol=self.TOL, max_iter=40, **settings), kernel)
 
     def test_at_the_rounding_floor_of_bfloat16(self, kernel, device):
         problem = tanh(device=device)
@@ -265,7 +267,7 @@ class TestStall:
 def test_a_low_precision_z0_gives_f_its_dtype_and_solves_in_float32(low, kernel, device):
     problem = tanh(device=device, dtype=torch.float32)
     f = Recorder(lambda z: problem.f(z.float()).to(low))
-    solution = solve(f, problem.z0.to(low), Broyden(tol=2e-2), kernel)
+    solution = solve(f, problem.z0.to(low), Broyden(rtol=2e-2), kernel)
     assert {z.dtype for z in f.arguments} == {low} and solution.value.dtype == low
     assert solution.residual.dtype == solution.residual_abs.dtype == torch.float32
     assert solution.converged.all()
@@ -281,7 +283,7 @@ def test_autocast_does_not_reach_into_the_solver(name, kernel, device):
         with torch.autocast(device, enabled=False):
             return problem.f(z)
 
-    solver = SOLVERS[name](tol=1e-3)
+    solver = SOLVERS[name](rtol=1e-3)
     with torch.autocast(device, dtype=torch.bfloat16):
         inside = solve(full, problem.z0, solver, kernel)
     assert_same_solution(inside, solve(problem.f, problem.z0, solver, kernel))
@@ -291,7 +293,7 @@ def test_autocast_reaches_f_and_leaves_the_state_in_float32():
     inside = torch.nn.Linear(16, 16)
     f = Recorder(lambda z: 0.1 * inside(z) + 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        solution = solve(f, torch.zeros(2, 16), Anderson(tol=1e-2))
+        solution = solve(f, torch.zeros(2, 16), Anderson(rtol=1e-2))
     assert {z.dtype for z in f.arguments} == {torch.float32} and {v.dtype for v in f.values} == {torch.bfloat16}
     assert solution.value.dtype == solution.residual.dtype == torch.float32
 
@@ -302,7 +304,7 @@ def test_autocast_reaches_f_and_leaves_the_state_in_float32():
 @in_process
 def test_sizes(name, batch, dim, kernel, device):
     bias = ring_bias(batch, dim, device)
-    solution = solve(ring(bias, 0.4), torch.zeros_like(bias), SOLVERS[name](tol=1e-4), kernel)
+    solution = solve(ring(bias, 0.4), torch.zeros_like(bias), SOLVERS[name](rtol=1e-4), kernel)
     assert solution.converged.all()
     expected = solve(ring(bias.double(), 0.4), torch.zeros_like(bias).double(), Picard(1e-12, 200), "torch").value
     distance = (solution.value - expected).norm(dim=1)
@@ -326,12 +328,12 @@ class TestLayout:
         return ring_bias(2, 4 * 3 * 5).view(2, 4, 3, 5)
 
     def expected(self):
-        return solve(ring(self.bias()), torch.zeros(2, 4, 3, 5), Anderson(tol=1e-4))
+        return solve(ring(self.bias()), torch.zeros(2, 4, 3, 5), Anderson(rtol=1e-4))
 
     def check(self, z0, f=None):
         f = Recorder(f or ring(self.bias()))
         strides = []
-        solution = solve(lambda z: (strides.append(z.stride()), f(z))[1], z0, Anderson(tol=1e-4))
+        solution = solve(lambda z: (strides.append(z.stride()), f(z))[1], z0, Anderson(rtol=1e-4))
         dense = torch.empty_like(z0).stride()
         assert set(strides) == {dense} and solution.value.stride() == dense
         assert torch.equal(solution.iterations, self.expected().iterations)
@@ -357,7 +359,7 @@ class TestLayout:
         def f(z):
             return 0.5 * z.mean(dim=1, keepdim=True).expand(2, 6) + 1
 
-        solution = solve(f, torch.zeros(2, 1).expand(2, 6), Broyden(tol=1e-6))
+        solution = solve(f, torch.zeros(2, 1).expand(2, 6), Broyden(rtol=1e-6))
         assert_close(solution.value, torch.full((2, 6), 2.0), after_solve(1e-6, 2))
 
 
@@ -367,7 +369,7 @@ class TestStructures:
     def test_dtypes_of_leaves_are_kept(self):
         z0 = (torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 2))
         f = Recorder(lambda z: (0.5 * z[0] + 1, 0.5 * z[1] + 1))
-        solution = solve(f, z0, Picard(tol=1e-2))
+        solution = solve(f, z0, Picard(rtol=1e-2))
         for z in (*f.arguments, solution.value):
             assert (z[0].dtype, z[1].dtype) == (torch.bfloat16, torch.float32)
         assert solution.residual.dtype == torch.float32 and solution.converged.all()
@@ -385,7 +387,7 @@ class TestBuffers:
     """f may return what it likes, as long as it leaves its earlier values alone."""
 
     BIAS = ring_bias(3)
-    SOLVER = Broyden(tol=1e-5, max_iter=12)
+    SOLVER = Broyden(rtol=1e-5, max_iter=12)
 
     def solved(self, f, name, kernel="auto", **options):
         return solve(f, torch.zeros_like(self.BIAS), SOLVERS[name](1e-5, 12), kernel, **options)
@@ -429,7 +431,7 @@ class TestBuffers:
     def test_a_view_of_the_argument(self):
         # f(z) = z reversed in the first call, a contraction later: the value must not move with z.
         f = Recorder(lambda z: z[:, :] if len(f) == 2 else ring(self.BIAS)(z))
-        solution = solve(f, torch.zeros_like(self.BIAS), Broyden(tol=1e-5))
+        solution = solve(f, torch.zeros_like(self.BIAS), Broyden(rtol=1e-5))
         assert solution.status.tolist() == [Status.CONVERGED] * 3 and solution.iterations.tolist() == [2] * 3
 
     def test_a_constant_f_takes_two_evaluations(self, kernel, device):
@@ -469,8 +471,8 @@ class TestErrors:
             ({"solver": "newton"}, ValueError, "solver must be .* 'broyden', 'anderson', 'picard', got 'newton'"),
             ({"solver": Broyden}, ValueError, "solver must be a deqfast solver"),
             ({"kernel": "gpu"}, ValueError, "kernel must be one of 'auto', 'triton', .*, got 'gpu'"),
-            ({"check_every": 0}, ValueError, "check_every must be at least 1, got 0"),
-            ({"check_every": 1.5}, TypeError, "check_every must be an integer, got 1.5"),
+            ({"sync_every": 0}, ValueError, "sync_every must be at least 1, got 0"),
+            ({"sync_every": 1.5}, TypeError, "sync_every must be an integer, got 1.5"),
             (
                 {"z0": torch.zeros(4, 3, device="meta")},
                 ValueError,
@@ -563,9 +565,9 @@ class TestKernels:
     ],
 )
 @pytest.mark.parametrize("leaves", [1, 2])
-@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("drop_converged", [True, False])
 @pytest.mark.parametrize("inference", [True, False])
-def test_an_f_that_works_in_place_on_its_argument_is_refused(f, leaves, compact, inference):
+def test_an_f_that_works_in_place_on_its_argument_is_refused(f, leaves, drop_converged, inference):
     if inference and leaves == 2:
         pytest.skip("inference mode counts no writes to the copies that leaves are")
 
@@ -577,7 +579,7 @@ def test_an_f_that_works_in_place_on_its_argument_is_refused(f, leaves, compact,
         torch.inference_mode(inference),
         pytest.raises(ValueError, match=r"f must not modify its argument z, .*z\.clone\(\)"),
     ):
-        solve(cell, z0 if leaves == 1 else [z0, z0.clone()], compact=compact)
+        solve(cell, z0 if leaves == 1 else [z0, z0.clone()], drop_converged=drop_converged)
 
 
 def test_a_solution_counts_its_samples_by_status():

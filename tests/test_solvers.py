@@ -43,7 +43,7 @@ def test_every_solver_solves_every_problem(name, problem_name, kernel, device):
     interpreted = kernel == "triton" and device == "cpu"  # slow: one sample, and not as far
     size = {"dim": 5} if problem_name == "sawtooth" else {}
     problem = PROBLEMS[problem_name](batch=1 if interpreted else 3, device=device, **size)
-    solver = SOLVERS[name](tol=1e-2 if interpreted else 1e-4, max_iter=200 if name == "picard" else 30)
+    solver = SOLVERS[name](rtol=1e-2 if interpreted else 1e-4, max_iter=200 if name == "picard" else 30)
     assert_solves(solve(problem.f, problem.z0, solver, kernel), problem)
 
 
@@ -53,7 +53,9 @@ def test_every_solver_solves_every_problem(name, problem_name, kernel, device):
 def test_float64_reaches_far_tolerances(name, problem_name, kernel, device):
     size = {"dim": 5} if problem_name == "sawtooth" else {}
     problem = PROBLEMS[problem_name](dtype=torch.float64, device=device, **size)
-    solution = solve(problem.f, problem.z0, SOLVERS[name](tol=1e-11, max_iter=600 if name == "picard" else 100), kernel)
+    solution = solve(
+        problem.f, problem.z0, SOLVERS[name](rtol=1e-11, max_iter=600 if name == "picard" else 100), kernel
+    )
     assert_solves(solution, problem)
 
 
@@ -61,8 +63,8 @@ def test_float64_reaches_far_tolerances(name, problem_name, kernel, device):
 @in_process
 def test_acceleration_accelerates(name, kernel, device):
     problem = linear(rho=0.95, dim=48, device=device)
-    plain = solve(problem.f, problem.z0, Picard(tol=1e-4, max_iter=200), kernel)
-    accelerated = solve(problem.f, problem.z0, SOLVERS[name](tol=1e-4, max_iter=200), kernel)
+    plain = solve(problem.f, problem.z0, Picard(rtol=1e-4, max_iter=200), kernel)
+    accelerated = solve(problem.f, problem.z0, SOLVERS[name](rtol=1e-4, max_iter=200), kernel)
     assert plain.converged.all() and accelerated.converged.all()
     assert accelerated.evaluations < plain.evaluations / 3
 
@@ -74,17 +76,17 @@ def test_acceleration_accelerates(name, kernel, device):
 def test_limited_memory_converges_where_ring_buffers_break(rho, seed, kernel, device):
     """Overwriting pairs that others were built on gives NaN on these problems; a window of the newest ten does not."""
     problem = linear(batch=1, dim=256, rho=rho, seed=seed, device=device)
-    short = solve(problem.f, problem.z0, Broyden(tol=1e-4, max_iter=150, history=10), kernel)
+    short = solve(problem.f, problem.z0, Broyden(rtol=1e-4, max_iter=150, history_size=10), kernel)
     assert_solves(short, problem)
     problem = linear(batch=1, dim=256, rho=rho, seed=seed)
-    full = solve(problem.f, problem.z0, Broyden(tol=1e-4, max_iter=150, history=150), "cpp")
+    full = solve(problem.f, problem.z0, Broyden(rtol=1e-4, max_iter=150, history_size=150), "cpp")
     assert short.evaluations <= 1.5 * full.evaluations
 
 
 def test_plain_iteration_of_the_sawtooth_ends_exactly(kernel, device):
     m = 8
     problem = sawtooth(batch=6, dim=m, dtype=torch.float64, device=device)
-    solution = solve(problem.f, problem.z0, Picard(tol=1e-15, max_iter=m + 1), kernel)
+    solution = solve(problem.f, problem.z0, Picard(rtol=1e-15, max_iter=m + 1), kernel)
     assert solution.residual.tolist() == [0.0] * 6
     assert torch.equal(solution.value.cpu(), problem.solution)
 
@@ -134,7 +136,7 @@ class TestIterates:
     COUNT = 10
 
     def compare(self, solver, problem, expected, kernel, device, tolerance=None):
-        tolerance = tolerance or rounding(torch.float64) * self.condition(problem, expected, solver.history)
+        tolerance = tolerance or rounding(torch.float64) * self.condition(problem, expected, solver.history_size)
         f = Recorder(problem.f)
         solve(f, problem.z0.to(device), solver, kernel)
         assert len(f) == len(expected)
@@ -156,7 +158,7 @@ class TestIterates:
     @pytest.mark.parametrize(("step", "history"), [(1.0, None), (0.7, 3), (1.0, 1)])
     def test_broyden(self, kind, step, history, kernel, device):
         expected = textbook_broyden(self.problem("cpu"), self.COUNT, kind, step, history or self.COUNT)
-        solver = Broyden(tol=NEVER, max_iter=self.COUNT, kind=kind, step=step, history=history)
+        solver = Broyden(rtol=NEVER, max_iter=self.COUNT, kind=kind, relaxation=step, history_size=history)
         self.compare(solver, self.problem(device), expected, kernel, device)
 
     @pytest.mark.covering(1)
@@ -164,7 +166,9 @@ class TestIterates:
     @pytest.mark.parametrize(("mixing", "history"), [(1.0, None), (0.7, 3), (1.0, 1)])
     def test_anderson(self, kind, mixing, history, kernel, device):
         expected = textbook_anderson(self.problem("cpu"), self.COUNT, kind, mixing, history or self.COUNT)
-        solver = Anderson(NEVER, self.COUNT, ridge=0.0, kind=kind, mixing=mixing, history=history or self.COUNT)
+        solver = Anderson(
+            NEVER, self.COUNT, ridge=0.0, kind=kind, relaxation=mixing, history_size=history or self.COUNT
+        )
         self.compare(solver, self.problem(device), expected, kernel, device)
 
     @pytest.mark.parametrize("maker", [linear, non_normal])
@@ -181,7 +185,7 @@ class TestIterates:
         for _ in range(4):
             iterates.append(iterates[-1] + damping * (problem.f(iterates[-1]) - iterates[-1]))
         eps = rounding(torch.float64)
-        self.compare(Picard(NEVER, 5, damping=damping), problem, torch.stack(iterates).cpu(), kernel, device, eps)
+        self.compare(Picard(NEVER, 5, relaxation=damping), problem, torch.stack(iterates).cpu(), kernel, device, eps)
 
 
 @pytest.mark.covering(0)
@@ -190,7 +194,7 @@ class TestIterates:
 def test_the_solve_does_not_depend_on_the_scale_of_z(name, exponent, kernel, device):
     problem = tanh(device=device)
     scale = 2.0**exponent
-    solver = SOLVERS[name](tol=1e-4, max_iter=5)
+    solver = SOLVERS[name](rtol=1e-4, max_iter=5)
     plain = solve(problem.f, problem.z0, solver, kernel)
     scaled = solve(lambda z: scale * problem.f(z / scale), scale * problem.z0, solver, kernel)
     assert torch.equal(scaled.value, scale * plain.value)
@@ -208,7 +212,7 @@ class TestDegenerateHistory:
     def test_long_after_convergence(self, name, problem_name, kernel, device):
         problem = PROBLEMS[problem_name](device=device)
         f = Recorder(problem.f)
-        solution = solve(f, problem.z0, SOLVERS[name](tol=1e-30, max_iter=100), kernel)
+        solution = solve(f, problem.z0, SOLVERS[name](rtol=1e-30, max_iter=100), kernel)
         assert all(torch.isfinite(z).all() for z in f.arguments)
         assert (solution.residual < rounding(torch.float32)).all()
         assert_close(solution.value, problem.solution, rounding(torch.float32) * problem.amplification)
@@ -218,8 +222,8 @@ class TestDegenerateHistory:
         """s = 0 and y = 0 from the first step on: every pivot is dropped, which leaves Picard steps."""
         one_above = torch.nextafter(torch.ones(2, 3), torch.full((2, 3), 2.0)).to(device)
         f = Recorder(lambda z: one_above + 0 * z)
-        shorter = {"step": 0.3} if "broyden" in name else {"mixing": 0.3}
-        solution = solve(f, torch.ones_like(one_above), SOLVERS[name](tol=1e-9, max_iter=6, **shorter), kernel)
+        shorter = {"relaxation": 0.3}
+        solution = solve(f, torch.ones_like(one_above), SOLVERS[name](rtol=1e-9, max_iter=6, **shorter), kernel)
         assert all((z == 1).all() for z in f.arguments) and len(f) == 6
         assert solution.status.tolist() == [Status.MAX_ITER] * 2 and (solution.value == 1).all()
 
@@ -229,7 +233,7 @@ class TestDegenerateHistory:
         z0 = torch.tensor([[0.0], [2.0]], dtype=torch.float64, device=device)
         f = Recorder(torch.cos)
         exact = {"ridge": 0.0} if "anderson" in name else {}
-        solve(f, z0, SOLVERS[name](tol=NEVER, max_iter=6, **exact), kernel)
+        solve(f, z0, SOLVERS[name](rtol=NEVER, max_iter=6, **exact), kernel)
         before, z = z0, torch.cos(z0)
         for actual in f.arguments[1:]:
             assert_close(actual, z, ITERATES)
@@ -239,7 +243,9 @@ class TestDegenerateHistory:
     @multisecant
     def test_pairs_that_repeat(self, name, kernel, device):
         # f(z) = 1 - z jumps between two points; both differences are multiples of one vector.
-        solution = solve(lambda z: 1 - z, torch.zeros(2, 4, device=device), SOLVERS[name](tol=1e-6, max_iter=6), kernel)
+        solution = solve(
+            lambda z: 1 - z, torch.zeros(2, 4, device=device), SOLVERS[name](rtol=1e-6, max_iter=6), kernel
+        )
         assert solution.converged.all()
         assert_close(solution.value, torch.full((2, 4), 0.5), rounding(torch.float32))
 
@@ -249,7 +255,7 @@ class TestDegenerateHistory:
 def test_a_short_history_dtype_costs_few_iterations(name, kernel, device):
     problem = linear(rho=0.9, device=device)
     short, full = (
-        solve(problem.f, problem.z0, SOLVERS[name](tol=1e-4, max_iter=40, history_dtype=dtype), kernel)
+        solve(problem.f, problem.z0, SOLVERS[name](rtol=1e-4, max_iter=40, history_dtype=dtype), kernel)
         for dtype in (torch.bfloat16, torch.float32)
     )
     assert_solves(short, problem)
@@ -266,7 +272,7 @@ def test_contractions_of_any_scale(name, norm, dtype, kernel, device):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 6, generator=generator, dtype=torch.float64).mul(0.15).to(device, dtype)
     c = torch.randn(5, 6, generator=generator, dtype=torch.float64).to(dtype).mul(scales[:, None]).to(device)
-    solution = solve(lambda z: z @ weight.T + c, torch.zeros_like(c), SOLVERS[name](tol=1e-3, norm=norm), kernel)
+    solution = solve(lambda z: z @ weight.T + c, torch.zeros_like(c), SOLVERS[name](rtol=1e-3, norm=norm), kernel)
     assert solution.converged.all()
 
     unit, value = c.cpu().double() / scales[:, None], solution.value.cpu().double() / scales[:, None]
@@ -287,9 +293,9 @@ def test_an_absolute_tolerance_finds_zero(name, kernel, device):
     """f(z) = J z, whose relative residual falls no more than z does."""
     rates = torch.linspace(0.2, 0.7, 6, device=device)
     z0 = torch.ones(2, 6, device=device) * torch.tensor([[1.0], [1e-3]], device=device)
-    relative = solve(lambda z: rates * z, z0, Picard(tol=1e-3), kernel)
+    relative = solve(lambda z: rates * z, z0, Picard(rtol=1e-3), kernel)
     assert not relative.converged.any()
-    solution = solve(lambda z: rates * z, z0, SOLVERS[name](tol=1e-3, atol=1e-8, max_iter=60), kernel)
+    solution = solve(lambda z: rates * z, z0, SOLVERS[name](rtol=1e-3, atol=1e-8, max_iter=60), kernel)
     assert solution.converged.all()
     value = solution.value.double()
     g, f = (rates.double() - 1) * value, rates.double() * value
@@ -304,8 +310,8 @@ def test_a_history_of_pairs_takes_the_memory_it_says(name):
     for settings, slots, dtype in [
         ({}, 6 if "anderson" in name else 20, torch.float32),
         ({"max_iter": 4}, 4, torch.float32),
-        ({"max_iter": 100, "history": None}, 100, torch.float32),
-        ({"max_iter": 100, "history": 33, "history_dtype": torch.bfloat16}, 33, torch.bfloat16),
+        ({"max_iter": 100, "history_size": None}, 100, torch.float32),
+        ({"max_iter": 100, "history_size": 33, "history_dtype": torch.bfloat16}, 33, torch.bfloat16),
     ]:
         state = SOLVERS[name](**settings).init(z.clone(), kernel, keep_inverse=True)
         for window in (state.left, state.df):
@@ -317,15 +323,15 @@ def test_a_history_of_pairs_takes_the_memory_it_says(name):
 @pytest.mark.usefixtures("cpp_kernels")
 def test_a_window_longer_than_a_gpu_kernel_holds_is_an_error(name):
     problem = linear()
-    solver = SOLVERS[name](max_iter=40, history=33)
-    with pytest.raises(ValueError, match="history must be at most 32 on kernel='triton', got 33"):
+    solver = SOLVERS[name](max_iter=40, history_size=33)
+    with pytest.raises(ValueError, match="history_size must be at most 32 on kernel='triton', got 33"):
         solver.init(problem.z0, choose_kernel("triton", torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     assert solve(problem.f, problem.z0, solver, "cpp").converged.all()
 
 
 @multisecant
 def test_the_default_window_holds_what_a_gpu_kernel_can(name):
-    solver = SOLVERS[name](max_iter=40, history=None)
+    solver = SOLVERS[name](max_iter=40, history_size=None)
     kernel = choose_kernel("triton", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert solver.init(linear().z0, kernel).left.shape[1] == 32
 
@@ -341,45 +347,42 @@ def test_a_history_dtype_that_does_not_fit_the_state_is_an_error(name, types):
 
 
 BAD_ARGUMENTS = [
-    (Picard, "tol", 0.0, ValueError),
-    (Picard, "tol", -1e-3, ValueError),
-    (Picard, "tol", 40, ValueError),
-    (Picard, "tol", math.nan, ValueError),
-    (Picard, "tol", math.inf, ValueError),
-    (Anderson, "tol", "small", TypeError),
-    (Anderson, "tol", True, TypeError),
-    (Broyden, "tol", None, TypeError),
+    (Picard, "rtol", -1e-3, ValueError),
+    (Picard, "rtol", 40, ValueError),
+    (Picard, "rtol", math.nan, ValueError),
+    (Picard, "rtol", math.inf, ValueError),
+    (Anderson, "rtol", "small", TypeError),
+    (Anderson, "rtol", True, TypeError),
+    (Broyden, "rtol", None, TypeError),
     (Picard, "max_iter", 0, ValueError),
     (Picard, "max_iter", -3, ValueError),
     (Anderson, "max_iter", 2.0, TypeError),
     (Broyden, "max_iter", True, TypeError),
-    (Picard, "stop", "relative", ValueError),
-    (Anderson, "stop", None, ValueError),
     (Picard, "atol", -1e-9, ValueError),
     (Anderson, "atol", 1e18, ValueError),
     (Broyden, "atol", "small", TypeError),
     (Picard, "norm", 2, ValueError),
     (Broyden, "norm", "l1", ValueError),
-    (Anderson, "history", 0, ValueError),
-    (Broyden, "history", -1, ValueError),
-    (Broyden, "history", 2.5, TypeError),
+    (Anderson, "history_size", 0, ValueError),
+    (Broyden, "history_size", -1, ValueError),
+    (Broyden, "history_size", 2.5, TypeError),
     (Anderson, "history_dtype", torch.float16, ValueError),
     (Broyden, "history_dtype", "bfloat16", ValueError),
-    (Picard, "damping", 0.0, ValueError),
-    (Picard, "damping", 2.5, ValueError),
-    (Picard, "damping", "1", TypeError),
-    (Picard, "damping", math.nan, ValueError),
-    (Anderson, "mixing", 0, ValueError),
-    (Anderson, "mixing", 2.1, ValueError),
-    (Anderson, "mixing", [1], TypeError),
+    (Picard, "relaxation", 0.0, ValueError),
+    (Picard, "relaxation", 2.5, ValueError),
+    (Picard, "relaxation", "1", TypeError),
+    (Picard, "relaxation", math.nan, ValueError),
+    (Anderson, "relaxation", 0, ValueError),
+    (Anderson, "relaxation", 2.1, ValueError),
+    (Anderson, "relaxation", [1], TypeError),
     (Anderson, "ridge", -1e-9, ValueError),
     (Anderson, "ridge", 1.5, ValueError),
     (Anderson, "ridge", None, TypeError),
     (Anderson, "kind", "III", ValueError),
     (Anderson, "kind", 2, ValueError),
-    (Broyden, "step", 0.0, ValueError),
-    (Broyden, "step", 3.0, ValueError),
-    (Broyden, "step", None, TypeError),
+    (Broyden, "relaxation", 0.0, ValueError),
+    (Broyden, "relaxation", 3.0, ValueError),
+    (Broyden, "relaxation", None, TypeError),
     (Broyden, "kind", "best", ValueError),
 ]
 
@@ -391,24 +394,36 @@ def test_bad_arguments_are_named_with_their_value(solver, argument, value, error
     assert str(raised.value).startswith(f"{argument} must be ") and repr(value) in str(raised.value)
 
 
-def test_an_absolute_stop_has_one_tolerance():
-    with pytest.raises(ValueError, match="atol must be 0 with stop='abs'.* got 1e-06"):
-        Picard(stop="abs", atol=1e-6)
+def test_one_of_the_tolerances_is_positive():
+    for kind in (Picard, Anderson, Broyden):
+        with pytest.raises(ValueError, match="rtol and atol must not both be 0"):
+            kind(rtol=0.0)
+    assert Picard(rtol=0, atol=1e30).tol == 1e30
+
+
+def test_an_rtol_of_0_leaves_the_absolute_tolerance():
+    both, alone = Picard(rtol=1e-2, atol=1e-4), Picard(rtol=0, atol=1e-4)
+    assert (both.tol, both.is_absolute, both.offset) == (1e-2, False, 1e-2)
+    assert (alone.tol, alone.is_absolute, alone.offset) == (1e-4, True, 0.0)
 
 
 def test_solvers_are_frozen_and_compare_by_value():
-    assert Broyden(tol=1e-2) == Broyden(tol=1e-2) != Broyden()
+    assert Broyden(rtol=1e-2) == Broyden(rtol=1e-2) != Broyden()
     with pytest.raises(FrozenInstanceError):
-        Broyden().tol = 1.0
-    assert (Picard(damping=2.0).damping, Anderson(ridge=0.0).ridge, Anderson(mixing=2).mixing) == (2.0, 0.0, 2)
+        Broyden().rtol = 1.0
+    assert (Picard(relaxation=2.0).relaxation, Anderson(ridge=0.0).ridge, Anderson(relaxation=2).relaxation) == (
+        2.0,
+        0.0,
+        2,
+    )
 
 
 def test_names_stand_for_default_solvers():
     assert [as_solver(name) for name in ("picard", "anderson", "broyden")] == [Picard(), Anderson(), Broyden()]
-    assert as_solver(Picard(tol=0.1)) == Picard(tol=0.1)
+    assert as_solver(Picard(rtol=0.1)) == Picard(rtol=0.1)
 
 
 def test_numbers_of_numpy_are_python_numbers():
-    given = Anderson(tol=np.float32(0.25), max_iter=np.int64(7))
-    assert given == Anderson(tol=0.25, max_iter=7) and type(given.tol) is float and type(given.max_iter) is int
+    given = Anderson(rtol=np.float32(0.25), max_iter=np.int64(7))
+    assert given == Anderson(rtol=0.25, max_iter=7) and type(given.rtol) is float and type(given.max_iter) is int
     assert solve(torch.cos, torch.zeros(1, 2), given).converged.all()

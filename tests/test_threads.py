@@ -10,14 +10,14 @@ from deqfast.ops import Kernel
 
 pytestmark = pytest.mark.skipif(not deqfast.backends()["cpp"], reason="the CPU kernels were not built")
 
-RULE = {"tol": 1e-4, "max_iter": 12}
+RULE = {"rtol": 1e-4, "max_iter": 12}
 SOLVERS = {
     "picard": deqfast.Picard(**RULE),
-    "damped picard": deqfast.Picard(damping=0.7, **RULE),
+    "damped picard": deqfast.Picard(relaxation=0.7, **RULE),
     "anderson II": deqfast.Anderson(**RULE),
     "anderson I, bf16 history": deqfast.Anderson(kind="I", history_dtype=torch.bfloat16, **RULE),
     "broyden, steps alone": deqfast.Broyden(**RULE),
-    "broyden, pairs": deqfast.Broyden(history=4, **RULE),
+    "broyden, pairs": deqfast.Broyden(history_size=4, **RULE),
     "bad broyden": deqfast.Broyden(kind="bad", **RULE),
 }
 # So many elements (csrc/cpu/grain.h) that threads share even a single sample; not whole vectors.

@@ -50,7 +50,9 @@ def joined(z):
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
-@pytest.mark.parametrize("options", [{}, {"groups": "batch"}, {"halt": lambda z, value, k: torch.full((4,), k >= 7)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"groups": "batch"}, {"stop_fn": lambda z, value, k: torch.full((4,), k >= 7)}]
+)
 def test_scaled_solves_are_those_of_a_state_of_one_size(solver, options):
     x = torch.randn(4, 8)
     expected = deqfast.solve(lambda z: plain(z, x), torch.zeros(4, 8), solver, **options)

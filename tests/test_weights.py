@@ -18,7 +18,7 @@ from deqfast import Broyden, DEQBlock, Implicit, LinearCell, Picard, ResidualCel
 from deqfast.testing import GRADIENT, after_solve, assert_close
 from deqfast.torch_internals import weights
 
-TIGHT = Broyden(tol=1e-12, max_iter=60)
+TIGHT = Broyden(rtol=1e-12, max_iter=60)
 
 
 class Counted(nn.Module):

@@ -35,7 +35,7 @@ def hard_problems(dim: int = 64) -> dict[str, Callable[[torch.Tensor], torch.Ten
 @pytest.mark.parametrize("problem", hard_problems())
 def test_the_default_window_solves_what_torchdeqs_does(problem, kernel):
     f = hard_problems()[problem]
-    solution = solve(f, torch.zeros(4, 64), Broyden(tol=1e-3, max_iter=150), kernel)
+    solution = solve(f, torch.zeros(4, 64), Broyden(rtol=1e-3, max_iter=150), kernel)
     assert solution.converged.all() and solution.evaluations < 130
     theirs, _, _ = get_solver("broyden")(f, torch.zeros(4, 64), tol=1e-3, max_iter=150, stop_mode="rel")
     assert ((f(theirs) - theirs).norm(dim=1) <= (1e-3 + rounding(torch.float32)) * f(theirs).norm(dim=1)).all()

@@ -32,8 +32,8 @@ class LinearSolve:
     products with A are needed: of a recorded evaluation, of compiled code, or of torch.func.
 
     Attributes:
-        solver: with stop="rel" and atol=0.
-        kernel, check_every: see ``deqfast.solve``.
+        solver: with atol=0.
+        kernel, sync_every: see ``deqfast.solve``.
         groups: samples of several rows, if any.
         scale: sizes of the tensors of u, if given.
         on_backward: called with the Solution.
@@ -41,7 +41,7 @@ class LinearSolve:
 
     solver: Solver
     kernel: str
-    check_every: int | None
+    sync_every: int | None
     groups: Groups | None
     scale: object
     on_backward: Callable[[Solution], None]
@@ -49,7 +49,7 @@ class LinearSolve:
     @classmethod
     def of(cls, plan: Plan, solver: Solver) -> LinearSolve:
         """Solve with the Jacobian at the plan's z*, whose u is as large as z."""
-        return cls(solver, plan.kernel, plan.check_every, plan.groups, plan.scale, plan.on_backward)
+        return cls(solver, plan.kernel, plan.sync_every, plan.groups, plan.scale, plan.on_backward)
 
     def transposed(self) -> LinearSolve:
         """Solve with the transposed matrix, whose u is as long as this one's is short."""
@@ -98,5 +98,5 @@ class LinearSolve:
             self.kernel,
             groups=groups,
             scale=self.scale,
-            check_every=self.check_every,
+            sync_every=self.sync_every,
         )

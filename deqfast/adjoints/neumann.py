@@ -22,15 +22,15 @@ from .phantom import Damped, Phantom
 
 @dataclass(frozen=True)
 class Neumann(Adjoint):
-    """Neumann series: (I - J^T)^-1 taken as damping (I + M + ... + M^(steps-1)), M = damping J^T + (1 - damping) I.
+    """Neumann series: (I - J^T)^-1 taken as r (I + M + ... + M^(steps-1)), M = r J^T + (1 - r) I, r = relaxation.
 
     Where z* is exact this is the gradient of ``Phantom`` of as many steps, in the memory of one evaluation of the cell.
     Source: Geng et al., NeurIPS 2021, equation 8.
 
     Args:
-        steps: number of terms, at least 1; steps=1 with damping=1 is ``JFB``. Each but the first costs a product with
-            the Jacobian.
-        damping: in ]0, 1].
+        steps: number of terms, at least 1; steps=1 with relaxation=1 is ``JFB``. Each but the first costs a product
+            with the Jacobian.
+        relaxation: in ]0, 1].
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.
@@ -41,11 +41,11 @@ class Neumann(Adjoint):
     """
 
     steps: int = 5
-    damping: float = 1.0
+    relaxation: float = 1.0
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
-        check_number("damping", self.damping, 0.0, 1.0, low_open=True)
+        check_number("relaxation", self.relaxation, 0.0, 1.0, low_open=True)
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)
@@ -56,7 +56,7 @@ class Neumann(Adjoint):
         return value, confirmed(solution, plan, z, recorded.outputs)
 
     def derivative(self, plan: Plan) -> Derivative:
-        phantom = Phantom(self.steps, self.damping)  # the same at z*
+        phantom = Phantom(self.steps, self.relaxation)  # the same at z*
         return Once("Neumann", lambda f: Damped(f, phantom))
 
 
@@ -69,11 +69,11 @@ class _Series(Rule):
         self.autocast = present_autocast(leaves[0].device.type)
 
     def pull(self, grads: list[Tensor]) -> list[Tensor]:
-        damping = self.neumann.damping
-        u = [damping * g for g in grads]
+        relaxation = self.neumann.relaxation
+        u = [relaxation * g for g in grads]
         with self.autocast():
             for _ in range(self.neumann.steps - 1):
                 products = product(self.outputs, self.leaves, u)
                 undamped = [g if p is None else p + g for p, g in zip(products, grads, strict=True)]
-                u = [v + damping * (w - v) for v, w in zip(u, undamped, strict=True)]
+                u = [v + relaxation * (w - v) for v, w in zip(u, undamped, strict=True)]
         return u

@@ -21,29 +21,29 @@ from .base import Adjoint
 
 @dataclass(frozen=True)
 class Phantom(Adjoint):
-    """Phantom gradient: backpropagation through a few damped calls z <- (1 - damping) z + damping f(z) from z*.
+    """Phantom gradient: backpropagation through a few damped calls z <- (1 - r) z + r f(z) from z*, r = relaxation.
 
-    Between ``JFB`` (steps=1, damping=1) and ``Implicit`` (steps without end) in cost and in accuracy; the memory of
+    Between ``JFB`` (steps=1, relaxation=1) and ``Implicit`` (steps without end) in cost and in accuracy; the memory of
     `steps` evaluations of the cell. Source: Geng et al., NeurIPS 2021.
 
     Args:
         steps: number of calls, at least 1.
-        damping: weight of f(z) in a step, in ]0, 1].
+        relaxation: weight of f(z) in a step, in ]0, 1].
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.
 
     Examples:
-        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, damping=0.8))
+        >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), adjoint=deqfast.Phantom(steps=3, relaxation=0.8))
         >>> block(torch.randn(4, 3)).sum().backward()
     """
 
     steps: int = 5
-    damping: float = 0.5
+    relaxation: float = 0.5
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
-        check_number("damping", self.damping, 0.0, 1.0, low_open=True)
+        check_number("relaxation", self.relaxation, 0.0, 1.0, low_open=True)
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)
@@ -67,7 +67,7 @@ class Phantom(Adjoint):
         """The last of the damped calls of f from z."""
         for _ in range(self.steps):
             pairs = zip(z, f(z), strict=True)
-            z = [(b if self.damping == 1 else a + self.damping * (b - a)).to(a.dtype) for a, b in pairs]
+            z = [(b if self.relaxation == 1 else a + self.relaxation * (b - a)).to(a.dtype) for a, b in pairs]
         return z
 
     def derivative(self, plan: Plan) -> Derivative:

@@ -40,13 +40,14 @@ _LOST = 1e-3
 class Reversible(Iterated):
     """Exact backpropagation through an iteration of two states, in the memory of one evaluation of the cell.
 
-    From y = z = z0, y <- (1 - damping) y + damping f(z), then z <- (1 - damping) z + damping f(y): the backward pass
-    takes the steps back instead of having kept them. The states are float64, in which rounding grows by
-    1 / (1 - damping) a half-step. Source: McCallum et al., arXiv 2509.12917.
+    From y = z = z0, y <- (1 - r) y + r f(z), then z <- (1 - r) z + r f(y), r = relaxation: the backward pass takes the
+    steps back instead of having kept them. The states are float64, in which rounding grows by 1 / (1 - r) a half-step.
+    Source: McCallum et al., arXiv 2509.12917.
 
     Args:
         steps: number of steps of two calls each, at least 1; None takes half of the solver's max_iter.
-        damping: weight of f in a step, in ]0, 0.99]; nearer to 1 fewer steps are needed, and fewer can be taken back.
+        relaxation: weight of f in a step, in ]0, 0.99]; nearer to 1 fewer steps are needed, and fewer can be taken
+            back.
 
     Raises:
         TypeError, ValueError: an argument is not a number of this range.
@@ -60,18 +61,18 @@ class Reversible(Iterated):
     """
 
     steps: int | None = None
-    damping: float = 0.5
+    relaxation: float = 0.5
 
     def __post_init__(self) -> None:
         if self.steps is not None:
             check_count("steps", self.steps)
-        check_number("damping", self.damping, 0.0, 0.99, low_open=True)
+        check_number("relaxation", self.relaxation, 0.0, 0.99, low_open=True)
 
     def iterate(self, plan: Plan, packing: Packing, z: Any, x: Any) -> tuple[Any, Solution]:
         if shards_weights(plan.cell):
             raise RuntimeError("deqfast: Reversible takes no cell that fully_shard has cut: let it cut the block")
         steps = self.steps or max(1, plan.solver.max_iter // 2)
-        run = _Run(plan.cell, self.damping, steps, detached(z), x, plan.groups)
+        run = _Run(plan.cell, self.relaxation, steps, detached(z), x, plan.groups)
         judge = Judge(packing, plan.solver)
         with outside_exports(torch.no_grad()):
             run.forward(judge)
@@ -93,9 +94,9 @@ class _Run:
     """Steps from z0 and back."""
 
     def __init__(
-        self, cell: Callable[[Any, Any], Any], damping: float, steps: int, z0: Any, x: Any, groups: Any
+        self, cell: Callable[[Any, Any], Any], relaxation: float, steps: int, z0: Any, x: Any, groups: Any
     ) -> None:
-        self.cell, self.damping, self.steps, self.x = cell, damping, steps, x
+        self.cell, self.relaxation, self.steps, self.x = cell, relaxation, steps, x
         leaves, self.spec = pytree.tree_flatten(z0)
         self.start = [leaf.clone() for leaf in leaves]  # the caller's memory may hold another state by the way back
         self.autocast = present_autocast(self.start[0].device.type)
@@ -108,7 +109,7 @@ class _Run:
         return pytree.tree_unflatten([s.to(leaf.dtype) for s, leaf in zip(state, self.start, strict=True)], self.spec)
 
     def _mix(self, state: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-        return [s + self.damping * (_widened(v) - s) for s, v in zip(state, values, strict=True)]
+        return [s + self.relaxation * (_widened(v) - s) for s, v in zip(state, values, strict=True)]
 
     def forward(self, judge: Judge) -> None:
         """Go to the ends, and let `judge` see the evaluations."""
@@ -138,10 +139,10 @@ class _Run:
                 z = detached(self.tree(ends[at]), requires_grad=True)
                 with torch.enable_grad():
                     values = in_order_of(z, cell(not_leaves(z), not_leaves(x)))
-                scaled = [self.damping * grad for grad in passed[of]]
+                scaled = [self.relaxation * grad for grad in passed[of]]
                 pulled = vjp(values, [*pytree.tree_leaves(z), *given, *sources], scaled)
                 passed[at] = [_sum(p, g) for p, g in zip(passed[at], pulled, strict=False)]
-                passed[of] = [(1 - self.damping) * p for p in passed[of]]
+                passed[of] = [(1 - self.relaxation) * p for p in passed[of]]
                 found = [_sum(a, b) for a, b in zip(found, pulled[len(grads) :], strict=True)]
                 ends[of] = [self._unmixed(end, v.detach()) for end, v in zip(ends[of], values, strict=True)]
         self._check(ends)
@@ -157,7 +158,7 @@ class _Run:
         return leaf.detach().requires_grad_() if requiring_grad(leaf) else leaf
 
     def _unmixed(self, state: Tensor, value: Tensor) -> Tensor:
-        return (state - self.damping * _widened(value)) / (1 - self.damping)
+        return (state - self.relaxation * _widened(value)) / (1 - self.relaxation)
 
     def _check(self, found: list[list[Tensor]]) -> None:
         """RuntimeError if a sample of the states found is not at its start."""
@@ -169,8 +170,8 @@ class _Run:
         if distance > _LOST:
             raise RuntimeError(
                 f"deqfast: the steps back of Reversible end {distance:.1g} lengths of a sample's iterates off z0: take "
-                f"fewer steps than {self.steps}, a damping below {self.damping}, or a cell that is the same function "
-                "in the backward pass"
+                f"fewer steps than {self.steps}, a relaxation below {self.relaxation}, or a cell that is the same "
+                "function in the backward pass"
             )
 
 

@@ -37,7 +37,7 @@ class SHINE(Adjoint):
             is not Anderson or Broyden.
 
     Examples:
-        >>> solver = deqfast.Broyden(tol=1e-5, max_iter=30)
+        >>> solver = deqfast.Broyden(rtol=1e-5, max_iter=30)
         >>> block = deqfast.DEQBlock(deqfast.FCCell(3, 8), solver, deqfast.SHINE())
         >>> block(torch.randn(4, 3)).sum().backward()
     """

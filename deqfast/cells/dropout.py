@@ -24,10 +24,10 @@ class SolveDropout(nn.Module):
     at the first call in a solve, in the shape of its input. A block inside of a cell keeps the mask of the outer solve;
     outside of a solve every call draws its own, as in ``nn.Dropout``. In evaluation mode it is the identity.
 
-    A module has one mask: give each place of a cell its own. In training these are errors: ``compact``, ``compile``,
-    ``Reversible``, ``Unrolled(checkpoint=True)``, an activation checkpoint inside of the cell (one around the block is
-    served), second derivatives, and gradients of torch.func. A block with ``cuda_graph`` refuses it. Source: Gal and
-    Ghahramani, NeurIPS 2016, in recurrent networks.
+    A module has one mask: give each place of a cell its own. In training these are errors: ``drop_converged``,
+    ``compile``, ``Reversible``, ``Unrolled(checkpoint=True)``, an activation checkpoint inside of the cell (one around
+    the block is served), second derivatives, and gradients of torch.func. A block with ``cuda_graph`` refuses it.
+    Source: Gal and Ghahramani, NeurIPS 2016, in recurrent networks.
 
     Args:
         p: probability, from 0 to 1.
@@ -96,7 +96,7 @@ class SolveDropout(nn.Module):
         if drawn[0].shape != z.shape:
             raise RuntimeError(
                 f"SolveDropout drew a mask {tuple(drawn[0].shape)} in this solve, which does not fit {tuple(z.shape)}: "
-                "give each place of a cell its own, and use no compact=True"
+                "give each place of a cell its own, and use no drop_converged=True"
             )
         return drawn[0]
 

@@ -35,7 +35,7 @@ class FCCell(nn.Module):
         With ``Picard`` the whole solve is one launch, see ``deqfast.fc_fixed_point``:
 
         >>> cell = deqfast.FCCell(in_features=3, features=8, activation="tanh")
-        >>> block = deqfast.DEQBlock(cell, deqfast.Picard(tol=1e-4, max_iter=50))
+        >>> block = deqfast.DEQBlock(cell, deqfast.Picard(rtol=1e-4, max_iter=50))
         >>> block(torch.randn(4, 3)).shape
         torch.Size([4, 8])
     """

@@ -58,7 +58,7 @@ class LinearCell(nn.Module):
         TypeError, ValueError: `features` is not an integer of at least 1; at a call, x has another shape.
 
     Examples:
-        >>> block = deqfast.DEQBlock(deqfast.LinearCell(5), deqfast.Broyden(tol=1e-6))
+        >>> block = deqfast.DEQBlock(deqfast.LinearCell(5), deqfast.Broyden(rtol=1e-6))
         >>> x = torch.randn(2, 5)
         >>> exact = torch.linalg.solve(torch.eye(5) - block.cell.weight, x.T).T
         >>> torch.allclose(block(x), exact, atol=1e-4)

@@ -31,7 +31,7 @@ class MonotoneCell(nn.Module):
 
     Peaceman-Rachford takes two products with a matrix and far fewer evaluations; it is written in the value of V, whose
     fixed point is z* itself, as that of u is not. Forward-backward takes one product, and under ``Picard`` one launch
-    for a solve, as ``FCCell``; its residual is about alpha times that of the equation: give it a smaller tol. The
+    for a solve, as ``FCCell``; its residual is about alpha times that of the equation: give it a smaller rtol. The
     matrices are computed once per solve. Source: Winston and Kolter, NeurIPS 2020, section 3.
 
     Args:
@@ -55,7 +55,7 @@ class MonotoneCell(nn.Module):
 
     Examples:
         >>> cell = deqfast.MonotoneCell(in_features=3, features=8)
-        >>> block = deqfast.DEQBlock(cell, deqfast.Anderson(tol=1e-5, max_iter=50), adjoint="implicit")
+        >>> block = deqfast.DEQBlock(cell, deqfast.Anderson(rtol=1e-5, max_iter=50), adjoint="implicit")
         >>> x = torch.randn(4, 3)
         >>> z = block(x)
         >>> torch.allclose(z, torch.relu(z @ cell.weight.T + cell.injection(x)), atol=1e-3)

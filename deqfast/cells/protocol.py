@@ -101,8 +101,8 @@ class CellHooks(Protocol):
         """Solve z = f(z, x) by a way of the cell's own; None where the ordinary loop must serve.
 
         Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``; but not with trace=True,
-        `halt`, `groups`, `scale` or ``SHINE``, in ``trajectory``, under torch.func or torch.export, nor by ``Unrolled``
-        and ``Reversible``.
+        `stop_fn`, `groups`, `scale` or ``SHINE``, in ``trajectory``, under torch.func or torch.export, nor by
+        ``Unrolled`` and ``Reversible``.
 
         Args:
             x: what the block was called with.

@@ -193,9 +193,9 @@ class _Method:
     """Solver whose iterates are torchdeq's.
 
     Attributes:
-        solver: solves z = z + damping (f(z) - z).
+        solver: solves z = z + relaxation (f(z) - z).
         max_iter: torchdeq's count of the solver's evaluations; 0: no solve.
-        damping: see `solver`.
+        relaxation: see `solver`.
         unseen: first evaluations that torchdeq keeps no residual of.
         ends_in_f: its result is f at the iterate with the least residual, not that iterate.
         is_final: its result is that of the last iterate, not of the one with the least residual.
@@ -204,7 +204,7 @@ class _Method:
 
     solver: Solver
     max_iter: int = 0
-    damping: float = 1.0
+    relaxation: float = 1.0
     unseen: int = 0
     ends_in_f: bool = True
     is_final: bool = False
@@ -224,18 +224,19 @@ def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Metho
         warn(f"deqfast: {name} does not use {option}={options[option]!r:.60}{hint}")
     bare = name == "simple_fixed_point_iter"
     final = bare or bool(options.get("return_final"))
-    common: dict[str, Any] = {"tol": _RUN_ALL if final else tol or _RUN_ALL, "stop": stop}
+    tol = _RUN_ALL if final else tol or _RUN_ALL
+    common: dict[str, Any] = {"rtol": tol} if stop == "rel" else {"rtol": 0.0, "atol": tol}
     tau = options.get("tau", 1.0)
     if name == "broyden":
-        solver = Broyden(history=options.get("LBFGS_thres"), **common)
+        solver = Broyden(history_size=options.get("LBFGS_thres"), **common)
         return _Method(solver, unseen=1, ends_in_f=False, is_final=final)
     if name == "anderson":  # m counts iterates, history their differences
         check_count("m", options.get("m", 6), 2)
         ridge = 0.0 if options.get("lam") == 0 else 1e-6
-        anderson = Anderson(history=options.get("m", 6) - 1, mixing=tau, ridge=ridge, **common)
+        anderson = Anderson(history_size=options.get("m", 6) - 1, relaxation=tau, ridge=ridge, **common)
         return _Method(anderson, unseen=2, is_final=final)
     check_number("tau", tau, 0.0, 2.0, low_open=True)
-    return _Method(Picard(**common), damping=tau, is_final=final, is_bare=bare)
+    return _Method(Picard(**common), relaxation=tau, is_final=final, is_bare=bare)
 
 
 def _option(name: str) -> property:
@@ -567,7 +568,7 @@ class _Kept:
         self.calls = 0
 
     def __call__(self, z: Any, x: Any) -> Any:
-        value, tau = self.plan.cell(z, x), self.method.damping
+        value, tau = self.plan.cell(z, x), self.method.relaxation
         values, states = self.packing.check_value(value), self._leaves(z)
         if tau != 1.0:
             values = [tau * y + (1 - tau) * z for y, z in zip(values, states, strict=True)]
@@ -590,7 +591,7 @@ class _Kept:
         if method.is_final:
             self.kept = values if method.ends_in_f else [leaf.clone() for leaf in states]
             return
-        residual = length if method.solver.stop == "abs" else length / size.clamp_min(_TINY)
+        residual = length if method.solver.is_absolute else length / size.clamp_min(_TINY)
         shorter = residual < self.least
         self.least = torch.fmin(residual, self.least)
         if first:
@@ -626,7 +627,7 @@ class _Kept:
         else:
             kept = trace.nan_to_num(math.inf, math.inf).amin(dim=1)
             first = (trace == kept[:, None]).to(torch.int8).argmax(dim=1)
-            step = torch.where(kept < math.inf, first + 1, 0)[int(self.method.solver.stop == "rel")]
+            step = torch.where(kept < math.inf, first + 1, 0)[int(not self.method.solver.is_absolute)]
         broken = solution.status == Status.NONFINITE
         done = torch.zeros_like(broken) if self.method.is_final else solution.converged
         values = self._select(done, self.latest if ends_in_f else states, self.kept)
@@ -642,7 +643,7 @@ class _Kept:
         return value, replace(
             solution,
             iterations=iterations,
-            residual=absolute if self.method.solver.stop == "abs" else relative,
+            residual=absolute if self.method.solver.is_absolute else relative,
             residual_abs=absolute,
             residual_rel=relative,
             trace_abs=trace[0],
@@ -665,9 +666,10 @@ def _attach(plan: Plan, method: _Method, gradient: _Gradient, solution: Solution
     records = torch.is_grad_enabled()
     if not (records or plan.advances):
         return [solution.value], solution
-    tol = method.solver.tol / method.damping
-    tol = min(tol, 0.99) if method.solver.stop == "rel" else tol
-    solver = method.solver if tol == method.solver.tol else replace(method.solver, tol=tol)
+    solver, tol = method.solver, method.solver.tol / method.relaxation
+    tol = tol if solver.is_absolute else min(tol, 0.99)
+    if tol != solver.tol:
+        solver = replace(solver, atol=tol) if solver.is_absolute else replace(solver, rtol=tol)
     plan = replace(plan, solver=solver)
     if plan.advances and not (records and isinstance(gradient.adjoint, Implicit)):
         return gradient.along_steps(plan, solution)
@@ -699,7 +701,7 @@ class _Gradient:
             first[:] = first or values
             return values
 
-        step = Phantom(1, self.adjoint.damping if isinstance(self.adjoint, Phantom) else 1.0)
+        step = Phantom(1, self.adjoint.relaxation if isinstance(self.adjoint, Phantom) else 1.0)
         states = []
         for n in range(1, self.taken[-1] + 1):
             leaves = step.damped(f, leaves)

@@ -29,7 +29,7 @@ def choose(plan: Plan) -> Runner:
         return in_export
     if plan.context == "torch.func":
         return solve_values
-    records = plan.trace or plan.halt is not None or plan.keep_inverse
+    records = plan.trace or plan.stop_fn is not None or plan.keep_inverse
     if hasattr(plan.cell, "fixed_point") and not records and plan.groups is None and plan.scale is None:
         return by_cell
     return _by_solver(plan)
@@ -43,7 +43,7 @@ def _by_solver(plan: Plan) -> Runner:
 
 def in_loop(plan: Plan) -> Solution:
     """Run the eager loop."""
-    marks = mark_samples(plan.x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample) if plan.compact else []
+    marks = mark_samples(plan.x, len(pytree.tree_leaves(plan.z0)[0]), plan.per_sample) if plan.drop_converged else []
 
     def f(z: Any, rows: Tensor | None = None) -> Any:
         return plan.cell(z, plan.x if rows is None else take_rows(plan.x, marks, rows))
@@ -55,9 +55,9 @@ def in_loop(plan: Plan) -> Solution:
         plan.kernel,
         groups=plan.groups,
         scale=plan.scale,
-        halt=plan.halt,
-        check_every=plan.check_every,
-        compact=plan.compact,
+        stop_fn=plan.stop_fn,
+        sync_every=plan.sync_every,
+        drop_converged=plan.drop_converged,
         trace=plan.trace,
         keep_inverse=plan.keep_inverse,
     )
@@ -65,7 +65,7 @@ def in_loop(plan: Plan) -> Solution:
 
 def in_export(plan: Plan) -> Solution:
     """Put the solve into the program, which keeps all samples in the batch and records nothing."""
-    return in_loop(replace(plan, compact=False, trace=False))
+    return in_loop(replace(plan, drop_converged=False, trace=False))
 
 
 def by_cell(plan: Plan) -> Solution:
@@ -78,7 +78,7 @@ def by_cell(plan: Plan) -> Solution:
 def by_graphs(plan: Plan) -> Solution:
     """Replay the block's CUDA graphs."""
     assert plan.graphs is not None
-    return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel, plan.check_every)
+    return plan.graphs.solve(plan.cell, plan.x, plan.z0, plan.solver, plan.kernel, plan.sync_every)
 
 
 def by_compiled_code(plan: Plan) -> Solution:

@@ -81,7 +81,7 @@ class Compiled:
                 value=packing.unpack(value),
                 status=status,
                 iterations=iterations,
-                residual=absolute if solver.stop == "abs" else relative,
+                residual=absolute if solver.is_absolute else relative,
                 residual_rel=relative,
                 residual_abs=absolute,
                 evaluations=calls,

@@ -33,7 +33,7 @@ def confirmed(solution: Solution, plan: Plan, z: Any, evaluation: list[Tensor]) 
     factors = factors_of(plan.scale, pytree.tree_structure(z))
     size, gap = (sample_norms(of, plan.groups, solver.norm == "max", factors) for of in (evaluation, gaps))
     allowed = solution.residual.clamp_min(solver.tol).mul_(2)
-    bound = (allowed + rounding) * size if solver.stop == "rel" else allowed + rounding * size
+    bound = allowed + rounding * size if solver.is_absolute else (allowed + rounding) * size
     if solver.offset:
         bound += allowed * solver.offset
     moved = (solution.status == Status.CONVERGED) & ~(gap <= bound)

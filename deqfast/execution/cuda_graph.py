@@ -1,6 +1,6 @@
 """CUDA graphs of forward solves: f and the steps of the solver are captured once and replayed without Python.
 
-A graph holds `check_every` iterations; the host replays one after the other and looks at the count of running samples
+A graph holds `sync_every` iterations; the host replays one after the other and looks at the count of running samples
 one graph late. With "whole" all of them stand in one graph, each behind a condition that the device evaluates, and the
 host waits at the ends of the solve only: to see that z0 is finite, and how many evaluations there were. (The iterations
 are conditional one by one, not a while loop, because the number of an iteration is an argument of its kernels.)
@@ -30,7 +30,7 @@ from ..solve import solve
 from ..solvers import Solver
 from ..state.packing import Packing
 from ..torch_internals.weights import check_not_cached
-from .loop import CHECK_EVERY_ON_GPU, Begun, Run, Whole, begin, finite_rows, iterate, watch_of
+from .loop import SYNC_EVERY_ON_GPU, Begun, Run, Whole, begin, finite_rows, iterate, watch_of
 from .refusals import check_served
 
 # Each holds the memory of a solve. A training run needs two or three: batches, the last batch, evaluation.
@@ -43,7 +43,7 @@ class Graphs:
 
     Args:
         cell: the block's cell.
-        mode: True (a graph per `check_every` iterations) or "whole".
+        mode: True (a graph per `sync_every` iterations) or "whole".
 
     Raises:
         ValueError: another mode, or a cell with ``begin_solve`` methods, whose effect a replay would not repeat.
@@ -64,7 +64,7 @@ class Graphs:
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
         self._alone = threading.RLock()  # a graph has one memory: threads take turns
 
-    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, check_every: int | None) -> Solution:
+    def solve(self, cell: Any, x: Any, z0: Any, solver: Solver, kernel: str, sync_every: int | None) -> Solution:
         """Solve as ``deqfast.solve`` for f = cell(., x); RuntimeError with the reason where f cannot be captured."""
         _check_cell(cell)
         check_not_cached(cell)
@@ -72,21 +72,21 @@ class Graphs:
         if packing.device.type != DEVICE:
             raise RuntimeError(f"cuda_graph needs tensors on a {DEVICE} device, got {packing.device}")
         if not packing.batch or not _is_ready(cell):
-            return solve(lambda z: cell(z, x), z0, solver, kernel, check_every=check_every)
+            return solve(lambda z: cell(z, x), z0, solver, kernel, sync_every=sync_every)
         with self._alone, torch.inference_mode(False), torch.no_grad(), current(packing.device):
-            key = self._key(cell, x, packing, solver, kernel, check_every)
+            key = self._key(cell, x, packing, solver, kernel, sync_every)
             if (captured := self._captured.get(key)) is not None:
                 self._captured.move_to_end(key)
                 return captured.replay(x, finite_rows(packing, z0))
             while len(self._captured) >= MAX_GRAPHS:
                 self._captured.popitem(last=False)[1].finished.synchronize()
             begun = begin(z0, solver, kernel)
-            captured = Captured(cell, x, begun, check_every or CHECK_EVERY_ON_GPU, self.whole)
+            captured = Captured(cell, x, begun, sync_every or SYNC_EVERY_ON_GPU, self.whole)
             self._captured[key] = captured
             return captured.replay(x, captured.start)
 
     def _key(
-        self, cell: nn.Module, x: Any, packing: Packing, solver: Solver, kernel: str, check_every: int | None
+        self, cell: nn.Module, x: Any, packing: Packing, solver: Solver, kernel: str, sync_every: int | None
     ) -> Any:
         leaves, spec = pytree.tree_flatten(x)
         inputs = tuple(_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -94,7 +94,7 @@ class Graphs:
         training = tuple(module.training for module in cell.modules())
         autocast = torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE)
         precision = autocast, packing.products_eps
-        return cell, str(spec), inputs, packing.signature(), solver, kernel, check_every, precision, training, tensors
+        return cell, str(spec), inputs, packing.signature(), solver, kernel, sync_every, precision, training, tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the graphs, which live on one device in one process, and their lock."""
@@ -107,14 +107,14 @@ class Graphs:
 class Captured:
     """Captured solve of cell(., x), which has begun at `start` (B, D), after one run of it aside; and its memory."""
 
-    def __init__(self, cell: Callable[[Any, Any], Any], x: Any, begun: Begun, check_every: int, whole: bool) -> None:
+    def __init__(self, cell: Callable[[Any, Any], Any], x: Any, begun: Begun, sync_every: int, whole: bool) -> None:
         leaves, spec = pytree.tree_flatten(x)
         # Where f finds the leaves of x, and replays their z0.
         self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.start = begun.state.z.clone()
         fixed_x = pytree.tree_unflatten(self.inputs, spec)
-        self.begun, self.state, self.max_iter, self.check_every = begun, begun.state, begun.solver.max_iter, check_every
-        self.whole = whole  # one graph for all iterations, instead of one per `check_every`
+        self.begun, self.state, self.max_iter, self.sync_every = begun, begun.state, begun.solver.max_iter, sync_every
+        self.whole = whole  # one graph for all iterations, instead of one per `sync_every`
         self.finished = mark()  # behind all that works in this memory, which another stream must wait for
         run = Run(lambda z: cell(z, fixed_x), begun.packing, begun.solver, self.state, Whole())
         # Casts that autocast keeps from before would be those of old parameters.
@@ -131,7 +131,7 @@ class Captured:
 
     def _chunks(self) -> list[tuple[int, int]]:
         last = self.max_iter
-        return [(first, min(first + self.check_every, last)) for first in range(0, last, self.check_every)]
+        return [(first, min(first + self.sync_every, last)) for first in range(0, last, self.sync_every)]
 
     def _advance(self, run: Run, first: int, until: int) -> None:
         if first == 0:
@@ -161,18 +161,18 @@ class Captured:
             evaluations = self._evaluations()
         else:
             watch = watch_of(self.state.active)
-            evaluations = iterate(self._replay_chunk, self.max_iter, watch, self.check_every)
+            evaluations = iterate(self._replay_chunk, self.max_iter, watch, self.sync_every)
         state = self.state.copy_of_results()
         self.finished = mark()
         return self.begun.finish(evaluations, evaluations * self.begun.packing.batch, state)
 
     def _replay_chunk(self, first: int, until: int) -> None:
-        self.graphs[first // self.check_every].replay()
+        self.graphs[first // self.sync_every].replay()
 
     def _evaluations(self) -> int:
         """Calls of f that a graph of all iterations has made, from the iterations of the slowest sample."""
         furthest = int(self.state.iterations.max())
-        return min(-(-furthest // self.check_every) * self.check_every, self.max_iter)
+        return min(-(-furthest // self.sync_every) * self.sync_every, self.max_iter)
 
 
 def _check_cell(cell: Any) -> None:

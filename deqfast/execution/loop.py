@@ -23,14 +23,14 @@ from ..torch_internals.transforms import values
 from .export import iterate_in_graph
 
 # On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
-CHECK_EVERY_ON_GPU = 2
+SYNC_EVERY_ON_GPU = 2
 
 
 # Finished samples leave f's batch when they are this share of it: fewer are not worth moving the others.
 COMPACT_SHARE = 0.25
 
 
-Halt = Callable[[Any, Any, int], Tensor]
+StopFn = Callable[[Any, Any, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any]
     return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
 
 
-def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, check_every: int | None) -> int:
+def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, sync_every: int | None) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number."""
-    check_every = check_every or (CHECK_EVERY_ON_GPU if watch.active.is_cuda else 1)
-    for first in range(0, max_iter, check_every):
-        until = min(first + check_every, max_iter)
+    sync_every = sync_every or (SYNC_EVERY_ON_GPU if watch.active.is_cuda else 1)
+    for first in range(0, max_iter, sync_every):
+        until = min(first + sync_every, max_iter)
         advance(first, until)
         if until < max_iter and watch.count() == 0:
             return until
@@ -124,7 +124,7 @@ def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, ch
 def export(run: Run) -> Any:
     """Iterate where torch.export traces; the number of evaluations, a tensor if a loop of the graph counts them."""
     run.advance(0, 1)
-    if type(run.batches) is Whole and run.halt is None and run.state.trace is None:
+    if type(run.batches) is Whole and run.stop_fn is None and run.state.trace is None:
         evaluations = iterate_in_graph(run.f, run.packing, run.solver, run.state)
         if evaluations is not None:
             run.batches.sample_evaluations = evaluations * run.packing.batch
@@ -226,7 +226,7 @@ class Run:
     solver: Solver
     state: State
     batches: Whole
-    halt: Halt | None = None
+    stop_fn: StopFn | None = None
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
@@ -234,23 +234,23 @@ class Run:
             value, rows = self.batches.evaluate(self.f, self.packing, self.state)
             if k == 0:
                 self.state.rule = self.solver.rule(self.packing.stall_floor(value))
-            if self.halt is not None:
-                self._end(self._asked(self.halt, value, k + 1), rows, k)
+            if self.stop_fn is not None:
+                self._end(self._asked(self.stop_fn, value, k + 1), rows, k)
             self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
             if self.state.trace is not None:
                 self.state.trace[k].copy_(self.state.residual)
 
-    def _asked(self, halt: Halt, value: Any, k: int) -> Tensor:
+    def _asked(self, stop_fn: StopFn, value: Any, k: int) -> Tensor:
         """The mask of samples to end, by the rule, which may keep z, a copy of the solver's, but not write to f(z)."""
         before, status = versions(value), self.state.status
-        ended = halt(self.packing.unpack(self.state.z.clone()), value, k)
+        ended = stop_fn(self.packing.unpack(self.state.z.clone()), value, k)
         if versions(value) != before:
-            raise ValueError("halt must not modify its argument value, got a rule that works in place on it")
+            raise ValueError("stop_fn must not modify its argument value, got a rule that works in place on it")
         parts = (ended.shape, ended.dtype, ended.device) if isinstance(ended, Tensor) else ()
         if parts != (status.shape, torch.bool, status.device):
             got = f"{tuple(ended.shape)} {ended.dtype} on {ended.device}" if parts else repr(ended)
             wanted = f"({self.packing.batch},) torch.bool on {status.device}"
-            raise ValueError(f"halt must return a mask {wanted}, got {got}")
+            raise ValueError(f"stop_fn must return a mask {wanted}, got {got}")
         return ended
 
     def _end(self, ended: Tensor, rows: Tensor, k: int) -> None:
@@ -263,13 +263,13 @@ class Run:
         state.best.copy_(torch.where(ended[:, None], state.z, state.best))
         state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))
         state.iterations.masked_fill_(ended, k + 1)
-        state.status.masked_fill_(ended, Status.HALTED)
+        state.status.masked_fill_(ended, Status.STOPPED)
         state.active -= ended.sum(dtype=torch.int32)
 
 
 def solution_of(packing: Packing, solver: Solver, state: State, evaluations: int, sample_evaluations: int) -> Solution:
     """Solution of a solve that ended in `state`, after this number of calls of f."""
-    measure = int(solver.stop == "abs")
+    measure = int(solver.is_absolute)
     residuals = state.residual.unbind()
     traces: list[Any] = [None, None] if state.trace is None else [state.trace[:evaluations, i] for i in range(2)]
     return Solution(

@@ -1,6 +1,6 @@
 """Fully connected fixed points z = act(W z + c), solved in one launch without the host in the loop.
 
-The solve has the judgement and the Solution of ``deqfast.solve`` with ``Picard(damping=1)``.
+The solve has the judgement and the Solution of ``deqfast.solve`` with ``Picard(relaxation=1)``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _launch(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, kernel: Kernel, stall_floor: float
 ) -> Solution:
     """Solve by the op, and wait for the device once. ValueError for a z0 that is not finite, naming its rows."""
-    absolute = solver.stop == "abs"
+    absolute = solver.is_absolute
     with torch.no_grad():
         weight, c, z0 = (tensor.detach().contiguous() for tensor in (weight, c, z0))
         value, status, iterations, residual = kernel.op("fc_fixed_point")(
@@ -84,11 +84,11 @@ def solve_cell(
 ) -> Solution | None:
     """Solve a cell act(W z + injection()) in one launch, or return None if only the ordinary loop serves.
 
-    One launch needs the solver ``Picard(damping=1)`` and a state of one float32 or float64 tensor (B, D), in the dtype
-    of W. It also needs a kernel for this size; without one, a kernel asked for by name serves with its steps. Under
-    bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
+    One launch needs the solver ``Picard(relaxation=1)`` and a state of one float32 or float64 tensor (B, D), in the
+    dtype of W. It also needs a kernel for this size; without one, a kernel asked for by name serves with its steps.
+    Under bfloat16 autocast W is rounded to bfloat16, the state stays float32, and samples can stall as in the loop.
     """
-    if type(solver) is not Picard or solver.damping != 1 or not isinstance(z0, Tensor) or z0.dim() != 2:
+    if type(solver) is not Picard or solver.relaxation != 1 or not isinstance(z0, Tensor) or z0.dim() != 2:
         return None
     if not has_values(z0):  # which the loop refuses
         return None
@@ -150,7 +150,7 @@ def fc_fixed_point(
         c: (B, D), float32 or float64.
         z0: the start, shaped like c; None: zeros.
         activation: "identity", "relu", "tanh" or "gelu" (with erf).
-        solver: ``Picard`` with damping 1; None: ``Picard()``.
+        solver: ``Picard`` with relaxation 1; None: ``Picard()``.
         kernel: "auto", "triton", "cuda", "cpp" or "torch". "auto" takes the ordinary loop (``deqfast.solve``) if no
             kernel holds W or, on a GPU, if B D^2 exceeds 2^28. By name, "triton" serves float32 with D <= 128, or
             bfloat16 weights with D <= 256 (128 if a block has less than 144 KiB of shared memory). "cuda" serves what
@@ -175,8 +175,8 @@ def fc_fixed_point(
     check_plain("fc_fixed_point", (weight, c, z0))
     check_choice("activation", activation, ACTIVATIONS)
     solver = _DEFAULT_SOLVER if solver is None else as_solver(solver)
-    if type(solver) is not Picard or solver.damping != 1:
-        raise ValueError(f"solver must be Picard with damping 1, got {solver}")
+    if type(solver) is not Picard or solver.relaxation != 1:
+        raise ValueError(f"solver must be Picard with relaxation 1, got {solver}")
     z0 = torch.zeros_like(c) if z0 is None else z0
     chosen = Kernel(kernel_name(kernel, c.device.type)) if is_tracing() else choose_kernel(kernel, c.device)
     run = _solve_traced if is_tracing() and not is_exporting() else _solve
@@ -200,11 +200,11 @@ def _solve_traced(
     weight: Tensor, c: Tensor, z0: Tensor, activation: str, solver: Picard, requested: str, kernel: Kernel
 ) -> Solution:
     """``_solve`` as one op of a graph of torch.compile."""
-    settings = solver.tol, solver.max_iter, solver.stop, solver.atol, solver.norm
+    settings = solver.rtol, solver.max_iter, solver.atol, solver.norm
     value, status, iterations, relative, absolute, calls = torch.ops.deqfast.solve_fc(
         weight.detach(), c.detach(), z0.detach(), activation, *settings, requested
     )
-    residual = absolute if solver.stop == "abs" else relative
+    residual = absolute if solver.is_absolute else relative
     return Solution(value, status, iterations, residual, relative, absolute, calls[0], calls[1])
 
 
@@ -213,14 +213,13 @@ def _solve_op(
     c: Tensor,
     z0: Tensor,
     activation: str,
-    tol: float,
+    rtol: float,
     max_iter: int,
-    stop: str,
     atol: float,
     norm: str,
     kernel: str,
 ) -> list[Tensor]:
-    solver = Picard(tol, max_iter, stop, atol=atol, norm=norm)
+    solver = Picard(rtol, max_iter, atol=atol, norm=norm)
     found = _solve(weight, c, z0, activation, solver, kernel, choose_kernel(kernel, c.device))
     calls = torch.tensor([found.evaluations, found.sample_evaluations], device="cpu")
     # The residuals are rows of one tensor, and results of an op may not share memory.

@@ -111,7 +111,7 @@ def solve_traced(block: Block, x: Any, z0: Any, return_solution: bool, groups: G
     if not return_solution:
         return value
     solver = block.current_solver
-    residual = absolute if solver.stop == "abs" else relative
+    residual = absolute if solver.is_absolute else relative
     return value, Solution(detached(value), status, iterations, residual, relative, absolute, calls[0], calls[1])
 
 

@@ -19,7 +19,7 @@ from ..torch_internals.transforms import in_forward_mode, in_torch_func
 from .compiled import Compiled
 from .cuda_graph import Graphs
 from .linearised import Linearised
-from .loop import Halt
+from .loop import StopFn
 
 Context = Literal["eager", "torch.func", "torch.export"]
 
@@ -52,14 +52,14 @@ class Plan:
         scale: sizes of the tensors of the state, if given.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
         kernel: name of the kernels of all solves, forward and backward.
-        check_every: iterations between looks at whether all samples are done, forward and backward.
-        compact: give the cell the rows of running samples only.
+        sync_every: iterations between looks at whether all samples are done, forward and backward.
+        drop_converged: give the cell the rows of running samples only.
         graphs: if given, these capture the forward solve and replay it.
         compiled: if given, its code runs the forward solve.
         linearised: if given, its code runs the backward solve of ``Implicit``.
         context: where the forward pass runs.
         trace: record the residual after every evaluation.
-        halt: a rule that ends samples too.
+        stop_fn: a rule that ends samples too.
         keep_inverse: keep the solver's history for ``Solution.transposed_inverse``.
         on_backward: called with the Solution of a backward solve.
         advances: the value with its gradient is not z* but what the gradient's own calls of the cell make of it.
@@ -75,15 +75,15 @@ class Plan:
     per_sample: Any = None
     # How it is executed.
     kernel: str = "auto"
-    check_every: int | None = None
-    compact: bool = False
+    sync_every: int | None = None
+    drop_converged: bool = False
     graphs: Graphs | None = None
     compiled: Compiled | None = None
     linearised: Linearised | None = None
     context: Context = field(default_factory=present_context)
     # What is recorded, and what is called back.
     trace: bool = False
-    halt: Halt | None = None
+    stop_fn: StopFn | None = None
     keep_inverse: bool = False
     on_backward: Callable[[Solution], None]
     advances: bool = False

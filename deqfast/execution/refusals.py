@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-_NO_SOLVER = dict.fromkeys(("compact", "trace", "halt", "cuda_graph", "compile"), "it runs no solver")
+_NO_SOLVER = dict.fromkeys(("drop_converged", "trace", "stop_fn", "cuda_graph", "compile"), "it runs no solver")
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"
 REFUSED: dict[str, dict[str, str]] = {
     "cuda_graph": {
-        "compact": _REPLAYS,
+        "drop_converged": _REPLAYS,
         "trace": _REPLAYS,
-        "halt": _REPLAYS,
+        "stop_fn": _REPLAYS,
         "groups": "groups may change from call to call, and a graph replays the same work",
         "scale": "it is not captured",
         "SHINE": "a replay overwrites the history that it needs",
         "begin_solve": "it prepares every solve in Python, and a replay would not run it",
     },
     "compile": {
-        "compact": _ONE_CODE,
+        "drop_converged": _ONE_CODE,
         "trace": _ONE_CODE,
-        "halt": _ONE_CODE,
+        "stop_fn": _ONE_CODE,
         "groups": _ONE_CODE,
         "scale": _ONE_CODE,
-        "check_every": "its loop looks after every evaluation",
+        "sync_every": "its loop looks after every evaluation",
         "cuda_graph": "it serves CPUs",
     },
-    "compact": {"groups": "f could not tell which rows are left"},
+    "drop_converged": {"groups": "f could not tell which rows are left"},
     "Unrolled": _NO_SOLVER,
     "Reversible": _NO_SOLVER,
     "trajectory": {
@@ -38,15 +38,15 @@ REFUSED: dict[str, dict[str, str]] = {
         "torch.export": "it counts the evaluations in Python",
     },
     "torch.func": {
-        "compact": "all members of a vmap are one batch",
+        "drop_converged": "all members of a vmap are one batch",
         "trace": "its length would differ between the members of a vmap",
-        "halt": "the rule would see all members of a vmap as one batch",
+        "stop_fn": "the rule would see all members of a vmap as one batch",
         "compile": "the compiled solve has no transforms",
         "cuda_graph": "the captured solve has no transforms",
         "Reversible": "it has no derivative there, nor in forward-mode AD: use Unrolled",
     },
     "torch.export": {
-        "halt": "an exported program calls no Python",
+        "stop_fn": "an exported program calls no Python",
         "trace of a Solution": "its length is that of the solve, which an export does not know",
         "training mode": "an export serves inference: call eval() before",
     },
@@ -60,12 +60,12 @@ REFUSED: dict[str, dict[str, str]] = {
 
 # Name of an option in the table: the attribute of a block or a plan, neither None nor False if the option is given.
 _ATTRIBUTES = {
-    "compact": "compact",
+    "drop_converged": "drop_converged",
     "trace": "trace",
-    "halt": "halt",
+    "stop_fn": "stop_fn",
     "groups": "groups",
     "scale": "scale",
-    "check_every": "check_every",
+    "sync_every": "sync_every",
     "cuda_graph": "graphs",
     "compile": "compiled",
 }

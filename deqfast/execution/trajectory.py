@@ -41,7 +41,7 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
     batches: graphs and compiled code count no calls.
     """
     taps = Taps(plan.cell, at)
-    solution = in_loop(replace(plan, cell=taps, compact=False))
+    solution = in_loop(replace(plan, cell=taps, drop_converged=False))
     rows = solution.iterations if plan.groups is None else plan.groups.of_rows(solution.iterations)
 
     def with_values(state: Any, at: int) -> Any:

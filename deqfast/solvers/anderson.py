@@ -18,14 +18,13 @@ class Anderson(Multisecant):
     Source: Fang and Saad, Numer. Linear Algebra Appl. 16 (2009).
 
     Args:
-        tol: bound on the residual, positive.
+        rtol: relative tolerance, in [0, 1[: a sample has converged if |f(z) - z| <= atol + rtol |f(z)|, see ``Solver``.
         max_iter: calls of f, at least 1.
-        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|; with `atol` see ``Solver``.
-        atol: absolute tolerance next to the relative one, see ``Solver``.
+        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        history: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
+        history_size: pairs kept, at least 1, at most 32 on triton and cuda; None: as for ``Broyden``.
         kind: "II" or "I".
-        mixing: weight of the residual in the step, in ]0, 2].
+        relaxation: weight of the residual in the step, in ]0, 2].
         ridge: added to the diagonal of the window matrix scaled to unit columns, so that the solve does not depend on
             the scale of z; in [0, 1].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
@@ -35,21 +34,21 @@ class Anderson(Multisecant):
 
     Examples:
         >>> f = lambda z: 0.9 * torch.cos(z) + 1
-        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Anderson(tol=1e-5, history=4))
+        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Anderson(rtol=1e-5, history_size=4))
         Solution(2 CONVERGED, evaluations=7)
     """
 
-    history: int | None = 6
+    history_size: int | None = 6
     kind: str = "II"
-    mixing: float = 1.0
+    relaxation: float = 1.0
     ridge: float = 1e-6
     history_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("kind", self.kind, ("I", "II"))
-        check_number("mixing", self.mixing, 0.0, 2.0, low_open=True)
+        check_number("relaxation", self.relaxation, 0.0, 2.0, low_open=True)
         check_number("ridge", self.ridge, 0.0, 1.0)
 
     def method(self) -> tuple[int, float, float, float]:
-        return ANDERSON_I if self.kind == "I" else ANDERSON_II, 1.0, self.mixing, self.ridge
+        return ANDERSON_I if self.kind == "I" else ANDERSON_II, 1.0, self.relaxation, self.ridge

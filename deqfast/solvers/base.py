@@ -15,7 +15,7 @@ from ..kernels.constants import RUNNING
 from ..ops import Kernel
 from ..ops.steps import PROGRESS, StopRule
 
-# More than this many times tol, atol / tol would leave the range in which a float32 holds residuals.
+# More than this many times rtol, atol / rtol would leave the range in which a float32 holds residuals.
 MAX_ATOL = 1e20
 
 
@@ -82,30 +82,27 @@ class State:
 class Solver(ChecksKeywords):
     """Base of the solvers: frozen hyper-parameters; a subclass defines ``init`` and ``advance``.
 
-    A sample has converged if its residual is at most tol and it has not run away. With g = f(z) - z and
-    g0 = f(z0) - z0, that is one of two conditions:
+    With g = f(z) - z and g0 = f(z0) - z0, a sample has converged if |g| <= atol + rtol |f(z)| and it has not run away.
+    The latter is one of two conditions:
 
     - |f(z)| <= 2 max(|f(z0)|, |g0|) and |g| <= |g0|;
-    - |g| + eps |f(z)| <= max(atol, c |g0|), with c = min(0.1, 100 tol).
+    - |g| + eps |f(z)| <= max(atol, c |g0|), with c = min(0.1, 100 rtol), or min(0.1, 100 atol) if rtol is 0.
 
-    eps is the unit of f's rounding. With stop="abs", tol takes the place of atol.
+    eps is the unit of f's rounding. The residual is |g| / (|f(z)| + atol / rtol), or |g| if rtol is 0.
 
     Args:
-        tol: bound on the residual, positive, with stop="rel" less than 1.
+        rtol: relative tolerance, at least 0 and less than 1.
         max_iter: calls of f, at least 1.
-        stop: what the residual is: "rel" |f(z) - z| / (|f(z)| + atol / tol), so that the tolerance is met when
-            |f(z) - z| <= atol + tol |f(z)|; "abs" |f(z) - z|.
-        atol: absolute tolerance next to the relative one, for fixed points at or near zero; at least 0 and at most 1e20
-            tol; 0 with stop="abs".
+        atol: absolute tolerance, for fixed points at or near zero: at least 0, at most 1e20 rtol if rtol is not 0, and
+            positive if it is.
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
 
     Raises:
         TypeError, ValueError: an argument is not as above, naming it.
     """
 
-    tol: float = 1e-3
+    rtol: float = 1e-3
     max_iter: int = 20
-    stop: str = "rel"
     atol: float = field(default=0.0, kw_only=True)
     norm: str = field(default="euclidean", kw_only=True)
 
@@ -114,20 +111,29 @@ class Solver(ChecksKeywords):
             value = getattr(self, each.name)
             if isinstance(value, Real) and not isinstance(value, (int, float)):  # numpy's, which no op takes
                 object.__setattr__(self, each.name, int(value) if isinstance(value, Integral) else float(value))
-        check_number("tol", self.tol, 0.0, low_open=True)
+        check_number("rtol", self.rtol, 0.0)
+        if self.rtol >= 1:
+            raise ValueError(f"rtol must be less than 1, or z = 0 has converged, got {self.rtol!r}")
         check_count("max_iter", self.max_iter)
-        check_choice("stop", self.stop, ("rel", "abs"))
-        if self.stop == "rel" and self.tol >= 1:
-            raise ValueError(f"tol must be less than 1 with stop='rel', or z = 0 has converged, got {self.tol!r}")
-        check_number("atol", self.atol, 0.0, MAX_ATOL * self.tol)
-        if self.atol and self.stop == "abs":
-            raise ValueError(f"atol must be 0 with stop='abs', where tol is the absolute tolerance, got {self.atol!r}")
+        check_number("atol", self.atol, 0.0, math.inf if self.is_absolute else MAX_ATOL * self.rtol)
+        if not self.tol:
+            raise ValueError("rtol and atol must not both be 0, or only an exact fixed point has converged")
         check_choice("norm", self.norm, ("euclidean", "max"))
+
+    @property
+    def tol(self) -> float:
+        """Bound on the residual: rtol, or atol if rtol is 0."""
+        return self.atol if self.is_absolute else self.rtol
+
+    @property
+    def is_absolute(self) -> bool:
+        """Whether rtol is 0, so that the residual is |f(z) - z|."""
+        return self.rtol == 0
 
     @property
     def offset(self) -> float:
         """What is added to |f(z)| in the relative residual."""
-        return self.atol / self.tol
+        return 0.0 if self.is_absolute else self.atol / self.rtol
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
         """State of a solve from `z` (B, D), which it owns from now on; keep_inverse: see ``deqfast.solve``."""
@@ -145,4 +151,4 @@ class Solver(ChecksKeywords):
 
     def rule(self, stall_floor: float = 0.0) -> StopRule:
         """Return the numbers by which every step op judges its samples; stall_floor: see ``StopRule``."""
-        return StopRule(self.tol, self.stop == "abs", stall_floor, self.offset, self.norm == "max")
+        return StopRule(self.tol, self.is_absolute, stall_floor, self.offset, self.norm == "max")

@@ -35,20 +35,19 @@ class Broyden(Multisecant):
     """Broyden's method on f(z) - z, from the inverse Jacobian -I.
 
     The kernels "cpp" and "torch" can keep only the steps, which takes half the memory (``broyden_step`` in
-    ``deqfast.ops.steps``). They do so if no pair leaves the window (history >= max_iter - 1), the kind is "good", the
-    step is 1, the history has the state's dtype, and the inverse is not kept. Source: Byrd, Nocedal and Schnabel, Math.
-    Programming 63 (1994), for the compact form.
+    ``deqfast.ops.steps``). They do so if no pair leaves the window (history_size >= max_iter - 1), the kind is "good",
+    the relaxation is 1, the history has the state's dtype, and the inverse is not kept. Source: Byrd, Nocedal and
+    Schnabel, Math. Programming 63 (1994), for the compact form.
 
     Args:
-        tol: bound on the residual, positive.
+        rtol: relative tolerance, in [0, 1[: a sample has converged if |f(z) - z| <= atol + rtol |f(z)|, see ``Solver``.
         max_iter: calls of f, at least 1.
-        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|; with `atol` see ``Solver``.
-        atol: absolute tolerance next to the relative one, see ``Solver``.
+        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        history: pairs kept, which bounds the memory of a solve: at least 1, at most 32 on triton and cuda. None:
+        history_size: pairs kept, which bounds the memory of a solve: at least 1, at most 32 on triton and cuda. None:
             max_iter, or 32 on triton and cuda. A full window slides, as if Broyden began at -I with its newest pairs.
         kind: "good" or "bad", Broyden's first and second update.
-        step: length of the step, in ]0, 2].
+        relaxation: length of the step, in ]0, 2].
         history_dtype: dtype of the pairs: None for the state's, or torch.bfloat16, which halves the memory.
 
     Raises:
@@ -56,28 +55,28 @@ class Broyden(Multisecant):
 
     Examples:
         >>> f = lambda z: 0.9 * torch.cos(z) + 1
-        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Broyden(tol=1e-5))
+        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Broyden(rtol=1e-5))
         Solution(2 CONVERGED, evaluations=6)
     """
 
-    history: int | None = None
+    history_size: int | None = None
     kind: str = "good"
-    step: float = 1.0
+    relaxation: float = 1.0
     history_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("kind", self.kind, ("good", "bad"))
-        check_number("step", self.step, 0.0, 2.0, low_open=True)
+        check_number("relaxation", self.relaxation, 0.0, 2.0, low_open=True)
 
     def method(self) -> tuple[int, float, float, float]:
-        return BROYDEN_GOOD if self.kind == "good" else BROYDEN_BAD, self.step, 1.0, 0.0
+        return BROYDEN_GOOD if self.kind == "good" else BROYDEN_BAD, self.relaxation, 1.0, 0.0
 
     def keeps_only_steps(self, dtype: torch.dtype, kernel: Kernel) -> bool:
         """Return whether a solve needs only the steps, for a state of this dtype on this kernel."""
-        whole = self.history is None or self.history >= self.max_iter - 1
+        whole = self.history_size is None or self.history_size >= self.max_iter - 1
         whole = whole and self.history_dtype in (None, dtype)
-        return kernel.has_broyden_step and whole and self.kind == "good" and self.step == 1.0
+        return kernel.has_broyden_step and whole and self.kind == "good" and self.relaxation == 1.0
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
         if keep_inverse or not self.keeps_only_steps(z.dtype, kernel):

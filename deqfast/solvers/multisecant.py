@@ -61,13 +61,13 @@ class MultisecantState(SecantState):
 class Multisecant(Solver):
     """Base of Broyden and Anderson, which hold the fields."""
 
-    history: int | None
+    history_size: int | None
     history_dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.history is not None:
-            check_count("history", self.history)
+        if self.history_size is not None:
+            check_count("history_size", self.history_size)
         if self.history_dtype not in (None, *HISTORY_DTYPES):
             allowed = ", ".join(map(str, HISTORY_DTYPES))
             raise ValueError(f"history_dtype must be None or one of {allowed}, got {self.history_dtype!r}")
@@ -77,9 +77,11 @@ class Multisecant(Solver):
         raise NotImplementedError
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
-        history = self.history or min(self.max_iter, kernel.max_history or self.max_iter)
+        history = self.history_size or min(self.max_iter, kernel.max_history or self.max_iter)
         if kernel.max_history is not None and history > kernel.max_history:
-            raise ValueError(f"history must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}")
+            raise ValueError(
+                f"history_size must be at most {kernel.max_history} on kernel={kernel.name!r}, got {history}"
+            )
         history = min(history, self.max_iter)  # more slots than iterations would stay empty
         dtype = self.history_dtype or z.dtype
         if dtype not in (z.dtype, torch.bfloat16) or (dtype == torch.bfloat16 and z.dtype != torch.float32):

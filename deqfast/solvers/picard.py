@@ -13,32 +13,31 @@ from .base import Solver, State
 
 @dataclass(frozen=True)
 class Picard(Solver):
-    """Damped fixed-point iteration z <- z + damping (f(z) - z), for contractive f; keeps no history.
+    """Damped fixed-point iteration z <- z + relaxation (f(z) - z), for contractive f; keeps no history.
 
     Args:
-        tol: bound on the residual, positive.
+        rtol: relative tolerance, in [0, 1[: a sample has converged if |f(z) - z| <= atol + rtol |f(z)|, see ``Solver``.
         max_iter: calls of f, at least 1.
-        stop: "rel" for the residual |f(z) - z| / |f(z)|, "abs" for |f(z) - z|; with `atol` see ``Solver``.
-        atol: absolute tolerance next to the relative one, see ``Solver``.
+        atol: absolute tolerance, see ``Solver``; positive if rtol is 0.
         norm: the norm |.|, see ``Solver``.
-        damping: length of the step, in ]0, 2].
+        relaxation: length of the step, in ]0, 2].
 
     Raises:
         TypeError, ValueError: an argument is not as above.
 
     Examples:
-        >>> deqfast.solve(lambda z: 0.5 * z + 1, torch.zeros(2, 3), deqfast.Picard(tol=1e-4, max_iter=50))
+        >>> deqfast.solve(lambda z: 0.5 * z + 1, torch.zeros(2, 3), deqfast.Picard(rtol=1e-4, max_iter=50))
         Solution(2 CONVERGED, evaluations=14)
     """
 
-    damping: float = 1.0
+    relaxation: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("damping", self.damping, 0.0, 2.0, low_open=True)
+        check_number("relaxation", self.relaxation, 0.0, 2.0, low_open=True)
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> State:
         return State.start(z, kernel)
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-        return "picard_step", (), (self.damping,)
+        return "picard_step", (), (self.relaxation,)

@@ -31,6 +31,11 @@ def rounding(dtype: torch.dtype, operations: float = OPERATIONS) -> float:
     return operations * torch.finfo(dtype).eps
 
 
+def bounds(tol: float, absolute: bool) -> dict[str, float]:
+    """Arguments of a solver that bounds |f(z) - z| by `tol`, or the relative residual."""
+    return {"rtol": 0.0, "atol": tol} if absolute else {"rtol": tol}
+
+
 def lost(dtype: torch.dtype, tol: float) -> float:
     """Relative rounding of differences of iterates, which a solve to `tol` makes as short as `tol` times them."""
     return rounding(dtype) / tol

@@ -36,10 +36,10 @@ def start(device="cpu"):
 @pytest.mark.covering(0)
 @some_solvers
 def test_the_answer_is_the_same_with_less_work(name, kernel, device):
-    solver = SOLVERS[name](tol=1e-5)
+    solver = SOLVERS[name](rtol=1e-5)
     whole, compact = Spread(device), Spread(device)
     expected = solve(whole, start(device), solver, kernel)
-    actual = solve(compact, start(device), solver, kernel, compact=True)
+    actual = solve(compact, start(device), solver, kernel, drop_converged=True)
     assert_same_solution(actual, expected, but=("sample_evaluations",))
     assert expected.sample_evaluations == sum(whole.sizes) == expected.evaluations * len(RATES)
     assert actual.sample_evaluations == sum(compact.sizes) < 0.9 * expected.sample_evaluations
@@ -50,7 +50,7 @@ def test_the_answer_is_the_same_with_less_work(name, kernel, device):
 @some_solvers
 def test_a_rule_sees_all_samples(name, kernel, device):
     """Those that the batch has left stand there with their iterate."""
-    solver, last = SOLVERS[name](tol=1e-5), {}
+    solver, last = SOLVERS[name](rtol=1e-5), {}
 
     def rule(z, value, k):
         last[compact] = z.clone(), value.clone()
@@ -58,10 +58,10 @@ def test_a_rule_sees_all_samples(name, kernel, device):
 
     found = {}
     for compact in (False, True):
-        found[compact] = solve(Spread(device), start(device), solver, kernel, compact=compact, halt=rule)
+        found[compact] = solve(Spread(device), start(device), solver, kernel, drop_converged=compact, stop_fn=rule)
     assert_same_solution(found[True], found[False], but=("sample_evaluations",))
     assert found[True].sample_evaluations < found[False].sample_evaluations
-    assert found[True].status[1] == deqfast.Status.HALTED
+    assert found[True].status[1] == deqfast.Status.STOPPED
     (z, whole), (_, value) = last.values()
     assert torch.equal(value[1], z[1]) and torch.equal(value[-1], whole[-1])
 
@@ -75,7 +75,7 @@ def test_samples_that_break_down_leave_too(kernel, device):
             return torch.where(mask[:, None], torch.nan, value)
 
     f = Breaking(device)
-    solution = solve(f, start(device), deqfast.Anderson(tol=1e-5), kernel, compact=True)
+    solution = solve(f, start(device), deqfast.Anderson(rtol=1e-5), kernel, drop_converged=True)
     assert solution.status.tolist() == [2, 2, 2, 1, 1, 1]
     assert f.sizes[-1] <= 3
     assert torch.equal(solution.value[:3], start(device)[:3])
@@ -94,10 +94,10 @@ def test_an_order_of_memory_and_a_structure(kernel, device):
         "a": torch.zeros(6, 4, 3, 2, device=device).contiguous(memory_format=torch.channels_last),
         "b": torch.zeros(6, 2, dtype=torch.float64, device=device),
     }
-    compact = solve(f, z0, deqfast.Picard(tol=1e-6, max_iter=60), kernel, compact=True)
+    compact = solve(f, z0, deqfast.Picard(rtol=1e-6, max_iter=60), kernel, drop_converged=True)
     assert all(order and dtype == torch.float64 for order, dtype, _ in seen)
     assert seen[-1][2] < 6
-    whole = solve(lambda z: f(z, None), z0, deqfast.Picard(tol=1e-6, max_iter=60), kernel)
+    whole = solve(lambda z: f(z, None), z0, deqfast.Picard(rtol=1e-6, max_iter=60), kernel)
     assert torch.equal(compact.value["a"], whole.value["a"]) and torch.equal(compact.value["b"], whole.value["b"])
 
 
@@ -106,7 +106,7 @@ def test_a_wrong_shape_is_told_with_the_rows_f_was_given():
         return Spread()(z, rows) if rows is None else torch.zeros(len(RATES), 16)
 
     with pytest.raises(ValueError, match=r"f must return the shape of its argument, \(\d, 16\), got \(6, 16\)"):
-        solve(f, start(), deqfast.Picard(tol=1e-5), compact=True)
+        solve(f, start(), deqfast.Picard(rtol=1e-5), drop_converged=True)
 
 
 class Cell(nn.Module):
@@ -125,7 +125,7 @@ def test_in_a_block_x_is_taken_row_by_row(adjoint):
     x = {"rate": torch.tensor(RATES)[:, None], "shift": torch.ones(1), "note": "kept"}
     results = []
     for compact in (False, True):
-        block = deqfast.DEQBlock(Cell(), deqfast.Anderson(tol=1e-5), adjoint, compact=compact)
+        block = deqfast.DEQBlock(Cell(), deqfast.Anderson(rtol=1e-5), adjoint, drop_converged=compact)
         z, solution = block(x, torch.zeros(6, 16), return_solution=True)
         z.square().sum().backward()
         results.append((z, block.cell.scale.grad, solution, block.cell.sizes))
@@ -137,14 +137,14 @@ def test_in_a_block_x_is_taken_row_by_row(adjoint):
 
 def test_residuals_are_traced():
     f = Spread()
-    solution = solve(f, start(), deqfast.Anderson(tol=1e-5), trace=True)
+    solution = solve(f, start(), deqfast.Anderson(rtol=1e-5), trace=True)
     assert solution.trace.shape == (solution.evaluations, len(RATES))
     assert torch.equal(solution.trace[-1], solution.residual)
     assert bool((solution.trace.diff(dim=0) <= 0).all())
     z = start()
     first = f(z)
     torch.testing.assert_close(solution.trace[0], (first - z).norm(dim=1) / first.norm(dim=1))
-    absolute = solve(f, start(), deqfast.Anderson(tol=1e-5, stop="abs"), trace=True)
+    absolute = solve(f, start(), deqfast.Anderson(rtol=0, atol=1e-5), trace=True)
     assert torch.equal(absolute.trace[-1], absolute.residual_abs)
-    assert solve(f, start(), deqfast.Anderson(tol=1e-5)).trace is None
-    assert solve(f, start(), deqfast.Anderson(tol=1e-5), trace=True, check_every=7).trace.shape[0] == 14
+    assert solve(f, start(), deqfast.Anderson(rtol=1e-5)).trace is None
+    assert solve(f, start(), deqfast.Anderson(rtol=1e-5), trace=True, sync_every=7).trace.shape[0] == 14

@@ -17,7 +17,7 @@ def slow(z):
 def test_each_sample_ends_where_its_rule_says(solver, kernel):
     seen = {}
 
-    def halt(z, value, k):
+    def rule(z, value, k):
         seen[k] = z.clone()
         return torch.tensor([k == 2, k >= 3, False])
 
@@ -26,23 +26,24 @@ def test_each_sample_ends_where_its_rule_says(solver, kernel):
 
     torch.manual_seed(0)
     weight, shift = torch.randn(4, 4) / 3, torch.randn(3, 4)
-    plain, halted = solve(f, torch.zeros(3, 4), solver, kernel), solve(f, torch.zeros(3, 4), solver, kernel, halt=halt)
-    assert halted.status.tolist() == [Status.HALTED, Status.HALTED, Status.CONVERGED]
-    assert halted.iterations[:2].tolist() == [2, 3]
-    assert torch.equal(halted.value[0], seen[2][0]) and torch.equal(halted.value[1], seen[3][1])
-    assert torch.equal(halted.value[2], plain.value[2]) and halted.residual[2] == plain.residual[2]
-    size, gap = f(halted.value).norm(dim=1), (f(halted.value) - halted.value).norm(dim=1)
-    assert ((halted.residual_abs - gap).abs() <= rounding(torch.float32) * size).all()
-    assert ((halted.residual_rel - gap / size).abs() <= rounding(torch.float32)).all()
-    assert not halted.converged[:2].any()
+    plain = solve(f, torch.zeros(3, 4), solver, kernel)
+    stopped = solve(f, torch.zeros(3, 4), solver, kernel, stop_fn=rule)
+    assert stopped.status.tolist() == [Status.STOPPED, Status.STOPPED, Status.CONVERGED]
+    assert stopped.iterations[:2].tolist() == [2, 3]
+    assert torch.equal(stopped.value[0], seen[2][0]) and torch.equal(stopped.value[1], seen[3][1])
+    assert torch.equal(stopped.value[2], plain.value[2]) and stopped.residual[2] == plain.residual[2]
+    size, gap = f(stopped.value).norm(dim=1), (f(stopped.value) - stopped.value).norm(dim=1)
+    assert ((stopped.residual_abs - gap).abs() <= rounding(torch.float32) * size).all()
+    assert ((stopped.residual_rel - gap / size).abs() <= rounding(torch.float32)).all()
+    assert not stopped.converged[:2].any()
 
 
 def test_the_solve_ends_with_the_last_sample_and_convergence_and_nan_come_first():
-    solution = solve(slow, torch.zeros(5, 2), Picard(1e-9, 100), halt=lambda z, value, k: torch.full((5,), k == 7))
-    assert solution.evaluations == 7 and (solution.status == Status.HALTED).all()
-    always = solve(torch.cos, torch.full((1, 1), 0.739), Picard(1e-2), halt=lambda z, value, k: torch.tensor([True]))
+    solution = solve(slow, torch.zeros(5, 2), Picard(1e-9, 100), stop_fn=lambda z, value, k: torch.full((5,), k == 7))
+    assert solution.evaluations == 7 and (solution.status == Status.STOPPED).all()
+    always = solve(torch.cos, torch.full((1, 1), 0.739), Picard(1e-2), stop_fn=lambda z, value, k: torch.tensor([True]))
     assert always.status.tolist() == [Status.CONVERGED]
-    broken = solve(lambda z: z / 0, torch.ones(1, 1), halt=lambda z, value, k: torch.tensor([True]))
+    broken = solve(lambda z: z / 0, torch.ones(1, 1), stop_fn=lambda z, value, k: torch.tensor([True]))
     assert broken.status.tolist() == [Status.NONFINITE]
 
 
@@ -57,9 +58,9 @@ def test_a_rule_of_outputs_in_a_block_with_gradients_and_no_warning(recwarn):
         before[k] = now
         return (moved < 1e-2) & (k > 1)
 
-    block = DEQBlock(cell, Picard(1e-7, 60), halt=settled)
+    block = DEQBlock(cell, Picard(1e-7, 60), stop_fn=settled)
     value, solution = block(x, return_solution=True)
-    assert (solution.status == Status.HALTED).all() and len(set(solution.iterations.tolist())) > 1
+    assert (solution.status == Status.STOPPED).all() and len(set(solution.iterations.tolist())) > 1
     value.sum().backward()
     assert torch.isfinite(x.grad).all() and x.grad.any() and not recwarn.list
 
@@ -67,16 +68,16 @@ def test_a_rule_of_outputs_in_a_block_with_gradients_and_no_warning(recwarn):
 def test_groups_end_as_samples():
     groups = Groups(torch.tensor([0, 1, 1, 0]), 4, torch.device("cpu"))
     solution = solve(
-        slow, torch.zeros(4, 2), "picard", groups=groups, halt=lambda z, value, k: torch.tensor([k == 3, False])
+        slow, torch.zeros(4, 2), "picard", groups=groups, stop_fn=lambda z, value, k: torch.tensor([k == 3, False])
     )
-    assert solution.status.tolist() == [Status.HALTED, Status.MAX_ITER] and solution.iterations.tolist() == [3, 20]
+    assert solution.status.tolist() == [Status.STOPPED, Status.MAX_ITER] and solution.iterations.tolist() == [3, 20]
     assert torch.equal(solution.value[0], solution.value[3]) and not torch.equal(solution.value[0], solution.value[1])
 
 
 def test_a_rule_may_keep_what_it_was_given_and_write_to_none_of_the_solvers_memory():
     kept, rows, plain = [], torch.arange(3.0), solve(slow, torch.zeros(3, 2), Picard(1e-3, 50))
 
-    def halt(z, value, k):
+    def rule(z, value, k):
         kept.append(z)
         return torch.zeros(3, dtype=torch.bool)
 
@@ -84,27 +85,27 @@ def test_a_rule_may_keep_what_it_was_given_and_write_to_none_of_the_solvers_memo
         z.sub_(value)
         return torch.zeros(3, dtype=torch.bool)
 
-    for rule in (halt, spoiling):
-        assert torch.equal(solve(slow, torch.zeros(3, 2), Picard(1e-3, 50), halt=rule).value, plain.value)
+    for each in (rule, spoiling):
+        assert torch.equal(solve(slow, torch.zeros(3, 2), Picard(1e-3, 50), stop_fn=each).value, plain.value)
     assert torch.equal(kept[1], slow(kept[0])) and not kept[0].any()
-    with pytest.raises(ValueError, match="halt must not modify its argument value"):
-        solve(slow, torch.zeros(3, 2), halt=lambda z, value, k: value.mul_(2).sum(dim=1) > rows)
+    with pytest.raises(ValueError, match="stop_fn must not modify its argument value"):
+        solve(slow, torch.zeros(3, 2), stop_fn=lambda z, value, k: value.mul_(2).sum(dim=1) > rows)
 
 
-@pytest.mark.parametrize("compact", [False, True])
-def test_a_rule_sees_the_values_dtype(compact):
+@pytest.mark.parametrize("drop_converged", [False, True])
+def test_a_rule_sees_the_values_dtype(drop_converged):
     rates, seen = torch.linspace(0.1, 0.9, 16)[:, None], set()
 
     def f(z, rows=None):
         return (rates if rows is None else rates[rows]).double() * torch.cos(z) + 1
 
-    def halt(z, value, k):
+    def rule(z, value, k):
         seen.add((z.dtype, value.dtype, len(value)))
         return torch.zeros(16, dtype=torch.bool)
 
-    solution = solve(f, torch.zeros(16, 4), Picard(1e-4, 60), halt=halt, compact=compact)
+    solution = solve(f, torch.zeros(16, 4), Picard(1e-4, 60), stop_fn=rule, drop_converged=drop_converged)
     assert seen == {(torch.float32, torch.float64, 16)} and solution.converged[:12].all()
-    assert (solution.sample_evaluations < 16 * solution.evaluations) == compact
+    assert (solution.sample_evaluations < 16 * solution.evaluations) == drop_converged
 
 
 class EmptyRule(list):
@@ -116,21 +117,21 @@ class EmptyRule(list):
 
 
 def test_an_empty_container_is_a_rule():
-    block = DEQBlock(FCCell(3, 3), Picard(1e-8, 50), halt=EmptyRule())
+    block = DEQBlock(FCCell(3, 3), Picard(1e-8, 50), stop_fn=EmptyRule())
     _, solution = block(torch.randn(4, 3), return_solution=True)
-    assert (solution.status == Status.HALTED).all() and block.halt == [1, 2, 3]
-    with pytest.raises(ValueError, match="torch.func cannot be combined with halt"):
-        torch.vmap(DEQBlock(FCCell(3, 3), halt=EmptyRule()))(torch.zeros(2, 1, 3))
+    assert (solution.status == Status.STOPPED).all() and block.stop_fn == [1, 2, 3]
+    with pytest.raises(ValueError, match="torch.func cannot be combined with stop_fn"):
+        torch.vmap(DEQBlock(FCCell(3, 3), stop_fn=EmptyRule()))(torch.zeros(2, 1, 3))
 
 
 @pytest.mark.parametrize("mask", [None, True, torch.tensor([True]), torch.ones(3), torch.zeros(3).bool().to("meta")])
 def test_a_bad_mask_is_named(mask):
-    with pytest.raises(ValueError, match=r"halt must return a mask \(3,\) torch.bool on cpu, got"):
-        solve(slow, torch.zeros(3, 2), halt=lambda z, value, k: mask)
+    with pytest.raises(ValueError, match=r"stop_fn must return a mask \(3,\) torch.bool on cpu, got"):
+        solve(slow, torch.zeros(3, 2), stop_fn=lambda z, value, k: mask)
 
 
 def test_a_rule_must_be_callable():
-    with pytest.raises(TypeError, match="halt must be callable, got 3"):
-        solve(slow, torch.zeros(3, 2), halt=3)
-    with pytest.raises(TypeError, match="halt must be callable, got 3"):
-        DEQBlock(LinearCell(2), halt=3)
+    with pytest.raises(TypeError, match="stop_fn must be callable, got 3"):
+        solve(slow, torch.zeros(3, 2), stop_fn=3)
+    with pytest.raises(TypeError, match="stop_fn must be callable, got 3"):
+        DEQBlock(LinearCell(2), stop_fn=3)
