@@ -100,7 +100,7 @@ def collapse() -> Iterator[Case]:
 
 
 LOOSE = deqfast.Broyden(1e-4, 60)
-CORRECTED = deqfast.Phantom(steps=3, damping=0.8)
+CORRECTED = deqfast.Phantom(steps=3, relaxation=0.8)
 OPTIONS = (
     compact(256, 1024),
     compact(256, 1024, rates=(0.8, 0.8)),

@@ -26,7 +26,7 @@ SOLVERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "picard": (deqfast.Picard, {}),
     "anderson-m6": (deqfast.Anderson, {}),
     "anderson-m6-bf16": (deqfast.Anderson, {"history_dtype": torch.bfloat16}),
-    "broyden-n12": (deqfast.Broyden, {"history": 12}),
+    "broyden-n12": (deqfast.Broyden, {"history_size": 12}),
 }
 # Problem -> tolerance of the solve: one that the residual of no iteration of no sample comes near, see ``CLEAR``.
 SOLVED = {

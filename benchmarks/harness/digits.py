@@ -95,7 +95,7 @@ def told(
         return (now.exp() * (now - before)).sum(dim=1).lt(moves or 0.0) & (k > 1)
 
     halt = None if moves is None else settled
-    z, solution = deqfast.DEQBlock(cell, deqfast.Broyden(tol, most), warn=False, halt=halt)(x, return_solution=True)
+    z, solution = deqfast.DEQBlock(cell, deqfast.Broyden(tol, most), warn=False, stop_fn=halt)(x, return_solution=True)
     return readout(z).argmax(dim=1), z, solution
 
 

@@ -51,7 +51,9 @@ def compact(batch: int, dim: int, rates: tuple[float, float] = (0.3, 0.8)) -> Ca
             return torch.addmm(here, z * scale, q.T)
 
         def solve() -> deqfast.Solution:
-            return deqfast.solve(f, torch.zeros_like(c), deqfast.Anderson(1e-4, 60), compact=provider == "compact")
+            return deqfast.solve(
+                f, torch.zeros_like(c), deqfast.Anderson(1e-4, 60), drop_converged=provider == "compact"
+            )
 
         solution = solve()
         check("share of samples that did not converge", 1 - float(solution.converged.float().mean()), 0.0)
@@ -89,11 +91,11 @@ def eval_solver(batch: int, dim: int) -> Case:
 
 ADJOINTS = {
     "jfb": deqfast.JFB(),
-    "phantom": deqfast.Phantom(damping=1.0),
+    "phantom": deqfast.Phantom(relaxation=1.0),
     "neumann": deqfast.Neumann(),
     "shine": deqfast.SHINE(),
     "implicit": deqfast.Implicit(),
-    "gmres": deqfast.Implicit(deqfast.Anderson(1e-6, 100, history=32)),  # in exact arithmetic
+    "gmres": deqfast.Implicit(deqfast.Anderson(1e-6, 100, history_size=32)),  # in exact arithmetic
     "unrolled": deqfast.Unrolled(40),
     "checkpoint": deqfast.Unrolled(40, checkpoint=True),
     "reversible": deqfast.Reversible(12),

@@ -35,10 +35,15 @@ def torchdeq_method(solver: Any) -> tuple[functools.partial[Any], int]:
     return functools.partial(get_solver(_TORCHDEQ[kind]), **options), solver.max_iter - first
 
 
+def _stop_mode(solver: Any) -> str:
+    """torchdeq's word for the residual that the solver judges by."""
+    return "abs" if solver.is_absolute else "rel"
+
+
 def torchdeq_solve(solver: Any, **options: float) -> Solve:
     """A solve by torchdeq, its history in the dtype of the state; as it ships, without `options` of its function."""
     run, max_iter = torchdeq_method(solver)
-    return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=solver.stop, **options)[0]
+    return lambda f, z0: run(f, z0, max_iter=max_iter, tol=solver.tol, stop_mode=_stop_mode(solver), **options)[0]
 
 
 def silva_solve(solver: Any) -> Solve:
@@ -65,7 +70,7 @@ def torchdeq_layer(cell: nn.Module, solver: Any, adjoint: str) -> Callable[[Tens
 
     name = f"{_TORCHDEQ[type(solver)]} {run.keywords}"
     register_solver(name, run)  # the backward solve takes a window in no other way
-    settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": solver.stop}
+    settings = {"f_solver": name, "f_max_iter": max_iter, "f_tol": solver.tol, "f_stop_mode": _stop_mode(solver)}
     if adjoint == "implicit":
         settings |= {"ift": True, "b_solver": name, "b_max_iter": max_iter, "b_tol": 1e-6, "b_stop_mode": "rel"}
     layer = get_deq(**settings)

@@ -43,12 +43,12 @@ def providers(on_torch: bool = False) -> list[Provider]:
         return lambda tol: solve_by(kernel, make(tol, EVALUATIONS), "cpu")
 
     picard, anderson, broyden = (f"torchdeq {name}" for name in ("fixed_point_iter", "anderson m=6", "broyden"))
-    whole = partial(deqfast.Broyden, history=EVALUATIONS)  # which is torchdeq's default
+    whole = partial(deqfast.Broyden, history_size=EVALUATIONS)  # which is torchdeq's default
     ours: list[tuple[str, str, Callable[..., Any]]] = [
         ("picard", picard, deqfast.Picard),
         ("anderson m=6", anderson, deqfast.Anderson),
         ("anderson m=6 bf16 history", anderson, partial(deqfast.Anderson, history_dtype=torch.bfloat16)),
-        ("anderson m=8", anderson, partial(deqfast.Anderson, history=8)),
+        ("anderson m=8", anderson, partial(deqfast.Anderson, history_size=8)),
         (f"broyden n={EVALUATIONS}", broyden, whole),
         ("broyden n=20", broyden, deqfast.Broyden),
     ]

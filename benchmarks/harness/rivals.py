@@ -95,7 +95,7 @@ def jax_solve(library: str, solver: Any, linear: Callable[[Any, Any], Any], x: A
         if isinstance(solver, deqfast.Picard):
             rival = jaxopt.FixedPointIteration(f, **options)
         elif isinstance(solver, deqfast.Anderson):
-            rival = jaxopt.AndersonAcceleration(f, history_size=solver.history, ridge=solver.ridge, **options)
+            rival = jaxopt.AndersonAcceleration(f, history_size=solver.history_size, ridge=solver.ridge, **options)
         else:
             rival = jaxopt.Broyden(lambda z, x: f(z, x) - z, stop_if_linesearch_fails=False, **options)
         run = jax.jit(lambda z, x: rival.run(z, x).params)

@@ -32,7 +32,7 @@ def solver_name(solver: Any) -> str:
         return "picard"
     kind = "anderson-m" if isinstance(solver, deqfast.Anderson) else "broyden-n"
     history = f"-{short(solver.history_dtype)}" if solver.history_dtype else ""
-    return f"{kind}{solver.history or solver.max_iter}{history}"
+    return f"{kind}{solver.history_size or solver.max_iter}{history}"
 
 
 def asked(call: Any, f: Any, evaluations: int, f_alone: Any = None) -> Row:

@@ -23,7 +23,7 @@ def width(history_dtype: torch.dtype | None) -> float:
 
 def window(solver: Any, kernel: str = "torch") -> int:
     """Pairs that Anderson or Broyden keeps at most."""
-    return min(solver.history or Kernel(kernel).max_history or solver.max_iter, solver.max_iter)
+    return min(solver.history_size or Kernel(kernel).max_history or solver.max_iter, solver.max_iter)
 
 
 def multisecant_passes(pairs: int, width: float) -> float:

@@ -114,7 +114,7 @@ class Restorer(nn.Module):
         super().__init__()
         self.step = Step(Denoiser(options.width, options.depth))
         self.steps = {"explicit-parameters": 1, "explicit-compute": STEPS_OF_TWIN}.get(arm, 0)
-        solver = deqfast.Anderson(tol=options.tol, max_iter=40, history=5)
+        solver = deqfast.Anderson(rtol=options.tol, max_iter=40, history_size=5)
         self.block = deqfast.DEQBlock(self.step, solver, adjoint="jfb", warn=False, trace=True)
 
     def forward(self, known: Measurement) -> tuple[Tensor, deqfast.Solution | None]:

@@ -125,9 +125,9 @@ class Equilibrium(deqfast.DEQBlock):
     """The block's fixed point."""
 
     def __init__(self, block: Block, evaluations: int):
-        training, evaluation = (deqfast.Picard(1e-3, most, damping=DAMPING) for most in (SOLVE, evaluations))
+        training, evaluation = (deqfast.Picard(1e-3, most, relaxation=DAMPING) for most in (SOLVE, evaluations))
         adjoint = deqfast.Phantom(PHANTOM, 1.0)
-        options: dict[str, Any] = {"eval_solver": evaluation, "compact": True, "halt": self.ends}
+        options: dict[str, Any] = {"eval_solver": evaluation, "drop_converged": True, "stop_fn": self.ends}
         super().__init__(block, training, adjoint, init=block.start, warn=False, **options)
 
     def ends(self, state: State, value: State, k: int) -> Tensor:

@@ -143,7 +143,9 @@ class Language(nn.Module):
         if not blocks:
             cell, solver = Cell(width, options.heads), deqfast.Anderson(options.tol, options.max_iter)
             eval_solver = deqfast.Anderson(options.eval_tol, max_iter=40)
-            self.equilibrium = deqfast.DEQBlock(cell, solver, "jfb", eval_solver=eval_solver, compact=True, warn=False)
+            self.equilibrium = deqfast.DEQBlock(
+                cell, solver, "jfb", eval_solver=eval_solver, drop_converged=True, warn=False
+            )
         self.readout = nn.Linear(width, characters, bias=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -225,7 +227,7 @@ def residuals(model: Language, indices: Tensor) -> Tensor:
         seen.append((value - z).norm(dim=-1) / value.norm(dim=-1))
         return torch.zeros(len(z), dtype=torch.bool)  # ends none
 
-    deqfast.solve(lambda z: cell(z, x), torch.zeros_like(x), model.equilibrium.current_solver, halt=look)
+    deqfast.solve(lambda z: cell(z, x), torch.zeros_like(x), model.equilibrium.current_solver, stop_fn=look)
     return torch.stack(seen, dim=1)
 
 

@@ -133,12 +133,12 @@ def build(settings: Settings) -> ResNet18:
         nn.init.constant_(cell.norm1.weight, settings.scale)  # x is added before norm2, to what this scales
         if model == "once":
             return Once(cell)
-        solver = SOLVERS[settings.solver](tol=settings.tol, max_iter=settings.max_iter)
+        solver = SOLVERS[settings.solver](rtol=settings.tol, max_iter=settings.max_iter)
         adjoint = deqfast.Implicit(solver) if settings.adjoint == "implicit" else settings.adjoint
         # On a GPU, finding the samples that still run would wait for the device. How solves end is counted and
         # recorded: no warnings.
         compact = settings.device == "cpu" and settings.adjoint != "unrolled"
-        return deqfast.DEQBlock(cell, solver, adjoint, kernel=settings.kernel, compact=compact, warn=False)
+        return deqfast.DEQBlock(cell, solver, adjoint, kernel=settings.kernel, drop_converged=compact, warn=False)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)

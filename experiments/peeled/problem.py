@@ -38,8 +38,8 @@ LAYERS = {
 
 # Forward, plain iteration is one launch, however long it takes where ||W_DEQ|| is close to 1. Backward, evaluations
 # cost more, and Broyden's method needs few of them on a linear map.
-SOLVER = deqfast.Picard(tol=1e-13, max_iter=10_000)
-ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-11, max_iter=200))
+SOLVER = deqfast.Picard(rtol=1e-13, max_iter=10_000)
+ADJOINT = deqfast.Implicit(deqfast.Broyden(rtol=1e-11, max_iter=200))
 
 ROUND = 200  # steps before L-BFGS starts anew, with the loss in units of the gradient it has by then
 HISTORY = 30

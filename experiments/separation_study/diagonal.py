@@ -22,7 +22,7 @@ import deqfast
 from .claims import FAILS, HOLDS, OPEN, Claim, within
 from .frame import DERIVED, EXACT, Experiment, Picture, Rows, Section, Table, Unit
 
-SOLVER = deqfast.Broyden(tol=1e-13, max_iter=200)
+SOLVER = deqfast.Broyden(rtol=1e-13, max_iter=200)
 ADJOINTS = {"DEQ": deqfast.Implicit(SOLVER), "DEQ, JFB": deqfast.JFB()}
 ZERO = 1e-6  # a KKT residual or drift below this is rounding and the integrator's tolerance
 FITTED = 1e-11  # loss residual, relative to y, at which the flow counts as converged

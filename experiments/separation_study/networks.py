@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import deqfast
 
 CLIP = 1.0  # bound on the norm of a gradient, of all networks
-SOLVER = deqfast.Broyden(tol=1e-8, max_iter=100, history=30)
-ADJOINT = deqfast.Implicit(deqfast.Broyden(tol=1e-6, max_iter=50))
+SOLVER = deqfast.Broyden(rtol=1e-8, max_iter=100, history_size=30)
+ADJOINT = deqfast.Implicit(deqfast.Broyden(rtol=1e-6, max_iter=50))
 DOUBLE = torch.float64
 MATCHED = (
     "the largest width at which their parameters, or the FLOPs of a training step, are at most the DEQ's. Its FLOPs "

@@ -24,7 +24,7 @@ NOISE = 1e-3  # deviation of what is added to each weight of the exact DEQ where
 TEST = 4096
 LEARNT = 0.9  # errors above, in units of the best constant's, are no success of either network
 VARIANCE = 1 / 12  # of T^(k) on [0, 1] for every k: the error of the best constant
-TO_THE_LAST_BIT = deqfast.Picard(tol=1e-300, max_iter=50, stop="abs")  # k + 1 evaluations are enough
+TO_THE_LAST_BIT = deqfast.Picard(rtol=0, atol=1e-300, max_iter=50)  # k + 1 evaluations are enough
 EXACT_START = "DEQ from the exact weights"
 last_error = partial(Trained.error, name="test")
 

@@ -32,7 +32,7 @@ COMPARABLE = math.log10(3)  # losses within this factor count as comparable
 ROUNDING = 1e-9
 SAMPLINGS = ("uniform", "concentrated")
 # Not Picard, which needs some 2^d evaluations at x₁ = 1; a linear map of one unknown is solved in three by these.
-SOLVER = deqfast.Anderson(tol=1e-13, max_iter=50)
+SOLVER = deqfast.Anderson(rtol=1e-13, max_iter=50)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class TestTraffic:
             (deqfast.Anderson(history_dtype=BF16), 20, "cpp", 7 + 8 + 9 + 10 + 11 + 12 + 13 * 13),
             (deqfast.Anderson(history_dtype=BF16), 20, "torchdeq", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),
             (deqfast.Broyden(), 20, "cpp", sum(6 + steps for steps in range(19))),  # the steps alone
-            (deqfast.Broyden(history=18), 20, "cpp", sum(8 + 2 * min(pairs, 18) for pairs in range(19))),
-            (deqfast.Anderson(max_iter=50, history=None), 50, "cuda", sum(8 + 2 * min(k, 32) for k in range(49))),
+            (deqfast.Broyden(history_size=18), 20, "cpp", sum(8 + 2 * min(pairs, 18) for pairs in range(19))),
+            (deqfast.Anderson(max_iter=50, history_size=None), 50, "cuda", sum(8 + 2 * min(k, 32) for k in range(49))),
             *((deqfast.Broyden(), 3, provider, 8 + 10) for provider in ("torchdeq", "cuda")),  # which keep pairs
         ],
     )

@@ -33,7 +33,9 @@ def test_spectra_have_their_radius_and_are_spread_as_named():
 def test_fixed_points_exist_and_residuals_are_of_float64():
     cheap = [name for name, (dim, *_) in problems.MAPS.items() if dim <= 256]
     for problem in (problem for name in cheap for problem in problems.suite(name, batch=2)):
-        exact = deqfast.solve(problem.exact, problem.z0.double(), deqfast.Broyden(1e-11, 300, history=300), "torch")
+        exact = deqfast.solve(
+            problem.exact, problem.z0.double(), deqfast.Broyden(1e-11, 300, history_size=300), "torch"
+        )
         # In float32 no residual could be told from zero below some 1e-8.
         assert float(problem.residuals(exact.value).max()) < 1e-10, problem.name
         rounded = float(problem.residuals(exact.value.float()).max())
@@ -94,7 +96,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 @pytest.mark.parametrize("shape", [(2, 8, 4, 4), (3, 16)], ids=["residual", "fc"])
 def test_torchdeqs_layer_has_the_gradient_of_deqfast(adjoint, shape):
     kind = "residual" if len(shape) == 4 else "fc"
-    given = training.Layer(kind, shape, adjoint, deqfast.Broyden(1e-12, 80, history=80))
+    given = training.Layer(kind, shape, adjoint, deqfast.Broyden(1e-12, 80, history_size=80))
     setup, (exact, _) = training.Setup(given, "torch", "cpu", torch.float64), training.exact_gradient(given)
     gradient, _ = setup.step(peers.torchdeq_layer(setup.cell, given.solver, adjoint))
     tolerance = GRADIENT if adjoint == "jfb" else after_solve(1e-6, derivatives=1)  # of its backward solve
@@ -114,5 +116,5 @@ def test_the_pseudo_inverse_measures_the_same_neural_collapse():
 def test_torchdeq_takes_the_window_of_the_solver(solver):
     """It ignores arguments that it does not know."""
     f, z0 = maps.FullyConnected(3, 24), torch.zeros(3, 24)
-    short, long = (peers.torchdeq_solve(solver(maps.NEVER, 12, history=window))(f, z0) for window in (2, 6))
+    short, long = (peers.torchdeq_solve(solver(maps.NEVER, 12, history_size=window))(f, z0) for window in (2, 6))
     assert not torch.equal(short, long)

@@ -64,7 +64,7 @@ def test_the_deq_network_takes_its_settings(solver, adjoint):
     assert network.eval()(torch.empty(0, 3, 32, 32)).logits.shape == (0, 10)  # a process may have none of a split
     output = network.train()(torch.randn(3, 3, 32, 32).contiguous(memory_format=torch.channels_last))
     assert output.solution.evaluations <= 7 and network.last.solver.tol == 0.02
-    assert network.last.compact == (adjoint != "unrolled"), "an unrolled one runs no solver"
+    assert network.last.drop_converged == (adjoint != "unrolled"), "an unrolled one runs no solver"
     output.logits.sum().backward()
     assert adjoint != "implicit" or network.last.backward_solution.evaluations <= 7  # its solve is like the forward's
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
