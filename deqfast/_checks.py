@@ -33,7 +33,7 @@ _OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "tau": ("relaxation",),
     "damping": ("relaxation",),
     "mixing": ("relaxation",),
-    "step": ("relaxation",),
+    "step": ("steps", "relaxation"),
     "tol": ("rtol",),
     "tolerance": ("rtol",),
     "eps": ("rtol",),
@@ -77,8 +77,8 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], els
     """
     for name in given:
         if name not in allowed:
-            place = next((elsewhere[word] for word in nearest(name, [*allowed, *elsewhere]) if word in elsewhere), "")
-            hint = f"; use {place}" if place else did_you_mean(name, allowed)
+            places = [elsewhere[word] for word in nearest(name, [*allowed, *elsewhere]) if word in elsewhere]
+            hint = f"; use {' or '.join(places)}" if places else did_you_mean(name, allowed)
             raise TypeError(f"{owner} takes no argument {name!r}{hint}")
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from .solution import Solution, Status
 
 _REMEDIES = {
-    Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser rtol, or make the cell contract more",
+    Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tolerance, or make the cell contract "
+    "more",
     Status.ESCAPED: "the cell may have no fixed point: normalise its output, damp the steps or bound its weights",
     Status.NONFINITE: "look for NaN or overflow in x, the parameters or the cell",
     Status.INCONSISTENT: "pass groups= if the cell couples the samples of a batch; hold fixed during a solve what "

@@ -69,10 +69,10 @@ class Solution:
             rounding. For STOPPED, ``Unrolled`` and ``Reversible`` it is the last iterate.
         status: (B,) int8 of ``Status``.
         iterations: (B,) int32, the values of f the sample used until its status was set.
-        residual: (B,) the one of the next two that the solver judged by: residual_abs where its `rtol` is 0, else
+        residual: (B,) the one of the next two that the solver judged by: residual_abs if its `rtol` is 0, else
             residual_rel.
-        residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / rtol) at `value`, in the solver's norm: the relative residual
-            where its `atol` is 0, which it is by default; infinite if f was never finite.
+        residual_rel: (B,) |f(z) - z| / (|f(z)| + atol / rtol) at `value`, in the solver's norm; over |f(z)| if atol is
+            0, which it is by default, or rtol is 0; infinite if f was never finite.
         residual_abs: (B,) |f(z) - z| at `value`; infinite if f was never finite. With `scale`, all residuals are those
             of the divided state.
         evaluations: calls of f in the solve, without the gradient's.

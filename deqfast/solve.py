@@ -63,11 +63,11 @@ def solve(
         scale: the typical size of each tensor's numbers, in a tree like z0 (a tuple for a tuple), from 2^-60 to 2^60.
             Residuals and steps are those of the divided tensors: the larger its number, the less a tensor counts. Each
             acts as the power of two nearest to it, which rounds nothing. None: the numbers are of one size.
-        stop_fn: rule of the caller's own beside the solver's: stop_fn(z, value, k), given the iterate z, f(z) and the
-            number k = 1, 2, ... of the evaluation, returns a mask (B,) of the samples to end as they are, STOPPED. It
-            is asked about all samples, with z as the value of those that `drop_converged` leaves out, and counts for
-            those that run and have not converged; nothing waits for the device. It may keep z, and must not write to
-            f(z).
+        stop_fn: rule of the caller's own next to the solver's. stop_fn(z, value, k) is given the iterate z, f(z) and
+            the number k = 1, 2, ... of the evaluation. It returns a mask (B,) of the samples to end as they are,
+            STOPPED. It is asked about all samples, with z as the value of those that `drop_converged` leaves out, and
+            counts for those that run and have not converged. Nothing waits for the device. It may keep z, and must not
+            write to f(z).
         sync_every: iterations between looks at whether all samples are done (None: 1 on the CPU, 2 on a GPU). On a GPU
             the count comes one look late, so that the host never waits for the step it has just queued.
         drop_converged: leave samples that are done out of f's batch, for an f that treats every sample by itself. f is

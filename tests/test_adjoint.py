@@ -696,7 +696,7 @@ BAD_ARGUMENTS = [
     (Unrolled, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Unrolled, {"steps": True}, TypeError, "steps must be an integer, got True"),
     (Implicit, {"solver": "gmres"}, ValueError, "solver must be .* got 'gmres'"),
-    (Implicit, {"solver": Broyden(rtol=0, atol=1e-3)}, ValueError, "solver of Implicit must have atol=0, got Broyden"),
+    (Implicit, {"solver": Broyden(rtol=0, atol=1e-3)}, ValueError, "must have a positive rtol and atol=0, got Broyden"),
     (as_adjoint, {"adjoint": "ift"}, ValueError, "one of 'jfb', 'implicit', 'neumann', .+ 'unrolled', got 'ift'"),
     (Neumann, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (

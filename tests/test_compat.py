@@ -645,6 +645,8 @@ class TestWhereTorchdeqIsWrong:
         ({"f_max_iter": -1}, "f_max_iter must be"),
         ({"b_max_iter": 0}, "b_max_iter must be"),
         ({"f_tol": -1.0}, "f_tol must be"),
+        ({"f_tol": 2.0, "f_stop_mode": "rel"}, "f_tol must be less than 1"),
+        ({"b_tol": 2.0, "ift": True}, "b_tol must be less than 1"),
         ({"b_tol": "tight"}, "b_tol must be"),
         ({"grad": 0}, "grad must be"),
         ({"grad": [1, 2]}, "grad must hold"),
@@ -675,6 +677,8 @@ def test_bad_options(options, message):
     ("solver", "given", "message"),
     [
         ("fixed_point_iter", {"tau": 3.0}, "tau must be"),
+        ("anderson", {"tau": 3.0}, "tau must be"),
+        ("broyden", {"LBFGS_thres": 0}, "LBFGS_thres must be"),
         ("fixed_point_iter", {"f_max_iter": -1}, "f_max_iter must be"),
         ("anderson", {"m": 1}, "m must be"),
     ],

@@ -60,8 +60,8 @@ class Implicit(Adjoint):
     ``DEQBlock.backward_solution`` is the Solution of its solve. Source: Bai et al., NeurIPS 2019.
 
     Args:
-        solver: the solver of the backward solve or the name of one, with atol=0, so that the scale of the loss
-            changes nothing; None: ``Broyden(rtol=1e-6, max_iter=100)``, whatever the forward's.
+        solver: the solver of the backward solve or the name of one, with a positive rtol and atol=0, so that
+            the scale of the loss changes nothing; None: ``Broyden(rtol=1e-6, max_iter=100)``, whatever the forward's.
 
     Raises:
         ValueError: `solver` is no solver, or has an absolute tolerance.
@@ -81,7 +81,7 @@ class Implicit(Adjoint):
             solver = as_solver(self.solver)
             object.__setattr__(self, "solver", solver)
             if solver.atol:
-                raise ValueError(f"the solver of Implicit must have atol=0, got {self.solver}")
+                raise ValueError(f"the solver of Implicit must have a positive rtol and atol=0, got {self.solver}")
 
     def differentiate(self, plan: Plan, solution: Solution) -> tuple[Any, Solution]:
         z, x, broken = plan.without_broken(solution)

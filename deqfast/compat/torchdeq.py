@@ -218,16 +218,22 @@ def _limited(method: _Method, max_iter: int) -> _Method:
     return replace(method, max_iter=max_iter, solver=replace(method.solver, max_iter=calls))
 
 
-def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
+def _method(side: str, name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
+    """Method of the side "f" or "b", by which its options are named."""
     for option in options.keys() - set(_SOLVER_OPTIONS[name]):
         hint = did_you_mean(option, ("f_max_iter", *_SOLVER_OPTIONS[name]))
         warn(f"deqfast: {name} does not use {option}={options[option]!r:.60}{hint}")
     bare = name == "simple_fixed_point_iter"
     final = bare or bool(options.get("return_final"))
     tol = _RUN_ALL if final else tol or _RUN_ALL
+    if stop == "rel" and tol >= 1:
+        raise ValueError(f"{side}_tol must be less than 1 if the residual is relative, got {tol!r}")
     common: dict[str, Any] = {"rtol": tol} if stop == "rel" else {"rtol": 0.0, "atol": tol}
     tau = options.get("tau", 1.0)
+    check_number("tau", tau, 0.0, 2.0, low_open=True)
     if name == "broyden":
+        if options.get("LBFGS_thres") is not None:
+            check_count("LBFGS_thres", options["LBFGS_thres"])
         solver = Broyden(history_size=options.get("LBFGS_thres"), **common)
         return _Method(solver, unseen=1, ends_in_f=False, is_final=final)
     if name == "anderson":  # m counts iterates, history their differences
@@ -235,7 +241,6 @@ def _method(name: str, tol: float, stop: str, options: dict[str, Any]) -> _Metho
         ridge = 0.0 if options.get("lam") == 0 else 1e-6
         anderson = Anderson(history_size=options.get("m", 6) - 1, relaxation=tau, ridge=ridge, **common)
         return _Method(anderson, unseen=2, is_final=final)
-    check_number("tau", tau, 0.0, 2.0, low_open=True)
     return _Method(Picard(**common), relaxation=tau, is_final=final, is_bare=bare)
 
 
@@ -302,7 +307,7 @@ class DEQ(nn.Module, ABC):
         if implicit and grad == [grad[0]] and grad[0] > 1:
             raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
         if implicit and "b_solver" not in self.registered:
-            backward = _method(options["b_solver"], options["b_tol"], "rel", {}).solver
+            backward = _method("b", options["b_solver"], options["b_tol"], "rel", {}).solver
             # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
             self.gradients[-1] = _Gradient(Implicit(replace(backward, max_iter=options["b_max_iter"])))
 
@@ -426,7 +431,7 @@ class DEQ(nn.Module, ABC):
 
     def _forward_method(self, given: dict[str, Any]) -> _Method:
         options = self.options
-        return _method(options["f_solver"], options["f_tol"], options["f_stop_mode"], given)
+        return _method("f", options["f_solver"], options["f_tol"], options["f_stop_mode"], given)
 
     def _evaluations(self, max_iter: int) -> list[int]:
         """Numbers of the evaluations after which the states of a training pass are taken."""

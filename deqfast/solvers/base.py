@@ -93,8 +93,8 @@ class Solver(ChecksKeywords):
     Args:
         rtol: relative tolerance, at least 0 and less than 1.
         max_iter: calls of f, at least 1.
-        atol: absolute tolerance, for fixed points at or near zero: at least 0, at most 1e20 rtol if rtol is not 0, and
-            positive if it is.
+        atol: absolute tolerance, for fixed points at or near zero. If rtol is 0, it is positive, else at least 0 and at
+            most 1e20 rtol.
         norm: |.| of a sample: "euclidean", or "max", the largest magnitude of its elements.
 
     Raises:
