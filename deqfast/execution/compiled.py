@@ -30,10 +30,10 @@ from ..torch_internals.transforms import check_plain
 from .loop import Begun, check_inverse, inverse_of, not_finite
 
 KERNEL = "cpp"  # the kernel whose steps are C functions
-# Before 2.14 inductor fails where a loop's body could use memory again.
+IS_NEW = TorchVersion(torch.__version__) >= "2.14"
 OPTIONS: dict[str, Any] = {
     "cpp_wrapper": True,
-    "allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14",
+    "allow_buffer_reuse": IS_NEW,  # else inductor fails where a loop's body could use memory again
     "emulate_precision_casts": True,  # else f is given a bfloat16 state that nobody has rounded
     "freezing": False,  # it takes the weights of a code without gradients for constants
 }
@@ -56,10 +56,12 @@ class Compiled:
 
         Raises:
             ValueError: another solver than deqfast's own; as ``deqfast.solve``.
-            RuntimeError: no kernel "cpp" for z0, or a cell that torch.compile cannot take, with the reason.
+            RuntimeError: no kernel "cpp" for z0, a z0 of less than float32 before torch 2.14, or a cell that
+                torch.compile cannot take, with the reason.
         """
         check_plain("solve", z0)
         packing = Packing(z0)
+        _check_rounding(packing)
         key = packing.signature_of_sample(), packing.products_eps, solver, kernel, keep_inverse
         with torch.inference_mode(False), torch.no_grad():
             z = packing.pack(z0)
@@ -186,6 +188,15 @@ def _solve(cell: Callable[[Any, Any], Any], x: Any, loop: _Loop, z0: Tensor, his
     (running,) = torch.while_loop(torch.clone, body, (running,))
     results = torch.ops.deqfast.loop_end(values, counts, status, running, batch, loop.dim)
     return (*results, values) if loop.keep_inverse else results
+
+
+def _check_rounding(packing: Packing) -> None:
+    short = [leaf.dtype for leaf in packing.leaves if leaf.dtype in (torch.bfloat16, torch.float16)]
+    if short and not IS_NEW:
+        raise RuntimeError(
+            f"compile=True: torch {torch.__version__} gives the cell a {short[0]} state that is not rounded, "
+            "which 2.14 does not: take a float32 z0"
+        )
 
 
 def _options() -> dict[str, Any]:
