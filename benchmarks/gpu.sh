@@ -17,7 +17,7 @@ On a machine with a GPU, torch, triton, nvcc, a C++ compiler and compute-sanitiz
   memcheck     90 s  compute-sanitizer watches the tests of every CUDA op
   tests       330 s  the other tests that a GPU runs; an H100 with 16 cores took 120 s
   sanitizers  240 s  the tests of the ops under racecheck, initcheck and synccheck
-A call lasts DEQFAST_SECONDS (570) at most: without PHASE it begins anew with the first three, and `gpu.sh tests
+A call lasts DEQFAST_SECONDS (570) at most. Without PHASE it starts again, with the first three phases. `gpu.sh tests
 memcheck sanitizers` is a second call, which adds to the log. Tests fail, and are not skipped, if the GPU or its
 kernels are absent. `gpu.sh measure` goes on with the parts that have no record yet; where a test failed or time ran
 out it is a .json.part, and measured again. What failed is named in the table at the end; the exit status is 1 then.

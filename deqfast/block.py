@@ -77,7 +77,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
         scale: the typical sizes of the tensors of z, see ``solve``.
         per_sample: which tensors of x have one row per row of z, a tree like x of True and False. They lose rows by
             `drop_converged`, and in the gradient a healthy row takes the place of one whose sample broke down. None:
-            every dense tensor with as many rows as z that is no parameter. A square matrix beside other leaves of x
+            every dense tensor with as many rows as z, but for parameters. A square matrix in an x of several leaves
             counts only in its rows that are not finite, and is not cut.
         eval_solver: solver of evaluation mode; None: `solver`.
         stop_fn: a rule that ends samples too, see ``solve``.

@@ -59,7 +59,7 @@ def assert_same_rows(actual: Solution, expected: Solution, rows: list[int]) -> N
 
 
 def looked(iterations: int, device: str) -> int:
-    """Evaluations until the host, which looks one late on a GPU, knows of so many `iterations` of the slowest."""
+    """Evaluations of a solve whose slowest sample takes `iterations`: on a GPU the host learns of its end one late."""
     return iterations + (device == "cuda")
 
 

@@ -402,9 +402,9 @@ def test_one_of_the_tolerances_is_positive():
 
 
 def test_an_rtol_of_0_leaves_the_absolute_tolerance():
-    both, alone = Picard(rtol=1e-2, atol=1e-4), Picard(rtol=0, atol=1e-4)
+    both, absolute = Picard(rtol=1e-2, atol=1e-4), Picard(rtol=0, atol=1e-4)
     assert (both.tol, both.is_absolute, both.offset) == (1e-2, False, 1e-2)
-    assert (alone.tol, alone.is_absolute, alone.offset) == (1e-4, True, 0.0)
+    assert (absolute.tol, absolute.is_absolute, absolute.offset) == (1e-4, True, 0.0)
 
 
 def test_solvers_are_frozen_and_compare_by_value():

@@ -93,9 +93,15 @@ struct Numbers {
   static constexpr int kRuleNumbers = sizeof(RuleNumbers) / sizeof(double);
 };
 
-// A `Loop` has the op's `name`, `step(values, counts, status, history, fz, max_iter, numbers)`, how many of the numbers
-// are its own (`numbers`) and how many tensors `history` holds (`parts`). `values` and `counts` hold so many elements
-// more than for any step: `more_values(batch, dim, pairs)`, `more_counts(batch)`. `check` is what else the op asks.
+// A `Loop` has:
+//   name           the op's
+//   step           (values, counts, status, history, fz, max_iter, numbers)
+//   numbers        how many of the numbers are its own
+//   parts          how many tensors `history` holds
+//   brief_history  whether they may be bfloat16 for a float32 state
+//   more_values    (batch, dim, pairs): elements of `values` in addition to those of every step
+//   more_counts    (batch): likewise of `counts`
+//   check          (k, max_iter, pairs, numbers): raises for what would leave the memory
 
 // Run a step, count the evaluation, and return whether another one follows, () bool.
 template <class Loop>

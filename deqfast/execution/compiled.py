@@ -61,7 +61,6 @@ class Compiled:
         """
         check_plain("solve", z0)
         packing = Packing(z0)
-        _check_rounding(packing)
         key = packing.signature_of_sample(), packing.products_eps, solver, kernel, keep_inverse
         with torch.inference_mode(False), torch.no_grad():
             z = packing.pack(z0)
@@ -150,6 +149,7 @@ def _loop_of(solver: Solver, kernel: str, packing: Packing, z: Tensor, keep_inve
     if type(solver) not in (Picard, Anderson, Broyden):
         raise ValueError(f"compile=True serves Picard, Anderson and Broyden, got {solver}")
     check_inverse(solver, keep_inverse)
+    _check_rounding(packing)
     start = solver.init(z[:0], _kernel(kernel, packing), keep_inverse)
     name, _, numbers = solver.operation(start)
     parts, dim = PARTS[name], z.shape[1]
