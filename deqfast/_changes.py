@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils import _pytree as pytree
 
 from ._notice import warn
 from .cells.protocol import can_cancel, solving
@@ -18,8 +17,9 @@ from .execution.plan import Plan
 from .state.floors import float32_products_eps, residual_floor
 from .state.norms import sample_norms
 from .state.packing import Packing, evaluate
+from .torch_internals import pytree
 from .torch_internals.autograd import detached
-from .torch_internals.weights import hold_weights, is_cached
+from .torch_internals.weights import hold_weights, is_cached, modules_of
 
 _HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
 
@@ -78,7 +78,8 @@ def _difference(plan: Plan) -> float:
     def values_at(z: Any) -> list[Tensor]:
         return [leaf.clone() for leaf in packing.check_value(evaluate(cell, z, x))]
 
-    with _undone(cell, packing.device), solving(cell, cancelled=True), hold_weights(cell):
+    modules = modules_of(cell)
+    with _undone(modules, packing.device), solving(modules, cancelled=True), hold_weights(modules):
         first, leaves = values_at(detached(plan.z0)), pytree.tree_leaves(plan.z0)
         z = pytree.tree_unflatten([v.to(leaf.dtype) for v, leaf in zip(first, leaves, strict=True)], packing.spec)
         once, again = values_at(z), values_at(z)
@@ -91,9 +92,8 @@ def _difference(plan: Plan) -> float:
 
 
 @contextmanager
-def _undone(cell: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Context that leaves the cell's buffers, and torch's random numbers on the CPU and this device, as they were."""
-    modules = cell.modules() if isinstance(cell, nn.Module) else ()
+def _undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Context that leaves the modules' buffers, and torch's random numbers on the CPU and this device, as they were."""
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
     before = [buffer.clone() for *_, buffer in buffers]
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):

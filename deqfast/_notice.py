@@ -65,10 +65,9 @@ class Notice:
     def look(self, solution: Solution) -> None:
         """Look at the solution, on a GPU at the one before if it has arrived, and warn of what is wrong with it."""
         asked = [status for status in _REMEDIES if status not in self.given]
-        if not is_late(solution.status):
-            if asked and len(solution.status):
-                numbers = torch.bincount(solution.status.flatten(), minlength=len(Status) + 1).tolist()
-                self._judge({status: numbers[status] for status in asked}, len(solution.status))
+        if solution.counts is not None and not is_late(solution.status):
+            if asked:
+                self._judge({status: solution.counts[status] for status in asked}, len(solution.status))
             return
         if self.pending is not None and self.pending.arrived.query():
             self._judge(dict(zip(self.pending.asked, self.pending.numbers.tolist(), strict=True)), self.pending.samples)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ._changes import Changes
 from ._checks import ChecksKeywords, check_batches, check_cell, check_choice, check_count, settings_of
@@ -30,9 +29,10 @@ from .solution import Solution
 from .solvers import SOLVERS, Solver, as_solver
 from .state.groups import Groups
 from .state.packing import Packing, check_scale, is_of_state
+from .torch_internals import pytree
 from .torch_internals.dynamo import is_given_up, untraced
 from .torch_internals.transforms import values
-from .torch_internals.weights import hold_weights
+from .torch_internals.weights import hold_weights, modules_of
 
 
 def _sync_every(value: int | None) -> int | None:
@@ -217,10 +217,12 @@ class DEQBlock(ChecksKeywords, nn.Module):
     ) -> tuple[Any, Solution]:
         """Value and Solution of ``forward`` outside of traces by ``torch.compile``."""
         plan = self._plan(x, z0, groups)
-        asked = given(plan, self.adjoint) + ["training mode"] * self.training
-        check_served(plan.context, asked + ["trace of a Solution"] * bool(plan.trace and return_solution))
+        if plan.context != "eager":
+            asked = given(plan, self.adjoint) + ["training mode"] * self.training
+            check_served(plan.context, asked + ["trace of a Solution"] * bool(plan.trace and return_solution))
         self._look_for_changes(plan)
-        with solving(self.cell), hold_weights(self.cell) if plan.holds_weights else nullcontext():
+        modules = modules_of(self.cell)
+        with solving(modules), hold_weights(modules) if plan.holds_weights else nullcontext():
             # Dynamo gives up this frame within a transform, and would compile the solve in parts.
             adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
             value, solution = adjoint(plan)
@@ -264,7 +266,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         at = check_trajectory(self.adjoint, self.current_solver, at)
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
         self._look_for_changes(plan)
-        with solving(self.cell), hold_weights(self.cell) if plan.context != "torch.func" else nullcontext():
+        modules = modules_of(self.cell)
+        with solving(modules), hold_weights(modules) if plan.context != "torch.func" else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
         if self.warn:
             self._forward_notice.look(solution)

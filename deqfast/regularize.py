@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ._checks import check_count
 from .state.groups import Groups
 from .state.norms import sample_norms
 from .state.packing import Packing, rows_dtype
 from .state.rows import per_row, rows_of, with_stand_ins
+from .torch_internals import pytree
 from .torch_internals.autograd import detached, in_order_of, not_leaves, vjp
 from .torch_internals.dynamo import uncompiled
 from .torch_internals.transforms import values

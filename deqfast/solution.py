@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from .torch_internals.transforms import values
 
 
 class Status(IntEnum):
@@ -106,6 +110,12 @@ class Solution:
     trace_rel: Tensor | None = None
     trace_abs: Tensor | None = None
     transposed_inverse: Callable[[Any], Any] | None = None
+
+    @functools.cached_property
+    def counts(self) -> list[int] | None:
+        """Number of samples of each status, by its code; None on a GPU, where a look would wait for the device."""
+        status = values(self.status)
+        return None if status.is_cuda else torch.bincount(status.flatten(), minlength=len(Status) + 1).tolist()
 
     @property
     def converged(self) -> Tensor:

@@ -18,9 +18,7 @@ LAYERS = [
 ]
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 FOUND = {name.removesuffix(".__init__") for name in MODULES.values()}
-PRIVATE = re.compile(
-    r"\b(torch|functorch)(\.\w+)*\._(?!_|pytree)|\bfrom torch(\.\w+)*\._(?!pytree)|import _(?!pytree)\w+"
-)
+PRIVATE = re.compile(r"\b(torch|functorch)(\.\w+)*\._(?!_)|\bfrom torch(\.\w+)*\._|import _\w+")
 
 
 def imported(path: Path) -> set[str]:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree as pytree
 
 from ..ops.double_backward import NoDoubleBackward
 from ..state.rows import per_row
+from ..torch_internals import pytree
 from ..torch_internals.autograd import Gradients, Valve, in_order_of, leaves_behind, not_leaves, requiring_grad
 from ..torch_internals.dynamo import untraced
 from ..torch_internals.transforms import Members

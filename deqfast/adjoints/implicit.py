@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..execution.confirm import confirmed
 from ..execution.functorch import (
@@ -26,6 +25,7 @@ from ..execution.linearised import Product
 from ..execution.plan import Plan
 from ..solution import Solution
 from ..solvers import Broyden, Solver, as_solver
+from ..torch_internals import pytree
 from ..torch_internals.autograd import (
     Gradients,
     Valve,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..execution.functorch import groups_of_members
 from ..execution.linearised import Product
@@ -18,7 +17,8 @@ from ..solvers import Solver
 from ..state.groups import Groups
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
-from ..state.rows import per_row, rows_of
+from ..state.rows import known_finite, per_row, rows_of
+from ..torch_internals import pytree
 
 Products = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 """u -> A u, with None for a zero."""
@@ -53,7 +53,7 @@ class LinearSolve:
 
     def transposed(self) -> LinearSolve:
         """Solve with the transposed matrix, whose u is as long as this one's is short."""
-        return replace(self, scale=reciprocal(self.scale))
+        return self if self.scale is None else replace(self, scale=reciprocal(self.scale))
 
     def __call__(
         self, products: Products | Product, right: list[Tensor], spec: pytree.TreeSpec, members: int = 1
@@ -66,19 +66,24 @@ class LinearSolve:
             spec: of the tree.
             members: number of members of a vmap whose rows are in this batch.
         """
-        finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
-        start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
+        finite, start = None, right
+        if not all(map(known_finite, right)):
+            finite = torch.stack([torch.isfinite(rows_of(g)).all(dim=1) for g in right]).all(dim=0)
+            start = [torch.where(per_row(finite, g), g, torch.zeros_like(g)) for g in right]
         groups = groups_of_members(self.groups, members)
         # The system is linear: a right-hand side of size 1 keeps the scale of the loss out of the solver. Beyond 2^100
         # the factor would not be representable.
         factors = factors_of(self.scale, spec)
         exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
-        rows = exponent if groups is None else groups.of_rows(exponent)
-        start = [torch.ldexp(g, per_row(-rows, g)) for g in start]
+        sizes = torch.ldexp(torch.ones((), device=exponent.device), exponent)
+        of_rows = sizes if groups is None else groups.of_rows(sizes)
+        start = [g / per_row(of_rows, g) for g in start]
         solution = self._solve(products, start, spec, groups)
-        values = [torch.ldexp(u, per_row(rows, u)) for u in pytree.tree_leaves(solution.value)]
-        residual = torch.ldexp(solution.residual_abs, exponent)
+        values = [u * per_row(of_rows, u) for u in pytree.tree_leaves(solution.value)]
+        residual = solution.residual_abs * sizes
         self.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
+        if finite is None:
+            return values
         return [torch.where(per_row(finite, g), u, g) for u, g in zip(values, right, strict=True)]
 
     def _solve(

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._checks import check_count, check_number
 from ..execution.confirm import confirmed
 from ..execution.functorch import Derivative, Once
 from ..execution.plan import Plan
 from ..solution import Solution
+from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, for_products, present_autocast, product
 from ..torch_internals.dynamo import uncompiled
 from .attach import Recorded, Rule, attach

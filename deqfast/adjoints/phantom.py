@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._checks import check_count, check_number
 from ..execution.confirm import confirmed
 from ..execution.functorch import Derivative, Once, StateFunction
 from ..execution.plan import Plan
 from ..solution import Solution
+from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, in_order_of
 from .attach import Recorded, Rule, attach
 from .base import Adjoint

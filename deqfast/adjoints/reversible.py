@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._checks import check_count, check_number
 from ..execution.plan import Plan
@@ -17,6 +16,7 @@ from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution
 from ..state.norms import sample_norms
 from ..state.packing import Packing, evaluate
+from ..torch_internals import pytree
 from ..torch_internals.autograd import (
     Gradients,
     detached,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._checks import check_number
 from ..execution.confirm import confirmed
@@ -16,6 +15,7 @@ from ..solution import Solution
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
 from ..state.rows import per_row
+from ..torch_internals import pytree
 from ..torch_internals.autograd import detached
 from .attach import Recorded, Rule, attach
 from .base import Adjoint

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from .._checks import check_choice, check_count
@@ -19,6 +18,7 @@ from ..solution import Solution, Status
 from ..solvers import Solver
 from ..state.packing import Packing, evaluate
 from ..state.rows import per_row
+from ..torch_internals import pytree
 from ..torch_internals.autograd import detached
 from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
@@ -45,7 +45,7 @@ class Iterated(Adjoint):
             return pytree.tree_map(torch.clone, value), solution  # users may work in place on the output of a layer
         # Once more with stand-ins, so that the broken rows leave no trace in the gradients of the others.
         stand_ins = replace(solution, value=plan.z0)
-        z0, x, broken = plan.without_broken(stand_ins)
+        z0, x, _ = plan.without_broken(stand_ins)
         healthy, _ = self.iterate(plan, packing, z0, x)
         value = pytree.tree_map(lambda v, z: torch.where(per_row(broken, v), z.detach(), v), healthy, plan.z0)
         return value, replace(solution, value=detached(value))

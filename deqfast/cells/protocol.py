@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from ..solution import Solution
 from ..solvers import Solver
+from ..torch_internals.weights import modules_of
 
 
 class Cell(Protocol):
@@ -120,9 +121,8 @@ class CellHooks(Protocol):
 
 
 @contextmanager
-def solving(cell: Callable[..., Any], cancelled: bool = False) -> Iterator[None]:
+def solving(modules: Sequence[nn.Module], cancelled: bool = False) -> Iterator[None]:
     """Tell the modules of a cell when a solve begins, and how it ends; `cancelled`: as after an error."""
-    modules = [*cell.modules()] if isinstance(cell, nn.Module) else []
     begun: list[nn.Module] = []
     try:
         for module in modules:
@@ -137,7 +137,7 @@ def solving(cell: Callable[..., Any], cancelled: bool = False) -> Iterator[None]
 
 def can_cancel(cell: Callable[..., Any]) -> bool:
     """Return whether every module of the cell that finishes solves can also drop one."""
-    modules = cell.modules() if isinstance(cell, nn.Module) else ()
+    modules = modules_of(cell)
     return all(_has(module, "cancel_solve") for module in modules if _has(module, "end_solve"))
 
 
@@ -146,7 +146,7 @@ def _has(module: nn.Module, event: str) -> bool:
     return hasattr(type(module), event) or event in module.__dict__
 
 
-def _notify(modules: list[nn.Module], *events: str) -> None:
+def _notify(modules: Sequence[nn.Module], *events: str) -> None:
     """Call the first of these hooks that each module has."""
     for module in modules:
         if event := next((event for event in events if _has(module, event)), None):

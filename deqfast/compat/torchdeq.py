@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .._checks import check_choice, check_count, check_number, did_you_mean
 from .._notice import Notice, warn
@@ -33,11 +32,12 @@ from ..state.groups import Groups
 from ..state.norms import sample_norms
 from ..state.packing import Packing, evaluate
 from ..state.rows import per_row
+from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, in_order_of
 from ..torch_internals.dynamo import untraced
 from ..torch_internals.transforms import check_plain
 from ..torch_internals.transforms import values as unwrapped
-from ..torch_internals.weights import hold_weights
+from ..torch_internals.weights import hold_weights, modules_of
 
 _DEFAULTS: dict[str, Any] = {
     "f_solver": "fixed_point_iter",
@@ -403,7 +403,8 @@ class DEQ(nn.Module, ABC):
             on_backward=on_backward,
             advances=self.training,
         )
-        with solving(func), hold_weights(func):
+        modules = modules_of(func)
+        with solving(modules), hold_weights(modules):
             at = self._evaluations(max_iter) if self.training else [max_iter]
             gradients = self.gradients if self.training else self.gradients[-1:]
             states, solution, method = self._states(plan, method, at, gradients)
@@ -697,7 +698,7 @@ class _Gradient:
     def along_steps(self, plan: Plan, solution: Solution) -> tuple[list[Any], Solution]:
         """States behind the steps from z*, all in one chain; and the solution as its first evaluation confirms it."""
         solved = solution.evaluations > 0  # else all samples are as they were given
-        z, x, broken = plan.without_broken(solution) if solved else (solution.value, plan.x, solution.status)
+        z, x, broken = plan.without_broken(solution) if solved else (solution.value, plan.x, None)
         leaves, spec = pytree.tree_flatten(z)
         first: list[Tensor] = []
 
@@ -712,7 +713,7 @@ class _Gradient:
             leaves = step.damped(f, leaves)
             if n in self.taken:
                 state = pytree.tree_unflatten(leaves, spec)
-                if z is not solution.value:
+                if broken is not None:
                     state = pytree.tree_map(lambda v, s: torch.where(per_row(broken, v), v, s), solution.value, state)
                 states.append(state)
         return states, confirmed(solution, plan, z, first) if solved else solution

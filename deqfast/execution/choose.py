@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solve import solve
 from ..state.rows import mark_samples, take_rows
+from ..torch_internals import pytree
 from .functorch import solve_values
 from .plan import Plan
 

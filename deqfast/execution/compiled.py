@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
 
 from ..ops import Kernel, choose_kernel, empty_history
 from ..ops.steps import PROGRESS
@@ -25,6 +24,7 @@ from ..solvers import Anderson, Broyden, Picard, Solver
 from ..solvers.base import State
 from ..solvers.multisecant import MultisecantState
 from ..state.packing import Packing, evaluate
+from ..torch_internals import pytree
 from ..torch_internals.dynamo import Codes, is_failed_trace, reason
 from ..torch_internals.transforms import check_plain
 from .loop import Begun, check_inverse, inverse_of, not_finite

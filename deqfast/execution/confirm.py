@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..solution import Solution, Status
 from ..state.floors import float32_products_eps, residual_floor
 from ..state.norms import sample_norms
 from ..state.packing import factors_of
+from ..torch_internals import pytree
 from .plan import Plan
 
 
@@ -20,9 +20,9 @@ from .plan import Plan
 def confirmed(solution: Solution, plan: Plan, z: Any, evaluation: list[Tensor]) -> Solution:
     """The solution, with samples INCONSISTENT that its solve took for converged and this evaluation at z* does not.
 
-    Twice the residual or the tolerance is allowed, and the rounding of f. Nothing waits for the device.
+    Twice the residual or the tolerance is allowed, and the rounding of f. Nothing waits for a GPU.
     """
-    if not len(solution.status):
+    if not len(solution.status) or (solution.counts is not None and not solution.counts[Status.CONVERGED]):
         return solution
     leaves = pytree.tree_leaves(z)
     device = leaves[0].device
@@ -36,5 +36,8 @@ def confirmed(solution: Solution, plan: Plan, z: Any, evaluation: list[Tensor]) 
     bound = allowed + rounding * size if solver.is_absolute else (allowed + rounding) * size
     if solver.offset:
         bound += allowed * solver.offset
-    moved = (solution.status == Status.CONVERGED) & ~(gap <= bound)
+    met = gap <= bound
+    if solution.counts is not None and bool(met.all()):
+        return solution
+    moved = (solution.status == Status.CONVERGED) & ~met
     return replace(solution, status=solution.status.masked_fill(moved, Status.INCONSISTENT))

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solve import solve
 from ..solvers import Solver
 from ..state.packing import Packing
+from ..torch_internals import pytree
 from ..torch_internals.weights import check_not_cached
 from .loop import SYNC_EVERY_ON_GPU, Begun, Run, Whole, begin, finite_rows, iterate, watch_of
 from .refusals import check_served

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..ops.double_backward import NoDoubleBackward
 from ..solution import Solution
@@ -30,6 +29,7 @@ from ..solve import solve
 from ..state.groups import Groups
 from ..state.packing import Packing
 from ..state.rows import per_row
+from ..torch_internals import pytree
 from ..torch_internals.autograd import present_autocast
 from ..torch_internals.transforms import constant, forward_mode, is_transformed, over_members, without_tangent
 from ..torch_internals.weights import tensors_of
@@ -323,7 +323,8 @@ def attach_derivative(plan: Plan, solution: Solution, derivative: Derivative) ->
     f = CellFunction(plan, x)
     values, spec = pytree.tree_flatten(solution.value)
     found = attached(derivative, f, pytree.tree_leaves(z), [], f.others)
-    found = [torch.where(per_row(broken, v), v, y) for v, y in zip(values, found, strict=True)]
+    if broken is not None:
+        found = [torch.where(per_row(broken, v), v, y) for v, y in zip(values, found, strict=True)]
     return pytree.tree_unflatten(found, spec)
 
 

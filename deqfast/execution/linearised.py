@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from ..ops.registry import library
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.packing import Packing
+from ..torch_internals import pytree
 from ..torch_internals.autograd import in_order_of, keep, kept, vjp
 from ..torch_internals.dispatch import OpOverload
 from ..torch_internals.dynamo import reason

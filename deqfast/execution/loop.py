@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,11 +73,15 @@ def begin(
     packing = Packing(z0, groups, scale)
     chosen = choose_kernel(kernel, packing.device)
     # In inference mode what f does in place would not be counted.
-    with outside_exports(torch.inference_mode(False)), outside_exports(torch.no_grad()):
+    with _outside_inference(), outside_exports(torch.no_grad()):
         state = solver.init(finite_rows(packing, z0), chosen, keep_inverse)
         if trace:
             state.trace = state.z.new_empty(solver.max_iter, 2, packing.batch)
     return Begun(packing, solver, state, keep_inverse)
+
+
+def _outside_inference() -> AbstractContextManager[None]:
+    return outside_exports(torch.inference_mode(False)) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def check_inverse(solver: Solver, keep_inverse: bool) -> None:
@@ -230,15 +235,16 @@ class Run:
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
+        solver, state = self.solver, self.state
         for k in range(first, until):
-            value, rows = self.batches.evaluate(self.f, self.packing, self.state)
+            value, rows = self.batches.evaluate(self.f, self.packing, state)
             if k == 0:
-                self.state.rule = self.solver.rule(self.packing.stall_floor(value))
+                state.rule = solver.rule(self.packing.stall_floor(value))
             if self.stop_fn is not None:
                 self._end(self._asked(self.stop_fn, value, k + 1), rows, k)
-            self.solver.advance(self.state, rows, k, k + 1 == self.solver.max_iter)
-            if self.state.trace is not None:
-                self.state.trace[k].copy_(self.state.residual)
+            solver.advance(state, rows, k, k + 1 == solver.max_iter)
+            if state.trace is not None:
+                state.trace[k].copy_(state.residual)
 
     def _asked(self, stop_fn: StopFn, value: Any, k: int) -> Tensor:
         """The mask of samples to end, by the rule, which may keep z, a copy of the solver's, but not write to f(z)."""

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..adjoints import Adjoint, Unrolled
 from ..adjoints.attach import depends_on_others
@@ -32,6 +31,7 @@ from ..solution import Solution
 from ..solvers import Solver
 from ..state.groups import Groups
 from ..state.packing import rows_dtype
+from ..torch_internals import pytree
 from ..torch_internals.autograd import detached, keeps_graph, vjp
 from ..torch_internals.dispatch import as_outside, without_modes
 from ..torch_internals.dynamo import constant_in_traces, untraced

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.groups import Groups
 from ..state.rows import per_row, without_broken
+from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_exporting
 from ..torch_internals.transforms import in_forward_mode, in_torch_func
 from .compiled import Compiled
@@ -98,16 +98,16 @@ class Plan:
         """Whether parametrised weights are computed once for the solve; graphs and transforms compute their own."""
         return self.context == "torch.export" or (self.context == "eager" and self.graphs is None)
 
-    def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor]:
+    def without_broken(self, solution: Solution) -> tuple[Any, Any, Tensor | None]:
         """(z*, x, broken), see ``rows.without_broken``."""
         return without_broken(self.x, solution, self.groups, self.per_sample)
 
-    def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor) -> Any:
+    def forward_value(self, solution: Solution, outputs: list[Tensor], broken: Tensor | None) -> Any:
         """Value that the gradient is attached to: z*, or these `outputs` in all rows that did not break down."""
         if not self.advances:
             return solution.value
         leaves, spec = pytree.tree_flatten(solution.value)
-        pairs = zip(leaves, outputs, strict=True)
-        return pytree.tree_unflatten(
-            [torch.where(per_row(broken, z), z, y.detach().to(z.dtype)) for z, y in pairs], spec
-        )
+        advanced = [y.detach().to(z.dtype) for z, y in zip(leaves, outputs, strict=True)]
+        if broken is not None:
+            advanced = [torch.where(per_row(broken, z), z, y) for z, y in zip(leaves, advanced, strict=True)]
+        return pytree.tree_unflatten(advanced, spec)

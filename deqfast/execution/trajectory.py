@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .._checks import check_count
 from ..adjoints import Adjoint
 from ..solution import Solution
 from ..solvers import Solver
 from ..state.rows import per_row
+from ..torch_internals import pytree
 from .choose import in_loop
 from .plan import Plan
 from .refusals import check_served, kinds

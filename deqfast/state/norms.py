@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,7 @@ def sample_norms(
     `factors`: numbers that the leaves are divided by, see ``factors_of``.
     """
     if maximum:
-        norms = [torch.nn.functional.pad(rows_of(leaf).abs(), (0, 1)).amax(dim=1).double() for leaf in leaves]
+        norms = [_largest(rows_of(leaf)) for leaf in leaves]
     else:
         norms = [torch.linalg.vector_norm(rows_of(leaf), dim=1, dtype=torch.float64) for leaf in leaves]
     if factors is not None:
@@ -30,3 +31,10 @@ def sample_norms(
     if groups is not None:
         return groups.sums(torch.stack(norms).square().sum(dim=0)).sqrt()
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Largest magnitude of each row, (B,) float64; 0 of an empty row."""
+    if not rows.shape[1]:
+        return rows.new_zeros(len(rows), dtype=torch.float64)
+    return torch.linalg.vector_norm(rows, math.inf, dim=1).double()

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .._checks import check_dense, check_number
+from ..torch_internals import pytree
 from ..torch_internals.dynamo import is_tracing
 from ..torch_internals.transforms import check_values
 from .floors import float32_products_eps, stall_floor
 from .groups import Groups
 
-_SPEC_OF_TENSOR = pytree.tree_structure(torch.empty(0))
 LARGEST_SCALE = 2.0**60  # beyond, float32 does not hold squares of what is divided by it
 
 
@@ -127,7 +126,7 @@ class Packing:
 
     def __init__(self, z0: Any, groups: Groups | Tensor | str | None = None, scale: Any = None):
         self.is_tensor = isinstance(z0, Tensor)
-        leaves, self.spec = ([z0], _SPEC_OF_TENSOR) if self.is_tensor else pytree.tree_flatten(z0)
+        leaves, self.spec = pytree.tree_flatten(z0)
         if not leaves:
             raise ValueError("z0 must hold at least one tensor, got an empty structure")
         for leaf in leaves:
@@ -154,6 +153,7 @@ class Packing:
         self.products_eps = float32_products_eps(self.device)
         self.dtype = rows_dtype(leaves)
         self.factors = factors_of(scale, self.spec)
+        self._note_rows()
 
     def signature(self) -> tuple[Any, ...]:
         """Key of what two packings must share to serve each other's tensors."""
@@ -171,7 +171,13 @@ class Packing:
         packing.leaves, packing.batch, packing.factors = [f.resized(batch) for f in self.leaves], batch, self.factors
         packing.spec, packing.is_tensor, packing.dtype = self.spec, self.is_tensor, self.dtype
         packing.device, packing.groups, packing.products_eps = self.device, self.groups, self.products_eps
+        packing._note_rows()
         return packing
+
+    def _note_rows(self) -> None:
+        """Note whether the state is its own rows, as most are: this is asked twice in every iteration."""
+        first, converts = self.leaves[0], self.factors is not None or self.groups is not None
+        self.is_rows = self.is_tensor and not converts and first.is_rows and first.dtype == self.dtype
 
     def transposed(self) -> Packing:
         """Packing of gradients of the state, whose rows are those of a state times its factors."""
@@ -229,14 +235,26 @@ class Packing:
 
     def pack_value(self, value: Any, z: Tensor) -> Tensor:
         """Rows of f's output: a view of it where its dtype and memory order allow, never of the iterate `z`."""
+        if self.is_rows and self._are_rows(value):
+            return value.clone() if _shares_memory(value, z) else value
         leaves = self.check_value(value)
         if len(leaves) > 1 or self.factors is not None:
             return self._gathered(self._joined(leaves))
         rows = _as(self.leaves[0].rows(leaves[0]), self.dtype).contiguous()
         return self._gathered(rows.clone() if _shares_memory(rows, z) else rows)
 
+    def _are_rows(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.shape == self.leaves[0].shape
+            and value.dtype == self.dtype
+            and value.is_contiguous()
+        )
+
     def unpack(self, rows: Tensor) -> Any:
         """Argument of f: z0's structure, shapes, dtypes and memory order; a view of `rows` where possible."""
+        if self.is_rows:
+            return rows.view_as(rows)
         if self.groups is not None:
             rows = self.groups.scatter(rows)
         if self.is_tensor and self.factors is None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..solution import Solution, Status
+from ..torch_internals import pytree
 from ..torch_internals.transforms import values
 from .groups import Groups
 
@@ -22,6 +22,14 @@ def rows_of(leaf: Tensor) -> Tensor:
     """The rows of `leaf` as a matrix (N, D); of complex numbers the real and imaginary parts."""
     leaf = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
     return leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+
+
+def known_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of the tensor are finite, as far as a look at their sum tells.
+
+    A finite sum has finite terms only; one that is not may have overflown. A GPU is not looked at.
+    """
+    return not tensor.is_cuda and bool(torch.isfinite(values(tensor).sum()))
 
 
 def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
@@ -63,13 +71,18 @@ def take_rows(x: Any, marks: list[bool | None], rows: Tensor) -> Any:
 
 def without_broken(
     x: Any, solution: Solution, groups: Groups | None = None, declared: Any = None
-) -> tuple[Any, Any, Tensor]:
-    """(z*, x, broken) with stand-ins in the rows of samples whose solve met a value that is not finite."""
+) -> tuple[Any, Any, Tensor | None]:
+    """(z*, x, broken) with stand-ins in the rows of samples whose solve met a value that is not finite.
+
+    broken: (N,) mask of these rows; None if the host knows that there are none.
+    """
+    if solution.counts is not None and not solution.counts[Status.NONFINITE]:
+        return solution.value, x, None
     broken = solution.status == Status.NONFINITE
     if groups is not None:
         broken = groups.of_rows(broken)
-    if not len(broken) or (broken.device.type == "cpu" and not bool(values(broken).any())):
-        return solution.value, x, broken
+    if not len(broken):
+        return solution.value, x, None
     z, x = with_stand_ins(solution.value, x, broken, declared)
     return z, x, broken
 

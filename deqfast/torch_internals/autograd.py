@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils import _pytree as pytree
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge, saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .weights import held_nodes, present_hooks
+from . import pytree
+from .weights import held_nodes, modules_of, present_hooks
 
 Gradients = list[Tensor | None]
 
@@ -87,7 +87,12 @@ def vjp(
     values, given = map(list, zip(*attached, strict=True))
     hooked = [tensor for tensor in inputs if tensor._backward_hooks]
     with _no_hooks(hooked) if hooked else nullcontext():
-        found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
+        if options:
+            found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
+        else:  # past checks that take as long as the product with a small cell: the gradients have the outputs' shapes
+            found = _engine_run_backward(
+                tuple(values), tuple(given), retain_graph, False, tuple(inputs), True, accumulate_grad=False
+            )
     return list(found)
 
 
@@ -107,7 +112,7 @@ def for_products(cell: Any) -> Iterator[None]:
     Backward hooks of the cell's modules see the gradient only. Tensors are saved past the hooks around: those of a
     checkpoint would compute them again for each product. Without any it sets none, which torch.func in a cell refuses.
     """
-    for module in cell.modules() if isinstance(cell, nn.Module) else ():
+    for module in modules_of(cell):
         _make_wait(module._backward_hooks, "multiplies")
         _make_wait(module._backward_pre_hooks, "multiplies")
     with saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext():
@@ -183,7 +188,9 @@ def _following(tensor: Tensor) -> Tensor:
 
 
 def _edge(tensor: Tensor) -> Any:
-    """Node and number of the result that the tensor is of its graph; torch's own way makes a view."""
+    """Node and number of the result that the tensor is of its graph; torch's own way makes a view of a leaf."""
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn, tensor.output_nr
     if tensor.layout == torch.strided:
         return tuple(get_gradient_edge(tensor)[:2])
     with torch.enable_grad():

@@ -76,8 +76,9 @@ def uncompiled(f: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
-    """``f(*arguments)``, of which dynamo takes no part where it compiles the caller in parts."""
-    return _disabled()(f, *arguments) if _is_loaded() else f(*arguments)
+    """``f(*arguments)``, of which dynamo takes no part if it compiles the caller in parts."""
+    hides = torch.compiler.is_dynamo_compiling() or is_given_up()
+    return _disabled()(f, *arguments) if hides else f(*arguments)
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import _pytree as pytree
 
+from . import pytree
 from .dynamo import is_tracing
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils import _pytree as pytree
 
+from . import pytree
 from .dynamo import is_tracing, outside_exports
 from .transforms import in_backward
 
@@ -97,6 +97,7 @@ class _Holdable(ParametrizationList):
         return ParametrizationList.__name__
 
 
+_LISTS = (ParametrizationList, _Holdable)
 _lock = threading.Lock()
 _holders: Counter[nn.Module] = Counter()  # how many contexts hold a list
 
@@ -124,19 +125,19 @@ def _holdable(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
-    """Compute the weights of the modules of `cell` once, with a graph if one is recorded, and hold them.
+def hold_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute the weights of these modules of a cell once, with a graph if one is recorded, and hold them.
 
     What the thread holds already stays as it is. Inside an activation checkpoint of the cell's own the weights are
     computed again, as they will be in the backward pass.
     """
-    lists = [found for found in _parametrised(cell) if found[2] not in _thread.held]
-    others = [module for module in _modules(cell) if isinstance(module, OncePerSolve) and module not in _thread.held]
+    lists = [found for found in _parametrised(modules) if found[2] not in _thread.held]
+    others = [module for module in modules if isinstance(module, OncePerSolve) and module not in _thread.held]
     if not (lists or others):
         yield
         return
-    modules = [*(weight for *_, weight in lists), *others]
-    with _holdable(modules):
+    computing = [*(weight for *_, weight in lists), *others]
+    with _holdable(computing):
         try:
             for module, name, weight in lists:
                 _thread.held[weight] = _Held(torch.is_grad_enabled(), present_hooks())
@@ -149,7 +150,7 @@ def hold_weights(cell: Callable[..., Any]) -> Iterator[None]:
                 once()
             yield
         finally:
-            for module in modules:
+            for module in computing:
                 _thread.held.pop(module, None)
 
 
@@ -195,7 +196,7 @@ def holding(weights: dict[nn.Module, _Held]) -> Iterator[None]:
 
 def is_cached(cell: Callable[..., Any]) -> bool:
     """Return whether ``parametrize.cached`` keeps the first values of weights of `cell`."""
-    return bool(parametrize._cache_enabled and _parametrised(cell))
+    return bool(parametrize._cache_enabled and _parametrised(modules_of(cell)))
 
 
 def check_not_cached(cell: nn.Module) -> None:
@@ -211,22 +212,24 @@ def held_nodes() -> dict[Node, int]:
 
 
 def next_node() -> int:
-    """Return a number greater than the number of every node that this thread has recorded."""
-    node: Any = get_gradient_edge(torch.zeros(0, requires_grad=True).view(0)).node
-    return node._sequence_nr()
+    """Return the number that this thread gives to the next node that it records."""
+    return int(torch.autograd._get_sequence_nr())
 
 
-def _modules(cell: Any) -> Iterable[nn.Module]:
-    return cell.modules() if isinstance(cell, nn.Module) else ()
+def modules_of(cell: Any) -> list[nn.Module]:
+    """Return the modules of a cell, itself the first of them; none of another callable."""
+    return list(cell.modules()) if isinstance(cell, nn.Module) else []
 
 
-def _parametrised(cell: Any) -> list[tuple[nn.Module, str, ParametrizationList]]:
+def _parametrised(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, ParametrizationList]]:
     """Module, name and parametrisations of each tensor. Subclasses of torch's list are left alone."""
+    if not any(type(module) in _LISTS for module in modules):  # which is asked in less time than their owners are found
+        return []
     found = []
-    for module in _modules(cell):
+    for module in modules:
         lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
         found += [(module, name, weight) for name, weight in lists.items()]
-    return [entry for entry in found if type(entry[2]) in (ParametrizationList, _Holdable)]
+    return [entry for entry in found if type(entry[2]) in _LISTS]
 
 
 def present_hooks() -> Any:
