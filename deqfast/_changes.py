@@ -1,4 +1,4 @@
-"""Cells that are another function at every call, and so have no fixed point."""
+"""Warning about cells that change between calls, and therefore lack a fixed point."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise tha
 
 
 class Changes:
-    """Look, once, for what makes a cell another function at every call.
+    """Check, once, whether a cell changes between calls.
 
     Args:
-        evaluates: evaluate the cell if its modules give no reason.
+        evaluates: evaluate the cell if none of its modules is known to change.
     """
 
     def __init__(self, evaluates: bool = True) -> None:
         self.evaluates, self.looked = evaluates, False
 
     def look(self, plan: Plan) -> None:
-        """Warn of the cell of a forward pass in training mode."""
+        """Check the cell of a forward pass in training mode, and warn if it changes between calls."""
         if self.looked:
             return
         self.looked = True
@@ -43,20 +43,20 @@ class Changes:
         modules = cell.named_modules(prefix="cell") if isinstance(cell, nn.Module) else ()
         found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
         if found:
-            _warn(f"by {', '.join(found)}")
+            _warn(f"it contains {', '.join(found)}")
         elif not self.evaluates or plan.context == "torch.func" or not can_cancel(cell) or is_cached(cell):
             return
         elif (gap := _difference(plan)) > 0:
-            _warn(f"as two evaluations at one state tell, which differ by {gap:.1g} of its length")
+            _warn(f"two evaluations at one state differ by {gap:.1g} of its length")
 
 
 def _warn(why: str) -> None:
-    changes = "deqfast: in training mode the cell is another function at every call"
-    warn(f"{changes}, {why}, and has no fixed point; {_HELP}")
+    changes = "deqfast: in training mode the cell changes between calls and lacks a fixed point"
+    warn(f"{changes}: {why}; {_HELP}")
 
 
 def _changes_with_calls(module: nn.Module) -> bool:
-    """Return whether the module, in training, is another function at every call."""
+    """Return whether the module, in training, changes between calls."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
@@ -67,9 +67,9 @@ def _changes_with_calls(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _difference(plan: Plan) -> float:
-    """Largest difference of two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
+    """Largest difference between two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
 
-    z0 itself may be zeros, which a dropout does not change.
+    Not at z0, which may be zeros: dropout leaves zeros as they are.
     """
     cell, x, packing = plan.cell, plan.x, Packing(plan.z0, plan.groups, plan.scale)
     if not packing.batch:
@@ -93,12 +93,12 @@ def _difference(plan: Plan) -> float:
 
 @contextmanager
 def _undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Context that leaves the modules' buffers, and torch's random numbers on the CPU and this device, as they were."""
+    """Context that restores the modules' buffers, and torch's random state on the CPU and this device."""
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
     before = [buffer.clone() for *_, buffer in buffers]
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         yield
     for (module, name, buffer), value in zip(buffers, before, strict=True):
-        setattr(module, name, buffer)  # which the cell may have replaced
+        setattr(module, name, buffer)  # the cell may have replaced it
         if not torch.equal(buffer, value):
             buffer.copy_(value)

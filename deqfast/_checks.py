@@ -1,4 +1,4 @@
-"""Checks of arguments: each names the argument, what it must be and what it is."""
+"""Checks of arguments. Each error names the argument, what it must be and what it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# What other libraries call an option or a choice: torchdeq, optimistix, jaxopt, scipy, papers; and drafts of this one.
+# Names of options and choices elsewhere (torchdeq, optimistix, jaxopt, scipy, papers, drafts of deqfast), and ours.
 _OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "ift": ("implicit",),
     "implicit_diff": ("implicit",),
@@ -56,7 +56,7 @@ Kind = TypeVar("Kind")
 
 
 def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> list[str]:
-    """Return which of the names `name` stands for in another library, else the one that it resembles, if any."""
+    """Return the names that `name` means in another library, else the one that it resembles, if any."""
     if not isinstance(name, str):
         return []
     lower = {each.lower(): each for each in names if isinstance(each, str)}
@@ -65,7 +65,7 @@ def nearest(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> list[str]:
 
 
 def did_you_mean(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str:
-    """Return "; did you mean ...?" with the nearest of the names, or an empty string."""
+    """Return "; did you mean ...?" with the nearest names, or an empty string."""
     found = nearest(name, names, cutoff)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
@@ -73,7 +73,7 @@ def did_you_mean(name: Any, names: Iterable[Any], cutoff: float = 0.7) -> str:
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], elsewhere: Mapping[str, str]) -> None:
     """Raise TypeError for a keyword that `owner` does not take.
 
-    `elsewhere` says, for a keyword that belongs somewhere else, what to write there.
+    `elsewhere` maps a keyword of another object to what the user should write instead.
     """
     for name in given:
         if name not in allowed:
@@ -83,7 +83,7 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str], els
 
 
 def settings_of(name: str, kinds: Iterable[type]) -> dict[str, str]:
-    """Return, for every field of these dataclasses, how the argument `name` sets it in the first that has it."""
+    """Return for every field of these dataclasses how to set it through `name`, in the first class that has it."""
     found: dict[str, str] = {}
     for kind in kinds:
         for field in inspect.signature(kind).parameters:
@@ -111,7 +111,7 @@ class ChecksKeywords:
 
     @classmethod
     def _keywords_elsewhere(cls) -> Mapping[str, str]:
-        """What to write in the place of a keyword that belongs to another object."""
+        """What to write instead of a keyword that belongs to another object."""
         return {}
 
 
@@ -142,7 +142,7 @@ def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def object_named(name: str, value: Any, kind: type[Kind], by_name: Mapping[str, type[Kind]]) -> Kind:
-    """Return `value` if it is a `kind`, else the object with default settings that its name stands for.
+    """Return `value` if it is a `kind`, else the object of that name with default settings.
 
     Raises:
         ValueError: `value` is neither.
@@ -161,11 +161,11 @@ def check_cell(cell: Any) -> None:
     if not callable(cell) or isinstance(cell, type):
         raise TypeError(f"cell must be a module or another function of (z, x), got {cell!r}")
     is_module = isinstance(cell, nn.Module) and type(cell).__call__ is nn.Module.__call__
-    if is_module and cell._forward_pre_hooks:  # which may change the arguments
+    if is_module and cell._forward_pre_hooks:  # they may change the arguments
         return
     try:
         signature = inspect.signature(cell.forward if is_module else cell, follow_wrapped=False)
-    except (TypeError, ValueError):  # of compiled functions Python knows none
+    except (TypeError, ValueError):  # compiled functions lack a signature
         return
     try:
         signature.bind(None, None)
@@ -175,7 +175,7 @@ def check_cell(cell: Any) -> None:
 
 
 def check_batches(z0: Any, x: Any, error: RuntimeError) -> None:
-    """Raise ValueError naming the shapes of z0 and x if their batches differ and the error complains of shapes."""
+    """Raise ValueError naming the shapes of z0 and x if their batches differ and the error mentions shapes."""
     complains = type(error) is RuntimeError and re.search(r"\b(size|shape)s?\b", str(error))
     if complains and isinstance(z0, Tensor) and isinstance(x, Tensor) and z0.shape[:1] != x.shape[:1]:
         shapes = f"{tuple(z0.shape)} and {tuple(x.shape)}"

@@ -1,4 +1,4 @@
-"""One warning of samples without an answer, without a wait for the device."""
+"""One warning about unconverged samples, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .solution import Solution, Status
 _REMEDIES = {
     Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tolerance, or make the cell contract "
     "more",
-    Status.ESCAPED: "the cell may have no fixed point: normalise its output, damp the steps or bound its weights",
+    Status.ESCAPED: "the cell may lack a fixed point: normalise its output, damp the steps or bound its weights",
     Status.NONFINITE: "look for NaN or overflow in x, the parameters or the cell",
-    Status.INCONSISTENT: "pass groups= if the cell couples the samples of a batch; hold fixed during a solve what "
-    "changes from call to call, such as dropout or spectral norm in training",
+    Status.INCONSISTENT: "pass groups= if the cell couples samples of a batch; hold fixed during a solve what changes "
+    "the cell between calls, such as dropout",
 }
 _INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 OF_BLOCKS = "return_solution=True and backward_solution report every solve, warn=False silences"
 
 
 def is_late(status: Tensor) -> bool:
-    """Return whether a look at `status` would wait for the device, and is taken one call late."""
+    """Return whether reading `status` would wait for the device; if so, it is read one call late."""
     return status.is_cuda
 
 
 def warn(text: str) -> None:
-    """Warn, at the line from which torch or deqfast was called."""
+    """Warn at the line of the caller's code, outside of torch and deqfast."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
@@ -41,7 +41,7 @@ def warn(text: str) -> None:
 
 @dataclass
 class _Counts:
-    """Samples of a solve by status, of those asked for; on a GPU they are there once the event has arrived."""
+    """Number of samples of a solve with each of the statuses `asked`. On a GPU it is valid after the event."""
 
     asked: list[Status]
     numbers: Tensor
@@ -54,7 +54,7 @@ class Notice:
 
     Args:
         kind: "forward" or "backward".
-        more: what tells of every solve, and how to silence this.
+        more: what reports every solve, and how to silence this.
     """
 
     def __init__(self, kind: str, more: str = OF_BLOCKS) -> None:
@@ -63,7 +63,7 @@ class Notice:
         self.pending: _Counts | None = None
 
     def look(self, solution: Solution) -> None:
-        """Look at the solution, on a GPU at the one before if it has arrived, and warn of what is wrong with it."""
+        """Warn if samples of the solution did not converge. On a GPU, check the solution of an earlier call."""
         asked = [status for status in _REMEDIES if status not in self.given]
         if solution.counts is not None and not is_late(solution.status):
             if asked:
@@ -85,8 +85,8 @@ class Notice:
             return
         self.given.update(found)
         said = "; ".join(f"{n} of {samples} samples {status.name}: {_REMEDIES[status]}" for status, n in found.items())
-        warn(f"deqfast: in a {self.kind} solve, {said}. Said once; {self.more}")
+        warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
 
     def __getstate__(self) -> dict[str, object]:
-        """State without what is under way on a device."""
+        """State without the counts that a device is still computing."""
         return {**self.__dict__, "pending": None}

@@ -1,4 +1,4 @@
-"""What keeps a cell's fixed point easy to find, and what measures how easy it is."""
+"""A penalty that keeps a cell's fixed point easy to find, and a measure of how easy it is."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from .torch_internals.transforms import values
 def jacobian_penalty(
     cell: Callable[[Any, Any], Any], z: Any, x: Any, probes: int = 1, per_sample: Any = None
 ) -> Tensor:
-    """Hutchinson's estimate of |J|_F^2 / D, averaged over the samples, to be added to a loss with a small weight.
+    """Hutchinson's estimate of |J|_F^2 / D, averaged over the samples; add it to a loss with a small weight.
 
     It costs one evaluation of the cell and `probes` products with its Jacobian in z, which are differentiated in turn.
-    The estimate is without bias; its relative standard deviation is about sqrt(2 / (B D probes)) for a dense J. Source:
-    Bai et al., ICML 2021, equation 7.
+    The estimate is unbiased. Its relative standard deviation is about sqrt(2 / (B D probes)) for a dense J. Source: Bai
+    et al., ICML 2021, equation 7.
 
     Samples at which the cell is not finite do not count, and get no gradient.
 
     Args:
         cell: the map (z, x) -> z.
-        z: where, the value of a block (detached here): a tensor (B, ...) or a pytree of them; D numbers a sample.
+        z: the point, such as the value of a block: a tensor (B, ...) or a pytree of tensors, with D numbers per sample.
+            Detached here.
         x: the second argument of `cell`; the penalty is differentiable in it and in the parameters.
-        probes: number of random vectors, of torch's generator, at least 1.
+        probes: number of random vectors from torch's generator, at least 1.
         per_sample: which tensors of x have a row per row of z, see ``DEQBlock``.
 
     Returns:
-        A scalar, differentiable.
+        A differentiable scalar.
 
     Raises:
-        TypeError, ValueError: `probes` is no such number.
+        TypeError, ValueError: `probes` is not such a number.
 
     Examples:
         >>> cell, x = deqfast.FCCell(3, 8), torch.randn(4, 3)
@@ -66,7 +67,7 @@ def jacobian_penalty(
 
 
 def _probe(like: Tensor) -> Tensor:
-    """Normal numbers of variance 1; those of a complex tensor in each part."""
+    """Normal numbers of variance 1; for a complex tensor, in each of its two parts."""
     return torch.randn_like(like) * 2**0.5 if like.is_complex() else torch.randn_like(like)
 
 
@@ -74,14 +75,14 @@ def _probe(like: Tensor) -> Tensor:
 def spectral_radius(
     cell: Callable[[Any, Any], Any], z: Any, x: Any, iterations: int = 50, groups: Groups | Tensor | str | None = None
 ) -> Tensor:
-    """Spectral radius of the Jacobian of cell(., x) at z, one per sample, by power iteration with its transpose,
-    whose eigenvalues are the same.
+    """Spectral radius of the Jacobian of cell(., x) at z, one per sample.
 
-    From the growth of a vector's length over the second half of the iterations, which tells complex pairs as well as
-    real eigenvalues (a Rayleigh quotient does not). Below 1 plain iteration converges, the faster the nearer to 0.
+    Computed by power iteration with the transpose, which has the same eigenvalues. The radius is the growth of a
+    vector's length over the second half of the iterations. Unlike a Rayleigh quotient, the growth also finds complex
+    pairs of eigenvalues. Below 1 plain iteration converges: the smaller, the faster.
 
     Args:
-        cell: the map (z, x) -> z, which must treat every sample by itself.
+        cell: the map (z, x) -> z, which must treat samples independently.
         z: as for ``jacobian_penalty``.
         x: as for ``jacobian_penalty``.
         iterations: products with the Jacobian, at least 2.
@@ -91,7 +92,7 @@ def spectral_radius(
         (B,) float64.
 
     Raises:
-        TypeError, ValueError: `iterations` is no such number, `groups` no such description.
+        TypeError, ValueError: `iterations` or `groups` is not as above.
 
     Examples:
         >>> turn = torch.tensor([[0.0, -0.9], [0.9, 0.0]])
@@ -116,7 +117,7 @@ def spectral_radius(
 
 
 def _evaluated(cell: Callable[[Any, Any], Any], z: Any, x: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Leaves of z and of the cell's value there, with a graph between them."""
+    """Leaves of z and of the cell's value at z, connected by an autograd graph."""
 
     def ordinary(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf

@@ -1,10 +1,10 @@
 """Jit helpers shared by the kernels of the solver steps.
 
-One program serves a sample. If the batch is too small to fill the GPU, S programs serve the columns of a sample, and a
-step is three launches: *sums* (B, S) leave numbers of their columns, *judge* (B,) adds them up and decides, *step*
+One program serves a sample. If the batch is too small to fill the GPU, S programs share the columns of a sample, and a
+step is three launches. *sums* (B, S) store numbers of their columns, *judge* (B,) adds these up and decides, *step*
 (B, S) moves the iterate. `p_numbers` points to the numbers of a sample, (COUNT, S) in the dtype of the state.
 
-The verdict tells the last launch what to do with the iterate of a sample: keep it as the best one, go back to the best
+The verdict on a sample says what the last launch does with its iterate: keep it as the best one, go back to the best
 one, or neither.
 """
 
@@ -22,14 +22,14 @@ CONSTANTS = {name: value for name, value in vars(constants).items() if name.isup
 def constant(name):
     """The number of that name in ``constants``.
 
-    Triton compares each global constant of a kernel at every launch. Here that is one table.
+    Triton compares each global constant of a kernel at every launch. With this function it compares one table only.
     """
     return CONSTANTS[name]
 
 
 @triton.constexpr_function
 def norm_number(name):
-    """Where a program leaves a norm of its columns among its numbers; "end": how many there are.
+    """Position of a norm of a program's columns among its numbers; "end": how many there are.
 
     "gg", "ff": sums of squares of g = f(z) - z and of f(z); "g", "f": their norms.
     """
@@ -66,7 +66,7 @@ def tiny_and_max(dtype: tl.constexpr):
 
 @triton.jit
 def is_sound(square):
-    """Whether a sum of squares gives a vector's length: it has not overflowed, and lost no digits to underflow."""
+    """Whether a sum of squares gives a vector's length: without overflow, and without digits lost to underflow."""
     if square.dtype == tl.float64:
         return is_finite(square) & (square >= 2.0**-970)
     else:
@@ -75,20 +75,20 @@ def is_sound(square):
 
 @triton.jit
 def magnitude(x):
-    """|x|, or infinity if x is NaN, which a maximum would drop."""
+    """|x|, or infinity if x is NaN: a maximum would drop the NaN."""
     return tl.where(is_finite(x), tl.abs(x), float("inf"))
 
 
 @triton.jit
 def scale_of(largest):
-    """The divisor of a vector whose squares are to be added up again, by its largest magnitude."""
+    """The divisor of a vector before its squares are added up again, from its largest magnitude."""
     tiny, _ = tiny_and_max(largest.dtype)
     return tl.maximum(largest, tiny)
 
 
 @triton.jit
 def length_of(square, scale, scaled_square):
-    """sqrt(square) if that is sound, else scale sqrt(scaled_square), the sum of squares of the vector over `scale`."""
+    """sqrt(square) if it is sound, else scale sqrt(scaled_square), from the squares of the vector over `scale`."""
     _, largest = tiny_and_max(square.dtype)
     length = tl.minimum(scale * square_root(scaled_square), largest)
     length = tl.where(is_finite(scale), length, float("inf"))
@@ -105,7 +105,7 @@ def columns(D, BLK: tl.constexpr):
 
 @triton.jit
 def store_number(p_numbers, i, x):
-    """Leave number i of this program's columns."""
+    """Store number i of this program's columns."""
     tl.store(p_numbers + i * tl.num_programs(1) + tl.program_id(1), x)
 
 
@@ -120,12 +120,12 @@ def sum_number(p_numbers, i, S, BLK: tl.constexpr):
 def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.constexpr = False):
     """Norms of f(z) - z and f(z), rows of D elements; gg and ff are their sums of squares.
 
-    The rows are read again for the largest magnitudes if these are the norms (`maximum`), or if a sum is not sound. In
-    the second case they are read once more, for the sums of squares of both over a scale. OF_NORMS: p_z and p_fz point
-    to norms of parts of f(z) - z and of f(z).
+    The rows are read again for the largest magnitudes if these are the norms (`maximum`), or if a sum is not sound. If
+    a sum is not sound they are read once more, for the sums of squares of both over a scale. OF_NORMS: p_z and p_fz
+    point to norms of parts of f(z) - z and of f(z).
     """
     dtype: tl.constexpr = gg.dtype
-    PART: tl.constexpr = BLK if BLK < 1024 else 1024  # the caller may hold rows: few more registers
+    PART: tl.constexpr = BLK if BLK < 1024 else 1024  # the caller may hold rows: use few more registers
     res_norm = square_root(gg)
     f_norm = square_root(ff)
     if (maximum != 0) | (is_sound(gg) == 0) | (is_sound(ff) == 0):
@@ -162,7 +162,7 @@ def norms_of(p_z, p_fz, D, gg, ff, maximum, BLK: tl.constexpr, OF_NORMS: tl.cons
 
 @triton.jit
 def store_norms(p_numbers, p_z, p_fz, width, gg, ff, maximum, BLK: tl.constexpr):
-    """Leave the squares and the norms of this program's columns."""
+    """Store the squares and the norms of this program's columns."""
     res_norm, f_norm = norms_of(p_z, p_fz, width, gg, ff, maximum, BLK)
     store_number(p_numbers, norm_number("gg"), gg)
     store_number(p_numbers, norm_number("ff"), ff)
@@ -172,7 +172,7 @@ def store_norms(p_numbers, p_z, p_fz, width, gg, ff, maximum, BLK: tl.constexpr)
 
 @triton.jit
 def norms_of_parts(p_numbers, S, maximum, BLK: tl.constexpr):
-    """Norms of f(z) - z and f(z) of a sample, of whose columns all S programs have left the norms."""
+    """Norms of f(z) - z and f(z) of a sample, from the norms that all S programs stored of their columns."""
     gg = sum_number(p_numbers, norm_number("gg"), S, BLK)
     ff = sum_number(p_numbers, norm_number("ff"), S, BLK)
     p_res = p_numbers + norm_number("g") * S
@@ -190,7 +190,7 @@ def relative(res_norm, f_norm, offset):
 
 @triton.jit
 def rounding_of(stall_floor, dtype: tl.constexpr):
-    """Unit of f's rounding: eps of `dtype`, or of the lower precision that has this stall floor."""
+    """Unit of f's rounding: eps of `dtype`, or of the lower precision with this stall floor."""
     low = scalar(stall_floor, dtype) / constant("ROUNDINGS_OF_STALL_FLOOR")
     if dtype == tl.float64:
         return tl.maximum(low, 2.0**-52)
@@ -311,7 +311,7 @@ def store_verdict(p_verdict, improved, failed):
 
 @triton.jit
 def store_no_verdict(p_verdict):
-    """The verdict on a sample that had ended before."""
+    """The verdict on a sample that ended earlier."""
     tl.store(p_verdict, 0.0)
 
 
@@ -323,7 +323,7 @@ def unpack_verdict(verdict):
 
 @triton.jit
 def carry_out(improved, failed, p_z, p_best, D, BLK: tl.constexpr):
-    """Keep the row of z as the best iterate, or go back to it, if no step follows that does so."""
+    """Keep the row of z as the best iterate, or go back to it, if a step does not do so later."""
     if improved:
         copy_row(p_best, p_z, D, BLK)
     if failed:
@@ -346,5 +346,5 @@ def judged(a: Any) -> dict[str, Any]:
 
 
 def rule_arguments(rule: Any) -> dict[str, float]:
-    """The numbers of a ``StopRule`` as the arguments of a kernel, booleans as integers."""
+    """The numbers of a ``StopRule`` as arguments of a kernel, with booleans as integers."""
     return {name: int(value) if isinstance(value, bool) else value for name, value in rule._asdict().items()}

@@ -1,7 +1,7 @@
 """Launch configurations by shape and dtype, one place for every kernel.
 
-They are derived, not tuned: an H100 has timed the kernels with these values only. A thread has at most 255 registers,
-and a multiprocessor 65,536, enough for eight warps that use all of theirs. The widest load has 16 bytes.
+They are derived, not tuned: the kernels were timed on an H100 with these values only. A thread has at most 255
+registers. A multiprocessor has 65,536, enough for eight warps that use all of theirs. The widest load has 16 bytes.
 ``harness.aot`` compiles each kernel and checks registers, spills and the width of loads.
 """
 
@@ -14,21 +14,21 @@ import torch
 from .constants import ANDERSON_I
 
 # Up to this padded window the second sweep solves the window system itself, in 8 * 8 registers of every thread. A
-# matrix of 16 * 16 exceeds the 255 registers; shared by threads, each of its columns takes barriers between warps.
+# matrix of 16 * 16 exceeds the 255 registers. If threads shared it, each of its columns would need barriers.
 MAX_INLINE_WINDOW = 8
-# Samples per program of fc_fixed_point: the fewest that a tensor-core product takes.
+# Samples per program of fc_fixed_point: the fewest rows of a tensor-core product.
 FC_ROWS = 16
 # Above this padded window the second sweep works on a tile, not on a vector per row of the history. 16 bytes of each of
 # 32 rows and of their 32 sums are 256 registers, more than a thread has.
 MAX_VECTOR_WINDOW = 16
-# Programs that share a sample have at least so many columns each. The launches that sharing adds take microseconds; in
-# one, a multiprocessor's share of the bandwidth (A100: 2 TB/s, 108 of them) is 18 KB, a float32 row of this length.
+# Programs that share a sample have at least this many columns each. The launches that sharing adds take microseconds.
+# In one microsecond, one of the A100's 108 multiprocessors reads 18 KB (2 TB/s in all): a float32 row of this length.
 MIN_COLUMNS = 4096
 # One warp adds up their numbers, two for each of its threads.
 MAX_PROGRAMS = 64
-# The limit of a thread. Without it, ptxas spills a few bytes for more warps per multiprocessor.
+# The most registers of a thread. Without this limit, ptxas spills a few bytes to fit more warps per multiprocessor.
 MAX_REGISTERS = 255
-# Of the sums of a shared sample, which only wait for memory: four programs of 256 threads fit a multiprocessor.
+# For the sums of a shared sample, which only wait for memory: four programs of 256 threads fit a multiprocessor.
 SUMS_REGISTERS = 64
 
 
@@ -40,7 +40,7 @@ class LaunchConfig:
     num_warps: int
 
 
-# One warp adds up the numbers that all programs of a sample have left, without a barrier.
+# One warp adds up the numbers that all programs of a sample stored, without a barrier.
 JUDGE_CONFIG = LaunchConfig(MAX_PROGRAMS, 1)
 
 
@@ -56,7 +56,7 @@ def padded_window(n: int) -> int:
 def picard_config(size: int, dtype: torch.dtype) -> LaunchConfig:
     """Rows of up to 32 KiB are held on chip, 64 bytes per thread; longer ones are read in blocks of 4 KiB.
 
-    64 bytes each of z and f(z) are 32 registers. 32 KiB are 16 warps of these, which leave 128 registers to a thread.
+    64 bytes each of z and f(z) take 32 registers. 32 KiB take 16 warps, which leave 128 registers to a thread.
     Blocks need no more than 16 bytes per thread, one load of full width.
     """
     whole = next_power_of_2(size)
@@ -70,7 +70,7 @@ def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torc
 
     A thread holds up to three sums per pair, see ``rows_at_once``: 8 pairs of 4 columns are 64 or 96 registers. 8 warps
     of 255 registers fill a multiprocessor; 4 let two programs share it. With 8 columns per thread the sums double. If
-    rows do not all start on 16 bytes, addresses of single elements need registers too, hence 4 columns.
+    rows do not all start on 16 bytes, addresses of single elements need registers too: then a thread has 4 columns.
     """
     short = history_dtype != dtype
     warps = 4 if padded > 8 or short else 8
@@ -82,7 +82,7 @@ def sweep_config(size: int, padded: int, dtype: torch.dtype, history_dtype: torc
 def tile_config(size: int, padded: int, dtype: torch.dtype) -> LaunchConfig:
     """A tile of the whole window, for windows too long for a vector per row: 16 KiB, 2 KiB per warp.
 
-    2 KiB per warp are 16 registers per thread for the tile, and as many for its sums.
+    2 KiB per warp take 16 registers per thread for the tile, and 16 for its sums.
     """
     row = padded * dtype.itemsize
     block = min(16384 // row, max(32, next_power_of_2(size)))
@@ -92,7 +92,7 @@ def tile_config(size: int, padded: int, dtype: torch.dtype) -> LaunchConfig:
 def rows_at_once(padded: int, method: int, dtype: torch.dtype, history_dtype: torch.dtype) -> int:
     """Pairs whose dots a sweep holds in registers: two per pair, and three for Anderson I.
 
-    Three for 8 pairs of 8 columns, as wide as a bfloat16 history is read, would be 192 registers: hence 4 pairs there.
+    A bfloat16 history is read 8 columns wide. Three for 8 pairs of 8 columns would take 192 registers: use 4 pairs.
     """
     wide = method == ANDERSON_I and history_dtype != dtype
     return min(padded, 4 if wide else 8)
@@ -109,9 +109,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def programs_per_sample(batch: int, size: int, device: torch.device) -> int:
-    """As many as give each multiprocessor two; fewer than three per sample do not repay their launches.
+    """Two per multiprocessor in all. Fewer than three per sample do not pay for the extra launches.
 
-    A multiprocessor may have room for one only: then they run in two waves, and two programs gain nothing.
+    A multiprocessor may have room for one only. Then the programs run in two waves, and two per sample gain nothing.
     """
     programs = min(2 * multiprocessors(device) // batch, size // MIN_COLUMNS, MAX_PROGRAMS)
     return programs if programs > 2 else 1
@@ -121,15 +121,15 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take on `device`; the interpreter sets no limit."""
     if device.type != "cuda":
         return 1 << 20
-    properties: Any = torch.cuda.get_device_properties(device)  # whose stub lacks the attribute in some versions
+    properties: Any = torch.cuda.get_device_properties(device)  # some versions' stub lacks the attribute
     return properties.shared_memory_per_block_optin
 
 
 def fc_features(dtype: torch.dtype, shared: int) -> int:
     """The most features for which fc_fixed_point holds W of `dtype` in `shared` bytes; 0 for other dtypes.
 
-    Tiles are powers of two: 64 KiB for 128 features in float32, which with the samples fits every supported GPU, and
-    128 KiB for 256 in bfloat16, next to 16 KiB of samples.
+    Tiles are powers of two. 128 features in float32 take 64 KiB, which with the samples fits every supported GPU. 256
+    in bfloat16 take 128 KiB, next to 16 KiB of samples.
     """
     if dtype == torch.float32:
         return 128
@@ -137,12 +137,12 @@ def fc_features(dtype: torch.dtype, shared: int) -> int:
 
 
 def fc_config(features: int) -> LaunchConfig:
-    """One tile holds all of W. 8 warps hold 16 samples of 256, 16 elements per thread; 4 warps those of 64."""
+    """One tile holds all of W. 8 warps hold 16 samples of 256 features, 16 elements per thread; 4 hold 16 of 64."""
     return LaunchConfig(max(16, next_power_of_2(features)), 8 if features > 64 else 4)
 
 
 def picard_registers(dtype: torch.dtype, whole: bool) -> int | None:
-    """The limit of registers per thread for picard_step; None: that of ptxas. whole: one program serves a sample.
+    """The limit of registers per thread for picard_step; None: ptxas chooses. whole: one program serves a sample.
 
     In float32 one program per sample spills nothing without a limit; the others get ``MAX_REGISTERS``.
     """
@@ -169,7 +169,7 @@ def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileCo
     """Tiles of at most 64 x 128 projections per program: 32 registers per thread of 8 warps.
 
     tl.dot takes at least 16 of each. 64 x 64 if rows do not all start on 16 bytes: the addresses of single elements
-    need registers too. In float64 a number takes two registers, hence half the rows, columns and directions.
+    need registers too. In float64 a number takes two registers: rows, columns and directions are halved.
     """
     width = max(16, next_power_of_2(directions))
     if dtype == torch.float64:
@@ -178,7 +178,7 @@ def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileCo
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device the current one, which is where triton launches."""
+    """Make the tensor's device the current one: triton launches there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -186,10 +186,10 @@ NORM_REGISTERS = 128  # per thread, so that a program of 16 warps, 65,536 regist
 
 
 def norm_config(pixels: int, group_channels: int, dtype: torch.dtype) -> TileConfig:
-    """Pixels and channels of a tile: a whole group of at most 32 KiB, of which nothing is read twice, else 16 KiB.
+    """Pixels and channels of a tile: a whole group up to 32 KiB, which is then read only once, else 16 KiB.
 
-    32 bytes per thread are 8 registers for each of the tiles that a kernel holds, up to six of them in the backward; at
-    most 16 warps, which double that. dtype: what is accumulated in.
+    32 bytes per thread take 8 registers for each tile that a kernel holds; the backward holds up to six. At most 16
+    warps, which doubles that. dtype: of the accumulation.
     """
     columns, rows = next_power_of_2(group_channels), next_power_of_2(pixels)
     row = columns * dtype.itemsize

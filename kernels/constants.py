@@ -4,7 +4,7 @@
 RUNNING, CONVERGED, NONFINITE, STALLED = range(4)
 MAX_ITER, ESCAPED = 6, 7
 
-# In low precision a sample stalls after so many iterations in which no relative residual fell below this factor.
+# In low precision a sample stalls after STALL_ITERATIONS without a relative residual below STALL_GAIN times the best.
 STALL_ITERATIONS = 5
 STALL_GAIN = 0.95
 
@@ -19,7 +19,7 @@ ROUNDINGS_OF_STALL_FLOOR = 8.0
 BROYDEN_GOOD, BROYDEN_BAD, ANDERSON_I, ANDERSON_II = range(4)
 # Pivots of the equilibrated window matrix below this carry no information.
 PIVOT_FLOOR = 1e-7
-# Pairs that a GPU kernel takes at most: their window lives in registers and shared memory.
+# The most pairs that a GPU kernel supports: their window lives in registers and shared memory.
 MAX_GPU_HISTORY = 32
 
 IDENTITY, RELU, TANH, GELU = range(4)

@@ -41,7 +41,7 @@ TANH = tl.constexpr(constants.TANH)
 GELU = tl.constexpr(constants.GELU)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 ROOT_OF_TWO_PI_INVERSE = tl.constexpr(0.3989422804014327)
-# Within a solve: the row runs, and one of its iterates has met the tolerance.
+# Status within a solve: the row still runs, and one of its iterates has met the tolerance.
 HAS_MET = tl.constexpr(constants.RUNNING - 1)
 
 
@@ -112,7 +112,7 @@ def _length_of(square, b_v):
 
 @triton.jit
 def _norm(b_v, MAXIMUM: tl.constexpr):
-    """Norms of rows, as ``common.norms_of``. Without a branch: next to it some versions of triton spill."""
+    """Norms of rows, as ``common.norms_of``, but without a branch: some versions of triton spill next to one."""
     if MAXIMUM:
         return tl.max(magnitude(b_v), axis=1)
     else:
@@ -154,14 +154,14 @@ def _fc_fixed_point_kernel(
     m_d = o_d < D
     m = m_b[:, None] & m_d[None, :]
     o = o_b[:, None] * D + o_d[None, :]
-    # A bfloat16 W is transposed as it is read: some versions of triton keep two copies of what they transpose later.
+    # A bfloat16 W is transposed while it is read. If it is transposed later, some versions of triton keep two copies.
     BY_ROWS: tl.constexpr = p_w.dtype.element_ty == tl.float32
     o_w = o_d[:, None] * D + o_d[None, :] if BY_ROWS else o_d[None, :] * D + o_d[:, None]
     b_w = tl.load(p_w + o_w, mask=m_d[:, None] & m_d[None, :], other=0.0)  # [DP, DP]
     b_c = tl.load(p_c + o, mask=m, other=0.0)  # [ROWS, DP]
     b_z = tl.load(p_z0 + o, mask=m, other=0.0)
     tl.store(p_value + o, b_z, mask=m)
-    tl.debug_barrier()  # other threads may store the iterates that are better
+    tl.debug_barrier()  # other threads may store the better iterates
     floor = scalar(stall_floor, tl.float32)
 
     b_abs = tl.full([ROWS], float("inf"), tl.float32)

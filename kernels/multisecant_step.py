@@ -1,7 +1,7 @@
 """Multisecant step: z <- z + alpha (beta g - DF gamma), N gamma = L^T g, over a window of n = min(k, M) pairs.
 
-g = f(z) - z. L holds steps S (BROYDEN_GOOD, ANDERSON_I) or changes of the residual Y (BROYDEN_BAD, ANDERSON_II); DF
-holds the changes of f, or beta Y + S if beta != 1. N = L^T Y. Samples whose status is not RUNNING move no bytes.
+g = f(z) - z. L holds steps S (BROYDEN_GOOD, ANDERSON_I) or changes of the residual Y (BROYDEN_BAD, ANDERSON_II). DF
+holds the changes of f, or beta Y + S if beta != 1. N = L^T Y. Samples that are not RUNNING move no bytes.
 
 | kernels | S programs per sample, see ``common`` | what |
 |---|---|---|
@@ -61,13 +61,13 @@ Kwargs = dict[str, Any]  # arguments by name, shared by several launches
 
 @triton.constexpr_function
 def takes_row(method):
-    """Whether the first sweep finishes the row of the newest pair that the second sweep before has begun."""
+    """Whether the first sweep finishes the row of the newest pair, which the last second sweep began."""
     return method == ANDERSON_I
 
 
 @triton.constexpr_function
 def number_of(name, padded, age=0):
-    """Where a program leaves a number of its columns, after the norms. "end": how many numbers it has.
+    """Position of a number of a program's columns, after the norms. "end": how many numbers it has.
 
     "ss", "yy": squares of the newest pair; "g", "y", "s": dots of these vectors with rows of the history, by age.
     """
@@ -180,7 +180,7 @@ def _store_dots(p_gram, p_t, M, n, newest, beta, t, q, p, ss, yy, age: tl.conste
     """t of the pair of that age, and its entries of the newest column and row of N; the squares if age = 0.
 
     t, q and p are the dots of its row of L with g, y and s. The column gets q; so does the row if L holds Y. For
-    ANDERSON_I the row gets (r - p) / beta; the sweep before has left r there, the dot of its row of DF with s.
+    ANDERSON_I the row gets (r - p) / beta. The sweep before stored r there: the dot of its row of DF with s.
     """
     slot = slot_of(newest, age, M)
     m = age < n
@@ -342,7 +342,7 @@ def _multisecant_left_judge_kernel(
     MP: tl.constexpr,
     BLK: tl.constexpr,
 ):
-    """The verdict, t = L^T g, and L^T y into N, by the numbers that the programs of sweep 1 have left of a sample."""
+    """The verdict, t = L^T g, and L^T y into N, from the numbers that the programs of sweep 1 stored of a sample."""
     i_b = tl.program_id(0).to(tl.int64)
     p_t, p_verdict = _scratch_of(p_scratch, i_b, M)
     if has_ended(p_status, i_b):
@@ -430,8 +430,8 @@ def _sweep_right_rows(
 ):
     """z <- z + H(alpha (beta g - DF gamma)) in the columns [begin, end); DF^T s by age, as a tuple, if L holds steps.
 
-    p_t holds gamma, or t if SOLVE. Each row of DF is a vector of its own, so that a thread keeps to its columns; the
-    dots with rows beyond the first ROWS read them again, from the cache.
+    p_t holds gamma, or t if SOLVE. Each row of DF is a vector of its own, so that a thread keeps to its columns. Dots
+    with rows after the first ROWS read them again, from the cache.
     """
     dtype: tl.constexpr = p_z.dtype.element_ty
     if SOLVE:
@@ -625,7 +625,7 @@ def _multisecant_right_step_kernel(
 
 @triton.jit(do_not_specialize=["M", "S", "n", "newest", "new"])
 def _multisecant_row_kernel(p_status, p_gram, p_numbers, M, S, n, newest, new, MP: tl.constexpr, BLK: tl.constexpr):
-    """DF^T s of a sample into row `new` of N, by what the programs of sweep 2 have left of it."""
+    """DF^T s of a sample into row `new` of N, from the numbers that the programs of sweep 2 stored of it."""
     i_b = tl.program_id(0).to(tl.int64)
     if has_ended(p_status, i_b):
         return
@@ -787,7 +787,7 @@ def _launch_left(a: Any, config: LaunchConfig, window: Kwargs, system: Kwargs, s
 
 
 def _launch_right(a: Any, config: LaunchConfig, tiled: bool, system: Kwargs, sweep: Kwargs, parts: Kwargs) -> None:
-    """Sweep 2 by one program per sample, or by those of `parts`."""
+    """Sweep 2 by one program per sample, or by the programs of `parts`."""
     kernel = _multisecant_right_step_kernel if parts else _multisecant_right_kernel
     kernel[(len(a.z), parts["S"]) if parts else (len(a.z),)](
         p_best=a.best,

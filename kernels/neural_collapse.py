@@ -103,8 +103,8 @@ def _scatter_kernel(
 ):
     """partials[j] = sum_i (R_j . ((h_i - high_i) - low_i))^2 over BM rows i, of BR directions; R is a multiple of BR.
 
-    high is the class mean in T; low, in float32, is what that rounds away. Near its mean, h - high is exact. Products
-    are in IEEE float32: tf32 loses digits, and with tf32x3 the tensor cores truncate the sum at every step.
+    high is the class mean in T; low, in float32, is the rounding error of high. Near its mean, h - high is exact.
+    Products are in IEEE float32: tf32 loses digits, and with tf32x3 the tensor cores truncate the sum at every step.
     """
     dtype: tl.constexpr = p_partials.dtype.element_ty
     i_m = tl.program_id(0).to(tl.int64)

@@ -37,7 +37,7 @@ def group_tile(start, P: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BR: tl
 
 @triton.jit
 def loop_end(pixels, P: tl.constexpr, BR: tl.constexpr):
-    """The end of the loops over further tiles. pixels = P is not a constant: triton would unroll short loops."""
+    """The end of the loops over further tiles. pixels = P is not a constant, else triton would unroll short loops."""
     if P <= BR:
         return BR
     else:
@@ -77,7 +77,7 @@ def store_affine(p_affine, o_row, b_weight, b_bias, plane, CG: tl.constexpr, BC:
 
 @triton.jit
 def norm_backward(b_g, b_n, b_w, rstd, mean, slope):
-    """The gradient of v by b_g, the one of the output of n w + b with n = (v - mean(v)) rstd.
+    """The gradient of v; b_g is the gradient of the output n w + b with n = (v - mean(v)) rstd.
 
     (g w - mean(g w) - n mean(g w n)) rstd; mean and slope are the two means over the group.
     """
@@ -140,7 +140,7 @@ def _norm_act_kernel(
 
 @triton.jit
 def _normal_and_grad(p_y, p_grad, o_t, m_t, b_w, b_b, mean, rstd):
-    """The normalised tile n, and the gradient of n w + b: grad if the relu let pass, else 0."""
+    """The normalised tile n, and the gradient of n w + b: grad if the relu is active, else 0."""
     dtype: tl.constexpr = b_w.dtype
     b_n = (load_tile(p_y, o_t, m_t, dtype) - mean) * rstd
     return b_n, tl.where(b_n * b_w + b_b <= 0, 0.0, load_tile(p_grad, o_t, m_t, dtype))
@@ -221,7 +221,7 @@ def norm_act(a: Any, out: Tensor, mean: Tensor, rstd: Tensor) -> None:
 
 
 def norm_act_backward(a: Any, grad_y: Tensor, affine: Tensor) -> None:
-    """The gradient of y, and those of weight and bias per sample."""
+    """The gradient of y; per sample, the gradients of weight and bias."""
     if len(a.y):
         grid, sizes = launch_of(a.y, a.groups, a.weight.dtype)
         with device_guard(a.y):

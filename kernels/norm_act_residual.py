@@ -121,7 +121,7 @@ def _norm_act_residual_kernel(
 
 @triton.jit
 def _normals(p_y, p_x, p_z, o_t, m_t, b_w2, b_b2, mean2, rstd2, mean3, rstd3):
-    """n2 and n3, what both normalisations made of a tile, 0 if masked; and whether the relu between them gave 0."""
+    """n2 and n3, a tile after each normalisation, 0 if masked; and whether the relu between them gave 0."""
     dtype: tl.constexpr = b_w2.dtype
     b_n2 = tl.where(m_t, (_load_sum(p_y, p_x, o_t, m_t, dtype) - mean2) * rstd2, 0.0)
     b_u = load_tile(p_z, o_t, m_t, dtype) + (b_n2 * b_w2 + b_b2)
@@ -153,10 +153,10 @@ def _norm_act_residual_backward_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """grad_z = N3(grad) if the relu let pass, else 0; grad_sum, of y + x, = N2(grad_z).
+    """grad_z = N3(grad) if the relu is active, else 0; grad_sum, of y + x, = N2(grad_z).
 
     Ni(g) = (g w_i - mean(g w_i) - n_i mean(g w_i n_i)) rstd_i. Per sample, the gradients of weight_i and bias_i are the
-    sums of g n_i and g over the pixels, with g = grad for i = 3 and grad_z for i = 2.
+    sums of g n_i and g over the pixels; g is grad for i = 3 and grad_z for i = 2.
     """
     dtype: tl.constexpr = p_grad.dtype.element_ty
     short: tl.constexpr = p_grad_z.dtype.element_ty
@@ -246,7 +246,7 @@ def norm_act_residual(a: Any, f: Tensor, mean2: Tensor, rstd2: Tensor, mean3: Te
 
 
 def norm_act_residual_backward(a: Any, grad_sum: Tensor, grad_z: Tensor, affine: Tensor) -> None:
-    """The gradients of y + x and of z, and those of weights and biases per sample."""
+    """The gradients of y + x and of z; per sample, the gradients of weights and biases."""
     if len(a.z):
         grid, sizes = launch_of(a.z, a.groups, a.weight2.dtype)
         with device_guard(a.z):

@@ -1,7 +1,7 @@
 """Picard step: z <- z + damping (f(z) - z), with the residuals, best iterate and status of every sample.
 
 z, fz, best (B, D) of dtype T (float32 or float64); status (B,) int8; iterations (B,) int32; residual (2, B), progress
-(6, B) T; active (1,) int32. Accumulation in T. Samples whose status is not RUNNING move no bytes.
+(6, B) T; active (1,) int32. Accumulation in T. Samples that are not RUNNING move no bytes.
 
 | launches | kernels | read |
 |---|---|---|
@@ -36,7 +36,7 @@ from .config import JUDGE_CONFIG, SUMS_REGISTERS, device_guard, picard_config, p
 
 @triton.constexpr_function
 def number_of(name):
-    """Where the verdict lies among the numbers of a sample's first program, after the norms. "end": their count."""
+    """Position of the verdict among the numbers of a sample's first program, after the norms. "end": their count."""
     return norm_number("end") + {"verdict": 0, "end": 1}[name]
 
 
@@ -230,7 +230,7 @@ def _picard_step_kernel(p_z, p_fz, p_best, p_status, p_numbers, D, S, hold, damp
 
 
 def launch(a: Any, hold: bool, damping: float) -> None:
-    """The step of `a` with `damping` in the place of its own, or only the judgement if `hold`."""
+    """The step of `a` with this `damping` instead of its own, or only the judgement if `hold`."""
     batch, size = a.z.shape
     if batch == 0:
         return

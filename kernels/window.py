@@ -1,8 +1,8 @@
 """Jit helpers of a window of pairs: the slots of its rows, and gamma of N gamma = t.
 
-gram (M + 2, M) of a sample holds N, whose entry (i, j) is the dot of row i of L with change j of the residual; then the
-squared lengths of the rows of L, and those of the changes. A window has n <= M pairs. Vectors by age begin with the
-newest pair; they have MP >= n entries, the power of two of ``config.padded_window``.
+gram (M + 2, M) of a sample holds N; then the squared lengths of the rows of L, and of the changes. Entry (i, j) of N is
+the dot of row i of L with change j of the residual. A window has n <= M pairs. Vectors by age begin with the newest
+pair; they have MP >= n entries, the power of two of ``config.padded_window``.
 
 N is scaled by the lengths of its pairs and eliminated without pivoting, newest pair first. The first pivot below
 ``PIVOT_FLOOR`` ends that: its pair and all older ones get gamma = 0. An overflow makes all of gamma zero.
@@ -79,8 +79,8 @@ def _with_ridge(x, ridge):
 def small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.constexpr):
     """gamma of N gamma = t as a tuple of MP scalars, newest pair first.
 
-    Every thread eliminates by itself and substitutes backwards: no barrier, no exchange. The matrix takes MP * MP
-    registers, hence for small windows. ``gamma_of`` takes fewer, and rounds differently.
+    Every thread eliminates by itself and substitutes backwards, without barriers or exchange. The matrix takes MP * MP
+    registers: use this for small windows. ``gamma_of`` takes fewer, and rounds differently.
     """
     dtype: tl.constexpr = p_gram.dtype.element_ty
     p_left_squares, p_change_squares = squares_of(p_gram, M)
@@ -128,7 +128,7 @@ def small_gamma(p_gram, p_t, M, n, newest, ridge, METHOD: tl.constexpr, MP: tl.c
         a = next_a
         b = next_b
 
-    gammas = ()  # of the pairs older than c
+    gammas = ()  # for the pairs older than c
     for c in tl.static_range(MP - 1, -1, -1):
         rhs = b[c]
         for i in tl.static_range(c + 1, MP):

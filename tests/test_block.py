@@ -214,7 +214,7 @@ RISING = itertools.count(1)
 
 
 class TestWarnings:
-    """A cell that is another function at every call is named, once."""
+    """A cell that changes between calls is named, once."""
 
     class Cell(nn.Module):
         def __init__(self, layer):
@@ -242,7 +242,7 @@ class TestWarnings:
             warnings.simplefilter("error")
             block.eval()(x)
             block.train()
-        with pytest.warns(UserWarning, match=rf"deqfast: in training mode .*, by cell\.inner\.1 \({name}\), and"):
+        with pytest.warns(UserWarning, match=rf"deqfast: in training mode .*: it contains cell\.inner\.1 \({name}\);"):
             block(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -260,7 +260,7 @@ class TestWarnings:
     )
     def test_by_two_evaluations(self, change):
         block, x = DEQBlock(lambda z, x: x + change(0.1 * z + x), "picard"), torch.randn(64, 3)
-        text = r"at every call, as two evaluations .* differ by [\d.e-]*[1-9] of its length, and has no fixed point"
+        text = r"changes between calls and lacks a fixed point: two .* differ by [\d.e-]*[1-9] of its length"
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             block.train()(x), block(x)

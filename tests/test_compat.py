@@ -435,7 +435,7 @@ class TestNames:
     def test_without_torchdeq(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "torchdeq", None)
         get_deq(f_tol=1e-4)(torch.cos, torch.zeros(2, 3))
-        with pytest.raises(ImportError, match="reset_deq is torchdeq's own: pip install torchdeq"):
+        with pytest.raises(ImportError, match="reset_deq belongs to torchdeq: pip install torchdeq"):
             exec("from deqfast.compat import reset_deq")
         with pytest.raises(ImportError, match="reset_dek"):
             exec("from deqfast.compat import reset_dek")

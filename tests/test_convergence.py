@@ -181,7 +181,7 @@ def test_a_sample_that_ran_away_has_a_status_of_its_own(kernel):
     solver = Picard(rtol=1e-2, max_iter=200)
     solution = deqfast.solve(lambda z: z + torch.tensor([[1.0], [0.0]]), torch.ones(2, 4), solver, kernel=kernel)
     assert solution.status.tolist() == [Status.ESCAPED, Status.CONVERGED]
-    with pytest.warns(UserWarning, match="2 of 2 samples ESCAPED: the cell may have no fixed point: normalise"):
+    with pytest.warns(UserWarning, match="2 of 2 samples ESCAPED: the cell may lack a fixed point: normalise"):
         DEQBlock(lambda z, x: z + x, solver, kernel=kernel)(torch.ones(2, 4))
 
 

@@ -50,7 +50,7 @@ def ops() -> Iterator[Case]:
         yield step_case("good", *size, 18, **GPU)
     for op in ("norm_act", "norm_act_residual"):
         yield norm_case(op, STAGE_IMAGE)
-        yield norm_case(op, STAGE_IMAGE, "bf16 beside fp32")
+        yield norm_case(op, STAGE_IMAGE, "bf16 with fp32")
         yield norm_case(f"{op}_backward", STAGE_IMAGE)
         yield norm_case(op, MDEQ_IMAGE)
     yield fc_vjp_case(128, 1024)

@@ -144,7 +144,7 @@ def norm_case(op: str, shape: tuple[int, int, int, int], dtypes: str = "fp32") -
     def arguments(device: str) -> list[Any]:
         return on(device, norm_states.NormCase(op, shape, 8, dtypes).arguments().values())
 
-    name = "-".join([op, crossed(shape), dtypes.replace(" beside ", "-")])
+    name = "-".join([op, crossed(shape), dtypes.replace(" with ", "-")])
     return function_case(name, op, moved, arguments)
 
 

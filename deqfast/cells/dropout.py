@@ -14,7 +14,7 @@ from ..torch_internals.transforms import in_backward
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.solves: list[list[Tensor]] = []  # for each under way its mask, once drawn, the innermost's last
+        self.solves: list[list[Tensor]] = []  # per running solve its mask, empty until drawn; the innermost is last
 
 
 class SolveDropout(nn.Module):
@@ -24,10 +24,10 @@ class SolveDropout(nn.Module):
     at the first call in a solve, in the shape of its input. A block inside of a cell keeps the mask of the outer solve;
     outside of a solve every call draws its own, as in ``nn.Dropout``. In evaluation mode it is the identity.
 
-    A module has one mask: give each place of a cell its own. In training these are errors: ``drop_converged``,
+    A module has one mask: use a separate module in each place of a cell. In training these raise: ``drop_converged``,
     ``compile``, ``Reversible``, ``Unrolled(checkpoint=True)``, an activation checkpoint inside of the cell (one around
-    the block is served), second derivatives, and gradients of torch.func. A block with ``cuda_graph`` refuses it.
-    Source: Gal and Ghahramani, NeurIPS 2016, in recurrent networks.
+    the block works), second derivatives, and gradients of torch.func. A block with ``cuda_graph`` refuses it. Source:
+    Gal and Ghahramani, NeurIPS 2016, in recurrent networks.
 
     Args:
         p: probability, from 0 to 1.
@@ -36,7 +36,8 @@ class SolveDropout(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as above.
-        RuntimeError: at a call in a solve, for another shape than before; in a backward pass, after its solve.
+        RuntimeError: a call in a solve has another shape than the one before. Or a backward pass calls the module after
+            its solve has ended.
 
     Examples:
         >>> class Cell(torch.nn.Module):
@@ -62,7 +63,7 @@ class SolveDropout(nn.Module):
         self._has_solved = False
 
     def begin_solve(self) -> None:
-        """Forget the mask, unless a solve around this one holds it."""
+        """Start without a mask, unless a solve around this one holds one."""
         self._has_solved = True
         self._of_thread.solves.append(self._of_thread.solves[-1] if self._of_thread.solves else [])
 
@@ -85,9 +86,9 @@ class SolveDropout(nn.Module):
         if not self._of_thread.solves:
             if self._has_solved and in_backward():
                 raise RuntimeError(
-                    "SolveDropout was called in a backward pass, when its mask was gone: by Reversible or Unrolled("
-                    "checkpoint=True), by an activation checkpoint inside of the cell (put it around the block), for a "
-                    "second derivative, or by torch.func"
+                    "SolveDropout was called in a backward pass, when its mask was gone. It does not work with "
+                    "Reversible, Unrolled(checkpoint=True), second derivatives, torch.func, or an activation "
+                    "checkpoint inside of the cell (put it around the block)"
                 )
             return self._draw(z)
         drawn = self._of_thread.solves[-1]
@@ -96,7 +97,7 @@ class SolveDropout(nn.Module):
         if drawn[0].shape != z.shape:
             raise RuntimeError(
                 f"SolveDropout drew a mask {tuple(drawn[0].shape)} in this solve, which does not fit {tuple(z.shape)}: "
-                "give each place of a cell its own, and use no drop_converged=True"
+                "use a separate module in each place of a cell, and drop_converged=False"
             )
         return drawn[0]
 
@@ -104,7 +105,7 @@ class SolveDropout(nn.Module):
         return torch.rand_like(z, dtype=torch.float32, requires_grad=False) < self.p
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the masks of solves under way, which are a thread's."""
+        """State without the masks of running solves, which belong to a thread."""
         return {**self.__dict__, "_of_thread": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

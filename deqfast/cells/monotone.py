@@ -15,24 +15,24 @@ from ..torch_internals.weights import OncePerSolve
 from .linear import Device, check_dtype, check_features, is_plain, recurrent_weight
 
 SPLITTINGS = ("peaceman-rachford", "forward-backward")
-# Those that are the proximal operator of one function times any alpha; tanh, say, is not.
+# Proximal operators of alpha times one function, the same for every alpha. tanh, for example, is not one.
 PROXIMAL = ("relu", "identity")
 
 
 class MonotoneCell(nn.Module):
     """Monotone operator cell: z = act(W z + U x + b) with exactly one solution, whatever the parameters are.
 
-    W = (1 - m) I - A^T A + B - B^T makes M = I - W strongly monotone, <z, M z> >= m |z|^2. With c = U x + b and L, the
-    spectral norm of M, the map f is one step of a splitting, with u = z - alpha (M z - c):
+    W = (1 - m) I - A^T A + B - B^T makes M = I - W strongly monotone, <z, M z> >= m |z|^2. Let c = U x + b, let L be
+    the spectral norm of M, and let u = z - alpha (M z - c). The map f is one step of a splitting:
 
-        forward-backward:   f(z) = act(u), which shrinks distances by sqrt(1 - (m / L)^2) or more
-        Peaceman-Rachford:  f(z) = V (2 act(u) - u + alpha c), V = (I + alpha M)^-1, which shrinks distances, of V^-1 z,
-                            by sqrt((L - m) / (L + m)) or more
+        forward-backward:   f(z) = act(u); a step multiplies distances by at most sqrt(1 - (m / L)^2)
+        Peaceman-Rachford:  f(z) = V (2 act(u) - u + alpha c) with V = (I + alpha M)^-1; a step multiplies distances
+                            between the V^-1 z by at most sqrt((L - m) / (L + m))
 
-    Peaceman-Rachford takes two products with a matrix and far fewer evaluations; it is written in the value of V, whose
-    fixed point is z* itself, as that of u is not. Forward-backward takes one product, and under ``Picard`` one launch
-    for a solve, as ``FCCell``; its residual is about alpha times that of the equation: give it a smaller rtol. The
-    matrices are computed once per solve. Source: Winston and Kolter, NeurIPS 2020, section 3.
+    Peaceman-Rachford takes two products with a matrix and far fewer evaluations. It iterates the value of V, whose
+    fixed point is z* itself; the fixed point of u is not. Forward-backward takes one product, and with ``Picard`` one
+    launch per solve, as ``FCCell``. Its residual is about alpha times the residual of the equation: use a smaller rtol.
+    The matrices are computed once per solve. Source: Winston and Kolter, NeurIPS 2020, section 3.
 
     Args:
         in_features: width of x, (B, in_features).
@@ -40,8 +40,8 @@ class MonotoneCell(nn.Module):
         splitting: "peaceman-rachford" or "forward-backward".
         activation: "relu" or "identity".
         margin: m, greater than 0.
-        alpha: step, greater than 0; forward-backward contracts below 2 m / L^2, Peaceman-Rachford for any. None: of
-            each solve's A and B, m / L^2 and 1 / L with an upper bound of L.
+        alpha: step, greater than 0. Forward-backward contracts below 2 m / L^2, Peaceman-Rachford for any. None: each
+            solve computes m / L^2 or 1 / L from A and B, with an upper bound of L.
         bias: whether there is a b.
         device: of the parameters, as for the modules of torch; None: torch's default.
         dtype: of the parameters, a floating point type; None: torch's default.
@@ -51,7 +51,7 @@ class MonotoneCell(nn.Module):
         weight: W.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; at a call, x has another shape.
+        TypeError, ValueError: an argument is not as above. At a call, x has another shape.
 
     Examples:
         >>> cell = deqfast.MonotoneCell(in_features=3, features=8)
@@ -126,7 +126,7 @@ class MonotoneCell(nn.Module):
         return value if resolvent is None else F.linear(2 * value - u + offset, resolvent)
 
     def fixed_point(self, x: Tensor, z0: Tensor, solver: Solver, kernel: str) -> Solution | None:
-        """Solve in one launch, see ``deqfast.fc_fixed_point``; None where only the ordinary loop serves."""
+        """Solve in one launch, see ``deqfast.fc_fixed_point``; None if only the ordinary loop can solve it."""
         check_features("x", x, self.injection.in_features)
         if self.splitting != "forward-backward" or not is_plain(self, MonotoneCell):
             return None
@@ -171,7 +171,7 @@ class _Matrices(OncePerSolve):
 def norm_bound(matrix: Tensor) -> Tensor:
     """Upper bound of the spectral norm of M (D, D), at most D^(1/64) times it: the Frobenius |(M^T M)^16|^(1/32)."""
     largest = matrix.abs().max()
-    matrix = matrix / largest  # or squares would leave the range of the dtype, as those of `power` below
+    matrix = matrix / largest  # else squares would leave the dtype's range; so would the squares of `power` below
     power, bound = matrix.T @ matrix, torch.ones_like(largest)
     for exponent in (1, 1 / 2, 1 / 4, 1 / 8):
         size = torch.linalg.vector_norm(power)

@@ -14,12 +14,12 @@ from ..torch_internals.weights import modules_of
 
 
 class Cell(Protocol):
-    """Map f(z, x) whose fixed point z = f(z, x) a DEQBlock finds: any callable, an ``nn.Module`` where it has weights.
+    """Map f(z, x) whose fixed point z = f(z, x) a DEQBlock finds: any callable. With weights, it is an ``nn.Module``.
 
-    The methods of ``CellHooks`` are optional: each is found by its name, and is called only where it exists.
+    The methods of ``CellHooks`` are optional: each is found by its name, and is called only if it exists.
 
     Examples:
-        A cell of one's own, with a start and a dropout mask that stays the same during a solve:
+        A custom cell, with a start and a dropout mask that stays the same during a solve:
 
         >>> class MaskedCell(torch.nn.Module):
         ...     def __init__(self, features):
@@ -48,81 +48,81 @@ class Cell(Protocol):
     def __call__(self, z: Any, x: Any, /) -> Any:
         """Evaluate f for a batch.
 
-        Called once per iteration without gradient, and once or more with gradient at the solution; under the caller's
-        autocast state. The first training call of a block makes three more calls before, without gradient.
+        Called once per iteration without gradient, and once or more with gradient at the solution. The caller's
+        autocast state applies. The first training call of a block first makes three more calls, without gradient.
 
         Args:
-            z: the state, a tensor (B, ...) or a pytree of them, in the dtypes and memory order of z0. The solver's own
-                memory: it may neither be modified nor kept beyond the call.
-            x: what the block was called with.
+            z: the state, a tensor (B, ...) or a pytree of tensors, in the dtypes and memory order of z0. It lies in the
+                solver's memory: do not modify it, nor keep it beyond the call.
+            x: the block's input.
 
         Returns:
-            f(z, x): structure and shapes of z, in memory that no earlier value lies in.
+            f(z, x): structure and shapes of z, in memory that does not hold an earlier value.
         """
 
 
 class CellHooks(Protocol):
-    """Optional methods of a cell, none of which needs another.
+    """Optional methods of a cell, each independent of the others.
 
-    ``initial_state`` and ``fixed_point`` are looked for in the cell itself; ``begin_solve``, ``end_solve``,
-    ``cancel_solve`` and ``has_settled`` in every submodule of a cell that is an ``nn.Module``, the cell included. A
-    description to read and to type against, not a base class: a method inherited from here would count as one that the
-    cell has.
+    ``initial_state`` and ``fixed_point`` are called on the cell itself. ``begin_solve``, ``end_solve``,
+    ``cancel_solve`` and ``has_settled`` are called on the cell and on all its submodules, if it is an ``nn.Module``.
+    This class is for reading and type checking, not for inheritance: an inherited method would count as defined.
     """
 
     def initial_state(self, x: Any) -> Any:
         """Start z0 of the iteration for the input x, with the batch of x as dimension 0.
 
-        Called once per forward pass of the block, unless that was given z0 or the block has an `init`.
+        Called once per forward pass of the block, unless the call passes z0 or the block has an `init`.
         """
 
     def begin_solve(self) -> None:
-        """Prepare a forward pass: draw a mask, say, that must not change from one evaluation to the next.
+        """Prepare a forward pass: for example, draw a mask that must not change between evaluations.
 
         Called once per forward pass, after z0 is known and before the first evaluation. A block with cuda_graph refuses
-        a cell that has it, because a replayed graph would not run it.
+        a cell with this method, because a replayed graph would not run it.
         """
 
     def end_solve(self) -> None:
-        """Finish a forward pass: let statistics take up, say, what the differentiated evaluations have measured.
+        """Finish a forward pass: for example, update statistics with what the differentiated evaluations measured.
 
-        Called once per forward pass, after the solve and the evaluations that its gradient needs, before the value is
-        returned and long before the backward pass; if the forward pass raises, by a module without ``cancel_solve``.
+        Called once per forward pass, after the solve and the evaluations that its gradient needs. It runs before the
+        value is returned and long before the backward pass. If the forward pass raises, it is called on modules without
+        ``cancel_solve``.
         """
 
     def cancel_solve(self) -> None:
-        """Finish a forward pass that raises an error: drop, say, what a failed batch has measured.
+        """Finish a forward pass that raises an error: for example, drop what a failed batch has measured.
 
-        Called in the place of ``end_solve``, before the error reaches the caller; also in the first training call of a
-        block, after its look for cells that change from call to call. A cell with ``end_solve`` and without this is not
-        looked at.
+        Called in place of ``end_solve``, before the error reaches the caller. The first training call of a block also
+        calls it, after checking whether the cell changes between calls. That check is skipped if a module has
+        ``end_solve`` but lacks this method.
         """
 
     def fixed_point(self, x: Any, z0: Any, solver: Solver, kernel: str) -> Solution | None:
-        """Solve z = f(z, x) by a way of the cell's own; None where the ordinary loop must serve.
+        """Solve z = f(z, x) by the cell's own method; return None if the ordinary loop has to solve it.
 
-        Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``; but not with trace=True,
-        `stop_fn`, `groups`, `scale` or ``SHINE``, in ``trajectory``, under torch.func or torch.export, nor by
-        ``Unrolled`` and ``Reversible``.
+        Called once per forward pass under ``torch.no_grad`` in place of ``deqfast.solve``. It is not called with
+        trace=True, `stop_fn`, `groups`, `scale`, ``SHINE``, ``Unrolled`` or ``Reversible``, nor in ``trajectory``, nor
+        under torch.func or torch.export.
 
         Args:
-            x: what the block was called with.
+            x: the block's input.
             z0: start of the iteration.
             solver: the block's solver, whose tolerance and max_iter the Solution must respect.
             kernel: the block's choice, "auto", "triton", "cuda", "cpp" or "torch".
         """
 
     def has_settled(self) -> bool:
-        """Return whether the module is the same function in all solves to come, but for its parameters and buffers.
+        """Return whether the module stays the same function in all later solves, up to its parameters and buffers.
 
-        Called before every solve of a block with cuda_graph. While one module says False, the block runs the ordinary
-        loop, because what a module does in Python is fixed when its solve is captured.
+        Called before every solve of a block with cuda_graph. While a module returns False, the block runs the ordinary
+        loop: a capture fixes what the module's Python code does.
         """
 
 
 @contextmanager
 def solving(modules: Sequence[nn.Module], cancelled: bool = False) -> Iterator[None]:
-    """Tell the modules of a cell when a solve begins, and how it ends; `cancelled`: as after an error."""
+    """Notify the modules of a cell when a solve begins and ends; `cancelled`: end it as after an error."""
     begun: list[nn.Module] = []
     try:
         for module in modules:
@@ -136,7 +136,7 @@ def solving(modules: Sequence[nn.Module], cancelled: bool = False) -> Iterator[N
 
 
 def can_cancel(cell: Callable[..., Any]) -> bool:
-    """Return whether every module of the cell that finishes solves can also drop one."""
+    """Return whether every module of the cell with ``end_solve`` also has ``cancel_solve``."""
     modules = modules_of(cell)
     return all(_has(module, "cancel_solve") for module in modules if _has(module, "end_solve"))
 

@@ -1,4 +1,4 @@
-"""The residual cell: ResNet's basic block, with kernels for what surrounds its convolutions."""
+"""The residual cell: ResNet's basic block, with kernels for everything but its convolutions."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from .linear import Device, check_dtype
 class ResidualCell(nn.Module):
     """ResNet's basic block as a cell: f(z, x) = N3(relu(z + N2(conv2(relu(N1(conv1 z))) + x))).
 
-    z, x: (B, channels, H, W); x is the injection. The convolutions are 3x3 without bias. Without the last
-    normalisation N3 there is no fixed point: the norm of z would grow for ever.
+    z, x: (B, channels, H, W); x is the injection. The convolutions are 3x3 without bias. The last normalisation N3
+    makes a fixed point possible: without it the norm of z would grow for ever.
 
-    The kernels convert to channels_last, on a GPU, what is not, so give them z and x in it. Hooks of the normalisations
-    are called by kernel "torch" alone.
+    On a GPU the kernels convert inputs to channels_last: pass z and x in that format to save the copies. Only kernel
+    "torch" calls hooks of the normalisations.
 
     Args:
         channels: C of z and x.
         groups: groups of the GroupNorm, a divisor of `channels`.
-        kernel: serves what surrounds the convolutions, under the names of ``DEQBlock``; "torch" calls the plain
-            modules, the others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They exist for
-            float32, bfloat16 and float64, and for normalisations that are GroupNorm still; for anything else, and under
-            torch.func and forward-mode AD, "auto" is "torch".
+        kernel: computes everything but the convolutions; names as in ``DEQBlock``. "torch" calls the plain modules; the
+            others compute relu(N1(.)) and N3(relu(z + N2(. + x))) in one pass each. They support float32, bfloat16 and
+            float64, and need normalisations that are still GroupNorm. Otherwise, and under torch.func and forward-mode
+            AD, "auto" is "torch".
         device: of the parameters, as for the modules of torch; None: torch's default.
         dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; at a call, x has another shape, or `kernel` was asked for by
-            name and does not serve these normalisations.
-        RuntimeError: at a call, `kernel` is not available, or was asked for by name under torch.func or forward-mode
-            AD.
+        TypeError, ValueError: an argument is not as above. At a call, x has another shape, or the kernel named does not
+            support these normalisations.
+        RuntimeError: at a call, `kernel` is not available, or a kernel was named under torch.func or forward-mode AD.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.ResidualCell(channels=8, groups=4))
@@ -90,7 +89,7 @@ class ResidualCell(nn.Module):
                 f"kernel={self.kernel!r} needs norm1, norm2 and norm3 to be nn.GroupNorm with weights, the last two "
                 f"with equal groups and eps, got {norms}"
             )
-        if in_torch_func() or in_forward_mode():  # which no kernel knows
+        if in_torch_func() or in_forward_mode():  # no kernel supports these
             if self.kernel not in ("auto", "torch"):
                 raise RuntimeError(
                     f"kernel={self.kernel!r} does not run under torch.func or forward-mode AD: use 'auto' or 'torch'"

@@ -1,7 +1,8 @@
-"""Ways in from other libraries: torchdeq's names are all here, ``deepinv`` takes deepinv's algorithms.
+"""Ways in from other libraries: all of torchdeq's names are here; ``deepinv`` takes deepinv's algorithms.
 
-What of torchdeq solves and differentiates is deqfast's: ``get_deq``, its layers and ``register_deq``. Its other names,
-``reset_deq``, ``apply_norm`` or ``mem_gc`` say, are those of an installed torchdeq, imported when one is asked for.
+deqfast implements the part of torchdeq that solves and differentiates: ``get_deq``, its layers and ``register_deq``.
+The other names, such as ``reset_deq``, ``apply_norm`` or ``mem_gc``, come from an installed torchdeq. It is imported
+when one of them is used.
 """
 
 from typing import Any
@@ -23,5 +24,5 @@ def __getattr__(name: str) -> Any:
     try:
         import torchdeq
     except ImportError as error:
-        raise ImportError(f"deqfast.compat.{name} is torchdeq's own: pip install torchdeq") from error
+        raise ImportError(f"deqfast.compat.{name} belongs to torchdeq: pip install torchdeq") from error
     return getattr(torchdeq, name)

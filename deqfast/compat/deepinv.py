@@ -12,7 +12,7 @@ from ..block import DEQBlock
 from ..solution import Solution
 from ..solvers import Solver
 
-# Variables that an iteration goes on from, by its name; of one, the auxiliary variable is made anew of x.
+# Number of variables that an iteration continues from. With one, each iteration recomputes the auxiliary variable.
 _VARIABLES = {"GD": 1, "PGD": 1, "HQS": 1, "ADMM": 2, "DRS": 2, "CP": 3}
 
 
@@ -31,10 +31,10 @@ class _Iteration(nn.Module):
         return tuple(found["est"][: self.variables])
 
     def initial_state(self, x: tuple[Tensor, Any], init: Any = None) -> tuple[Tensor, ...]:
-        """The model's own start, of as many variables as its iterations go on from."""
+        """The model's own start: as many variables as its iterations continue from."""
         y, physics = x
         start, *rest = self.model.init_iterate_fn(y, physics, init)["est"]
-        if _name(self.model) in ("ADMM", "DRS"):  # whose second variable is an image, whatever the start calls one
+        if _name(self.model) in ("ADMM", "DRS"):  # their second variable has the shape of the image
             rest = [z if z.shape == start.shape else torch.zeros_like(start) for z in rest]
         return tuple([start, *rest][: self.variables])
 
@@ -44,11 +44,11 @@ def _name(model: Any) -> str:
 
 
 class Equilibrium(nn.Module):
-    """Algorithm of deepinv (>= 0.4), iterated to its fixed point by deqfast, an image by itself, with its gradient.
+    """Algorithm of deepinv (>= 0.4), iterated to its fixed point by deqfast. Every image stops by itself.
 
-    For GD, PGD and HQS, and for algorithms of several variables, which deepinv's own DEQ does not serve: ADMM, DRS and
-    CP. The model's `max_iter`, stopping rule and acceleration are not used; its `get_output` is given the variables
-    that its iterations go on from.
+    Serves GD, PGD and HQS, and three algorithms of several variables that deepinv's own DEQ does not serve: ADMM, DRS
+    and CP. The model's `max_iter`, stopping rule and acceleration are not used. Its `get_output` receives the variables
+    that its iterations continue from.
 
     Args:
         model: a ``deepinv.optim.BaseOptim``, such as ``deepinv.optim.PGD(...)``, with or without ``DEQ``.
@@ -57,9 +57,9 @@ class Equilibrium(nn.Module):
         options: further ones of ``DEQBlock``.
 
     Raises:
-        TypeError: `model` is none.
-        ValueError: it is another algorithm, or a parameter, a prior or a fidelity of it changes from iteration to
-            iteration, naming it.
+        TypeError: `model` is not a ``BaseOptim``.
+        ValueError: the model runs another algorithm. Or a parameter, prior or fidelity, which the text names, changes
+            between iterations.
 
     Attributes:
         solution: Solution of the last call, or None.

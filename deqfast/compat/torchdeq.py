@@ -60,7 +60,7 @@ _DEFAULTS: dict[str, Any] = {
     "n_states": 1,
     "indexing": None,
 }
-# What torchdeq's command line also has, for its normalisations and losses and for the training loop.
+# Further options of torchdeq's command line: for normalisations, losses and the training loop.
 _ELSEWHERE = {"core", "gamma", "jac_loss_weight", "jac_loss_freq", "jac_incremental", "sradius_mode", "norm_type"}
 _ELSEWHERE |= {"norm_no_scale", "norm_clip", "norm_clip_value", "norm_target_norm", "sn_n_power_iters"}
 _SOLVER_OPTIONS = {
@@ -69,39 +69,40 @@ _SOLVER_OPTIONS = {
     "anderson": ("m", "lam", "tau", "return_final"),
     "broyden": ("LBFGS_thres", "ls", "return_final"),
 }
-# Options that only torchdeq's own solvers honour, with the values that deqfast's honour too.
+# Options that only torchdeq's solvers honour in full, with the values that deqfast's solvers honour too.
 _THEIRS: dict[str, tuple[Any, ...]] = {"lam": (0.0, 1e-4), "ls": (False,)}
 _INSTEAD = {
     "lam": "leave lam out for a ridge of 1e-6 relative to each sample's window, or give lam=0 for none",
     "ls": "leave ls out",
-    "f_solver": "choose one of deqfast's",
-    "b_solver": "choose one of deqfast's",
+    "f_solver": "choose one of deqfast's solvers",
+    "b_solver": "choose one of deqfast's solvers",
 }
 _UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
-_TINY = 1e-300  # in place of the length of a value of zeros
-_RUN_ALL = 1e-30  # tolerance that a residual meets at an exact fixed point only
+_TINY = 1e-300  # replaces the length of a value of zeros
+_RUN_ALL = 1e-30  # tolerance that a residual meets only at an exact fixed point
 
 
 def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
-    """Layer with torchdeq's interface: in place of ``torchdeq.get_deq``, with the same options and defaults.
+    """Layer with torchdeq's interface: replaces ``torchdeq.get_deq``, with the same options and defaults.
 
-    What is done otherwise: each sample stops by itself; the window of Anderson has a relative ridge of 1e-6; the
-    backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode`; `core="indexing"` gives its states
-    wherever the solve ends; gradients also pass in evaluation, where they are recorded. An option is an error where it
-    is unknown, contradicts another or cannot be honoured. torchdeq's own layer runs a solver from ``register_solver``,
-    and a call with a `lam` or an `ls` that deqfast's solvers do not have.
+    Differences from torchdeq: Each sample stops by itself. The window of Anderson has a relative ridge of 1e-6. The
+    backward solve stops at a relative residual of `b_tol`, whatever `b_stop_mode` says. `core="indexing"` returns its
+    states wherever the solve ends. In evaluation, gradients pass too if autograd records.
+
+    An option that is unknown, contradicts another or cannot be honoured raises an error. torchdeq's own layer runs a
+    solver from ``register_solver``, and a call whose `lam` or `ls` deqfast's solvers do not have.
 
     Args:
-        args: torchdeq's options as a mapping, or as a Namespace or other object with attributes, which may have others
-            besides: one that resembles an option is warned of. Never modified.
-        kwargs: options, which go before those of `args`.
+        args: torchdeq's options as a mapping, a Namespace or another object with attributes. It may have further
+            attributes; one that resembles an option gives a warning. Never modified.
+        kwargs: options, which override those in `args`.
 
     Returns:
         Layer ``deq(func, z_init, solver_kwargs=None, sradius_mode=False)``, see ``DEQ``.
 
     Raises:
-        TypeError: for an unknown option, naming one that it resembles, or for a value of the wrong type.
-        ValueError: for a value out of range, or options that contradict each other.
+        TypeError: an option is unknown, or its value has the wrong type. The text names an option that it resembles.
+        ValueError: a value is out of range, or options contradict each other.
 
     Examples:
         >>> deq = get_deq(f_solver="broyden", f_max_iter=20, f_tol=1e-4, f_stop_mode="rel", ift=True)
@@ -118,12 +119,12 @@ def get_deq(args: Any = None, **kwargs: Any) -> DEQ:
 
 
 def register_deq(deq_type: str, core: Callable[[dict[str, Any]], Any]) -> None:
-    """Make ``get_deq(core=deq_type)`` return ``core(options)``, given the options that get_deq was given."""
+    """Make ``get_deq(core=deq_type)`` return ``core(options)``, with the options that get_deq received."""
     _CORES[deq_type] = core
 
 
 def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Options among `args` and `kwargs`, which go before; see ``get_deq``."""
+    """Options of `args` and `kwargs`; `kwargs` override `args`. See ``get_deq``."""
     if type(args).__name__ == "DEQConfig":  # torchdeq's
         args = args.config
     own: Mapping[str, Any] = {} if args is None else args if isinstance(args, Mapping) else vars(args)
@@ -134,12 +135,12 @@ def _options(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"get_deq takes no {name!r}{did_you_mean(name, sorted(known))}")
     for name in sorted(own.keys() - known):
         if hint := did_you_mean(name, _DEFAULTS, 0.8):
-            warn(f"deqfast: args.{name} is no option of get_deq{hint}")
+            warn(f"deqfast: args.{name} is not an option of get_deq{hint}")
     return {name: value for name, value in {**own, **kwargs}.items() if name in known}
 
 
 def _is_registered(solver: str) -> bool:
-    """Return whether ``torchdeq.register_solver`` was given a solver by this name."""
+    """Return whether a solver of this name was registered by ``torchdeq.register_solver``."""
     library = sys.modules.get("torchdeq")
     try:
         found = library and library.get_solver(solver)
@@ -149,14 +150,14 @@ def _is_registered(solver: str) -> bool:
 
 
 def _check_list(name: str, value: Any) -> list[Any]:
-    """`value` as a list, empty for None; TypeError if it is none."""
+    """`value` as a list, empty for None; TypeError for anything but a list or tuple."""
     if value is not None and not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list of numbers of steps, got {value!r}")
     return list(value or ())
 
 
 def _warn_of(unknown: dict[str, Any]) -> None:
-    """Warn of keywords of a call, which torchdeq drops without a word."""
+    """Warn of keywords that a call does not use. torchdeq drops them silently."""
     names = {"solver_kwargs", "sradius_mode", "backward_writer", "x", "groups"}
     within = {"f_max_iter", *(option for options in _SOLVER_OPTIONS.values() for option in options)}
     for name in (name for name, value in unknown.items() if value is not None):
@@ -165,7 +166,7 @@ def _warn_of(unknown: dict[str, Any]) -> None:
 
 
 def _checked_state(z: Any) -> tuple[Any, list[bool]]:
-    """z_init as a tensor or a list, and of each of its tensors whether it has no dimensions."""
+    """z_init as a tensor or a list, and for each of its tensors whether it lacks dimensions."""
     leaves: list[Any] = [z] if isinstance(z, Tensor) else list(z) if isinstance(z, (list, tuple)) else [None]
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -177,12 +178,12 @@ def _checked_state(z: Any) -> tuple[Any, list[bool]]:
 
 
 def _as_rows(z: Any) -> Any:
-    """Tensor or list with the shape (1,) in place of no dimensions."""
+    """Tensor or list in which tensors without dimensions get the shape (1,)."""
     return pytree.tree_map(lambda leaf: leaf if leaf.dim() else leaf[None], z)
 
 
 def _without_rows(z: Any, bare: list[bool]) -> Any:
-    """Tensor or list as before ``_as_rows``, where `bare` marks the tensors without dimensions."""
+    """Tensor or list as before ``_as_rows``; `bare` marks the tensors without dimensions."""
     leaves = [z] if isinstance(z, Tensor) else z
     leaves = [leaf[0] if was else leaf for leaf, was in zip(leaves, bare, strict=True)]
     return leaves[0] if isinstance(z, Tensor) else leaves
@@ -190,16 +191,16 @@ def _without_rows(z: Any, bare: list[bool]) -> Any:
 
 @dataclass(frozen=True)
 class _Method:
-    """Solver whose iterates are torchdeq's.
+    """Solver that makes the same iterates as torchdeq.
 
     Attributes:
         solver: solves z = z + relaxation (f(z) - z).
-        max_iter: torchdeq's count of the solver's evaluations; 0: no solve.
+        max_iter: number of evaluations as torchdeq counts them; 0: no solve.
         relaxation: see `solver`.
-        unseen: first evaluations that torchdeq keeps no residual of.
-        ends_in_f: its result is f at the iterate with the least residual, not that iterate.
-        is_final: its result is that of the last iterate, not of the one with the least residual.
-        is_bare: it makes all evaluations, and looks at the residual of the last only.
+        unseen: number of first evaluations whose residual torchdeq does not keep.
+        ends_in_f: return f at the iterate with the least residual, not the iterate itself.
+        is_final: return the last iterate, not the one with the least residual.
+        is_bare: make all evaluations, and look at the residual of the last one only.
     """
 
     solver: Solver
@@ -219,7 +220,7 @@ def _limited(method: _Method, max_iter: int) -> _Method:
 
 
 def _method(side: str, name: str, tol: float, stop: str, options: dict[str, Any]) -> _Method:
-    """Method of the side "f" or "b", by which its options are named."""
+    """Method of one side; `side` is "f" (forward) or "b" (backward), the prefix of its options."""
     for option in options.keys() - set(_SOLVER_OPTIONS[name]):
         hint = did_you_mean(option, ("f_max_iter", *_SOLVER_OPTIONS[name]))
         warn(f"deqfast: {name} does not use {option}={options[option]!r:.60}{hint}")
@@ -236,7 +237,7 @@ def _method(side: str, name: str, tol: float, stop: str, options: dict[str, Any]
             check_count("LBFGS_thres", options["LBFGS_thres"])
         solver = Broyden(history_size=options.get("LBFGS_thres"), **common)
         return _Method(solver, unseen=1, ends_in_f=False, is_final=final)
-    if name == "anderson":  # m counts iterates, history their differences
+    if name == "anderson":  # m counts iterates, history_size their differences
         check_count("m", options.get("m", 6), 2)
         ridge = 0.0 if options.get("lam") == 0 else 1e-6
         anderson = Anderson(history_size=options.get("m", 6) - 1, relaxation=tau, ridge=ridge, **common)
@@ -245,11 +246,11 @@ def _method(side: str, name: str, tol: float, stop: str, options: dict[str, Any]
 
 
 def _option(name: str) -> property:
-    """Attribute of a layer that is this option; set, it counts from the next call."""
+    """Attribute of a layer that reads and sets this option. A new value applies from the next call."""
 
     def put(layer: DEQ, value: Any) -> None:
         options = {**layer.options, name: value}
-        copy(layer)._configure(options)  # raises before anything has changed
+        copy(layer)._configure(options)  # raises before the layer changes
         layer._configure(options)
 
     return property(lambda layer: layer.options[name], put)
@@ -260,9 +261,9 @@ class DEQ(nn.Module, ABC):
 
     Attributes:
         args: all options by name.
-        f_solver, b_solver: names of the solvers. These and the rest of the solvers' options can be set.
-        eval_f_max_iter: evaluations in evaluation, as its options give them.
-        registered: options that name a solver which only torchdeq can run.
+        f_solver, b_solver: names of the solvers. These and the solvers' other options can be set.
+        eval_f_max_iter: maximum number of evaluations of func in evaluation mode.
+        registered: options that name a solver that only torchdeq can run.
     """
 
     f_solver, f_max_iter, f_tol, f_stop_mode = map(_option, ("f_solver", "f_max_iter", "f_tol", "f_stop_mode"))
@@ -278,7 +279,7 @@ class DEQ(nn.Module, ABC):
         self._forward_notice, self._backward_notice = Notice("forward", more), Notice("backward", more)
 
     def _configure(self, options: dict[str, Any]) -> None:
-        """Take these options; TypeError or ValueError for bad ones."""
+        """Set these options; TypeError or ValueError for invalid ones."""
         self.options = options
         implicit = options["ift"] or options["hook_ift"]
         used = ("f_solver", "b_solver") if implicit else ("f_solver",)
@@ -308,7 +309,7 @@ class DEQ(nn.Module, ABC):
             raise ValueError(f"grad={grad[0]} contradicts ift=True, which gives the gradient of the only state")
         if implicit and "b_solver" not in self.registered:
             backward = _method("b", options["b_solver"], options["b_tol"], "rel", {}).solver
-            # Starts at the gradient, which torchdeq comes to by one product, with a vector of zeros.
+            # Starts at the gradient. torchdeq starts at zeros, and reaches the gradient after one product.
             self.gradients[-1] = _Gradient(Implicit(replace(backward, max_iter=options["b_max_iter"])))
 
     def forward(
@@ -325,29 +326,29 @@ class DEQ(nn.Module, ABC):
         """Solve z = func(z) from z_init, for B samples.
 
         Args:
-            func: takes a tensor like z_init, or as many as z_init holds, and returns the like. Parametrised weights are
-                held for the length of a solve where it is a module.
-            z_init: floating-point (B, ...), or a list of such. A tensor without dimensions is one sample.
+            func: maps a tensor like z_init, or as many tensors as z_init holds, to the same shapes. If it is a module,
+                parametrised weights are computed once per solve.
+            z_init: floating-point (B, ...), or a list of such tensors. A tensor without dimensions is one sample.
             solver_kwargs: `f_max_iter`, and options of the solver: `tau` of fixed_point_iter, `m` and `tau` of
-                anderson, `LBFGS_thres` of broyden; `return_final=True` gives the last iterate, not the best. `lam` of
-                anderson other than 0 and 1e-4, and `ls=True` of broyden, are run by torchdeq. What the solver does not
-                use is warned of.
+                anderson, `LBFGS_thres` of broyden. `return_final=True` returns the last iterate, not the best. torchdeq
+                runs a call with a `lam` of anderson other than 0 and 1e-4, or with `ls=True` of broyden. An option
+                that the solver does not use gives a warning.
             sradius_mode: estimate the spectral radius of func's Jacobian at the solution, in evaluation.
             backward_writer: called with the ``info`` of each backward solve of ift.
-            x: a tensor or a tree of them, which func then takes as its last argument: for second derivatives through
-                ift, as of forces in a loss, and for rows of x that are NaN to stay out of the gradients.
-            groups: for a func that couples rows of z_init, as a graph does its nodes: see ``deqfast.solve``.
-            unknown: keywords that are not used, of which each that is not None is warned of.
+            x: a tensor or a tree of tensors, passed to func as its last argument. It is needed for second derivatives
+                through ift, such as forces in a loss. Rows of x that are NaN then stay out of the gradients.
+            groups: for a func that couples rows of z_init, as a graph couples its nodes: see ``deqfast.solve``.
+            unknown: keywords that are not used. Each that is not None gives a warning.
 
         Returns:
-            (states, info). In training the states that the options ask for, each as its gradient's own evaluations of
-            func leave it, the solution last; in evaluation the solution. info: abs_lowest, rel_lowest, nstep (B,);
-            abs_trace, rel_trace (B, N), residuals of the iterates; sradius (B,) where asked for, else (1,).
+            (states, info). In training: the states that the options ask for, the solution last, each after the
+            evaluations of func that its gradient needs. In evaluation: the solution. info: abs_lowest, rel_lowest,
+            nstep (B,); abs_trace, rel_trace (B, N), residuals of the iterates; sradius (B,) if asked for, else (1,).
 
         Raises:
-            TypeError, ValueError: an option of `solver_kwargs` is out of range or cannot be honoured; z_init is not
-                finite, or not floating-point; func returns another shape.
-            ImportError: torchdeq, which is to run this, is not installed.
+            TypeError, ValueError: an option of `solver_kwargs` is out of range or cannot be honoured. Or z_init is not
+                finite or not floating-point. Or func returns another shape.
+            ImportError: torchdeq has to run this call and is not installed.
         """
         _warn_of(unknown)
         given = dict(solver_kwargs or {})
@@ -363,7 +364,7 @@ class DEQ(nn.Module, ABC):
         return states, info
 
     def _torchdeqs(self, given: dict[str, Any]) -> str:
-        """Name of what only torchdeq runs: a registered solver, or an option of this call; empty if it is nothing."""
+        """Name of what only torchdeq can run: a registered solver, or an option of this call; else empty."""
         if self.registered:
             return self.registered[0]
         used = _SOLVER_OPTIONS[self.options["f_solver"]]
@@ -371,7 +372,7 @@ class DEQ(nn.Module, ABC):
         return asked[0] if asked else ""
 
     def _run_torchdeq(self, needed: str, *call: Any) -> Any:
-        """States and info of a layer that torchdeq makes with these options; ImportError naming what needs it."""
+        """States and info from torchdeq's own layer with these options; ImportError naming what needs torchdeq."""
         try:
             import torchdeq
         except ImportError as error:
@@ -416,7 +417,7 @@ class DEQ(nn.Module, ABC):
                 info["sradius"] = radius.to(pytree.tree_leaves(states[-1])[0].dtype)
         if any(bare) and not isinstance(z, Tensor):  # torchdeq returns (1,) for a single tensor
             states = [_without_rows(state, bare) for state in states]
-        # A solve that ends at max_iter is no surprise: the tolerance is often a mere bound here.
+        # A solve that ends at max_iter is not reported: here max_iter is often the intended stop.
         running = solution.status == Status.MAX_ITER
         return states, info, replace(solution, status=solution.status.masked_fill(running, Status.CONVERGED))
 
@@ -424,7 +425,7 @@ class DEQ(nn.Module, ABC):
     def _states(
         self, plan: Plan, method: _Method, at: list[int], gradients: list[_Gradient]
     ) -> tuple[list[Any], Solution, _Method]:
-        """States with these gradients; the Solution of the solve that ends in the last, and its method."""
+        """States with these gradients; then the Solution and the method of the solve that ends in the last state."""
 
     @abstractmethod
     def _spread(self, max_iter: int, count: int) -> list[int]:
@@ -451,7 +452,7 @@ class DEQ(nn.Module, ABC):
         return [*given, max_iter]
 
     def _phantom(self, steps: int) -> _Gradient:
-        """Gradient of a state by `steps` steps, or at the steps of sup_gap or sup_loc."""
+        """Gradient of a state through `steps` steps, with states at the steps of sup_gap or sup_loc."""
         gap, at, tau = self.options["sup_gap"], _check_list("sup_loc", self.options["sup_loc"]), self.options["tau"]
         if gap > 0 and at:
             raise ValueError(f"sup_gap={gap} contradicts sup_loc={at}: leave out one of them")
@@ -465,7 +466,7 @@ class DEQ(nn.Module, ABC):
 
 
 class DEQSliced(DEQ):
-    """Layer whose solve goes on, after each state, from what the gradient's steps have made of it."""
+    """Layer that solves in slices. Each slice starts where the gradient's steps of the state before ended."""
 
     core = "sliced"
 
@@ -524,7 +525,7 @@ def _solve(plan: Plan, method: _Method, at: list[int]) -> tuple[list[Any], Any, 
 
 
 def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, Solution]:
-    """What ``_solve`` returns, by all evaluations of a bare method; a sample that is not finite is given as in z0."""
+    """What ``_solve`` returns, by all evaluations of a bare method. A sample that is not finite keeps its z0."""
     packing, taps = kept.packing, Taps(kept, at)
     check_plain("solve", plan.z0)
     finite_rows(packing, plan.z0)
@@ -549,18 +550,18 @@ def _iterate(plan: Plan, kept: _Kept, at: list[int]) -> tuple[list[Any], Any, So
 
 
 def _surely_all(samples: Tensor) -> bool:
-    """Return whether all samples are in this mask; False on a GPU, which would have to be waited for."""
+    """Return whether this mask holds all samples; False on a GPU, where a look would wait for the device."""
     return samples.device.type == "cpu" and bool(unwrapped(samples).all())
 
 
 class _Kept:
-    """Damped map of a plan, which keeps of each sample the evaluation that torchdeq chooses, and all residuals.
+    """Damped map of a plan. It keeps all residuals and, for each sample, the evaluation that torchdeq chooses.
 
     Attributes:
-        kept: leaves of the values of these evaluations, or of the states evaluated where the method ends in these.
-        least: residuals of these evaluations, in the measure that stops the solve, (B,) float64.
+        kept: leaves of the values of the chosen evaluations, or of the states evaluated if the method returns states.
+        least: residuals of the chosen evaluations, in the measure that stops the solve, (B,) float64.
         latest: leaves of the value of the last evaluation.
-        lengths: |value - z| and |value| of every evaluation, in turns.
+        lengths: |value - z| and |value| of every evaluation, alternating.
         calls: number of evaluations.
     """
 
@@ -606,7 +607,7 @@ class _Kept:
             self.kept = self._select(shorter, chosen, self.kept)
 
     def _select(self, samples: Tensor, chosen: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-        """Copies, as these may lie in the solver's memory: of `chosen` in the rows of the samples, else of `others`."""
+        """Copies of `chosen` in the rows of the samples, else of `others`: both may lie in the solver's memory."""
         if _surely_all(samples):
             return [a.clone() for a in chosen]
         if _surely_all(~samples):
@@ -616,15 +617,15 @@ class _Kept:
         return [torch.where(per_row(rows, a), a, b.to(a.dtype)) for a, b in pairs]
 
     def residuals(self) -> Tensor:
-        """|value - z| and |value - z| / |value| of the evaluations looked at, (2, N, B) float64."""
+        """|value - z| and |value - z| / |value| of the evaluations recorded, (2, N, B) float64."""
         length, size = (torch.stack(self.lengths[first::2]) for first in (0, 1))
         return torch.stack([length, torch.where(length == 0, 0, length / size)])
 
     def choose(self, solution: Solution) -> tuple[Any, Solution]:
-        """Value that torchdeq's solver returns, and the solution with its residuals and its evaluation.
+        """Value that torchdeq's solver returns, and the solution with its residuals and its evaluation count.
 
-        A converged sample has the value of its last evaluation, after which it was frozen. One that broke down has the
-        finite iterate of the solution. Any other sample has the value of the least residual.
+        A converged sample has the value of its last evaluation, after which it was frozen. A sample that became
+        non-finite has the solution's last finite iterate. Any other sample has the value with the least residual.
         """
         states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
         trace = self.residuals()
@@ -658,7 +659,7 @@ class _Kept:
 
 
 def _unsolved(plan: Plan) -> Solution:
-    """Solution of z0 as it is, with the residual that torchdeq starts from."""
+    """Solution that is z0 itself, with the residual that torchdeq starts from."""
     packing = Packing(plan.z0, plan.groups)
     unknown = torch.full((packing.batch,), _UNKNOWN, dtype=packing.dtype, device=packing.device)
     count = torch.zeros_like(unknown, dtype=torch.int32)
@@ -668,7 +669,7 @@ def _unsolved(plan: Plan) -> Solution:
 
 
 def _attach(plan: Plan, method: _Method, gradient: _Gradient, solution: Solution) -> tuple[list[Any], Solution]:
-    """The states of a solution with this gradient, and the solution as the gradient's evaluation confirms it."""
+    """The states of a solution with this gradient; and the solution, checked by the gradient's evaluation of func."""
     records = torch.is_grad_enabled()
     if not (records or plan.advances):
         return [solution.value], solution
@@ -688,16 +689,16 @@ class _Gradient:
     """Gradient of a state in training.
 
     Attributes:
-        adjoint: gives it; in training ``Phantom`` is the graph of its own steps, differentiable any number of times.
-        taken: numbers of the steps of the adjoint behind each of which a state lies.
+        adjoint: computes the gradient. In training ``Phantom`` records its steps, differentiable any number of times.
+        taken: numbers of the adjoint's steps after which a state is returned.
     """
 
     adjoint: Adjoint
     taken: tuple[int, ...] = (1,)
 
     def along_steps(self, plan: Plan, solution: Solution) -> tuple[list[Any], Solution]:
-        """States behind the steps from z*, all in one chain; and the solution as its first evaluation confirms it."""
-        solved = solution.evaluations > 0  # else all samples are as they were given
+        """States after the steps from z*, all in one chain; and the solution, checked by the first evaluation."""
+        solved = solution.evaluations > 0  # else z* is z0
         z, x, broken = plan.without_broken(solution) if solved else (solution.value, plan.x, None)
         leaves, spec = pytree.tree_flatten(z)
         first: list[Tensor] = []
@@ -720,7 +721,7 @@ class _Gradient:
 
 
 def _info(solution: Solution, method: _Method) -> dict[str, Tensor]:
-    """torchdeq's statistics. Traces begin with `_UNKNOWN`, and are filled up with the least residual."""
+    """torchdeq's statistics. Traces begin with `_UNKNOWN`, and are padded with the least residual."""
     info = {"abs_lowest": solution.residual_abs, "rel_lowest": solution.residual_rel}
     traces = {"abs_trace": solution.trace_abs, "rel_trace": solution.trace_rel}
     for (name, trace), lowest in zip(traces.items(), list(info.values()), strict=True):

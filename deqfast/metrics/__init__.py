@@ -11,7 +11,7 @@ __all__ = ["NCResult", "NeuralCollapse", "neural_collapse"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the metric where it is asked for: torchmetrics takes as long to import as torch."""
+    """Import the metric when it is asked for: torchmetrics takes as long to import as torch."""
     if name == "NeuralCollapse":
         from .metric import NeuralCollapse
 

@@ -1,4 +1,4 @@
-"""Checks of the tensors of the neural-collapse metrics: each names the argument, what it is and what it must be."""
+"""Checks of the tensors of the neural-collapse metrics. Errors name the argument, what it is and what it must be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .._checks import check_choice, check_count, check_number
 
 _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LABEL_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MAX_COUNTED_CLASSES = 1 << 20  # more are a wrong label, whose class means would not fit into memory
+MAX_COUNTED_CLASSES = 1 << 20  # a larger label is a mistake: its class means would not fit into memory
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -32,18 +32,20 @@ def check_labels(labels: Tensor, features: Tensor) -> None:
     """Raise unless `labels` is an integer tensor (N,) on the device of `features` (N, D)."""
     check_tensor("labels", labels, _LABEL_DTYPES)
     if labels.ndim != 1 or len(labels) != len(features):
-        raise ValueError(f"labels has shape {tuple(labels.shape)}; it must be ({len(features)},) as features has rows")
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)}; it must be ({len(features)},), one per row of features"
+        )
     if labels.device != features.device:
         raise ValueError(f"labels is on {labels.device}; it must be on {features.device} as features is")
 
 
 def check_label_range(labels: Tensor, num_classes: int | None) -> int:
-    """Number of classes: as given, or the largest label plus one. ValueError for a label outside."""
+    """Number of classes: `num_classes`, or the largest label plus one if None. ValueError for a label out of range."""
     low, high = torch.stack(labels.aminmax()).tolist()
     if num_classes is None:
         num_classes = high + 1
         if num_classes > MAX_COUNTED_CLASSES:
-            raise ValueError(f"labels holds {high}, of {num_classes} classes; give num_classes where so many are meant")
+            raise ValueError(f"labels holds {high}, of {num_classes} classes; give num_classes if that is meant")
     for value in (low, high):
         if not 0 <= value < num_classes:
             raise ValueError(f"labels holds {value}; every label must be in [0, {max(num_classes, 1)})")
@@ -51,7 +53,7 @@ def check_label_range(labels: Tensor, num_classes: int | None) -> int:
 
 
 def check_options(rtol: float | None, center: str, **counts: int | None) -> None:
-    """Raise unless `rtol`, `center` and the `counts`, by their names, are as ``neural_collapse`` takes them."""
+    """Raise unless `rtol`, `center` and the `counts`, by their names, are valid for ``neural_collapse``."""
     for name, value in counts.items():
         if value is not None:
             check_count(name, value)
@@ -61,7 +63,7 @@ def check_options(rtol: float | None, center: str, **counts: int | None) -> None
 
 
 def check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> None:
-    """Raise unless `weight` is a floating-point tensor (num_classes, width); None for what is not known yet."""
+    """Raise unless `weight` is a floating-point tensor (num_classes, width); None for a size not known yet."""
     check_tensor("classifier_weight", weight, _FEATURE_DTYPES)
     expected = f"({'num_classes' if num_classes is None else num_classes}, {'D' if width is None else width})"
     fits = weight.ndim == 2 and num_classes in (None, weight.shape[0]) and width in (None, weight.shape[1])
@@ -70,7 +72,7 @@ def check_weight(weight: Tensor, num_classes: int | None, width: int | None) -> 
 
 
 def checked_weight(weight: Tensor | None, features: Tensor, num_classes: int | None) -> Tensor | None:
-    """Classifier in float64, when it fits the features."""
+    """Classifier in float64, after a check that it fits the features."""
     if weight is None:
         return None
     check_weight(weight, num_classes, features.shape[1])

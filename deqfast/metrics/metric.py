@@ -19,40 +19,41 @@ from .statistics import ClassMeans, Samples, between_classes, class_means, defau
 
 MAX_STREAMING_FEATURES = 1024
 
-_NO_SAMPLES = "the metric has no samples; call update(features, labels) before compute()"
+_NO_SAMPLES = "the metric is empty; call update(features, labels) before compute()"
 
 
 class NeuralCollapse(Metric):
     """Metric NC1-NC4 for ``torchmetrics`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
 
     ``update(features, labels)`` per batch, ``compute()`` for the ``NCResult`` over all batches (and all processes),
-    ``reset()``. The result is that of ``neural_collapse`` on the batches put together.
+    ``reset()``. The result equals ``neural_collapse`` on all batches concatenated.
 
     By default the state is the list of feature and label batches, copied (a buffer may be reused) and kept in their
-    dtype: N x D memory, twice that during ``compute``, and all of it on every process after a distributed sync. With
-    ``streaming=True`` it is a count and a mean per class and one D x D within-class scatter in float64, each batch
-    centred on its own class means before any product: memory does not grow with N, and NC4, which needs the samples, is
-    None.
+    dtype. It takes N x D memory, twice that during ``compute``, and all of it on every process after a distributed
+    sync. With ``streaming=True`` the state is a count and a mean per class, and one D x D within-class scatter, in
+    float64. Each batch is centred on its own class means before any product. Memory does not grow with N. NC4 needs the
+    samples, and is None.
 
     Processes without samples may take part in a distributed sync. A clone or a pickle copies the classifier.
 
     Args:
         num_classes: number of classes; labels are in [0, num_classes).
-        classifier_weight: (num_classes, D) tensor, or a module whose ``weight`` is one and is read at every
-            ``compute``, or None. Can be set later as an attribute. It is no parameter and no state of the metric, and
+        classifier_weight: (num_classes, D) tensor, or a module with such a ``weight``, which every ``compute`` reads,
+            or None. Can be set later as an attribute. The metric does not register it as a parameter or a state. It
             may be on another device.
         rtol: as in ``neural_collapse``.
         center: as in ``neural_collapse``.
         streaming: keep moments instead of features.
-        num_features: D, at most 1024; needed with ``streaming=True`` unless ``classifier_weight`` tells it.
-        kernel: as in ``neural_collapse``; with ``streaming=True`` for the class means, the scatter is left to torch.
+        num_features: D, at most 1024; needed with ``streaming=True`` unless ``classifier_weight`` is given.
+        kernel: as in ``neural_collapse``. With ``streaming=True`` it computes the class means; torch computes the
+            scatter.
         **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` is False by default, as the classifier may change.
 
     Raises:
-        TypeError: an argument, or a batch given to ``update``, is not of the type or dtype ``neural_collapse`` takes.
+        TypeError: an argument or a batch has another type or dtype than ``neural_collapse`` takes.
         ValueError: an argument or a batch is out of range; ``compute`` without samples. Labels out of range raise in
             ``update`` when streaming (it waits for the device), else in ``compute``.
-        RuntimeError: ``kernel`` cannot serve, at the same places.
+        RuntimeError: ``kernel`` is not available, at the same places.
 
     Examples:
         >>> classifier = torch.nn.Linear(64, 10)
@@ -118,8 +119,7 @@ class NeuralCollapse(Metric):
         self.add_state("excluded", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Result of a batch, which is added to what was collected; an error, of a batch without rows too, leaves that
-        as it was."""
+        """Add a batch and return its own result. If that raises, as for an empty batch, the state does not change."""
         before = {name: list(one) if isinstance(one, list) else one for name, one in self.__dict__.items()}
         try:
             return super().forward(*args, **kwargs)
@@ -128,9 +128,9 @@ class NeuralCollapse(Metric):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; ``classifier_weight`` is checked and stays outside of the module tree."""
+        """Set an attribute; ``classifier_weight`` is checked and is not registered as a submodule."""
         if name == "classifier_weight":
-            # Registered, the classifier's parameters would show up again in the metric's parameters() and state_dict().
+            # If registered, its parameters would also appear in the metric's parameters() and state_dict().
             object.__setattr__(self, name, self._checked_classifier(value))
         else:
             super().__setattr__(name, value)
@@ -208,7 +208,7 @@ class NeuralCollapse(Metric):
         return make_result(stats, between, within, weight, None, excluded, resolution)
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> nn.Module:
-        """Move the metric with the model that holds it; its dtypes stay, but that of features in ``set_dtype``."""
+        """Move the metric with the model that holds it. Dtypes stay; only ``set_dtype`` changes the features' dtype."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(fn(tensor.new_empty(0)).device)
@@ -228,21 +228,21 @@ class NeuralCollapse(Metric):
         super()._sync_dist(dist_sync_fn, process_group)
 
     def _agree_on_layout(self, group: Any | None) -> None:
-        """Give a process without samples zero rows of the others' width and dtype: gathering needs like tensors."""
+        """Give a process without samples an empty tensor of the others' width and dtype, which gathering needs."""
         mine = (self.features[0].shape[1], self.features[0].dtype) if len(self.features) else None
         layouts: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(layouts, mine, group=group)
         found = {layout for layout in layouts if layout is not None}
         if len(found) > 1:
-            raise ValueError(f"features have (columns, dtype) {layouts} on the processes; they must be alike on all")
+            raise ValueError(f"features have (columns, dtype) {layouts} on the processes; they must be the same on all")
         if mine is None and found:
             width, dtype = found.pop()
             self.features = [torch.empty((0, width), dtype=dtype, device=self.device)]
             self.labels = [torch.empty(0, dtype=torch.int64, device=self.device)]
 
 
-# Moments are packed in one (K + D, 1 + D) tensor, [count, mean] per class above [0, scatter], because torchmetrics
-# reduces each state on its own while counts, means and the scatter can only be merged together.
+# Moments are packed in one (K + D, 1 + D) tensor: [count, mean] per class above [0, scatter]. torchmetrics reduces each
+# state separately, but counts, means and the scatter can only be merged together.
 
 
 def _pack(counts: Tensor, means: Tensor, scatter: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def _batch_moments(samples: Samples, stats: ClassMeans) -> Tensor:
 
 
 def _merge_moments(parts: Iterable[Tensor]) -> Tensor:
-    """Moments of the union of sets of samples: their scatters plus that of their class means about the joint ones.
+    """Moments of a union of sets of samples: their scatters, plus the scatter of their means about the joint means.
 
     Pairwise update of Chan, Golub & LeVeque (1983) for any number of parts; ``parts`` is a list or a stacked tensor.
     """

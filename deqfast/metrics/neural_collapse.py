@@ -10,9 +10,9 @@ Notation: N samples h_i in R^D with labels y_i in K classes; class means mu_k; H
 
 Sigma_B has rank K - 1 at most, so no D x D matrix is formed. With the thin SVD R diag(s) V^T of the centred class means
 (D, K), NC1 = (1/N) sum_j sum_i (R_j / s_j . (h_i - mu_{y_i}))^2 over the singular values kept. Two passes read the
-features, the ops ``class_means`` and ``within_class_scatter`` of ``deqfast.ops``: sums over each class, then deviations
-from the class means (before any product) and their projections. Labels are sorted once, and sums are formed in the
-order of the rows within a class: the same inputs give the same bits.
+features, the ops ``class_means`` and ``within_class_scatter`` of ``deqfast.ops``. The first sums over each class. The
+second projects the deviations from the class means, which are formed before any product. Labels are sorted once, and
+sums follow the order of the rows within a class: the same inputs give the same bits.
 
 Source: Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A.
 """
@@ -89,13 +89,12 @@ def neural_collapse(
     """Measure NC1-NC4 of ``features`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
 
     Classes without samples are dropped, with their rows of ``classifier_weight``: K is the number of classes seen, and
-    both rules that NC4 compares choose among these; ties go to the lowest index. Rows with a non-finite feature are
+    both rules that NC4 compares choose among these. Ties go to the lowest index. Rows with a non-finite feature are
     left out and counted. No gradient is recorded.
 
-    The kernels cpp and torch compute everything in float64 whatever the dtype of the features, as do triton and cuda
-    for float64 features. For the other dtypes, triton and cuda form differences, sums of up to 256 rows and projections
-    in float32: NC1 has a relative error below 1e-5, also where it is tiny or the features have a large offset in
-    common; all else is float64.
+    The kernels cpp and torch compute in float64 for every dtype of the features, triton and cuda for float64 features.
+    For other dtypes, triton and cuda form differences, sums of up to 256 rows and projections in float32; all else is
+    float64. NC1 then has a relative error below 1e-5, even if it is tiny or the features share a large offset.
 
     Args:
         features: (N, D), float16, bfloat16, float32 or float64, N and D at least 1, any strides, CPU or CUDA.
@@ -104,19 +103,19 @@ def neural_collapse(
         num_classes: number of classes; None takes the rows of ``classifier_weight``, else the largest label plus one.
         rtol: singular values of the centred class means up to ``rtol`` times the largest count as 0, in [0, 0.99]. For
             means that nearly coincide it decides the answer: see ``rank`` and ``condition``. None is 16 eps of the
-            dtype of ``features``, of float32 for float16 and bfloat16: what these round away in single samples averages
-            out in the means. Singular values within the float64 rounding of the means are never kept.
+            dtype of ``features``; of float32 for float16 and bfloat16, whose roundings average out in the means.
+            Singular values within the float64 rounding of the means are never kept.
         center: "class-means" subtracts the mean of the class means (the paper's choice), "samples" the mean over all
             samples; the two differ when classes are imbalanced.
-        kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; NC4 is left to torch.
-            "auto" is cpp on the CPU and cuda, else triton, on CUDA tensors; torch, with a warning, where these are not
-            available. Features whose rows have gaps between their elements are copied first.
+        kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4.
+            "auto" is cpp on the CPU; on CUDA tensors cuda, else triton. If these are not available it is torch, with a
+            warning. Features whose rows have gaps between their elements are copied first.
 
     Returns:
         NCResult. Warns when the features are float16 or bfloat16 and NC1 is below what these resolve.
 
     Raises:
-        TypeError: an argument is not of the type or dtype above.
+        TypeError: an argument has another type or dtype than above.
         ValueError: a shape, device, label, ``num_classes``, ``rtol``, ``center`` or ``kernel`` is not as above, or
             features are so large that their sums overflow.
         RuntimeError: ``kernel`` is not available, or does not run on the device of ``features``.
@@ -133,7 +132,7 @@ def neural_collapse(
     check_features(features)
     check_labels(labels, features)
     if features.shape[0] == 0:
-        raise ValueError(f"features has no rows (shape {tuple(features.shape)}); at least one sample is needed")
+        raise ValueError(f"features is empty (shape {tuple(features.shape)}); at least one sample is needed")
     check_options(rtol, center, num_classes=num_classes)
     weight = checked_weight(classifier_weight, features, num_classes)
     if num_classes is None and weight is not None:
@@ -164,7 +163,7 @@ def make_result(
     excluded: int,
     resolution: float,
 ) -> NCResult:
-    """Put the metrics together and bring them to the host at once."""
+    """Collect the metrics and copy them to the host at once."""
     num_classes, means = len(stats.counts), _unit(stats.means)
     rank = between.kept.sum()
     smallest = torch.where(between.kept, between.singular, math.inf).amin()
@@ -196,7 +195,7 @@ def make_result(
 
 
 def undefined(excluded: int, with_nc3: bool, with_nc4: bool) -> NCResult:
-    """Result where no row is finite."""
+    """Result if all rows are non-finite."""
     nc3, nc4 = math.nan if with_nc3 else None, math.nan if with_nc4 else None
     nan: dict[str, Any] = dict.fromkeys(("nc1", "condition", "nc2", "nc2_paper", "nc2_centered"), math.nan)
     return NCResult(rank=0, nc3=nc3, nc3_centered=nc3, nc4=nc4, num_classes=0, excluded=excluded, **nan)
@@ -208,7 +207,9 @@ def _unit(matrix: Tensor) -> Tensor:
 
 
 def _simplex_distance(means: Tensor, scale: float) -> Tensor:
-    """|| M M^T / ||M M^T||_F - scale (I - 11^T / K) ||_F for class means M (K, D) of norm 1, or fourth powers of their
-    scale would have to be numbers."""
+    """|| M M^T / ||M M^T||_F - scale (I - 11^T / K) ||_F for class means M (K, D) of norm 1.
+
+    Of another norm, fourth powers of their scale could overflow or underflow.
+    """
     target = torch.eye(len(means), dtype=means.dtype, device=means.device) - 1 / len(means)
     return torch.linalg.vector_norm(_unit(means @ means.T) - scale * target)

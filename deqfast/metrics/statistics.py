@@ -20,7 +20,7 @@ _RANK_FACTOR = 16.0  # singular values below this many rounding errors are noise
 
 @dataclass(frozen=True)
 class Samples:
-    """Features (N, D), and the rows that count with their labels (M,), class after class."""
+    """Features (N, D), and the rows that count with their labels (M,), sorted by class."""
 
     features: Tensor
     rows: Tensor
@@ -81,18 +81,18 @@ class Between(NamedTuple):
 
     @property
     def whitening(self) -> Tensor:
-        """Directions over their singular values (D, K - 1), zero where these do not count.
+        """Directions divided by their singular values (D, K - 1); zero for values that do not count.
 
-        Projections on them have no unit: their squares overflow no dtype.
+        Projections on them are dimensionless, so that their squares do not overflow.
         """
         scaled = self.directions * torch.where(self.kept, self.singular.reciprocal(), 0.0)
         return scaled[:, : len(self.centred) - 1].contiguous()
 
 
 def class_means(samples: Samples, kernel: Kernel) -> tuple[Samples, ClassMeans]:
-    """Means of all classes (those of empty classes are zero) and the samples without non-finite rows."""
+    """Means of all classes (zero for empty classes), and the samples without non-finite rows."""
     local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)
-    # A non-finite feature makes the mean of its class non-finite: only then are the rows to leave out searched for.
+    # A non-finite feature makes the mean of its class non-finite. Only then search for the rows to leave out.
     if not bool(local.isfinite().all()):
         samples = samples.finite()
         local, shift = kernel.op("class_means")(samples.features, samples.rows, samples.offsets)

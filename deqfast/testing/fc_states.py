@@ -19,7 +19,7 @@ EVENTS = ("run", "nan", "inf", "overflow", "start", "solved", "tiny")
 
 @dataclass(frozen=True)
 class FCCase:
-    """A solve of z = act(W z + c); `rows` says what befalls the first samples, see ``make``."""
+    """A solve of z = act(W z + c); `rows` lists what happens to the first samples, see ``make``."""
 
     size: int = 63
     batch: int = 5
@@ -97,7 +97,7 @@ def check_solve(op: Callable[..., Any], case: FCCase, device: str = "cpu") -> li
 
 
 def unlike_alone(op: Callable[..., Any], case: FCCase, rows: Sequence[int], device: str = "cpu") -> list[int]:
-    """Those of the samples `rows` that have other bits alone than among their batch mates."""
+    """Samples among `rows` whose bits differ between a batch of one and the whole batch."""
     weight, c, z0 = case.make(device)
     *together, residuals = op(weight, c, z0, *case.scalars())
     found = []

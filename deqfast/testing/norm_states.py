@@ -15,7 +15,7 @@ TORCH = Kernel("torch")
 NORM_OPS = ("norm_act", "norm_act_backward", "norm_act_residual", "norm_act_residual_backward")
 NORM_DTYPES = {
     "fp32": (torch.float32, torch.float32),
-    "bf16 beside fp32": (torch.bfloat16, torch.float32),
+    "bf16 with fp32": (torch.bfloat16, torch.float32),
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp64": (torch.float64, torch.float64),
 }
@@ -29,7 +29,7 @@ NORM_SHAPES = [
     ((1, 4, 1, 1), 4),
     ((1, 48, 9, 7), 1),
 ]
-# Of these a Triton program does not hold a whole group, nor does a CUDA block; and more columns than threads.
+# Neither a Triton program nor a CUDA block holds a whole group of these; and there are more columns than threads.
 LARGE_SHAPES = [((1, 16, 32, 48), 2), ((1, 64, 20, 12), 1), ((1, 1040, 3, 2), 1)]
 SLACK = 16  # eps, relative to the largest entry
 
@@ -103,7 +103,7 @@ def check_norm(op: Callable[..., Any], case: NormCase, device: str = "cpu") -> t
 
 
 def cancelled(arguments: dict[str, Any]) -> float:
-    """What the gradient of a group of few elements is the small difference of: its size is no measure of rounding."""
+    """Size of the terms that nearly cancel in the gradient of a small group: rounding is relative to these terms."""
     y, groups = arguments["y"], arguments["groups"]
     if "grad" not in arguments or y[0].numel() // groups > 8:
         return 0.0

@@ -18,7 +18,7 @@ from .tolerances import rounding
 
 
 class Recorder:
-    """Recording f that keeps copies of what it was called with and of what it returned."""
+    """f that records copies of its arguments and values."""
 
     def __init__(self, f: Callable[[Any], Any]):
         self.f = f
@@ -59,7 +59,7 @@ class FixedPoint:
 
 
 def assert_solves(solution: Solution, problem: FixedPoint) -> None:
-    """Assert that every sample converged, and is as near to the fixed point as its residual says."""
+    """Assert that every sample converged, and is as near to the fixed point as its residual implies."""
     assert bool(solution.converged.all()), f"{solution}: residual {solution.residual.tolist()}"
     errors = (solution.value.cpu().double() - problem.solution).norm(dim=1)
     slack = rounding(solution.value.dtype) * problem.solution.norm(dim=1)
@@ -68,7 +68,7 @@ def assert_solves(solution: Solution, problem: FixedPoint) -> None:
 
 
 def assert_same_solution(actual: Solution, expected: Solution, but: tuple[str, ...] = ()) -> None:
-    """Assert that two solutions agree to the bit in all fields that are not named in `but`."""
+    """Assert that two solutions agree bit for bit in all fields except those named in `but`."""
     for name in (field.name for field in fields(Solution) if field.name not in but):
         a, e = getattr(actual, name), getattr(expected, name)
         same = torch.equal(a, e) if isinstance(a, Tensor) and isinstance(e, Tensor) else a == e

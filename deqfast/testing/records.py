@@ -1,4 +1,4 @@
-"""What benchmarks and studies share to write a record: whole files, the name of the CPU, the commit."""
+"""What benchmarks and studies share for writing records: atomic files, the name of the CPU, the commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the file at once or not at all: a kill or a full disk leaves the old one. OSError where it cannot be."""
+    """Replace the file atomically: a kill or a full disk leaves the old one. OSError if that fails."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -27,14 +27,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def processor() -> str:
-    """The name of the CPU: what Linux tells of the first one, or the little that Python knows."""
+    """The name of the CPU: from Linux, for the first one, else from Python, which knows less."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, names), platform.processor() or platform.machine())
 
 
 def tool(*command: str) -> str:
-    """What a command prints; "" where it cannot be run or fails."""
+    """What a command prints; "" if it cannot be run or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -42,5 +42,5 @@ def tool(*command: str) -> str:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of the checkout that `folder` is in, None where it is in none or there is no git."""
+    """The commit of the checkout that contains `folder`; None without a checkout or without git."""
     return tool("git", "-C", str(folder), "rev-parse", "HEAD") or None

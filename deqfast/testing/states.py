@@ -1,9 +1,9 @@
 """Random states of the solver-step ops, and the comparison of one step of an implementation with the reference.
 
 An implementation takes what the op ``picard_step`` or ``multisecant_step`` takes. One step from a state is compared
-with the reference run in float64 on the same numbers. Where rounding decides, the bound is twice the error of the
-reference run in the state's own dtype, the worst of three orders of summation, and a few eps; everything that is
-copied, counted or must stay untouched is compared bit for bit.
+with the reference run in float64 on the same numbers. For rounded values, the bound is twice the error of the reference
+in the state's own dtype, plus a few eps. That error is the worst of three orders of summation. Values that are copied,
+counted or must stay untouched are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ State = dict[str, Tensor]
 METHODS = {"good": BROYDEN_GOOD, "bad": BROYDEN_BAD, "and1": ANDERSON_I, "and2": ANDERSON_II}
 MONITOR = ("z", "fz", "best", "status", "iterations", "residual", "progress", "active")
 WINDOW = ("f_prev", "left", "df", "gram")
-COLUMNS = ("z", "fz", "best", "f_prev", "left", "df", "steps")  # tensors whose last dimension is that of the state
+COLUMNS = ("z", "fz", "best", "f_prev", "left", "df", "steps")  # tensors with the state's last dimension
 RULES = {"rel": {}, "abs": {"absolute": True}, "max": {"maximum": True, "offset": 0.5}}  # of a case
 SLACK = 16  # eps of the state's dtype, relative to the length of what is compared
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step to compare: method None is Picard; `rows` says what befalls the first samples, see ``strike``."""
+    """A step to compare: method None is Picard; `rows` lists what happens to the first samples, see ``strike``."""
 
     method: str | None = None
     batch: int = 2
@@ -52,8 +52,8 @@ class Case:
     last: bool = False
     rows: tuple[str, ...] = ()
     wobble: float = 0.0  # how much f changes from iteration to iteration, to keep the pairs of a long window apart
-    # Error allowed beyond the reference's, relative to steps and dots: for an implementation that does not round a
-    # bfloat16 history to nearest, as triton's interpreter does not.
+    # Error allowed in addition to the reference's, relative to steps and dots. Triton's interpreter needs it: it does
+    # not round a bfloat16 history to nearest.
     history_slack: float = 0.0
 
     @property
@@ -78,13 +78,13 @@ class Case:
 
 
 def value_of_f(z: Tensor, k: int = 0, wobble: float = 0.0) -> Tensor:
-    """A map of every sample by itself, neither normal nor symmetric, with a fixed point."""
+    """A map with a fixed point that treats samples independently; its Jacobian is neither normal nor symmetric."""
     wave = torch.linspace(0.3, 2.3, z.shape[1], dtype=z.dtype, device=z.device)
     return torch.tanh(0.6 * z.roll(1, dims=1) - 0.5 * wave.cos() * z + wave) + 0.1 * z + wobble * (9 * k * wave).cos()
 
 
 def start_state(case: Case, device: str = "cpu") -> State:
-    """Before the first iteration. What no iteration has written holds NaN."""
+    """State before the first iteration. Entries that are not written yet hold NaN."""
     batch, size, history, dtype = case.batch, case.size, case.history, case.dtype
     z = torch.randn(batch, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64).to(dtype)
     records = torch.full((2 + len(PROGRESS), batch), float("inf"), dtype=dtype)
@@ -108,7 +108,7 @@ def start_state(case: Case, device: str = "cpu") -> State:
 
 @dataclass(frozen=True)
 class StepsCase(Case):
-    """A broyden_step to compare; `history` is the number of steps there is room for."""
+    """A broyden_step to compare; `history` is the number of steps that fit."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def advance(case: Case, step: Callable[..., None], state: State) -> None:
 
 
 def make_state(case: Case, device: str = "cpu") -> State:
-    """State at iteration case.k: the reference has run those before it, and `case.rows` have been struck."""
+    """State at iteration case.k: after the reference's earlier iterations, and with `case.rows` struck."""
     state = start_steps(case, device) if isinstance(case, StepsCase) else start_state(case, device)
     run_to(case, state)
     for row, event in enumerate(case.rows):
@@ -207,7 +207,7 @@ def reorder(tensor: Tensor, flip: int) -> Tensor:
 
 
 def moved(tensor: Tensor, device: str) -> Tensor:
-    """`tensor` on `device` with its strides, which ``Tensor.to`` keeps only of what has no gaps."""
+    """`tensor` on `device` with its strides. ``Tensor.to`` drops the strides of a tensor with gaps."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
@@ -269,7 +269,7 @@ def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
 def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[State, State, list[State]]:
     """The states after a step of `impl`, of the reference in float64, and of it in three orders of columns.
 
-    A float64 reference is itself rounded. The last states then tell how far a rounding of its arguments leads.
+    A float64 reference is itself rounded. The last states then show how much a rounding of its arguments changes.
     """
     after = clone(before)
     case.call(impl, after)
@@ -283,7 +283,7 @@ def outcomes(impl: Callable[..., None], case: Case, before: State) -> tuple[Stat
 
 
 def check_iterates(case: Case, before: State, after: State, exact: State, rounded: list[State]) -> Tensor:
-    """Check the iterates and what is recorded of them; return the mask (B,) of the samples that took a step."""
+    """Check the iterates and their records; return the mask (B,) of the samples that took a step."""
     check_copies(case, before, after, rounded[0])
     ran = before["status"] == 0
     for name in ("residual", "progress"):
@@ -297,7 +297,7 @@ def check_iterates(case: Case, before: State, after: State, exact: State, rounde
 
 
 def check_copies(case: Case, before: State, after: State, same: State) -> None:
-    """What is counted or copied equals the reference; finished samples and what is only read do not change."""
+    """Check that counted or copied values equal the reference, and that finished samples and inputs do not change."""
     for name in ("status", "iterations", "active", "best"):
         assert_same_bits(name, after[name], same[name])
     for name in ("fz", "f_prev"):
@@ -357,8 +357,8 @@ def gram_scale(case: Case, exact: State) -> Tensor:
     history, n, slot = case.history, min(case.k, case.history), case.k % case.history
     z, left, df = (torch.linalg.vector_norm(exact[name], dim=-1) for name in ("z", "left", "df"))
     left_norm, y_norm = exact["gram"][:, history:].sqrt().unbind(dim=1)
-    # ANDERSON_I takes S^T Y as a difference of dots with DF and S, which can be longer than Y. A step is a difference
-    # of two z, whose rounding it carries.
+    # ANDERSON_I computes S^T Y as a difference of dots with DF and S, which can be longer than Y. A step is a
+    # difference of two z, and has their rounding errors.
     right = torch.stack([y_norm, df, left]).amax(dim=0) / case.beta if case.method == "and1" else y_norm
     scale = left_norm[:, :, None] * right[:, None, :]
     scale = torch.cat([scale, (left_norm**2)[:, None], (y_norm**2)[:, None]], dim=1)

@@ -1,9 +1,11 @@
-"""Accuracy that tests and benchmarks ask of a result. The only place with tolerances.
+"""Accuracy that tests and benchmarks require. The only place with tolerances.
 
-Errors are relative: the largest deviation over the largest exact entry. A tolerance is derived from one of three
-things: roundings of a dtype times operations (``rounding``), the tolerance of a solve times the condition number of
-its fixed point (``after_solve``), or the error of plain torch in the same dtype (``accuracy``). None is read off a
-machine.
+Errors are relative: the largest deviation over the largest exact entry. A tolerance is derived, never read off a
+machine. There are three derivations:
+
+- ``rounding``: the rounding unit of a dtype times a number of operations;
+- ``after_solve``: the tolerance of a solve times the condition number of its fixed point;
+- ``accuracy``: the error of plain torch in the same dtype.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-# A kernel may err twice as much as plain torch in its dtype, and by a few roundings where torch happens to be exact.
+# A kernel may err twice as much as plain torch in its dtype, plus a few roundings, as torch may happen to be exact.
 ACCURACY_FACTOR = 2.0
 ACCURACY_UNITS = 8
-# Two computations of one thing in different order: operations whose roundings may add up, unless a test counts them.
+# Number of operations whose roundings may add up between two orders of one computation, unless a test counts them.
 OPERATIONS = 64
-# The largest amplification of a fixed point whose Jacobian is at most 0.95 long, 1 / (1 - 0.95). Those of the tests are
-# shorter: 0.4 to 0.6 of a matrix that is about 1 long.
+# The largest amplification of a fixed point whose Jacobian has a norm of at most 0.95: 1 / (1 - 0.95). The Jacobians of
+# the tests are smaller: 0.4 to 0.6 times a matrix of norm about 1.
 WELL_CONDITIONED = 20.0
 
 
@@ -32,19 +34,20 @@ def rounding(dtype: torch.dtype, operations: float = OPERATIONS) -> float:
 
 
 def bounds(tol: float, absolute: bool) -> dict[str, float]:
-    """Arguments of a solver that bounds |f(z) - z| by `tol`, or the relative residual."""
+    """Arguments of a solver that bound |f(z) - z| by `tol`, or else the relative residual."""
     return {"rtol": 0.0, "atol": tol} if absolute else {"rtol": tol}
 
 
 def lost(dtype: torch.dtype, tol: float) -> float:
-    """Relative rounding of differences of iterates, which a solve to `tol` makes as short as `tol` times them."""
+    """Relative rounding of differences of iterates: in a solve to `tol` they are only `tol` times as long as these."""
     return rounding(dtype) / tol
 
 
 def amplification(f: Callable[[Any], Any], z: Any) -> float:
-    """Condition number of the fixed point of f near z: the largest |dz| / |dr| where z + dz has the residual dr.
+    """Condition number of the fixed point of f near z: the largest |dz| / |dr| if z + dz has the residual dr.
 
-    The spectral norm of (I - J)^-1 with J the Jacobian of `f` at `z`, a pytree of real tensors, all samples at once.
+    It is the spectral norm of (I - J)^-1, with J the Jacobian of `f` at `z` for all samples at once. `z` is a pytree of
+    real tensors.
     """
     leaves, spec = pytree.tree_flatten(z)
     sizes = [leaf.numel() for leaf in leaves]
@@ -65,8 +68,8 @@ def amplification(f: Callable[[Any], Any], z: Any) -> float:
 def after_solve(tol: float, condition: float = WELL_CONDITIONED, derivatives: int = 0) -> float:
     """Relative difference allowed between two solves to the relative tolerance `tol`, or between derivatives there.
 
-    Each solve ends within tol * condition of the fixed point; `condition` is its ``amplification``. A derivative is
-    itself the solution of a system with I - J, of the same condition.
+    Each solve ends within tol * condition of the fixed point; `condition` is its ``amplification``. A derivative itself
+    solves a system with I - J, which has the same condition.
     """
     return 2 * tol * condition ** (1 + derivatives)
 
@@ -91,7 +94,7 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def _split_nonfinite(actual: Tensor, expected: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Finite entries, after asserting that shapes and all entries that are not finite agree."""
+    """Finite entries, after asserting that shapes and all non-finite entries agree."""
     assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     a, e = actual.detach().cpu().double(), expected.detach().cpu().double()
     finite = torch.isfinite(e)
@@ -116,8 +119,8 @@ def accuracy(
 ) -> tuple[float, float]:
     """Relative error of `actual`, and what the accuracy policy allows: see ``ACCURACY_FACTOR``.
 
-    plain: the same from plain torch in the dtype of `actual`; exact: from float64. AssertionError where entries that
-    are not finite differ.
+    plain: the result of plain torch in the dtype of `actual`; exact: the result in float64. AssertionError if
+    non-finite entries differ.
     """
     reached = relative_error(*_split_nonfinite(actual, exact, name))
     ordinary = relative_error(*_split_nonfinite(plain, exact, name))

@@ -44,7 +44,7 @@ class TestTraffic:
         assert traffic.collapse_bytes(10, 4, 3, 2, classifier=False) == means - 10 * 8 + scatter
         assert traffic.collapse_bytes(10, 4, 3, 2, classifier=True) == means + scatter
 
-    @pytest.mark.parametrize("dtypes", ["fp32", "bf16 beside fp32"])
+    @pytest.mark.parametrize("dtypes", ["fp32", "bf16 with fp32"])
     @pytest.mark.parametrize("op", norm_states.NORM_OPS)
     def test_norms_are_the_bytes_of_their_images(self, op, dtypes):
         """Images are those that a call takes and returns; vectors and statistics are left out."""

@@ -23,7 +23,7 @@ BAD = [
     ({"features": torch.ones(6, 4, 2, 2)}, ValueError, r"features has shape \(6, 4, 2, 2\).*flatten or pool"),
     ({"features": torch.ones(6)}, ValueError, r"features has shape \(6,\)"),
     ({"features": torch.ones(6, 0)}, ValueError, r"features has shape \(6, 0\)"),
-    ({"features": torch.ones(0, 4), "labels": torch.arange(0)}, ValueError, r"features has no rows .*\(0, 4\)"),
+    ({"features": torch.ones(0, 4), "labels": torch.arange(0)}, ValueError, r"features is empty .*\(0, 4\)"),
     ({"labels": [0, 1, 2, 0, 1, 2]}, TypeError, r"labels is a list; .*int64"),
     ({"labels": torch.ones(6)}, TypeError, r"labels has dtype torch\.float32"),
     ({"labels": torch.ones(6, dtype=torch.bool)}, TypeError, r"labels has dtype torch\.bool"),
@@ -89,7 +89,7 @@ def test_bad_metric_arguments(arguments, error, message):
 @list_and_streaming
 def test_bad_updates(streaming):
     metric = NeuralCollapse(3, streaming=streaming, num_features=7)
-    with pytest.raises(ValueError, match="the metric has no samples; call update"), warnings.catch_warnings():
+    with pytest.raises(ValueError, match="the metric is empty; call update"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchmetrics warns of compute before update as well
         metric.compute()
     with pytest.raises(ValueError, match=r"features has shape \(4, 8\); it must be \(N, 7\)"):

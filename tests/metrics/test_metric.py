@@ -153,7 +153,7 @@ def test_an_error_of_a_batch_leaves_what_was_collected(streaming):
     features, labels, weight = make_samples(300, 63, 10)
     metric = NeuralCollapse(10, weight, streaming=streaming)
     metric.update(features, labels)
-    with pytest.raises(ValueError, match="no rows|no samples"):
+    with pytest.raises(ValueError, match="is empty"):
         metric(features[:0], labels[:0])
     assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
 
