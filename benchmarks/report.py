@@ -29,6 +29,7 @@ from typing import Any
 
 from harness.record import Row
 from harness.rivals import OWN, THEIRS
+from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
 from harness.tables import (
     FORMS,
     Form,
@@ -309,6 +310,39 @@ def tables(results: Results) -> list[Table]:
     return [*found, sources(results), *on_gpus(results)]
 
 
+def options(results: Results) -> Table:
+    """A line for each provider of each case of the options, by the columns of their rows."""
+    lines = [
+        {"row": f"{name}.{provider}"}
+        | {column: middle(runs, provider, column) for column in OF_OPTIONS}
+        | {"error": span(values(runs, provider, "error"), digits)}  # no rounding error, but a share
+        for name, runs in results.cases("options").items()
+        for provider in runs
+    ]
+    return Table("Options", lines)
+
+
+def headed(found: Table) -> Table:
+    """The options' table with headings for readers."""
+    return Table("", [{OF_OPTIONS.get(column, "case"): text for column, text in row.items()} for row in found.rows])
+
+
+def gradients(results: Results) -> Table:
+    """What each adjoint's gradient took, and its error, on each cell."""
+    rows = {row["row"]: row for row in options(results).rows}
+    lines = []
+    for adjoint, title in ADJOINTS.items():
+        line = {"adjoint": title}
+        for case, cell in CELLS.items():
+            row = rows[f"{case}.{adjoint}"]
+            line[f"{cell}: error"] = row["error"]
+            line[f"{cell}: evaluations"] = row["evaluations"]
+            line[f"{cell}: products"] = row["backward_evaluations"]
+            line[f"{cell}: memory"] = row["peak_bytes"]
+        lines.append(line)
+    return Table("", lines)
+
+
 def blocks(results: Results) -> dict[str, list[str]]:
     """The lines of each block of numbers by its name: of every table, and what README and the documentation show."""
     found = {slug(one.title): one.lines() for one in tables(results)}
@@ -321,36 +355,22 @@ def blocks(results: Results) -> dict[str, list[str]]:
         "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
         "residual and machine": [*residual.lines(), "", results.origin("residual")],
+        "gradients": gradients(results).lines(),
+        "options": [*headed(options(results)).lines(COUNTED, OPTIONS), "", results.origin("options")],
+        "digits": headed(options(results)).lines(LEARNED, DIGITS),
+        "gpu in short": [
+            line
+            for one in on_gpus(results)
+            for line in (*one.lines(["time", "per iteration", "gain over", "of its byte floor"], ON_A_GPU), "")
+        ],
         "gpus": [line for one in on_gpus(results) for line in (f"### {one.title}", "", *one.lines(), "", one.words)]
         or ["Not yet run on a GPU: no GPU time is reported. `bash benchmarks/gpu.sh` measures those targets."],
     }
 
 
-# What the options' cases are told by; all but the times, and what is trained, are the same on every machine.
-OF_OPTIONS = (
-    "ms_min",
-    "evaluations",
-    "backward_evaluations",
-    "sample_evaluations",
-    "samples_missed",
-    "peak_bytes",
-    "mean_evaluations",
-    "accuracy",
-    "accuracy_of_few",
-    "radius",
-)
-
-
 def facts(results: Results) -> dict[str, str]:
     """The numbers that sentences may quote: every entry of every table, what the options gain, counts of targets."""
-    options = [
-        {"row": f"{name}.{provider}"}
-        | {column: middle(runs, provider, column) for column in OF_OPTIONS}
-        | {"error": span(values(runs, provider, "error"), digits)}  # no rounding error, but a share
-        for name, runs in results.cases("options").items()
-        for provider in runs
-    ]
-    found = {key: text for one in (*tables(results), Table("Options", options)) for key, text in one.facts().items()}
+    found = {key: text for one in (*tables(results), options(results)) for key, text in one.facts().items()}
     counts = Counter(row["state"].partition(" in ")[0] for row in targets(results).rows)
     found |= {f"targets.{slug(state)}": str(number) for state, number in counts.items()}
     return found | {"targets.all": str(counts.total())}

@@ -94,13 +94,18 @@ class Table:
     words: str = ""
 
     def texts(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[list[str]]:
-        """The heading and the rows; `columns`: only these; `names`: only the rows of these names, renamed."""
+        """The heading and the rows; `columns`: only these; `names`: only these rows, in this order, renamed."""
         if not self.rows:
             return []
         first, *others = self.rows[0]
         used = [name for name in columns or others if any(row[name] for row in self.rows)]
-        names = {row[first]: row[first] for row in self.rows} if names is None else names
-        rows = [[names[row[first]], *(row[name] for name in used)] for row in self.rows if row[first] in names]
+        found: Sequence[Mapping[str, str]] = self.rows
+        if names is None:
+            names = {row[first]: row[first] for row in found}
+        else:
+            order = list(names)
+            found = sorted((row for row in found if row[first] in names), key=lambda row: order.index(row[first]))
+        rows = [[names[row[first]], *(row[name] for name in used)] for row in found]
         return [[first, *used], *rows]
 
     def lines(self, columns: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import report
-from harness import tables
+from harness import shown, tables
 from harness.targets import GPU_TARGETS, TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +127,21 @@ def test_the_committed_page_is_what_the_committed_records_give():
     assert check() == ""
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     assert not re.search(r"\bNone\b|(?<!residual )\bnan\b|\{|\}|\[\]", text)
+
+
+@pytest.mark.parametrize(
+    ("block", "rows"),
+    [
+        ("gradients", shown.ADJOINTS),
+        ("options", shown.OPTIONS),
+        ("digits", shown.DIGITS),
+        ("gpu in short", shown.ON_A_GPU),
+    ],
+)
+def test_the_tables_of_the_pages_show_every_row_that_is_named(block, rows):
+    lines = report.blocks(report.Results.read(ROOT / "benchmarks" / "results"))[block]
+    titles = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:] if line.startswith("|")]
+    assert list(dict.fromkeys(titles)) == list(dict.fromkeys(rows.values()))
 
 
 def test_check_fails_until_all_is_written_and_once_the_data_change(root):
