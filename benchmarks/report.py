@@ -219,7 +219,7 @@ def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
         "of its byte floor": middle(runs, OURS, "floor_x"),
         "memory": middle(runs, OURS, "peak_bytes") if theirs else "",
         "torchdeq, memory": middle(runs, PEER, "peak_bytes"),
-        "memory of torchdeq's": times(median(own) / median(theirs)) if own and theirs else "",
+        "memory relative to torchdeq": times(median(own) / median(theirs)) if own and theirs else "",
         "residual, deqfast / torchdeq": " / ".join(residuals) if all(residuals) else "",
         "relative error": middle(runs, OURS, "error"),
     }
@@ -349,7 +349,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
     promised = targets(results)
     told = replace(promised, rows=[row for row in promised.rows if row["measured"]])
     solves, residual = suite(results)[0], races(results)[0]
-    few = ["deqfast", "torchdeq", "gain over torchdeq", "memory of torchdeq's"]
+    few = ["deqfast", "torchdeq", "gain over torchdeq", "memory relative to torchdeq"]
     return found | {
         "targets": told.lines(),
         "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],

@@ -81,7 +81,7 @@ def test_of_several_runs_all_with_the_most_threads_must_meet_a_target():
     assert ("10.0 to 24.0×", "missed in 1 of 3 runs") in judged(*records).values()
     runs = report.Results(records).cases("solves")["broyden-n20-128x8192"]
     line = report.case_line("", runs, "solver_ms")
-    assert line["gain over torchdeq"] == "20.0× (10.0 to 24.0×)" and line["memory of torchdeq's"] == "0.500×"
+    assert line["gain over torchdeq"] == "20.0× (10.0 to 24.0×)" and line["memory relative to torchdeq"] == "0.500×"
     assert (line["deqfast"], line["torchdeq"]) == ("2.00 ms", "40.0 ms")
 
 

@@ -101,7 +101,7 @@ def test_the_documentation_says_what_the_committed_results_do():
     quoted = " ".join(said.replace("\\", "").split()).removeprefix("- ").split(" - ")
     assert quoted == tables.findings(groups)
     done, needed = progress(groups[0])
-    assert f"{done} of the {needed} runs that count are finished" in (EXPERIMENTS.parent / "README.md").read_text()
+    assert f"{done} of the {needed} preregistered runs are finished" in (EXPERIMENTS.parent / "README.md").read_text()
 
 
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
