@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,12 @@ class Notice:
     Args:
         kind: "forward" or "backward".
         more: what reports every solve, and how to silence this.
+        expected: statuses that are not warned of.
     """
 
-    def __init__(self, kind: str, more: str = OF_BLOCKS) -> None:
+    def __init__(self, kind: str, more: str = OF_BLOCKS, expected: Iterable[Status] = ()) -> None:
         self.kind, self.more = kind, more
-        self.given: set[Status] = set()
+        self.given = set(expected)
         self.pending: _Counts | None = None
 
     def look(self, solution: Solution) -> None:

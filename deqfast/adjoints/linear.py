@@ -75,7 +75,7 @@ class LinearSolve:
         # the factor would not be representable.
         factors = factors_of(self.scale, spec)
         exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
-        sizes = torch.ldexp(torch.ones((), device=exponent.device), exponent)
+        sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         of_rows = sizes if groups is None else groups.of_rows(sizes)
         start = [g / per_row(of_rows, g) for g in start]
         solution = self._solve(products, start, spec, groups)

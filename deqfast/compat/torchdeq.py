@@ -79,6 +79,7 @@ _INSTEAD = {
 }
 _UNKNOWN = 1e8  # torchdeq's residual before the first evaluation
 _TINY = 1e-300  # replaces the length of a value of zeros
+_LATER_BYTES = 2**20  # of evaluations that wait: to compare them takes longer than to copy them
 _RUN_ALL = 1e-30  # tolerance that a residual meets only at an exact fixed point
 
 
@@ -276,7 +277,9 @@ class DEQ(nn.Module, ABC):
         given = _options(args, kwargs)
         self._configure({name: given.get(name, default) for name, default in _DEFAULTS.items()})
         more = "info and backward_writer report every solve"
-        self._forward_notice, self._backward_notice = Notice("forward", more), Notice("backward", more)
+        # A forward solve that ends at max_iter is not reported: here max_iter is often the intended stop.
+        self._forward_notice = Notice("forward", more, expected={Status.MAX_ITER})
+        self._backward_notice = Notice("backward", more)
 
     def _configure(self, options: dict[str, Any]) -> None:
         """Set these options; TypeError or ValueError for invalid ones."""
@@ -359,8 +362,8 @@ class DEQ(nn.Module, ABC):
             found: tuple[list[Any], dict[str, Tensor]]
             found = untraced(self._run_torchdeq, theirs, func, z_init, given, sradius_mode, backward_writer)
             return found
-        states, info, judged = untraced(self._run, func, z_init, x, given, sradius_mode, backward_writer, groups)
-        self._forward_notice.look(judged)
+        states, info, solution = untraced(self._run, func, z_init, x, given, sradius_mode, backward_writer, groups)
+        self._forward_notice.look(solution)
         return states, info
 
     def _torchdeqs(self, given: dict[str, Any]) -> str:
@@ -417,9 +420,7 @@ class DEQ(nn.Module, ABC):
                 info["sradius"] = radius.to(pytree.tree_leaves(states[-1])[0].dtype)
         if any(bare) and not isinstance(z, Tensor):  # torchdeq returns (1,) for a single tensor
             states = [_without_rows(state, bare) for state in states]
-        # A solve that ends at max_iter is not reported: here max_iter is often the intended stop.
-        running = solution.status == Status.MAX_ITER
-        return states, info, replace(solution, status=solution.status.masked_fill(running, Status.CONVERGED))
+        return states, info, solution
 
     @abstractmethod
     def _states(
@@ -479,7 +480,8 @@ class DEQSliced(DEQ):
             _, value, solution = _solve(plan, method, [])
             found, last = _attach(plan, method, gradient, replace(solution, value=value))
             states += found
-            plan = replace(plan, z0=detached(found[-1]))
+            if end < at[-1]:
+                plan = replace(plan, z0=detached(found[-1]))
         return states, last, method
 
     def _spread(self, max_iter: int, count: int) -> list[int]:
@@ -559,7 +561,8 @@ class _Kept:
 
     Attributes:
         kept: leaves of the values of the chosen evaluations, or of the states evaluated if the method returns states.
-        least: residuals of the chosen evaluations, in the measure that stops the solve, (B,) float64.
+        least: residuals of the chosen evaluations, in the measure that stops the solve, (B,) float64, once there are any.
+        later: copies of the leaves of later evaluations, which are compared with `kept` together.
         latest: leaves of the value of the last evaluation.
         lengths: |value - z| and |value| of every evaluation, alternating.
         calls: number of evaluations.
@@ -569,8 +572,9 @@ class _Kept:
         self.plan, self.method = plan, method
         self.packing = Packing(plan.z0, plan.groups)
         self.kept: list[Tensor] = []
+        self.least: Tensor | None = None
+        self.later: list[list[Tensor]] = []
         self.latest: list[Tensor] = []
-        self.least = torch.full((self.packing.batch,), math.inf, dtype=torch.float64, device=self.packing.device)
         self.lengths: list[Tensor] = []
         self.calls = 0
 
@@ -592,19 +596,32 @@ class _Kept:
     def _keep(self, states: list[Tensor], values: list[Tensor]) -> None:
         groups, method = self.plan.groups, self.method
         length = sample_norms([y - z for y, z in zip(values, states, strict=True)], groups)
-        size = sample_norms(values, groups)
-        self.lengths += [length, size]
-        chosen, first = values if method.ends_in_f else states, not self.kept
+        self.lengths += [length, sample_norms(values, groups)]
         if method.is_final:
             self.kept = values if method.ends_in_f else [leaf.clone() for leaf in states]
             return
-        residual = length if method.solver.is_absolute else length / size.clamp_min(_TINY)
-        shorter = residual < self.least
-        self.least = torch.fmin(residual, self.least)
-        if first:
-            self.kept = [leaf.clone() for leaf in chosen]
-        elif not _surely_all(~shorter):
-            self.kept = self._select(shorter, chosen, self.kept)
+        self.later.append([leaf.clone() for leaf in (values if method.ends_in_f else states)])
+        if len(self.later) * sum(leaf.nbytes for leaf in self.later[-1]) > _LATER_BYTES:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Keep of each sample the evaluation of the least residual, the first of several."""
+        lengths = self.lengths[-2 * len(self.later) :]
+        residual = torch.stack(lengths[::2])
+        if not self.method.solver.is_absolute:
+            residual = residual / torch.stack(lengths[1::2]).clamp_min(_TINY)
+        residual = residual.nan_to_num(math.inf, math.inf)
+        found = self.later
+        if self.least is not None:
+            residual, found = torch.cat([self.least[None], residual]), [self.kept, *found]
+        self.least, choice = residual.min(dim=0)
+        taken = list(range(len(found)))
+        if choice.device.type == "cpu":
+            numbers = torch.bincount(unwrapped(choice).flatten(), minlength=len(found)).tolist()
+            taken = [n for n in taken if numbers[n]]
+        self.kept, self.later = found[taken[-1]], []
+        for n in taken[:-1]:
+            self.kept = self._select(choice == n, found[n], self.kept)
 
     def _select(self, samples: Tensor, chosen: list[Tensor], others: list[Tensor]) -> list[Tensor]:
         """Copies of `chosen` in the rows of the samples, else of `others`: both may lie in the solver's memory."""
@@ -627,7 +644,8 @@ class _Kept:
         A converged sample has the value of its last evaluation, after which it was frozen. A sample that became
         non-finite has the solution's last finite iterate. Any other sample has the value with the least residual.
         """
-        states, ends_in_f = self._leaves(solution.value), self.method.ends_in_f
+        if self.later:
+            self._compare()
         trace = self.residuals()
         if self.method.is_final:
             step, kept = torch.full_like(solution.iterations, self.calls), trace[:, -1]
@@ -635,19 +653,15 @@ class _Kept:
             kept = trace.nan_to_num(math.inf, math.inf).amin(dim=1)
             first = (trace == kept[:, None]).to(torch.int8).argmax(dim=1)
             step = torch.where(kept < math.inf, first + 1, 0)[int(not self.method.solver.is_absolute)]
-        broken = solution.status == Status.NONFINITE
-        done = torch.zeros_like(broken) if self.method.is_final else solution.converged
-        values = self._select(done, self.latest if ends_in_f else states, self.kept)
-        values = values if _surely_all(~broken) else self._select(broken, states, values)
-        value = pytree.tree_unflatten(values, self.packing.spec)
-        known, kept = done | broken, kept.to(solution.residual.dtype)
-        lowest = torch.minimum(kept, torch.stack([solution.residual_abs, solution.residual_rel]))
-        absolute, relative = torch.where(known, lowest, kept)
-        iterations = torch.where(known, solution.iterations, step.to(solution.iterations.dtype))
-        if not ends_in_f:  # torchdeq's Broyden does not count its evaluation at z0
+        kept, step = kept.to(solution.residual.dtype), step.to(solution.iterations.dtype)
+        values, (absolute, relative), iterations = self.kept, kept.unbind(), step
+        ends, counts = [Status.NONFINITE, *([] if self.method.is_final else [Status.CONVERGED])], solution.counts
+        if counts is None or any(counts[status] for status in ends):
+            values, absolute, relative, iterations = self._with_ended(solution, kept, step)
+        if not self.method.ends_in_f:  # torchdeq's Broyden does not count its evaluation at z0
             iterations = iterations - 1
         trace = trace.to(kept.dtype)
-        return value, replace(
+        return pytree.tree_unflatten(values, self.packing.spec), replace(
             solution,
             iterations=iterations,
             residual=absolute if self.method.solver.is_absolute else relative,
@@ -656,6 +670,20 @@ class _Kept:
             trace_abs=trace[0],
             trace_rel=trace[1],
         )
+
+    def _with_ended(
+        self, solution: Solution, kept: Tensor, step: Tensor
+    ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Values, residuals and steps, with those of the solution for samples that converged or broke down."""
+        states = self._leaves(solution.value)
+        broken = solution.status == Status.NONFINITE
+        done = torch.zeros_like(broken) if self.method.is_final else solution.converged
+        values = self._select(done, self.latest if self.method.ends_in_f else states, self.kept)
+        values = values if _surely_all(~broken) else self._select(broken, states, values)
+        known = done | broken
+        lowest = torch.minimum(kept, torch.stack([solution.residual_abs, solution.residual_rel]))
+        absolute, relative = torch.where(known, lowest, kept)
+        return values, absolute, relative, torch.where(known, solution.iterations, step)
 
 
 def _unsolved(plan: Plan) -> Solution:
@@ -677,7 +705,7 @@ def _attach(plan: Plan, method: _Method, gradient: _Gradient, solution: Solution
     tol = tol if solver.is_absolute else min(tol, 0.99)
     if tol != solver.tol:
         solver = replace(solver, atol=tol) if solver.is_absolute else replace(solver, rtol=tol)
-    plan = replace(plan, solver=solver)
+        plan = replace(plan, solver=solver)
     if plan.advances and not (records and isinstance(gradient.adjoint, Implicit)):
         return gradient.along_steps(plan, solution)
     value, solution = gradient.adjoint.differentiate(plan, solution)

@@ -40,6 +40,8 @@ def solve_along(plan: Plan, at: Sequence[int]) -> tuple[list[Any], Solution]:
     A sample that is done before is given as its value in the Solution. This always runs the eager loop, for whole
     batches: graphs and compiled code count no calls.
     """
+    if not at:
+        return [], in_loop(replace(plan, drop_converged=False) if plan.drop_converged else plan)
     taps = Taps(plan.cell, at)
     solution = in_loop(replace(plan, cell=taps, drop_converged=False))
     rows = solution.iterations if plan.groups is None else plan.groups.of_rows(solution.iterations)
