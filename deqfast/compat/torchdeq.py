@@ -561,7 +561,7 @@ class _Kept:
 
     Attributes:
         kept: leaves of the values of the chosen evaluations, or of the states evaluated if the method returns states.
-        least: residuals of the chosen evaluations, in the measure that stops the solve, (B,) float64, once there are any.
+        least: residuals of the chosen evaluations, in the measure that stops the solve, (B,) float64; at first None.
         later: copies of the leaves of later evaluations, which are compared with `kept` together.
         latest: leaves of the value of the last evaluation.
         lengths: |value - z| and |value| of every evaluation, alternating.
