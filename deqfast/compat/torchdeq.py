@@ -476,12 +476,12 @@ class DEQSliced(DEQ):
     ) -> tuple[list[Any], Solution, _Method]:
         states: list[Any] = []
         for gradient, end, begin in zip(gradients, at, [0, *at], strict=False):
+            if states:
+                plan = replace(plan, z0=detached(states[-1]))
             method = _limited(method, end - begin)
             _, value, solution = _solve(plan, method, [])
             found, last = _attach(plan, method, gradient, replace(solution, value=value))
             states += found
-            if end < at[-1]:
-                plan = replace(plan, z0=detached(found[-1]))
         return states, last, method
 
     def _spread(self, max_iter: int, count: int) -> list[int]:
