@@ -183,9 +183,19 @@ def strike(state: State, row: int, event: str, case: Case) -> None:
         fz.copy_(z)
         state["progress"][2, row] = 0 if event == "runaway" else torch.finfo(case.dtype).max
         state["progress"][3, row] = 0
+    elif event == "degenerate" and isinstance(case, StepsCase):  # the newest step is 0
+        state["steps"][row, case.k - 1] = 0
     elif event == "degenerate":  # the newest pair is s = y = 0
         fz.copy_(state["f_prev"][row])
         state["left"][row, (case.k - 1) % case.history] = 0
+    elif event == "singular":  # a history of the newest step only, and g equal to it: 1 - c = 0, without rounding
+        step = (torch.arange(case.size) % 5 - 2).to(z)
+        state["steps"][row, case.k - 1] = step
+        state["first"][row] = case.k - 1
+        z.copy_(3 * step)
+        fz.copy_(4 * step)
+    elif event == "forgotten":
+        state["first"][row] = case.k // 2
     else:
         assert event == "run", event
 
@@ -242,7 +252,7 @@ def check_step(impl: Callable[..., None], case: Case, device: str = "cpu") -> St
 
 def check_run(impl: Callable[..., None], case: Case, device: str = "cpu") -> State:
     """Compare the steps 0 .. case.k of one run of `impl`, through the filling of the window and evictions."""
-    state = start_state(case, device)
+    state = make_state(replace(case, k=0), device)
     for k in range(case.k + 1):
         here = replace(case, k=k)
         state = compare_step(impl, here, state)
@@ -253,7 +263,9 @@ def check_run(impl: Callable[..., None], case: Case, device: str = "cpu") -> Sta
 def compare_step(impl: Callable[..., None], case: Case, before: State) -> State:
     after, exact, rounded = outcomes(impl, case, before)
     stepped = check_iterates(case, before, after, exact, rounded)
-    if case.method is not None and stepped.any():
+    if isinstance(case, StepsCase):
+        check_steps(case, stepped, before, after, exact, rounded)
+    elif case.method is not None and stepped.any():
         check_untouched_history(case, before, after, stepped)
         for name in ("left", "df"):
             for slot in written_slots(case, name):
@@ -343,6 +355,29 @@ def check_untouched_history(case: Case, before: State, after: State, stepped: Te
         assert_same_bits(f"{name} elsewhere", after[name][stepped][:, rest], before[name][stepped][:, rest])
     unwritten = ~written_gram(case)
     assert_same_bits("gram elsewhere", after["gram"][stepped][:, unwritten], before["gram"][stepped][:, unwritten])
+
+
+def check_steps(case: Case, stepped: Tensor, before: State, after: State, exact: State, rounded: list[State]) -> None:
+    """The step that was taken and its dots; nothing else is written but `first`."""
+    for same in (exact, rounded[0]):
+        assert_same_bits("first", after["first"], same["first"])
+    steps_written, gram_written = (torch.zeros_like(before[name], dtype=torch.bool) for name in ("steps", "gram"))
+    steps_written[stepped, case.k : case.k + 1] = True
+    gram_written[stepped, max(case.k - 1, 0), : case.k] = True
+    for name, written in (("steps", steps_written), ("gram", gram_written)):
+        assert_same_bits(f"{name} elsewhere", after[name][~written], before[name][~written])
+    if not stepped.any():
+        return
+    # A step is made of differences of f and z: its rounding errors are relative to them.
+    size = length(before["z"][stepped]).maximum(length(before["fz"][stepped]))
+    steps = [state["steps"][stepped, case.k] for state in (after, exact, *rounded)]
+    check_close("steps", case, steps[0], steps[1], steps[2:], size)
+    if case.k:
+        norms = torch.linalg.vector_norm(exact["steps"][stepped, : case.k], dim=-1)
+        scale = norms * norms[:, -1:]
+        scale = torch.where(scale > 0, scale, 1)
+        dots = [s["gram"][stepped, case.k - 1, : case.k].double() / scale for s in (after, exact, *rounded)]
+        check_close("gram", case, dots[0], dots[1], dots[2:], 1.0)
 
 
 def check_gram(case: Case, stepped: Tensor, after: State, exact: State, rounded: list[State]) -> None:
