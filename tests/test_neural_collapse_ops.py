@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-import emulate
 import pytest
 import torch
 from interpreter import INTERPRETED
+from op_calls import check_bits
 from torch import Tensor
 
 import deqfast
 from deqfast import NeuralCollapse, neural_collapse
 from deqfast.ops import Kernel
 from deqfast.testing import OPERATIONS, relative_error, rounding
-from deqfast.testing.states import moved
+from deqfast.testing.states import same_bits
 
 TORCH = Kernel("torch")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -75,10 +75,6 @@ def check(implementation, data: Data) -> None:
     within = data.run("within_class_scatter", implementation)
     assert within.dtype == torch.float64
     assert relative_error(within, TORCH.op("within_class_scatter")(*data.arguments("within_class_scatter"))) <= allowed
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int64), b.view(torch.int64))
 
 
 class TestReference:
@@ -191,92 +187,11 @@ class TestAccuracy:
 
 
 @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-class TestDeterminism:
-    def compare(self, results) -> None:
-        for result in results[1:]:
-            for a, b in zip(result, results[0], strict=True):
-                assert same_bits(a, b)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_the_same_bits_every_time(self, op, dtype, implementation):
-        data = Data(600 if implementation.name != "triton" else 300, 40, 3, dtype)
-        arguments = data.arguments(op, implementation.device)
-        self.compare([op_of(op, implementation)(*arguments) for _ in range(4)])
-
-    @pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
-    def test_the_number_of_threads_has_no_say(self, op, implementation, set_threads):
-        data, results = Data(1000, 1500, 7), []
-        for count in (1, 2, 3, 5):
-            set_threads(count)
-            results.append(op_of(op, implementation)(*data.arguments(op)))
-        self.compare(results)
-
-    @pytest.mark.parametrize("implementation", ["emulated"], indirect=True)
-    def test_the_order_of_gpu_threads_has_no_say(self, op, implementation):
-        data, results = Data(300, 40, 30), []
-        for order in emulate.ORDERS:
-            with emulate.order(order):
-                results.append(op_of(op, implementation)(*data.arguments(op)))
-        self.compare(results)
-
-
-@pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-@every_dtype
-@pytest.mark.parametrize("implementation", ["cpp", "triton", "cuda"], indirect=True)
-def test_opcheck(op, dtype, implementation):
-    arguments = Data(20, 17, 3, dtype).arguments(op, implementation.device)
-    results = torch.library.opcheck(op_of(op, implementation).default, tuple(arguments))
-    assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
-
-
-class TestArguments:
-    """A wrong tensor is named, with what it must be and what it is."""
-
-    @pytest.fixture
-    def refuses(self, implementation):
-        def refuse(op: str, fragments: list[str], **wrong: Tensor) -> None:
-            names = ["features", "rows", "offsets", "means", "directions"]
-            device = implementation.device
-            data = Data(5, 4, 3).arguments("within_class_scatter", device)
-            tensors = dict(zip(names, data, strict=True)) | {name: moved(x, device) for name, x in wrong.items()}
-            chosen = list(tensors.values())[: 3 if op == "class_means" else 5]
-            with pytest.raises((ValueError, RuntimeError)) as error:
-                op_of(op, implementation)(*chosen)
-            message = str(error.value).replace(",)", ")")
-            for fragment in [f"`{next(iter(wrong))}` must", *fragments]:
-                assert fragment in message, message
-
-        return refuse
-
-    @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-    def test_features(self, op, refuses):
-        refuses(op, ["(N, D)", "got (5)"], features=torch.zeros(5))
-        refuses(op, ["(N, D)", "got (5, 0)"], features=torch.zeros(5, 0))
-        refuses(op, ["float16, bfloat16, float32 or float64", "nt"], features=torch.zeros(5, 4, dtype=torch.int32))
-        refuses(op, ["without gaps", "got strides (8, 2)"], features=torch.zeros(5, 8)[:, ::2])
-
-    @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-    def test_rows_and_offsets(self, op, refuses):
-        refuses(op, ["got (5, 1)"], rows=torch.zeros(5, 1, dtype=torch.int64))
-        refuses(op, [], rows=torch.zeros(5, dtype=torch.int32))
-        refuses(op, ["contiguous"], rows=torch.zeros(10, dtype=torch.int64)[::2])
-        refuses(op, ["(K + 1)", "got (1)"], offsets=torch.zeros(1, dtype=torch.int64))
-        refuses(op, [], offsets=torch.zeros(4))
-
-    def test_means_and_directions(self, refuses):
-        refuses("within_class_scatter", ["(3, 4)", "got (2, 4)"], means=torch.zeros(2, 4, dtype=torch.float64))
-        refuses("within_class_scatter", [], means=torch.zeros(3, 4))
-        refuses("within_class_scatter", ["got (3, 2)"], directions=torch.zeros(3, 2, dtype=torch.float64))
-        refuses("within_class_scatter", ["got (4)"], directions=torch.zeros(4, dtype=torch.float64))
-        refuses("within_class_scatter", ["contiguous"], directions=torch.zeros(2, 4, dtype=torch.float64).T)
-
-    @pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
-    @pytest.mark.parametrize("op", ["class_means", "within_class_scatter"])
-    def test_values_on_the_cpu(self, op, refuses):
-        refuses(op, ["[0, 5)", "got 5"], rows=torch.tensor([0, 1, 2, 3, 5]))
-        refuses(op, ["[0, 5)", "got -1"], rows=torch.tensor([0, 1, 2, 3, -1]))
-        for offsets in ([0, 2, 1, 5], [1, 2, 3, 5], [0, 2, 3, 4]):
-            refuses(op, ["grow from 0 to 5"], offsets=torch.tensor(offsets))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_bits_every_time(op, dtype, implementation, set_threads):
+    size = (1000, 1500, 7) if implementation.name == "cpp" else (300, 40, 30)
+    arguments = Data(*size, dtype).arguments(op, implementation.device)
+    check_bits(op_of(op, implementation), arguments, implementation, set_threads)
 
 
 class TestNeuralCollapse:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from op_calls import check_bits
 
 import deqfast
 from deqfast.ops import Kernel
@@ -138,41 +139,12 @@ def compare_with_reference(method, dtype, size, history, k, product, device):
 
 
 @every_method
-def test_an_empty_batch_and_the_same_bits(method, op):
+def test_an_empty_batch_and_the_same_bits(method, op, implementation, set_threads):
     product, device = op
     case = Case(method, batch=3, size=70, history=4)
     args = arguments(case, 6, [3, 2, 0], device)
-    first = product(*args, *scalars(case))
-    assert torch.equal(first, product(*args, *scalars(case)))
-    one = [tensor[1:2].contiguous() for tensor in args]
-    assert torch.equal(product(*one, *scalars(case)), first[1:2])
-    none = [tensor[:0] for tensor in args]
-    assert product(*none, *scalars(case)).shape == (0, 70)
-
-
-def test_wrong_arguments_are_named(op):
-    product, device = op
-    case = Case("good", batch=2, size=9, history=3)
-    names = ("v", "left", "df", "gram", "newest", "count")
-    right = dict(zip(names, arguments(case, 4, [2, 2], device), strict=True))
-    for name, wrong in {
-        "v": right["v"][None],
-        "df": right["df"][:, :2].contiguous(),
-        "gram": right["gram"].double(),
-        "newest": right["newest"].long(),
-        "count": right["count"][:1],
-    }.items():
-        with pytest.raises((ValueError, RuntimeError), match=f"`{name}` must"):
-            product(*(right | {name: wrong}).values(), *scalars(case))
-
-
-@pytest.mark.usefixtures("cpp_kernels")
-def test_opcheck():
-    case = Case("and2", batch=2, size=9, history=3)
-    args = [torch.nan_to_num(t) for t in arguments(case, 4, [2, 2])]
-    for suffix in ("", "_triton"):
-        op = getattr(torch.ops.deqfast, f"multisecant_transposed{suffix}").default
-        assert set(torch.library.opcheck(op, (*args, *scalars(case))).values()) == {"SUCCESS"}
+    check_bits(product, [*args, *scalars(case)], implementation, set_threads, case.batch)
+    assert product(*(tensor[:0] for tensor in args), *scalars(case)).shape == (0, 70)
 
 
 @pytest.mark.parametrize("name", ["anderson", "anderson-I"])

@@ -13,9 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED
+from op_calls import check_bits
 
 from deqfast import Status
-from deqfast.testing.states import METHODS, RULES, Case, State, check_run, check_step, clone, make_state, same_bits
+from deqfast.testing.states import METHODS, RULES, Case, State, check_run, check_step, make_state
 
 DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
 EVENTS = (
@@ -32,7 +33,6 @@ EVENTS = (
     "fallen",
     "degenerate",
 )
-OF_A_SAMPLE = {"residual": 1, "progress": 1}  # the dimension of the batch, where that is not the first
 every_method = pytest.mark.parametrize("method", METHODS)
 every_step = pytest.mark.parametrize("method", [None, *METHODS], ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -173,50 +173,24 @@ def test_without_a_ridge_a_degenerate_pair_leaves_a_picard_step(method, k, imple
     torch.testing.assert_close(after["z"][0], after["fz"][0])
 
 
-def circumstances(implementation, set_threads) -> Iterator[None]:
-    """What must not matter: the threads of the CPU, the order of those of a GPU, or nothing but the time."""
-    if implementation.name == "cpp":
-        for threads in (1, 2, 4):
-            yield set_threads(threads)
-    elif implementation.name == "emulated":
-        for order in emulate.ORDERS:
-            with emulate.order(order):
-                yield
-    else:
-        yield from [None] * (1 if INTERPRETED else 9)
-
-
-def check_bits(case: Case, implementation, set_threads) -> None:
-    before = make_state(case, implementation.device)
-    together = clone(before)
-    case.call(step_of(case.method, implementation), together)
-    for _ in circumstances(implementation, set_threads):
-        again = clone(before)
-        case.call(step_of(case.method, implementation), again)
-        assert all(same_bits(together[name], again[name]) for name in case.names)
-    for row in range(3):
-        alone = {
-            name: tensor if name == "active" else tensor.narrow(OF_A_SAMPLE.get(name, 0), row, 1).contiguous()
-            for name, tensor in before.items()
-        }
-        alone = clone(alone)
-        replace(case, batch=1).call(step_of(case.method, implementation), alone)
-        for name in set(case.names) - {"active"}:
-            assert same_bits(alone[name], together[name].narrow(OF_A_SAMPLE.get(name, 0), row, 1)), name
+def bits_of(case: Case, implementation, set_threads) -> None:
+    state = make_state(case, implementation.device)
+    values = [*(state[name] for name in case.names), *case.scalars()]
+    check_bits(step_of(case.method, implementation), values, implementation, set_threads, case.batch)
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("last", [False, True])
 @every_step
 def test_the_bits_depend_on_nothing_but_the_sample(method, last, implementation, set_threads):
-    check_bits(befallen(method, size=203, last=last), implementation, set_threads)
+    bits_of(befallen(method, size=203, last=last), implementation, set_threads)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("last", [False, True])
 @every_step
 def test_the_bits_of_a_sample_that_is_shared(method, last, shared_size, implementation, set_threads):
-    check_bits(befallen(method, size=shared_size, history=2, last=last), implementation, set_threads)
+    bits_of(befallen(method, size=shared_size, history=2, last=last), implementation, set_threads)
 
 
 @every_step

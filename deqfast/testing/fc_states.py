@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,16 +94,3 @@ def check_solve(op: Callable[..., Any], case: FCCase, device: str = "cpu") -> li
         error, allowed = (actual - true).abs(), 2 * (like - true).abs() + rounding(case.dtype) * size
         assert (error[finite] <= allowed[finite]).all(), f"residual: {error.tolist()}, allowed {allowed.tolist()}"
     return outcome
-
-
-def unlike_alone(op: Callable[..., Any], case: FCCase, rows: Sequence[int], device: str = "cpu") -> list[int]:
-    """Samples among `rows` whose bits differ between a batch of one and the whole batch."""
-    weight, c, z0 = case.make(device)
-    *together, residuals = op(weight, c, z0, *case.scalars())
-    found = []
-    for row in rows:
-        *alone, residual = op(weight, c[row : row + 1].clone(), z0[row : row + 1].clone(), *case.scalars())
-        same = all(torch.equal(a, t[row : row + 1]) for a, t in zip(alone, together, strict=True))
-        if not (same and torch.equal(residual, residuals[:, row : row + 1])):
-            found.append(row)
-    return found

@@ -1,12 +1,14 @@
-"""The emulation of CUDA finds what it is for; and how often the steps launch. What they compute, in any order of the
-threads, is tested in tests/test_steps.py."""
+"""The emulation of CUDA finds what it is for; and how often the kernels launch. What they compute, in any order of the
+threads, is tested with the other implementations."""
 
 from __future__ import annotations
 
 import emulate
 import pytest
 import torch
+from op_calls import good
 
+from deqfast.testing.norm_states import NORM_OPS, NormCase
 from deqfast.testing.states import Case, make_state
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
@@ -50,3 +52,14 @@ def test_launches(op, processors, launches):
     case.call(getattr(torch.ops.deqfast_emulated, op), state)
     emulate.set_device(processors=4, shared_memory=99 * 1024)
     assert emulate.launches() - before == launches
+
+
+@pytest.mark.parametrize("implementation", ["emulated"], indirect=True)
+@pytest.mark.parametrize("op", [*NORM_OPS, "fc_fixed_point"])
+def test_one_launch_and_none_for_an_empty_batch(op, implementation):
+    run, before = implementation.op(op, op.removesuffix("_backward")), emulate.launches()
+    run(*good(op).values())
+    assert emulate.launches() - before == 1
+    if op in NORM_OPS:
+        run(*NormCase(op, shape=(0, 16, 3, 5)).arguments().values())
+        assert emulate.launches() - before == 1

@@ -1,0 +1,121 @@
+"""Calls of every registered op: arguments that are right, and what must not change a bit of the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import emulate
+import torch
+from interpreter import INTERPRETED
+from torch import Tensor
+
+from deqfast.testing.fc_states import FCCase
+from deqfast.testing.norm_states import NormCase
+from deqfast.testing.states import METHODS, Case, StepsCase, make_state, same_bits
+
+SOURCES = {  # stems of the CUDA sources that are not named as their op
+    "norm_act_backward": "norm_act",
+    "norm_act_residual_backward": "norm_act_residual",
+    "class_means": "neural_collapse",
+    "within_class_scatter": "neural_collapse",
+    "multisecant_transposed": "multisecant_step",
+}
+STEPS = {
+    "picard_step": Case(None, size=17, k=1, damping=0.7),
+    "multisecant_step": Case("good", size=17, k=2),
+    "broyden_step": StepsCase(size=17, k=2),
+}
+SHORT_HISTORY = {"history_dtype": torch.bfloat16}
+OPTIONS: dict[str, dict[str, Any]] = {"fp32": {}, "fp64": {"dtype": torch.float64}}
+# Of the ops in which some tensors may be shorter than the state.
+SHORT = {
+    "multisecant_step": SHORT_HISTORY,
+    "multisecant_transposed": SHORT_HISTORY,
+    "fc_fixed_point": {"weight_dtype": torch.bfloat16},
+    **dict.fromkeys(("norm_act_residual", "norm_act_residual_backward"), "bf16 beside fp32"),
+    **dict.fromkeys(("norm_act", "norm_act_backward"), "bf16"),
+    **dict.fromkeys(("class_means", "within_class_scatter"), torch.bfloat16),
+}
+
+
+def tensors(op: str) -> list[str]:
+    """The names of those arguments that are tensors, the first of them."""
+    return [argument.name for argument in arguments_of(op) if str(argument.type) == "Tensor"]
+
+
+def arguments_of(op: str) -> list[Any]:
+    return getattr(torch.ops.deqfast, op).default._schema.arguments
+
+
+def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
+    """Arguments that are right, in the order of the schema. dtype: "fp32", "fp64", or "short", see SHORT."""
+    options = SHORT[op] if dtype == "short" else OPTIONS[dtype]
+    if op in STEPS:
+        values = step_values(replace(STEPS[op], **options), device)
+    elif op == "multisecant_transposed":
+        case = Case("and2", size=17, k=4, **options)
+        state = {name: tensor.nan_to_num() for name, tensor in make_state(case, device).items()}
+        newest = torch.full((2,), 3, dtype=torch.int32, device=device)
+        values = [state["z"], state["left"], state["df"], state["gram"], newest, newest - 1]
+        values += [METHODS["and2"], 1.0, 1.0, case.ridge]
+    elif op == "fc_fixed_point":
+        case = FCCase(size=4, batch=3, max_iter=3, **options)
+        values = [*case.make(device), *case.scalars()]
+    elif op == "fc_vjp":
+        pre = torch.randn(3, 7, dtype=options.get("dtype")).to(device)
+        values = [pre, pre + 1, 2]
+    elif op.startswith("norm_act"):
+        values = [*NormCase(op, dtypes=options if dtype == "short" else dtype).arguments(device).values()]
+    else:
+        features = torch.randn(5, 4).to(options if dtype == "short" else options.get("dtype", torch.float32))
+        means, directions = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+        values = [features, torch.tensor([0, 3, 1, 4, 2]), torch.tensor([0, 2, 4, 5]), means, directions]
+        values = [tensor.to(device) for tensor in values]
+    return dict(zip((argument.name for argument in arguments_of(op)), values, strict=False))
+
+
+def step_values(case: Case, device: str = "cpu") -> list[Any]:
+    """The arguments of a step, without NaN where nothing was written."""
+    state = make_state(case, device)
+    return [*(torch.nan_to_num(state[name]) for name in case.names), *case.scalars()]
+
+
+def outcome(op: Callable[..., Any], values: list[Any]) -> list[Tensor]:
+    """Its results, and what it has made of its arguments."""
+    values = [value.clone() if isinstance(value, Tensor) else value for value in values]
+    results = op(*values)
+    results = [results] if isinstance(results, Tensor) else results or []
+    return [*results, *(value for value in values if isinstance(value, Tensor))]
+
+
+def circumstances(implementation, set_threads) -> Iterator[None]:
+    """What must not matter: the threads of the CPU, the order of those of a GPU, or nothing but the time."""
+    if implementation.name == "cpp":
+        for threads in (1, 2, 3, 4):
+            yield set_threads(threads)
+    elif implementation.name == "emulated":
+        for order in emulate.ORDERS:
+            with emulate.order(order):
+                yield
+    else:
+        yield from [None] * (1 if INTERPRETED else 9)
+
+
+def of_sample(tensor: Any, row: int, batch: int) -> Any:
+    """The part of a sample; the batch is the first dimension of that size, and what has none is of all samples."""
+    sizes = tensor.shape[:2] if isinstance(tensor, Tensor) else ()
+    return tensor.narrow(sizes.index(batch), row, 1).clone() if batch in sizes else tensor
+
+
+def check_bits(op: Callable[..., Any], values: list[Any], implementation, set_threads, batch: int = 0) -> None:
+    """Neither the circumstances nor, in a batch, the mates of a sample change a bit. No other size may be `batch`."""
+    together = outcome(op, values)
+    for _ in circumstances(implementation, set_threads):
+        assert all(map(same_bits, outcome(op, values), together))
+    for row in {0, 1, batch // 2, batch - 1} & {*range(batch)}:
+        alone = outcome(op, [of_sample(value, row, batch) for value in values])
+        for i, tensor in enumerate(together):
+            part = of_sample(tensor, row, batch)
+            assert part is tensor or same_bits(alone[i], part), (row, i)
