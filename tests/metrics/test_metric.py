@@ -94,23 +94,19 @@ def in_pieces(metric, features, labels, sizes=(1, 63, 200)):
 
 
 @every_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_metric_in_pieces_equals_the_function(dtype, device):
-    features, labels, weight = (x.to(device) for x in make_samples(777, 63, 10, dtype=dtype))
-    expected = neural_collapse(features, labels, weight)
-    assert in_pieces(NeuralCollapse(10, weight).to(device), features, labels).compute() == expected
-
-
-@every_device
 @pytest.mark.parametrize("center", ["class-means", "samples"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(), (1, 63, 200), (0, 5, 0), (1,) * 50])
-def test_streaming_equals_the_function(sizes, dtype, center, device):
+@list_and_streaming
+def test_a_metric_in_pieces_equals_the_function(streaming, sizes, dtype, center, device):
     features, labels, weight = (x.to(device) for x in make_samples(777, 63, 10, offset=1.0, dtype=dtype))
     features[3, 4] = math.nan
     expected = neural_collapse(features, labels, weight, center=center)
-    metric = NeuralCollapse(10, weight, center=center, streaming=True).to(device)
+    metric = NeuralCollapse(10, weight, center=center, streaming=streaming).to(device)
     result = in_pieces(metric, features, labels, sizes).compute()
+    if not streaming:
+        assert result == expected
+        return
     assert_metrics_close(result, expected, rtol_on(device, dtype))
     assert (result.excluded, result.nc4) == (1, None)
 
@@ -126,46 +122,77 @@ def test_streaming_drops_empty_classes_and_keeps_rtol():
     assert metric.compute().rank == 3
 
 
-@list_and_streaming
-def test_reset_forgets(streaming):
-    features, labels, weight = make_samples(777, 63, 10)
-    metric = NeuralCollapse(10, weight, streaming=streaming)
+def reset(metric, features, labels):
     metric.update(torch.full((5, 63), math.nan), torch.arange(5))
     metric.update(100 * features, labels)
     metric.reset()
     metric.update(features, labels)
-    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight), fields=(*KEPT_FIELDS, "excluded"))
+    return metric
 
 
-@list_and_streaming
-def test_forward_gives_the_batch_and_accumulates(streaming):
-    features, labels, weight = make_samples(777, 63, 10)
-    metric = NeuralCollapse(10, weight, streaming=streaming)
+def forward(metric, features, labels):
+    """Every call gives the result of its batch. An error leaves what was collected."""
     for part in (slice(0, 300), slice(300, 500), slice(500, 777)):
-        assert_metrics_close(
-            metric(features[part], labels[part]), neural_collapse(features[part], labels[part], weight)
-        )
-    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
-
-
-@list_and_streaming
-def test_an_error_of_a_batch_leaves_what_was_collected(streaming):
-    features, labels, weight = make_samples(300, 63, 10)
-    metric = NeuralCollapse(10, weight, streaming=streaming)
-    metric.update(features, labels)
+        expected = neural_collapse(features[part], labels[part], metric.classifier_weight)
+        assert_metrics_close(metric(features[part], labels[part]), expected)
     with pytest.raises(ValueError, match="is empty"):
         metric(features[:0], labels[:0])
-    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
+    return metric
+
+
+def merged(metric, features, labels):
+    other = metric.clone()
+    metric.update(features[:100], labels[:100])
+    other.update(features[100:], labels[100:])
+    metric.merge_state(other)
+    return metric
+
+
+def twin_of(duplicate):
+    def continued(metric, features, labels):
+        metric.update(features[:500], labels[:500])
+        before, twin = metric.compute(), duplicate(metric)
+        twin.update(features[500:], labels[500:])
+        assert metric.compute() == before
+        return twin
+
+    return continued
+
+
+def in_one_buffer(metric, features, labels):
+    buffer, label_buffer = torch.empty(259, 63), torch.empty(259, dtype=torch.int64)
+    for part in (slice(0, 259), slice(259, 518), slice(518, 777)):
+        buffer.copy_(features[part])
+        label_buffer.copy_(labels[part])
+        metric.update(buffer, label_buffer)
+    return metric
+
+
+def in_inference_mode_and_with_gradients(metric, features, labels):
+    with torch.inference_mode():
+        metric.update(features[:300].clone(), labels[:300])
+    metric.update(features[300:].requires_grad_(), labels[300:])
+    return metric
+
+
+def in_a_collection(metric, features, labels):
+    MetricCollection({"it": metric, "other": metric.clone()}).update(features, labels)
+    return metric
+
+
+WAYS = [reset, forward, merged, in_one_buffer, in_inference_mode_and_with_gradients, in_a_collection]
+WAYS += [
+    twin_of(duplicate) for duplicate in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.clone())
+]
 
 
 @list_and_streaming
-def test_merge_state(streaming):
+@pytest.mark.parametrize("way", WAYS)
+def test_however_samples_come_they_give_what_the_function_gives(way, streaming):
     features, labels, weight = make_samples(777, 63, 10, offset=1.0)
-    first, second = (NeuralCollapse(10, weight, streaming=streaming) for _ in range(2))
-    first.update(features[:100], labels[:100])
-    second.update(features[100:], labels[100:])
-    first.merge_state(second)
-    assert_metrics_close(first.compute(), neural_collapse(features, labels, weight))
+    expected = neural_collapse(features, labels, weight)
+    result = way(NeuralCollapse(10, weight, streaming=streaming), features, labels).compute()
+    assert_metrics_close(result, expected, fields=(*KEPT_FIELDS, "excluded"))
 
 
 @list_and_streaming
@@ -187,41 +214,6 @@ def test_classifier_is_read_when_computing(streaming):
 
 
 @list_and_streaming
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m.clone()])
-def test_copies_and_pickles(duplicate, streaming):
-    features, labels, weight = make_samples(777, 63, 10)
-    classifier = nn.Linear(63, 10, bias=False)
-    with torch.no_grad():
-        classifier.weight.copy_(weight)
-    metric = NeuralCollapse(10, classifier, streaming=streaming)
-    metric.update(features[:500], labels[:500])
-    twin = duplicate(metric)
-    twin.update(features[500:], labels[500:])
-    assert_metrics_close(twin.compute(), neural_collapse(features, labels, weight))
-    assert_metrics_close(metric.compute(), neural_collapse(features[:500], labels[:500], weight))
-
-
-def test_batches_are_copied():
-    features, labels, _ = make_samples(200, 7, 4)
-    metric, buffer, label_buffer = NeuralCollapse(4), torch.empty(100, 7), torch.empty(100, dtype=torch.int64)
-    for part in (slice(0, 100), slice(100, 200)):
-        buffer.copy_(features[part])
-        label_buffer.copy_(labels[part])
-        metric.update(buffer, label_buffer)
-    assert metric.compute() == neural_collapse(features, labels, num_classes=4)
-
-
-@list_and_streaming
-def test_inference_mode_and_gradients(streaming):
-    features, labels, weight = make_samples(777, 63, 10)
-    metric = NeuralCollapse(10, weight, streaming=streaming)
-    with torch.inference_mode():
-        metric.update(features[:300].clone(), labels[:300])
-    metric.update(features[300:].requires_grad_(), labels[300:])
-    assert_metrics_close(metric.compute(), neural_collapse(features, labels, weight))
-
-
-@list_and_streaming
 def test_it_moves_and_converts_with_the_model_that_holds_it(streaming):
     """Labels stay integers, moments float64; features become another dtype by ``set_dtype`` alone."""
     features, labels = torch.randn(60, 4), torch.arange(60) % 3 + 2000
@@ -238,15 +230,6 @@ def test_it_moves_and_converts_with_the_model_that_holds_it(streaming):
     else:
         assert model.metric.features[0].dtype == torch.float16 and torch.equal(model.metric.labels[0], labels)
     assert model.metric.to("meta").device.type == "meta"
-
-
-def test_metric_collection():
-    features, labels, weight = make_samples(777, 63, 10)
-    both = MetricCollection({"list": NeuralCollapse(10, weight), "stream": NeuralCollapse(10, weight, streaming=True)})
-    both.update(features, labels)
-    expected = neural_collapse(features, labels, weight)
-    for result in both.compute().values():
-        assert_metrics_close(result, expected)
 
 
 WORLD_SIZE = 2

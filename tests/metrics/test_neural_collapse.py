@@ -152,15 +152,6 @@ def test_simplex_is_fully_collapsed(classes):
     assert result.nc4 == 1.0
 
 
-def test_values_stated_for_ten_classes():
-    labels = torch.arange(30) % 10
-    orthogonal = neural_collapse(torch.eye(10, 16)[labels], labels)
-    assert round(orthogonal.nc2, 3) == 0.320
-    assert orthogonal.nc2_centered == pytest.approx(0, abs=ROUNDING)
-    simplex = neural_collapse(simplex_vertices(10, 16)[labels], labels)
-    assert round(simplex.nc2_paper, 3) == 0.667
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("center", ["class-means", "samples"])
 def test_nc2_and_nc3_agree_with_the_definitions(dtype, center):
@@ -178,13 +169,6 @@ def test_nc2_and_nc3_agree_with_the_definitions(dtype, center):
     }
     for name, value in expected.items():
         assert getattr(result, name) == pytest.approx(value, rel=EXACT_RTOL), name
-
-
-def test_nc3_ends_at_two():
-    features, labels, _ = make_samples(100, 63, 4, dtype=torch.float64)
-    means = class_means(features, labels)
-    assert neural_collapse(features, labels, -3 * means).nc3 == pytest.approx(2, rel=EXACT_RTOL)
-    assert neural_collapse(features, labels, means - means.mean(0)).nc3_centered == pytest.approx(0, abs=ROUNDING)
 
 
 @every_device
@@ -214,18 +198,13 @@ def test_nc4_ties_go_to_the_lowest_index():
     assert neural_collapse(torch.zeros(6, 4), torch.arange(6) % 3, torch.randn(3, 4)).nc4 == 1.0
 
 
-def test_a_classifier_that_is_not_finite_gives_nan():
+def test_without_a_finite_classifier_there_is_no_nc3_and_no_nc4():
     features, labels, weight = make_samples(100, 7, 4)
     weight[1, 2] = math.nan
-    result = neural_collapse(features, labels, weight)
-    assert math.isnan(result.nc3) and math.isnan(result.nc4)
-    assert result.nc1 == neural_collapse(features, labels).nc1
-
-
-def test_without_classifier_nc3_and_nc4_are_none():
-    features, labels, _ = make_samples(100, 7, 4)
-    result = neural_collapse(features, labels)
-    assert (result.nc3, result.nc3_centered, result.nc4) == (None, None, None)
+    broken, without = neural_collapse(features, labels, weight), neural_collapse(features, labels)
+    assert math.isnan(broken.nc3) and math.isnan(broken.nc4)
+    assert (without.nc3, without.nc3_centered, without.nc4) == (None, None, None)
+    assert broken.nc1 == without.nc1
 
 
 def test_empty_classes_are_dropped():
