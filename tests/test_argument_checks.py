@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import deqfast
 from deqfast import Anderson, Broyden, DEQBlock, FCCell, Neumann, Phantom, Picard, Reversible, fixed_point, solve
 from deqfast.compat.torchdeq import get_deq
 
@@ -23,6 +24,7 @@ def add(z, x):
     return z + x
 
 
+FEATURES, LABELS = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
 MISTAKES = {
     "a setting of the solver": (lambda: DEQBlock(halve, rtol=1e-4), TypeError, "use solver=Broyden(rtol=...)"),
     "of another solver": (lambda: DEQBlock(halve, ridge=0.0), TypeError, "use solver=Anderson(ridge=...)"),
@@ -44,6 +46,9 @@ MISTAKES = {
     "capitals": (lambda: DEQBlock(halve, adjoint="JFB"), ValueError, "did you mean 'jfb'?"),
     "a class": (lambda: DEQBlock(halve, Broyden), ValueError, "did you mean Broyden()?"),
     "a kernel": (lambda: DEQBlock(halve, kernel="tritn"), ValueError, "got 'tritn'; did you mean 'triton'?"),
+    "of a cell": (lambda: deqfast.ResidualCell(8, kernel="fast"), ValueError, "one of 'auto', "),
+    "of a metric": (lambda: deqfast.NeuralCollapse(2, kernel="cublas"), ValueError, "one of 'auto', "),
+    "of its function": (lambda: deqfast.neural_collapse(FEATURES, LABELS, kernel="cublas"), ValueError, "got 'cublas'"),
     "an activation": (lambda: FCCell(3, 3, "tan"), ValueError, "got 'tan'; did you mean 'tanh'?"),
     "an option of torchdeq's": (lambda: get_deq(f_slover="broyden"), TypeError, "did you mean 'f_solver'?"),
     "a layer for a cell": (lambda: DEQBlock(nn.Linear(3, 3)), TypeError, "cell must accept (z, x)"),

@@ -296,8 +296,3 @@ class TestCell:
         if deqfast.backends()["cpp"]:
             with pytest.raises(RuntimeError, match="`y` must be float32, bfloat16 or float64"):
                 with_kernel(cell, "cpp")(z, x)
-
-    def test_the_name_of_the_kernel_is_checked(self):
-        with pytest.raises(ValueError, match="kernel must be one of 'auto', .*, got 'fast'"):
-            ResidualCell(8, kernel="fast")
-        assert ResidualCell(8, kernel="torch").kernel == "torch"
