@@ -36,6 +36,15 @@ def skip_unserved(kernel: str, dtype: str) -> None:
         pytest.skip("the Triton kernel has no float64")
 
 
+def most_features(implementation, dtype: torch.dtype) -> float:
+    """In bfloat16 the Triton kernel holds 256 columns, if a block of the GPU has the memory."""
+    if implementation.name == "triton":
+        from deqfast.kernels.config import fc_features, shared_memory
+
+        return fc_features(dtype, shared_memory(torch.device(implementation.device)))
+    return 128 if implementation.name == "emulated" else math.inf
+
+
 class TestOp:
     """Against the reference in float64: value, status, iterations and residuals."""
 
@@ -49,18 +58,9 @@ class TestOp:
     @pytest.mark.parametrize(("size", "batch"), [(1, 1), (7, 17), (63, 5), (128, 1), (200, 17), (300, 33), (1, 0)])
     def test_sizes(self, size, batch, dtype, op, implementation):
         skip_unserved(implementation.name, dtype)
-        if implementation.name in ("triton", "emulated") and size > 128:
-            pytest.skip("more than is emulated in time, or than the Triton kernel holds of every dtype")
-        check_solve(op, FCCase(size=size, batch=batch, warm=True, **DTYPES[dtype]), implementation.device)
-
-    @pytest.mark.parametrize("implementation", ["triton"], indirect=True)
-    def test_as_many_columns_as_triton_holds(self, op, implementation):
-        """In bfloat16: of 200, which are padded, to 256."""
-        from deqfast.kernels.config import fc_features, shared_memory
-
-        if fc_features(torch.bfloat16, shared_memory(torch.device(implementation.device))) < 200:
-            pytest.skip("a block of this GPU has not the memory")
-        case = FCCase(size=200, batch=3, max_iter=4, warm=True, weight_dtype=torch.bfloat16)
+        case = FCCase(size=size, batch=batch, warm=True, **DTYPES[dtype])
+        if size > most_features(implementation, case.weight_dtype or case.dtype):
+            pytest.skip("more than is emulated in time, or than the Triton kernel holds of this dtype")
         check_solve(op, case, implementation.device)
 
     @every_dtype

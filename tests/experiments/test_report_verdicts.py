@@ -66,26 +66,41 @@ def test_the_words(mean, error, p_different, p_equal, higher, lower):
 
 
 @pytest.fixture
-def primary(made_up, monkeypatch):
-    """Finished primary runs, two seeds a block, in which an arm's DEQ is ahead by so much: their group."""
+def write(made_up, monkeypatch):
+    """Write runs of the study preset, the shift and the options of each: all groups so far. No trial has chosen."""
     monkeypatch.setattr(protocol, "tuned", dict)
-    blocks = tuple(replace(block, seeds=range(2)) for block in PRIMARY)
-    for module in ("protocol", "reporting.verdicts", "reporting.tables"):
-        monkeypatch.setattr(f"nc_study.{module}.PRIMARY", blocks)
     monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: {"bf16": 1.0, "fp32": 1.5})
     monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=0.955))
     names = count()
 
-    def write(gain, without=0):
+    def write(*runs):
+        for shift, given in runs:
+            options = {"preset": "study", "epochs": 30, "precision": "bf16", **given}
+            path = made_up(f"run{next(names)}", shift, **options)
+        return collect([path.parent]).groups
+
+    return write
+
+
+def of_b(arm, **given):
+    return {**arm_options(arm), **RECIPE_B, **given}
+
+
+@pytest.fixture
+def primary(write, monkeypatch):
+    """Finished primary runs, two seeds a block, in which an arm's DEQ is ahead by so much: their group."""
+    blocks = tuple(replace(block, seeds=range(2)) for block in PRIMARY)
+    for module in ("protocol", "reporting.verdicts", "reporting.tables"):
+        monkeypatch.setattr(f"nc_study.{module}.PRIMARY", blocks)
+
+    def finish(gain, without=0):
         runs = [(block.setting, seed, arm) for block in blocks for seed in range(2) for arm in block.arms]
-        for setting, seed, arm in runs[without:]:
-            options = {**setting.options, **arm_options(arm), "seed": seed, "preset": "study", "epochs": 30, **RECIPE_B}
-            path = made_up(f"run{next(names)}", gain(seed, arm), precision="bf16", **options)
-        (group,) = collect([path.parent]).groups
+        runs = [(gain(seed, arm), of_b(arm, seed=seed, **setting.options)) for setting, seed, arm in runs[without:]]
+        (group,) = write(*runs)
         assert group.recipe_b and not group.tuned
         return group
 
-    return write
+    return finish
 
 
 def verdict_of_each(group):
@@ -131,6 +146,8 @@ def test_the_conclusions_are_the_protocols():
 
 def test_no_verdict_before_the_last_primary_run(primary):
     """Estimates are of the settings that have two seeds of every arm; where none has, there is a first look."""
+    said = findings([primary(lambda seed, arm: 2 + seed / 5, without=17)])
+    assert said[0].startswith("No verdict yet: 7 of the 24 runs") and "overall accuracy +2.20" in said[1]
     group = primary(lambda seed, arm: 2 + seed / 5, without=1)
     said = findings([group])
     assert set(verdict_of_each(group).values()) == {"not yet: 23 of 24 runs"}
@@ -140,39 +157,27 @@ def test_no_verdict_before_the_last_primary_run(primary):
     assert "in points: +2.10 [+1.80, +2.40] against the explicit network" in said[2] and len(said) == 5
 
 
-def test_fresh_seeds_that_go_the_other_way_are_told_with_the_verdict(made_up, monkeypatch):
+def test_fresh_seeds_that_go_the_other_way_are_told_with_the_verdict(write, monkeypatch):
     """Of six seeds at (3,7) R = 10 the first three are ahead by 5 and 6, the fresh ones behind by 1 and 2."""
-    monkeypatch.setattr(protocol, "tuned", dict)
-    monkeypatch.setattr("nc_study.reporting.tables.precision_check", lambda groups: {"bf16": 1.0, "fp32": 1.5})
     monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=1.0))
-    for block in PRIMARY:
-        for seed, arm in product(block.seeds, B_ARMS):
-            options = {**block.setting.options, **arm_options(arm), "preset": "study", "epochs": 30, **RECIPE_B}
-            gain = (5 if seed < 3 else -2) + seed % 2
-            path = made_up(f"{block.setting.slug}{arm}{seed}", gain, seed=seed, precision="bf16", **options)
-    (group,) = collect([path.parent]).groups
+    runs = [
+        ((5 if seed < 3 else -2) + seed % 2, of_b(arm, seed=seed, **block.setting.options))
+        for block in PRIMARY
+        for seed, arm in product(block.seeds, B_ARMS)
+    ]
+    (group,) = write(*runs)
     (row, *_) = verdict_rows(group)
     # Differences -1, -2 and -1: deviation 0.577, t = 4.303.
     assert row["fresh seeds"] == "-1.33 [-2.77, +0.10], the other way" and row["difference"].startswith("+4.")
     assert findings([group])[3].count("(supported; the fresh seeds go the other way)") == 3
 
 
-def test_a_setting_is_ready_when_the_arms_share_two_seeds(made_up, monkeypatch):
-    monkeypatch.setattr(protocol, "tuned", dict)
-    options = {"preset": "study", "epochs": 30, "precision": "bf16", **RECIPE_B}
-    for arm, seed in product(B_ARMS, range(3)):
-        if (arm, seed) != ("deq-implicit", 0):
-            path = made_up(f"{arm}{seed}", seed=seed, **{**options, **arm_options(arm)})
-    (group,) = collect([path.parent]).groups
+def test_a_setting_is_ready_when_the_arms_share_two_seeds(write):
+    pairs = [pair for pair in product(B_ARMS, range(3)) if pair != ("deq-implicit", 0)]
+    (group,) = write(*((1.0, of_b(arm, seed=seed)) for arm, seed in pairs))
     assert ready(group) == {PRIMARY[0]: 2}
-    (path.parent / "once1" / "result.json").unlink()
-    (group,) = collect([path.parent]).groups
+    del group.runs[PRIMARY[0].setting, "once"][1]
     assert ready(group) == {}, "they share seed 2 alone"
-
-
-def test_a_first_look_before_any_setting_is_ready(primary):
-    said = findings([primary(lambda seed, arm: 2.0, without=17)])
-    assert said[0].startswith("No verdict yet: 7 of the 24 runs") and "overall accuracy +2.00" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -182,64 +187,51 @@ def test_a_first_look_before_any_setting_is_ready(primary):
         (-2.5, "2.50 apart; by the protocol at most 2 is allowed: all runs"),
     ],
 )
-def test_the_check_of_the_precision(made_up, monkeypatch, moved, judged):
+def test_the_check_of_the_precision(write, monkeypatch, moved, judged):
     """Arms with rates of their own are compared; half of the check says nothing."""
     rates = {"explicit": 0.03, "deq-implicit": 0.3}
     monkeypatch.setattr(protocol, "tuned", lambda: {arm: {"lr": lr} for arm, lr in rates.items()})
-    options = {"preset": "study", "epochs": 30}
-    for precision, seed, (arm, lr) in product(("bf16", "fp32"), range(2), rates.items()):
-        given = {**options, **arm_options(arm), "lr": lr, "seed": seed, "precision": precision}
-        shift = 1.0 + moved * (precision == "fp32") + seed
-        path = made_up(f"{arm}{seed}{precision}", shift, **given)
-    groups = collect([path.parent]).groups
+    monkeypatch.setattr("nc_study.reporting.tables.precision_check", precision_check)
+    *runs, last = [
+        (
+            1.0 + moved * (precision == "fp32") + seed,
+            {**arm_options(arm), "lr": lr, "seed": seed, "precision": precision},
+        )
+        for precision, seed, (arm, lr) in product(("bf16", "fp32"), range(2), rates.items())
+    ]
+    groups = write(*runs)
+    assert precision_check(groups) == {} and not any("Check of" in one for one in findings(groups))
+    groups = write(last)
     assert precision_check(groups) == pytest.approx({"bf16": 1.5, "fp32": 1.5 + moved})
     assert judged in findings(groups)[-1]
-    (path / "result.json").unlink()
-    groups = collect([path.parent]).groups
-    assert precision_check(groups) == {} and not any("Check of" in one for one in findings(groups))
 
 
-def test_recipes_are_never_in_one_estimate(made_up, monkeypatch):
+def test_recipes_are_never_in_one_estimate(write, monkeypatch):
     """The explicit network's runs of the first list are recipe B's too; no other run is in two groups."""
     first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in protocol.ARMS}
     monkeypatch.setattr(protocol, "tuned", lambda: first)
-    options = {"preset": "study", "epochs": 30, "precision": "bf16"}
-    names = count()
-
-    def write(arm, **given):
-        return made_up(f"run{next(names)}", **{**options, **arm_options(arm), **given})
-
-    for seed, arm in product(range(2), protocol.ARMS):
-        write(arm, seed=seed, **first[arm])
-    for seed, arm in product((0, 1, 3), B_ARMS[1:]):
-        write(arm, seed=seed, **RECIPE_B)
-    write("explicit", seed=3, **RECIPE_B)
-    write("explicit", seed=0, lr=0.1)
-    for arm in B_ARMS:
-        write(arm, no_augmentation=True, **RECIPE_B)
-        path = write(arm, dataset="cifar100", **RECIPE_B)
-    b, old, *others = groups = collect([path.parent]).groups
+    runs = [{**arm_options(arm), **first[arm], "seed": seed} for seed, arm in product(range(2), protocol.ARMS)]
+    runs += [of_b(arm, seed=seed) for seed, arm in product((0, 1, 3), B_ARMS[1:])]
+    runs += [of_b("explicit", seed=3), {"model": "explicit", "lr": 0.1}]
+    runs += [of_b(arm, **given) for arm in B_ARMS for given in ({"no_augmentation": True}, {"dataset": "cifar100"})]
+    b, old, *others = groups = write(*((1.0, given) for given in runs))
     assert b.recipe_b and old.first_recipe and len(b.finished) == 12 and len(old.finished) == 10
     assert {len(group.finished) for group in others} == {1, 4} and len(others) == 3
     assert [sum(arm == "explicit" for _, arm in group.runs) for group in groups] == [1, 1, 1, 1, 1]
     setting = PRIMARY[0].setting
-    assert set(old.differences(setting, "deq-implicit", "explicit", "overall")) == {0, 1}
-    assert set(b.differences(setting, "deq-implicit", "explicit", "overall")) == {0, 1, 3}
-    for group, rate in ((old, 0.1), (b, 0.03)):
-        runs = group.runs[setting, "deq-implicit"].values()
-        assert {run.result.settings.lr for run in runs} == {rate}
+    for group, rate, seeds in ((old, 0.1, {0, 1}), (b, 0.03, {0, 1, 3})):
+        assert set(group.differences(setting, "deq-implicit", "explicit", "overall")) == seeds
+        assert {run.result.settings.lr for run in group.runs[setting, "deq-implicit"].values()} == {rate}
     assert {run.path for run in b.finished} & {run.path for run in old.finished} == {
         run.path for run in old.runs[setting, "explicit"].values()
     }
-    assert len({run.path for group in groups for run in group.finished}) == next(names)
+    assert len({run.path for group in groups for run in group.finished}) == len(runs)
 
 
-def test_a_run_of_other_values_is_none_of_the_protocols(made_up, monkeypatch):
+def test_a_run_of_other_values_is_none_of_the_protocols(write, monkeypatch):
     monkeypatch.setattr(protocol, "tuned", lambda: {"deq-jfb": {"lr": 0.3}})
     changes = [{}, {"lr": 0.1}, {"precision": "fp32"}, {"dataset": "cifar100"}, {"metrics_every": 7}, {"seed": 3}]
-    for number, given in enumerate(changes):
-        path = made_up(f"{number}", **{"preset": "study", "epochs": 30, "lr": 0.3, "precision": "bf16", **given})
-    groups = collect([path.parent]).groups
+    groups = write(*((1.0, {"lr": 0.3, **given}) for given in changes))
     tuned = [sorted(run.path.name for run in group.finished) for group in groups if group.tuned]
-    assert sorted(tuned) == [["0"], ["2"]] and not any(group.recipe_b for group in groups)
+    assert sorted(tuned) == [["run0"], ["run2"]] and not any(group.recipe_b for group in groups)
     assert [group.first_recipe for group in groups] == [True] + [False] * (len(groups) - 1)

@@ -16,7 +16,7 @@ UNIT = 2.0**-24  # rounding to float32
 
 
 @pytest.mark.parametrize("model", ["explicit", "once"])
-def test_what_is_saved_gives_the_metrics_of_the_record(study, tmp_path, model):
+def test_what_is_saved_is_of_the_measured_epochs(study, tmp_path, model):
     assert study("--model", model)[0] == 0
     folder = tmp_path / folder_of(model=model)
     lines = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
@@ -26,19 +26,8 @@ def test_what_is_saved_gives_the_metrics_of_the_record(study, tmp_path, model):
     assert saved["counts"].tolist() == [[30] * 3 + [3] * 7] * 3
     last = torch.load(folder / "last.ckpt", weights_only=True)["network"]
     assert (saved["weight"][-1] == last["classifier.weight"].numpy()).all() and "classifier.bias" not in last
-    for i, line in enumerate(measured):
-        means, weight = (saved[name][i].astype(np.float64) for name in ("means", "weight"))
-        centred = means - means.mean(0)
-        # A rounding of the means moves the centred ones by UNIT |means| at most, relative to their norm by `moved`. By
-        # the triangle inequality NC3 moves by twice that. The Gram matrix moves by 2 |centred| times that, and its norm
-        # is |centred|^2 / sqrt(K - 1) at least.
-        moved = UNIT * np.linalg.norm(means) / np.linalg.norm(centred)
-        gram, target = centred @ centred.T, (np.eye(10) - 1 / 10) / 3
-        nc2 = np.linalg.norm(gram / np.linalg.norm(gram) - target)
-        nc3 = np.linalg.norm(weight / np.linalg.norm(weight) - centred / np.linalg.norm(centred))
+    for i, line in enumerate(measured):  # the trace is NC1; means and scatter are checked below
         assert np.trace(saved["scatter"][i].astype(np.float64)) == pytest.approx(line["nc"]["nc1"], rel=UNIT, abs=0)
-        assert nc2 == pytest.approx(line["nc"]["nc2_centered"], rel=0, abs=4 * 3 * moved * 1.01)
-        assert nc3 == pytest.approx(line["nc"]["nc3_centered"], rel=0, abs=2 * moved * 1.01)
 
 
 def test_the_scatter_is_the_within_class_covariance_in_the_span_of_the_centred_means():
