@@ -23,9 +23,9 @@ SOURCES = {  # stems of the CUDA sources that are not named as their op
     "multisecant_transposed": "multisecant_step",
 }
 STEPS = {
-    "picard_step": Case(None, size=17, k=1, damping=0.7),
-    "multisecant_step": Case("good", size=17, k=2),
-    "broyden_step": StepsCase(size=17, k=2),
+    "picard_step": Case(None, size=16, k=1, damping=0.7),
+    "multisecant_step": Case("good", size=16, k=2),
+    "broyden_step": StepsCase(size=16, k=2),
 }
 SHORT_HISTORY = {"history_dtype": torch.bfloat16}
 OPTIONS: dict[str, dict[str, Any]] = {"fp32": {}, "fp64": {"dtype": torch.float64}}
@@ -55,7 +55,7 @@ def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
     if op in STEPS:
         values = step_values(replace(STEPS[op], **options), device)
     elif op == "multisecant_transposed":
-        case = Case("and2", size=17, k=4, **options)
+        case = Case("and2", size=16, k=4, **options)
         state = {name: tensor.nan_to_num() for name, tensor in make_state(case, device).items()}
         newest = torch.full((2,), 3, dtype=torch.int32, device=device)
         values = [state["z"], state["left"], state["df"], state["gram"], newest, newest - 1]
@@ -64,7 +64,7 @@ def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
         case = FCCase(size=4, batch=3, max_iter=3, **options)
         values = [*case.make(device), *case.scalars()]
     elif op == "fc_vjp":
-        pre = torch.randn(3, 7, dtype=options.get("dtype")).to(device)
+        pre = torch.randn(3, 8, dtype=options.get("dtype")).to(device)
         values = [pre, pre + 1, 2]
     elif op.startswith("norm_act"):
         values = [*NormCase(op, dtypes=options if dtype == "short" else dtype).arguments(device).values()]
@@ -82,9 +82,15 @@ def step_values(case: Case, device: str = "cpu") -> list[Any]:
     return [*(torch.nan_to_num(state[name]) for name in case.names), *case.scalars()]
 
 
-def outcome(op: Callable[..., Any], values: list[Any]) -> list[Tensor]:
-    """Its results, and what it has made of its arguments."""
-    values = [value.clone() if isinstance(value, Tensor) else value for value in values]
+def unaligned(tensor: Tensor) -> Tensor:
+    """A copy that starts one element into a buffer."""
+    buffer = tensor.new_empty(tensor.numel() + 1)
+    return buffer[1:].as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def outcome(op: Callable[..., Any], values: list[Any], copy: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor]:
+    """Its results, and what it has made of copies of its arguments."""
+    values = [copy(value) if isinstance(value, Tensor) else value for value in values]
     results = op(*values)
     results = [results] if isinstance(results, Tensor) else results or []
     return [*results, *(value for value in values if isinstance(value, Tensor))]

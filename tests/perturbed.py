@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -25,50 +24,36 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 REST = ["tests", "-k", "not emulated and not triton and not of_the_cuda_kernels"]
-MKL = torch.backends.mkl.is_available()
-ONEDNN = torch.backends.mkldnn.is_available()
 
 
-@dataclass(frozen=True)
-class Perturbation:
-    """Environment of a run.
+def every_perturbation(instructions: set[str]) -> list[tuple[str, dict[str, str], str]]:
+    """Name, environment of the run, and the reason to skip it, if any: one setting moved at a time, the first is none.
 
-    needs: the instructions that the processor must have; above: those without which nothing changes, being what the
-    setting leaves out; absent: why it cannot be had at all.
+    A setting needs instructions of the processor, or changes nothing without those that it leaves out.
     """
-
-    name: str
-    environment: dict[str, str] = field(default_factory=dict)
-    needs: str = ""
-    above: str = ""
-    absent: str = ""
-
-    def reason_to_skip(self, instructions: set[str]) -> str:
-        if self.absent:
-            return self.absent
-        if self.needs not in {"", *instructions}:
-            return f"this processor has no {self.needs}"
-        return f"without {self.above} it is as it comes" if self.above not in {"", *instructions} else ""
-
-
-def every_perturbation() -> list[Perturbation]:
-    """One setting moved at a time; the first is none."""
-    no_mkl, no_onednn = "" if MKL else "torch was built without MKL", "" if ONEDNN else "torch was built without oneDNN"
-    found = [Perturbation("as it comes")]
-    for value, needs, above in (("default", "", ""), ("avx2", "avx2", "avx512f"), ("avx512", "avx512f", "")):
-        found.append(Perturbation(f"aten {value}", {"ATEN_CPU_CAPABILITY": value}, needs, above))
-    for value, needs, above in (
-        ("SSE41", "", ""),
-        ("AVX2", "avx2", "avx512f"),
-        ("AVX512_CORE", "avx512bw", "avx512_bf16"),
-        ("AVX512_CORE_AMX", "amx_tile", ""),
-    ):
-        found.append(Perturbation(f"onednn {value}", {"ONEDNN_MAX_CPU_ISA": value}, needs, above, no_onednn))
-    for value, needs in (("COMPATIBLE", ""), ("AVX2", "avx2"), ("AVX512", "avx512f")):
-        found.append(Perturbation(f"mkl {value}", {"MKL_CBWR": value}, needs, absent=no_mkl))
+    no_mkl = "" if torch.backends.mkl.is_available() else "torch was built without MKL"
+    no_onednn = "" if torch.backends.mkldnn.is_available() else "torch was built without oneDNN"
     one_core = "" if (os.cpu_count() or 1) > 1 else "this machine has one core"
-    found.append(Perturbation("threads 2", {"DEQFAST_TEST_THREADS": "2"}, absent=one_core))
-    found += [Perturbation(f"seed {seed}", {"DEQFAST_TEST_SEED": str(seed)}) for seed in (1, 2, 3)]
+    found: list[tuple[str, dict[str, str], str]] = [("as it comes", {}, "")]
+    for name, variable, absent, value, needs, leaves_out in (
+        ("aten", "ATEN_CPU_CAPABILITY", "", "default", "", ""),
+        ("aten", "ATEN_CPU_CAPABILITY", "", "avx2", "avx2", "avx512f"),
+        ("aten", "ATEN_CPU_CAPABILITY", "", "avx512", "avx512f", ""),
+        ("onednn", "ONEDNN_MAX_CPU_ISA", no_onednn, "SSE41", "", ""),
+        ("onednn", "ONEDNN_MAX_CPU_ISA", no_onednn, "AVX2", "avx2", "avx512f"),
+        ("onednn", "ONEDNN_MAX_CPU_ISA", no_onednn, "AVX512_CORE", "avx512bw", "avx512_bf16"),
+        ("onednn", "ONEDNN_MAX_CPU_ISA", no_onednn, "AVX512_CORE_AMX", "amx_tile", ""),
+        ("mkl", "MKL_CBWR", no_mkl, "COMPATIBLE", "", ""),
+        ("mkl", "MKL_CBWR", no_mkl, "AVX2", "avx2", ""),
+        ("mkl", "MKL_CBWR", no_mkl, "AVX512", "avx512f", ""),
+        ("threads", "DEQFAST_TEST_THREADS", one_core, "2", "", ""),
+        *(("seed", "DEQFAST_TEST_SEED", "", str(seed), "", "") for seed in (1, 2, 3)),
+    ):
+        if needs not in {"", *instructions}:
+            absent = absent or f"this processor has no {needs}"
+        if leaves_out not in {"", *instructions}:
+            absent = absent or f"without {leaves_out} it is as it comes"
+        found.append((f"{name} {value}", {variable: value}, absent))
     return found
 
 
@@ -78,12 +63,10 @@ def instructions() -> set[str]:
     return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
-def run(perturbation: Perturbation, selection: list[str], report: Path) -> tuple[set[str], str]:
+def run(environment: dict[str, str], selection: list[str], report: Path) -> tuple[set[str], str]:
     """The tests that failed, and what the run says of itself at its end."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *selection]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | perturbation.environment, text=True, capture_output=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, text=True, capture_output=True, check=False)
     if done.returncode > 1 or not report.exists():
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     cases = ElementTree.parse(report).iter("testcase")
@@ -92,29 +75,27 @@ def run(perturbation: Perturbation, selection: list[str], report: Path) -> tuple
 
 
 def main() -> int:
-    chosen, runs = (
-        every_perturbation(),
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter),
-    )
-    names = [each.name for each in chosen]
-    runs.add_argument("--only", nargs="+", default=[""], metavar="NAME", help=f"of {', '.join(names)}, or their starts")
+    runs = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    chosen = every_perturbation(instructions())
+    names = ", ".join(name for name, *_ in chosen)
+    runs.add_argument("--only", nargs="+", default=[""], metavar="NAME", help=f"of {names}, or their starts")
     runs.add_argument("selection", nargs="*", default=REST, help="what pytest is given, behind a --")
     given = runs.parse_args()
-    chosen = [each for each in chosen if each.name.startswith(tuple(given.only))]
+    chosen = [one for one in chosen if one[0].startswith(tuple(given.only))]
     if not chosen:
-        runs.error(f"--only must be among {', '.join(names)}, got {' '.join(given.only)}")
-    failures, has = defaultdict(list), instructions()
+        runs.error(f"--only must be among {names}, got {' '.join(given.only)}")
+    failures = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        for i, each in enumerate(chosen):
-            label = f"[{i + 1}/{len(chosen)}] {each.name}"
-            if reason := each.reason_to_skip(has):
-                print(f"{label}: skipped, {reason}", flush=True)
+        for i, (name, environment, absent) in enumerate(chosen):
+            label = f"[{i + 1}/{len(chosen)}] {name}"
+            if absent:
+                print(f"{label}: skipped, {absent}", flush=True)
                 continue
             print(f"{label}: ...", flush=True)
-            bad, told = run(each, given.selection, Path(folder) / f"{i}.xml")
+            bad, told = run(environment, given.selection, Path(folder) / f"{i}.xml")
             print(f"{label}: {told}", *sorted(bad), sep="\n    ", flush=True)
             for test in bad:
-                failures[test].append(each.name)
+                failures[test].append(name)
     for test, under in sorted(failures.items()):
         print(f"| {test} | {', '.join(under)} |")
     print(f"{len(failures)} tests failed under some perturbation" if failures else "nothing failed")

@@ -166,17 +166,6 @@ class TestKernels:
             assert broken[0][1, 4:8].isnan().all()
             assert torch.equal(broken[0][1, 8:], healthy[0][1, 8:])
 
-    @every_op
-    def test_pointers_that_are_not_aligned(self, op, implementation):
-        arguments = NormCase(op).arguments(implementation.device)
-        expected = op_of(op, implementation)(*arguments.values())
-        for name, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                buffer = value.new_empty(value.numel() + 1)
-                arguments[name] = buffer[1:].as_strided(value.shape, value.stride()).copy_(value)
-        for a, b in zip(op_of(op, implementation)(*arguments.values()), expected, strict=True):
-            assert_close(a, b, rounding(torch.float32))
-
 
 @pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
 @every_op

@@ -9,7 +9,7 @@ import pytest
 import torch
 from nc_study.config import StudyError
 from nc_study.rundir import RunDirectory, read_arrays
-from study_helpers import full_disk, made_up_epoch, made_up_result, made_up_settings
+from study_helpers import full_disk, made_up_epoch, made_up_settings
 
 
 @pytest.fixture
@@ -92,9 +92,6 @@ def test_a_run_is_neither_overwritten_nor_gone_on_with_under_other_settings(run)
         run.start(made_up_settings(lr=0.1, resume=True))
     with pytest.raises(StudyError, match="was begun with --kernel auto, not torch"):  # no advice that fails
         run.start(made_up_settings(lr=0.3, kernel="torch"))
-    run.conclude(made_up_result(made_up_settings(lr=0.3)))
-    with pytest.raises(StudyError, match="holds a finished run"):
-        run.start(made_up_settings(lr=0.3))
 
 
 @pytest.mark.parametrize(
