@@ -189,28 +189,23 @@ class TestForgetting:
         assert state["status"].item() == 0 and same_bits(state["z"], state["steps"][:, k])
         return state["z"].item(), state["first"].item()
 
-    def test_a_step_of_length_zero_has_no_coefficient(self, kernel, dtype):
-        """With steps 2 and 1, c_0 = 1/2 and c_1 = 3/2: the step is (g + c_0) / (1 - c_1)."""
-        assert self.by_hand(kernel, dtype, [0.0], 3.0) == (3.0, 0)
-        assert self.by_hand(kernel, dtype, [2.0, 1.0], 1.0) == (-3.0, 0)
-        assert self.by_hand(kernel, dtype, [2.0, 1.0, 0.0], 1.0) == (1.5, 0)
-
-    def test_a_coefficient_that_overflows(self, kernel, dtype):
-        """|s|^2 is hardly a number, s . g is not small."""
+    def test_coefficients_of_known_steps(self, kernel, dtype):
         limits = torch.finfo(dtype)
         small, large = limits.smallest_normal**0.5 / 256, limits.max**0.5 / 4
-        assert self.by_hand(kernel, dtype, [small], large) == (float(torch.tensor(large, dtype=dtype)), 1)
-
-    def test_a_dot_that_overflows_beside_a_zero_coefficient(self, kernel, dtype):
-        """s_1 . s_2 and |s_1|^2 are infinite, c_0 = c_1 = 0 and c_2 nearly so: the step is g, nothing is forgotten."""
-        largest = torch.finfo(dtype).max
-        assert self.by_hand(kernel, dtype, [0.0, largest**0.8, largest**0.3], 1.0) == (1.0, 0)
-
-    def test_what_is_forgotten_has_no_coefficient(self, kernel, dtype):
-        """The forgotten step is one whose coefficient would overflow; c_1 = g, so that the step is g / (1 - g)."""
-        limits = torch.finfo(dtype)
-        small, large = limits.smallest_normal**0.5 / 256, limits.max**0.5 / 4
-        assert self.by_hand(kernel, dtype, [small, 1.0], large, first=1) == (-1.0, 1)
+        for steps, g, first, expected in (
+            # A step of length zero has no coefficient.
+            ([0.0], 3.0, 0, (3.0, 0)),
+            # c_0 = 1/2 and c_1 = 3/2: the step is (g + c_0) / (1 - c_1).
+            ([2.0, 1.0], 1.0, 0, (-3.0, 0)),
+            ([2.0, 1.0, 0.0], 1.0, 0, (1.5, 0)),
+            # |s|^2 is hardly a number, s . g is not small: c_0 overflows.
+            ([small], large, 0, (float(torch.tensor(large, dtype=dtype)), 1)),
+            # The same step is forgotten; c_1 = g, so that the step is g / (1 - g).
+            ([small, 1.0], large, 1, (-1.0, 1)),
+            # s_1 . s_2 and |s_1|^2 are infinite, c_0 = c_1 = 0 and c_2 nearly so: nothing is forgotten.
+            ([0.0, limits.max**0.8, limits.max**0.3], 1.0, 0, (1.0, 0)),
+        ):
+            assert self.by_hand(kernel, dtype, steps, g, first) == expected, steps
 
 
 @on_cpu

@@ -105,10 +105,6 @@ class TestAccuracy:
             dim = dim % 100  # the interpreter is slow
         check(implementation, Data(50, dim, 10, dtype, directions=directions))
 
-    @every_dtype
-    def test_common_offset(self, dtype, implementation):
-        check(implementation, Data(100, 33, 4, dtype, offset=100.0))
-
     @pytest.mark.parametrize("counts", [[0, 3, 0, 0, 1, 300, 0], [1, 1, 1, 1], [256, 0, 256], [255, 2, 255], [0, 0, 5]])
     def test_empty_classes_and_singletons(self, counts, implementation):
         labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import html
 import re
-import statistics
 
 import pytest
 from nc_study.config import StudyError
-from nc_study.protocol import ARMS, choose
-from nc_study.record import RunResult, read_record
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import write
 from nc_study.reporting.runs import collect
 from nc_study.reporting.verdicts import progress
-from study_helpers import EXPERIMENTS, made_up_trials, run_script
+from study_helpers import EXPERIMENTS, run_script
 
 NASTY = 'a|b <script>alert("x")</script> & *c* `d` [e](f) _g_ K_A'
 STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
@@ -30,25 +27,6 @@ def group_of(path):
     """The group of the runs that are in one folder with this one."""
     (group,) = collect([path.parent]).groups
     return group
-
-
-def test_the_tables_hold_the_results_numbers_beside_the_papers(made_up):
-    paths = [made_up(seed=seed, shift=1.0 + seed) for seed in range(3)]
-    for seed in range(3):
-        made_up(seed=seed, model="explicit")
-    group = group_of(paths[0])
-    _, deq = tables.result_rows(group)
-    networks = [read_record(RunResult, path / "result.json").network for path in paths]
-    for classes, paper in (("overall", "73.84±0.72"), ("majority", "96.68±0.87"), ("minority", "64.06±0.66")):
-        means = [network.curves[classes][-1] for network in networks]
-        assert deq[classes] == f"{statistics.fmean(means):.2f}±{statistics.stdev(means):.2f}"
-        assert deq[f"{classes}, paper"] == paper
-    assert deq["overall, last epochs"] != deq["overall"] and deq["NC2 centred"] == "0.80±0.10"
-    (apart,) = tables.difference_rows(group)
-    assert apart["arm"] == "DEQ, JFB" and apart["overall"] == "+2.00 [-0.48, +4.48]"
-    assert apart["NC1"] == "×1.00 [×1.00, ×1.00]" and apart["NC2 centred"] == "-0.200 [-0.448, +0.048]"
-    assert "width 16 instead of 64" in group.not_the_papers
-    assert tables.missing(group)[1:3] == ["(3,7) R = 50", "(3,7) R = 100"]
 
 
 @pytest.mark.parametrize("arm", ["once", "deq-implicit"])
@@ -67,16 +45,6 @@ def test_a_run_that_broke_down_is_named(made_up):
     (said,) = tables.broken(group, group.settings)
     assert said.startswith("DEQ, JFB, (3,7) R = 10, seed 3 (after epoch ")
     assert tables.broken(group, []) == tables.broken(group, group.settings, ["once"]) == []
-
-
-def test_the_values_chosen_come_with_the_other_trials():
-    rows = {row["arm"]: row for row in tables.chosen_rows(choose(made_up_trials(9)))}
-    assert len(rows) == len(ARMS) and rows["DEQ, JFB"] == {
-        **{"arm": "DEQ, JFB", "rate": "0.3", "weight decay": "0.0005", "gain": "0.3", "at the edge": "rate"},
-        **{"best trial, %": "51.00", "other trials, %": "50.00 to 50.00"},
-    }
-    (row, *_) = tables.chosen_rows(choose(made_up_trials(5)))
-    assert row["rate"] == "0.1" and row["at the edge"] == "–"
 
 
 def test_what_cannot_be_compared_is_not(made_up):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from nc_study.config import StudyError
 from nc_study.rundir import RunDirectory, read_arrays
-from study_helpers import full_disk, made_up_epoch, made_up_settings
+from study_helpers import made_up_epoch, made_up_settings
 
 
 @pytest.fixture
@@ -17,21 +17,6 @@ def run(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     return directory
-
-
-def test_a_full_disk_leaves_the_last_checkpoint_and_no_litter(run, monkeypatch):
-    assert run.restore() is None
-    for epoch in (1, 2):
-        run.save({"epoch": epoch, "weight": torch.full((100,), float(epoch))})
-    full_disk(monkeypatch)
-    with pytest.raises(StudyError, match="last.ckpt: No space left on device; what was saved before is intact"):
-        run.save({"epoch": 3, "weight": torch.zeros(5)})
-    state = run.restore()
-    assert (
-        state["epoch"] == 2
-        and (state["weight"] == 2).all()
-        and [path.name for path in run.path.iterdir()] == ["last.ckpt"]
-    )
 
 
 class Harm:

@@ -128,7 +128,8 @@ def test_what_ends_a_run_early_is_told_in_a_line_and_resume_goes_on(study, whole
         full_disk(patch, writes=7)
         status, _, errors = study("--resume")
     assert status == 1 and errors.count("\n") == 1
-    assert "error: cannot write" in errors and "No space left on device" in errors
+    assert "error: cannot write" in errors and "No space left on device; what was saved before is intact" in errors
+    assert not list(tmp_path.glob("*/*.tmp"))
     assert study("--resume")[0] == 0
     assert_same(outcome(tmp_path), outcome(whole[0]))
 
