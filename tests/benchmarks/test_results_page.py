@@ -95,13 +95,6 @@ def test_targets_of_a_gpu_are_judged_by_the_better_kernel():
     assert table.title == "NVIDIA H200" and [line["time"] for line in table.rows] == ["19.0 µs", "30.0 µs", "19.0 µs"]
 
 
-def test_a_solver_is_summed_up_over_problems():
-    reached = {"tol": 1e-5, "evaluations": 12, "most_evaluations": 60, "reached": True}
-    missed = reached | {"reached": False, "evaluations": 20}
-    line = report.race([reached | {"gain": 2.0}, reached | {"gain": 8.0}, missed, missed])
-    assert line == {"missed, 1e-05": "2 of 4", "evaluations, 1e-05": "36", "gain, 1e-05": "4.00× (2)"}
-
-
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A checkout with the committed records, whose tables and figures are not yet made."""
