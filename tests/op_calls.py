@@ -22,15 +22,15 @@ SOURCES = {  # stems of the CUDA sources that are not named as their op
     "within_class_scatter": "neural_collapse",
     "multisecant_transposed": "multisecant_step",
 }
-STEPS = {
+STEPS: dict[str, Case] = {
     "picard_step": Case(None, size=16, k=1, damping=0.7),
     "multisecant_step": Case("good", size=16, k=2),
     "broyden_step": StepsCase(size=16, k=2),
 }
-SHORT_HISTORY = {"history_dtype": torch.bfloat16}
+SHORT_HISTORY: dict[str, Any] = {"history_dtype": torch.bfloat16}
 OPTIONS: dict[str, dict[str, Any]] = {"fp32": {}, "fp64": {"dtype": torch.float64}}
 # Of the ops in which some tensors may be shorter than the state.
-SHORT = {
+SHORT: dict[str, Any] = {
     "multisecant_step": SHORT_HISTORY,
     "multisecant_transposed": SHORT_HISTORY,
     "fc_fixed_point": {"weight_dtype": torch.bfloat16},
@@ -51,7 +51,8 @@ def arguments_of(op: str) -> list[Any]:
 
 def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
     """Arguments that are right, in the order of the schema. dtype: "fp32", "fp64", or "short", see SHORT."""
-    options = SHORT[op] if dtype == "short" else OPTIONS[dtype]
+    options: Any = SHORT[op] if dtype == "short" else OPTIONS[dtype]
+    values: list[Any]
     if op in STEPS:
         values = step_values(replace(STEPS[op], **options), device)
     elif op == "multisecant_transposed":
@@ -61,8 +62,8 @@ def good(op: str, device: str = "cpu", dtype: str = "fp32") -> dict[str, Any]:
         values = [state["z"], state["left"], state["df"], state["gram"], newest, newest - 1]
         values += [METHODS["and2"], 1.0, 1.0, case.ridge]
     elif op == "fc_fixed_point":
-        case = FCCase(size=4, batch=3, max_iter=3, **options)
-        values = [*case.make(device), *case.scalars()]
+        solve = FCCase(size=4, batch=3, max_iter=3, **options)
+        values = [*solve.make(device), *solve.scalars()]
     elif op == "fc_vjp":
         pre = torch.randn(3, 8, dtype=options.get("dtype")).to(device)
         values = [pre, pre + 1, 2]
