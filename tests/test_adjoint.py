@@ -106,7 +106,6 @@ class TestThreeWays:
         assert torch.autograd.gradcheck(layer, toy.inputs, **FINITE_DIFFERENCES)
 
     def test_a_residual_cell(self):
-        torch.manual_seed(0)
         cell = ResidualCell(2, groups=2).double()
         x = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
         cotangent = torch.randn_like(x)
@@ -202,7 +201,6 @@ class TestDefinitions:
     def test_sources_that_depend_on_one_another(self, adjoint, second):
         """x holds a tensor twice, one made of another, one made with a weight that the cell holds too; and so does the
         cell one of x."""
-        torch.manual_seed(0)
         w, h = torch.randn(3, 3, dtype=torch.float64) / 8, torch.randn(2, 3, dtype=torch.float64)
 
         def value(w, h):
@@ -424,7 +422,6 @@ class TestBadSamples:
 
     @every_adjoint
     def test_modules_and_images(self, adjoint):
-        torch.manual_seed(0)
         cell = ResidualCell(4, groups=2).double()
         cell.conv1.weight.data.mul_(0.3)
         x = torch.randn(4, 4, 3, 3, dtype=torch.float64)
@@ -619,7 +616,6 @@ def test_backward_twice_through_one_graph(adjoint):
 
 @every_adjoint
 def test_ten_runs_give_the_same_bits(adjoint):
-    torch.manual_seed(0)
     cell, x = FCCell(8, 40), torch.randn(16, 8)
     runs = []
     for _ in range(10):
@@ -671,7 +667,6 @@ def test_an_evaluation_that_no_backward_pass_frees_is_freed(adjoint, retained):
 
 
 def test_second_derivatives_through_a_block_in_the_cell_of_a_block():
-    torch.manual_seed(0)
     w, x = torch.randn(2, 2, dtype=torch.float64) / 4, torch.randn(1, 2, dtype=torch.float64)
 
     def value(adjoint, w, x):

@@ -41,11 +41,6 @@ ADJOINTS = ("jfb", "implicit", "neumann", "phantom", "reversible", "unrolled")
 every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def halve(z, x):
     return 0.5 * z + x
 

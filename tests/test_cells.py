@@ -16,11 +16,6 @@ from deqfast.testing import after_solve, amplification, assert_close, rounding
 EPS = rounding(torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def contractive(cell: ResidualCell) -> ResidualCell:
     """Untrained convolutions need not contract."""
     for convolution in (cell.conv1, cell.conv2):
@@ -154,7 +149,6 @@ def test_a_cell_is_compiled_once_whole_and_for_good(kernel):
     """The look-up of the kernel is no part of the graph, and the graph no other after it."""
     choice.looked_up.cache_clear()
     graphs = []
-    torch.compiler.reset()
     cell = torch.compile(
         ResidualCell(8, kernel=kernel), fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
     )
@@ -227,7 +221,6 @@ class TestHooks:
 
 @pytest.mark.parametrize("change", ["groups", "eps", "identity", "affine"])
 def test_changed_normalisations_are_not_fused(change):
-    torch.manual_seed(0)
     cell = ResidualCell(8, groups=4)
     if change == "eps":
         cell.norm3.eps = 0.1

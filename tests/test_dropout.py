@@ -18,11 +18,6 @@ ADJOINTS = ["jfb", Implicit(TIGHT), "phantom", "shine", Unrolled(60)]
 every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS, ids=str)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 class Recording(SolveDropout):
     """Keeps the masks that it has applied."""
 

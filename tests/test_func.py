@@ -234,7 +234,6 @@ class TreeCell(nn.Module):
 
 @every_adjoint
 def test_trees_indices_and_buffers(adjoint):
-    torch.manual_seed(0)
     cells = [TreeCell() for _ in range(2)]
     cells[1].table.mul_(0.5)
     blocks, x = [DEQBlock(cell, TIGHT, adjoint) for cell in cells], data(2, 3)
@@ -277,7 +276,6 @@ def test_complex_parameters(adjoint):
 
 
 def test_a_residual_cell():
-    torch.manual_seed(0)
     block = DEQBlock(ResidualCell(2, groups=2).double(), TIGHT, Implicit(TIGHT))
     x = torch.randn(2, 2, 3, 3, dtype=torch.float64)
     parameters = {name: p.detach() for name, p in block.named_parameters()}
@@ -308,7 +306,6 @@ def test_batches_of_gradients_of_coupled_rows(adjoint):
 
 
 def test_under_autocast():
-    torch.manual_seed(0)
     block = DEQBlock(FCCell(3, 4), adjoint="implicit", warn=False)
     x = data(3, 2).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -407,7 +404,6 @@ class TestCompiled:
     @classmethod
     def compiled(cls, transform, backend="aot_eager", **options):
         """The transform of a loss, compiled, that as it is, and its arguments."""
-        torch.compiler.reset()
         model, x = cls.model(**options), data(5)
         weights = {name: p.detach() for name, p in model.named_parameters()}
         f = transform(lambda weights, x: functional_call(model, weights, (x,)).square().sum())

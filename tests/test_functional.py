@@ -58,7 +58,6 @@ def test_a_module_and_options():
 
 def test_transforms():
     """Per-sample gradients by vmap of grad, and a Hessian."""
-    torch.manual_seed(0)
     x = torch.randn(5, 1, 3, dtype=torch.float64)
     w = 0.3 * torch.randn(3, 3, dtype=torch.float64)
 
@@ -89,7 +88,6 @@ def test_in_compiled_and_exported_models():
         def forward(self, x):
             return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), torch.zeros_like(x), self.linear(x)).sin()
 
-    torch.manual_seed(0)
     layer, x = Layer().double(), torch.randn(3, 4, dtype=torch.float64)
     fast = torch.compile(layer, backend="eager")
     for stance in ("default", "fail_on_recompile"):

@@ -20,11 +20,6 @@ every_splitting = pytest.mark.parametrize("splitting", SPLITTINGS)
 every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def cell_of(splitting="peaceman-rachford", scale=1.0, **options):
     """Cell in float64 whose A and B are `scale` times those that a cell begins with."""
     cell = MonotoneCell(3, 12, splitting, dtype=torch.float64, **options)

@@ -45,7 +45,6 @@ def rounded(tensor, bits):
 @pytest.mark.parametrize("bits", [10, 7], ids=["tf32", "bf16"])
 @pytest.mark.parametrize("solver", [deqfast.Picard(1e-9, 300), deqfast.Anderson(1e-9, 150), deqfast.Broyden(1e-9, 150)])
 def test_rounded_factors_leave_residuals_below_the_floor_and_above_a_hundredth_of_it(solver, bits):
-    torch.manual_seed(0)
     weight, x = 0.7 * torch.randn(256, 256) / 16, torch.randn(64, 256)
     short = rounded(weight, bits)
     solution = deqfast.solve(lambda z: torch.tanh(rounded(z, bits) @ short + x), torch.zeros_like(x), solver, "torch")
@@ -72,7 +71,6 @@ def test_on_a_gpu_both_settings_and_the_architecture_count(monkeypatch, matmul, 
 @pytest.mark.parametrize("compile", [False, True])
 def test_samples_stall_at_the_floor_of_rounded_products(products, compile):
     """The tolerance is out of reach of this f, whose noise stands for the rounding of its product."""
-    torch.manual_seed(0)
     weight, x = 0.3 * torch.randn(16, 16) / 4, torch.randn(5, 16)
 
     def cell(z, x):
@@ -95,7 +93,6 @@ def test_samples_stall_at_the_floor_of_rounded_products(products, compile):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_state_of_low_precision_under_a_value_of_float32_stalls_and_is_consistent(dtype):
-    torch.manual_seed(0)
     weight, x = torch.randn(64, 64) / 16, torch.randn(8, 64, requires_grad=True)
     block = deqfast.DEQBlock(lambda z, x: torch.tanh(z.float() @ weight + x), deqfast.Anderson(1e-4, 40), warn=False)
     _, solution = block(x, z0=torch.zeros(8, 64, dtype=dtype), return_solution=True)

@@ -94,7 +94,6 @@ def test_the_penalty_of_a_cell_with_kernels_of_its_own_and_of_one_without_state(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_spectral_radius_of_real_and_complex_pairs(dtype):
-    torch.manual_seed(0)
     scale = torch.tensor([0.3, 0.9, 2.0], dtype=dtype)[:, None]
     for matrix in (
         torch.tensor([[0.0, -1.0], [1.0, 0.0]]),

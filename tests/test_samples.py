@@ -49,7 +49,6 @@ def test_a_broken_sample_replaces_no_row_of_a_weight(per_sample, adjoint):
 @pytest.mark.parametrize("batch", [B, B + 1])
 def test_a_broken_sample_of_a_square_batch_leaves_no_trace(batch):
     """Features of shape (B, B) beside another tensor are told from a weight by the row that is not finite."""
-    torch.manual_seed(0)
     features, weight = torch.randn(batch, B), nn.Parameter(0.2 * torch.randn(B, B))
     features[2] = torch.nan
     x = {"features": features, "scale": torch.ones(batch, 1)}
