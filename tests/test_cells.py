@@ -9,18 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deqfast import Broyden, CellHooks, DEQBlock, FCCell, LinearCell, ResidualCell, solve
+from deqfast import Broyden, CellHooks, DEQBlock, FCCell, LinearCell, MonotoneCell, ResidualCell, solve
 from deqfast.ops import choice
 from deqfast.testing import after_solve, amplification, assert_close, rounding
 
 EPS = rounding(torch.float32)
-
-
-def contractive(cell: ResidualCell) -> ResidualCell:
-    """Untrained convolutions need not contract."""
-    for convolution in (cell.conv1, cell.conv2):
-        convolution.weight.data.mul_(0.3)
-    return cell
 
 
 def test_linear_cell():
@@ -74,16 +67,6 @@ def test_residual_cell():
     assert cell.conv1.bias is None and cell.conv2.bias is None
 
 
-def test_residual_cell_has_a_fixed_point_and_keeps_the_memory_format():
-    cell = contractive(ResidualCell(8, groups=4)).to(memory_format=torch.channels_last)
-    x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last)
-    z, solution = DEQBlock(cell, Broyden(rtol=1e-4, max_iter=60))(x, return_solution=True)
-    assert solution.converged.all()
-    assert z.is_contiguous(memory_format=torch.channels_last) and not z.is_contiguous()
-    z.square().sum().backward()
-    assert all(torch.isfinite(p.grad).all() and (p.grad != 0).any() for p in cell.parameters())
-
-
 BAD_ARGUMENTS = [
     (LinearCell, {"features": 0}, ValueError, "features must be at least 1, got 0"),
     (LinearCell, {"features": 2.0}, TypeError, "features must be an integer, got 2.0"),
@@ -94,6 +77,12 @@ BAD_ARGUMENTS = [
     (ResidualCell, {"channels": 0}, ValueError, "channels must be at least 1, got 0"),
     (ResidualCell, {"channels": 8, "groups": 0}, ValueError, "groups must be at least 1, got 0"),
     (ResidualCell, {"channels": 8, "groups": 3}, ValueError, r"groups must divide channels \(8\), got 3"),
+    (partial(MonotoneCell, 3), {"features": 0}, ValueError, "features must be at least 1, got 0"),
+    (partial(MonotoneCell, features=4), {"in_features": 2.0}, TypeError, "in_features must be an integer, got 2.0"),
+    (partial(MonotoneCell, 3, 4), {"splitting": "douglas"}, ValueError, "one of 'peaceman-rachford', 'forward-back"),
+    (partial(MonotoneCell, 3, 4), {"activation": "tanh"}, ValueError, "must be one of 'relu', 'identity', got 'tanh'"),
+    (partial(MonotoneCell, 3, 4), {"margin": 0}, ValueError, "margin must be finite and greater than 0, got 0"),
+    (partial(MonotoneCell, 3, 4), {"alpha": -1.0}, ValueError, "alpha must be finite and greater than 0, got -1.0"),
 ]
 
 
@@ -111,6 +100,8 @@ def test_bad_arguments_are_named(cell, arguments, error, message):
         (FCCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
         (ResidualCell(8), (2, 8, 4, 4), (2, 4, 4, 4), r"x must have shape \(B, 8, H, W\), got \(2, 4, 4, 4\)"),
         (ResidualCell(8), (2, 8, 4, 4), (8, 4, 4), r"x must have shape \(B, 8, H, W\), got \(8, 4, 4\)"),
+        (MonotoneCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
+        (MonotoneCell(3, 4, "forward-backward"), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
     ],
 )
 def test_an_injection_of_another_shape_is_named(cell, z, x, message):
@@ -118,7 +109,9 @@ def test_an_injection_of_another_shape_is_named(cell, z, x, message):
         cell(torch.zeros(z), torch.zeros(x))
 
 
-@pytest.mark.parametrize("cell", [partial(LinearCell, 8), partial(FCCell, 8, 8), partial(ResidualCell, 8)])
+@pytest.mark.parametrize(
+    "cell", [partial(LinearCell, 8), partial(FCCell, 8, 8), partial(ResidualCell, 8), partial(MonotoneCell, 8, 8)]
+)
 def test_parameters_are_made_where_and_as_asked(cell):
     assert {parameter.dtype for parameter in cell(dtype=torch.float64).parameters()} == {torch.float64}
     assert all(parameter.is_meta for parameter in cell(device="meta").parameters())
@@ -198,13 +191,10 @@ class TestHooks:
         DEQBlock(cell, Broyden(max_iter=3), adjoint, warn=False, **options)(torch.randn(2, 4), z0)
         return cell.log
 
-    def test_a_loop(self):
-        around = ["initial_state", "begin_solve", "fixed_point"], ["gradient", "end_solve"]
-        assert self.calls(HookedCell(solves=False)) == [*around[0], *["forward"] * 3, *around[1]]
-
-    def test_a_solve_of_its_own(self):
-        expected = ["initial_state", "begin_solve", "fixed_point", "gradient", "end_solve"]
-        assert self.calls(HookedCell(solves=True)) == expected
+    @pytest.mark.parametrize("solves", [False, True])
+    def test_a_solve(self, solves):
+        begun, ended = ["initial_state", "begin_solve", "fixed_point"], ["gradient", "end_solve"]
+        assert self.calls(HookedCell(solves)) == [*begun, *["forward"] * (0 if solves else 3), *ended]
 
     def test_a_start_that_is_given(self):
         assert "initial_state" not in self.calls(HookedCell(solves=True), z0=torch.ones(2, 4))
