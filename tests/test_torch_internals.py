@@ -98,21 +98,3 @@ class TestTransforms:
         seen = []
         torch.vmap(torch.vmap(lambda x: seen.append(transforms.values(x)) or x))(torch.arange(6).view(2, 3))
         assert seen[0].shape == (2, 3)
-
-    def test_a_batch_of_gradients_is_taken_apart(self):
-        class Members(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                members = transforms.Members.of([grad])
-                grads = members.unwrap(grad)
-                assert grads.shape == (4, 2)
-                return members.wrap(3 * grads)
-
-        x = torch.ones(2, requires_grad=True)
-        grads = torch.arange(8.0).view(4, 2)
-        (found,) = torch.autograd.grad(Members.apply(x), x, grads, is_grads_batched=True)
-        assert torch.equal(found, 3 * grads)
