@@ -133,21 +133,6 @@ def test_the_order_of_keys_does_not_count(keys):
     assert (block(x, return_solution=True)[1].status == Status.INCONSISTENT).all()
 
 
-def test_a_small_tensor_next_to_a_large_one():
-    """Without the scale the large one's residual is all that counts."""
-    rate = torch.tensor([[0.5], [0.99]])
-    z0 = {"large": torch.full((1, 3), 9e3), "small": torch.zeros(1, 3)}
-
-    def f(z):
-        return {"large": rate[0] * z["large"] + 5e3, "small": rate[1] * z["small"] + 0.01}
-
-    plainly, scaled = (deqfast.solve(f, z0, Picard(1e-3, 2000), scale=scale) for scale in (None, SCALE))
-    assert plainly.status.tolist() == scaled.status.tolist() == [Status.CONVERGED]
-    assert plainly.value["small"].max() < 0.2  # off by 80 %
-    # The residual is (1 - rate) |error|, at most tol times the length of a state of six numbers near 1.
-    assert (1 - scaled.value["small"]).abs().max() <= 1e-3 * 6**0.5 / (1 - 0.99)
-
-
 def test_exports_keep_the_scale():
     class Cell(torch.nn.Module):
         def forward(self, z, x):
@@ -177,16 +162,6 @@ def test_exports_keep_the_scale():
 def test_what_is_no_scale(scale, error, text):
     with pytest.raises(error, match=text):
         deqfast.solve(lambda z: z, start(torch.ones(2, 8)), scale=scale)
-
-
-@pytest.mark.parametrize("options", [{"compile": True}, {"cuda_graph": True}])
-def test_a_scale_is_refused_by_captured_solves(options):
-    block = DEQBlock(deqfast.LinearCell(3), **options)
-    with pytest.raises(ValueError, match="(compile|cuda_graph) cannot be combined with scale"):
-        block.scale = 2.0
-    assert block.scale is None
-    with pytest.raises(ValueError, match="scale must be finite"):
-        block.scale = -1.0
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
