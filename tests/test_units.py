@@ -151,11 +151,7 @@ def test_exports_keep_the_scale():
     [
         ({"large": 1.0}, ValueError, "scale must hold a number for every tensor of z0"),
         ([1.0, 1.0], ValueError, "scale must hold a number for every tensor of z0"),
-        (
-            {"large": 1.0, "small": 0},
-            ValueError,
-            "scale must be finite and at least 8.67362e-19 .*, got 0",
-        ),
+        ({"large": 1.0, "small": 0}, ValueError, "scale must be finite and at least 8.67362e-19 .*, got 0"),
         ({"large": 1.0, "small": torch.ones(())}, TypeError, "scale must be a number, got tensor"),
     ],
 )
