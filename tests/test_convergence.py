@@ -126,54 +126,12 @@ def test_a_low_precision_backward_solve_cannot_run_away():
         assert torch.linalg.vector_norm(u, dim=1).max() <= 4  # u = g has length 1, and a mean of 1/8
 
 
-ENGINES = {
-    "drop_converged": {"drop_converged": True},
-    "groups": {"groups": "batch"},
-    "late": {"sync_every": 7},
-}
-
-
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_other_ways_through_the_loop(options):
-    solution = deqfast.solve(lambda z, rows=None: z + 1, torch.zeros(3, 4), Picard(rtol=1e-2, max_iter=300), **options)
-    assert set(solution.status.tolist()) == {Status.ESCAPED}
-
-
-def test_an_exported_and_a_compiled_solve():
-    x = torch.cat([torch.ones(2, 4), torch.zeros(1, 4)])
-
-    def status(block):
-        return block(x, z0=torch.zeros(3, 4), return_solution=True)[1].status
-
-    class Status_(torch.nn.Module):
-        def __init__(self, **options) -> None:
-            super().__init__()
-            self.block = DEQBlock(Linear(torch.eye(4)), Picard(rtol=1e-2, max_iter=300), warn=False, **options)
-
-        def forward(self, x):
-            return self.block(x, z0=torch.zeros_like(x), return_solution=True)[1].status
-
-    expected = [Status.ESCAPED, Status.ESCAPED, Status.CONVERGED]
-    assert status(DEQBlock(Linear(torch.eye(4)), Picard(1e-2, 300), warn=False, compile=True)).tolist() == expected
-    with torch.no_grad():
-        exported = torch.export.export(Status_(kernel="torch").eval(), (x,), strict=False).module()
-    assert exported(x).tolist() == expected
-
-
 @pytest.mark.parametrize("name", SOLVERS)
 def test_a_start_near_the_answer_costs_nothing(name):
     solver = SOLVERS[name](rtol=1e-4, max_iter=60)
     exact = 1e4 * torch.randn(4, 8, dtype=torch.float64)
     solution = deqfast.solve(lambda z: exact + 0.9 * (z - exact).roll(1, dims=1), exact * (1 + 1e-5), solver)
     assert bool(solution.converged.all()) and solution.evaluations == 1
-
-
-@pytest.mark.parametrize("name", SOLVERS)
-def test_an_answer_far_longer_than_the_start(name):
-    # |z*| is 50 times |f(0)|.
-    solution = deqfast.solve(lambda z: 0.98 * z + 1, torch.zeros(2, 3), SOLVERS[name](rtol=1e-4, max_iter=1000))
-    assert bool(solution.converged.all())
-    assert (solution.value - 50).abs().max() <= 50 * 1e-4 / 0.02
 
 
 @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
@@ -284,59 +242,13 @@ def conserve(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return z - 0.5 * centred(z) + centred(x)
 
 
-def sinkhorn(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A step on the potentials (a, b) of entropic transport with costs x (B, n, n), which a constant moves freely."""
-    n = x.shape[1]
-    a = -torch.logsumexp(z[:, None, n:] - x, dim=2)
-    return torch.cat([a, -torch.logsumexp(a[:, :, None] - x, dim=1)], dim=1)
-
-
-def plan(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    n = x.shape[1]
-    return torch.exp(z[:, :n, None] + z[:, None, n:] - x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("solver", [None, Anderson(1e-6, 60), Picard(1e-6, 200)], ids=["default", "anderson", "picard"])
-class TestSingularSystems:
-    """I - J^T is singular: the gradient is right, or the solve has not converged, which the block warns of."""
-
-    def gradient(self, cell, x, z0, loss, solver):
-        block = DEQBlock(
-            cell, Broyden(rtol=1e-7 if x.dtype == torch.float64 else 1e-5, max_iter=60), Implicit(solver), warn=False
-        )
-        (found,) = torch.autograd.grad(loss(block(x, z0=z0)), x)
-        return found, block.backward_solution
-
-    def right_or_not_converged(self, found, exact, solution, tolerance):
-        error = (found - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
-        assert bool(((error <= tolerance) | ~solution.converged).all()), (error, solution)
-
-    def test_a_conserved_mean_that_the_loss_reads(self, solver, dtype):
-        x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
-        _, solution = self.gradient(conserve, x, None, lambda z: z[:, 0].sum(), solver)
-        assert not bool(solution.converged.any())  # no u explains the mean of v
-
-    def test_a_conserved_mean_that_the_loss_does_not_read(self, solver, dtype):
-        x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
-        weight = centred(torch.randn(5, 7, dtype=dtype))
-        found, solution = self.gradient(conserve, x, None, lambda z: (weight * z).sum(), solver)
-        # |u - u*| <= |r| / 0.5, with |r| at most 1e-6 of |f| < 2 |start|.
-        self.right_or_not_converged(found, 2 * weight, solution, 1e-5)
-        assert bool(solution.converged.all())
-
-    def test_the_potentials_of_sinkhorn(self, solver, dtype):
-        x = torch.rand(3, 5, 5, dtype=dtype, requires_grad=True)
-        weight = torch.randn(3, 5, 5, dtype=dtype)
-        found, solution = self.gradient(
-            sinkhorn, x, torch.zeros(3, 10, dtype=dtype), lambda z: (weight * plan(z, x)).sum(), solver
-        )
-        z, wide = torch.zeros(3, 10, dtype=torch.float64), x.detach().double().requires_grad_()
-        for _ in range(200):  # the error shrinks by a factor below tanh(1/2)^2 a step, the costs being within [0, 1]
-            z = sinkhorn(z, wide)
-        (exact,) = torch.autograd.grad((weight * plan(z, wide)).sum(), wide)
-        assert bool(solution.converged.all())
-        # z* and u err by tol |z| / (1 - rho) each, rho = 0.22 < tanh(1/2); the gradient is of first order in both, with
-        # derivatives of the plan, whose entries are at most 1, on both sides.
-        tolerance = 4 * ((1e-7 if dtype == torch.float64 else 1e-5) + 2e-6) / (1 - 0.22)
-        self.right_or_not_converged(found, exact, solution, tolerance)
+def test_a_singular_system_that_has_a_solution(solver, dtype):
+    """I - J^T is singular, and the loss does not read the mean that J^T keeps: the gradient is right."""
+    x, weight = torch.randn(5, 7, dtype=dtype, requires_grad=True), centred(torch.randn(5, 7, dtype=dtype))
+    block = DEQBlock(conserve, Broyden(1e-7 if dtype == torch.float64 else 1e-5, 60), Implicit(solver))
+    (found,) = torch.autograd.grad((weight * block(x)).sum(), x)
+    error = (found - 2 * weight).norm(dim=1) / (2 * weight).norm(dim=1)
+    # |u - u*| <= |r| / 0.5, with |r| at most 1e-6 of |f| < 2 |start|.
+    assert bool((error <= 1e-5).all() and block.backward_solution.converged.all())
