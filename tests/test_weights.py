@@ -131,31 +131,25 @@ def test_spectral_norm_in_training_moves_once_per_call(adjoint):
 
 
 class TestSecondDerivatives:
+    def check(self, block, outer):
+        """Compare those of `outer`, which calls the block, with those of the unrolled block."""
+        x, found = inputs(), []
+        for block.adjoint in (Implicit(TIGHT), Unrolled(100)):
+            tensors = [x, *block.parameters()]
+            first = torch.autograd.grad(outer(x).sin().sum(), tensors, create_graph=True)
+            found.append(torch.autograd.grad(sum(g.square().sum() for g in first), tensors))
+        assert_close(*found, GRADIENT)
+
     @every_kind
     def test_right(self, kind):
-        block = DEQBlock(Cell(kind).eval(), TIGHT, Implicit(TIGHT))
-        x, parameters = inputs(), list(block.parameters())
-
-        def second(adjoint):
-            block.adjoint = adjoint
-            first = torch.autograd.grad(block(x).sin().sum(), [x, *parameters], create_graph=True)
-            return torch.autograd.grad(sum(g.square().sum() for g in first), [x, *parameters])
-
-        assert_close(second(Implicit(TIGHT)), second(Unrolled(100)), GRADIENT)
+        block = DEQBlock(Cell(kind).eval(), TIGHT)
+        self.check(block, block)
 
     def test_of_a_block_in_a_cell(self):
         """The inner one's weights are the outer's, and held since before the inner's call."""
-        x, inner = inputs(), DEQBlock(Cell(weight_norm), TIGHT)
-        outer = nn.Module()
+        inner, outer = DEQBlock(Cell(weight_norm), TIGHT), nn.Module()
         outer.inner, outer.forward = inner, lambda z, x: inner(x)
-        block, parameters = DEQBlock(outer, adjoint=Unrolled(1), warn=False), list(inner.parameters())
-
-        def second(adjoint):
-            inner.adjoint = adjoint
-            first = torch.autograd.grad(block(x).sin().sum(), [x, *parameters], create_graph=True)
-            return torch.autograd.grad(sum(g.square().sum() for g in first), [x, *parameters])
-
-        assert_close(second(Implicit(TIGHT)), second(Unrolled(100)), GRADIENT)
+        self.check(inner, DEQBlock(outer, adjoint=Unrolled(1), warn=False))
 
 
 class TestRelease:
