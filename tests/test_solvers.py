@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from deqfast import Anderson, Broyden, Picard, Status, solve
+from deqfast import Anderson, Broyden, Picard, solve
 from deqfast.ops import choose_kernel
-from deqfast.solvers import as_solver
 from deqfast.testing import (
     ITERATES,
     PROBLEMS,
@@ -23,9 +22,7 @@ from deqfast.testing import (
     assert_close,
     assert_solves,
     linear,
-    non_normal,
     rounding,
-    sawtooth,
     tanh,
 )
 
@@ -40,55 +37,15 @@ NEVER = 1e-300  # a tolerance that is never met
 @every_solver
 @pytest.mark.parametrize("problem_name", PROBLEMS)
 def test_every_solver_solves_every_problem(name, problem_name, kernel, device):
-    interpreted = kernel == "triton" and device == "cpu"  # slow: one sample, and not as far
     size = {"dim": 5} if problem_name == "sawtooth" else {}
-    problem = PROBLEMS[problem_name](batch=1 if interpreted else 3, device=device, **size)
-    solver = SOLVERS[name](rtol=1e-2 if interpreted else 1e-4, max_iter=200 if name == "picard" else 30)
-    assert_solves(solve(problem.f, problem.z0, solver, kernel), problem)
-
-
-@pytest.mark.parametrize("problem_name", PROBLEMS)
-@in_process
-@every_solver
-def test_float64_reaches_far_tolerances(name, problem_name, kernel, device):
-    size = {"dim": 5} if problem_name == "sawtooth" else {}
-    problem = PROBLEMS[problem_name](dtype=torch.float64, device=device, **size)
-    solution = solve(
-        problem.f, problem.z0, SOLVERS[name](rtol=1e-11, max_iter=600 if name == "picard" else 100), kernel
-    )
-    assert_solves(solution, problem)
-
-
-@multisecant
-@in_process
-def test_acceleration_accelerates(name, kernel, device):
-    problem = linear(rho=0.95, dim=48, device=device)
-    plain = solve(problem.f, problem.z0, Picard(rtol=1e-4, max_iter=200), kernel)
-    accelerated = solve(problem.f, problem.z0, SOLVERS[name](rtol=1e-4, max_iter=200), kernel)
-    assert plain.converged.all() and accelerated.converged.all()
-    assert accelerated.evaluations < plain.evaluations / 3
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("rho", [0.9, 0.95])
-@in_process
-@pytest.mark.usefixtures("cpp_kernels")
-def test_limited_memory_converges_where_ring_buffers_break(rho, seed, kernel, device):
-    """Overwriting pairs that others were built on gives NaN on these problems; a window of the newest ten does not."""
-    problem = linear(batch=1, dim=256, rho=rho, seed=seed, device=device)
-    short = solve(problem.f, problem.z0, Broyden(rtol=1e-4, max_iter=150, history_size=10), kernel)
-    assert_solves(short, problem)
-    problem = linear(batch=1, dim=256, rho=rho, seed=seed)
-    full = solve(problem.f, problem.z0, Broyden(rtol=1e-4, max_iter=150, history_size=150), "cpp")
-    assert short.evaluations <= 1.5 * full.evaluations
-
-
-def test_plain_iteration_of_the_sawtooth_ends_exactly(kernel, device):
-    m = 8
-    problem = sawtooth(batch=6, dim=m, dtype=torch.float64, device=device)
-    solution = solve(problem.f, problem.z0, Picard(rtol=1e-15, max_iter=m + 1), kernel)
-    assert solution.residual.tolist() == [0.0] * 6
-    assert torch.equal(solution.value.cpu(), problem.solution)
+    if kernel == "triton" and device == "cpu":  # interpreted, which is slow: one sample, and not as far
+        cases = [(torch.float32, 1e-2, 1)]
+    else:
+        cases = [(torch.float32, 1e-4, 3), *[(torch.float64, 1e-11, 2)] * (kernel != "triton")]
+    for dtype, tol, batch in cases:
+        problem = PROBLEMS[problem_name](batch=batch, dtype=dtype, device=device, **size)
+        solver = SOLVERS[name](rtol=tol, max_iter=600 if name == "picard" else 100)
+        assert_solves(solve(problem.f, problem.z0, solver, kernel), problem)
 
 
 def textbook_broyden(problem: FixedPoint, count: int, kind: str, step: float, history: int) -> torch.Tensor:
@@ -150,8 +107,8 @@ class TestIterates:
         windows = [y[:, max(0, k - (history or k)) : k] for k in range(1, y.shape[1] + 1)]
         return max(float(torch.linalg.cond(window).max()) for window in windows)
 
-    def problem(self, device, maker=tanh):
-        return maker(batch=2, dim=12, dtype=torch.float64, device=device)
+    def problem(self, device):
+        return tanh(batch=2, dim=12, dtype=torch.float64, device=device)
 
     @pytest.mark.covering(1)
     @pytest.mark.parametrize("kind", ["good", "bad"])
@@ -170,13 +127,6 @@ class TestIterates:
             NEVER, self.COUNT, ridge=0.0, kind=kind, relaxation=mixing, history_size=history or self.COUNT
         )
         self.compare(solver, self.problem(device), expected, kernel, device)
-
-    @pytest.mark.parametrize("maker", [linear, non_normal])
-    @pytest.mark.parametrize("kind", ["good", "bad"])
-    @pytest.mark.parametrize("kernel", ["torch", "cpp"], indirect=True)
-    def test_broyden_on_other_problems(self, kind, maker, kernel):
-        expected = textbook_broyden(self.problem("cpu", maker), self.COUNT, kind, 1.0, self.COUNT)
-        self.compare(Broyden(NEVER, self.COUNT, kind=kind), self.problem("cpu", maker), expected, kernel, "cpu")
 
     @pytest.mark.parametrize("damping", [1.0, 0.7, 1.3])
     def test_picard(self, damping, kernel, device):
@@ -218,16 +168,6 @@ class TestDegenerateHistory:
         assert_close(solution.value, problem.solution, rounding(torch.float32) * problem.amplification)
 
     @multisecant
-    def test_a_step_that_is_lost_in_rounding(self, name, kernel, device):
-        """s = 0 and y = 0 from the first step on: every pivot is dropped, which leaves Picard steps."""
-        one_above = torch.nextafter(torch.ones(2, 3), torch.full((2, 3), 2.0)).to(device)
-        f = Recorder(lambda z: one_above + 0 * z)
-        shorter = {"relaxation": 0.3}
-        solution = solve(f, torch.ones_like(one_above), SOLVERS[name](rtol=1e-9, max_iter=6, **shorter), kernel)
-        assert all((z == 1).all() for z in f.arguments) and len(f) == 6
-        assert solution.status.tolist() == [Status.MAX_ITER] * 2 and (solution.value == 1).all()
-
-    @multisecant
     def test_an_unknown_of_one_element(self, name, kernel, device):
         """Every pair spans the space, so that all older ones are dropped: the secant method."""
         z0 = torch.tensor([[0.0], [2.0]], dtype=torch.float64, device=device)
@@ -239,27 +179,6 @@ class TestDegenerateHistory:
             assert_close(actual, z, ITERATES)
             slope = ((torch.cos(z) - z) - (torch.cos(before) - before)) / (z - before)
             before, z = z, z - (torch.cos(z) - z) / slope
-
-    @multisecant
-    def test_pairs_that_repeat(self, name, kernel, device):
-        # f(z) = 1 - z jumps between two points; both differences are multiples of one vector.
-        solution = solve(
-            lambda z: 1 - z, torch.zeros(2, 4, device=device), SOLVERS[name](rtol=1e-6, max_iter=6), kernel
-        )
-        assert solution.converged.all()
-        assert_close(solution.value, torch.full((2, 4), 0.5), rounding(torch.float32))
-
-
-@multisecant
-@in_process
-def test_a_short_history_dtype_costs_few_iterations(name, kernel, device):
-    problem = linear(rho=0.9, device=device)
-    short, full = (
-        solve(problem.f, problem.z0, SOLVERS[name](rtol=1e-4, max_iter=40, history_dtype=dtype), kernel)
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    assert_solves(short, problem)
-    assert full.evaluations <= short.evaluations <= 2 * full.evaluations
 
 
 @pytest.mark.covering(1)
@@ -310,6 +229,7 @@ def test_a_history_of_pairs_takes_the_memory_it_says(name):
     for settings, slots, dtype in [
         ({}, 6 if "anderson" in name else 20, torch.float32),
         ({"max_iter": 4}, 4, torch.float32),
+        ({"max_iter": 100}, 6 if "anderson" in name else 100, torch.float32),
         ({"max_iter": 100, "history_size": None}, 100, torch.float32),
         ({"max_iter": 100, "history_size": 33, "history_dtype": torch.bfloat16}, 33, torch.bfloat16),
     ]:
@@ -346,52 +266,31 @@ def test_a_history_dtype_that_does_not_fit_the_state_is_an_error(name, types):
         solve(problem.f, problem.z0, solver)
 
 
+# Solver, argument, and values that are out of its range or of another type.
 BAD_ARGUMENTS = [
-    (Picard, "rtol", -1e-3, ValueError),
-    (Picard, "rtol", 40, ValueError),
-    (Picard, "rtol", math.nan, ValueError),
-    (Picard, "rtol", math.inf, ValueError),
-    (Anderson, "rtol", "small", TypeError),
-    (Anderson, "rtol", True, TypeError),
-    (Broyden, "rtol", None, TypeError),
-    (Picard, "max_iter", 0, ValueError),
-    (Picard, "max_iter", -3, ValueError),
-    (Anderson, "max_iter", 2.0, TypeError),
-    (Broyden, "max_iter", True, TypeError),
-    (Picard, "atol", -1e-9, ValueError),
-    (Anderson, "atol", 1e18, ValueError),
-    (Broyden, "atol", "small", TypeError),
-    (Picard, "norm", 2, ValueError),
-    (Broyden, "norm", "l1", ValueError),
-    (Anderson, "history_size", 0, ValueError),
-    (Broyden, "history_size", -1, ValueError),
-    (Broyden, "history_size", 2.5, TypeError),
-    (Anderson, "history_dtype", torch.float16, ValueError),
-    (Broyden, "history_dtype", "bfloat16", ValueError),
-    (Picard, "relaxation", 0.0, ValueError),
-    (Picard, "relaxation", 2.5, ValueError),
-    (Picard, "relaxation", "1", TypeError),
-    (Picard, "relaxation", math.nan, ValueError),
-    (Anderson, "relaxation", 0, ValueError),
-    (Anderson, "relaxation", 2.1, ValueError),
-    (Anderson, "relaxation", [1], TypeError),
-    (Anderson, "ridge", -1e-9, ValueError),
-    (Anderson, "ridge", 1.5, ValueError),
-    (Anderson, "ridge", None, TypeError),
-    (Anderson, "kind", "III", ValueError),
-    (Anderson, "kind", 2, ValueError),
-    (Broyden, "relaxation", 0.0, ValueError),
-    (Broyden, "relaxation", 3.0, ValueError),
-    (Broyden, "relaxation", None, TypeError),
-    (Broyden, "kind", "best", ValueError),
+    (Picard, "rtol", [-1e-3, 1, 40, math.nan, math.inf], ["small", True, None]),
+    (Picard, "max_iter", [0, -3], [2.0, True]),
+    (Picard, "atol", [-1e-9], ["small"]),
+    (Anderson, "atol", [1e18], []),
+    (Picard, "norm", [2, "l1"], []),
+    (Anderson, "history_size", [0, -1], [2.5]),
+    (Broyden, "history_size", [0, -1], [2.5]),
+    (Anderson, "history_dtype", [torch.float16, "bfloat16"], []),
+    (Broyden, "history_dtype", [torch.float16, "bfloat16"], []),
+    *[(kind, "relaxation", [0.0, 2.5, math.nan], ["1", None, [1]]) for kind in (Picard, Anderson, Broyden)],
+    (Anderson, "ridge", [-1e-9, 1.5], [None]),
+    (Anderson, "kind", ["III", 2], []),
+    (Broyden, "kind", ["best"], []),
 ]
 
 
-@pytest.mark.parametrize(("solver", "argument", "value", "error"), BAD_ARGUMENTS)
-def test_bad_arguments_are_named_with_their_value(solver, argument, value, error):
-    with pytest.raises(error) as raised:
-        solver(**{argument: value})
-    assert str(raised.value).startswith(f"{argument} must be ") and repr(value) in str(raised.value)
+@pytest.mark.parametrize(("solver", "argument", "out_of_range", "of_another_type"), BAD_ARGUMENTS)
+def test_bad_arguments_are_named_with_their_value(solver, argument, out_of_range, of_another_type):
+    for error, values in ((ValueError, out_of_range), (TypeError, of_another_type)):
+        for value in values:
+            with pytest.raises(error) as raised:
+                solver(**{argument: value})
+            assert str(raised.value).startswith(f"{argument} must be ") and repr(value) in str(raised.value)
 
 
 def test_one_of_the_tolerances_is_positive():
@@ -416,11 +315,6 @@ def test_solvers_are_frozen_and_compare_by_value():
         0.0,
         2,
     )
-
-
-def test_names_stand_for_default_solvers():
-    assert [as_solver(name) for name in ("picard", "anderson", "broyden")] == [Picard(), Anderson(), Broyden()]
-    assert as_solver(Picard(rtol=0.1)) == Picard(rtol=0.1)
 
 
 def test_numbers_of_numpy_are_python_numbers():
