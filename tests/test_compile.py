@@ -183,20 +183,13 @@ def test_other_threads_may_compile_or_leave_compiled_code(compiled, monkeypatch)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-@pytest.mark.parametrize("what", ["cell", "residual", "fc"])
+@pytest.mark.parametrize("what", ["residual", "fc"])
 def test_cells_and_the_fully_connected_solve(what, kernel, compiled):
-    if what == "fc":
-        parameters, shape = [(0.1 * torch.randn(8, 8)).requires_grad_()], (8,)
-
-        def f(x):
-            return fc_fixed_point(parameters[0], x, kernel=kernel)[0]
-    else:
-        cell, shape = (Cell(), (4,)) if what == "cell" else (ResidualCell(8, kernel=kernel), (8, 3, 5))
-        parameters = [*cell.parameters()]
-
-        def f(x):
-            return cell(0.5 * x, x)
-
+    weight, cell = (0.1 * torch.randn(8, 8)).requires_grad_(), ResidualCell(8, kernel=kernel)
+    f, parameters, shape = {
+        "fc": (lambda x: fc_fixed_point(weight, x, kernel=kernel)[0], [weight], (8,)),
+        "residual": (lambda x: cell(0.5 * x, x), [*cell.parameters()], (8, 3, 5)),
+    }[what]
     fast = compiled(f)
     for i, batch in enumerate((6, 7)):
         x = torch.randn(batch, *shape)
@@ -205,25 +198,19 @@ def test_cells_and_the_fully_connected_solve(what, kernel, compiled):
 
 
 class TestOfABlock:
-    def test_the_solution_is_returned(self, compiled):
-        block = DEQBlock(Cell(), "anderson")
-        x = torch.randn(5, 4)
-        (value, found), (plain, expected) = compiled(block)(x, return_solution=True), block(x, return_solution=True)
+    @pytest.mark.parametrize(
+        "groups",
+        [None, "batch", torch.tensor([1, 0, 0, 2, 2]), Groups(torch.tensor([1, 0, 0, 2, 2]))],
+        ids=["none", "batch", "rows", "made"],
+    )
+    def test_the_solution_is_returned(self, groups, compiled):
+        block, x = DEQBlock(Cell(), "anderson"), torch.randn(5, 4)
+        call = compiled(lambda x: block(x, groups=groups, return_solution=True))
+        (value, found), (plain, expected) = call(x), block(x, groups=groups, return_solution=True)
         assert torch.equal(value, plain)
         for name in ("status", "iterations", "residual", "residual_rel", "residual_abs", "value"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         assert int(found.evaluations) == expected.evaluations and bool(found.converged.all())
-
-    @pytest.mark.parametrize(
-        "groups",
-        ["batch", torch.tensor([1, 0, 0, 2, 2]), Groups(torch.tensor([1, 0, 0, 2, 2]))],
-        ids=["batch", "rows", "made"],
-    )
-    def test_groups(self, groups, compiled):
-        block, x = DEQBlock(Cell(), "anderson"), torch.randn(5, 4)
-        call = compiled(lambda x: block(x, groups=groups, return_solution=True))
-        (value, found), (plain, expected) = call(x), block(x, groups=groups, return_solution=True)
-        assert torch.equal(value, plain) and torch.equal(found.residual, expected.residual)
 
     def test_trees_autocast_and_inference(self, compiled):
         """x holds a constant and a parameter; the state is in another memory order than contiguous."""
@@ -338,8 +325,7 @@ class TestOfABlock:
         def call(x):
             return torch.func.functional_call(block, {"cell.second": weight}, (x,), tie_weights=False)
 
-        pairs = zip(derivatives(compiled(call), x, [weight]), derivatives(call, x, [weight]), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
+        assert_same_derivatives(compiled(call), call, x, [weight])
 
     def test_models_of_one_kind_share_their_code(self, compiled):
         x = torch.randn(2, 3)
@@ -374,29 +360,20 @@ class TestOfABlock:
         ):
             assert_same_derivatives(f, plain, x, given)
 
-    def test_a_submodule_under_two_names_keeps_its_parameters(self, compiled):
-        cell = Cell()
-        cell.again, weight = cell.linear, cell.linear.weight
-        block, x = DEQBlock(cell), torch.randn(2, 4)
-        assert_same_derivatives(compiled(block), block, x, [weight])
-        assert cell.linear.weight is weight
-
-    def test_reversible(self, compiled):
-        block = DEQBlock(Cell(), adjoint=Reversible(5), warn=False)
-        assert_same_derivatives(compiled(block), block, torch.randn(2, 4), [*block.parameters()])
-
-    def test_within_an_activation_checkpoint(self, compiled):
-        block = DEQBlock(Cell())
-        fast = compiled(lambda x: checkpoint(block, x, use_reentrant=False))
-        assert_same_derivatives(fast, block, torch.randn(2, 4), [*block.parameters()])
-
-    @pytest.mark.parametrize("adjoint", ["implicit", "neumann"])
-    def test_a_block_in_the_cell_of_a_block(self, adjoint, compiled):
-        inner = DEQBlock(Cell(), adjoint=adjoint)
-        outer = nn.Module()
-        outer.inner, outer.forward = inner, lambda z, x: 0.3 * inner(z + x)
-        block = DEQBlock(outer)
-        assert_same_derivatives(compiled(block), block, torch.randn(2, 4), [*inner.parameters()])
+    @pytest.mark.parametrize("kind", ["reversible", "checkpoint", "two names", "inner implicit", "inner neumann"])
+    def test_derivatives_are_those_of_eager_mode(self, kind, compiled):
+        """Of an adjoint without a solver, within an activation checkpoint, and of modules in the cell."""
+        cell, options = Cell(), {"adjoint": Reversible(5), "warn": False} if kind == "reversible" else {}
+        parameters, weight = [*cell.parameters()], cell.linear.weight
+        if kind == "two names":
+            cell.again = cell.linear
+        if kind.startswith("inner"):
+            inner, cell = DEQBlock(cell, adjoint=kind.split()[1]), nn.Module()
+            cell.inner, cell.forward = inner, lambda z, x: 0.3 * inner(z + x)
+        block = DEQBlock(cell, **options)
+        call = (lambda x: checkpoint(block, x, use_reentrant=False)) if kind == "checkpoint" else block
+        assert_same_derivatives(compiled(call), block, torch.randn(2, 4), parameters)
+        assert parameters[0] is weight and all(p is weight for p in block.parameters())
 
     def test_two_leaves_of_one_gradient(self, compiled):
         block = DEQBlock(lambda z, x: torch.tanh(0.5 * z + x[0] + x[1]))
