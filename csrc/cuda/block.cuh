@@ -39,6 +39,11 @@ __device__ Pack<T, N> load_if(bool wanted, const T* from) {
     Pack<T, N> pack;
     memcpy(&pack, word, sizeof pack);
     return pack;
+  } else if constexpr (sizeof(Pack<T, N>) == sizeof(uint2)) {
+    const uint2 word = wanted ? *reinterpret_cast<const uint2*>(from) : uint2{0, 0};
+    Pack<T, N> pack;
+    memcpy(&pack, &word, sizeof pack);
+    return pack;
   } else {
     return wanted ? load<T, N>(from) : Pack<T, N>{};
   }

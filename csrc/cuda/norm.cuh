@@ -4,6 +4,8 @@
 // neighbouring channels; its packs of N channels are the columns, its pixels the rows of a grid on which a thread keeps
 // to one column (to several of them where there are more columns than threads). With K > 0 a thread holds its at most
 // K packs in registers and every pass after the first reads nothing; with K = 0 every pass reads the group again.
+//
+// What a block costs beside its elements, every warp pays: small groups have blocks of few threads.
 #pragma once
 
 #include "../common/norm.h"
@@ -12,32 +14,55 @@
 
 namespace deqfast {
 
-// Elements of a group that a thread holds at most, and for small groups: fewer registers let more blocks run.
+constexpr int kFewThreads = 64;  // of a block for a group that they hold
+
+// Elements of a group that a thread holds at most: of a large one, of a small one, of one for few threads.
 template <class T>
 constexpr int kHeld = 128 / sizeof(T);
 template <class T>
 constexpr int kHeldOfSmall = 32 / sizeof(T);
+template <class T>
+constexpr int kHeldOfFew = 4096 / sizeof(T) / kFewThreads;
 
-template <int N>
+// How a block of `threads` lies on a group with `cols` columns, told by the host, which divides faster.
+struct Layout {
+  unsigned groups;
+  int size, stride, pixels;  // channels of a group and of a sample; pixels
+  int cols, width, rows;
+  unsigned reciprocal;  // thread * reciprocal >> 16 is thread / width, for up to 256 threads
+
+  Layout(const NormShape& s, int n, int threads) {
+    groups = static_cast<unsigned>(s.groups);
+    size = static_cast<int>(s.channels / s.groups);
+    stride = static_cast<int>(s.channels);
+    pixels = static_cast<int>(s.pixels);
+    cols = size / n;
+    width = cols < threads ? cols : threads;
+    rows = threads / width;
+    reciprocal = static_cast<unsigned>((65536 + width - 1) / width);
+  }
+};
+
+template <int N, int Threads>
 struct Group {
   int64_t offset;   // of the first element
   int64_t channel;  // the first one, counted through all samples
   int first, size, stride, pixels;
   int cols, width, rows, col, row;
 
-  __device__ explicit Group(const NormShape& s) {
-    const int64_t sample = blockIdx.x / s.groups;
-    size = static_cast<int>(s.channels / s.groups);
-    first = static_cast<int>(blockIdx.x % s.groups) * size;
-    stride = static_cast<int>(s.channels);
-    pixels = static_cast<int>(s.pixels);
-    offset = sample * s.pixels * s.channels + first;
-    channel = sample * s.channels + first;
-    cols = size / N;
-    width = cols < kThreads ? cols : kThreads;
-    rows = kThreads / width;
-    col = threadIdx.x % width;
-    row = threadIdx.x / width;
+  __device__ explicit Group(const Layout& g) {
+    const unsigned sample = blockIdx.x / g.groups;
+    size = g.size;
+    first = static_cast<int>(blockIdx.x - sample * g.groups) * size;
+    stride = g.stride;
+    pixels = g.pixels;
+    offset = static_cast<int64_t>(sample) * pixels * stride + first;
+    channel = static_cast<int64_t>(sample) * stride + first;
+    cols = g.cols;
+    width = g.width;
+    rows = g.rows;
+    row = static_cast<int>(threadIdx.x * g.reciprocal >> 16);
+    col = static_cast<int>(threadIdx.x) - row * width;
     if (row >= rows) row = 1 << 30;  // has no pixel
   }
 
@@ -45,26 +70,34 @@ struct Group {
   __device__ T count() const {
     return static_cast<T>(pixels) * static_cast<T>(size);
   }
+  __device__ bool has(int k) const { return row + k * rows < pixels; }
+  __device__ int at(int k) const { return (row + k * rows) * stride + col * N; }  // of slot k, in the group
 };
 
 // Calls body(slot, offset in the group) for the thread's packs, between begin(channel in the group) and end(channel).
-template <int K, int N, class Begin, class Body, class End>
-__device__ void sweep(const Group<N>& g, const Begin& begin, const Body& body, const End& end) {
+template <int K, int N, int Threads, class Begin, class Body, class End>
+__device__ void sweep(const Group<N, Threads>& g, const Begin& begin, const Body& body, const End& end) {
   if constexpr (K > 0) {
     begin(g.col * N);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      const int pixel = g.row + k * g.rows;
-      if (pixel < g.pixels) body(k, pixel * g.stride + g.col * N);
+      if (g.has(k)) body(k, g.at(k));
     }
     end(g.col * N);
   } else {
-    for (int col = g.col; col < g.cols; col += kThreads) {
+    for (int col = g.col; col < g.cols; col += Threads) {
       begin(col * N);
       for (int pixel = g.row; pixel < g.pixels; pixel += g.rows) body(0, pixel * g.stride + col * N);
       end(col * N);
     }
   }
+}
+
+// The packs of a thread that holds its part of a group, zeros in slots without a pixel: all loads under way together.
+template <class X, int K, int N, int Threads>
+__device__ void load_slots(const Group<N, Threads>& g, const X* from, Pack<X, N> (&packs)[K]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) packs[k] = load_if<X, N>(g.has(k), from + g.offset + (g.has(k) ? g.at(k) : 0));
 }
 
 struct Nothing {
@@ -86,23 +119,49 @@ __device__ void store_values(X* to, const T (&values)[N]) {
   store(to, pack);
 }
 
-// Totals over the block, for all threads.
-template <class T, int Count>
-__device__ void block_totals(BlockSums<T, Count>& sums, T (&values)[Count]) {
-  sums.clear(Count);
-#pragma unroll
-  for (int v = 0; v < Count; ++v) sums.add(v, values[v]);
-  sums.finish(Count);
-#pragma unroll
-  for (int v = 0; v < Count; ++v) values[v] = sums.totals[v];
-}
+// What a thread adds up: in blocks of few threads, which add up much each, in several sums side by side.
+template <class T, int Threads>
+struct PartialSum {
+  static constexpr int kSums = Threads < kThreads ? 4 : 1;
+  T sums[kSums] = {};
 
-template <class T>
-__device__ T block_total(BlockSums<T, 1>& sums, T value) {
-  T values[1] = {value};
-  block_totals(sums, values);
-  return values[0];
-}
+  __device__ void add(int i, T x) { sums[i % kSums] += x; }
+  __device__ T total() const {
+    T sum = sums[0];
+#pragma unroll
+    for (int i = 1; i < kSums; ++i) sum += sums[i];
+    return sum;
+  }
+};
+
+// Totals over the block, for all threads, who add up the sums of the warps in the same order. One barrier each: the
+// calls take turns with the slots.
+template <class T, int Count, int Threads>
+struct BlockTotals {
+  T slots[2][Threads / 32][Count];
+
+  __device__ void add_up(int turn, T (&values)[Count]) {
+#pragma unroll
+    for (int v = 0; v < Count; ++v) {
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) values[v] += __shfl_xor_sync(0xffffffffu, values[v], offset);
+      if (threadIdx.x % 32 == 0) slots[turn][threadIdx.x / 32][v] = values[v];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < Count; ++v) {
+      values[v] = slots[turn][0][v];
+#pragma unroll
+      for (int w = 1; w < Threads / 32; ++w) values[v] += slots[turn][w][v];
+    }
+  }
+
+  __device__ T add_up(int turn, T value) {
+    T values[1] = {value};
+    add_up(turn, values);
+    return values[0];
+  }
+};
 
 template <class T>
 __device__ T relu(T x) {
@@ -132,7 +191,8 @@ struct AffineSums {
 
   // Add the rows of a column in a tree, enter the sums at `to` and, `plane` further, and take them up in the means.
   // By all threads of the block where a column has several rows.
-  __device__ void finish(const Group<N>& g, T (*buffer)[kThreads], const T (&factor)[N], T* to, int64_t plane) {
+  template <int Threads>
+  __device__ void finish(const Group<N, Threads>& g, T (*buffer)[Threads], const T (&factor)[N], T* to, int64_t plane) {
     if (g.rows > 1) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -163,8 +223,9 @@ struct AffineSums {
   }
 
   // After all columns, by all threads.
-  __device__ void finish_means(BlockSums<T, 2>& sums, T count) {
-    block_totals(sums, means);
+  template <int Threads>
+  __device__ void finish_means(BlockTotals<T, 2, Threads>& totals, int turn, T count) {
+    totals.add_up(turn, means);
     means[0] /= count;
     means[1] /= count;
   }
@@ -183,22 +244,27 @@ inline unsigned groups_grid(const NormShape& s, const char* op) {
   return static_cast<unsigned>(s.batch * s.groups);
 }
 
-// Calls launch(N, K: std::integral_constant): packs of N elements where alignment allows, held in registers where a
-// group fits.
+// Calls launch(layout, N, K, threads: std::integral_constant): packs of N elements where alignment allows, held in
+// registers where a group fits.
 template <class T, int N, class Launch, class... Pointers>
 void with_packs(const NormShape& s, const Launch& launch, Pointers... pointers) {
   using std::integral_constant;
-  constexpr int most = kHeld<T> / N, few = kHeldOfSmall<T> / N;
+  constexpr int most = kHeld<T> / N, small = kHeldOfSmall<T> / N, few = kHeldOfFew<T> / N;
   const int64_t size = s.channels / s.groups, cols = size / N;
-  const auto fits = [&](int packs) { return cols <= kThreads && s.pixels <= packs * (kThreads / cols); };
+  const auto fits = [&](int packs, int threads) { return cols <= threads && s.pixels <= packs * (threads / cols); };
+  const auto with = [&](auto n, auto k, auto threads) { launch(Layout(s, n.value, threads.value), n, k, threads); };
+  const integral_constant<int, N> n;
+  const integral_constant<int, kThreads> all;
   if (!aligned<N>(size, pointers...)) {
-    launch(integral_constant<int, 1>(), integral_constant<int, 0>());
-  } else if (fits(few)) {
-    launch(integral_constant<int, N>(), integral_constant<int, few>());
-  } else if (fits(most)) {
-    launch(integral_constant<int, N>(), integral_constant<int, most>());
+    with(integral_constant<int, 1>(), integral_constant<int, 0>(), all);
+  } else if (fits(few, kFewThreads)) {
+    with(n, integral_constant<int, few>(), integral_constant<int, kFewThreads>());
+  } else if (fits(small, kThreads)) {
+    with(n, integral_constant<int, small>(), all);
+  } else if (fits(most, kThreads)) {
+    with(n, integral_constant<int, most>(), all);
   } else {
-    launch(integral_constant<int, N>(), integral_constant<int, 0>());
+    with(n, integral_constant<int, 0>(), all);
   }
 }
 
