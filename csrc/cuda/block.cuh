@@ -197,17 +197,44 @@ struct PartNorms {
   }
 };
 
-// The judgement of the block's sample, by thread 0 and for all. A barrier must lie between the threads' reads of the
-// status and this call.
+// What was known of a sample before it is judged, on its way from the start of a kernel.
 template <class T>
-__device__ Verdict judge_sample(const Monitor<T>& monitor, int64_t row, const Norms<T>& norms,
-                                const StopRule<T>& rule) {
-  __shared__ Verdict verdict;
-  if (threadIdx.x == 0) {
-    verdict = judge(monitor, row, norms, rule);
-    if (!verdict.advance) atomicSub(monitor.active, 1);
+struct Records {
+  T residual[2], progress[kProgress];
+
+  // Begin to copy them to shared memory, by the thread that will judge.
+  __device__ void fetch(const Monitor<T>& monitor, int64_t row) {
+    for (int i = 0; i < 2; ++i) copy_to_shared(&residual[i], monitor.residual + i * monitor.batch + row);
+    for (int i = 0; i < kProgress; ++i) copy_to_shared(&progress[i], monitor.progress + i * monitor.batch + row);
   }
-  __syncthreads();
+  __device__ void fetch(const Records& from) {
+    for (int i = 0; i < 2; ++i) copy_to_shared(&residual[i], from.residual + i);
+    for (int i = 0; i < kProgress; ++i) copy_to_shared(&progress[i], from.progress + i);
+  }
+};
+
+// The judgement of the block's sample, for all threads, by thread 0, which has fetched the records. The first of the
+// sample's blocks enters what was judged.
+template <class T>
+__device__ Verdict judge_sample(const Records<T>& records, const Monitor<T>& monitor, int64_t row,
+                                const Norms<T>& norms, const StopRule<T>& rule) {
+  __shared__ Verdict verdict;
+  Records<T> now;
+  int8_t status = kRunning;
+  int32_t iterations = 0;
+  if (threadIdx.x == 0) {
+    wait_for_copies();
+    now = records;
+    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.progress, nullptr, 1}, 0, norms, rule);
+  }
+  __syncthreads();  // and all threads have read the status
+  if (threadIdx.x == 0 && blockIdx.y == 0) {
+    monitor.status[row] = status;
+    monitor.iterations[row] = iterations;
+    for (int i = 0; i < 2; ++i) monitor.residual[i * monitor.batch + row] = now.residual[i];
+    for (int i = 0; i < kProgress; ++i) monitor.progress[i * monitor.batch + row] = now.progress[i];
+    if (status != kRunning) atomicSub(monitor.active, 1);
+  }
   return verdict;
 }
 
@@ -238,39 +265,10 @@ __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, 
 // were before it.
 template <class T>
 struct Snapshot {
-  T residual[2], progress[kProgress];
+  Records<T> records;
   int running;
   unsigned arrived;  // blocks that have left their part of the second launch's sums
-
-  __device__ void take(const Monitor<T>& monitor, int64_t row) {
-    running = monitor.status[row] == kRunning;
-    arrived = 0;
-    for (int i = 0; i < 2; ++i) residual[i] = monitor.residual[i * monitor.batch + row];
-    for (int i = 0; i < kProgress; ++i) progress[i] = monitor.progress[i * monitor.batch + row];
-  }
 };
-
-// As judge_sample; the first of the sample's blocks enters what was judged in the records.
-template <class T>
-__device__ Verdict judge_shared_sample(const Snapshot<T>& snapshot, const Monitor<T>& monitor, int64_t row,
-                                       const Norms<T>& norms, const StopRule<T>& rule) {
-  __shared__ Verdict verdict;
-  if (threadIdx.x == 0) {
-    Snapshot<T> now = snapshot;
-    int8_t status = kRunning;
-    int32_t iterations;
-    verdict = judge(Monitor<T>{&status, &iterations, now.residual, now.progress, nullptr, 1}, 0, norms, rule);
-    if (blockIdx.y == 0) {
-      monitor.status[row] = status;
-      monitor.iterations[row] = iterations;
-      for (int i = 0; i < 2; ++i) monitor.residual[i * monitor.batch + row] = now.residual[i];
-      for (int i = 0; i < kProgress; ++i) monitor.progress[i * monitor.batch + row] = now.progress[i];
-      if (!verdict.advance) atomicSub(monitor.active, 1);
-    }
-  }
-  __syncthreads();
-  return verdict;
-}
 
 // The columns of a block that shares its sample with `gridDim.y` blocks; boundaries are multiples of 16 elements.
 struct Columns {

@@ -254,15 +254,18 @@ template <class T, class H, int kMaxDots, bool kWithLs, int kVector>
 __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ SmallSolve<T> small;
+  __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
+  if (threadIdx.x == 0) records.fetch(p.monitor, row);
   const int n = p.window.size(), m = p.window.history;
   T* gram = p.gram + row * (m + 2) * m;
   if (p.pairs() > 0) small.fetch(gram, m);
   const Columns columns(p.dim);
   sweep_left<T, H, kWithLs, kVector>(p, row, columns, sums);
   wait_for_copies();
-  const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
+  const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
+  const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   if (!verdict.advance || p.rule.last) {
     carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);
     return;
@@ -289,9 +292,12 @@ template <class T, class H, bool kWithLs, int kVector>
 __global__ void __launch_bounds__(kThreads, 2)
     multisecant_left_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kMaxSums> sums;
+  __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
-  if (blockIdx.y == 0 && threadIdx.x == 0) exchange.snapshots[row].take(p.monitor, row);
-  if (p.monitor.status[row] != kRunning) return;
+  const bool keeps = blockIdx.y == 0 && threadIdx.x == 0, running = p.monitor.status[row] == kRunning;
+  if (keeps) exchange.snapshots[row].running = running;
+  if (!running) return;
+  if (keeps) records.fetch(p.monitor, row);
   const int n = p.pairs(), m = p.window.history;
   if (kWithLs && blockIdx.y == 0 && threadIdx.x < n) {
     const T* gram_row = p.gram + (row * (m + 2) + p.window.newest()) * m;
@@ -306,6 +312,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     to[kMaxSums + 1] = norms.f;
   }
   for (int v = threadIdx.x; v < sums_of(p); v += kThreads) to[v] = sums.totals[v];
+  if (keeps) {
+    wait_for_copies();
+    exchange.snapshots[row].records = records;
+    exchange.snapshots[row].arrived = 0;
+  }
 }
 
 // ... and the step. The last block of a sample to end adds up the dots, in the order of the blocks.
@@ -314,9 +325,11 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
     multisecant_right_kernel(const MultisecantParams<T, H> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ SmallSolve<T> small;
+  __shared__ Records<T> records;
   __shared__ bool last_to_end;
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
+  if (threadIdx.x == 0) records.fetch(exchange.snapshots[row].records);
   const int n = p.window.size(), m = p.window.history;
   if (p.pairs() > 0) small.fetch(p.gram + row * (m + 2) * m, m);
   const T* partials = exchange.sums + row * gridDim.y * kLeft;
@@ -331,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
   __syncthreads();
   const Norms<T> norms = norms_of(p.rule, {sums.totals[kResSq], sums.totals[kFSq]},
                                   PartNorms<T>{partials + kMaxSums, kLeft, gridDim.y});
-  const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
+  const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
   if (!verdict.advance || p.rule.last) {
     carry_out<kVector>(verdict, p.z + row * p.dim, p.best + row * p.dim, columns.begin, columns.end);

@@ -39,8 +39,10 @@ __device__ Pack<T, kVector> stepped(const Pack<T, kVector>& f, const Pack<T, kVe
 template <class T, int kVector, int kPacks>
 __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<T> p) {
   __shared__ BlockSums<T, kSums> sums;
+  __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
+  if (threadIdx.x == 0) records.fetch(p.monitor, row);
   T* z = p.z + row * p.dim;
   const T* fz = p.fz + row * p.dim;
   Pack<T, kVector> f[kPacks], old[kPacks];
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<
   sums.add(kFSq, f_sq);
   sums.finish(kSums);
   const Norms<T> norms = norms_of_columns(p, row, Columns(p.dim), sums.totals);
-  const Verdict verdict = judge_sample(p.monitor, row, norms, p.rule);
+  const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   T* best = p.best + row * p.dim;
 #pragma unroll
   for (int c = 0; c < kPacks; ++c) {
@@ -121,11 +123,14 @@ __device__ void finish(const PicardParams<T>& p, int64_t row, const Columns& col
 template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 4) picard_long_kernel(const PicardParams<T> p) {
   __shared__ BlockSums<T, kSums> sums;
+  __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
   if (p.monitor.status[row] != kRunning) return;
+  if (threadIdx.x == 0) records.fetch(p.monitor, row);
   const Columns columns(p.dim);
   sweep<T, kVector>(p, row, columns, sums);
-  const Verdict verdict = judge_sample(p.monitor, row, norms_of_columns(p, row, columns, sums.totals), p.rule);
+  const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
+  const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   finish<T, kVector>(p, row, columns, verdict);
 }
 
@@ -133,9 +138,12 @@ __global__ void __launch_bounds__(kThreads, 4) picard_long_kernel(const PicardPa
 template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 4) picard_sums_kernel(const PicardParams<T> p, const Exchange<T> exchange) {
   __shared__ BlockSums<T, kSums> sums;
+  __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
-  if (blockIdx.y == 0 && threadIdx.x == 0) exchange.snapshots[row].take(p.monitor, row);
-  if (p.monitor.status[row] != kRunning) return;
+  const bool keeps = blockIdx.y == 0 && threadIdx.x == 0, running = p.monitor.status[row] == kRunning;
+  if (keeps) exchange.snapshots[row].running = running;
+  if (!running) return;
+  if (keeps) records.fetch(p.monitor, row);
   const Columns columns(p.dim);
   sweep<T, kVector>(p, row, columns, sums);
   const Norms<T> norms = norms_of_columns(p, row, columns, sums.totals);
@@ -145,13 +153,19 @@ __global__ void __launch_bounds__(kThreads, 4) picard_sums_kernel(const PicardPa
     to[kSums] = norms.res;
     to[kSums + 1] = norms.f;
   }
+  if (keeps) {
+    wait_for_copies();
+    exchange.snapshots[row].records = records;
+  }
 }
 
 // ... and the step.
 template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardParams<T> p, const Exchange<T> exchange) {
+  __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
+  if (threadIdx.x == 0) records.fetch(exchange.snapshots[row].records);
   const T* partials = exchange.partials + row * gridDim.y * kLeft;
   T totals[kSums] = {};
   for (unsigned part = 0; part < gridDim.y; ++part) {
@@ -159,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardP
   }
   const Norms<T> norms =
       norms_of(p.rule, {totals[kResSq], totals[kFSq]}, PartNorms<T>{partials + kSums, kLeft, gridDim.y});
-  const Verdict verdict = judge_shared_sample(exchange.snapshots[row], p.monitor, row, norms, p.rule);
+  const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
   finish<T, kVector>(p, row, columns, verdict);
 }
