@@ -281,14 +281,16 @@ struct Columns {
   }
 };
 
-// Blocks per sample: one where the samples fill the GPU, else as many as run at once, two per multiprocessor, as long as
-// each has 4096 elements.
-inline unsigned blocks_per_sample(int64_t batch, int64_t dim, int device) {
-  int processors = 0;
+// Blocks per sample for a kernel: one where the samples fill the GPU, else as many as run at once, as long as each has
+// 4096 elements.
+template <class Kernel>
+unsigned blocks_per_sample(Kernel kernel, int64_t batch, int64_t dim, int device) {
+  int processors = 0, resident = 0;
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (4 * batch >= 3 * processors) return 1;
-  const int64_t wanted = 2 * processors / batch, most = dim / 4096;
-  const int64_t blocks = wanted < most ? wanted : most;
+  const int64_t most = dim / 4096;
+  if (4 * batch >= 3 * processors || most < 2) return 1;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
+  const int64_t wanted = static_cast<int64_t>(resident) * processors / batch, blocks = wanted < most ? wanted : most;
   return blocks < 2 ? 1 : static_cast<unsigned>(blocks < 64 ? blocks : 64);
 }
 

@@ -283,8 +283,9 @@ template <class T>
 struct Exchange {
   Snapshot<T>* snapshots;  // (B,)
   T* old_rows;             // (B, 32): the row of the window matrix that the newest pair replaces
-  T* sums;                 // (B, blocks, kLeft)
-  T* dots;                 // (B, blocks, 32)
+  T* sums;                 // (B, parts, kLeft)
+  T* dots;                 // (B, blocks of the second launch, 32)
+  unsigned parts;          // blocks per sample of the first launch
 };
 
 // Several blocks per sample: the sums of sweep 1, ...
@@ -332,10 +333,10 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
   if (threadIdx.x == 0) records.fetch(exchange.snapshots[row].records);
   const int n = p.window.size(), m = p.window.history;
   if (p.pairs() > 0) small.fetch(p.gram + row * (m + 2) * m, m);
-  const T* partials = exchange.sums + row * gridDim.y * kLeft;
+  const T* partials = exchange.sums + row * exchange.parts * kLeft;
   for (int v = threadIdx.x; v < sums_of(p); v += kThreads) {
     T total = 0;
-    for (unsigned part = 0; part < gridDim.y; ++part) {
+    for (unsigned part = 0; part < exchange.parts; ++part) {
       total += partials[part * kLeft + v];
     }
     sums.totals[v] = total;
@@ -343,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
   wait_for_copies();
   __syncthreads();
   const Norms<T> norms = norms_of(p.rule, {sums.totals[kResSq], sums.totals[kFSq]},
-                                  PartNorms<T>{partials + kMaxSums, kLeft, gridDim.y});
+                                  PartNorms<T>{partials + kMaxSums, kLeft, exchange.parts});
   const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
   if (!verdict.advance || p.rule.last) {
@@ -372,20 +373,24 @@ template <class T, class H, int kMaxDots, bool kWithLs, int kVector>
 void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   const cudaStream_t stream = current_stream(z);
   const unsigned batch = grid_of(params.monitor.batch, "multisecant_step");
-  const unsigned blocks = blocks_per_sample(batch, params.dim, z.get_device_index());
-  if (blocks == 1) {
+  const auto blocks_of = [&](auto kernel) {
+    return blocks_per_sample(kernel, batch, params.dim, z.get_device_index());
+  };
+  const unsigned parts = blocks_of(&multisecant_left_kernel<T, H, kWithLs, kVector>);
+  if (parts == 1) {
     multisecant_kernel<T, H, kMaxDots, kWithLs, kVector><<<batch, kThreads, 0, stream>>>(params);
   } else {
-    const int64_t snapshots = batch * sizeof(Snapshot<T>), parts = int64_t(batch) * blocks;
-    const Tensor memory =
-        workspace(z, snapshots + (int64_t(batch) * kMaxGpuHistory + parts * (kLeft + kMaxGpuHistory)) * sizeof(T));
+    const unsigned blocks = blocks_of(&multisecant_right_kernel<T, H, kMaxDots, kVector>);
+    const int64_t samples = batch, snapshots = samples * sizeof(Snapshot<T>);
+    const int64_t numbers = samples * (kMaxGpuHistory + parts * kLeft + blocks * kMaxGpuHistory);
+    const Tensor memory = workspace(z, snapshots + numbers * sizeof(T));
     char* at = static_cast<char*>(memory.mutable_data_ptr());
     T* rows = reinterpret_cast<T*>(at + snapshots);
-    T* sums = rows + int64_t(batch) * kMaxGpuHistory;
-    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), rows, sums, sums + parts * kLeft};
-    const dim3 grid(batch, blocks);
-    multisecant_left_kernel<T, H, kWithLs, kVector><<<grid, kThreads, 0, stream>>>(params, exchange);
-    multisecant_right_kernel<T, H, kMaxDots, kVector><<<grid, kThreads, 0, stream>>>(params, exchange);
+    T* sums = rows + samples * kMaxGpuHistory;
+    T* dots = sums + samples * parts * kLeft;
+    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), rows, sums, dots, parts};
+    multisecant_left_kernel<T, H, kWithLs, kVector><<<dim3(batch, parts), kThreads, 0, stream>>>(params, exchange);
+    multisecant_right_kernel<T, H, kMaxDots, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
   }
   check_launch("multisecant_step");
 }

@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(kThreads, 2) picard_kernel(const PicardParams<
 template <class T>
 struct Exchange {
   Snapshot<T>* snapshots;  // (B,)
-  T* partials;             // (B, blocks, kLeft)
+  T* partials;             // (B, parts, kLeft)
+  unsigned parts;          // blocks per sample of the first launch
 };
 
 template <class T, int kVector>
@@ -166,13 +167,13 @@ __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardP
   const int64_t row = blockIdx.x;
   if (!exchange.snapshots[row].running) return;
   if (threadIdx.x == 0) records.fetch(exchange.snapshots[row].records);
-  const T* partials = exchange.partials + row * gridDim.y * kLeft;
+  const T* partials = exchange.partials + row * exchange.parts * kLeft;
   T totals[kSums] = {};
-  for (unsigned part = 0; part < gridDim.y; ++part) {
+  for (unsigned part = 0; part < exchange.parts; ++part) {
     for (int v = 0; v < kSums; ++v) totals[v] += partials[part * kLeft + v];
   }
   const Norms<T> norms =
-      norms_of(p.rule, {totals[kResSq], totals[kFSq]}, PartNorms<T>{partials + kSums, kLeft, gridDim.y});
+      norms_of(p.rule, {totals[kResSq], totals[kFSq]}, PartNorms<T>{partials + kSums, kLeft, exchange.parts});
   const Verdict verdict = judge_sample(records, p.monitor, row, norms, p.rule);
   const Columns columns(p.dim);
   finish<T, kVector>(p, row, columns, verdict);
@@ -181,14 +182,18 @@ __global__ void __launch_bounds__(kThreads, 4) picard_apply_kernel(const PicardP
 template <class T, int kVector>
 void launch(const PicardParams<T>& params, const Tensor& z, cudaStream_t stream) {
   const unsigned batch = grid_of(params.monitor.batch, "picard_step");
-  const unsigned blocks = blocks_per_sample(batch, params.dim, z.get_device_index());
+  const auto blocks_of = [&](auto kernel) {
+    return blocks_per_sample(kernel, batch, params.dim, z.get_device_index());
+  };
+  const unsigned parts = blocks_of(&picard_sums_kernel<T, kVector>);
   constexpr int kWidth = kThreads * kVector;  // elements that a block loads at once
-  if (blocks > 1) {
-    const int64_t snapshots = batch * sizeof(Snapshot<T>), partials = int64_t(batch) * blocks * kLeft * sizeof(T);
+  if (parts > 1) {
+    const unsigned blocks = blocks_of(&picard_apply_kernel<T, kVector>);
+    const int64_t snapshots = batch * sizeof(Snapshot<T>), partials = int64_t(batch) * parts * kLeft * sizeof(T);
     const Tensor memory = workspace(z, snapshots + partials);
     char* at = static_cast<char*>(memory.mutable_data_ptr());
-    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), reinterpret_cast<T*>(at + snapshots)};
-    picard_sums_kernel<T, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
+    const Exchange<T> exchange{reinterpret_cast<Snapshot<T>*>(at), reinterpret_cast<T*>(at + snapshots), parts};
+    picard_sums_kernel<T, kVector><<<dim3(batch, parts), kThreads, 0, stream>>>(params, exchange);
     picard_apply_kernel<T, kVector><<<dim3(batch, blocks), kThreads, 0, stream>>>(params, exchange);
   } else if (params.dim <= kWidth) {
     picard_kernel<T, kVector, 1><<<batch, kThreads, 0, stream>>>(params);
