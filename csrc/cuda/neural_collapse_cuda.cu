@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <tuple>
 #include <type_traits>
 
@@ -23,39 +24,43 @@ __device__ inline double widen(double x) { return x; }
 
 // --- class means
 
-// Sums of h - first row of the class over a chunk of rows and 32 * N columns; a warp takes every eighth row.
+constexpr int kMaxGridY = 65535;
+
+// Sums of h - first row of the class over a chunk of rows and 32 * N columns; a warp takes every eighth row. Rows that
+// belong to no class, which only a raw call of the op can have, are left out.
 template <class H, int N>
 __global__ void __launch_bounds__(kThreads, 4) class_sums_kernel(const Grouped<H> g, Wide<H>* partials) {
   using T = Wide<H>;
   __shared__ T sums[kWarps][N][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t chunk = blockIdx.x, column = static_cast<int64_t>(blockIdx.y) * 32 * N;
-  const int64_t d = column + lane * N;
-  const int64_t end = min((chunk + 1) * kChunkRows, g.count);
-  int64_t begin = chunk * kChunkRows;
-  for (int64_t k = g.class_of(begin); begin < end; ++k) {
-    const int64_t stop = min(end, g.offsets[k + 1]);
-    if (begin == stop) continue;
-    T sum[N] = {};
-    if (d < g.dim) {
-      const Pack<H, N> first = load<H, N>(g.row(g.offsets[k]) + d);
+  const int64_t chunk = blockIdx.x, end = min((chunk + 1) * kChunkRows, g.count);
+  for (int64_t column = blockIdx.y * int64_t(32 * N); column < g.dim; column += gridDim.y * int64_t(32 * N)) {
+    const int64_t d = column + lane * N;
+    int64_t begin = chunk * kChunkRows;
+    for (int64_t k = g.class_of(begin); k < g.classes && begin < end; ++k) {
+      const int64_t stop = min(end, g.offsets[k + 1]);
+      if (stop <= begin) continue;
+      T sum[N] = {};
+      if (d < g.dim) {
+        const Pack<H, N> first = load<H, N>(g.row(g.offsets[k]) + d);
 #pragma unroll 4
-      for (int64_t i = begin + warp; i < stop; i += kWarps) {
-        const Pack<H, N> h = load<H, N>(g.row(i) + d);
+        for (int64_t i = begin + warp; i < stop; i += kWarps) {
+          const Pack<H, N> h = load<H, N>(g.row(i) + d);
 #pragma unroll
-        for (int n = 0; n < N; ++n) sum[n] += widen(h.value[n]) - widen(first.value[n]);
+          for (int n = 0; n < N; ++n) sum[n] += widen(h.value[n]) - widen(first.value[n]);
+        }
       }
-    }
 #pragma unroll
-    for (int n = 0; n < N; ++n) sums[warp][n][lane] = sum[n];
-    __syncthreads();
-    for (int v = threadIdx.x; v < 32 * N; v += kThreads) {
-      T total = sums[0][v % N][v / N];
-      for (int w = 1; w < kWarps; ++w) total += sums[w][v % N][v / N];
-      if (column + v < g.dim) partials[(chunk + k) * g.dim + column + v] = total;
+      for (int n = 0; n < N; ++n) sums[warp][n][lane] = sum[n];
+      __syncthreads();
+      for (int v = threadIdx.x; v < 32 * N; v += kThreads) {
+        T total = sums[0][v % N][v / N];
+        for (int w = 1; w < kWarps; ++w) total += sums[w][v % N][v / N];
+        if (column + v < g.dim) partials[(chunk + k) * g.dim + column + v] = total;
+      }
+      __syncthreads();
+      begin = stop;
     }
-    __syncthreads();
-    begin = stop;
   }
 }
 
@@ -63,20 +68,20 @@ __global__ void __launch_bounds__(kThreads, 4) class_sums_kernel(const Grouped<H
 template <class H>
 __global__ void __launch_bounds__(kThreads, 4)
     class_means_kernel(const Grouped<H> g, const Wide<H>* partials, double* local, double* shift) {
-  const int64_t k = blockIdx.x, d = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
-  if (d >= g.dim) return;
-  const int64_t begin = g.offsets[k], end = g.offsets[k + 1];
-  const double first_of_all = widen(g.row(0)[d]);
-  double mean = -first_of_all;
-  if (end > begin) {
-    double sum = 0;
-    for (int64_t chunk = begin / kChunkRows; chunk <= (end - 1) / kChunkRows; ++chunk) {
-      sum += partials[(chunk + k) * g.dim + d];
+  const int64_t k = blockIdx.x, begin = g.offsets[k], end = min(g.offsets[k + 1], g.count);
+  for (int64_t d = blockIdx.y * int64_t(kThreads) + threadIdx.x; d < g.dim; d += gridDim.y * int64_t(kThreads)) {
+    const double first_of_all = widen(g.row(0)[d]);
+    double mean = -first_of_all;
+    if (end > begin) {
+      double sum = 0;
+      for (int64_t chunk = begin / kChunkRows; chunk <= (end - 1) / kChunkRows; ++chunk) {
+        sum += partials[(chunk + k) * g.dim + d];
+      }
+      mean = sum / static_cast<double>(end - begin) + (static_cast<double>(widen(g.row(begin)[d])) + mean);
     }
-    mean = sum / static_cast<double>(end - begin) + (static_cast<double>(widen(g.row(begin)[d])) + mean);
+    local[k * g.dim + d] = mean;
+    if (k == 0) shift[d] = first_of_all;
   }
-  local[k * g.dim + d] = mean;
-  if (k == 0) shift[d] = first_of_all;
 }
 
 // --- within-class scatter
@@ -129,32 +134,72 @@ struct ScatterMemory {
   int64_t row[Tile::rows], mean[Tile::rows];  // where they begin; row < 0: none
 };
 
-// (h - high) - low for a tile of features. Near its class mean h - high is exact.
-template <class Tile, int N, class H, class T>
-__device__ void centre(const ScatterParams<H>& p, int64_t column, ScatterMemory<Tile, T>& memory) {
-  constexpr int packs = Tile::depth / N;
+// What a thread loads of a tile of features and of directions: all of it under way before any is waited for.
+template <class Tile, int N, class H>
+struct Prefetched {
+  using T = Wide<H>;
+  static constexpr int V = Tile::vector, row_packs = Tile::depth / N, column_packs = Tile::columns / V;
+  static constexpr int kRows = Tile::rows * row_packs / kThreads;
+  static constexpr int kDirections = (Tile::depth * column_packs + kThreads - 1) / kThreads;
+  static_assert(Tile::rows * row_packs % kThreads == 0);
+
+  Pack<H, N> h[kRows];
+  Pack<T, V> directions[kDirections];
+
+  __device__ static int row_of(int u) { return (u * kThreads + threadIdx.x) / row_packs; }
+  __device__ static int feature_of(int u) { return (u * kThreads + threadIdx.x) % row_packs * N; }
+
+  __device__ void fetch(const ScatterParams<H>& p, int64_t column, int64_t first_direction,
+                        const ScatterMemory<Tile, T>& memory) {
 #pragma unroll
-  for (int v = threadIdx.x; v < Tile::rows * packs; v += kThreads) {
-    const int r = v / packs, c = v % packs * N;
-    Pack<T, N> deviation = {};
-    if (memory.row[r] >= 0 && column + c < p.grouped.dim) {
-      const Pack<H, N> h = load<H, N>(p.grouped.features + memory.row[r] + column + c);
-      const Pack<T, N> high = load<T, N>(p.high + memory.mean[r] + column + c);
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t row = memory.row[row_of(u)], d = column + feature_of(u);
+      h[u] = load_if<H, N>(row >= 0 && d < p.grouped.dim, p.grouped.features + row + d);
+    }
 #pragma unroll
-      for (int n = 0; n < N; ++n) deviation.value[n] = widen(h.value[n]) - high.value[n];
-      if constexpr (std::is_same_v<T, float>) {
-        const Pack<T, N> low = load<T, N>(p.low + memory.mean[r] + column + c);
+    for (int u = 0; u < kDirections; ++u) {
+      const int v = u * kThreads + threadIdx.x, c = v / column_packs, j = v % column_packs * V;
+      const bool inside = c < Tile::depth && column + c < p.grouped.dim;
+      directions[u] = load_if<T, V>(inside, p.directions + (column + c) * p.padded + first_direction + j);
+    }
+  }
+
+  // (h - high) - low, and the directions. Near its class mean h - high is exact.
+  __device__ void enter(const ScatterParams<H>& p, int64_t column, ScatterMemory<Tile, T>& memory) const {
+    constexpr bool split = std::is_same_v<T, float>;
+    Pack<T, N> high[kRows], low[split ? kRows : 1];
 #pragma unroll
-        for (int n = 0; n < N; ++n) deviation.value[n] -= low.value[n];
+    for (int u = 0; u < kRows; ++u) {
+      const int64_t at = memory.mean[row_of(u)] + column + feature_of(u);
+      const bool inside = memory.row[row_of(u)] >= 0 && column + feature_of(u) < p.grouped.dim;
+      high[u] = load_if<T, N>(inside, p.high + at);
+      if constexpr (split) low[u] = load_if<T, N>(inside, p.low + at);
+    }
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        T deviation = widen(h[u].value[n]) - high[u].value[n];
+        if constexpr (split) deviation -= low[u].value[n];
+        memory.deviations[row_of(u)][feature_of(u) + n] = deviation;
       }
     }
 #pragma unroll
-    for (int n = 0; n < N; ++n) memory.deviations[r][c + n] = deviation.value[n];
+    for (int u = 0; u < kDirections; ++u) {
+      const int v = u * kThreads + threadIdx.x;
+      if (v < Tile::depth * column_packs) {
+        store(&memory.directions[v / column_packs][v % column_packs * V], directions[u]);
+      }
+    }
   }
-}
+};
+
+// Blocks on a multiprocessor, as the registers allow.
+template <class Tile, int N, class H>
+constexpr int kResident = Tile::columns <= 16 && N > 1 && sizeof(H) >= 4 ? 3 : 2;
 
 template <class Tile, int N, class H>
-__global__ void __launch_bounds__(kThreads, 2) scatter_kernel(const ScatterParams<H> p) {
+__global__ void __launch_bounds__(kThreads, kResident<Tile, N, H>) scatter_kernel(const ScatterParams<H> p) {
   using T = Wide<H>;
   constexpr int V = Tile::vector, G = Tile::group;
   __shared__ ScatterMemory<Tile, T> memory;
@@ -165,17 +210,14 @@ __global__ void __launch_bounds__(kThreads, 2) scatter_kernel(const ScatterParam
     memory.row[r] = i < p.grouped.count ? p.grouped.rows[i] * p.grouped.stride : -1;
     memory.mean[r] = i < p.grouped.count ? p.grouped.class_of(i) * p.grouped.dim : 0;
   }
+  __syncthreads();
+  Prefetched<Tile, N, H> next;
+  next.fetch(p, 0, first_direction, memory);
   T sums[Tile::thread_rows][Tile::thread_columns] = {};
   for (int64_t column = 0; column < p.grouped.dim; column += Tile::depth) {
+    next.enter(p, column, memory);
     __syncthreads();
-    centre<Tile, N>(p, column, memory);
-    for (int v = threadIdx.x; v < Tile::depth * Tile::columns / V; v += kThreads) {
-      const int c = v / (Tile::columns / V), j = v % (Tile::columns / V) * V;
-      const bool inside = column + c < p.grouped.dim;
-      store(&memory.directions[c][j],
-            inside ? load<T, V>(p.directions + (column + c) * p.padded + first_direction + j) : Pack<T, V>{});
-    }
-    __syncthreads();
+    if (column + Tile::depth < p.grouped.dim) next.fetch(p, column + Tile::depth, first_direction, memory);
 #pragma unroll
     for (int c = 0; c < Tile::depth; c += V) {
       Pack<T, V> deviation[Tile::thread_rows];
@@ -196,6 +238,7 @@ __global__ void __launch_bounds__(kThreads, 2) scatter_kernel(const ScatterParam
         }
       }
     }
+    __syncthreads();
   }
 #pragma unroll
   for (int j = 0; j < Tile::thread_columns; ++j) {
@@ -247,6 +290,11 @@ inline unsigned blocks_for(int64_t size, int64_t per_block) {
   return static_cast<unsigned>((size + per_block - 1) / per_block);
 }
 
+// Of blocks in the second dimension of a grid, which go on where the grid ends.
+inline unsigned columns_of(int64_t size, int64_t per_block) {
+  return static_cast<unsigned>(std::min<int64_t>((size + per_block - 1) / per_block, kMaxGridY));
+}
+
 template <class T>
 Tensor workspace_of(const Tensor& like, int64_t count) {
   return workspace(like, count * static_cast<int64_t>(sizeof(T)));
@@ -273,6 +321,7 @@ void launch_scatter(ScatterParams<H> p, const Tensor& like, const double* direct
   p.directions = padded_data;
   dispatch_pack(p.grouped, [&](auto n) {
     constexpr int N = decltype(n)::value;
+    STD_TORCH_CHECK(panels <= kMaxGridY, "within_class_scatter: `directions` has too many columns: ", count);
     const dim3 grid(blocks, panels);
     scatter_kernel<Tile, N><<<grid, kThreads, 0, stream>>>(p);
   }, p.high);
@@ -297,10 +346,10 @@ struct Kernels {
     const cudaStream_t stream = current_stream(features);
     dispatch_pack(g, [&](auto n) {
       constexpr int N = decltype(n)::value;
-      const dim3 grid(static_cast<unsigned>(chunks), blocks_for(g.dim, 32 * N));
+      const dim3 grid(static_cast<unsigned>(chunks), columns_of(g.dim, 32 * N));
       class_sums_kernel<H, N><<<grid, kThreads, 0, stream>>>(g, partials);
     });
-    const dim3 grid(static_cast<unsigned>(g.classes), blocks_for(g.dim, kThreads));
+    const dim3 grid(static_cast<unsigned>(g.classes), columns_of(g.dim, kThreads));
     class_means_kernel<H><<<grid, kThreads, 0, stream>>>(g, partials, local, shift);
     check_launch("class_means");
   }
