@@ -14,9 +14,9 @@ On a machine with a GPU, torch, triton, nvcc, a C++ compiler and compute-sanitiz
   build       150 s  the CUDA extension for the GPU at hand, in place, unless one of these sources is there
   smoke        90 s  does every kernel compute what it should
   measure     500 s  `pytest benchmarks --device cuda`, a process and a record for every part of it
-  memcheck     90 s  compute-sanitizer watches the tests of every CUDA op
+  memcheck     90 s  compute-sanitizer watches benchmarks/first_look.py --few, a fourth of the CUDA kernels' cases
   tests       330 s  the other tests that a GPU runs; an H100 with 16 cores took 120 s
-  sanitizers  240 s  the tests of the ops under racecheck, initcheck and synccheck
+  sanitizers  240 s  the same under racecheck, initcheck and synccheck, 80 s each
 A call lasts DEQFAST_SECONDS (570) at most. Without PHASE it starts again, with the first three phases. `gpu.sh tests
 memcheck sanitizers` is a second call, which adds to the log. Tests fail, and are not skipped, if the GPU or its
 kernels are absent. `gpu.sh measure` goes on with the parts that have no record yet; where a test failed or time ran
@@ -160,24 +160,16 @@ sanitizers() {
   for tool in racecheck initcheck synccheck; do sanitize $tool 80; done
 }
 
-# sanitize TOOL SECONDS: a process for every file; memory is not pooled, so that every tensor has bounds of its own.
+# sanitize TOOL SECONDS: memory is not pooled, so that every tensor has bounds of its own.
 sanitize() {
-  if $dry_run; then return; fi
+  local look=("$python" benchmarks/first_look.py --few --kernel)
+  if $dry_run; then step "$1" "$2" "${look[@]}" torch --only 301x37; return; fi
   if ! command -v compute-sanitizer >/dev/null; then
-    printf '%s\tnot usable here: no compute-sanitizer\n' "$1" | tee -a "$work/stages"
+    printf '%s\tFAILED, no compute-sanitizer here\n' "$1" | tee -a "$work/stages"
     return
   fi
-  step "$1" "$2" env DEQFAST_SANITIZED=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 bash -uc '
-    tool=$1 python=$2 work=$3 status=0
-    for file in "${@:4}"; do
-      compute-sanitizer --tool "$tool" --error-exitcode 99 --report-api-errors no \
-        "$python" -m pytest --quiet --tb=short -p no:cacheprovider "$file" \
-        -k "cuda and not (emulated or Registration or Arguments or compile or opcheck or any_state)" \
-        >"$work/$tool-$(basename "$file")" 2>&1 &
-    done
-    for job in $(jobs -p); do wait "$job" || status=$?; done
-    tail -n 12 "$work/$tool"-*
-    exit $status' sanitize "$1" "$python" "$work" "${ops[@]}"
+  step "$1" "$2" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
+    --report-api-errors no "${look[@]}" cuda
 }
 
 tests() { # on the device: what is emulated, compiled for other machines or about packaging and studies is left out

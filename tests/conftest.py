@@ -24,7 +24,7 @@ import deqfast
 from deqfast import _extension
 from deqfast.ops import choose_kernel
 
-# Set by benchmarks/gpu.sh: compute-sanitizer watches; a first look, where compiling Triton's kernels would take long.
+# To be set where compute-sanitizer watches; set by benchmarks/gpu.sh where compiling Triton's kernels would take long.
 SANITIZED = "DEQFAST_SANITIZED" in os.environ
 SMOKE = "DEQFAST_SMOKE" in os.environ
 REQUIRED = list(filter(None, os.environ.get("DEQFAST_REQUIRE", "").split(",")))  # kernels without which nothing runs

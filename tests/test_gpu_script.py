@@ -56,6 +56,31 @@ def test_a_phase_that_fails_is_named_does_not_stop_the_others_and_is_tried_again
     assert log.count("== smoke") == 1 and log.count("== measure-ops") == 2
 
 
+def test_the_sanitizers_watch_the_first_look(tmp_path):
+    result = run("--dry-run", "--out", tmp_path, "memcheck", "sanitizers")
+    assert result.returncode == 0, result.stdout + result.stderr
+    stages = [line.split("\t") for line in result.stdout.splitlines()[-4:]]
+    assert [stage[:2] for stage in stages] == [
+        [tool, "ok"] for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+    ]
+    assert all(stage[-1].startswith("torch: ") and " right, " in stage[-1] for stage in stages)
+
+
+def test_the_first_look_names_what_is_wrong(monkeypatch, capsys):
+    import first_look
+
+    def looks(kernel):
+        def fail(op_of):
+            raise AssertionError("error 1, allowed 0")
+
+        return [("right 1x1", lambda op_of: None), ("off 1x1", fail)]
+
+    monkeypatch.setattr(first_look, "FAMILIES", (looks,))
+    assert first_look.look("torch", "", False) == ["torch off 1x1"]
+    out = capsys.readouterr().out
+    assert "ok    torch right" in out and "WRONG torch off" in out and "allowed 0" in out and "1 of 2 right" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
