@@ -190,6 +190,19 @@ def test_the_same_bits_every_time(op, dtype, implementation, set_threads):
     check_bits(op_of(op, implementation), arguments, implementation, set_threads)
 
 
+@pytest.mark.parametrize("implementation", ["emulated", "cuda"], indirect=True)
+def test_offsets_that_end_before_the_rows(implementation):
+    """A GPU cannot check them without making the host wait: the rows that are left have no class."""
+    data = Data(700, 40, 5)
+    beyond = torch.cat([data.offsets - 150, torch.tensor([2**40])]).clamp_min(0)
+    offsets = moved(beyond, implementation.device)[:-1]
+    features, rows = data.features.to(implementation.device), data.rows.to(implementation.device)
+    local, shift = op_of("class_means", implementation)(features, rows, offsets)
+    expected = TORCH.op("class_means")(data.features, data.rows[: beyond[-2]], beyond[:-1])
+    assert relative_error(local.cpu(), expected[0]) <= tolerance("cuda", torch.float32)
+    assert torch.equal(shift.cpu(), expected[1])
+
+
 class TestNeuralCollapse:
     @pytest.fixture(params=["cpp", "triton", "cuda", "auto"])
     def kernel(self, request):
