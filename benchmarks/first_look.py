@@ -244,9 +244,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kernels = options.kernel or ["cuda", "triton"]
-    absent = {name: deqfast.backends()[name] for name in kernels if name != "emulated"}
-    if absent := {name: state.reason for name, state in absent.items() if not state}:
-        print("; ".join(f"{name} is not available: {reason}" for name, reason in absent.items()))
+    states = {name: deqfast.backends()[name] for name in kernels if name != "emulated"}
+    if absent := [f"{name} is not available: {state.reason}" for name, state in states.items() if not state]:
+        print("; ".join(absent))
         return 2
     wrong = [name for kernel in kernels for name in look(kernel, options.only, options.few)]
     for name in wrong:
