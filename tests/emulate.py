@@ -102,7 +102,8 @@ def build(path: Path) -> ctypes.CDLL:
             for name, text in sources.items():
                 (folder / name).write_text(text)
             own = folder / target.name
-            command = [COMPILER, *flags, "-x", "c++", folder / "cuda" / path.name, "-o", own, *libraries]
+            source = str(folder / "cuda" / path.name)
+            command = [str(COMPILER), *flags, "-x", "c++", source, "-o", str(own), *libraries]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             assert result.returncode == 0, result.stderr
             own.replace(target)

@@ -195,7 +195,7 @@ def test_offsets_that_end_before_the_rows(implementation):
     """A GPU cannot check them without making the host wait: the rows that are left have no class."""
     data = Data(700, 40, 5)
     beyond = torch.cat([data.offsets - 150, torch.tensor([2**40])]).clamp_min(0)
-    offsets = moved(beyond, implementation.device)[:-1]
+    offsets = beyond.to(implementation.device)[:-1]
     features, rows = data.features.to(implementation.device), data.rows.to(implementation.device)
     local, shift = op_of("class_means", implementation)(features, rows, offsets)
     expected = TORCH.op("class_means")(data.features, data.rows[: beyond[-2]], beyond[:-1])
