@@ -3,8 +3,9 @@
     PYTHONPATH=. python benchmarks/first_look.py [--kernel {cuda,triton,emulated,cpp,torch}] [--only WORD] [--few]
 
 Without pytest, so that compute-sanitizer can watch it, and with the reference on the CPU, so that it watches kernels of
-deqfast only. On a machine without a GPU Triton's kernels are interpreted, and `emulated` runs the CUDA kernels as
-threads of a CPU. The exit status is 1 where a verdict is wrong, 2 where the kernel is not available.
+deqfast only. On a machine without a GPU Triton's kernels are interpreted, which takes over ten minutes: give `--few`.
+There `emulated` runs the CUDA kernels as threads of a CPU. The exit status is 1 if a verdict is wrong, 2 if the kernel
+is not available.
 """
 
 from __future__ import annotations
