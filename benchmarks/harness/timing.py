@@ -39,6 +39,7 @@ class Graph:
 
         cuda_graph.aside(work)
         self.replay = cuda_graph.capture([work])[0].replay
+        self.calls = calls  # held: a graph does not hold the tensors that it works on
         self.share = per / len(calls)
 
     def __call__(self) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import time
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,17 @@ BF16 = torch.bfloat16
 SMALL = cases.SMALL
 NAMED = {(case.section, case.name): case for case in cases.CASES}
 QUICK = {"rounds": 1, "seconds": 0.1}
+
+
+def test_a_graph_holds_the_tensors_that_its_calls_work_on(monkeypatch):
+    """Without them it would be replayed in memory that belongs to others by then."""
+    monkeypatch.setattr(timing.cuda_graph, "aside", lambda work: work())
+    monkeypatch.setattr(timing.cuda_graph, "capture", lambda works: [SimpleNamespace(replay=None)])
+    tensor = torch.zeros(3)
+    held = weakref.ref(tensor)
+    graph = timing.Graph([partial(tensor.add_, 1)])
+    del tensor
+    assert held() is not None and graph.share == 1 / timing.CALLS_PER_GRAPH
 
 
 class TestTraffic:
