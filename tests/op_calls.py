@@ -34,7 +34,7 @@ SHORT: dict[str, Any] = {
     "multisecant_step": SHORT_HISTORY,
     "multisecant_transposed": SHORT_HISTORY,
     "fc_fixed_point": {"weight_dtype": torch.bfloat16},
-    **dict.fromkeys(("norm_act_residual", "norm_act_residual_backward"), "bf16 beside fp32"),
+    **dict.fromkeys(("norm_act_residual", "norm_act_residual_backward"), "bf16 with fp32"),
     **dict.fromkeys(("norm_act", "norm_act_backward"), "bf16"),
     **dict.fromkeys(("class_means", "within_class_scatter"), torch.bfloat16),
 }
