@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .solution import Solution, Status
+from .solution import Solution, Status, count_statuses
 
 _REMEDIES = {
     Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tolerance, or make the cell contract "
@@ -67,9 +67,10 @@ class Notice:
     def look(self, solution: Solution) -> None:
         """Warn if samples of the solution did not converge. On a GPU, check the solution of an earlier call."""
         asked = [status for status in _REMEDIES if status not in self.given]
-        if solution.counts is not None and not is_late(solution.status):
+        if not is_late(solution.status):
             if asked:
-                self._judge({status: solution.counts[status] for status in asked}, len(solution.status))
+                numbers = solution.counts or count_statuses(solution.status)
+                self._judge({status: numbers[status] for status in asked}, len(solution.status))
             return
         if self.pending is not None and self.pending.arrived.query():
             self._judge(dict(zip(self.pending.asked, self.pending.numbers.tolist(), strict=True)), self.pending.samples)

@@ -221,8 +221,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
             asked = given(plan, self.adjoint) + ["training mode"] * self.training
             check_served(plan.context, asked + ["trace of a Solution"] * bool(plan.trace and return_solution))
         self._look_for_changes(plan)
-        modules = modules_of(self.cell)
-        with solving(modules), hold_weights(modules) if plan.holds_weights else nullcontext():
+        holds = plan.holds_weights
+        with solving(modules_of(self.cell)), hold_weights(modules_of(self.cell)) if holds else nullcontext():
             # Dynamo gives up this frame within a transform, and would compile the solve in parts.
             adjoint = partial(untraced, self.adjoint) if plan.context == "torch.func" else self.adjoint
             value, solution = adjoint(plan)
@@ -266,8 +266,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
         at = check_trajectory(self.adjoint, self.current_solver, at)
         plan = self._plan(x, self._initial_state(x) if z0 is None else z0, groups)
         self._look_for_changes(plan)
-        modules = modules_of(self.cell)
-        with solving(modules), hold_weights(modules) if plan.context != "torch.func" else nullcontext():
+        holds = plan.context != "torch.func"
+        with solving(modules_of(self.cell)), hold_weights(modules_of(self.cell)) if holds else nullcontext():
             states, solution = differentiate_along(plan, self.adjoint, at)
         if self.warn:
             self._forward_notice.look(solution)

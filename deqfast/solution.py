@@ -63,6 +63,12 @@ _MESSAGES = {
 }
 
 
+def count_statuses(status: Tensor) -> list[int]:
+    """Return the number of samples of each status, by its code; waits for the device."""
+    found: list[int] = torch.bincount(values(status).flatten(), minlength=len(Status) + 1).tolist()
+    return found
+
+
 @dataclass(frozen=True)
 class Solution:
     """Outcome of a solve for a batch of B samples, all without gradient.
@@ -113,9 +119,8 @@ class Solution:
 
     @functools.cached_property
     def counts(self) -> list[int] | None:
-        """Number of samples of each status, by its code; None on a GPU, where a look would wait for the device."""
-        status = values(self.status)
-        return None if status.is_cuda else torch.bincount(status.flatten(), minlength=len(Status) + 1).tolist()
+        """Number of samples of each status, by its code; None unless on a CPU, as a look would wait for the device."""
+        return count_statuses(self.status) if self.status.device.type == "cpu" else None
 
     @property
     def converged(self) -> Tensor:

@@ -380,6 +380,21 @@ class TestIncomingGradients:
         assert block.backward_solution.converged.all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_backward_solve_in_low_precision_ends_at_its_floor(dtype):
+    """In float32 it would wait until max_iter for what products of 16 bits cannot give, and so would a tangent."""
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 12
+    x = torch.ones(8, 32, dtype=dtype, requires_grad=True)
+    block = DEQBlock(
+        lambda z, x: torch.tanh(z @ weight.to(dtype) + x), adjoint=Implicit(Broyden(rtol=1e-6, max_iter=60))
+    )
+    block(x).sum().backward()
+    found = block.backward_solution
+    assert found.value.dtype == dtype and found.evaluations < 60
+    assert set(found.status.tolist()) <= {Status.CONVERGED, Status.STALLED}
+    assert torch.func.jvp(block, (x.detach(),), (torch.ones_like(x),))[1].dtype == dtype
+
+
 # Routes to a second derivative in x; those of autograd.functional take one that is absent for zero.
 ROUTES = {
     "grad": lambda f, x: torch.autograd.grad(torch.autograd.grad(f(x), x, create_graph=True)[0].sum(), x),

@@ -196,6 +196,23 @@ class TestHooks:
         begun, ended = ["initial_state", "begin_solve", "fixed_point"], ["gradient", "end_solve"]
         assert self.calls(HookedCell(solves)) == [*begun, *["forward"] * (0 if solves else 3), *ended]
 
+    def test_a_solution_that_is_given_again_is_looked_at_again(self):
+        class Reusing(LinearCell):
+            solution = None
+
+            def fixed_point(self, x, z0, solver, kernel):
+                found = solve(lambda z: self(z, x), z0, solver)
+                self.solution = self.solution or found
+                for name in ("value", "status"):
+                    getattr(self.solution, name).copy_(getattr(found, name))
+                return self.solution
+
+        cell = Reusing(4)
+        block, x = DEQBlock(cell, Broyden(max_iter=3), warn=False), torch.randn(2, 4)
+        for row in (x, torch.where(torch.arange(2)[:, None] == 1, torch.nan, x)):
+            block(row, torch.zeros(2, 4)).sum().backward()
+        assert all(p.grad.isfinite().all() for p in cell.parameters())
+
     def test_a_start_that_is_given(self):
         assert "initial_state" not in self.calls(HookedCell(solves=True), z0=torch.ones(2, 4))
         assert "initial_state" not in self.calls(HookedCell(solves=True), init=torch.ones_like)

@@ -803,3 +803,10 @@ class TestTrajectory:
     def test_bad_evaluations(self, at, error, message):
         with pytest.raises(error, match=message):
             deqfast.DEQBlock(self.cell, self.SOLVER).trajectory(self.x, at)
+
+
+@pytest.mark.parametrize(("ift", "call"), [(False, {"return_final": True}), (True, {})], ids=["final", "ift"])
+def test_the_result_is_not_the_memory_of_the_function(ift, call):
+    value = torch.ones(2, 3)
+    layer = get_deq(f_solver="fixed_point_iter", f_max_iter=1, ift=ift).train(ift)
+    assert layer(lambda z: value, value, call)[0][-1].data_ptr() != value.data_ptr()

@@ -26,6 +26,12 @@ class Doubled(torch.autograd.Function):
 
 
 class TestGraphs:
+    def test_a_gradient_of_another_shape_is_refused(self):
+        """torch's engine itself would sum it."""
+        z = torch.ones(3, 4, requires_grad=True)
+        with pytest.raises(RuntimeError, match="shape"):
+            autograd.vjp([z.mean(dim=1, keepdim=True)], [z], [torch.ones(3, 4)])
+
     def test_nodes_of_a_thread_are_numbered_in_the_order_of_their_recording(self):
         x = torch.ones(2, requires_grad=True)
         before, number, after = x.exp(), next_node(), x.exp()

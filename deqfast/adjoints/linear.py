@@ -77,9 +77,9 @@ class LinearSolve:
         exponent = torch.frexp(sample_norms(start, groups, maximum=True, factors=factors)).exponent.clamp(-100, 100)
         sizes = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         of_rows = sizes if groups is None else groups.of_rows(sizes)
-        start = [g / per_row(of_rows, g) for g in start]
+        start = [(g / per_row(of_rows, g)).to(g.dtype) for g in start]  # float16 does not hold all sizes
         solution = self._solve(products, start, spec, groups)
-        values = [u * per_row(of_rows, u) for u in pytree.tree_leaves(solution.value)]
+        values = [(u * per_row(of_rows, u)).to(u.dtype) for u in pytree.tree_leaves(solution.value)]
         residual = solution.residual_abs * sizes
         self.on_backward(replace(solution, value=pytree.tree_unflatten(values, spec), residual_abs=residual))
         if finite is None:

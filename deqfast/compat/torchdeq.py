@@ -407,8 +407,7 @@ class DEQ(nn.Module, ABC):
             on_backward=on_backward,
             advances=self.training,
         )
-        modules = modules_of(func)
-        with solving(modules), hold_weights(modules):
+        with solving(modules_of(func)), hold_weights(modules_of(func)):  # begin_solve may change the modules
             at = self._evaluations(max_iter) if self.training else [max_iter]
             gradients = self.gradients if self.training else self.gradients[-1:]
             states, solution, method = self._states(plan, method, at, gradients)
@@ -654,7 +653,9 @@ class _Kept:
             first = (trace == kept[:, None]).to(torch.int8).argmax(dim=1)
             step = torch.where(kept < math.inf, first + 1, 0)[int(not self.method.solver.is_absolute)]
         kept, step = kept.to(solution.residual.dtype), step.to(solution.iterations.dtype)
-        values, (absolute, relative), iterations = self.kept, kept.unbind(), step
+        owned = not (self.method.is_final and self.method.ends_in_f)  # else it is the memory of func's value
+        values = self.kept if owned else [leaf.clone() for leaf in self.kept]
+        (absolute, relative), iterations = kept.unbind(), step
         ends, counts = [Status.NONFINITE, *([] if self.method.is_final else [Status.CONVERGED])], solution.counts
         if counts is None or any(counts[status] for status in ends):
             values, absolute, relative, iterations = self._with_ended(solution, kept, step)

@@ -72,7 +72,9 @@ def by_cell(plan: Plan) -> Solution:
     """Call the cell's own ``fixed_point``, else run what serves if it returns None."""
     with torch.no_grad():
         solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.kernel)  # type: ignore[attr-defined]  # a hook
-    return _by_solver(plan)(plan) if solution is None else solution
+    return (
+        _by_solver(plan)(plan) if solution is None else replace(solution)
+    )  # it may be given again
 
 
 def by_graphs(plan: Plan) -> Solution:

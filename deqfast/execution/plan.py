@@ -107,7 +107,7 @@ class Plan:
         if not self.advances:
             return solution.value
         leaves, spec = pytree.tree_flatten(solution.value)
-        advanced = [y.detach().to(z.dtype) for z, y in zip(leaves, outputs, strict=True)]
+        advanced = [y.detach().to(z.dtype, copy=True) for z, y in zip(leaves, outputs, strict=True)]
         if broken is not None:
             advanced = [torch.where(per_row(broken, z), z, y) for z, y in zip(leaves, advanced, strict=True)]
         return pytree.tree_unflatten(advanced, spec)

@@ -27,9 +27,9 @@ def rows_of(leaf: Tensor) -> Tensor:
 def known_finite(tensor: Tensor) -> bool:
     """Return whether all numbers of the tensor are finite, as far as a look at their sum tells.
 
-    A finite sum has finite terms only; one that is not may have overflown. A GPU is not looked at.
+    A finite sum has finite terms only; one that is not may have overflown. Only a CPU is looked at.
     """
-    return not tensor.is_cuda and bool(torch.isfinite(values(tensor).sum()))
+    return tensor.device.type == "cpu" and bool(torch.isfinite(values(tensor).sum()))
 
 
 def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:

@@ -87,9 +87,9 @@ def vjp(
     values, given = map(list, zip(*attached, strict=True))
     hooked = [tensor for tensor in inputs if tensor._backward_hooks]
     with _no_hooks(hooked) if hooked else nullcontext():
-        if options:
+        if options or any(y.shape != g.shape for y, g in zip(values, given, strict=True)):
             found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
-        else:  # past checks that take as long as the product with a small cell: the gradients have the outputs' shapes
+        else:  # past checks that take as long as the product with a small cell
             found = _engine_run_backward(
                 tuple(values), tuple(given), retain_graph, False, tuple(inputs), True, accumulate_grad=False
             )

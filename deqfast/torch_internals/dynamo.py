@@ -77,7 +77,7 @@ def uncompiled(f: Callable[..., Result]) -> Callable[..., Result]:
 
 def untraced(f: Callable[..., Result], *arguments: Any) -> Result:
     """``f(*arguments)``, of which dynamo takes no part if it compiles the caller in parts."""
-    hides = torch.compiler.is_dynamo_compiling() or is_given_up()
+    hides = torch.compiler.is_dynamo_compiling() or _callback() is not None
     return _disabled()(f, *arguments) if hides else f(*arguments)
 
 
@@ -89,7 +89,12 @@ def _disabled() -> Callable[..., Any]:
 
 def is_given_up() -> bool:
     """Asked in a frame that is not traced: whether dynamo compiles what it calls, because it gave up that frame."""
-    return _is_loaded() and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    return callable(_callback())
+
+
+def _callback() -> Any:
+    """What dynamo calls for each new frame of this thread; None if nothing is compiled, False if old code runs only."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() if _is_loaded() else None
 
 
 def _is_loaded() -> bool:
