@@ -72,9 +72,9 @@ def by_cell(plan: Plan) -> Solution:
     """Call the cell's own ``fixed_point``, else run what serves if it returns None."""
     with torch.no_grad():
         solution = plan.cell.fixed_point(plan.x, plan.z0, plan.solver, plan.kernel)  # type: ignore[attr-defined]  # a hook
-    return (
-        _by_solver(plan)(plan) if solution is None else replace(solution)
-    )  # it may be given again
+    if solution is None:
+        return _by_solver(plan)(plan)
+    return replace(solution)  # what is known of this one must not be taken for known when the cell gives it again
 
 
 def by_graphs(plan: Plan) -> Solution:
