@@ -23,19 +23,19 @@ from typing import Any
 
 import torch
 
+# Before triton is imported, which deqfast does.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+from torch import Tensor
+
+import deqfast
+from deqfast.ops import ACTIVATIONS, Kernel
+from deqfast.testing import assert_accurate, relative_error, rounding
+from deqfast.testing.fc_states import FCCase, check_solve
+from deqfast.testing.norm_states import NORM_DTYPES, NORM_OPS, NormCase, check_norm
+from deqfast.testing.states import METHODS, Case, check_step, make_state
+
 ROOT = Path(__file__).resolve().parent.parent
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, which deqfast does
-
-from torch import Tensor  # noqa: E402
-
-import deqfast  # noqa: E402
-from deqfast.ops import ACTIVATIONS, Kernel  # noqa: E402
-from deqfast.testing import assert_accurate, relative_error, rounding  # noqa: E402
-from deqfast.testing.fc_states import FCCase, check_solve  # noqa: E402
-from deqfast.testing.norm_states import NORM_DTYPES, NORM_OPS, NormCase, check_norm  # noqa: E402
-from deqfast.testing.states import METHODS, Case, check_step, make_state  # noqa: E402
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = ("cuda", "triton", "emulated", "cpp", "torch")
 TORCH = Kernel("torch")

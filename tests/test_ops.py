@@ -150,7 +150,7 @@ class TestLoops:
 
 
 def of_history(length, *names):
-    """Windows or steps with room for so many."""
+    """Windows or steps with room for this number."""
     rows = length if "steps" in names else length + 2
     sizes = dict.fromkeys(("left", "df", "steps"), (2, length, 16)) | {"gram": (2, rows, length)}
     return {name: torch.zeros(sizes[name]) for name in names}
@@ -164,7 +164,7 @@ COLLAPSE = ["class_means", "within_class_scatter"]
 WINDOW = "left", "df", "gram"
 # (op, the argument that is named, what is given in the place of right arguments, what the message says)
 MISTAKES = [
-    ("multisecant_step", "left", {"left": torch.Tensor.half}, ["bfloat16 beside float32"]),
+    ("multisecant_step", "left", {"left": torch.Tensor.half}, ["bfloat16 with float32"]),
     ("multisecant_step", "left", of_history(0, *WINDOW), ["1 to "]),
     ("multisecant_step", "method", {"method": 4}, ["0 to 3, got 4"]),
     ("multisecant_step", "k", {"k": -1}, ["got -1"]),

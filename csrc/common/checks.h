@@ -104,7 +104,7 @@ struct Checker {
     const int64_t history = left.dim() == 3 ? left.size(1) : 0;
     const auto dtype = like.scalar_type(), history_dtype = left.scalar_type();
     STD_TORCH_CHECK(history_dtype == dtype || (history_dtype == ScalarType::BFloat16 && dtype == ScalarType::Float), op,
-                    ": `left` must have the dtype of `", like_name, "`, or bfloat16 beside float32, got ",
+                    ": `left` must have the dtype of `", like_name, "`, or bfloat16 with float32, got ",
                     torch::headeronly::toString(history_dtype));
     STD_TORCH_CHECK(history >= 1 && history <= max_history, op, ": `left` must hold 1 to ", max_history,
                     " pairs in shape (B, history, D), got ", shape_text(left.sizes()));

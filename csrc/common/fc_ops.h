@@ -26,7 +26,7 @@ inline void check_fc(const char* op, const Tensor& weight, const Tensor& c, cons
   const int64_t batch = c.size(0), dim = c.size(1);
   STD_TORCH_CHECK(dim > 0, op, ": `c` must have at least one column");
   STD_TORCH_CHECK(weight_dtype == dtype || (weight_dtype == ScalarType::BFloat16 && dtype == ScalarType::Float), op,
-                  ": `weight` must have the dtype of `c`, or bfloat16 beside float32, got ",
+                  ": `weight` must have the dtype of `c`, or bfloat16 with float32, got ",
                   torch::headeronly::toString(weight_dtype));
   checker.check("weight", weight, {dim, dim}, weight_dtype);
   checker.check("z0", z0, {batch, dim}, dtype);

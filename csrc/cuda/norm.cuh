@@ -5,7 +5,7 @@
 // to one column (to several of them where there are more columns than threads). With K > 0 a thread holds its at most
 // K packs in registers and every pass after the first reads nothing; with K = 0 every pass reads the group again.
 //
-// What a block costs beside its elements, every warp pays: small groups have blocks of few threads.
+// Each warp of a block pays a fixed cost, whatever its elements. Small groups therefore have blocks of few threads.
 #pragma once
 
 #include "../common/norm.h"

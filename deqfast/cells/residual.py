@@ -35,9 +35,9 @@ class ResidualCell(nn.Module):
         dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. At a call, x has another shape, or the kernel named does not
+        TypeError, ValueError: an argument is not as above. At a call, x has another shape, or `kernel` does not
             support these normalisations.
-        RuntimeError: at a call, `kernel` is not available, or a kernel was named under torch.func or forward-mode AD.
+        RuntimeError: at a call, `kernel` is not available. Under torch.func and forward-mode AD only "auto" and "torch" are.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.ResidualCell(channels=8, groups=4))
