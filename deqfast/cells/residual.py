@@ -37,7 +37,7 @@ class ResidualCell(nn.Module):
     Raises:
         TypeError, ValueError: an argument is not as above. At a call, x has another shape, or `kernel` does not
             support these normalisations.
-        RuntimeError: at a call, `kernel` is not available. Under torch.func and forward-mode AD only "auto" and "torch" are.
+        RuntimeError: at a call, `kernel` is not available. Only "auto" and "torch" are under torch.func or forward AD.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.ResidualCell(channels=8, groups=4))
