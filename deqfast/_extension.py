@@ -35,7 +35,7 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
         if CHECKOUT is not None:  # which hides an installed deqfast from a Python that is started there
             how += f", with pip install -e {CHECKOUT}"
         return None, f"deqfast.{name} was not built in {Path(__file__).parent}: {how}"
-    except ImportError as error:  # for instance a CUDA object beside a torch without CUDA
+    except ImportError as error:  # for instance a CUDA object with a torch without CUDA
         return None, f"deqfast.{name} does not load: {error}"
 
 

@@ -234,7 +234,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
     def trajectory(
         self, x: Any, at: Sequence[int], z0: Any = None, groups: Groups | Tensor | str | None = None
     ) -> list[Any]:
-        """Solve once for x, and return states on the way beside z*, each with a gradient: for a loss of several states.
+        """Solve once for x, and return z* and states on the way, each with a gradient: for a loss of several states.
 
         Runs the plain loop, without `drop_converged`, `cuda_graph`, `compile` and a cell's own ``fixed_point``. Each
         state costs what the adjoint costs at z*. Source: fixed-point correction, Bai et al., CVPR 2022.

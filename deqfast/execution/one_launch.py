@@ -26,7 +26,7 @@ from ..torch_internals.dynamo import is_exporting, is_tracing
 from ..torch_internals.transforms import check_plain, check_values, has_values
 from .loop import not_finite
 
-_STATE_DTYPES = tuple(STATE.beside)
+_STATE_DTYPES = tuple(STATE.allowed)
 _DEFAULT_SOLVER = Picard()
 # Most products per evaluation for which "auto" takes the one launch on a GPU. Above, the matrix units of the ordinary
 # loop should outweigh its launches. This is the cost model's number, not a measured one.

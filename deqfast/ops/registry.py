@@ -28,9 +28,9 @@ MAX_LAYOUTS = 1024
 
 @dataclass(frozen=True, eq=False)
 class Dtype:
-    """The dtype of several arguments of an op; what it may be hangs on the dtype of the op's `anchor`."""
+    """The dtype of several arguments of an op; `allowed` gives the choice for each dtype of the op's `anchor`."""
 
-    beside: Mapping[torch.dtype, tuple[torch.dtype, ...]]
+    allowed: Mapping[torch.dtype, tuple[torch.dtype, ...]]
 
 
 def anchored(*dtypes: torch.dtype) -> Dtype:
@@ -42,7 +42,7 @@ def anchored(*dtypes: torch.dtype) -> Dtype:
 class Shaped:
     """A tensor: its dimensions, as "B, M + 2, M", its dtype, whether the op writes to it, and how it lies in memory.
 
-    layout: "contiguous", "channels_last", or "rows", whose elements lie side by side, the rows anywhere.
+    layout: "contiguous", "channels_last", or "rows", whose elements are adjacent, the rows anywhere.
     """
 
     shape: str
@@ -234,7 +234,7 @@ class Op:
             if isinstance(dtype, Dtype):
                 given = (name for name, shaped in self._tensors.items() if shaped.dtype is dtype)
                 name = next(given, None)
-                dtype = getattr(a, name).dtype if name else dtype.beside[anchor.dtype][0]
+                dtype = getattr(a, name).dtype if name else dtype.allowed[anchor.dtype][0]
             if result.like:
                 allocated.append(torch.empty_like(getattr(a, result.like), dtype=dtype))
             else:
@@ -299,17 +299,17 @@ class Op:
     def _wrong_dtype(
         self, tensor: Tensor, dtype: Dtype | torch.dtype, anchor: Tensor, known: dict[Dtype, torch.dtype]
     ) -> str | None:
-        beside = ""
+        of_anchor = ""
         if isinstance(dtype, torch.dtype):
             allowed: tuple[torch.dtype, ...] = (dtype,)
         elif tensor is anchor:
-            allowed = tuple(dtype.beside)
+            allowed = tuple(dtype.allowed)
         elif dtype in known:
             allowed = (known[dtype],)
         else:
-            allowed, beside = dtype.beside[anchor.dtype], f" beside {_name(anchor.dtype)} `{self.anchor}`"
+            allowed, of_anchor = dtype.allowed[anchor.dtype], f" with {_name(anchor.dtype)} `{self.anchor}`"
         if tensor.dtype not in allowed:
-            return f"have dtype {_either(allowed)}{beside}, got {_name(tensor.dtype)}"
+            return f"have dtype {_either(allowed)}{of_anchor}, got {_name(tensor.dtype)}"
         if isinstance(dtype, Dtype):
             known[dtype] = tensor.dtype
         return None

@@ -49,7 +49,7 @@ def _call(op: str, kernel: Kernel, norm: nn.GroupNorm, tensors: list[Tensor]) ->
 
 
 def _parameters(dtype: torch.dtype, *norms: nn.GroupNorm) -> list[Tensor]:
-    """Weights and biases in the accumulation dtype beside data of `dtype`."""
+    """Weights and biases in the accumulation dtype, for data of `dtype`."""
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return [parameter.to(dtype) for norm in norms for parameter in (norm.weight, norm.bias)]
 
