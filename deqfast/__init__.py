@@ -7,6 +7,7 @@ from . import metrics, regularize
 from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout
+from .execution.export import package_options
 from .execution.one_launch import fc_fixed_point
 from .fixed_point import fixed_point
 from .metrics import NCResult, neural_collapse
@@ -50,6 +51,7 @@ __all__ = [
     "fc_fixed_point",
     "fixed_point",
     "neural_collapse",
+    "package_options",
     "regularize",
     "release_memory",
     "solve",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +54,9 @@ def _load_cpp() -> tuple[ModuleType | None, str]:
 
 # Importing a module registers its kernels, which needs the schemas: `deqfast.ops` imports this module after them.
 cpp_module, cpp_reason = _load_cpp()
-# An object that tells that it was built without its sibling has none, whatever an earlier build has left beside it.
+if cpp_module is not None and cpp_module.__file__ is not None:  # code of inductor finds its C functions from now on
+    ctypes.CDLL(cpp_module.__file__, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+# An object that tells that it was built without its sibling has none; an earlier build may have left one.
 _without_cuda = cpp_module.build_info().get("without_cuda") if cpp_module is not None else ""
 if _without_cuda:
     cuda_module, cuda_reason = None, f"deqfast was built without CUDA kernels: {_without_cuda}"

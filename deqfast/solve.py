@@ -106,7 +106,7 @@ def solve(
         batches = Compaction(watch, stop_fn is not None) if drop_converged else Whole()
         run = Run(f, begun.packing, solver, begun.state, batches, stop_fn)
         if is_exporting():
-            evaluations = export(run)
+            evaluations = export(run, keep_inverse)
         else:
             evaluations = iterate(run.advance, solver.max_iter, watch, sync_every) if begun.packing.batch else 0
         return begun.finish(evaluations, batches.sample_evaluations)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from deqfast import (
@@ -29,6 +28,7 @@ from deqfast import (
     Status,
     Unrolled,
     fc_fixed_point,
+    package_options,
 )
 from deqfast.execution import opaque_op
 from deqfast.testing import GRADIENT, after_solve, amplification, assert_close, rounding
@@ -436,18 +436,21 @@ def same(program, model, x):
 
 class TestExport:
     @pytest.mark.parametrize(
-        ("solver", "dtype", "onnx"),
+        ("solver", "dtype", "kernel", "onnx"),
         [
-            (Picard(max_iter=4), torch.float32, False),
-            (Broyden(max_iter=4), torch.float64, False),
-            pytest.param(SLIDING, torch.float64, True, marks=pytest.mark.newest),
-            pytest.param(WITH_PAIRS, torch.float32, True, marks=pytest.mark.newest),
+            (Picard(max_iter=4), torch.float32, "torch", False),
+            (Broyden(max_iter=4), torch.float64, "torch", False),
+            (Picard(max_iter=4), torch.float64, "cpp", False),
+            (SLIDING, torch.float32, "cpp", False),
+            (WITH_PAIRS, torch.float64, "cpp", False),
+            pytest.param(SLIDING, torch.float64, "torch", True, marks=pytest.mark.newest),
+            pytest.param(WITH_PAIRS, torch.float32, "torch", True, marks=pytest.mark.newest),
         ],
         ids=str,
     )
-    def test_the_answer_is_that_of_eager_mode(self, solver, dtype, onnx):
+    def test_the_answer_is_that_of_eager_mode(self, solver, dtype, kernel, onnx):
         """For samples that end early, run out of evaluations or break down, and for none; in ONNX to rounding."""
-        model = Judged(solver, kernel="torch", warn=False).to(dtype)
+        model = Judged(solver, kernel=kernel, warn=False).to(dtype)
         program = exported(model)
         x = torch.randn(7, 3, dtype=dtype)
         x[0], x[1] = 1e6, torch.nan
@@ -468,15 +471,18 @@ class TestExport:
                 assert_close(found[0], value, GRADIENT)
                 assert all(map(torch.equal, found[1:3], judged[:2])) and found[-1] == judged[-1]
 
-    def test_a_loop_of_the_graph_ends_with_the_solve(self):
-        model = Judged(Broyden(rtol=1e-3, max_iter=500, history_size=4), kernel="torch")
+    @pytest.mark.parametrize(("kernel", "cells"), [("torch", 2), ("cpp", 1)])
+    def test_a_loop_of_the_graph_ends_with_the_solve(self, kernel, cells):
+        model = Judged(Broyden(rtol=1e-3, max_iter=500, history_size=4), kernel=kernel)
         program = exported(model)
         graphs = [program.graph_module, *program.graph_module.children()]
-        assert sum(node.target is torch.ops.aten.tanh.default for graph in graphs for node in graph.graph.nodes) == 2
+        tanh = torch.ops.aten.tanh.default
+        assert sum(node.target is tanh for graph in graphs for node in graph.graph.nodes) == cells
         counts = [int(program.module()(x)[-1]) for x in (torch.full((2, 3), 1e6), torch.randn(9, 3))]
         assert counts[0] < counts[1] < 20
 
-    def test_a_cell_that_no_loop_can_hold(self):
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"])
+    def test_a_cell_that_no_loop_can_hold(self, kernel):
         """All evaluations are made, one after the other."""
 
         class Counting(Cell):
@@ -486,7 +492,7 @@ class TestExport:
                 self.calls += 1
                 return super().forward(z, x)
 
-        model = Judged(Picard(max_iter=6), cell=Counting(), kernel="torch", warn=False)
+        model = Judged(Picard(max_iter=6), cell=Counting(), kernel=kernel, warn=False)
         with pytest.warns(
             UserWarning, match="all evaluations of the solver: torch's while_loop cannot hold the cell: "
         ):
@@ -494,28 +500,23 @@ class TestExport:
         *found, evaluations = program.module()(x := torch.randn(3, 3))
         assert int(evaluations) == 6 and all(map(torch.equal, found, model(x)))
 
-    @pytest.mark.parametrize("options", [{"kernel": "cpp"}, {"kernel": "torch", "groups": "batch"}], ids=str)
-    def test_what_runs_without_a_loop(self, options):
-        """Steps that are deqfast's own operations, and samples of several rows."""
-        more = {name: options.pop(name) for name in ("groups",) if name in options}
-
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"])
+    def test_samples_of_several_rows_run_without_a_loop(self, kernel):
         class Given(Judged):
             def forward(self, x):
-                return super().forward(x, **more)[:-1]
+                return super().forward(x, groups="batch")[:-1]
 
-        model = Given(Anderson(max_iter=4), warn=False, **options).eval()
+        model = Given(Anderson(max_iter=4), warn=False, kernel=kernel).eval()
         program = torch.export.export(model, (torch.randn(5, 3),))
         assert same(program, model, torch.randn(5, 3))
 
-    def test_a_package_of_aot_inductor(self, tmp_path):
+    @pytest.mark.parametrize("kernel", ["torch", "cpp"])
+    def test_a_package_of_aot_inductor(self, kernel, tmp_path):
         """Code that runs from C++ too, in one loop for every batch."""
-        if TorchVersion(torch.__version__) < "2.14" and torch.backends.cpu.get_cpu_capability() == "AVX2":
-            pytest.skip("docs/pages/options.md: Inductor's vectors fail there")
         tol = 1e-5
-        model = Judged(Picard(tol, 60), kernel="torch").eval()
-        reuse = {"allow_buffer_reuse": TorchVersion(torch.__version__) >= "2.14"}
+        model = Judged(Anderson(tol, 60), kernel=kernel).eval()
         path = torch._inductor.aoti_compile_and_package(
-            exported(model), package_path=str(tmp_path / "model.pt2"), inductor_configs=reuse
+            exported(model), package_path=str(tmp_path / "model.pt2"), inductor_configs=package_options()
         )
         package = torch._inductor.aoti_load_package(path)
         for batch in (2, 7):

@@ -1,8 +1,9 @@
-"""Cases beside other libraries: whole solves, f included, in as many iterations; JAX and ours compile it."""
+"""Cases with other libraries: whole solves, f included, in the same number of iterations; JAX and ours compile it."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from .maps import FC_RADIUS, relative_residual
 from .peers import silva_solve, torchdeq_solve
 from .solves import APPROACHED, PEER, solver_name
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # JAX hangs beside processes that inductor compiles in
-OWN, JAX = ("compiled", "eager"), ("jaxopt", "optimistix")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # JAX hangs if processes of inductor compile
+OWN, JAX = ("packaged", "compiled", "eager"), ("jaxopt", "optimistix")
 THEIRS = (PEER, "silva-networks", *JAX)
 RATE = 0.9
 
@@ -36,8 +37,8 @@ def elementwise(z: Any, x: Any) -> Any:
 def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], Any]) -> Case:
     """All the iterations of `solver` on f = tanh(linear(z)).
 
-    To those of JAX the batch is one problem, with one history, so that they add up less; jaxopt's Broyden searches
-    along its steps, and so calls f more often.
+    For JAX's libraries the batch is one problem with one history, which is less work. jaxopt's Broyden searches along
+    its steps, which takes more calls of f.
     """
 
     def contender(provider: str, device: str) -> Contender:
@@ -49,9 +50,11 @@ def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], A
         def f(z: Tensor, x: Any) -> Tensor:
             return torch.tanh(linear(z, x))
 
-        if provider in OWN:
+        if provider == "packaged":
+            solve: Callable[[], Any] = torch.no_grad()(packaged(f, solver, x, z0))
+        elif provider in OWN:
             block = deqfast.DEQBlock(f, solver, kernel="cpp", compile=provider == "compiled", warn=False)
-            solve: Callable[[], Any] = torch.no_grad()(lambda: block(x, z0))
+            solve = torch.no_grad()(lambda: block(x, z0))
         elif provider not in JAX:
             run = torch.no_grad()((torchdeq_solve if provider == PEER else silva_solve)(solver))
             solve = lambda: run(lambda z: f(z, x), z0)  # noqa: E731
@@ -68,8 +71,19 @@ def rival_case(solver: Any, batch: int, dim: int, linear: Callable[[Any, Any], A
     return Case("rivals", name, (*OWN, *THEIRS), THEIRS, contender, devices=("cpu",))
 
 
+def packaged(f: Callable[[Any, Any], Any], solver: Any, x: Any, z0: Tensor) -> Callable[[], Any]:
+    """The solve in a package of AOTInductor, with the steps of kernel "cpp" as C functions."""
+    program = torch.export.export(deqfast.DEQBlock(f, solver, kernel="cpp", warn=False).eval(), (x, z0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=f"{folder}/solve.pt2", inductor_configs=deqfast.package_options()
+        )
+        package = torch._inductor.aoti_load_package(path)
+    return lambda: package(x, z0)
+
+
 def jax_solve(library: str, solver: Any, linear: Callable[[Any, Any], Any], x: Any, z0: Tensor) -> Callable[[], Any]:
-    """The solve under ``jax.jit``; ``Skipped`` where the library is missing or has no such solver."""
+    """The solve under ``jax.jit``; ``Skipped`` if the library is missing or has no such solver."""
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     if threads != cores:
         raise Skipped(f"JAX takes all {cores} cores it is given, torch {threads}: start with taskset")
@@ -86,7 +100,7 @@ def jax_solve(library: str, solver: Any, linear: Callable[[Any, Any], Any], x: A
     start, given = jax.numpy.asarray(z0.numpy()), [jax.numpy.asarray(part.numpy()) for part in x]
     if library == "optimistix":
         if not isinstance(solver, deqfast.Picard):
-            raise Skipped("optimistix has plain iteration alone for fixed points")
+            raise Skipped("optimistix has only plain iteration for fixed points")
         plain: Any = optimistix.FixedPointIteration(rtol=0.0, atol=0.0)
         options: dict[str, Any] = {"max_steps": solver.max_iter, "throw": False}
         run = jax.jit(lambda z, x: optimistix.fixed_point(f, plain, z, x, **options).value)

@@ -1,4 +1,4 @@
-"""Solves in an export: one iteration in torch's ``while_loop``, which ends when no sample is running any more."""
+"""Solves in an export: torch's ``while_loop``, which ends when no sample is running any more."""
 
 from __future__ import annotations
 
@@ -11,20 +11,42 @@ import torch
 from torch import Tensor
 
 from ..ops.steps.reference import end
-from ..solvers import Anderson, Broyden, Picard, Solver
+from ..solvers import Solver
 from ..solvers.base import State
 from ..solvers.multisecant import MultisecantState
 from ..state.packing import Packing
 from ..torch_internals.dynamo import reason
+from .code_loop import IS_NEW, KERNEL, code_options, loop_of, serves, solve_in_code
+
+
+def iterate_in_code(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:
+    """Run a solve that has not begun from its first evaluation to its end, by C++ steps; the evaluations, () int64.
+
+    None, and nothing done: the steps are others, the samples are groups or, with a warning, the loop cannot hold f.
+    """
+    if not serves(solver) or state.kernel.name != KERNEL or packing.groups is not None:
+        return None
+    loop = loop_of(packing, solver, state.z)
+    history = loop.new_history(packing.batch)
+    try:
+        # No error tells of a z0 that is not finite: its samples end as NONFINITE.
+        results = solve_in_code(lambda z, _: f(z), None, loop, state.z, history, begins=True)
+    except Exception as error:
+        _warn(error)
+        return None
+    state.best, state.status, state.iterations, *residuals, evaluations = results
+    state.residual = torch.stack(residuals)
+    return evaluations
+
+
+def _warn(error: Exception) -> None:
+    told = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
+    warnings.warn(f"{told}: {reason(error)}", stacklevel=3)
 
 
 def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:
-    """Advance a solve from behind its first evaluation to its end; the evaluations, () int64.
-
-    None, and nothing done: the export is to hold one evaluation after the other, since the samples are groups, the
-    steps are not torch's own operations or, with a warning, the loop cannot hold f.
-    """
-    if type(solver) not in (Picard, Anderson, Broyden) or state.kernel.name != "torch" or packing.groups is not None:
+    """As ``iterate_in_code``, by torch's own operations, for a solve that has made its first evaluation."""
+    if not serves(solver) or state.kernel.name != "torch" or packing.groups is not None:
         return None
     of_sample = packing.resized(0)  # a loop takes no size of the batch from outside
     tensors = {each.name: getattr(state, each.name) for each in fields(state)}
@@ -48,11 +70,28 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
     try:
         evaluations, *ended = torch.while_loop(is_running, body, (start, *tensors.values()))
     except Exception as error:
-        told = "deqfast: the export makes all evaluations of the solver: torch's while_loop cannot hold the cell"
-        warnings.warn(f"{told}: {reason(error)}", stacklevel=2)
+        _warn(error)
         return None
     for name, tensor in zip(tensors, ended, strict=True):
         setattr(state, name, tensor)
     state.status = state.status.clone()  # what a loop returns is not to be written to
     end(state.status, state.progress, solver.tol)
     return evaluations
+
+
+def package_options() -> dict[str, Any]:
+    """Options with which AOTInductor makes a right and fast package of an exported model.
+
+    Pass them as ``torch._inductor.aoti_compile_and_package(program, inductor_configs=deqfast.package_options())``. A
+    solve with ``kernel="cpp"`` then calls deqfast's steps as C functions, without torch's dispatcher. A process that
+    loads such a package imports deqfast before. For torch before 2.14 the options avoid wrong code of inductor's.
+
+    Examples:
+        >>> layer = deqfast.DEQBlock(deqfast.FCCell(3, 8), kernel="cpp").eval()
+        >>> program = torch.export.export(layer, (torch.randn(2, 3),))
+        >>> path = torch._inductor.aoti_compile_and_package(
+        ...     program, inductor_configs=deqfast.package_options()
+        ... )  # doctest: +SKIP
+    """
+    fails = not IS_NEW and torch.backends.cpu.get_cpu_capability() == "AVX2"  # where its vectors read out of bounds
+    return {**code_options(), **({"cpp.simdlen": 0} if fails else {})}

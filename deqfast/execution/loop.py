@@ -21,7 +21,7 @@ from ..state.groups import Groups
 from ..state.packing import Packing, evaluate, versions
 from ..torch_internals.dynamo import is_exporting, outside_exports
 from ..torch_internals.transforms import values
-from .export import iterate_in_graph
+from .export import iterate_in_code, iterate_in_graph
 
 # On a GPU a look at the count of running samples costs a copy and a launch; an evaluation in vain costs less than that.
 SYNC_EVERY_ON_GPU = 2
@@ -126,16 +126,19 @@ def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, sy
     return max_iter
 
 
-def export(run: Run) -> Any:
+def export(run: Run, keep_inverse: bool) -> Any:
     """Iterate where torch.export traces; the number of evaluations, a tensor if a loop of the graph counts them."""
-    run.advance(0, 1)
-    if type(run.batches) is Whole and run.stop_fn is None and run.state.trace is None:
-        evaluations = iterate_in_graph(run.f, run.packing, run.solver, run.state)
-        if evaluations is not None:
-            run.batches.sample_evaluations = evaluations * run.packing.batch
-            return evaluations
-    run.advance(1, run.solver.max_iter)
-    return run.solver.max_iter
+    solve = run.f, run.packing, run.solver, run.state
+    is_loop = type(run.batches) is Whole and run.stop_fn is None and run.state.trace is None
+    evaluations = iterate_in_code(*solve) if is_loop and not keep_inverse else None
+    if evaluations is None:
+        run.advance(0, 1)
+        evaluations = iterate_in_graph(*solve) if is_loop else None
+    if evaluations is None:
+        run.advance(1, run.solver.max_iter)
+        return run.solver.max_iter
+    run.batches.sample_evaluations = evaluations * run.packing.batch
+    return evaluations
 
 
 class Watch:

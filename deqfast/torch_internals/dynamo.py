@@ -176,7 +176,7 @@ class Codes:
     def _renew(self, key: Any) -> None:
         # By code and name torch counts recompilations, and tells sizes that change from those that do not.
         code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_numbers)}")
-        own = types.FunctionType(code, self._function.__globals__)
+        own = types.FunctionType(code, self._function.__globals__, argdefs=self._function.__defaults__)
         options = self._options() if self._options else None
         self._codes[key] = torch.compile(own, fullgraph=True, backend=self._backend, options=options)
 

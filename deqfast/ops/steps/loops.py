@@ -18,9 +18,7 @@ and ``loop_end`` takes the truth value that the last step returned.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +93,6 @@ def _declaration(op: Any) -> str:
 
 @functools.cache
 def c_functions() -> dict[Any, list[str]]:
-    """The ops with the declarations of their C functions, which compiled code finds from now on."""
-    from ... import _extension  # not above: its modules need the schemas
-
-    assert _extension.cpp_module is not None and _extension.cpp_module.__file__ is not None
-    ctypes.CDLL(_extension.cpp_module.__file__, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+    """The ops with the declarations of their C functions."""
     ops = [getattr(torch.ops.deqfast, name).default for name in ("loop_begin", *STEPS, "loop_end")]
     return {op: [_declaration(op)] for op in ops}
