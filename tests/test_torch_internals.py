@@ -80,6 +80,19 @@ class TestGraphs:
         x.exp().sum().backward()
         assert len(calls) == 3
 
+    def test_hooks_are_the_users_again(self):
+        """After the last of several contexts, unless the user has removed one in the meantime."""
+        layer, hook = torch.nn.Linear(2, 2), lambda *_: None
+        layer.weight.register_hook(hook)
+        removed = layer.register_full_backward_hook(hook)
+        layer.register_full_backward_pre_hook(hook)
+        dicts = [layer.weight._backward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
+        with autograd.for_products(layer), autograd.for_products(layer):
+            y = layer(torch.ones(1, 2))
+            removed.remove()
+        autograd.vjp([y], [layer.weight], [torch.ones(1, 2)])
+        assert [list(hooks.values()) for hooks in dicts] == [[hook], [], [hook]]
+
 
 class TestTransforms:
     def test_transforms_are_seen(self):

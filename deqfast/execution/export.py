@@ -85,13 +85,6 @@ def package_options() -> dict[str, Any]:
     Pass them as ``torch._inductor.aoti_compile_and_package(program, inductor_configs=deqfast.package_options())``. A
     solve with ``kernel="cpp"`` then calls deqfast's steps as C functions, without torch's dispatcher. A process that
     loads such a package imports deqfast before. For torch before 2.14 the options avoid wrong code of inductor's.
-
-    Examples:
-        >>> layer = deqfast.DEQBlock(deqfast.FCCell(3, 8), kernel="cpp").eval()
-        >>> program = torch.export.export(layer, (torch.randn(2, 3),))
-        >>> path = torch._inductor.aoti_compile_and_package(
-        ...     program, inductor_configs=deqfast.package_options()
-        ... )  # doctest: +SKIP
     """
     fails = not IS_NEW and torch.backends.cpu.get_cpu_capability() == "AVX2"  # where its vectors read out of bounds
     return {**code_options(), **({"cpp.simdlen": 0} if fails else {})}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -85,8 +85,8 @@ def vjp(
     if not attached:
         return [None] * len(inputs)
     values, given = map(list, zip(*attached, strict=True))
-    hooked = [tensor for tensor in inputs if tensor._backward_hooks]
-    with _no_hooks(hooked) if hooked else nullcontext():
+    hooks = [tensor._backward_hooks for tensor in inputs if tensor._backward_hooks]
+    with _no_hooks(hooks) if hooks else nullcontext():
         if options or any(y.shape != g.shape for y, g in zip(values, given, strict=True)):
             found = torch.autograd.grad(values, inputs, given, retain_graph=retain_graph, allow_unused=True, **options)
         else:  # past checks that take as long as the product with a small cell
@@ -98,11 +98,8 @@ def vjp(
 
 def product(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], **options: Any) -> Gradients:
     """``vjp`` in a graph recorded ``for_products``: one of several, of which hooks of modules see none."""
-    before, _thread.multiplies = _thread.multiplies, True
-    try:
+    with _finds("multiplies"):
         return vjp(outputs, inputs, grads, **options)
-    finally:
-        _thread.multiplies = before
 
 
 @contextmanager
@@ -112,23 +109,17 @@ def for_products(cell: Any) -> Iterator[None]:
     Backward hooks of the cell's modules see the gradient only. Tensors are saved past the hooks around: those of a
     checkpoint would compute them again for each product. Without any it sets none, which torch.func in a cell refuses.
     """
-    for module in modules_of(cell):
-        _make_wait(module._backward_hooks, "multiplies")
-        _make_wait(module._backward_pre_hooks, "multiplies")
-    with saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext():
+    hooks = [each for module in modules_of(cell) for each in (module._backward_hooks, module._backward_pre_hooks)]
+    kept_tensors = saved_tensors_hooks(keep, kept) if present_hooks() else nullcontext()
+    with _waiting(hooks, "multiplies"), kept_tensors:
         yield
 
 
 @contextmanager
-def _no_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """Context in which hooks of the tensors are not called by this thread."""
-    for tensor in tensors:
-        _make_wait(tensor._backward_hooks, "takes_part")
-    before, _thread.takes_part = _thread.takes_part, True
-    try:
+def _no_hooks(hooks: list[Any]) -> Iterator[None]:
+    """Context in which these hooks of tensors are not called by this thread."""
+    with _waiting(hooks, "takes_part"), _finds("takes_part"):
         yield
-    finally:
-        _thread.takes_part = before
 
 
 class _OfThread(threading.local):
@@ -136,24 +127,50 @@ class _OfThread(threading.local):
     multiplies = False  # it finds a product on the way to a gradient, which hooks of modules are not to see
 
 
-_thread = _OfThread()
+_thread, _hooks_lock = _OfThread(), threading.Lock()
+
+
+@contextmanager
+def _finds(what: str) -> Iterator[None]:
+    """Context in which this thread finds something that hooks which wait for it are not to see."""
+    before = getattr(_thread, what)
+    setattr(_thread, what, True)
+    try:
+        yield
+    finally:
+        setattr(_thread, what, before)
 
 
 class _Hook:
-    """Hook that waits for the gradient: while its thread `finds` something else it is not called."""
+    """A user's hook, which is not called by a thread that finds what it waits for."""
 
-    def __init__(self, hook: Callable[..., Any], finds: str) -> None:
-        self.hook, self.finds = hook, finds
+    def __init__(self, hook: Callable[..., Any], what: str) -> None:
+        self.hook, self.what = hook, what
+        self.contexts = 0  # that need it
 
     def __call__(self, *arguments: Any) -> Any:
-        return None if getattr(_thread, self.finds) else self.hook(*arguments)
+        return None if getattr(_thread, self.what) else self.hook(*arguments)
 
 
-def _make_wait(hooks: Any, finds: str) -> None:
-    """Make the hooks ``_Hook``s, for good."""
-    for key, hook in list(hooks.items()):
-        if not isinstance(hook, _Hook):
-            hooks[key] = _Hook(hook, finds)
+@contextmanager
+def _waiting(dicts: Iterable[Any], what: str) -> Iterator[None]:
+    """Context in which the hooks of these dicts are ``_Hook``s. The last of several contexts puts the user's back."""
+    taken = []
+    with _hooks_lock:
+        for hooks in dicts:
+            for key, hook in list(hooks.items()):
+                own = hook if isinstance(hook, _Hook) else _Hook(hook, what)
+                hooks[key] = own
+                own.contexts += 1
+                taken.append((hooks, key, own))
+    try:
+        yield
+    finally:
+        with _hooks_lock:
+            for hooks, key, own in taken:
+                own.contexts -= 1
+                if not own.contexts and hooks.get(key) is own:  # else the user has removed it
+                    hooks[key] = own.hook
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
