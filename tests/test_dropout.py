@@ -51,36 +51,32 @@ def inputs(batch=4):
 
 
 @every_adjoint
-def test_one_mask_for_a_call_and_another_for_the_next(adjoint):
-    block, masks = DEQBlock(Cell(Recording(0.5)), TIGHT, adjoint), []
+def test_a_call_has_one_mask_as_a_constant_and_the_next_call_another(adjoint):
+    block, x, masks = DEQBlock(Cell(Recording(0.5)), TIGHT, adjoint), inputs().requires_grad_(), []
+    tensors = [x, *block.parameters()]
     for _ in range(2):
         seen = block.cell.drop.seen = []
-        block(inputs()).sum().backward()
-        assert len(seen) > 5 and all(torch.equal(mask, seen[0]) for mask in seen)
-        assert set(seen[0].unique().tolist()) == {0.0, 2.0}
-        masks.append(seen[0])
+        z = block(x)
+        found = torch.autograd.grad(z.square().sum(), tensors)
+        mask = seen[0]
+        assert len(seen) > 5 and all(torch.equal(each, mask) for each in seen)
+        assert set(mask.unique().tolist()) == {0.0, 2.0}
+        plain = DEQBlock(lambda z, x, m=mask: torch.tanh(0.4 * block.cell.linear(z * m) + x), TIGHT, adjoint)
+        assert_close(z, plain(x), after_solve(1e-12))
+        assert_close(found, torch.autograd.grad(plain(x).square().sum(), tensors), GRADIENT)
+        masks.append(mask)
     assert not torch.equal(*masks)
     assert not block.cell.drop._of_thread.solves
 
 
-@every_adjoint
-def test_value_and_gradient_are_those_of_the_mask_as_a_constant(adjoint):
-    block, x = DEQBlock(Cell(Recording(0.3)), TIGHT, adjoint), inputs().requires_grad_()
-    tensors = [x, *block.parameters()]
-    z = block(x)
-    found = torch.autograd.grad(z.square().sum(), tensors)
-    mask = block.cell.drop.seen[0]
-    plain = DEQBlock(lambda z, x: torch.tanh(0.4 * block.cell.linear(z * mask) + x), TIGHT, adjoint)
-    assert_close(z, plain(x), after_solve(1e-12))
-    assert_close(found, torch.autograd.grad(plain(x).square().sum(), tensors), GRADIENT)
-
-
-def test_keeps_the_expectation():
-    drop, z = SolveDropout(0.3), torch.ones(100_000)
-    for _ in range(2):
-        dropped = drop(z)  # outside of a solve
+def test_outside_of_a_solve_each_call_draws_and_keeps_the_expectation():
+    drop, z = SolveDropout(0.3), torch.ones(100_000, requires_grad=True)
+    for call in (drop, drop, lambda z: checkpoint(drop, z, use_reentrant=False)):
+        dropped = call(z)
         assert abs(dropped.mean().item() - 1) < 0.02
         assert dropped.unique().tolist() == pytest.approx([0, 1 / 0.7])
+        (grad,) = torch.autograd.grad(dropped.sum(), z)
+        assert torch.equal(grad, dropped)
     assert not torch.equal(drop(z), drop(z))
 
 
@@ -133,13 +129,6 @@ def test_calls_in_a_backward_pass_are_refused_not_wrong(adjoint, reentrant):
     z = DEQBlock(Cell(SolveDropout(0.5), reentrant), adjoint=adjoint)(inputs().requires_grad_())
     with pytest.raises(RuntimeError, match=r"its mask was gone.*Reversible, Unrolled\(checkpoint=True\)"):
         z.sum().backward()
-
-
-def test_outside_of_a_solve_a_checkpoint_is_served():
-    drop, z = SolveDropout(0.5), torch.ones(64, requires_grad=True)
-    dropped = checkpoint(drop, z, use_reentrant=False)
-    (grad,) = torch.autograd.grad(dropped.sum(), z)
-    assert torch.equal(grad, dropped)
 
 
 @pytest.mark.parametrize("refused", ["drop_converged", "other shape", "failure"])

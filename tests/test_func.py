@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -51,62 +49,42 @@ def data(*shape):
     return torch.randn(*shape, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(block):
-    def loss(parameters, x):
-        return functional_call(block, parameters, (x[None],)).square().sum()
-
-    return loss
-
-
 def eager_gradients(block, x):
-    return dict(
-        zip(
-            dict(block.named_parameters()),
-            torch.autograd.grad(block(x).square().sum(), block.parameters()),
-            strict=True,
-        )
-    )
+    """Of the loss in each parameter, by name."""
+    names, parameters = zip(*block.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(block(x).square().sum(), parameters), strict=True))
 
 
-class TestReverse:
+class TestFirstDerivatives:
     @every_adjoint
     def test_gradients_of_each_sample(self, adjoint):
         block, x = block_of(adjoint), data(5)
         parameters = {name: p.detach() for name, p in block.named_parameters()}
-        found = vmap(grad(loss_of(block)), (None, 0))(parameters, x)
+
+        def loss(parameters, x):
+            return functional_call(block, parameters, (x[None],)).square().sum()
+
+        found = vmap(grad(loss), (None, 0))(parameters, x)
         for i in range(5):
             assert_close({name: g[i] for name, g in found.items()}, eager_gradients(block, x[i : i + 1]), GRADIENT)
 
     @every_adjoint
-    def test_an_ensemble_trains(self, adjoint):
-        """Members of their own, samples of their own: a vmap of vmaps, within eager autograd."""
-        blocks, x = [block_of(adjoint, seed) for seed in range(3)], data(3, 2)
-        parameters, buffers = stack_module_state(blocks)
-
-        def member(parameters, buffers, x):
-            return functional_call(blocks[0], (parameters, buffers), (x,))
-
-        z = vmap(member)(parameters, buffers, x)
-        z.square().sum().backward()
-        for i, block in enumerate(blocks):
-            assert_close(z[i], block(x[i]), GRADIENT)
-            found = {name: p.grad[i] for name, p in parameters.items()}
-            assert_close(found, eager_gradients(block, x[i]), GRADIENT)
-
-    @every_adjoint
-    def test_jacobians(self, adjoint):
-        block, x = block_of(adjoint), data(2)
-        expected = torch.stack(
+    def test_jacobians_and_tangents(self, adjoint):
+        block, x, tangent = block_of(adjoint), data(2), data(2).cos()
+        jacobian = torch.stack(
             [torch.autograd.grad(block(y := x.clone().requires_grad_()).flatten()[i], y)[0] for i in range(8)]
         )
-        assert_close(jacrev(block)(x).flatten(0, 1), expected, GRADIENT)
-        assert_close(jacfwd(block)(x).flatten(0, 1), expected, GRADIENT)
+        found = [jacrev(block)(x), jacfwd(block)(x)]
         for strategy in ("reverse-mode", "forward-mode"):
-            found = torch.autograd.functional.jacobian(block, x, vectorize=True, strategy=strategy)
-            assert_close(found.flatten(0, 1), expected, GRADIENT)
+            found.append(torch.autograd.functional.jacobian(block, x, vectorize=True, strategy=strategy))
+        assert_close([each.flatten(0, 1) for each in found], [jacobian] * 4, GRADIENT)
+        with torch.no_grad():
+            pushed = jvp(block, (x,), (tangent,))
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(block(forward_ad.make_dual(x, tangent)))
+            expected = block(x), (jacobian * tangent).sum((1, 2)).view(2, 4)
+            assert_close([*pushed, dual.primal, dual.tangent], [*expected, *expected], GRADIENT)
 
-
-class TestForward:
     @exact
     @pytest.mark.parametrize("in_parameters", [False, True])
     def test_against_finite_differences(self, adjoint, in_parameters):
@@ -120,18 +98,6 @@ class TestForward:
         inputs = (x, *parameters) if in_parameters else (x.requires_grad_(), *(p.detach() for p in parameters))
         batched = {"check_batched_grad": True, "check_batched_forward_grad": not in_parameters}
         assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, **batched, **FINITE_DIFFERENCES)
-
-    @every_adjoint
-    def test_is_the_transpose_of_reverse_mode(self, adjoint):
-        block, x, tangent = block_of(adjoint), data(4), data(4).cos()
-        with torch.no_grad():
-            value, pushed = jvp(block, (x,), (tangent,))
-        _, pull = vjp(block, x)
-        cotangent = pushed.cos()
-        assert_close((pushed * cotangent).sum(), (pull(cotangent)[0] * tangent).sum(), GRADIENT)
-        with forward_ad.dual_level():
-            dual = forward_ad.unpack_dual(block(forward_ad.make_dual(x, tangent)))
-            assert_close((dual.primal, dual.tangent), (value, pushed), GRADIENT)
 
 
 SECOND = {
@@ -233,21 +199,26 @@ class TreeCell(nn.Module):
 
 
 @every_adjoint
-def test_trees_indices_and_buffers(adjoint):
+def test_an_ensemble_of_trees_trains(adjoint):
+    """Members and samples of their own: within eager autograd in all parameters, and by vmap of grad in x."""
     cells = [TreeCell() for _ in range(2)]
     cells[1].table.mul_(0.5)
     blocks, x = [DEQBlock(cell, TIGHT, adjoint) for cell in cells], data(2, 3)
-    kind, parameters = torch.tensor([0, 1, 1]), stack_module_state(blocks)
+    kind, (parameters, buffers) = torch.tensor([0, 1, 1]), stack_module_state(blocks)
 
-    def call(parameters, x):
-        z = functional_call(blocks[0], parameters, ({"x": x, "kind": kind, "scale": 2.0},))
+    def loss(call, x):
+        z = call({"x": x, "kind": kind, "scale": 2.0})
         return (z["a"] * z["b"]).sum()
 
-    found = vmap(grad(call, argnums=1))(parameters, x)
-    for i in range(2):
+    def member(parameters, x, buffers):
+        return loss(lambda given: functional_call(blocks[0], (parameters, buffers), (given,)), x)
+
+    in_x = vmap(grad(member, argnums=1))({name: p.detach() for name, p in parameters.items()}, x, buffers)
+    vmap(member)(parameters, x, buffers).sum().backward()
+    for i, block in enumerate(blocks):
         y = x[i].clone().requires_grad_()
-        z = blocks[i]({"x": y, "kind": kind, "scale": 2.0})
-        assert_close(found[i], torch.autograd.grad((z["a"] * z["b"]).sum(), y)[0], GRADIENT)
+        expected = torch.autograd.grad(loss(block, y), [y, *block.parameters()])
+        assert_close([in_x[i], *(p.grad[i] for p in parameters.values())], list(expected), GRADIENT)
 
 
 def test_a_submodule_under_two_names_keeps_its_parameters():
@@ -349,22 +320,29 @@ class TestErrors:
         ):
             calls[transform]()
 
-    @pytest.mark.parametrize("of", [grad, lambda f: functools.partial(jvp, f)], ids=["grad", "jvp"])
-    def test_shine(self, of):
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda x: jacrev(block_of("shine"))(x), "SHINE has no derivative under torch.func.*use Implicit"),
+            (lambda x: jvp(block_of("shine"), (x,), (x,)), "SHINE has no derivative under torch.func.*use Implicit"),
+            (lambda x: linearize(block_of(Implicit(TIGHT)), x), "deqfast: torch.func.linearize.*use torch.func.jvp"),
+        ],
+    )
+    def test_derivatives_that_are_not_served(self, call, message):
+        with pytest.raises(RuntimeError, match=message):
+            call(data(2))
+
+    @pytest.mark.parametrize(
+        ("name", "call"),
+        [("solve", lambda w, x: solve(torch.cos, x).value), ("fc_fixed_point", lambda w, x: fc_fixed_point(w, x)[0])],
+    )
+    def test_what_is_no_block(self, name, call):
+        with pytest.raises(RuntimeError, match=f"{name} does not run under torch.func.*use a DEQBlock"):
+            vmap(call, (None, 0))(torch.eye(3), data(2, 2).float())
+
+    def test_shine_has_values_under_vmap(self):
         block, x = block_of("shine"), data(2)
         assert_close(vmap(block)(x[None])[0], block(x), GRADIENT)
-        arguments = (x,) if of is grad else ((x,), (x,))
-        with pytest.raises(RuntimeError, match="SHINE has no derivative under torch.func.*use Implicit"):
-            of(lambda x: block(x).sum())(*arguments)
-
-    def test_what_is_no_block(self):
-        x = data(2, 2)
-        for name, call in {
-            "solve": lambda x: solve(lambda z: 0.5 * z, x).value,
-            "fc_fixed_point": lambda x: fc_fixed_point(torch.zeros(3, 3, dtype=torch.float64), x)[0],
-        }.items():
-            with pytest.raises(RuntimeError, match=f"{name} does not run under torch.func.*use a DEQBlock"):
-                vmap(call)(x)
 
     @every_adjoint
     def test_fake_tensors(self, adjoint):
@@ -414,7 +392,7 @@ class TestCompiled:
         with pytest.raises(RuntimeError, match=r"torch.compile cannot be combined with a gradient.*compiler.disable"):
             fast(*given)
 
-    FORWARD = pytest.mark.parametrize(
+    @pytest.mark.parametrize(
         "transform",
         [
             jacfwd,
@@ -423,8 +401,6 @@ class TestCompiled:
         ],
         ids=["jacfwd", "jvp", "vmap"],
     )
-
-    @FORWARD
     def test_tangents_and_batches(self, transform):
         fast, plain, given = self.compiled(transform)
         assert_close(fast(*given), plain(*given), GRADIENT)
@@ -437,17 +413,9 @@ class TestCompiled:
         found = torch.compile(block, backend=lambda graph, _: graphs.append(graph) or graph.forward)(given[1])
         assert torch.equal(found, block(given[1])) and not graphs
 
-    def test_gradients_left_out_of_compiled_code(self):
+    def test_gradients_around_compiled_code_and_left_out_of_it(self):
         fast, plain, given = self.compiled(lambda loss: lambda *given: torch.compiler.disable(grad(loss))(*given))
-        assert_close(fast(*given), plain(*given), GRADIENT)
-        assert all(bool(g.any()) for g in plain(*given).values())
-
-    def test_a_gradient_of_compiled_code(self):
-        fast, plain, given = self.compiled(lambda loss: loss)
-        assert_close(grad(fast)(*given), grad(plain)(*given), GRADIENT)
-
-
-def test_linearize_is_refused():
-    block, x = block_of(Implicit(TIGHT)), data(2)
-    with pytest.raises(RuntimeError, match="deqfast: torch.func.linearize.*use torch.func.jvp"):
-        linearize(block, x)
+        around, _, _ = self.compiled(lambda loss: loss)
+        expected = plain(*given)
+        assert_close((fast(*given), grad(around)(*given)), (expected, expected), GRADIENT)
+        assert all(bool(g.any()) for g in expected.values())

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -188,14 +189,19 @@ def test_the_number_of_graphs_is_bounded():
     assert torch.equal(graphed(inputs(batch=1)), plain(inputs(batch=1)))
 
 
-def test_autocast_is_part_of_the_graph(mode):
+@pytest.mark.parametrize(
+    ("first", "then", "captured"),
+    [(nullcontext, lambda: torch.autocast(DEVICE, torch.bfloat16), 2), (torch.inference_mode, nullcontext, 1)],
+    ids=["autocast", "inference mode"],
+)
+def test_autocast_is_part_of_the_graph_and_inference_mode_is_not(first, then, captured, mode):
     graphed, plain = blocks("anderson", mode)
-    graphed(inputs())
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with first():
+        graphed(inputs())
+    with then():
         for seed in (0, 1):
-            actual, expected = (block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain))
-            assert_same(actual, expected)
-    assert len(graphed.graphs._captured) == 2
+            assert_same(*(block(inputs(seed=seed), return_solution=True)[1] for block in (graphed, plain)))
+    assert len(graphed.graphs._captured) == captured
 
 
 def test_inputs_may_be_a_pytree():
@@ -266,14 +272,6 @@ def test_an_empty_batch(mode):
     assert solution.evaluations == 0 and solution.value.shape == (0, 12)
 
 
-def test_a_graph_of_inference_mode_serves_training():
-    graphed, plain = blocks("anderson", True)
-    with torch.inference_mode():
-        graphed(inputs())
-    assert torch.equal(graphed(inputs(seed=1)), plain(inputs(seed=1)))
-    assert len(graphed.graphs._captured) == 1
-
-
 def test_a_cell_settles_before_a_solve_is_captured():
     class Scaled(nn.Module):
         """Divides by the scale of the injection of its first solve."""
@@ -314,18 +312,6 @@ def test_wrong_settings():
         deqfast.DEQBlock(deqfast.LinearCell(5), cuda_graph="all")
     with pytest.raises(TypeError, match="cuda_graph needs a cell that is an nn.Module"):
         deqfast.DEQBlock(lambda z, x: z, cuda_graph=True)
-
-
-def test_a_cell_that_prepares_solves_in_python():
-    class Masked(nn.Module):
-        def begin_solve(self):
-            self.mask = torch.rand(5) > 0.5
-
-        def forward(self, z, x):
-            return self.mask * z + x
-
-    with pytest.raises(ValueError, match=r"begin_solve of the cell's own Masked: it prepares every solve in Python"):
-        deqfast.DEQBlock(nn.Sequential(Masked())[0], cuda_graph=True)
 
 
 def test_whole_needs_conditional_nodes(monkeypatch):

@@ -124,6 +124,8 @@ def test_groups_of_the_block_serve_every_call():
         (torch.zeros(2, dtype=torch.int64), ValueError, r"groups must have shape \(3,\) on cpu, .* got \(2,\) on cpu"),
         (torch.tensor([0, -1, 0]), ValueError, "from 0 and below its length 3, got -1"),
         (torch.tensor([0, 3, 0]), ValueError, "got 3"),
+        (Groups(GROUPS), ValueError, "groups of 7 rows on cpu cannot serve a z0 of 3 rows"),
+        (Groups("batch", 7), ValueError, "groups of 7 rows on cpu cannot serve a z0 of 3 rows"),
     ],
 )
 def test_bad_groups(groups, error, message):
@@ -149,15 +151,9 @@ def test_groups_made_once_wait_for_nothing(adjoint):
     assert none == once < anew
 
 
-def test_groups_of_another_batch():
-    for groups in (Groups(GROUPS), Groups("batch", 7)):
-        with pytest.raises(ValueError, match="groups of 7 rows on cpu cannot serve a z0 of 3 rows"):
-            solve(torch.cos, torch.zeros(3, 2), groups=groups)
+def test_what_groups_need_and_refuse():
     with pytest.raises(ValueError, match="rows must be given"):
         Groups("batch")
-
-
-def test_combinations_without_meaning():
     with pytest.raises(ValueError, match="drop_converged cannot be combined with groups"):
         solve(torch.cos, torch.zeros(3, 2), drop_converged=True, groups="batch")
 

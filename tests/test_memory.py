@@ -38,15 +38,9 @@ def test_a_history_has_its_shape_and_dtype():
         assert made.shape == shape and made.dtype == dtype and made.is_contiguous()
 
 
-def test_memory_is_kept_for_the_next_history():
-    first = history()
-    address = first.data_ptr()
-    del first
-    assert history().data_ptr() == address
-
-
-def test_another_dtype_and_a_smaller_shape_take_it_too():
+def test_memory_is_kept_for_the_next_history_that_fills_most_of_it():
     address = history().data_ptr()
+    assert history().data_ptr() == address
     assert history((4, 20, 8192), torch.bfloat16).data_ptr() != address  # half as large
     assert history((4, 15, 8192)).data_ptr() == address
 

@@ -19,31 +19,27 @@ def block(**options):
     return DEQBlock(LinearCell(6), **options)
 
 
-class TestForward:
-    def test_of_samples_that_do_not_converge_once(self):
+class TestAtOnce:
+    def test_each_status_once_for_a_block_and_its_copies(self):
         layer, x = block(solver=Picard(rtol=1e-6, max_iter=2)), torch.randn(5, 6)
         with pytest.warns(UserWarning, match="in a forward solve, 5 of 5 samples MAX_ITER: .*warn=False silences"):
             layer(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            layer(x)
-            copy.deepcopy(layer)(x)
-            pickle.loads(pickle.dumps(layer))(x)
-
-    def test_each_status_once(self):
-        layer, x = block(solver=Picard(rtol=1e-6, max_iter=2)), torch.randn(5, 6)
-        with pytest.warns(UserWarning, match="5 of 5 samples MAX_ITER"):
-            layer(x)
+            for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+                each(x)
         x[1] = torch.nan
         with pytest.warns(UserWarning, match="in a forward solve, 1 of 5 samples NONFINITE: look for NaN") as told:
             layer(x, z0=torch.zeros(5, 6))
         assert "MAX_ITER" not in str(told[0].message)
 
-    def test_where_the_block_is_called(self):
+    def test_once_forward_and_once_backward_where_the_block_is_called(self):
         layer = torch.nn.Sequential(block(solver=Picard(rtol=1e-6, max_iter=2), adjoint=Implicit(Picard(max_iter=1))))
         with pytest.warns(UserWarning) as told:
-            layer(torch.randn(5, 6)).sum().backward()
+            for _ in range(2):
+                layer(torch.randn(5, 6)).sum().backward()
         assert [one.filename for one in told] == [__file__, __file__]
+        assert "in a backward solve, 5 of 5 samples MAX_ITER" in str(told[1].message)
 
     def test_not_where_all_is_well_or_silence_is_wanted(self):
         with warnings.catch_warnings():
@@ -52,16 +48,6 @@ class TestForward:
             block()(torch.zeros(0, 6))
             short = Picard(rtol=1e-6, max_iter=2)
             block(solver=short, adjoint=Implicit(short), warn=False)(torch.randn(5, 6)).sum().backward()
-
-
-class TestBackward:
-    def test_once(self):
-        layer, x = block(adjoint=Implicit(Picard(rtol=1e-6, max_iter=2))), torch.randn(5, 6)
-        with pytest.warns(UserWarning, match="in a backward solve, 5 of 5 samples MAX_ITER"):
-            layer(x).sum().backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            layer(x).sum().backward()
 
 
 class Device:
