@@ -37,6 +37,13 @@ def injection(batch: int, seed: int = 1) -> Tensor:
     return torch.randn(batch, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
 
 
+def iterated(f, z, times=150):
+    """z after this number of calls of f."""
+    for _ in range(times):
+        z = f(z)
+    return z
+
+
 class Call(NamedTuple):
     """What a call gives, the gradients in the weight and the injection of a loss of all states, and its evaluations."""
 
@@ -256,13 +263,7 @@ class TestForcesInALoss:
         return torch.autograd.grad((forces - 1).square().sum(), [w, x])
 
     def exact(self):
-        def unrolled(f, x):
-            z = torch.zeros_like(x)
-            for _ in range(100):
-                z = f(z, x)
-            return z
-
-        return self.loss(unrolled)
+        return self.loss(lambda f, x: iterated(lambda z: f(z, x), torch.zeros_like(x)))
 
     @staticmethod
     def closed(library, **options):
@@ -361,43 +362,33 @@ class TestNames:
             assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.f_solver == ours.b_solver == "fixed_point_iter"
         assert ours.args.get("f_tol") == theirs.args.get("f_tol") == 0.1
-
-    def test_attributes_that_are_set(self):
-        layer, set_later = get_deq(f_tol=1e-7, f_solver="broyden"), get_deq(f_max_iter=3)
-        for name in ("f_tol", "f_solver", "f_max_iter"):
-            setattr(set_later, name, getattr(layer, name))
+        set_later = get_deq(eval_factor=2.0)
+        for name, value in options.items():
+            setattr(set_later, name, value)
         with pytest.raises(ValueError, match="f_tol must be"):
             set_later.f_tol = -1.0
-        assert set_later.options == layer.options and set_later.eval_f_max_iter == 40
-        func, z0 = lambda z: torch.cos(z), torch.zeros(2, 3)
-        assert torch.equal(layer(func, z0)[0][0], set_later(func, z0)[0][0])
+        assert set_later.options == ours.options
+        assert torch.equal(*(layer(torch.cos, torch.zeros(2, 3))[0][0] for layer in (ours, set_later)))
 
 
-def test_a_module_holds_its_parametrised_weights():
-    calls = []
+def test_a_module_has_one_computed_weight_and_one_dropout_mask_for_a_call():
+    calls, values = [], []
 
     class Noted(nn.Module):
         def forward(self, w):
             calls.append(1)
             return 0.5 * torch.tanh(w)
 
-    func = nn.Linear(3, 3)
-    nn.utils.parametrize.register_parametrization(func, "weight", Noted())
-    calls.clear()
-    states, info = get_deq(f_tol=1e-5)(func, torch.zeros(2, 3))
-    states[-1].sum().backward()
-    assert info["nstep"].max() > 4 and len(calls) == 1
-    assert func.parametrizations.weight.original.grad is not None
-
-
-def test_a_module_has_one_dropout_mask_for_a_call():
-    func, values = nn.Sequential(deqfast.SolveDropout(0.3), nn.Linear(8, 8), nn.Tanh()), []
-    func[1].weight.data.mul_(0.5)
+    func = nn.Sequential(deqfast.SolveDropout(0.3), nn.Linear(8, 8), nn.Tanh())
+    nn.utils.parametrize.register_parametrization(func[1], "weight", Noted())
     for _ in range(2):
+        calls.clear()
         states, info = get_deq(f_tol=1e-4)(func, torch.zeros(4, 8))
-        assert bool((info["abs_lowest"] <= 1e-4).all())
+        states[-1].sum().backward()
+        assert bool((info["abs_lowest"] <= 1e-4).all()) and info["nstep"].max() > 4 and len(calls) == 1
         values.append(states[-1])
     assert not torch.allclose(*values)
+    assert func[1].parametrizations.weight.original.grad is not None
 
 
 def test_torch_compile_leaves_it_out():
@@ -458,10 +449,8 @@ class TestWhereTorchdeqIsWrong:
             states, _ = library.get_deq(**options)(lambda z: torch.tanh(z @ w.T + x), torch.zeros_like(x))
             gradients.append(torch.autograd.grad(states[-1].sum(), w)[0])
             assert len(states) == (3 if library is compat else 1)
-        z = torch.zeros_like(x)
-        for _ in range(150):
-            z = torch.tanh(z @ w.T + x)
-        exact = torch.autograd.grad(z.sum(), w)[0]
+        fixed = iterated(lambda z: torch.tanh(z @ w.T + x), torch.zeros_like(x))
+        exact = torch.autograd.grad(fixed.sum(), w)[0]
         assert_same([gradients[0]], [exact], after_solve(1e-7, CONDITION, derivatives=1))
         assert (gradients[1] - exact).norm() > 0.1 * exact.norm()
 
@@ -710,23 +699,18 @@ class TestTrajectory:
     def cell(self, z, x):
         return torch.tanh(z @ self.w.T + x)
 
-    def iterates(self):
-        """Picard's by hand, as evaluations 1 ... are given them, and the fixed point."""
-        with torch.no_grad():
-            z = [torch.zeros_like(self.x)]
-            for _ in range(100):
-                z.append(self.cell(z[-1], self.x))
-        return [*(z[n - 1] for n in self.AT), z[-1]]
+    def iterate(self, times=150):
+        """Picard's by hand: evaluation times + 1 is given it."""
+        return iterated(lambda z: self.cell(z, self.x), torch.zeros_like(self.x), times)
 
     @pytest.mark.parametrize("adjoint", [deqfast.JFB(), deqfast.Phantom(3, 0.8)], ids=str)
     def test_each_state_has_its_gradient(self, adjoint):
         states = deqfast.DEQBlock(self.cell, self.SOLVER, adjoint).trajectory(self.x, self.AT)
         steps, damping = (1, 1.0) if adjoint == deqfast.JFB() else (3, 0.8)
-        for state, iterate in zip(states, self.iterates(), strict=True):
+        for state, times in zip(states, [n - 1 for n in self.AT] + [150], strict=True):
+            iterate = self.iterate(times).detach()
             torch.testing.assert_close(state, iterate, rtol=0, atol=after_solve(1e-9, CONDITION))
-            z = iterate
-            for _ in range(steps):
-                z = (1 - damping) * z + damping * self.cell(z, self.x)
+            z = iterated(lambda z: (1 - damping) * z + damping * self.cell(z, self.x), iterate, steps)
             ours, by_hand = (
                 torch.autograd.grad((factor * value).sum(), [self.w, self.x], retain_graph=True)
                 for value, factor in ((state, iterate), (z, iterate))
@@ -735,10 +719,9 @@ class TestTrajectory:
 
     def test_the_implicit_gradient_of_the_last_is_exact(self):
         states = deqfast.DEQBlock(self.cell, self.SOLVER, "implicit").trajectory(self.x, self.AT)
-        z = torch.zeros_like(self.x)
-        for _ in range(100):
-            z = self.cell(z, self.x)
-        ours, unrolled = (torch.autograd.grad(value.square().sum(), [self.w, self.x]) for value in (states[-1], z))
+        ours, unrolled = (
+            torch.autograd.grad(value.square().sum(), [self.w, self.x]) for value in (states[-1], self.iterate())
+        )
         assert_same(ours, unrolled, after_solve(1e-6, CONDITION, derivatives=1))
 
     def test_a_solve_that_ends_before(self):
