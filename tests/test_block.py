@@ -88,14 +88,17 @@ class TestStart:
             DEQBlock(cell)(torch.ones(2, 3))
 
 
-def test_the_value_is_that_of_solve():
+@pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "shine"])
+def test_the_value_is_that_of_solve_in_every_mode(adjoint):
     cell, x = FCCell(3, 5), torch.randn(4, 3)
-    block = DEQBlock(cell, Anderson(rtol=1e-5), sync_every=4, kernel="torch")
+    block = DEQBlock(cell, Anderson(rtol=1e-3), adjoint, sync_every=4, kernel="torch")
     z, solution = block(x, return_solution=True)
-    expected = solve(lambda z: cell(z, x), cell.initial_state(x), Anderson(rtol=1e-5), "torch", sync_every=4)
-    assert torch.equal(z, expected.value) and torch.equal(solution.value, z)
+    expected = solve(lambda z: cell(z, x), cell.initial_state(x), Anderson(rtol=1e-3), "torch", sync_every=4)
+    assert z.requires_grad and torch.equal(z, expected.value) and torch.equal(solution.value, z)
     assert solution.evaluations == expected.evaluations and solution.evaluations % 4 == 0
-    assert torch.equal(block(x), z)
+    with torch.no_grad():
+        assert torch.equal(block(x), z)
+    assert torch.equal(block.eval()(x), z)
 
 
 def test_the_evaluation_solver_serves_in_evaluation_mode():

@@ -87,7 +87,11 @@ def test_a_model_is_one_graph_that_serves_every_batch_and_every_number_of_evalua
         x = torch.randn(batch, 3)
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             assert_same_derivatives(fast, model, x, parameters)
-    assert not opaque_op._recorded  # no graph outlives its backward pass
+    assert not opaque_op._recorded  # no graph outlives its backward pass, or a value that nobody differentiates
+    value = fast(x)
+    assert len(opaque_op._recorded) == 1
+    del value
+    assert not opaque_op._recorded
 
 
 def test_inductor(compiled):
@@ -131,16 +135,13 @@ class TestCompiledAutograd:
         with pytest.raises(RuntimeError, match="deqfast: compiled autograd does not keep .*compile the model"):
             self.gradients(Model("anderson", adjoint), torch.randn(5, 3))
 
-    @pytest.mark.parametrize("adjoint", [Reversible(3), Unrolled(3)], ids=str)
-    def test_those_of_adjoints_that_attach_to_no_evaluation(self, adjoint):
+    @pytest.mark.parametrize(
+        ("adjoint", "whole"), [(Reversible(3), False), (Unrolled(3), False), ("implicit", True)], ids=str
+    )
+    def test_adjoints_that_attach_to_no_evaluation_and_compiled_models_are_served(self, adjoint, whole, compiled):
         model, x = Model("anderson", adjoint, warn=False), torch.randn(5, 3)
         _, _, *plain = derivatives(model, x, [*model.parameters()])
-        assert_close(self.gradients(model, x), plain, GRADIENT)
-
-    def test_compiled_models(self, compiled):
-        model, x = Model("anderson", "implicit"), torch.randn(5, 3)
-        _, _, *plain = derivatives(model, x, [*model.parameters()])
-        assert_close(self.gradients(compiled(model), x), plain, GRADIENT)
+        assert_close(self.gradients(compiled(model) if whole else model, x), plain, GRADIENT)
 
 
 def test_compiled_cells_are_differentiable_twice(compiled):
@@ -380,12 +381,6 @@ class TestOfABlock:
         x = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
         a, b = torch.autograd.grad(compiled(block)(x, torch.zeros(3, 4)).sum(), x)
         assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
-
-    def test_a_value_that_nobody_differentiates_keeps_no_graph(self, compiled):
-        value = compiled(Model())(torch.randn(2, 3))
-        assert len(opaque_op._recorded) == 1
-        del value
-        assert not opaque_op._recorded
 
     def test_what_is_not_served_is_an_error(self, compiled):
         x, hidden = torch.randn(2, 4), torch.ones(4, requires_grad=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
 
@@ -186,13 +186,12 @@ def test_hooks_of_a_weight_see_what_other_threads_find_meanwhile():
 
         def in_a_thread(self, grad):
             weight = self.linear.weight
-            thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(weight.sum(), weight)))
-            thread.start()
-            thread.join()
+            found.extend(pool.submit(lambda: torch.autograd.grad(weight.sum(), weight)).result())
 
     block = DEQBlock(Meanwhile(), adjoint=Reversible(3), warn=False)
     block.cell.linear.weight.register_hook(lambda grad: 2 * grad)
-    block(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
+    with ThreadPoolExecutor(1) as pool:
+        block(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
     assert len(found) >= 6 and all(bool((grad == 2).all()) for grad in found)
 
 

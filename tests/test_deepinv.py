@@ -45,9 +45,14 @@ def problem(algorithm="PGD", batch=3, **options):
     return model, physics(torch.rand(batch, 1, 16, 16)), physics
 
 
-@pytest.mark.parametrize("algorithm", ["PGD", "HQS", "ADMM", "DRS", "PDCP"])
-def test_the_fixed_points_are_deepinvs(algorithm):
-    model, y, physics = problem(algorithm)
+OUTPUT = {"get_output": lambda X: X["est"][0] - 2 * X["est"][1]}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [(name, {}) for name in ("PGD", "HQS", "ADMM", "DRS", "PDCP")] + [("ADMM", OUTPUT)]
+)
+def test_the_fixed_points_and_outputs_are_deepinvs(algorithm, options):
+    model, y, physics = problem(algorithm, **options)
     with torch.no_grad():
         restored = Equilibrium(model, TIGHT)
         assert_close(restored(y, physics), model(y, physics), after_solve(EXACT))
@@ -81,12 +86,6 @@ def test_an_image_by_itself():
     assert torch.isfinite(value[[0, 2, 3]]).all() and restored.solution.iterations[2] < restored.solution.iterations[0]
     alone = Equilibrium(model, Picard(1e-4, 200))(y[3:], physics, init=torch.zeros_like(y[3:]))
     assert_close(value[3:], alone, after_solve(1e-4))
-
-
-def test_the_models_own_output():
-    model, y, physics = problem("ADMM", get_output=lambda X: X["est"][0] - 2 * X["est"][1])
-    with torch.no_grad():
-        assert_close(Equilibrium(model, TIGHT)(y, physics), model(y, physics), after_solve(EXACT))
 
 
 def test_what_has_no_fixed_point_or_is_no_model():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -230,13 +229,8 @@ def test_waits_are_found_by_the_warnings_of_this_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
 
-    def elsewhere():
-        thread = threading.Thread(target=warnings.warn, args=(ready,))
-        thread.start()
-        thread.join()
-
-    with pytest.warns(UserWarning, match="another thing") as shown:
-        refuse_waits(lambda: (warnings.warn("another thing", stacklevel=2), elsewhere()))
+    with ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="another thing") as shown:
+        refuse_waits(lambda: (warnings.warn("another thing", stacklevel=2), pool.submit(warnings.warn, ready).result()))
     assert [str(warning.message) for warning in shown] == ["another thing", ready]
     with pytest.raises(RuntimeError, match="the cell waits for the device"):
         refuse_waits(lambda: warnings.warn(ready, stacklevel=2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,11 +66,8 @@ def test_release_gives_back_what_is_free_only():
 
 def test_every_thread_keeps_its_own():
     address = history().data_ptr()
-    others = []
-    thread = threading.Thread(target=lambda: others.append(history().data_ptr()))
-    thread.start()
-    thread.join()
-    assert others != [address]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: history().data_ptr()).result() != address
 
 
 @pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
