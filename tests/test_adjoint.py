@@ -504,22 +504,6 @@ def test_backward_passes_are_alike_and_the_graph_is_freed_with_the_output(adjoin
         gc.enable()
 
 
-def test_second_derivatives_through_a_block_in_the_cell_of_a_block():
-    w, x = torch.randn(2, 2, dtype=torch.float64) / 4, torch.randn(1, 2, dtype=torch.float64)
-
-    def value(adjoint, w, x):
-        inner = DEQBlock(lambda z, x: torch.tanh(z @ w + x), Anderson(1e-12, 60), adjoint, warn=False)
-        outer = DEQBlock(lambda z, x: 0.3 * inner(z + x), Anderson(1e-12, 60), adjoint, warn=False)
-        return outer(x).square().sum()
-
-    def second(adjoint):
-        a, b = w.clone().requires_grad_(), x.clone().requires_grad_()
-        first = torch.autograd.grad(value(adjoint, a, b), (a, b), create_graph=True)
-        return torch.autograd.grad(sum(one.square().sum() for one in first), (a, b))
-
-    assert_close(second(Implicit(Anderson(1e-12, 60))), second(Unrolled(60)), GRADIENT)
-
-
 BAD_ARGUMENTS = [
     (Phantom, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
     (Phantom, {"steps": 2.0}, TypeError, "steps must be an integer, got 2.0"),

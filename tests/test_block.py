@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import re
-import warnings
 from contextlib import nullcontext
 from itertools import product
 
@@ -201,17 +200,14 @@ class TestWarnings:
             (nn.utils.spectral_norm(nn.Linear(3, 3)), "Linear"),
         ],
     )
+    @pytest.mark.filterwarnings("error")
     def test_once_in_training(self, layer, name):
         block, x = DEQBlock(self.Cell(nn.Sequential(nn.Linear(3, 3), layer))), torch.randn(4, 3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            block.eval()(x)
-            block.train()
+        block.eval()(x)
+        block.train()
         with pytest.warns(UserWarning, match=rf"deqfast: in training mode .*: it contains cell\.inner\.1 \({name}\);"):
             block(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            block(x)
+        block(x)
 
     @pytest.mark.parametrize(
         "change",
@@ -226,11 +222,11 @@ class TestWarnings:
     def test_by_two_evaluations(self, change):
         block, x = DEQBlock(lambda z, x: x + change(0.1 * z + x), "picard"), torch.randn(64, 3)
         text = r"changes between calls and lacks a fixed point: two .* differ by [\d.e-]*[1-9] of its length"
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with pytest.warns(UserWarning) as told:
             block.train()(x), block(x)
         assert sum(bool(re.search(text, str(one.message))) for one in told) == 1
 
+    @pytest.mark.filterwarnings("ignore")
     def test_the_look_leaves_no_trace(self):
         """Of random numbers, buffers, and what a cell keeps of its last evaluation."""
 
@@ -254,9 +250,7 @@ class TestWarnings:
         for warns in (True, False):
             block = DEQBlock(copy.deepcopy(cell), Picard(1e-3, 5), warn=warns)
             torch.manual_seed(1)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                value = block(x)
+            value = block(x)
             (value.sum() + block.cell.auxiliary).backward()
             gradients = [parameter.grad for parameter in block.parameters()]
             found.append([value.detach(), *gradients, *block.buffers(), torch.rand(3)])
@@ -281,14 +275,14 @@ class TestWarnings:
         each = DEQBlock(lambda z, x: 0.5 * z + x, Picard(1e-3, 30))(x, return_solution=True)[1].evaluations + 1
         assert len(calls) == 2 * each + (0 if solve else 3) and sum(calls) == 2
 
+    @pytest.mark.filterwarnings("error")
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_not_of_cells_that_stay_the_same(self, dtype):
         layers = nn.Dropout(0.0), nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.BatchNorm1d(3).eval(), nn.Dropout(0.5).eval()
         residual, x = ResidualCell(8), torch.randn(4, 3)
         for convolution in (residual.conv1, residual.conv2):  # as drawn they need not contract
             convolution.weight.data.mul_(0.3)
-        with warnings.catch_warnings(), torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            warnings.simplefilter("error")
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             for cell in (FCCell(3, 8), *map(self.Cell, layers)):
                 DEQBlock(cell)(x)
             DEQBlock(halve)(x[:0])

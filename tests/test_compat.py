@@ -7,7 +7,6 @@ import copy
 import doctest
 import pickle
 import sys
-import warnings
 from typing import NamedTuple
 
 import pytest
@@ -237,6 +236,7 @@ class TestTheSameAsTorchdeq:
         (value,), _ = get_deq(f_solver=solver, f_max_iter=0).eval()(torch.cos, z0)
         assert torch.equal(value, z0) and value.data_ptr() != z0.data_ptr()
 
+    @pytest.mark.filterwarnings("error")
     def test_what_a_parser_gives(self):
         from torchdeq.utils.arg_utils import add_deq_args
 
@@ -245,9 +245,7 @@ class TestTheSameAsTorchdeq:
         add_deq_args(parser)
         args = parser.parse_args(["--f_solver", "broyden", "--grad", "3", "--tau", "0.7"])
         before = copy.deepcopy(vars(args))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            layer = get_deq(args, f_tol=1e-4)
+        layer = get_deq(args, f_tol=1e-4)
         assert vars(args) == before
         assert layer.options["f_tol"] == 1e-4
         assert [gradient.adjoint for gradient in layer.gradients] == [deqfast.Phantom(3, 0.7)]
@@ -300,15 +298,14 @@ class TestForcesInALoss:
         torch.testing.assert_close(states[-1][0], 4 / 3 * x, rtol=0, atol=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{}, {"grad": 3}, {"ift": True}], ids=str)
 def test_a_row_of_x_that_is_nan(options):
     """Given in the call it stays out of the gradients of all else."""
     gradients = []
     for rows in (3, 2):
         w, x = weight(), torch.cat([injection(2).detach(), torch.full((1, WIDTH), torch.nan)])[:rows]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            states, _ = get_deq(**options)(lambda z, x, w=w: torch.tanh(z @ w.T + x), torch.zeros_like(x), x=x)
+        states, _ = get_deq(**options)(lambda z, x, w=w: torch.tanh(z @ w.T + x), torch.zeros_like(x), x=x)
         gradients.append(torch.autograd.grad(states[-1].square().sum(), w))
     assert_same(*gradients)
 
@@ -605,20 +602,16 @@ class TestWhatOnlyTorchdeqRuns:
         ]
         assert torch.equal(*values)
 
-    def test_a_layer_that_is_set_later(self):
-        layer, func, z0 = get_deq(), torch.cos, torch.zeros(2, 3)
+    def test_which_solver_runs(self):
+        """One that is set later, one of torchdeq's names that is given anew, and none that has nothing to do."""
+        layer, z0 = get_deq(), torch.zeros(2, 3)
         layer.f_solver = "halved"
-        assert isinstance(layer, compat.DEQSliced)
-        assert torch.equal(layer(func, z0)[0][0], get_deq(f_solver="halved")(func, z0)[0][0])
-
-    def test_torchdeqs_name_for_another_solver(self):
+        assert torch.equal(layer(torch.cos, z0)[0][0], get_deq(f_solver="halved")(torch.cos, z0)[0][0])
+        ours, unused = (get_deq(f_solver="anderson", b_solver=name) for name in ("anderson", "halved"))
+        assert torch.equal(*(each(torch.cos, z0)[0][0] for each in (ours, unused)))
         compat.register_solver("broyden", halved)
-        (value,), _ = get_deq(f_solver="broyden").eval()(torch.cos, torch.zeros(2, 3))
-        assert torch.equal(value, halved(torch.cos, torch.zeros(2, 3), 40)[0])
-
-    def test_a_backward_solver_that_is_not_used(self):
-        options = {"f_solver": "anderson", "b_solver": "halved"}
-        assert torch.equal(call(compat, **options).states[0], call(compat, f_solver="anderson").states[0])
+        (value,), _ = get_deq(f_solver="broyden").eval()(torch.cos, z0)
+        assert torch.equal(value, halved(torch.cos, z0, 40)[0])
 
     @pytest.mark.parametrize(
         ("options", "given", "message"),

@@ -109,15 +109,6 @@ class Tree(nn.Module):
         return {"image": torch.zeros_like(x), "sum": x.new_zeros(len(x), 1, dtype=torch.float64)}
 
 
-def test_trees_and_memory_orders():
-    ordinary, compiled = both(Tree(), Anderson(1e-8, 60))
-    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    found, expected = compiled(x), ordinary(x)
-    for name in ("image", "sum"):
-        assert_close(found[name].double(), expected[name].double(), allowed(Tree(), x, 1e-8, 0))
-        assert (found[name].dtype, found[name].stride()) == (expected[name].dtype, expected[name].stride())
-
-
 def gradients(block, x):
     """Gradients of the sum of sines of z* in x and in the parameters."""
     given = x.clone().requires_grad_()
@@ -199,8 +190,14 @@ class TestGradients:
         ],
     )
     def test_cells(self, cell, shape):
+        """And their values, with their dtypes and memory orders."""
         x = torch.randn(shape)
-        assert_same_gradients(cell(), x.to(memory_format=torch.channels_last) if x.dim() == 4 else x)
+        x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+        block = assert_same_gradients(cell(), x)
+        found, expected = (torch.utils._pytree.tree_leaves(each(x)) for each in (block, DEQBlock(block.cell, SOLVER)))
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a.double(), b.double(), allowed(block.cell, x, derivatives=0))
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
 
     def test_the_inverse_of_the_history(self):
         """In float64: its pairs are differences of iterates, which lose the digits of the tolerance."""

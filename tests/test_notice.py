@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-import warnings
 
 import pytest
 import torch
@@ -20,14 +19,13 @@ def block(**options):
 
 
 class TestAtOnce:
+    @pytest.mark.filterwarnings("error")
     def test_each_status_once_for_a_block_and_its_copies(self):
         layer, x = block(solver=Picard(rtol=1e-6, max_iter=2)), torch.randn(5, 6)
         with pytest.warns(UserWarning, match="in a forward solve, 5 of 5 samples MAX_ITER: .*warn=False silences"):
             layer(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-                each(x)
+        for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            each(x)
         x[1] = torch.nan
         with pytest.warns(UserWarning, match="in a forward solve, 1 of 5 samples NONFINITE: look for NaN") as told:
             layer(x, z0=torch.zeros(5, 6))
@@ -41,13 +39,12 @@ class TestAtOnce:
         assert [one.filename for one in told] == [__file__, __file__]
         assert "in a backward solve, 5 of 5 samples MAX_ITER" in str(told[1].message)
 
+    @pytest.mark.filterwarnings("error")
     def test_not_where_all_is_well_or_silence_is_wanted(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            block()(torch.randn(5, 6))
-            block()(torch.zeros(0, 6))
-            short = Picard(rtol=1e-6, max_iter=2)
-            block(solver=short, adjoint=Implicit(short), warn=False)(torch.randn(5, 6)).sum().backward()
+        block()(torch.randn(5, 6))
+        block()(torch.zeros(0, 6))
+        short = Picard(rtol=1e-6, max_iter=2)
+        block(solver=short, adjoint=Implicit(short), warn=False)(torch.randn(5, 6)).sum().backward()
 
 
 class Device:

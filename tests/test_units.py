@@ -61,6 +61,12 @@ def test_scaled_solves_are_those_of_a_state_of_one_size(solver, options):
     assert torch.equal(found.residual, expected.residual) and found.evaluations == expected.evaluations
 
 
+def blocks(adjoint):
+    """The plain map as a block, and the scaled one."""
+    plain_block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
+    return plain_block, DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
+
+
 ADJOINTS = [JFB(), Implicit(), Neumann(5), Phantom(4, 0.5), SHINE(), Unrolled(9), Reversible(9)]
 
 
@@ -70,9 +76,7 @@ def test_scaled_gradients_are_those_of_a_state_of_one_size(adjoint, func):
     if func and isinstance(adjoint, (SHINE, Neumann, Reversible)):
         return  # which have no derivative there
     x = torch.randn(4, 8, requires_grad=True)
-    block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
-    scaled = DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
-    weights = torch.randn(4, 8)
+    (block, scaled), weights = blocks(adjoint), torch.randn(4, 8)
 
     def gradient(f):
         if func:
@@ -103,9 +107,7 @@ def test_the_inverse_of_shine_is_trusted_alike(fallback):
 
 def test_scaled_second_derivatives_are_those_of_a_state_of_one_size():
     """To a coarse tolerance, so that the solves of the derivatives must be judged by the same sizes."""
-    adjoint, x, direction = Implicit(Anderson(1e-2, 40)), torch.randn(2, 8), torch.randn(2, 8)
-    block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
-    scaled = DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
+    (block, scaled), x, direction = blocks(Implicit(Anderson(1e-2, 40))), torch.randn(2, 8), torch.randn(2, 8)
     found = []
     for solve in (block, lambda x: joined(scaled(x))):
 
@@ -121,13 +123,12 @@ def test_scaled_second_derivatives_are_those_of_a_state_of_one_size():
 @pytest.mark.parametrize("keys", [("large", "small"), ("small", "large")])
 def test_the_order_of_keys_does_not_count(keys):
     """The gradient's evaluation moves the small tensor by half of its size: that is no longer the same map."""
-    sizes = {"large": 1e4, "small": 1.0}
 
     def cell(z, x):
         moved = 0.5 if torch.is_grad_enabled() else 0.0
         return {"large": 0.5 * z["large"] + 5e3, "small": 0.5 * z["small"] + 0.5 + moved + 0 * x}
 
-    block = DEQBlock(cell, init=start, scale={key: sizes[key] for key in keys}, warn=False)
+    block = DEQBlock(cell, scale={key: SCALE[key] for key in keys}, warn=False)
     x = torch.ones(2, 8, requires_grad=True)
     block.init = lambda x: {"large": torch.zeros(2, 8), "small": torch.zeros(2, 8)}
     assert (block(x, return_solution=True)[1].status == Status.INCONSISTENT).all()
