@@ -75,17 +75,6 @@ class TestStart:
         z = self.block(halve)(x)
         assert z.dtype == torch.float64 and z.is_contiguous(memory_format=torch.channels_last)
 
-    @pytest.mark.parametrize("x", [torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0])
-    def test_an_x_that_says_nothing_is_an_error_with_advice(self, x):
-        with pytest.raises(ValueError, match=r"no initial state: x is not .* Pass z0 .*init=.*initial_state\(x\)"):
-            DEQBlock(halve)(x)
-
-    def test_a_learned_start_is_no_method(self):
-        cell = torch.nn.Bilinear(4, 3, 4)
-        cell.initial_state = torch.nn.Parameter(torch.zeros(4))
-        with pytest.raises(TypeError, match="initial_state of the cell must be a method of x, got Parameter"):
-            DEQBlock(cell)(torch.ones(2, 3))
-
 
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "shine"])
 def test_the_value_is_that_of_solve_in_every_mode(adjoint):
@@ -370,6 +359,11 @@ def test_two_processes_train_as_one(tmp_path):
             assert_close(torch.load(tmp_path / f"{adjoint}-{kind}-{rank}.pt"), expected, rounding(torch.float64))
 
 
+learned = nn.Bilinear(4, 3, 4)
+learned.initial_state = nn.Parameter(torch.zeros(4))
+WITHOUT_START = torch.zeros(2, dtype=torch.int64), (torch.ones(2), torch.ones(2)), None, 3.0
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
@@ -377,11 +371,14 @@ class TestErrors:
             ({"cell": None}, TypeError, "cell must be a module or another function .* got None"),
             ({"cell": FCCell}, TypeError, "cell must be .* got <class .*FCCell"),
             ({"init": 0.0}, TypeError, "init must be callable, got 0.0"),
+            ({"cell": learned}, TypeError, "initial_state of the cell must be a method of x, got Parameter"),
+            *[({"x": x}, ValueError, r"x is not .* Pass z0 .*init=.*initial_state\(x\)") for x in WITHOUT_START],
         ],
     )
     def test_arguments(self, arguments, error, message):
+        x = arguments.pop("x", torch.ones(2, 3))
         with pytest.raises(error, match=message):
-            DEQBlock(**{"cell": halve, **arguments})
+            DEQBlock(**{"cell": halve, **arguments})(x)
 
     @every_adjoint
     def test_those_of_a_solve(self, adjoint):

@@ -513,7 +513,6 @@ class TestWhereTorchdeqIsWrong:
         ({"sup_loc": 3}, "sup_loc must be a list .*, got 3"),
         ({"indexing": 3}, "indexing must be a list .*, got 3"),
         ({"grad": 2.0}, "grad must be a list"),
-        ({"fsolver": "broyden"}, "no 'fsolver'; did you mean 'f_solver'"),
         ({"anderson_m": 4}, "no 'anderson_m'$"),
         ({"solver_kwargs": {"tau": 3.0}}, "tau must be"),
         ({"f_solver": "anderson", "solver_kwargs": {"tau": 3.0}}, "tau must be"),
