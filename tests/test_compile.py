@@ -384,6 +384,9 @@ class TestOfABlock:
 
     def test_what_is_not_served_is_an_error(self, compiled):
         x, hidden = torch.randn(2, 4), torch.ones(4, requires_grad=True)
+        for f in (DEQBlock(Cell()), lambda x, z0: fc_fixed_point(0.1 * torch.eye(4), x, z0)[0]):
+            with pytest.raises(ValueError, match="z0 must be finite"):
+                compiled(f)(x, torch.full((2, 4), torch.nan))
         for given in (x, x.clone().requires_grad_()):
             with pytest.raises(RuntimeError, match="neither in x nor a parameter of the cell"):
                 compiled(DEQBlock(lambda z, x: 0.5 * z.tanh() + hidden.exp() * x))(given)
@@ -391,11 +394,6 @@ class TestOfABlock:
         with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
             (first,) = torch.autograd.grad(compiled(DEQBlock(Cell()))(x).square().sum(), x, create_graph=True)
             torch.autograd.grad(first.sum(), x)
-
-    def test_a_start_that_is_not_finite(self, compiled):
-        for f in (DEQBlock(Cell()), lambda x, z0: fc_fixed_point(0.1 * torch.eye(4), x, z0)[0]):
-            with pytest.raises(ValueError, match="z0 must be finite"):
-                compiled(f)(torch.ones(2, 4), torch.full((2, 4), torch.nan))
 
 
 BATCH = torch.export.Dim("batch")

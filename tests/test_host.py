@@ -17,7 +17,6 @@ from deqfast.ops import Kernel
 from deqfast.testing import SOLVERS
 
 solve_module = sys.modules["deqfast.solve"]  # the package has a function of that name
-STEPS = ("picard_step", "multisecant_step")
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 
 
@@ -145,7 +144,7 @@ def test_launches_of_the_triton_kernels(name, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_launches_of_the_emulated_cuda_kernels(name, batch, monkeypatch):
     """One, or two where several blocks share a sample."""
-    for op in STEPS:
+    for op in ("picard_step", "multisecant_step"):
         emulate.load(op)
     monkeypatch.setattr(Kernel, "op", lambda kernel, op: getattr(torch.ops.deqfast_emulated, op))
     monkeypatch.setattr("deqfast.execution.loop.choose_kernel", lambda kernel, device: Kernel("cuda"))

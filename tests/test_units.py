@@ -61,12 +61,6 @@ def test_scaled_solves_are_those_of_a_state_of_one_size(solver, options):
     assert torch.equal(found.residual, expected.residual) and found.evaluations == expected.evaluations
 
 
-def blocks(adjoint):
-    """The plain map as a block, and the scaled one."""
-    plain_block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
-    return plain_block, DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
-
-
 ADJOINTS = [JFB(), Implicit(), Neumann(5), Phantom(4, 0.5), SHINE(), Unrolled(9), Reversible(9)]
 
 
@@ -76,7 +70,9 @@ def test_scaled_gradients_are_those_of_a_state_of_one_size(adjoint, func):
     if func and isinstance(adjoint, (SHINE, Neumann, Reversible)):
         return  # which have no derivative there
     x = torch.randn(4, 8, requires_grad=True)
-    (block, scaled), weights = blocks(adjoint), torch.randn(4, 8)
+    block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
+    scaled = DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
+    weights = torch.randn(4, 8)
 
     def gradient(f):
         if func:
@@ -107,7 +103,9 @@ def test_the_inverse_of_shine_is_trusted_alike(fallback):
 
 def test_scaled_second_derivatives_are_those_of_a_state_of_one_size():
     """To a coarse tolerance, so that the solves of the derivatives must be judged by the same sizes."""
-    (block, scaled), x, direction = blocks(Implicit(Anderson(1e-2, 40))), torch.randn(2, 8), torch.randn(2, 8)
+    adjoint, x, direction = Implicit(Anderson(1e-2, 40)), torch.randn(2, 8), torch.randn(2, 8)
+    block = DEQBlock(plain, SOLVERS[1], adjoint, init=torch.zeros_like, warn=False)
+    scaled = DEQBlock(parted, SOLVERS[1], adjoint, init=start, scale=SCALE, warn=False)
     found = []
     for solve in (block, lambda x: joined(scaled(x))):
 
