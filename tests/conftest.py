@@ -107,7 +107,7 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """torch.set_num_threads for this test alone."""
+    """torch.set_num_threads for this test only."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -433,7 +433,7 @@ class TestStructures:
     @every_adjoint
     @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
     def test_a_low_precision_state(self, adjoint, low):
-        """Its gradient is that of the same numbers in float64, to rounding."""
+        """Its gradient equals the one of the same numbers in float64, to rounding."""
         toy, found = Toy(), []
         for dtype in (low, torch.float64):
             w = toy.w.detach().to(low).to(dtype).requires_grad_()

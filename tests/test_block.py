@@ -63,7 +63,7 @@ def test_the_start_is_given_else_init_else_the_cells_own_else_zeros_like_x():
 
 
 @pytest.mark.parametrize("adjoint", ["jfb", "implicit", "neumann", "phantom", "shine"])
-def test_the_value_is_that_of_solve_in_every_mode(adjoint):
+def test_the_value_is_what_solve_finds_in_every_mode(adjoint):
     cell, x = FCCell(3, 5), torch.randn(4, 3)
     block = DEQBlock(cell, Anderson(rtol=1e-3), adjoint, sync_every=4, kernel="torch")
     z, solution = block(x, return_solution=True)

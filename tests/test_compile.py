@@ -164,7 +164,7 @@ def test_second_derivatives_in_a_function_that_dynamo_compiles_in_parts(compiled
 
 
 def test_other_threads_may_compile_or_leave_compiled_code(compiled, monkeypatch):
-    """torch knows for all threads alone whether one of them compiles, and whether they run compiled code."""
+    """torch knows only for all threads together whether one compiles, and whether they run compiled code."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     x = torch.randn(2, 4)
     assert DEQBlock(Cell())(x).shape == x.shape

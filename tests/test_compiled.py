@@ -377,11 +377,6 @@ def test_an_error_on_the_way_is_none_of_compilation():
     assert "cannot be compiled" not in str(caught.value)
 
 
-def test_what_has_no_inverse_is_refused_before_anything_is_compiled():
-    with pytest.raises(ValueError, match="only Anderson and Broyden have an inverse to keep"):
-        DEQBlock(Linear(), "picard", "shine", compile=True)(torch.randn(2, 3, requires_grad=True))
-
-
 def test_a_cell_of_one_buffer_run_as_written():
     class Buffered(Halving):
         buffer = torch.empty(2, 3)
@@ -445,6 +440,8 @@ class TestErrors:
         block = DEQBlock(Linear(), compile=True)
         with pytest.raises(ValueError, match="z0 must be finite"):
             block(torch.randn(2, 3), torch.full((2, 3), float("inf")))
+        with pytest.raises(ValueError, match="only Anderson and Broyden have an inverse to keep"):
+            DEQBlock(Linear(), "picard", "shine", compile=True)(torch.randn(2, 3, requires_grad=True))
         block.solver = type("Mine", (Picard,), {})()
         with pytest.raises(ValueError, match=r"compile=True serves Picard, Anderson and Broyden, got Mine"):
             block(torch.randn(2, 3))

@@ -121,7 +121,7 @@ def test_third_derivatives_and_vmaps_of_vmaps():
 
 
 class TestMembers:
-    """Every sample of every member is solved as if alone."""
+    """Every sample of every member is solved as if by itself."""
 
     @pytest.mark.parametrize("adjoint", ["jfb", Implicit(TIGHT)], ids=str)
     def test_a_broken_sample_harms_no_other(self, adjoint):
@@ -239,10 +239,12 @@ def test_a_residual_cell():
 
 
 @pytest.mark.parametrize("adjoint", ["shine", Implicit(TIGHT)], ids=["shine", "implicit"])
-def test_batches_of_gradients_of_coupled_rows(adjoint):
-    """As is_grads_batched sends them through a backward pass of eager mode."""
+def test_batches_of_values_and_of_gradients_of_coupled_rows(adjoint):
+    """The gradients as is_grads_batched sends them through a backward pass of eager mode."""
     block, x = DEQBlock(lambda z, x: torch.tanh(0.4 * z.flip(0) + x), TIGHT, adjoint), data(4).requires_grad_()
-    z, cotangents = block(x, groups=torch.tensor([0, 1, 1, 0])), data(5, 4)
+    groups, cotangents = torch.tensor([0, 1, 1, 0]), data(5, 4)
+    z = block(x, groups=groups)
+    assert_close(vmap(lambda x: block(x, groups=groups))(x.detach()[None])[0], z, GRADIENT)
     found = torch.autograd.grad(z, x, cotangents, is_grads_batched=True, retain_graph=True)[0]
     for i in range(5):
         assert_close(found[i], torch.autograd.grad(z, x, cotangents[i], retain_graph=True)[0], GRADIENT)
@@ -317,13 +319,9 @@ class TestErrors:
         ("name", "call"),
         [("solve", lambda w, x: solve(torch.cos, x).value), ("fc_fixed_point", lambda w, x: fc_fixed_point(w, x)[0])],
     )
-    def test_what_is_no_block(self, name, call):
+    def test_solves_without_a_block_are_refused(self, name, call):
         with pytest.raises(RuntimeError, match=f"{name} does not run under torch.func.*use a DEQBlock"):
             vmap(call, (None, 0))(torch.eye(3), data(2, 2).float())
-
-    def test_shine_has_values_under_vmap(self):
-        block, x = block_of("shine"), data(2)
-        assert_close(vmap(block)(x[None])[0], block(x), GRADIENT)
 
     @every_adjoint
     def test_fake_tensors(self, adjoint):

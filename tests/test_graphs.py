@@ -133,7 +133,7 @@ def assert_same(actual, expected):
 
 @some_solvers
 @pytest.mark.parametrize("sync_every", [1, 3])
-def test_the_solution_is_that_of_the_loop(name, sync_every, mode):
+def test_the_solution_equals_the_loops(name, sync_every, mode):
     graphed, plain = blocks(SOLVERS[name](rtol=1e-4), mode, sync_every=sync_every)
     for seed, z0 in enumerate((None, None, torch.randn(4, 12, device=DEVICE))):
         x = inputs(seed=seed)
@@ -168,7 +168,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "captured"), CHANGES.values(), ids=CHANGES)
-def test_a_change_is_seen_and_what_a_graph_cannot_know_is_captured_anew(change, captured, mode):
+def test_a_change_is_seen_and_what_a_graph_cannot_know_is_captured_again(change, captured, mode):
     graphed, plain = blocks("anderson", mode)
     before = [block(inputs(), return_solution=True) for block in (graphed, plain)]
     change(graphed)

@@ -25,7 +25,7 @@ def graph(groups: torch.Tensor, dtype: torch.dtype = torch.float64):
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("name", SOLVERS)
-def test_a_sample_of_several_rows_is_solved_as_alone(name, kernel, device):
+def test_a_sample_of_several_rows_is_solved_as_by_itself(name, kernel, device):
     mixing, x = (t.to(device) for t in graph(GROUPS))
     solver = SOLVERS[name](rtol=1e-4, max_iter=30)
     groups = GROUPS.to(device)
@@ -48,7 +48,7 @@ def test_a_sample_of_several_rows_is_solved_as_alone(name, kernel, device):
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_what_is_converged_is_so_in_truth(name):
-    """Without groups rows freeze while their neighbours move, and the answer is none."""
+    """Without groups rows freeze while their neighbours move, and the answer is wrong."""
     groups = torch.zeros(300, dtype=torch.int64)
     mixing, x = graph(groups, torch.float32)
 
@@ -135,7 +135,7 @@ def test_bad_groups(groups, error, message):
 
 @pytest.mark.parametrize("adjoint", [JFB(), Implicit(Broyden(rtol=1e-30, max_iter=5)), SHINE(), Unrolled()])
 def test_groups_made_once_wait_for_nothing(adjoint):
-    """A call with them waits no more often than one without; ragged ones that are made anew wait three times."""
+    """A call with them waits no more often than one without; ragged ones that are made again wait three times."""
     mixing, x = graph(GROUPS)
     block = DEQBlock(lambda z, x: torch.tanh(mixing @ z + x), Broyden(rtol=1e-30, max_iter=5), adjoint, warn=False)
     x.requires_grad_()
@@ -147,8 +147,8 @@ def test_groups_made_once_wait_for_nothing(adjoint):
 
         return count(step, lambda: None, "cpu").host_waits
 
-    none, once, anew = (waits(groups) for groups in (None, made, GROUPS))
-    assert none == once < anew
+    none, once, again = (waits(groups) for groups in (None, made, GROUPS))
+    assert none == once < again
 
 
 def test_what_groups_need_and_refuse():

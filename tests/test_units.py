@@ -154,7 +154,7 @@ def test_exports_keep_the_scale():
         ({"large": 1.0, "small": torch.ones(())}, TypeError, "scale must be a number, got tensor"),
     ],
 )
-def test_what_is_no_scale(scale, error, text):
+def test_a_wrong_scale_is_refused(scale, error, text):
     with pytest.raises(error, match=text):
         deqfast.solve(lambda z: z, start(torch.ones(2, 8)), scale=scale)
 
@@ -224,7 +224,7 @@ def test_a_complex_tensor_behind_a_real_one(batch):
     assert (solution.value["complex"] - 1 / (1 - 0.5j)).abs().max() <= 1e-5 * 3 / (1 - 0.5)
 
 
-def test_the_penalty_of_a_complex_cell_is_that_of_its_parts():
+def test_the_penalty_of_a_complex_cell_is_the_one_of_its_parts():
     z = torch.randn(500, 4, dtype=torch.complex128)
     found = regularize.jacobian_penalty(lambda z, x: (0.3 + 0.4j) * z, z, None, probes=4)
     # |J|_F^2 / D is 0.25; the estimate is a mean of as many squares as there are numbers and probes.
