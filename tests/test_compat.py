@@ -285,12 +285,8 @@ class TestForcesInALoss:
         wrong = self.loss(self.closed(torchdeq, ift=True, b_tol=1e-12))
         exact = self.exact()
         assert (wrong[0] - exact[0]).norm() > 0.1 * exact[0].norm()
-
-        def computed(f, x):
-            return self.closed(compat, ift=True)(f, 1.0 * x)
-
         with pytest.raises(RuntimeError, match="in x"):
-            self.loss(computed)
+            self.loss(lambda f, x: self.closed(compat, ift=True)(f, 1.0 * x))
 
     def test_x_of_a_list_state(self):
         x = injection(3)
@@ -311,11 +307,9 @@ def test_a_row_of_x_that_is_nan(options):
 
 
 class TestNames:
-    MODULES = torchdeq, torchdeq.core, torchdeq.norm, torchdeq.loss, torchdeq.utils, torchdeq.dropout
-
     def test_every_public_name_of_torchdeq_is_there(self):
         """But for what its modules import for themselves."""
-        for module in self.MODULES:
+        for module in (torchdeq, torchdeq.core, torchdeq.norm, torchdeq.loss, torchdeq.utils, torchdeq.dropout):
             named = getattr(module, "__all__", vars(module))
             public = [
                 name

@@ -175,10 +175,9 @@ class TestRelease:
                 super().forward(z, x)
                 return block(z) * 0.3 + 0.1 * self.linear(z) + x
 
-        cell = Outer(Counted())
-        block = DEQBlock(lambda z, x: torch.tanh(0.4 * cell.linear(z) + x), TIGHT)
-        block.cell = Cell()
-        block.cell.linear = cell.linear
+        cell, inner = Outer(Counted()), Cell()
+        inner.linear = cell.linear
+        block = DEQBlock(inner, TIGHT)
         counted = cell.linear.parametrizations.weight[0]
         counted.calls = 0
         DEQBlock(cell, TIGHT, warn=False)(inputs()).sum().backward()
