@@ -518,6 +518,26 @@ class TestExport:
             assert torch.equal(status, expected[1]) and (status == Status.CONVERGED).all()
             assert_close(found, expected[0], after_solve(tol + rounding(torch.float32), model.condition(x)))
 
+    def test_two_solves_from_one_start_stay_two(self):
+        """Torch takes equal calls for one, if it differentiates the exported program."""
+
+        class Two(nn.Module):
+            def __init__(self):
+                super().__init__()
+                cells = [Cell() for _ in range(2)]
+                self.blocks = nn.ModuleList(DEQBlock(cell, Anderson(1e-4, 12), kernel="cpp") for cell in cells)
+                self.decoder = nn.Linear(4, 1)
+
+            def forward(self, x):
+                x = torch.cat([x, x[:, :1]], dim=1)
+                return self.decoder(self.blocks[0](x)), self.decoder(self.blocks[1](2 * x))
+
+        model, x = Two().eval(), torch.randn(5, 3)
+        program = torch.export.export(model, (x,)).module()
+        program = torch.compile(program, backend="aot_eager_decomp_partition")
+        for found, expected in zip(program(x), model(x), strict=True):
+            assert_close(found, expected, rounding(torch.float32))
+
     def test_a_saved_model_runs_where_deqfast_is_not(self, tmp_path):
         model, x = Model(Picard(max_iter=3), warn=False).eval(), torch.randn(4, 3)
         program = exported(model)

@@ -122,11 +122,11 @@ class TestLoops:
     @pytest.mark.parametrize(
         ("op", "arguments", "message"),
         [
-            ("loop_begin", (torch.zeros(2, 3).T, 40, 9), "`z0` must be contiguous"),
-            ("loop_begin", (torch.zeros(2, 3).half(), 40, 9), "`z0` must be float32 or float64, got Half"),
-            ("loop_begin", (torch.zeros(6), 40, 9), r"`z0` must have shape \(B, D\), got \(6"),
-            ("loop_begin", (torch.zeros(2, 3), 27, 9), "`elements` must be at least 28, got 27"),
-            ("loop_begin", (torch.zeros(2, 3), 28, 3), "`integers` must be at least 4, got 3"),
+            ("loop_begin", (torch.zeros(2, 3).T, 40, 9, 0), "`z0` must be contiguous"),
+            ("loop_begin", (torch.zeros(2, 3).half(), 40, 9, 0), "`z0` must be float32 or float64, got Half"),
+            ("loop_begin", (torch.zeros(6), 40, 9, 0), r"`z0` must have shape \(B, D\), got \(6"),
+            ("loop_begin", (torch.zeros(2, 3), 27, 9, 0), "`elements` must be at least 28, got 27"),
+            ("loop_begin", (torch.zeros(2, 3), 28, 3, 0), "`integers` must be at least 4, got 3"),
             ("loop_end", (3, 3), r"`values` must have shape \(42"),
             ("loop_end", (2, 4), r"`values` must have shape \(32"),
             ("loop_end", (-1, 3), "must be at least 0, got -1 and 3"),
@@ -134,19 +134,19 @@ class TestLoops:
         ],
     )
     def test_a_beginning_or_an_end_that_does_not_fit(self, op, arguments, message):
-        begun = torch.ops.deqfast.loop_begin(torch.zeros(2, 3), 28, 4) if op == "loop_end" else ()
+        begun = torch.ops.deqfast.loop_begin(torch.zeros(2, 3), 28, 4, 0) if op == "loop_end" else ()
         with pytest.raises(RuntimeError, match=f"{op}: .*{message}"):
             getattr(torch.ops.deqfast, op)(*begun, *arguments)
 
     def test_begin_and_end(self):
         z0 = torch.randn(3, 5)
-        values, counts, status, running = torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3)
+        values, counts, status, running = torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3, 0)
         assert same_bits(values[:30].view(2, 3, 5), torch.stack([z0, z0])) and torch.isinf(values[30:]).all()
         assert counts.tolist() == [0, 3, 0, 0, 0] and not status.any() and bool(running)
         value, *_, relative, absolute, evaluations = torch.ops.deqfast.loop_end(values, counts, status, running, 3, 5)
         assert same_bits(value, z0) and torch.isinf(relative).all() and torch.isinf(absolute).all() and not evaluations
         z0[1, 2] = float("nan")
-        assert not torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3)[-1]
+        assert not torch.ops.deqfast.loop_begin(z0, 2 * 15 + 8 * 3, 2 + 3, 0)[-1]
 
 
 def of_history(length, *names):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -89,9 +91,11 @@ class TestGraphs:
         dicts = [layer.weight._backward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
         with autograd.for_products(layer), autograd.for_products(layer):
             y = layer(torch.ones(1, 2))
+            copied = copy.deepcopy(layer)
             removed.remove()
         autograd.vjp([y], [layer.weight], [torch.ones(1, 2)])
         assert [list(hooks.values()) for hooks in dicts] == [[hook], [], [hook]]
+        assert [*copied._backward_pre_hooks.values()] == [hook]
 
 
 class TestTransforms:

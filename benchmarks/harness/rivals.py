@@ -1,4 +1,4 @@
-"""Cases with other libraries: whole solves, f included, in the same number of iterations; JAX and ours compile it."""
+"""Cases with other libraries: whole solves, f included, in the same number of iterations. JAX's and ours compile f."""
 
 from __future__ import annotations
 

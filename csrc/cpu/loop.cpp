@@ -21,7 +21,8 @@ void write_start(const View& z0, const View& values, int64_t rows, int64_t batch
   std::fill_n(z + 2 * rows, (2 + kProgress) * batch, Limits<T>::infinity);
 }
 
-Begun loop_begin(View z0, int64_t elements, int64_t integers) {
+// `solve`: 0, to begin only if z0 is finite; else the number of a solve that begins always.
+Begun loop_begin(View z0, int64_t elements, int64_t integers, int64_t solve) {
   const int64_t batch = z0.size(0), dim = z0.size(1);
   const View values{new_tensor<1>({elements}, z0.dtype())}, counts{new_tensor<1>({integers}, ScalarType::Int)},
       status{new_tensor<1>({batch}, ScalarType::Char)}, running{new_tensor<0>({}, ScalarType::Bool)};
@@ -35,7 +36,7 @@ Begun loop_begin(View z0, int64_t elements, int64_t integers) {
     const T* z = z0.data<T>();
     for (int64_t i = 0; i < batch * dim; ++i) finite &= std::abs(z[i]) <= Limits<T>::max;
   });
-  *running.data<bool>() = finite && batch > 0;
+  *running.data<bool>() = (finite || solve) && batch > 0;
   return {values.tensor, counts.tensor, status.tensor, running.tensor};
 }
 
@@ -62,13 +63,14 @@ auto owned(const std::tuple<H...>& handles) {
   return std::apply([](auto... handle) { return std::tuple{Tensor(handle)...}; }, handles);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> loop_begin_op(Tensor z0, int64_t elements, int64_t integers) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> loop_begin_op(Tensor z0, int64_t elements, int64_t integers,
+                                                                 int64_t solve) {
   Checker{"loop_begin", z0, "z0"}.check_rows();
   const int64_t batch = z0.size(0), least = values_of_all(batch, z0.size(1));
   STD_TORCH_CHECK(elements >= least, "loop_begin: `elements` must be at least ", least, ", got ", elements);
   STD_TORCH_CHECK(integers >= kPerSample + batch, "loop_begin: `integers` must be at least ", kPerSample + batch,
                   ", got ", integers);
-  return owned(loop_begin({z0.get()}, elements, integers));
+  return owned(loop_begin({z0.get()}, elements, integers, solve));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loop_end_op(Tensor values, Tensor counts, Tensor status,
@@ -87,11 +89,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> loop_end_op(Tensor va
 
 }  // namespace
 
-DEQFAST_C_FUNCTION aoti_torch_cpu_loop_begin(AtenTensorHandle z0, int64_t elements, int64_t integers,
+DEQFAST_C_FUNCTION aoti_torch_cpu_loop_begin(AtenTensorHandle z0, int64_t elements, int64_t integers, int64_t solve,
                                              AtenTensorHandle* values, AtenTensorHandle* counts,
                                              AtenTensorHandle* status, AtenTensorHandle* running) {
   return without_exceptions(
-      [&] { std::tie(*values, *counts, *status, *running) = loop_begin({z0}, elements, integers); });
+      [&] { std::tie(*values, *counts, *status, *running) = loop_begin({z0}, elements, integers, solve); });
 }
 
 DEQFAST_C_FUNCTION aoti_torch_cpu_loop_end(AtenTensorHandle values, AtenTensorHandle counts, AtenTensorHandle status,

@@ -1,4 +1,4 @@
-"""Whole solves as one torch ``while_loop`` over the C++ steps, which compiled code and exports hold.
+"""Whole solves as one torch ``while_loop`` over the C++ steps, for compiled code and exports.
 
 The steps are called as C functions, see ``ops.steps.loops``. The loop ends when no sample is running any more.
 """
@@ -37,7 +37,7 @@ def code_options() -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """What a loop is made for: its step, and what it asks of the tensors of ``ops.steps.loops``.
+    """The step of a loop, and the sizes of its tensors, see ``ops.steps.loops``.
 
     Attributes:
         start: the state of a solve of no sample, which has the shapes of one.
@@ -96,13 +96,12 @@ def loop_of(packing: Packing, solver: Solver, z: Tensor, keep_inverse: bool = Fa
 
 
 def solve_in_code(
-    cell: Callable[[Any, Any], Any], x: Any, loop: Loop, z0: Tensor, history: Tensor, begins: bool = False
+    cell: Callable[[Any, Any], Any], x: Any, loop: Loop, z0: Tensor, history: Tensor, solve: int = 0
 ) -> tuple[Tensor, ...]:
-    """All iterations from the rows z0; none if z0 is not finite, unless it `begins`. See ``ops.steps.loops``."""
+    """All iterations from the rows z0; for `solve` and the order of the steps see ``ops.steps.loops``."""
     batch = z0.shape[0]
-    values, counts, status, running = torch.ops.deqfast.loop_begin(z0, loop.values * batch, 2 + loop.integers * batch)
-    if begins:
-        running = torch.ones_like(running)
+    elements, integers = loop.values * batch, 2 + loop.integers * batch
+    values, counts, status, running = torch.ops.deqfast.loop_begin(z0, elements, integers, solve)
 
     def body(running: Tensor) -> tuple[Tensor]:
         batch = status.shape[0]  # a loop takes no size from outside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -18,11 +19,14 @@ from ..state.packing import Packing
 from ..torch_internals.dynamo import reason
 from .code_loop import IS_NEW, KERNEL, code_options, loop_of, serves, solve_in_code
 
+_solves = itertools.count(1)
+
 
 def iterate_in_code(f: Callable[[Any], Any], packing: Packing, solver: Solver, state: State) -> Tensor | None:
-    """Run a solve that has not begun from its first evaluation to its end, by C++ steps; the evaluations, () int64.
+    """Run a solve from its first evaluation to its end by C++ steps, and return the evaluations, () int64.
 
-    None, and nothing done: the steps are others, the samples are groups or, with a warning, the loop cannot hold f.
+    Returns None, having done nothing, if the kernel is another one, the samples are groups or, with a warning, the loop
+    cannot hold f.
     """
     if not serves(solver) or state.kernel.name != KERNEL or packing.groups is not None:
         return None
@@ -30,7 +34,7 @@ def iterate_in_code(f: Callable[[Any], Any], packing: Packing, solver: Solver, s
     history = loop.new_history(packing.batch)
     try:
         # No error tells of a z0 that is not finite: its samples end as NONFINITE.
-        results = solve_in_code(lambda z, _: f(z), None, loop, state.z, history, begins=True)
+        results = solve_in_code(lambda z, _: f(z), None, loop, state.z, history, next(_solves))
     except Exception as error:
         _warn(error)
         return None
@@ -80,11 +84,12 @@ def iterate_in_graph(f: Callable[[Any], Any], packing: Packing, solver: Solver, 
 
 
 def package_options() -> dict[str, Any]:
-    """Options with which AOTInductor makes a right and fast package of an exported model.
+    """Options with which AOTInductor compiles an exported model correctly, and a solve by C++ steps without overhead.
 
     Pass them as ``torch._inductor.aoti_compile_and_package(program, inductor_configs=deqfast.package_options())``. A
     solve with ``kernel="cpp"`` then calls deqfast's steps as C functions, without torch's dispatcher. A process that
-    loads such a package imports deqfast before. For torch before 2.14 the options avoid wrong code of inductor's.
+    loads such a package must import deqfast first. Other packages need them before torch 2.14, whose inductor makes
+    wrong code for loops.
     """
     fails = not IS_NEW and torch.backends.cpu.get_cpu_capability() == "AVX2"  # where its vectors read out of bounds
     return {**code_options(), **({"cpp.simdlen": 0} if fails else {})}

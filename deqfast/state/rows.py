@@ -36,7 +36,7 @@ def mark_samples(x: Any, rows: int, declared: Any = None) -> list[bool | None]:
     """Whether each leaf of x has one row per row of z; None: it may have.
 
     As `declared`, a tree like x of truth values; else every dense tensor of `rows` rows that is no parameter. A
-    (rows, rows) matrix next to other leaves may have one: it may as well be a weight or an adjacency.
+    (rows, rows) matrix in an x of several leaves may have them: it may as well be a weight or an adjacency.
 
     Raises:
         ValueError: `declared` has not the structure of x, or declares a tensor of another number of rows.

@@ -132,7 +132,7 @@ _thread, _hooks_lock = _OfThread(), threading.Lock()
 
 @contextmanager
 def _finds(what: str) -> Iterator[None]:
-    """Context in which this thread finds something that hooks which wait for it are not to see."""
+    """Context in which this thread computes `what`, so that hooks which wait for it are not called."""
     before = getattr(_thread, what)
     setattr(_thread, what, True)
     try:
@@ -142,14 +142,21 @@ def _finds(what: str) -> Iterator[None]:
 
 
 class _Hook:
-    """A user's hook, which is not called by a thread that finds what it waits for."""
+    """A user's hook, which is not called by a thread that computes `what`. Copies of it are the user's hook."""
 
     def __init__(self, hook: Callable[..., Any], what: str) -> None:
         self.hook, self.what = hook, what
-        self.contexts = 0  # that need it
+        self.contexts = 0  # how many contexts need it
 
     def __call__(self, *arguments: Any) -> Any:
         return None if getattr(_thread, self.what) else self.hook(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.hook,)
+
+
+def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
 
 
 @contextmanager

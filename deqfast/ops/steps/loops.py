@@ -11,6 +11,10 @@ nothing else reads or writes them, but for the iterate, which is the first B D e
 A step takes f(z), `max_iter` and the numbers of the stop rule and of the solver. It returns whether another evaluation
 follows, () bool. Compiled code calls each op by its C function, at a fraction of the dispatcher's cost.
 
+``loop_begin`` takes `solve`: 0, to begin only if z0 is finite, else the number of a solve that begins always. By this
+number torch does not take the loops of two solves from the same z0 for one. By its tag torch does not compute its
+tensors once for all calls.
+
 The schemas do not say what the ops write to. torch before 2.14 puts no op that says so into a loop, and 2.14.1 fails on
 such a loop if the state is complex. The order needs no more: a step takes f of the iterate that the step before left,
 and ``loop_end`` takes the truth value that the last step returned.
@@ -45,8 +49,9 @@ PARTS = {
 STEPS = [name.replace("step", "loop") for name in PARTS]
 
 library.define(
-    "loop_begin(Tensor z0, SymInt elements, SymInt integers) "
-    "-> (Tensor values, Tensor counts, Tensor status, Tensor running)"
+    "loop_begin(Tensor z0, SymInt elements, SymInt integers, int solve) "
+    "-> (Tensor values, Tensor counts, Tensor status, Tensor running)",
+    tags=torch.Tag.nondeterministic_seeded,
 )
 library.define(
     "loop_end(Tensor values, Tensor counts, Tensor status, Tensor running, SymInt batch, SymInt dim) "
@@ -55,7 +60,7 @@ library.define(
 
 
 @functools.partial(torch.library.register_fake, "deqfast::loop_begin", lib=library)
-def _begun(z0: Tensor, elements: int, integers: int) -> tuple[Tensor, ...]:
+def _begun(z0: Tensor, elements: int, integers: int, solve: int) -> tuple[Tensor, ...]:
     status, running = z0.new_empty(z0.shape[0], dtype=torch.int8), z0.new_empty((), dtype=torch.bool)
     return z0.new_empty(elements), z0.new_empty(integers, dtype=torch.int32), status, running
 
