@@ -1,5 +1,5 @@
-"""The steps of Picard and of the multisecant methods, every implementation against the reference in float64: at most
-twice the error of plain torch in the same dtype, see deqfast/testing/states.py."""
+"""The steps of all methods, every implementation against the reference in float64: at most twice the error of plain
+torch in the same dtype, see deqfast/testing/states.py."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ from itertools import product
 import emulate
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED
-from op_calls import check_bits
+from op_calls import OPTIONS, SHORT_HISTORY, check_bits
 
 from deqfast import Status
-from deqfast.testing.states import METHODS, RULES, Case, State, check_run, check_step, make_state
+from deqfast.testing.states import (
+    METHODS,
+    RULES,
+    Case,
+    State,
+    StepsCase,
+    check_run,
+    check_step,
+    compare_step,
+    make_state,
+    value_of_f,
+)
 
-DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
+DTYPES = OPTIONS | {"bf16 history": SHORT_HISTORY}
 EVENTS = (
     "run",
     "done",
@@ -33,17 +44,34 @@ EVENTS = (
     "fallen",
     "degenerate",
 )
-every_method = pytest.mark.parametrize("method", METHODS)
-every_step = pytest.mark.parametrize("method", [None, *METHODS], ids=str)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 STATUS = {"nan": 2, "inf": 2, "converged": 1, "zero": 1, "fallen": 1, "stalled": 3}  # 0 of the others that ran
-every_step_and_dtype = pytest.mark.parametrize(
-    ("method", "dtype"), [pair for pair in product([None, *METHODS], DTYPES) if pair != (None, "bf16 history")]
-)
+STEPS = "steps"  # Broyden's good method from its steps only, by a kernel of the CPU
+MADE = [*product(["cpp", "triton", "cuda", "emulated"], [None, *METHODS]), ("cpp", STEPS)]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_method = pytest.mark.parametrize("method", METHODS)
 
 
-def step_of(method: str | None, implementation) -> Callable[..., None]:
-    return implementation.op("picard_step" if method is None else "multisecant_step")
+def made_by(names: str, values: list[tuple]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(names, values, indirect=["implementation"], ids=lambda value: str(value))
+
+
+every_step = made_by("implementation, method", MADE)
+WITH_DTYPES = [(*made, dtype) for made, dtype in product(MADE, DTYPES) if made[1] in METHODS or "bf16" not in dtype]
+every_step_and_dtype = made_by("implementation, method, dtype", WITH_DTYPES)
+every_history_and_dtype = made_by("implementation, method, dtype", [made for made in WITH_DTYPES if made[1]])
+
+
+def case_of(method: str | None, **options) -> Case:
+    """A case; where steps are kept, with just the room for them."""
+    if method != STEPS:
+        return Case(method, **options)
+    return StepsCase(**options | {"history": options["k"] + (not options.get("last"))})
+
+
+def step_of(case: Case, implementation) -> Callable[..., None]:
+    if isinstance(case, StepsCase):
+        return implementation.op("broyden_step")
+    return implementation.op("picard_step" if case.method is None else "multisecant_step")
 
 
 def compare(check: Callable[..., State], case: Case, implementation) -> State:
@@ -51,12 +79,13 @@ def compare(check: Callable[..., State], case: Case, implementation) -> State:
     if case.history_dtype is not None and implementation.name == "triton" and INTERPRETED:
         # The interpreter truncates where a GPU rounds to nearest: each of two conversions may be an ulp off.
         case = replace(case, history_slack=2**-6)
-    return check(step_of(case.method, implementation), case, implementation.device)
+    return check(step_of(case, implementation), case, implementation.device)
 
 
 def befallen(method: str | None, **options) -> Case:
-    rows = EVENTS if method else (*EVENTS[:-1], "run")  # nine samples run: an odd number is shared by threads
-    return Case(method, **{"batch": len(rows), "size": 70, "history": 3, "k": 6, "rows": rows, **options})
+    # Of Picard nine samples run: an odd number is shared by threads.
+    rows = {None: (*EVENTS[:-1], "run"), STEPS: (*EVENTS, "singular", "forgotten")}.get(method, EVENTS)
+    return case_of(method, **{"batch": len(rows), "size": 70, "history": 3, "k": 6, "rows": rows, **options})
 
 
 @pytest.fixture(params=["even", "odd"])
@@ -94,10 +123,9 @@ def test_a_run_of_picard(size, dtype, damping, implementation):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 7, 16, 63, 776, 777])
-@every_dtype
-@every_method
+@every_history_and_dtype
 def test_a_run_through_filling_and_eviction(method, dtype, size, implementation):
-    case = Case(method, size=size, history=1 if size == 1 else 3, k=6, **DTYPES[dtype])
+    case = case_of(method, size=size, history=1 if size == 1 else 3, k=6, **DTYPES[dtype])
     compare(check_run, case, implementation)
 
 
@@ -109,7 +137,7 @@ def test_a_run_through_filling_and_eviction(method, dtype, size, implementation)
 )
 @every_step_and_dtype
 def test_samples_that_are_shared(method, dtype, check, k, wobble, shared_size, implementation):
-    case = Case(
+    case = case_of(
         method, batch=3, size=shared_size, history=k - 1, k=k, damping=0.7, beta=0.8, wobble=wobble, **DTYPES[dtype]
     )
     compare(check, case, implementation)
@@ -125,10 +153,9 @@ def test_step_mixing_and_ridge(method, dtype, implementation):
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("history", "k"), [(6, 8), (10, 12), (20, 20), (32, 33)])
-@every_dtype
-@every_method
+@every_history_and_dtype
 def test_long_windows(method, dtype, history, k, implementation):
-    case = Case(method, size=640, history=history, k=k, batch=1, wobble=0.5, **DTYPES[dtype])
+    case = case_of(method, size=640, history=history, k=k, batch=1, wobble=0.5, **DTYPES[dtype])
     compare(check_step, case, implementation)
 
 
@@ -147,12 +174,24 @@ def test_what_can_befall_a_sample(method, rule, last, implementation):
     case = befallen(method, last=last, stall_floor=1e-3, **RULES[rule])
     after = compare(check_step, case, implementation)
     ran = [row for row, event in enumerate(case.rows) if event != "done"]
-    expected = STATUS | ({} if rule == "rel" else {"tiny": 1})  # beside an absolute tolerance or size it is nothing
+    expected = STATUS | ({} if rule == "rel" else {"tiny": 1})  # nothing, compared with an absolute tolerance
     if last:
-        expected = {event: Status.MAX_ITER for event in EVENTS} | {"runaway": Status.ESCAPED} | expected
+        expected = dict.fromkeys(case.rows, Status.MAX_ITER) | {"runaway": Status.ESCAPED} | expected
     assert after["status"][ran].tolist() == [expected.get(case.rows[row], 0) for row in ran]
     assert after["iterations"][ran].tolist() == [case.k + 1] * len(ran)
     assert after["active"].item() == case.batch - sum(bool(expected.get(case.rows[row], 0)) for row in ran)
+
+
+@pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
+@pytest.mark.parametrize("dtype", OPTIONS)
+def test_the_run_goes_on_for_the_others(dtype, implementation):
+    case = befallen(STEPS, **OPTIONS[dtype])
+    step, case = step_of(case, implementation), replace(case, history=9)
+    after = check_step(step, case)
+    for k in (7, 8):
+        after["fz"] = value_of_f(after["z"], k)
+        after = compare_step(step, replace(case, k=k), after)
+    assert after["z"][after["status"] == 0].isfinite().all() and (after["status"] == 0).sum() >= 3
 
 
 @pytest.mark.covering(1)
@@ -176,7 +215,7 @@ def test_without_a_ridge_a_degenerate_pair_leaves_a_picard_step(method, k, imple
 def bits_of(case: Case, implementation, set_threads) -> None:
     state = make_state(case, implementation.device)
     values = [*(state[name] for name in case.names), *case.scalars()]
-    check_bits(step_of(case.method, implementation), values, implementation, set_threads, case.batch)
+    check_bits(step_of(case, implementation), values, implementation, set_threads, case.batch)
 
 
 @pytest.mark.covering(2)
@@ -195,30 +234,32 @@ def test_the_bits_of_a_sample_that_is_shared(method, last, shared_size, implemen
 
 @every_step
 def test_an_empty_batch(method, implementation):
-    case = Case(method, batch=0, size=5, k=0)
+    case = case_of(method, batch=0, size=5, k=0)
     state = make_state(case, implementation.device)
-    case.call(step_of(method, implementation), state)
+    case.call(step_of(case, implementation), state)
     assert state["active"].item() == 0
 
 
 @pytest.mark.parametrize("implementation", ["cpp", "cuda"], indirect=True)
 @settings(
-    max_examples=40,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    method=st.sampled_from([None, *METHODS]),
+    method=st.sampled_from([None, *METHODS, STEPS]),
     dtype=st.sampled_from(list(DTYPES)),
     batch=st.integers(1, 5),
     size=st.integers(16, 600),
     history=st.integers(2, 7),
     k=st.integers(0, 9),
-    events=st.lists(st.sampled_from(EVENTS[:-1]), max_size=5),
+    events=st.lists(st.sampled_from([*EVENTS, "singular", "forgotten"]), max_size=5),
 )
 def test_any_state(method, dtype, batch, size, history, k, events, implementation):
-    options = DTYPES[dtype] if method or dtype != "bf16 history" else {}
-    case = Case(method, batch=batch, size=size, history=history, k=k, rows=tuple(events[:batch]), **options)
-    compare(check_step, case, implementation)
+    assume(method != STEPS or (implementation.name == "cpp" and k))
+    options = DTYPES[dtype] if method in METHODS or dtype != "bf16 history" else {}
+    rows = tuple(event for event in events if method == STEPS or event in EVENTS[:-1])[:batch]
+    case = replace(befallen(method, k=k), batch=batch, size=size, rows=rows, **options)
+    compare(check_step, replace(case, history=history + k * (method == STEPS)), implementation)
