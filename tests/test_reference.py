@@ -10,10 +10,52 @@ from deqfast.kernels.constants import ANDERSON_I, ANDERSON_II, BROYDEN_BAD, BROY
 
 from deqfast import Status
 from deqfast.ops import Kernel
-from deqfast.ops.steps import StopRule
+from deqfast.ops.steps import PROGRESS, StopRule
 from deqfast.ops.steps.reference import solve_window
 from deqfast.testing import ITERATES, assert_accurate, assert_close, assert_solves, linear, relative_error, rounding
 from deqfast.testing.states import METHODS
+
+# (z, f(z), what is given, status)
+JUDGED = [
+    ([3, 4], [3, 4.25], {}, Status.CONVERGED),
+    ([0, 3], [0, 4], {"tol": 0.25}, Status.CONVERGED),  # the tolerance itself
+    ([0, 3], [0, 4], {"tol": 1.0, "absolute": True}, Status.CONVERGED),
+    ([0, 3], [0, 4], {"tol": 0.24999}, 0),
+    ([0, 0], [0, 0], {}, Status.CONVERGED),
+    ([3, 4], [0, 0], {}, 0),
+    # A tolerance that is met is not enough.
+    ([3, 4], [6, 8], {"tol": 0.6, "first": 5.0, "start": 5.0}, Status.CONVERGED),  # |f(z)| = 10 is twice the start
+    ([3, 4], [6, 8], {"tol": 0.6, "first": 4.99, "start": 5.0}, 0),  # the residual, 5, is longer than the first one
+    ([3, 4], [6, 8], {"tol": 0.6, "first": 49.9, "start": 4.99}, 0),  # outgrown, and less than nine tenths are gone
+    ([3, 4], [6, 8], {"tol": 0.6, "first": 50.1, "start": 4.99}, Status.CONVERGED),
+    # The reduction asked for is a hundred times the tolerance: 1 + eps 1e7 is 2.2, which must be 1e-4 of the first.
+    ([0, 1e7], [0, 1e7 + 1], {"tol": 1e-6, "first": 2.0e4, "start": 1.0}, 0),
+    ([0, 1e7], [0, 1e7 + 1], {"tol": 1e-6, "first": 2.4e4, "start": 1.0}, Status.CONVERGED),
+    # A residual below the absolute tolerance, tol * offset, needs no reduction.
+    ([3, 4], [6, 8], {"tol": 5.01, "absolute": True, "first": 5.5, "start": 0.0}, Status.CONVERGED),
+    ([3, 4], [6, 8], {"tol": 0.5, "offset": 10.02, "first": 5.5, "start": 0.0}, Status.CONVERGED),
+    # Rounding may hide the residual: eps |f(z)| is 1.2e3, and more of a low precision, whose unit is floor / 8.
+    ([0, 1e10], [0, 1e10], {"first": 1e3, "start": 1.0}, 0),
+    ([0, 1e10], [0, 1e10], {"first": 1e5, "start": 1.0}, Status.CONVERGED),
+    ([0, 100], [0, 100], {"first": 1.0, "start": 1.0}, Status.CONVERGED),
+    ([0, 100], [0, 100], {"first": 1.0, "start": 1.0, "stall_floor": 0.0625}, 0),
+    # A sample that ran away has a status of its own at the end, also if an earlier iterate met the tolerance.
+    ([3, 4], [6, 8], {"tol": 0.6, "first": 5.0, "start": 1.0}, 0),
+    ([3, 4], [6, 8], {"tol": 0.6, "first": 5.0, "start": 1.0, "last": True}, Status.ESCAPED),
+    ([3, 4], [60, 80], {"tol": 0.88, "first": 5.0, "start": 1.0, "last": True}, Status.ESCAPED),  # the least is 0.875
+    ([3, 4], [6, 8], {"tol": 0.4, "last": True}, Status.MAX_ITER),
+    # A sample stalls after five iterations without a gain of 5 % below the floor; convergence goes first.
+    ([3, 4], [6, 8], {"k": 5, "gain": 0.5, "gain_iteration": 0, "stall_floor": 0.6}, Status.STALLED),
+    ([3, 4], [6, 8], {"k": 5, "gain": 0.5, "gain_iteration": 1, "stall_floor": 0.6}, 0),
+    ([3, 4], [6, 8], {"k": 5, "gain": 0.5, "gain_iteration": 0, "stall_floor": 0.5}, 0),
+    ([3, 4], [6, 8], {"k": 5, "gain": 0.5, "gain_iteration": 0}, 0),
+    ([3, 4], [6, 8], {"k": 5, "gain": 0.53, "gain_iteration": 0, "stall_floor": 0.6}, 0),
+    ([3, 4], [6, 8], {"k": 5, "gain": 0.5, "gain_iteration": 0, "stall_floor": 0.6, "tol": 0.5}, Status.CONVERGED),
+    # The offset is added to the size: 5 / (10 + 2).
+    ([3, 4], [6, 8], {"tol": 0.4, "offset": 2.0}, 0),
+    ([3, 4], [6, 8], {"tol": 0.42, "offset": 2.0}, Status.CONVERGED),
+]
+LARGEST = torch.finfo(torch.float32).max
 
 picard_step, multisecant_step = map(Kernel("torch").op, ("picard_step", "multisecant_step"))
 NAN, INF = math.nan, math.inf
@@ -30,108 +72,65 @@ def monitor(batch: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
 
 
 class TestPicardStep:
-    """One sample of two elements each; z = (3, 4) or as said, best = (9, 9)."""
+    """One sample of two elements; z = (3, 4) and f(z) = (6, 8) or as said, best = (9, 9)."""
 
-    def step(self, z, fz, k=2, last=False, tol=0.1, absolute=False, stall_floor=0.0, damping=1.0, **more):
+    def step(self, z=(3, 4), fz=(6, 8), k=2, last=False, damping=1.0, **given):
+        """What is given beyond z and f(z): rules by name, rows of PROGRESS by name, other records whole."""
         z, fz = torch.tensor([z], dtype=torch.float32), torch.tensor([fz], dtype=torch.float32)
+        rule = StopRule(**{"tol": 0.1} | {name: given.pop(name) for name in StopRule._fields if name in given})
         state = monitor(1)
-        rule = StopRule(tol, absolute, stall_floor, more.pop("offset", 0.0), more.pop("maximum", False))
-        more.get("progress", []).append(0.875)  # the least residual
-        for name, value in more.items():
-            state[name][:] = torch.tensor(value, dtype=state[name].dtype).view_as(state[name])
+        for name, value in ({"least": 0.875} | given).items():
+            record = state["progress"][PROGRESS.index(name)] if name in PROGRESS else state[name]
+            record[:] = torch.tensor(value, dtype=record.dtype).view(-1, *record.shape[1:])
         best = torch.full_like(z, 9.0)
         picard_step(z, fz, best, *state.values(), k, last, *rule, damping)
         after = {name: tensor.flatten().tolist() for name, tensor in state.items()}
         return {"z": z[0].tolist(), "best": best[0].tolist(), **after}
 
     def test_a_running_sample_takes_the_step(self):
-        after = self.step([3, 4], [6, 8])
+        after = self.step(least=INF)
         assert after["z"] == [6, 8] and after["best"] == [3, 4]
         assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 2.0, INF, INF, 10.0, 0.5]
         assert (after["status"], after["iterations"], after["active"]) == ([0], [3], [1])
-
-    def test_damping(self):
-        assert self.step([3, 4], [6, 8], damping=0.5)["z"] == [4.5, 6.0]
+        assert self.step(damping=0.5)["z"] == [4.5, 6.0]
 
     def test_the_last_evaluation_is_judged_only(self):
-        after = self.step([3, 4], [6, 8], last=True)
+        after = self.step(last=True)
         assert after["z"] == [3, 4] and after["residual"] == [0.5, 5.0]
         assert after["status"] == [Status.MAX_ITER] and after["active"] == [0]
 
-    def test_converged(self):
-        after = self.step([3, 4], [3, 4.25])
-        assert after["status"] == [Status.CONVERGED] and after["active"] == [0]
-        assert after["z"] == after["best"] == [3, 4]
-
-    def test_the_tolerance_itself_is_met(self):
-        assert self.step([0, 3], [0, 4], tol=0.25)["status"] == [Status.CONVERGED]
-        assert self.step([0, 3], [0, 4], tol=1.0, absolute=True)["status"] == [Status.CONVERGED]
-        assert self.step([0, 3], [0, 4], tol=0.24999)["status"] == [0]
+    @pytest.mark.parametrize(("z", "fz", "given", "status"), JUDGED)
+    def test_the_status(self, z, fz, given, status):
+        after = self.step(z, fz, **given)
+        assert after["status"] == [status] and after["active"] == [status == 0]
+        if status == Status.CONVERGED:
+            assert after["z"] == after["best"] == z
 
     @pytest.mark.parametrize("absolute", [False, True])
     def test_the_absolute_residual_chooses_the_best(self, absolute):
-        kept = {"residual": [0.9, 4.0], "progress": [0.4, 1.0, 6.0, 6.0, 4.4]}  # worse relatively, better absolutely
-        after = self.step([3, 4], [6, 8], absolute=absolute, **kept)
+        kept = {"residual": [0.9, 4.0], "gain": 0.4, "best_size": 4.4}  # worse relatively, better absolutely
+        after = self.step(absolute=absolute, **kept)
         assert after["best"] == [9, 9] and after["status"] == [0]
         assert_close(torch.tensor(after["residual"]), torch.tensor([0.9, 4.0]), rounding(torch.float32))
 
     def test_what_rounding_may_hide_counts_in_the_best(self):
-        kept = {"residual": [0.0, 0.0], "progress": [0.1, 1.0, 0.0, 0.0, 2.0**30]}  # f(z) - z has rounded to 0
-        assert self.step([3, 4], [6, 8], **kept)["best"] == [3, 4]  # 5 + 10 eps is less than 2^30 eps
+        kept = {"residual": [0.0, 0.0], "first": 0.0, "start": 0.0, "best_size": 2.0**30}  # f(z) - z has rounded to 0
+        assert self.step(**kept)["best"] == [3, 4]  # 5 + 10 eps is less than 2^30 eps
 
     def test_what_the_first_evaluation_leaves(self):
-        assert self.step([3, 4], [6, 8], k=0)["progress"] == [0.5, 0.0, 5.0, 10.0, 10.0, 0.5]
-        assert self.step([3, 4], [3, 0], k=0)["progress"][2:5] == [4.0, 4.0, 3.0]  # |f(z) - z| is the longer one
+        assert self.step(k=0)["progress"] == [0.5, 0.0, 5.0, 10.0, 10.0, 0.5]
+        assert self.step(fz=[3, 0], k=0)["progress"][2:5] == [4.0, 4.0, 3.0]  # |f(z) - z| is the longer one
 
-    @pytest.mark.parametrize(
-        ("first", "start", "converges"),
-        [
-            (5.0, 5.0, True),  # |f(z)| = 10 is twice the start
-            (4.99, 5.0, False),  # the residual, 5, is longer than the first one
-            (49.9, 4.99, False),  # it has outgrown the start, and less than nine tenths of the residual are gone
-            (50.1, 4.99, True),
-        ],
-    )
-    def test_a_tolerance_that_is_met_is_not_enough(self, first, start, converges):
-        after = self.step([3, 4], [6, 8], tol=0.6, progress=[0.5, 1.0, first, start, INF])
-        assert after["status"] == [converges]
-
-    def test_the_reduction_asked_for_is_a_hundred_times_the_tolerance(self):
-        for first, converges in ((2.0e4, False), (2.4e4, True)):  # 1 + eps 1e7 is 2.2, which must be 1e-4 of the first
-            after = self.step([0, 1e7], [0, 1e7 + 1], tol=1e-6, progress=[INF, INF, first, 1.0, INF])
-            assert after["status"] == [converges]
-
-    def test_a_sample_that_ran_away_has_a_status_of_its_own(self):
-        gone = {"progress": [0.1, 1.0, 5.0, 1.0, 1.0]}
-        assert self.step([3, 4], [6, 8], tol=0.6, **gone)["status"] == [0]
-        gone = {"progress": [0.1, 1.0, 5.0, 1.0, 1.0]}
-        assert self.step([3, 4], [6, 8], tol=0.6, last=True, **gone)["status"] == [Status.ESCAPED]
-        assert self.step([3, 4], [6, 8], tol=0.4, last=True)["status"] == [Status.MAX_ITER]
-
-    def test_an_iterate_that_met_the_tolerance_is_remembered(self):
-        met = {"progress": [0.1, 1.0, 5.0, 1.0, 1.0]}  # the least residual is 0.875
-        assert self.step([3, 4], [60, 80], tol=0.88, last=True, **met)["status"] == [Status.ESCAPED]
-
-    def test_rounding_may_hide_the_residual(self):
-        for first, converges in ((1e3, False), (1e5, True)):  # eps |f(z)| is 1.2e3
-            assert self.step([0, 1e10], [0, 1e10], progress=[INF, INF, first, 1.0, INF])["status"] == [converges]
-
-    def test_a_low_precision_f_hides_more(self):
-        for floor, converges in ((0.0, True), (0.0625, False)):  # an eighth of it is bfloat16's unit
-            after = self.step([0, 100], [0, 100], stall_floor=floor, progress=[INF, INF, 1.0, 1.0, INF])
-            assert after["status"] == [converges]
-
-    @pytest.mark.parametrize("more", [{"absolute": True, "tol": 5.01}, {"tol": 0.5, "offset": 10.02}], ids=str)
-    def test_a_residual_below_the_absolute_tolerance_needs_no_reduction(self, more):
-        after = self.step([3, 4], [6, 8], progress=[0.5, 1.0, 5.5, 0.0, INF], **more)  # atol is tol * offset
-        assert after["status"] == [Status.CONVERGED]
+    def test_a_gain_is_of_five_percent(self):
+        for before, after in ((0.5, [0.5, 0.0]), (0.53, [0.5, 5.0])):
+            assert self.step(k=5, gain=before, gain_iteration=0)["progress"][:2] == after
 
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])
     def test_a_value_that_is_not_finite(self, bad):
-        after = self.step([3, 4], [6, bad], residual=[0.5, 5.0], progress=[0.5, 1.0, 5.0, 6.0, 7.0])
+        kept = {"residual": [0.5, 5.0], "progress": [0.5, 1.0, 5.0, 6.0, 7.0, 0.875]}
+        after = self.step(fz=[6, bad], **kept)
         assert after["status"] == [Status.NONFINITE] and after["active"] == [0] and after["iterations"] == [3]
-        assert after["z"] == after["best"] == [9, 9]
-        assert after["residual"] == [0.5, 5.0] and after["progress"] == [0.5, 1.0, 5.0, 6.0, 7.0, 0.875]
+        assert after["z"] == after["best"] == [9, 9] and {name: after[name] for name in kept} == kept
 
     @pytest.mark.parametrize("scale", [1e-40, 1e-25, 1.0, 1e20, 1e37])
     @pytest.mark.parametrize(("maximum", "absolute"), [(False, 5.0), (True, 4.0)])
@@ -140,49 +139,17 @@ class TestPicardStep:
         relative, length = after["residual"]
         assert (relative, length / scale) == pytest.approx((0.5, absolute), rel=1e-4) and after["status"] == [0]
 
-    def test_a_length_beyond_the_dtype_is_its_largest_number(self):
-        largest = torch.finfo(torch.float32).max
-        assert self.step([0, 0], [largest, largest])["residual"] == [1.0, largest]
-
-    @pytest.mark.parametrize("tol", [0.4, 0.42])
-    def test_the_offset_is_added_to_the_size(self, tol):
-        after = self.step([3, 4], [6, 8], offset=2.0, tol=tol)  # 5 / (10 + 2)
-        assert after["residual"] == [pytest.approx(5 / 12), 5.0] and after["status"] == [tol > 5 / 12]
-
-    def test_zero_over_zero(self):
-        after = self.step([0, 0], [0, 0])
-        assert after["status"] == [Status.CONVERGED] and after["residual"] == [0, 0]
-
-    def test_a_value_of_zero(self):
-        after = self.step([3, 4], [0, 0])
-        assert after["status"] == [0] and after["residual"] == [torch.finfo(torch.float32).max, 5.0]
-
-    @pytest.mark.parametrize(
-        ("relative", "since", "floor", "status"),
-        [
-            (0.5, 0, 0.6, Status.STALLED),
-            (0.5, 1, 0.6, 0),  # four iterations without a gain
-            (0.5, 0, 0.5, 0),  # not below the floor
-            (0.5, 0, 0.0, 0),
-            (0.53, 0, 0.6, 0),  # 0.5 is a gain of more than 5 %
-        ],
-    )
-    def test_stall(self, relative, since, floor, status):
-        progress = [relative, since, INF, INF, 20.0]
-        after = self.step([3, 4], [6, 8], k=5, stall_floor=floor, progress=progress, residual=[relative, 9.0])
-        gain = [0.5, 5.0] if relative == 0.53 else [relative, since]
-        assert after["status"] == [status] and after["progress"][:2] == gain
-
-    def test_convergence_goes_before_a_stall(self):
-        after = self.step([3, 4], [6, 8], k=5, tol=0.5, stall_floor=0.6, progress=[0.5, 0, INF, INF, 20.0])
-        assert after["status"] == [Status.CONVERGED]
+    def test_residuals_at_the_ends_of_the_range(self):
+        assert self.step([0, 0], [0, 0])["residual"] == [0, 0]
+        assert self.step(fz=[0, 0])["residual"] == [LARGEST, 5.0]
+        assert self.step([0, 0], [LARGEST, LARGEST])["residual"] == [1.0, LARGEST]
+        assert self.step(offset=2.0)["residual"] == [pytest.approx(5 / 12), 5.0]
 
     @pytest.mark.parametrize("status", [Status.CONVERGED, Status.NONFINITE, Status.STALLED])
     def test_a_finished_sample_is_left_alone(self, status):
         before = {"status": [status], "iterations": [7], "residual": [0.25, 2.0], "active": [0]}
-        before |= {"progress": [0.25, 1.0, 4.0, 5.0, 6.0]}
-        after = self.step([3, 4], [NAN, 8], **before)
-        assert after == {"z": [3, 4], "best": [9, 9], **before}  # `step` has added the least residual
+        before |= {"progress": [0.25, 1.0, 4.0, 5.0, 6.0, 0.875]}
+        assert self.step(fz=[NAN, 8], **before) == {"z": [3, 4], "best": [9, 9], **before}
 
 
 class TestWindow:
