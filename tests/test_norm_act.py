@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from interpreter import INTERPRETED
 from op_calls import check_bits
 from torch import nn
@@ -27,11 +26,17 @@ from deqfast.testing.norm_states import LARGE_SHAPES, NORM_DTYPES, NORM_OPS, NOR
 
 # Groups of one, several and all packs that a CUDA thread can hold, in channels of one block's width and of less.
 HELD_SHAPES = [((2, 64, 12, 12), 8), ((1, 16, 32, 32), 2), ((1, 512, 2, 2), 4), ((1, 1024, 2, 3), 1)]
+LOW = [torch.float32, torch.bfloat16]
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 every_op = pytest.mark.parametrize("op", NORM_OPS)
 every_dtype = pytest.mark.parametrize("dtypes", NORM_DTYPES)
 every_shape = pytest.mark.parametrize(("shape", "groups"), NORM_SHAPES)
 every_format = pytest.mark.parametrize("memory_format", FORMATS)
+every_layout = pytest.mark.parametrize(  # the kernels of a GPU take one
+    ("implementation", "memory_format"),
+    [("cpp", "contiguous"), *product(["cpp", "triton", "cuda", "emulated"], ["channels_last"])],
+    indirect=["implementation"],
+)
 fused_kernels = pytest.mark.parametrize("kernel", ["cpp", "triton", "cuda"], indirect=True)
 
 
@@ -66,42 +71,15 @@ def state(shape=(3, 8, 4, 3), dtype=torch.float32, memory_format="channels_last"
     return [t.contiguous(memory_format=FORMATS[memory_format]).requires_grad_(requires_grad) for t in tensors]
 
 
-class TestReference:
-    """The specification itself, against torch's own modules and automatic differentiation."""
-
-    @pytest.mark.parametrize("op", ["norm_act", "norm_act_residual"])
-    @every_format
-    def test_values_and_gradients(self, op, memory_format):
-        case = NormCase(op, dtypes="fp64", memory_format=FORMATS[memory_format])
-        arguments = {
-            name: value.requires_grad_() if isinstance(value, torch.Tensor) else value
-            for name, value in case.arguments().items()
-        }
-        a, groups = arguments, case.groups
-        if op == "norm_act":
-            plain = torch.relu(F.group_norm(a["y"], groups, a["weight"], a["bias"]))
-        else:
-            update = F.group_norm(a["y"] + a["x"], groups, a["weight2"], a["bias2"])
-            plain = F.group_norm(torch.relu(a["z"] + update), groups, a["weight3"], a["bias3"])
-        value, *_ = case.reference(*a.values())
-        assert_close(value, plain, rounding(torch.float64))
-
-        backward = replace(case, op=f"{op}_backward")
-        b = backward.arguments()
-        leaves = [value for value in a.values() if isinstance(value, torch.Tensor)]
-        exact = torch.autograd.grad(plain, leaves, b["grad"])
-        *maps, affine = backward.reference(*b.values())
-        maps = maps if op == "norm_act" else [maps[0], *maps]  # y and x share a gradient
-        assert_close([*maps, *affine.sum(dim=1)], list(exact), rounding(torch.float64))
-
-
 class TestKernels:
     @pytest.mark.covering(2)
     @every_op
     @every_dtype
     @every_shape
-    def test_accuracy(self, shape, groups, dtypes, op, implementation):
-        check_norm(op_of(op, implementation), NormCase(op, shape, groups, dtypes), implementation.device)
+    @every_layout
+    def test_accuracy(self, implementation, memory_format, shape, groups, dtypes, op):
+        case = NormCase(op, shape, groups, dtypes, FORMATS[memory_format])
+        check_norm(op_of(op, implementation), case, implementation.device)
 
     @every_op
     @pytest.mark.parametrize(("shape", "groups"), LARGE_SHAPES)
@@ -135,11 +113,9 @@ class TestKernels:
         assert x.grad.shape == x.shape and not cell.conv1.weight.grad.any()
 
     @every_op
-    @every_format
+    @every_layout
     @pytest.mark.parametrize(("shape", "groups"), [((3, 16, 3, 5), 4), ((3, 24, 40, 41), 8)])
     def test_bits_depend_on_nothing_but_the_sample(self, shape, groups, op, memory_format, implementation, set_threads):
-        if not supports(implementation.name, memory_format):
-            pytest.skip("channels_last only")
         if implementation.name == "triton" and INTERPRETED and groups == 8:
             pytest.skip("the interpreter is slow")
         arguments = NormCase(op, shape, groups, memory_format=FORMATS[memory_format]).arguments(implementation.device)
@@ -158,14 +134,6 @@ class TestKernels:
         if not op.endswith("backward"):
             assert broken[0][1, 4:8].isnan().all()
             assert torch.equal(broken[0][1, 8:], healthy[0][1, 8:])
-
-
-@pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
-@every_op
-@every_dtype
-@every_shape
-def test_accuracy_in_contiguous_memory(shape, groups, dtypes, op, implementation):
-    check_norm(op_of(op, implementation), NormCase(op, shape, groups, dtypes, torch.contiguous_format), "cpu")
 
 
 class TestCell:
@@ -222,34 +190,20 @@ class TestCell:
             results.append(grad)
         assert_close(results[0], results[1], GRADIENT)
 
-    @pytest.mark.parametrize("z_dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-    def test_autocast(self, x_dtype, z_dtype):
-        cell = cell_of("auto")
-        z, x = state()
-        z, x = z.to(z_dtype).requires_grad_(), x.to(x_dtype).requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            f, plain = cell(z, x), with_kernel(cell, "torch")(z, x)
-        assert f.dtype == plain.dtype
-        exact = with_kernel(cell, "torch").double()(z.double(), x.double())
-        values = ((y, *torch.autograd.grad(y.sin().sum(), [z, x])) for y in (f.float(), plain.float(), exact))
-        for found, like, right in zip(*values, strict=True):
+    @pytest.mark.parametrize(
+        ("dtype", "z_dtype", "x_dtype"), [*product([torch.float32], LOW, LOW), (torch.bfloat16,) * 3], ids=str
+    )
+    def test_low_precision(self, dtype, z_dtype, x_dtype):
+        """A cell in float32 under autocast, and one in bfloat16."""
+        cell, (z, x) = cell_of("auto").to(dtype), state()
+        z, x, plain = z.to(z_dtype), x.to(x_dtype), with_kernel(cell, "torch")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            low = [self.value_and_gradients(each, z, x) for each in (cell, plain)]
+        exact = self.value_and_gradients(copy.deepcopy(plain).double(), z.double(), x.double())
+        for found, like, right in zip(*low, exact, strict=True):
             assert found.dtype == like.dtype
-            assert_accurate(
-                found,
-                like,
-                right,
-                units=ACCURACY_UNITS * torch.finfo(torch.bfloat16).eps / torch.finfo(found.dtype).eps,
-            )
-
-    def test_a_cell_in_bfloat16(self):
-        cell = cell_of("auto").bfloat16()
-        z, x = state(dtype=torch.bfloat16, requires_grad=True)
-        plain = with_kernel(cell, "torch")
-        given = [(cell, z, x), (plain, z, x), (copy.deepcopy(plain).double(), z.double(), x.double())]
-        for found, like, right in zip(*(self.value_and_gradients(*each) for each in given), strict=True):
-            assert found.dtype == torch.bfloat16
-            assert_accurate(found, like, right)
+            units = ACCURACY_UNITS * torch.finfo(torch.bfloat16).eps / torch.finfo(found.dtype).eps
+            assert_accurate(found, like, right, units=units)
 
     @staticmethod
     def value_and_gradients(cell, z, x):
