@@ -122,7 +122,7 @@ class TestPicardStep:
         assert self.step(fz=[3, 0], k=0)["progress"][2:5] == [4.0, 4.0, 3.0]  # |f(z) - z| is the longer one
 
     def test_a_gain_is_of_five_percent(self):
-        for before, after in ((0.5, [0.5, 0.0]), (0.53, [0.5, 5.0])):
+        for before, after in ((33 / 64, [33 / 64, 0.0]), (0.53, [0.5, 5.0])):
             assert self.step(k=5, gain=before, gain_iteration=0)["progress"][:2] == after
 
     @pytest.mark.parametrize("bad", [NAN, INF, -INF])

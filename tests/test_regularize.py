@@ -10,12 +10,7 @@ from deqfast.testing import GRADIENT, assert_close, rounding
 
 def jacobians(cell, z, x):
     """Dense ones of every sample, (B, D, D)."""
-    return torch.stack(
-        [
-            torch.func.jacrev(lambda one, i=i: cell(one[None], x[i : i + 1])[0])(z[i]).reshape(z[i].numel(), -1)
-            for i in range(len(z))
-        ]
-    )
+    return torch.vmap(torch.func.jacrev(lambda z, x: cell(z[None], x[None])[0]))(z, x)
 
 
 def problem(dtype=torch.float64):
