@@ -83,13 +83,7 @@ def test_other_words_lead_to_the_options(word):
             owner(**{word: 1})
 
 
-def test_cells_that_take_more_or_hide_what_they_take():
-    cells = halve, lambda *both: halve(*both), lambda z, x, more=None: halve(z, x), torch.add, nn.Bilinear(3, 3, 3)
-    for cell in cells:
-        assert DEQBlock(cell).cell is cell
-
-
-def test_wrappers_are_asked_for_their_own_signature():
+def test_cells_that_take_more_hide_what_they_take_or_are_wrapped():
     @functools.wraps(torch.tanh)
     def injected(z, x):
         return torch.tanh(z) + x
@@ -98,21 +92,18 @@ def test_wrappers_are_asked_for_their_own_signature():
         def __call__(self, z, x):
             return halve(z, x)
 
-    for cell in (injected, Called()):
+    cells = halve, lambda *both: halve(*both), lambda z, x, more=None: halve(z, x), torch.add, nn.Bilinear(3, 3, 3)
+    for cell in (*cells, injected, Called()):
         assert DEQBlock(cell).cell is cell
 
 
-def test_other_errors_keep_their_type_when_batches_differ():
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RecursionError("itself"), RuntimeError("no")])
+def test_other_errors_keep_their_type_when_batches_differ(error):
     def failing(z, x):
         raise error
 
-    for error in (
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RecursionError("the cell calls itself"),
-        RuntimeError("no"),
-    ):
-        with pytest.raises(type(error), match=str(error)):
-            DEQBlock(failing, warn=False)(torch.ones(1, 3), torch.ones(2, 3))
+    with pytest.raises(type(error), match=str(error)):
+        DEQBlock(failing, warn=False)(torch.ones(1, 3), torch.ones(2, 3))
 
 
 def test_signatures_are_those_of_the_constructors():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -262,18 +260,16 @@ class TestArguments:
             said = "without gaps" if name == "features" else "contiguous"
             refuses(op, name, {name: lambda t: torch.stack([t, t], dim=-1)[..., 0]}, said)
 
-    @pytest.mark.parametrize(("op", "name", "changes", "said"), MISTAKES)
-    def test_mistakes(self, op, name, changes, said, refuses):
-        refuses(op, name, changes, *said)
-
-    @pytest.mark.parametrize("implementation", ["cpp"], indirect=True)
-    @pytest.mark.parametrize(("op", "name", "changes", "said"), MISTAKES_ON_THE_CPU)
-    def test_mistakes_on_the_cpu(self, op, name, changes, said, refuses):
-        refuses(op, name, changes, *said)
-
-    @pytest.mark.parametrize("implementation", ["triton", "cuda", "emulated"], indirect=True)
-    @pytest.mark.parametrize(("op", "name", "changes", "said"), MISTAKES_ON_A_GPU)
-    def test_mistakes_on_a_gpu(self, op, name, changes, said, refuses):
+    @pytest.mark.parametrize(
+        ("implementation", "op", "name", "changes", "said"),
+        [
+            (implementation, *mistake)
+            for implementation in ("cpp", "triton", "cuda", "emulated")
+            for mistake in MISTAKES + (MISTAKES_ON_THE_CPU if implementation == "cpp" else MISTAKES_ON_A_GPU)
+        ],
+        indirect=["implementation"],
+    )
+    def test_mistakes(self, implementation, op, name, changes, said, refuses):
         refuses(op, name, changes, *said)
 
 
@@ -295,19 +291,6 @@ class TestBackends:
             None,
             "deqfast._C_cuda does not load: libtorch_cuda.so: cannot open shared object file",
         )
-
-    def test_a_process_without_extensions(self):
-        """That it solves by plain torch is in tests/test_packaging.py."""
-        code = """
-import sys
-for name in ("_C_cpu", "_C_cpu_avx512", "_C_cuda"):
-    sys.modules[f"deqfast.{name}"] = None
-import deqfast
-print(deqfast.backends()["cpp"].reason, deqfast.backends()["cuda"].reason, sep="\\n")
-"""
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        cpp, cuda = done.stdout.strip().splitlines()
-        assert cpp.startswith("deqfast._C_cpu was not built") and "_C_cuda was not built" in cuda
 
     def test_the_module_tells_how_it_was_built(self):
         info = _extension.cpp_module.build_info()

@@ -84,7 +84,7 @@ def test_works_without_the_extension(wheel, tmp_path):
         "assert 'torchmetrics' not in sys.modules and deqfast.NeuralCollapse and 'torchmetrics' in sys.modules\n"
         "assert pathlib.Path(deqfast.__file__).is_relative_to(sys.argv[1]), deqfast.__file__\n"
         "import deqfast.kernels\n"
-        "print(deqfast.backends()['cpp'].reason)\n"
+        "print(deqfast.backends()['cpp'].reason, deqfast.backends()['cuda'].reason, sep='\\n')\n"
         "x = torch.randn(4, 8)\n"
         "_, solution = deqfast.DEQBlock(deqfast.LinearCell(8))(x, return_solution=True)\n"
         "assert bool(solution.converged.all())\n"
@@ -94,9 +94,9 @@ def test_works_without_the_extension(wheel, tmp_path):
         "    print(error)\n"
     )
     printed = run(sys.executable, "-P", "-c", script, str(tmp_path), PYTHONPATH=str(tmp_path)).splitlines()
-    assert len(printed) == 2
-    assert "DEQFAST_BUILD=none" in printed[0]
-    assert "kernel='cpp' is not available" in printed[1] and printed[0] in printed[1]
+    for reason, name in zip(printed, ("_C_cpu", "_C_cuda"), strict=False):
+        assert reason.startswith(f"deqfast.{name} was not built") and "DEQFAST_BUILD=none" in reason
+    assert len(printed) == 3 and "kernel='cpp' is not available" in printed[2] and printed[0] in printed[2]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_cuda_kernels_are_built_where_they_will_be_used(monkeypatch, tmp_path, m
 
 
 def test_an_extension_built_without_cuda_kernels_says_why():
-    """Whatever an earlier build has left beside it."""
+    """Whatever an earlier build has left next to it."""
     script = (
         "import sys, types\n"
         "for name in ('_C_cpu', '_C_cpu_avx512', '_C_cuda'):\n"
@@ -158,7 +158,7 @@ def test_an_extension_built_without_cuda_kernels_says_why():
     assert run(sys.executable, "-c", script).strip() == "deqfast was built without CUDA kernels: a reason"
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the kernels ask for AVX2 on x86-64 alone")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only on x86-64 the kernels ask for AVX2")
 def test_a_processor_without_avx2_is_served_by_torch():
     script = (
         "import torch, deqfast\n"
