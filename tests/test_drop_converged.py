@@ -35,35 +35,28 @@ def start(device="cpu"):
 
 @pytest.mark.covering(0)
 @some_solvers
-def test_the_answer_is_the_same_with_less_work(name, kernel, device):
-    solver = SOLVERS[name](rtol=1e-5)
-    whole, compact = Spread(device), Spread(device)
-    expected = solve(whole, start(device), solver, kernel)
-    actual = solve(compact, start(device), solver, kernel, drop_converged=True)
-    assert_same_solution(actual, expected, but=("sample_evaluations",))
-    assert expected.sample_evaluations == sum(whole.sizes) == expected.evaluations * len(RATES)
-    assert actual.sample_evaluations == sum(compact.sizes) < 0.9 * expected.sample_evaluations
-    assert compact.sizes == sorted(compact.sizes, reverse=True) and len(set(compact.sizes)) > 1
-
-
-@pytest.mark.covering(0)
-@some_solvers
-def test_a_rule_sees_all_samples(name, kernel, device):
-    """Those that the batch has left stand there with their iterate."""
-    solver, last = SOLVERS[name](rtol=1e-5), {}
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_answer_is_the_same_with_less_work(stops, name, kernel, device):
+    """To a rule those that the batch has left stand there with their iterate."""
+    found, fs, last = {}, {}, {}
 
     def rule(z, value, k):
-        last[compact] = z.clone(), value.clone()
+        last[drops] = z.clone(), value.clone()
         return torch.tensor([k >= 2, k >= 3, *[False] * 4], device=device)
 
-    found = {}
-    for compact in (False, True):
-        found[compact] = solve(Spread(device), start(device), solver, kernel, drop_converged=compact, stop_fn=rule)
+    for drops in (False, True):
+        options = {"drop_converged": drops, "stop_fn": rule if stops else None}
+        fs[drops] = Spread(device)
+        found[drops] = solve(fs[drops], start(device), SOLVERS[name](rtol=1e-5), kernel, **options)
+    whole, compact = fs[False].sizes, fs[True].sizes
     assert_same_solution(found[True], found[False], but=("sample_evaluations",))
-    assert found[True].sample_evaluations < found[False].sample_evaluations
-    assert found[True].status[1] == deqfast.Status.STOPPED
-    (z, whole), (_, value) = last.values()
-    assert torch.equal(value[1], z[1]) and torch.equal(value[-1], whole[-1])
+    assert found[False].sample_evaluations == sum(whole) == found[False].evaluations * len(RATES)
+    assert found[True].sample_evaluations == sum(compact) < 0.9 * sum(whole)
+    assert compact == sorted(compact, reverse=True) and len(set(compact)) > 1
+    if stops:
+        assert found[True].status[1] == deqfast.Status.STOPPED
+        (z, expected), (_, value) = last.values()
+        assert torch.equal(value[1], z[1]) and torch.equal(value[-1], expected[-1])
 
 
 def test_samples_that_break_down_leave_too(kernel, device):

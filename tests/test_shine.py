@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_calls import check_bits
+from op_calls import OPTIONS, SHORT_HISTORY, check_bits
 
 import deqfast
 from deqfast.ops import Kernel
@@ -23,7 +23,7 @@ from deqfast.testing import (
 )
 from deqfast.testing.states import METHODS, Case, make_state
 
-DTYPES = {"fp32": {}, "fp64": {"dtype": torch.float64}, "bf16 history": {"history_dtype": torch.bfloat16}}
+DTYPES = OPTIONS | {"bf16 history": SHORT_HISTORY}
 every_method = pytest.mark.parametrize("method", METHODS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 SCALARS = {"alpha": 0.7, "beta": 0.8}
@@ -98,7 +98,7 @@ def test_it_is_the_transpose_of_the_step(method):
 def condition(case: Case, args, exact) -> float:
     """Condition number of the product: the sum of the magnitudes of its terms over the largest entry of the result.
 
-    A rounding of every operand of the sums and of the elimination changes the result by so many roundings.
+    A rounding of every operand of the sums and of the elimination changes the result by this number of roundings.
     """
     v, left, df, gram, newest, count = as_exact(args)
     largest = 0.0
@@ -110,24 +110,20 @@ def condition(case: Case, args, exact) -> float:
     return abs(case.alpha) * largest / float(exact.abs().max())
 
 
+# Of the CPU also a size of several chunks, of which two threads share three samples: see csrc/cpu/samples.h.
+SIZES = [(1, 1, 3), (63, 4, 6), (777, 3, 2), (64, 12, 12), (40, 20, 19)]
+RUNS = [(made, *size) for made in ("cpp", "triton", "cuda", "emulated") for size in SIZES]
+
+
 @pytest.mark.covering(2)
 @every_method
 @every_dtype
-@pytest.mark.parametrize(("size", "history", "k"), [(1, 1, 3), (63, 4, 6), (777, 3, 2), (64, 12, 12), (40, 20, 19)])
-def test_accuracy(method, dtype, size, history, k, op):
-    compare_with_reference(method, dtype, size, history, k, *op)
-
-
-@pytest.mark.skipif(not deqfast.backends()["cpp"], reason="the CPU kernels were not built")
-@every_method
-@every_dtype
-def test_samples_of_several_chunks(method, dtype, set_threads):
-    """See csrc/cpu/samples.h; two threads share three samples."""
-    set_threads(2)
-    compare_with_reference(method, dtype, 3 * 4096 + 777, 4, 6, Kernel("cpp").op("multisecant_transposed"), "cpu")
-
-
-def compare_with_reference(method, dtype, size, history, k, product, device):
+@pytest.mark.parametrize(
+    ("implementation", "size", "history", "k"), [*RUNS, ("cpp", 3 * 4096 + 777, 4, 6)], indirect=["implementation"]
+)
+def test_accuracy(method, dtype, size, history, k, op, implementation, set_threads):
+    set_threads(2 if size > 4096 else 1)
+    product, device = op
     case = Case(method, batch=3, size=size, history=history, wobble=0.5, ridge=2.0**-6, **SCALARS, **DTYPES[dtype])
     counts = [max(0, min(k, history - 1)), min(1, max(0, history - 1)), 0]
     args = arguments(case, k, counts, device)
