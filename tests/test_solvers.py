@@ -132,21 +132,6 @@ class TestIterates:
         self.compare(Picard(NEVER, self.COUNT, relaxation=relaxation), of_picard, kernel, device)
 
 
-@pytest.mark.covering(0)
-@every_solver
-@pytest.mark.parametrize("exponent", [-30, 30])
-def test_the_solve_does_not_depend_on_the_scale_of_z(name, exponent, kernel, device):
-    problem = tanh(device=device)
-    scale = 2.0**exponent
-    solver = SOLVERS[name](rtol=1e-4, max_iter=5)
-    plain = solve(problem.f, problem.z0, solver, kernel)
-    scaled = solve(lambda z: scale * problem.f(z / scale), scale * problem.z0, solver, kernel)
-    assert torch.equal(scaled.value, scale * plain.value)
-    for field in ("status", "iterations", "residual"):
-        assert torch.equal(getattr(scaled, field), getattr(plain, field))
-    assert torch.equal(scaled.residual_abs, scale * plain.residual_abs)
-
-
 class TestDegenerateHistory:
     """At the rounding floor pairs lose their meaning; the solve stays at the floor and finite."""
 
