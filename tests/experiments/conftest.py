@@ -11,6 +11,7 @@ import torch
 from nc_study.cli import main
 from nc_study.record import FORMAT, Begun, to_json
 from nc_study.rundir import RunDirectory
+from runs import Run
 from study_helpers import TINY, made_up_epoch, made_up_result, made_up_settings
 
 
@@ -54,3 +55,23 @@ def made_up(tmp_path: Path) -> Callable[..., Path]:
         return run.path
 
     return write
+
+
+@pytest.fixture
+def cut_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Train an example model up to its last step, with a checkpoint of every step before."""
+    steps = Run.steps
+
+    def cut(run: Run, total: int, **kept: Any) -> Iterator[int]:
+        for step in steps(run, total, **kept):
+            if step == total - 1:
+                raise KeyboardInterrupt
+            yield step
+
+    def cut_off(train: Callable[[], Any]) -> None:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("runs.SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+            patch.setattr(Run, "steps", cut)
+            train()
+
+    return cut_off

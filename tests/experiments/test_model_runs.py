@@ -56,19 +56,9 @@ def test_runs_are_recorded_resumed_and_shown(tmp_path, capsys):
     assert (tmp_path / "one-seed0.json").read_bytes() == before and (tmp_path / "other-seed0.json").exists()
 
 
-def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, monkeypatch):
+def test_a_run_that_was_cut_off_draws_what_it_would_have_drawn(tmp_path, cut_off):
     whole = train(Run(Line(), tmp_path, "whole", 3))
-    cut = Run(Line(), tmp_path, "cut", 3)
-    monkeypatch.setattr("runs.SECONDS_BETWEEN_CHECKPOINTS", 0.0)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = cut.steps(4, model=model, optimizer=optimizer)
-    for step in steps:
-        cut.log.append({"step": step, "drawn": float(torch.randn(8, 1).sum())})
-        if step == 1:
-            next(steps)  # writes the checkpoint of step 1, and is then abandoned
-            break
+    cut_off(lambda: train(Run(Line(), tmp_path, "cut", 3)))
     again = Run(Line(), tmp_path, "cut", 3)
     train(again)
     assert again.log == whole.shown["log"]

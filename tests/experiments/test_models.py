@@ -22,7 +22,7 @@ GRAPHS = graphs.Graphs(width=4, steps=5, layers=6)
 TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
-SCRIPTS = {  # with small options, a score and what it may be, and a score that solves alone have
+SCRIPTS = {  # with small options, a score and what it may be, and a score that only solves have
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
@@ -59,25 +59,16 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "given"), [("images", {"images": 32}), ("restoration", {"steps": 3})])
-def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, monkeypatch):
+def test_a_run_that_was_cut_off_counts_all_evaluations(name, given, tmp_path, cut_off):
     script, options, *_ = SCRIPTS[name]
-    options, steps = replace(options, tol=0.02, **given), Run.steps  # with evaluations that differ from step to step
-
-    def cut(run, total, **kept):
-        for step in steps(run, total, **kept):
-            if step == total - 1:
-                raise KeyboardInterrupt
-            yield step
+    options = replace(options, tol=0.02, **given)  # with evaluations that differ from step to step
 
     def train():
         torch.manual_seed(0)
         return script.train(Run(options, tmp_path, "deq", seed=0)).scores["evaluations, training"]
 
     whole = train()
-    monkeypatch.setattr(runs, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "steps", cut)
-        train()
+    cut_off(train)
     assert (tmp_path / "deq-seed0.ckpt").exists() and train() == pytest.approx(whole)
 
 
