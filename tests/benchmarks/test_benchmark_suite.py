@@ -42,7 +42,7 @@ class TestTraffic:
             (deqfast.Anderson(), 20, "cpp", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),  # windows of 0 to 5 pairs, then 6
             (deqfast.Anderson(history_dtype=BF16), 20, "cpp", 7 + 8 + 9 + 10 + 11 + 12 + 13 * 13),
             (deqfast.Anderson(history_dtype=BF16), 20, "torchdeq", 8 + 10 + 12 + 14 + 16 + 18 + 13 * 20),
-            (deqfast.Broyden(), 20, "cpp", sum(6 + steps for steps in range(19))),  # the steps alone
+            (deqfast.Broyden(), 20, "cpp", sum(6 + steps for steps in range(19))),  # only the steps
             (deqfast.Broyden(history_size=18), 20, "cpp", sum(8 + 2 * min(pairs, 18) for pairs in range(19))),
             (deqfast.Anderson(max_iter=50, history_size=None), 50, "cuda", sum(8 + 2 * min(k, 32) for k in range(49))),
             *((deqfast.Broyden(), 3, provider, 8 + 10) for provider in ("torchdeq", "cuda")),  # which keep pairs
@@ -125,9 +125,8 @@ def test_every_kind_of_case_has_rows_of_all_its_providers(case, copy):
     assert json.loads(json.dumps(list(outcomes.values())))
 
 
-def broken_ops(monkeypatch):
+def a_hundredth_off(right):
     """Ops of the kernel cpp that are off by a hundredth."""
-    right = Kernel.op
 
     def op(kernel, name):
         def off(*arguments):
@@ -138,39 +137,39 @@ def broken_ops(monkeypatch):
 
         return off if kernel.name == "cpp" else right(kernel, name)
 
-    monkeypatch.setattr(Kernel, "op", op)
+    return op
 
 
-def broken_solve(monkeypatch):
+def two_calls(right):
     """Solves that stop after two calls of f."""
-    monkeypatch.setattr(deqfast, "solve", lambda f, z0, *rest: SimpleNamespace(value=f(f(z0))))
+    return lambda f, z0, *rest: SimpleNamespace(value=f(f(z0)))
 
 
-def broken_adjoint(monkeypatch):
+def jfb_for_implicit(right):
     """Layers of the kernel cpp with the gradient of JFB."""
-    block = deqfast.DEQBlock
-
-    def broken(cell, solver, adjoint, kernel):
-        return block(cell, solver, "jfb" if kernel == "cpp" else adjoint, kernel=kernel)
-
-    monkeypatch.setattr(deqfast, "DEQBlock", broken)
-
-
-def broken_collapse(monkeypatch):
-    """NC1 that is off in its ninth digit."""
-    right = deqfast.neural_collapse
-    monkeypatch.setattr(
-        deqfast, "neural_collapse", lambda *given, **kw: SimpleNamespace(nc1=right(*given, **kw).nc1 * (1 + 1e-9))
+    return lambda cell, solver, adjoint, kernel: right(
+        cell, solver, "jfb" if kernel == "cpp" else adjoint, kernel=kernel
     )
 
 
-BROKEN = {"ops": broken_ops, "solves": broken_solve, "training": broken_adjoint, "nc": broken_collapse}
+def ninth_digit_off(right):
+    """NC1 that is off in its ninth digit."""
+    return lambda *given, **more: SimpleNamespace(nc1=right(*given, **more).nc1 * (1 + 1e-9))
+
+
+BROKEN = {  # by section: what is replaced, and by what that is made of it
+    "ops": (Kernel, "op", a_hundredth_off),
+    "solves": (deqfast, "solve", two_calls),
+    "training": (deqfast, "DEQBlock", jfb_for_implicit),
+    "nc": (deqfast, "neural_collapse", ninth_digit_off),
+}
 JUDGED = [case for case in SMALL if case.section in BROKEN and "jfb" not in case.name]
 
 
 @pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
 def test_a_wrong_answer_is_not_recorded(case, copy, monkeypatch):
-    BROKEN[case.section](monkeypatch)
+    owner, name, broken = BROKEN[case.section]
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
     assert isinstance(measured(case, copy)["cpp"], AssertionError)
 
 
