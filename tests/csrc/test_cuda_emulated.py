@@ -1,5 +1,5 @@
-"""The emulation of CUDA finds what it is for; and how often the kernels launch. What they compute, in any order of the
-threads, is tested with the other implementations."""
+"""The emulation of CUDA finds what it is for; and how often the kernels launch. Those of the solver steps: see
+tests/test_host.py. What they compute, in any order of the threads, is tested with the other implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from op_calls import good
 
 from deqfast.testing.norm_states import NORM_OPS, NormCase
-from deqfast.testing.states import Case, make_state
 
 pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="no g++ was found")
 
@@ -39,19 +38,6 @@ extern "C" void run(int* data) { reverse<<<1, 64, 0, nullptr>>>(data); }
                 run(emulate.address(data))
             right.append(data.tolist() == list(range(63, -1, -1)))
         assert all(right) if barrier else not any(right)
-
-
-@pytest.mark.parametrize(("processors", "launches"), [(4, 1), (132, 2)])
-@pytest.mark.parametrize("op", ["picard_step", "multisecant_step"])
-def test_launches(op, processors, launches):
-    """One, or two where blocks share a sample, as on a GPU that the samples do not fill."""
-    emulate.load(op)
-    emulate.set_device(processors=processors, shared_memory=99 * 1024)
-    case = Case(None if op == "picard_step" else "and1", batch=9, size=8192, history=3, k=4)
-    state, before = make_state(case), emulate.launches()
-    case.call(getattr(torch.ops.deqfast_emulated, op), state)
-    emulate.set_device(processors=4, shared_memory=99 * 1024)
-    assert emulate.launches() - before == launches
 
 
 @pytest.mark.parametrize("implementation", ["emulated"], indirect=True)
