@@ -8,6 +8,7 @@ from typing import Any
 
 import emulate
 import torch
+from hypothesis import HealthCheck, settings
 from interpreter import INTERPRETED
 from torch import Tensor
 
@@ -15,6 +16,14 @@ from deqfast.testing.fc_states import FCCase
 from deqfast.testing.norm_states import NormCase
 from deqfast.testing.states import METHODS, Case, StepsCase, make_state, same_bits
 
+# The same examples on every machine. The fixture that poisons memory is the same for all of them.
+examples = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 SOURCES = {  # stems of the CUDA sources that are not named as their op
     "norm_act_backward": "norm_act",
     "norm_act_residual_backward": "norm_act_residual",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from op_calls import examples
 from torch.utils import _pytree as pytree
 
 import deqfast
@@ -12,14 +13,6 @@ from deqfast import Anderson, Broyden, Groups, Picard, Status, solve
 from deqfast.testing import after_solve, assert_close, bounds, lost, rounding
 
 KERNELS = [name for name in ("cpp", "torch") if deqfast.backends()[name]]
-# derandomize: the same examples on every machine. The fixture that poisons memory is the same for all of them.
-examples = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 SOLVED = ("status", "iterations", "residual", "residual_rel", "residual_abs")
 
 kernels = st.sampled_from(KERNELS)
@@ -123,7 +116,7 @@ def test_memory_of_the_start_means_nothing(seed, batch, shape, dtype, solver, ke
 @examples
 @given(seeds, st.integers(1, 5), shapes, dtypes, solvers(), kernels)
 def test_what_a_solution_says_is_so(seed, batch, shape, dtype, solver, kernel):
-    """By the residual at its value, computed anew in float64."""
+    """By the residual at its value, computed again in float64."""
     f = Map(seed, batch, shape, dtype)
     solution = solve(f, torch.zeros(batch, *shape, dtype=dtype), solver, kernel)
     f.slope, f.shift = f.slope.double(), f.shift.double()
@@ -151,10 +144,10 @@ def test_a_tree_is_solved_as_its_leaves_side_by_side(seed, batch, kinds, solver,
     flat = object.__new__(Map)
     flat.slope = torch.cat([m.slope.reshape(batch, -1) for m in maps], dim=1)
     flat.shift = torch.cat([m.shift.reshape(batch, -1) for m in maps], dim=1)
-    tree, beside = solve(on_tree, z0, solver, kernel), solve(flat, torch.zeros_like(flat.shift), solver, kernel)
+    tree, joint = solve(on_tree, z0, solver, kernel), solve(flat, torch.zeros_like(flat.shift), solver, kernel)
     joined = torch.cat([leaf.reshape(batch, -1) for leaf in pytree.tree_leaves(tree.value)], dim=1)
-    assert all(torch.equal(getattr(tree, name), getattr(beside, name)) for name in SOLVED)
-    assert torch.equal(joined, beside.value)
+    assert all(torch.equal(getattr(tree, name), getattr(joint, name)) for name in SOLVED)
+    assert torch.equal(joined, joint.value)
 
 
 @examples
