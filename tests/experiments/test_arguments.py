@@ -10,6 +10,8 @@ import pytest
 import runs
 import separation
 import study
+import sudoku
+import text
 from nc_study.config import parse
 
 SCRIPTS = {
@@ -18,7 +20,10 @@ SCRIPTS = {
     "study": study.main,
     "layer_peeled": layer_peeled.main,
     "separation": separation.main,
-    "graphs": partial(runs.main, None, graphs.Graphs, graphs.ARMS, graphs.train, graphs.draw),
+    **{
+        script.__name__: partial(runs.main, None, options, script.ARMS, script.train, script.draw)
+        for script, options in ((graphs, graphs.Graphs), (sudoku, sudoku.Sudoku), (text, text.Text))
+    },
 }
 
 
@@ -55,6 +60,9 @@ SCRIPTS = {
         ("graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
         ("graphs --lr 0", "--lr 0.0"),
         ("graphs --seeds 0", "--seeds 0"),
+        ("sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
+        ("sudoku --data-root .", "--size 6: 9 with --data-root"),
+        ("text --width 100", "--width 100"),
     ],
 )
 def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import graphs
 import images
@@ -14,7 +17,7 @@ import sudoku
 import text
 import torch
 from PIL import Image
-from runs import Run, SettingsError, StudyError
+from runs import Run, StudyError
 
 from deqfast.testing import after_solve, rounding
 
@@ -109,36 +112,87 @@ def test_the_perceptron_alone_sees_no_edge_and_the_rows_of_the_weight_are_bounde
     assert cell.linear.weight.abs().sum(dim=1).max() <= 0.5 + 1e-6
 
 
-def write_graph(folder, **changed):
-    """A ring of six nodes, as --data-root has graphs."""
-    nodes = np.arange(6)
+def cora(**changed):
+    """The file of a ring of six nodes, as --data-root has graphs."""
+    nodes, content = np.arange(6), io.BytesIO()
     ring = np.stack([nodes, (nodes + 1) % 6], axis=1)
-    content = {"x_data": np.ones(6), "x_indices": nodes % 3, "x_indptr": np.arange(7), "x_shape": np.array([6, 3])}
-    content |= {"y": nodes % 2, "edges": np.concatenate([ring, ring[:, ::-1]])}
-    content |= {f"{split}_mask_{k}": nodes % 3 == i for i, split in enumerate(("train", "val", "test")) for k in (0, 1)}
-    np.savez(folder / "cora.npz", **{key: value for key, value in (content | changed).items() if value is not None})
+    arrays = {"x_data": np.ones(6), "x_indices": nodes % 3, "x_indptr": np.arange(7), "x_shape": np.array([6, 3])}
+    arrays |= {"y": nodes % 2, "edges": np.concatenate([ring, ring[:, ::-1]])}
+    arrays |= {f"{split}_mask_{k}": nodes % 3 == i for i, split in enumerate(("train", "val", "test")) for k in (0, 1)}
+    np.savez(content, **{key: value for key, value in (arrays | changed).items() if value is not None})
+    return {"cora.npz": content.getvalue()}
 
 
-def test_files_of_graphs_are_read_and_checked(tmp_path):
-    options = graphs.Graphs(data="cora", data_root=str(tmp_path), width=4, steps=5)
-    with pytest.raises(StudyError, match="no such .npz file"):
-        graphs.load(options)
-    write_graph(tmp_path)
+def folders():
+    """An image of 20 x 24 pixels in every folder."""
+    content = io.BytesIO()
+    Image.fromarray(np.zeros((20, 24), np.uint8)).save(content, "png")
+    return {f"{name}/a.png": content.getvalue() for name in restoration.FOLDERS.values()}
+
+
+def given(kind, files, **options):
+    """Options with these files under --data-root, which is the working folder."""
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    return kind(**{"data_root": "."} | options)
+
+
+def test_data_of_ones_own_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = given(graphs.Graphs, cora(), data="cora", width=4, steps=5)
     problem = graphs.load(options, seed=1)
     assert problem.adjacency.layout == problem.features.layout == torch.sparse_csr
     assert torch.allclose(problem.adjacency.to_dense().sum(dim=1), torch.ones(6))
     assert graphs.train(Run(options, tmp_path, "deq", seed=0)).scores["converged"] == 1
-    for changed, said in (
-        ({"y": None}, "y is not"),
-        ({"edges": np.zeros((0, 2), int)}, r"edges must be \(E, 2\) with E > 0"),
-        ({"edges": np.array([[0, 99]])}, "edges must join nodes from 0 to 5, not 0 and 99"),
-    ):
-        write_graph(tmp_path, **changed)
-        with pytest.raises(StudyError, match=said):
-            graphs.load(options)
-    for given in ({"data": "cora"}, {"data_root": "."}):
-        with pytest.raises(StudyError, match="--data-root, chains are made without it"):
-            graphs.load(graphs.Graphs(**given))
+    name, data = restoration.load(given(restoration.Restoration, folders(), patch=16))
+    assert name == "Train400 (1), Set12 (1), BSD68 (1)" and data["train"][0].shape == (20, 24)
+    corpus = text.load(given(text.Text, {f"{name}.txt": 1000 * name.encode() for name in "ab"}))
+    assert corpus.characters == "ab" and [len(part) for part in corpus[2:]] == [1800, 100, 100]
+
+
+EASY = (
+    "050703060007000800000816000000030000005000100730040086906000204840572093000409000 "
+    "158723469367954821294816375619238547485697132732145986976381254841572693523469718"
+)
+PUZZLES = {  # a bad line behind a good one
+    "12 34": "not 81 digits",
+    EASY.replace("0507", "5507"): "the puzzle has no solution",
+    EASY.replace("0507", "0007").replace("7003", "0000").replace("0409", "0000"): "more than one solution",
+    EASY[:-1] + "1": "another solution than the line says",
+}
+REFUSED = [
+    (graphs.Graphs, {}, {"data": "cora"}, "no such .npz file"),
+    (graphs.Graphs, {}, {"data": "cora", "data_root": None}, "--data-root, chains are made without it"),
+    (graphs.Graphs, {}, {}, "--data-root, chains are made without it"),
+    (graphs.Graphs, cora(y=None), {"data": "cora"}, "y is not"),
+    (graphs.Graphs, cora(edges=np.zeros((0, 2), int)), {"data": "cora"}, r"edges must be \(E, 2\) with E > 0"),
+    (graphs.Graphs, cora(edges=np.array([[0, 99]])), {"data": "cora"}, "edges must join .* 0 to 5, not 0 and 99"),
+    (images.Images, {}, {}, "cifar-10-batches-py"),
+    (images.Images, {}, {"data_root": None, "images": 37}, "--images 37: there are 36"),
+    (restoration.Restoration, {}, {}, "Train400"),
+    (restoration.Restoration, folders(), {"patch": 21}, "--patch 21: at most 20"),
+    (restoration.Restoration, folders() | {"Set12/a.png": b"no image"}, {"patch": 16}, "Set12/a.png"),
+    (sudoku.Sudoku, {}, {"size": "9"}, r"folder of \*.txt"),
+    *(
+        (sudoku.Sudoku, {"a.txt": f"{EASY}\n{line}\n".encode()}, {"size": "9"}, f"a.txt, line 2: .*{PUZZLES[line]}")
+        for line in PUZZLES
+    ),
+    (text.Text, {}, {}, "--data-root .*0 characters"),
+    (text.Text, {}, {"data_root": "it.txt"}, "--data-root .*No such file"),
+    (text.Text, {"it.txt": b"ten chars."}, {"context": 16}, "--data-root .*10 characters; at least 340"),
+    (text.Text, {"it.txt": b"\x89PNG\xff\xfe" * 1000}, {}, "--data-root .*UTF-8"),
+    (text.Text, {"it.txt": b"a\0" * 1000}, {}, "--data-root .*zero byte"),
+]
+
+
+@pytest.mark.parametrize(("kind", "files", "options", "said"), REFUSED)
+def test_data_that_cannot_serve_are_named_in_a_line(kind, files, options, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = sys.modules[kind.__module__]
+    with pytest.raises(StudyError, match=said) as error:
+        getattr(script, "check", getattr(script, "load", None))(given(kind, files, **options))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("scales", [1, 2, 3])
@@ -156,13 +210,6 @@ def test_augmentation_moves_and_mirrors_images_by_themselves():
     assert bool(((moved == 0) | torch.isin(moved, given)).all())
 
 
-def test_images_that_are_not_there(tmp_path):
-    with pytest.raises(StudyError, match="cifar-10-batches-py"):
-        images.load(images.Images(data_root=str(tmp_path)))
-    with pytest.raises(StudyError, match="--images 37: there are 36"):
-        images.load(images.Images(images=37))
-
-
 @pytest.mark.parametrize("task", ["deblur", "inpaint"])
 def test_the_measurement_and_its_adjoint(task):
     torch.manual_seed(0)
@@ -170,24 +217,6 @@ def test_the_measurement_and_its_adjoint(task):
     x, y = torch.randn(2, 2, 1, 16, 18, dtype=torch.float64)
     known = restoration.Measurement(known.y.double(), known.transfer.to(torch.complex128), known.mask.double())
     assert torch.isclose((known.forward(x) * y).sum(), (x * known.adjoint(y)).sum())
-
-
-def test_folders_of_images_are_read_and_checked(tmp_path):
-    def load(patch=16):
-        return restoration.load(restoration.Restoration(data_root=str(tmp_path), patch=patch))
-
-    with pytest.raises(StudyError, match="Train400"):
-        load()
-    for name in restoration.FOLDERS.values():
-        (tmp_path / name).mkdir()
-        Image.fromarray(np.zeros((20, 24), np.uint8)).save(tmp_path / name / "a.png")
-    name, data = load()
-    assert name == "Train400 (1), Set12 (1), BSD68 (1)" and data["train"][0].shape == (20, 24)
-    with pytest.raises(StudyError, match="--patch 21: at most 20"):
-        load(21)
-    (tmp_path / "Set12/a.png").write_bytes(b"no image")
-    with pytest.raises(StudyError, match="Set12/a.png"):
-        load()
 
 
 @pytest.mark.parametrize("arm", text.ARMS)
@@ -204,32 +233,3 @@ def test_no_character_is_told_by_those_after_it(arm):
     allowed = after_solve(1e-6 + rounding(torch.float32))
     torch.testing.assert_close(a[:8], b[:8], atol=allowed, rtol=allowed)
     assert not torch.allclose(a[8:], b[8:], atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "No such file"),
-        (b"ten chars.", "10 characters; at least 340"),
-        (b"\x89PNG\xff\xfe" * 1000, "UTF-8"),
-        (b"a\0" * 1000, "zero byte"),
-    ],
-)
-def test_a_text_that_cannot_serve(tmp_path, content, said):
-    path = tmp_path / "it.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(StudyError, match=said) as error:
-        text.load(text.Text(data_root=str(path), context=16))
-    assert "--data-root" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_folder_of_texts_and_a_width_that_heads_do_not_divide(tmp_path):
-    with pytest.raises(StudyError, match="0 characters"):
-        text.load(text.Text(data_root=str(tmp_path)))
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name * 1000)
-    corpus = text.load(text.Text(data_root=str(tmp_path)))
-    assert corpus.characters == "ab" and [len(part) for part in corpus[2:]] == [1800, 100, 100]
-    with pytest.raises(SettingsError, match="--width 100"):
-        text.Text(width=100)
