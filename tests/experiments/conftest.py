@@ -75,3 +75,9 @@ def cut_off(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], No
             train()
 
     return cut_off
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")

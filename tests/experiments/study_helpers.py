@@ -109,7 +109,7 @@ def assert_same(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> N
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int = 0) -> None:
-    """After so many more synced files the disk is full."""
+    """After this number of further synced files the disk is full."""
     sync, left = os.fsync, [writes]
 
     def fsync(descriptor: int) -> None:

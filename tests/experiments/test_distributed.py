@@ -97,7 +97,7 @@ def test_gradients_counts_and_predictions_are_those_of_the_whole_batch(tmp_path)
     program.write_text(UNITS)
     done = together(str(program), str(tmp_path))
     assert done.stdout == "rank 0\n", done.stderr
-    assert done.returncode != 0 and done.stderr.count("StudyError: no") == 1  # told by the first alone
+    assert done.returncode != 0 and done.stderr.count("StudyError: no") == 1  # told only by the first
     with float64():
         expected = steps_of_every_kind()
     assert expected["jfb"]["solver"]["skipped"] == 3 + 10 and expected["jfb"]["losses"][-1] == [0, 0, 0]

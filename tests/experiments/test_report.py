@@ -30,7 +30,7 @@ def group_of(path):
 
 
 @pytest.mark.parametrize("arm", ["once", "deq-implicit"])
-def test_the_protocols_runs_of_one_arm_alone(arm):
+def test_the_protocols_runs_of_only_one_arm(arm):
     (path,) = (EXPERIMENTS / "results" / "protocol").glob(f"cifar10-k3-r100-study-{arm}-seed0-*")
     groups = collect([path]).groups
     assert groups[0].first_recipe and tables.findings(groups)[0].startswith("No verdict yet: 0 of the 48")

@@ -35,7 +35,7 @@ def test_seeds_become_a_mean_and_a_band_and_networks_differ_in_more_than_colour(
     assert {(line.get_color(), line.get_marker()) for line in nc2.lines} == {("#0072B2", "o"), ("#D55E00", "s")}
 
 
-def test_dots_are_paired_by_seed_beside_the_interval_the_papers_value_and_what_nc2_can_be(made_up):
+def test_dots_are_paired_by_seed_next_to_the_interval_the_papers_value_and_what_nc2_can_be(made_up):
     for seed in (0, 1):
         root = made_up(seed=seed, shift=2.0 + seed, model="explicit").parent
         made_up(seed=seed, shift=2.0 + seed)

@@ -135,7 +135,7 @@ def test_the_conclusions_are_the_protocols():
     said = ["The DEQ with the implicit gradient classifies long-tailed images better than", "Its equilibrium brings"]
     assert [one[: len(start)] for one, start in zip(conclusions(everything), said, strict=True)] == said
     assert "not shown" in conclusions({**everything, "A4": OPEN, "A5": OPEN})[0], "what is open shows nothing"
-    assert "not shown" in conclusions({**everything, "A4": EQUAL})[0], "one control alone decides neither way"
+    assert "not shown" in conclusions({**everything, "A4": EQUAL})[0], "one control by itself decides neither way"
     assert "The normalised ending makes" in conclusions({**everything, "A4": EQUAL, "A5": CONTRADICTED})[0]
     assert (
         all("not shown" in one for one in conclusions(nothing))
@@ -145,7 +145,7 @@ def test_the_conclusions_are_the_protocols():
 
 
 def test_no_verdict_before_the_last_primary_run(primary):
-    """Estimates are of the settings that have two seeds of every arm; where none has, there is a first look."""
+    """Estimates are of the settings that have two seeds of every arm; without one, there is a first look."""
     said = findings([primary(lambda seed, arm: 2 + seed / 5, without=17)])
     assert said[0].startswith("No verdict yet: 7 of the 24 runs") and "overall accuracy +2.20" in said[1]
     group = primary(lambda seed, arm: 2 + seed / 5, without=1)
@@ -177,7 +177,7 @@ def test_a_setting_is_ready_when_the_arms_share_two_seeds(write):
     (group,) = write(*((1.0, of_b(arm, seed=seed)) for arm, seed in pairs))
     assert ready(group) == {PRIMARY[0]: 2}
     del group.runs[PRIMARY[0].setting, "once"][1]
-    assert ready(group) == {}, "they share seed 2 alone"
+    assert ready(group) == {}, "they share only seed 2"
 
 
 @pytest.mark.parametrize(

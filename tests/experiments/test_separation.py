@@ -22,7 +22,7 @@ SMALL = diagonal.Sizes(((4, 2),), (0.5, 1.0), (0.4, 0.2), 1)
 
 @pytest.fixture
 def small(monkeypatch):
-    """The diagonal experiment alone, of a tiny size."""
+    """Only the diagonal experiment, of a tiny size."""
     tiny = replace(diagonal.DIAGONAL, sizes={"quick": SMALL, "full": replace(SMALL, seeds=2)})
     monkeypatch.setattr(separation, "EXPERIMENTS", {"diagonal": tiny})
     monkeypatch.setattr(diagonal, "HORIZON", 2.0)
@@ -221,7 +221,7 @@ def test_hold_out_from_small_weights_is_the_minimum_degree_interpolators():
     assert errors == pytest.approx([4 * gotu.HELD**2] * 2, rel=1e-3)
 
 
-def test_gotu_section_shows_networks_beside_the_interpolator(monkeypatch):
+def test_gotu_section_shows_networks_and_the_interpolator(monkeypatch):
     monkeypatch.setattr(gotu, "DESCENT", (0.02, 20))
     sizes = gotu.Sizes(networks.Course(2, 16, (0.01,), 1), (1.0,), 1)
     results = {unit: gotu.measure(sizes, unit) for unit in gotu.units(sizes)}
@@ -249,7 +249,7 @@ def test_features_are_those_of_the_network_and_their_density_is_known():
         assert sum(heatmap.magnitudes(fnn, x)) == pytest.approx(float(fnn(x).mean()))
 
 
-def test_heatmap_section_stands_networks_beside_their_start():
+def test_heatmap_section_compares_networks_with_their_start():
     sizes = heatmap.Sizes(networks.Course(2, 16, (0.01,), 1), 2)
     found = heatmap.section(sizes, {unit: heatmap.measure(sizes, unit) for unit in heatmap.units(sizes)})
     assert len(found.claims) == 3 and len(found.tables[0].rows) == 3

@@ -62,7 +62,7 @@ def test_parts_of_the_samples_are_disjoint_and_the_best_constant_is_at_1(encodin
     assert (task.x[task.parts["validation"]][:, None] == x).all(2).any(0).all()
 
 
-def test_fits_lie_beside_the_record_and_have_its_errors(run, tmp_path):
+def test_fits_lie_next_to_the_record_and_have_its_errors(run, tmp_path):
     assert run(tone=wav(TONE[::-1].copy()), other=wav(TONE))[0] == 0
     experiment, unit = audio.recorded(tmp_path / "in"), frame.Unit("tone-fourier", 0)
     record = frame.path_of(tmp_path / "out" / "quick", experiment, unit)

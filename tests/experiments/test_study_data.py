@@ -62,7 +62,7 @@ def test_validation_images_are_training_images_that_are_not_trained_on(source):
 
 
 @pytest.mark.parametrize("classes", [10, 100])
-def test_shapes_depend_on_the_seed_alone(classes):
+def test_shapes_depend_only_on_the_seed(classes):
     labels = np.arange(100) % classes
     images, again, other = (draw_shapes(labels, classes, seed)[0] for seed in (4, 4, 5))
     assert images.shape == (100, 32, 32, 3) and images.dtype == np.uint8

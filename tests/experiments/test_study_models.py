@@ -31,7 +31,7 @@ def test_the_explicit_network_is_resnet_18():
     assert logits.shape == (2, 10) and features.shape == (2, 512) and solution is None
 
 
-def test_initial_weights_depend_on_the_seed_alone_and_networks_differ_in_the_last_block_alone():
+def test_initial_weights_depend_only_on_the_seed_and_networks_differ_only_in_the_last_block():
     torch.manual_seed(5)
     state = torch.get_rng_state()
     one, two, other = make("deq", width=1), make("deq", width=1), make("deq", width=1, seed=1)
@@ -71,7 +71,7 @@ def test_the_deq_network_takes_its_settings(solver, adjoint):
 
 
 @pytest.mark.parametrize("model", ["explicit", "explicit-norm", "once", "deq"])
-def test_the_scale_is_the_gain_of_the_branch_beside_the_input(model):
+def test_the_scale_is_the_gain_of_the_branch_that_is_added_to_the_input(model):
     """A norm that follows takes it out again: what counts is the branch where the input is added."""
     branches, x = [], torch.randn(3, 8, 4, 4)
     for scale in (1.0, 0.25):

@@ -119,9 +119,8 @@ def test_trials_are_run_recorded_and_read_by_the_reports(tmp_path, monkeypatch):
         tuned()
 
 
-def test_without_data_the_study_fails_at_once_and_says_what_to_do(tmp_path, monkeypatch, capsys):
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
+@pytest.mark.usefixtures("no_network")
+def test_without_data_the_study_fails_at_once_and_says_what_to_do(tmp_path, capsys):
     arguments = ["--table", "2", "--dataset", "cifar10", "--data-root", str(tmp_path / "none"), "--out", str(tmp_path)]
     assert script.main(arguments) == 1
     errors = capsys.readouterr().err

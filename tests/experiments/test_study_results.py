@@ -1,4 +1,4 @@
-"""The paper's tables as typed in, the record of a run, and the row measured beside the paper's."""
+"""The paper's tables as typed in, the record of a run, and the row measured with the paper's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_no_record_holds_a_nan():
         to_json(replace(result.network.accuracy.overall, mean=float("nan")))
 
 
-def test_the_report_shows_the_row_beside_the_papers_and_says_what_cannot_be_compared():
+def test_the_report_shows_the_row_next_to_the_papers_and_says_what_cannot_be_compared():
     text = report([made_up_result(paper_settings(epochs=4, model=model)) for model in BOTH])
     explicit, deq = (line for line in text.splitlines() if line.startswith("  paper"))
     assert explicit == "  paper: overall 72.57±0.25, majority 96.40±0.32, minority 62.36±0.12"

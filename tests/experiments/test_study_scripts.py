@@ -77,9 +77,8 @@ def test_the_cell_of_a_finished_run_is_a_problem_of_the_benchmarks(whole):
     assert_close(means, bias.expand_as(means), ITERATES)
 
 
+@pytest.mark.usefixtures("no_network")
 def test_without_data_and_network_the_balanced_script_says_why_it_takes_shapes(tmp_path, monkeypatch, capsys):
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
     arguments = [word for word in TINY if word not in ("--dataset", "shapes", "--ratio", "10")]
     assert run_script("cifar_balanced.py", *arguments, "--epochs", "1", "--n-majority", "5", "--model", "explicit") == 0
