@@ -9,7 +9,7 @@ import torch
 
 from deqfast.testing import rounding
 
-EXACT_RTOL = rounding(torch.float64, 5000)  # well conditioned sums of at most so many numbers
+EXACT_RTOL = rounding(torch.float64, 5000)  # well conditioned sums of at most this number of terms
 GPU_RTOL = rounding(torch.float32)  # there sums of features that are shorter than float64 are in float32
 ROUNDING = rounding(torch.float64) ** 0.5  # distances that are zero but for rounding: roots of differences
 PINV_RTOL = 1e-12  # eigenvalues of Sigma_B below this share of the largest are zero in the reference

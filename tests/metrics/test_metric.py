@@ -215,7 +215,7 @@ def test_classifier_is_read_when_computing(streaming):
 
 @list_and_streaming
 def test_it_moves_and_converts_with_the_model_that_holds_it(streaming):
-    """Labels stay integers, moments float64; features become another dtype by ``set_dtype`` alone."""
+    """Labels stay integers, moments float64; features become another dtype only by ``set_dtype``."""
     features, labels = torch.randn(60, 4), torch.arange(60) % 3 + 2000
     weight = torch.randn(2003, 4)
     expected, model = NeuralCollapse(2003, weight, streaming=streaming), torch.nn.Module()
@@ -254,10 +254,7 @@ def distributed_results(rank):
                 in_pieces(metric, *mine, sizes=(40, 41))
             first = metric.compute()
             metric.update(features[:50] + rank, labels[:50])
-            results[f"{name}, streaming={streaming}"] = [
-                first._asdict(),
-                metric.compute()._asdict(),
-            ]
+            results[f"{name}, streaming={streaming}"] = [first._asdict(), metric.compute()._asdict()]
     return results
 
 
