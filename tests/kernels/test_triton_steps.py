@@ -13,12 +13,6 @@ if not (available := backends()["triton"]):
 
 from deqfast.kernels import config
 
-every_step = pytest.mark.parametrize("method", [None, "good", "and2"], ids=str)
-
-
-def step_of(method: str | None):
-    return Kernel("triton").op("picard_step" if method is None else "multisecant_step")
-
 
 def test_programs_share_long_samples_where_the_batch_leaves_multiprocessors_idle(monkeypatch):
     monkeypatch.setattr(config, "multiprocessors", lambda device: 132)
@@ -28,7 +22,8 @@ def test_programs_share_long_samples_where_the_batch_leaves_multiprocessors_idle
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@every_step
+@pytest.mark.parametrize("method", [None, "good", "and2"], ids=str)
 def test_a_device_that_is_not_the_current_one(method):
-    check_step(step_of(method), Case(method, size=31, k=3), "cuda:1")
+    step = Kernel("triton").op("multisecant_step" if method else "picard_step")
+    check_step(step, Case(method, size=31, k=3), "cuda:1")
     assert torch.cuda.current_device() == 0
