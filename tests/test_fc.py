@@ -120,7 +120,7 @@ class TestOp:
 
 LARGE = 99 * 1024  # bytes of shared memory of a block
 # Multiprocessors and shared memory: W in one block, and cut into the columns of teams of 2 to 5 blocks, for D = 33.
-DEVICES = {"alone": (4, LARGE), "a team": (7, 10_000), "teams": (13, 8_200), "as many blocks as there are": (5, 7_000)}
+DEVICES = {"single": (4, LARGE), "a team": (7, 10_000), "teams": (13, 8_200), "as many blocks as there are": (5, 7_000)}
 every_device = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -291,11 +291,7 @@ class TestFunction:
             ({"z0": torch.full((2, 4), math.nan)}, ValueError, "z0 must be finite; it is not in 2 of 2 rows: 0, 1"),
             ({"activation": "sine"}, ValueError, "activation must be one of .*, got 'sine'"),
             ({"solver": "broyden"}, ValueError, "solver must be Picard with relaxation 1, got Broyden"),
-            (
-                {"solver": Picard(relaxation=0.5)},
-                ValueError,
-                r"solver must be Picard with relaxation 1, got .*relaxation=0.5",
-            ),
+            ({"solver": Picard(relaxation=0.5)}, ValueError, "solver must be .* relaxation 1, got .*relaxation=0.5"),
             ({"kernel": "fast"}, ValueError, "kernel must be one of .*, got 'fast'"),
         ],
     )

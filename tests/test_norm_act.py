@@ -195,22 +195,21 @@ class TestCell:
     )
     def test_low_precision(self, dtype, z_dtype, x_dtype):
         """A cell in float32 under autocast, and one in bfloat16."""
+
+        def with_gradients(cell, z, x):
+            f = cell(z.requires_grad_(), x.requires_grad_())
+            total = f.to(torch.promote_types(f.dtype, torch.float32)).sin().sum()
+            return f, *torch.autograd.grad(total, [z, x, *cell.parameters()])
+
         cell, (z, x) = cell_of("auto").to(dtype), state()
         z, x, plain = z.to(z_dtype), x.to(x_dtype), with_kernel(cell, "torch")
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-            low = [self.value_and_gradients(each, z, x) for each in (cell, plain)]
-        exact = self.value_and_gradients(copy.deepcopy(plain).double(), z.double(), x.double())
+            low = [with_gradients(each, z, x) for each in (cell, plain)]
+        exact = with_gradients(copy.deepcopy(plain).double(), z.detach().double(), x.detach().double())
         for found, like, right in zip(*low, exact, strict=True):
             assert found.dtype == like.dtype
             units = ACCURACY_UNITS * torch.finfo(torch.bfloat16).eps / torch.finfo(found.dtype).eps
             assert_accurate(found, like, right, units=units)
-
-    @staticmethod
-    def value_and_gradients(cell, z, x):
-        z, x = (tensor.detach().requires_grad_() for tensor in (z, x))
-        f = cell(z, x)
-        total = f.to(torch.promote_types(f.dtype, torch.float32)).sin().sum()
-        return f, *torch.autograd.grad(total, [z, x, *cell.parameters()])
 
     def test_what_the_kernels_do_not_serve(self):
         z, x = state(dtype=torch.float16)

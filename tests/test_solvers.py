@@ -63,10 +63,6 @@ def textbook(problem: FixedPoint, count: int, history: int, step: Callable) -> t
     return torch.stack(iterates)
 
 
-def of_picard(relaxation: float, kind: str, g: torch.Tensor, pairs: deque) -> torch.Tensor:
-    return relaxation * g
-
-
 def of_broyden(relaxation: float, kind: str, g: torch.Tensor, pairs: deque) -> torch.Tensor:
     """By updates of a dense inverse Jacobian, rebuilt from -I on the newest pairs."""
     h = -torch.eye(g.shape[1], dtype=g.dtype).expand(len(g), -1, -1)
@@ -129,7 +125,8 @@ class TestIterates:
 
     @pytest.mark.parametrize("relaxation", [1.0, 0.7, 1.3])
     def test_picard(self, relaxation, kernel, device):
-        self.compare(Picard(NEVER, self.COUNT, relaxation=relaxation), of_picard, kernel, device)
+        solver = Picard(NEVER, self.COUNT, relaxation=relaxation)
+        self.compare(solver, lambda relaxation, kind, g, pairs: relaxation * g, kernel, device)
 
 
 class TestDegenerateHistory:
