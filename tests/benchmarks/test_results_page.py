@@ -1,4 +1,4 @@
-"""benchmarks/report.py: tables from rows, targets judged by the data alone, numbers in sentences that are checked."""
+"""benchmarks/report.py: tables from rows, targets judged by the data only, numbers in sentences that are checked."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_a_number_of_several_runs_is_all_of_theirs():
     assert tables.Table("T", rows).facts() == {"t.a.time": "2.71 ms and 2.37 ms", "t.a.waits": "9"}
 
 
-def test_a_target_is_met_or_missed_by_the_data_alone():
+def test_a_target_is_met_or_missed_only_by_the_data():
     found = [state for _, state in judged(record(solve_rows())).values()]
     assert len(found) == len(TARGETS) + len(GPU_TARGETS)
     assert (found.count("met"), found.count("not measured: no GPU")) == (4 + 4 + 2, len(GPU_TARGETS))
