@@ -13,7 +13,7 @@ from deqfast.ops import Kernel
 from deqfast.ops.steps import PROGRESS, StopRule
 from deqfast.ops.steps.reference import solve_window
 from deqfast.testing import ITERATES, assert_accurate, assert_close, assert_solves, linear, relative_error, rounding
-from deqfast.testing.states import METHODS
+from deqfast.testing.states import METHODS, Case, start_state
 
 # (z, f(z), what is given, status)
 JUDGED = [
@@ -61,14 +61,10 @@ picard_step, multisecant_step = map(Kernel("torch").op, ("picard_step", "multise
 NAN, INF = math.nan, math.inf
 
 
-def monitor(batch: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {
-        "status": torch.zeros(batch, dtype=torch.int8),
-        "iterations": torch.zeros(batch, dtype=torch.int32),
-        "residual": torch.full((2, batch), INF, dtype=dtype),
-        "progress": torch.full((6, batch), INF, dtype=dtype),
-        "active": torch.tensor([batch], dtype=torch.int32),
-    }
+def monitor() -> dict[str, torch.Tensor]:
+    """The records of one sample before its first evaluation."""
+    state = start_state(Case(batch=1, size=2))
+    return {name: state[name] for name in ("status", "iterations", "residual", "progress", "active")}
 
 
 class TestPicardStep:
@@ -78,7 +74,7 @@ class TestPicardStep:
         """What is given beyond z and f(z): rules by name, rows of PROGRESS by name, other records whole."""
         z, fz = torch.tensor([z], dtype=torch.float32), torch.tensor([fz], dtype=torch.float32)
         rule = StopRule(**{"tol": 0.1} | {name: given.pop(name) for name in StopRule._fields if name in given})
-        state = monitor(1)
+        state = monitor()
         for name, value in ({"least": 0.875} | given).items():
             record = state["progress"][PROGRESS.index(name)] if name in PROGRESS else state[name]
             record[:] = torch.tensor(value, dtype=record.dtype).view(-1, *record.shape[1:])
@@ -249,7 +245,7 @@ def test_a_first_multisecant_step_is_a_mixed_picard_step_and_starts_the_history(
     left, df = (torch.full((1, 3, 2), NAN) for _ in range(2))
     gram = torch.full((1, 5, 3), NAN)
     rule = 0, False, *StopRule(1e-3)
-    multisecant_step(z, fz, z.clone(), *monitor(1).values(), z, left, df, gram, *rule, ANDERSON_II, 0.5, 0.5, 0.0)
+    multisecant_step(z, fz, z.clone(), *monitor().values(), z, left, df, gram, *rule, ANDERSON_II, 0.5, 0.5, 0.0)
     assert z.tolist() == left[:, 0].tolist() == [[0.5, 1.0]]
     assert left[:, 1:].isnan().all() and df.isnan().all() and gram.isnan().all()
 
@@ -258,7 +254,7 @@ def test_the_last_evaluation_leaves_state_and_history_alone():
     tensors = [torch.randn(1, 3, 2), torch.randn(1, 3, 2), torch.randn(1, 5, 3)]
     z, f_prev = torch.randn(1, 2), torch.randn(1, 2)
     before = [t.clone() for t in (z, *tensors)]
-    records = monitor(1)
+    records = monitor()
     rule = 2, True, *StopRule(1e-3)
     multisecant_step(z, z + 1, z.clone(), *records.values(), f_prev, *tensors, *rule, BROYDEN_GOOD, 1.0, 1.0, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, (z, *tensors), strict=True))

@@ -155,11 +155,11 @@ EASY = (
     "050703060007000800000816000000030000005000100730040086906000204840572093000409000 "
     "158723469367954821294816375619238547485697132732145986976381254841572693523469718"
 )
-PUZZLES = {  # a bad line behind a good one
-    "12 34": "not 81 digits",
-    EASY.replace("0507", "5507"): "the puzzle has no solution",
-    EASY.replace("0507", "0007").replace("7003", "0000").replace("0409", "0000"): "more than one solution",
-    EASY[:-1] + "1": "another solution than the line says",
+PUZZLES = {  # what is said of a bad line behind a good one
+    "12 34": "a.txt, line 2: .*not 81 digits",
+    EASY.replace("0507", "5507"): "a.txt, line 2: .*the puzzle has no solution",
+    EASY.replace("0507", "0007").replace("7003", "0000").replace("0409", "0000"): "line 2: .*more than one solution",
+    EASY[:-1] + "1": "a.txt, line 2: .*another solution than the line says",
 }
 REFUSED = [
     (graphs.Graphs, {}, {"data": "cora"}, "no such .npz file"),
@@ -174,10 +174,7 @@ REFUSED = [
     (restoration.Restoration, folders(), {"patch": 21}, "--patch 21: at most 20"),
     (restoration.Restoration, folders() | {"Set12/a.png": b"no image"}, {"patch": 16}, "Set12/a.png"),
     (sudoku.Sudoku, {}, {"size": "9"}, r"folder of \*.txt"),
-    *(
-        (sudoku.Sudoku, {"a.txt": f"{EASY}\n{line}\n".encode()}, {"size": "9"}, f"a.txt, line 2: .*{PUZZLES[line]}")
-        for line in PUZZLES
-    ),
+    *((sudoku.Sudoku, {"a.txt": f"{EASY}\n{line}\n".encode()}, {"size": "9"}, told) for line, told in PUZZLES.items()),
     (text.Text, {}, {}, "--data-root .*0 characters"),
     (text.Text, {}, {"data_root": "it.txt"}, "--data-root .*No such file"),
     (text.Text, {"it.txt": b"ten chars."}, {"context": 16}, "--data-root .*10 characters; at least 340"),
