@@ -52,8 +52,9 @@ def test_every_solver_solves_every_problem(name, problem_name, kernel, device):
 
 def textbook(problem: FixedPoint, count: int, history: int, step: Callable) -> torch.Tensor:
     """Iterates (count, B, D); step(g, pairs) follows from the newest pairs (s, y)."""
+    pairs: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=history)
     z = problem.z0
-    g, pairs, iterates = problem.f(z) - z, deque(maxlen=history), [z]
+    g, iterates = problem.f(z) - z, [z]
     for _ in range(count - 1):
         z_next = z + step(g, pairs)
         g_next = problem.f(z_next) - z_next

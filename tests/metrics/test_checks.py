@@ -66,8 +66,8 @@ BAD_METRICS = [
 
 @pytest.mark.parametrize(
     ("call", "arguments", "error", "message"),
-    [(neural_collapse, GOOD | given, *said) for given, *said in BAD]
-    + [(NeuralCollapse, {"num_classes": 3} | given, *said) for given, *said in BAD_METRICS],
+    [(neural_collapse, {**GOOD, **given}, *said) for given, *said in BAD]
+    + [(NeuralCollapse, {"num_classes": 3, **given}, *said) for given, *said in BAD_METRICS],
 )
 def test_bad_arguments(call, arguments, error, message):
     neural_collapse(**GOOD)
