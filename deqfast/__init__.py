@@ -7,6 +7,7 @@ from . import metrics, regularize
 from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
 from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout
+from .diagnosis import Diagnosis, diagnose
 from .execution.export import package_options
 from .execution.one_launch import fc_fixed_point
 from .fixed_point import fixed_point
@@ -29,6 +30,7 @@ __all__ = [
     "Cell",
     "CellHooks",
     "DEQBlock",
+    "Diagnosis",
     "FCCell",
     "Groups",
     "Implicit",
@@ -48,6 +50,7 @@ __all__ = [
     "Status",
     "Unrolled",
     "backends",
+    "diagnose",
     "fc_fixed_point",
     "fixed_point",
     "neural_collapse",

@@ -21,7 +21,7 @@ from .torch_internals import pytree
 from .torch_internals.autograd import detached
 from .torch_internals.weights import hold_weights, is_cached, modules_of
 
-_HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
+HELP = "use GroupNorm or frozen statistics, deqfast.SolveDropout, and noise that is drawn outside and given in x"
 
 
 class Changes:
@@ -39,20 +39,21 @@ class Changes:
         if self.looked:
             return
         self.looked = True
-        cell = plan.cell
-        modules = cell.named_modules(prefix="cell") if isinstance(cell, nn.Module) else ()
-        found = [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
-        if found:
+        if found := changing_modules(plan.cell):
             _warn(f"it contains {', '.join(found)}")
-        elif not self.evaluates or plan.context == "torch.func" or not can_cancel(cell) or is_cached(cell):
-            return
-        elif (gap := _difference(plan)) > 0:
+        elif self.evaluates and plan.context != "torch.func" and (gap := difference(plan) or 0) > 0:
             _warn(f"two evaluations at one state differ by {gap:.1g} of its length")
+
+
+def changing_modules(cell: Any) -> list[str]:
+    """Names and classes of the cell's modules that, in training, change between calls."""
+    modules = cell.named_modules(prefix="cell") if isinstance(cell, nn.Module) else ()
+    return [f"{name} ({type(m).__name__})" for name, m in modules if m.training and _changes_with_calls(m)]
 
 
 def _warn(why: str) -> None:
     changes = "deqfast: in training mode the cell changes between calls and lacks a fixed point"
-    warn(f"{changes}: {why}; {_HELP}")
+    warn(f"{changes}: {why}; {HELP}. deqfast.diagnose(block, x) says more")
 
 
 def _changes_with_calls(module: nn.Module) -> bool:
@@ -66,11 +67,13 @@ def _changes_with_calls(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _difference(plan: Plan) -> float:
+def difference(plan: Plan) -> float | None:
     """Largest difference between two evaluations at f(z0), relative to a sample's value; 0 if rounding explains it.
 
-    Not at z0, which may be zeros: dropout leaves zeros as they are.
+    Not at z0, which may be zeros: dropout leaves zeros as they are. None if the cell cannot be tried.
     """
+    if not can_cancel(plan.cell) or is_cached(plan.cell):
+        return None
     cell, x, packing = plan.cell, plan.x, Packing(plan.z0, plan.groups, plan.scale)
     if not packing.batch:
         return 0.0
@@ -79,7 +82,7 @@ def _difference(plan: Plan) -> float:
         return [leaf.clone() for leaf in packing.check_value(evaluate(cell, z, x))]
 
     modules = modules_of(cell)
-    with _undone(modules, packing.device), solving(modules, cancelled=True), hold_weights(modules):
+    with undone(modules, packing.device), solving(modules, cancelled=True), hold_weights(modules):
         first, leaves = values_at(detached(plan.z0)), pytree.tree_leaves(plan.z0)
         z = pytree.tree_unflatten([v.to(leaf.dtype) for v, leaf in zip(first, leaves, strict=True)], packing.spec)
         once, again = values_at(z), values_at(z)
@@ -92,13 +95,15 @@ def _difference(plan: Plan) -> float:
 
 
 @contextmanager
-def _undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def undone(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Context that restores the modules' buffers, and torch's random state on the CPU and this device."""
     buffers = [(module, *named) for module in modules for named in module.named_buffers(recurse=False)]
     before = [buffer.clone() for *_, buffer in buffers]
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        yield
-    for (module, name, buffer), value in zip(buffers, before, strict=True):
-        setattr(module, name, buffer)  # the cell may have replaced it
-        if not torch.equal(buffer, value):
-            buffer.copy_(value)
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            yield
+    finally:
+        for (module, name, buffer), value in zip(buffers, before, strict=True):
+            setattr(module, name, buffer)  # the cell may have replaced it
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .solution import Solution, Status, count_statuses
 
-_REMEDIES = {
+REMEDIES = {
     Status.MAX_ITER: "give the solver more evaluations (max_iter) or a looser tolerance, or make the cell contract "
     "more",
     Status.ESCAPED: "the cell may lack a fixed point: normalise its output, damp the steps or bound its weights",
@@ -24,7 +24,10 @@ _REMEDIES = {
     "the cell between calls, such as dropout",
 }
 _INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
-OF_BLOCKS = "return_solution=True and backward_solution report every solve, warn=False silences"
+OF_BLOCKS = (
+    "deqfast.diagnose(block, x) says why; return_solution=True and backward_solution report every solve, warn=False "
+    "silences"
+)
 
 
 def is_late(status: Tensor) -> bool:
@@ -66,7 +69,7 @@ class Notice:
 
     def look(self, solution: Solution) -> None:
         """Warn if samples of the solution did not converge. On a GPU, check the solution of an earlier call."""
-        asked = [status for status in _REMEDIES if status not in self.given]
+        asked = [status for status in REMEDIES if status not in self.given]
         if not is_late(solution.status):
             if asked:
                 numbers = solution.counts or count_statuses(solution.status)
@@ -87,7 +90,7 @@ class Notice:
         if not found:
             return
         self.given.update(found)
-        said = "; ".join(f"{n} of {samples} samples {status.name}: {_REMEDIES[status]}" for status, n in found.items())
+        said = "; ".join(f"{n} of {samples} samples {status.name}: {REMEDIES[status]}" for status, n in found.items())
         warn(f"deqfast: in a {self.kind} solve, {said}. Shown once; {self.more}")
 
     def __getstate__(self) -> dict[str, object]:

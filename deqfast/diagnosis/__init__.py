@@ -1,0 +1,121 @@
+"""Diagnosis of a block: why it converges or not, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._changes import changing_modules, difference
+from .._checks import check_count
+from ..block import DEQBlock
+from ..regularize import spectral_radius
+from ..solution import Solution, Status
+from ..state.groups import Groups
+from ..torch_internals.transforms import check_plain
+from . import measure
+from .problem import Problem
+from .result import Diagnosis
+
+
+def diagnose(
+    block: DEQBlock | Callable[[Any, Any], Any],
+    x: Any,
+    z0: Any = None,
+    groups: Groups | Tensor | str | None = None,
+    *,
+    samples: int = 4,
+    starts: int = 4,
+    seed: int = 0,
+) -> Diagnosis:
+    """Measure why a block converges or not, and how wrong its gradient is; say what to change.
+
+    Runs the block's solver and trials of Picard, Anderson and Broyden from z0, and the best of them from random starts.
+    It measures the contraction at the fixed points, how they depend on the start and on x, errors of gradients, and
+    randomness. Takes 200 to 500 evaluations of the cell, and about 200 products with its Jacobian. If nothing
+    converges, up to 500 more evaluations look for a change of the cell that helps.
+
+    The block is measured in the mode that it is in, and stays as it is: gradients, buffers, torch's random state and
+    warnings. Only hooks and counters of the cell see the evaluations. Options that only speed up are left aside.
+
+    Args:
+        block: a block or a cell, which is taken as ``DEQBlock(cell)``.
+        x, z0, groups: as in a call of the block.
+        samples: samples whose gradients are compared with an exact solve; all, if the cell couples them.
+        starts: random starts, at least 0.
+        seed: of the random starts and directions.
+
+    Returns:
+        The findings and the advice.
+
+    Raises:
+        TypeError, ValueError: `samples`, `starts` or the batch is of a size that is not allowed; else as a call of the
+            block.
+        RuntimeError: within torch.func or forward-mode AD.
+
+    Examples:
+        >>> block = deqfast.DEQBlock(lambda z, x: z + torch.tanh(z) + x)
+        >>> report = deqfast.diagnose(block, torch.rand(4, 8))
+        >>> print(report.advice[0])
+    """
+    check_count("samples", samples)
+    check_count("starts", starts, 0)
+    block = block if isinstance(block, DEQBlock) else DEQBlock(block)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        plan = block._plan(x, block._initial_state(x) if z0 is None else z0, groups)
+    check_plain("diagnose", plan.z0)
+    problem = Problem(plan)
+    if not problem.packing.batch:
+        raise ValueError("x must hold at least one sample, got an empty batch")
+    gap = difference(plan)
+    with problem.held(seed):
+        return _diagnosed(block, problem, gap, samples, starts)
+
+
+def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: int, starts: int) -> Diagnosis:
+    plan = problem.plan
+    as_it_is = problem.as_it_is()
+    runs, solutions = zip(*measure.trials(problem), strict=True)
+    ways: list[tuple[Solution, Callable[[Any], Solution]]] = [(as_it_is, problem.as_it_is)]
+    ways += [(s, partial(problem.solve, run.solver, problem.f)) for run, s in zip(runs, solutions, strict=True)]
+    best, from_start = max(ways, key=lambda way: measure.quality(way[0]))
+    z, settled = best.value, best.converged
+    radius, norm = spectral_radius(problem.cell, z, plan.x, groups=plan.groups), measure.norm(problem, z)
+    spread, moved = measure.from_random_starts(problem, z, settled, from_start, starts if bool(settled.any()) else 0)
+    alone = measure.alone(problem, z, 0)
+    rows = settled.nonzero()[:samples, 0] if alone is not None and alone < measure.UNCOUPLED else None
+    gradients = {}
+    if bool(settled.any()):
+        gradients = measure.gradient_errors(problem, z, norm, block.adjoint, rows)
+    fails = not bool(as_it_is.converged.all()) and all(each.own is None for each in runs)
+    remedy = measure.find_remedy(problem) if fails and not gap else None
+    ended = as_it_is.status.tolist()
+    return Diagnosis(
+        cell=getattr(plan.cell, "__name__", type(plan.cell).__name__),
+        solver=plan.solver,
+        adjoint=block.adjoint,
+        statuses={status.name: ended.count(status) for status in Status if status in ended},
+        evaluations_as_it_is=as_it_is.evaluations,
+        residual_as_it_is=float(as_it_is.residual_rel.max()),
+        runs=list(runs),
+        settled=settled,
+        radius=radius,
+        norm=norm,
+        spread=spread,
+        moved=torch.where(settled, problem.distances(z, plan.z0), torch.nan),
+        moved_at_random=moved,
+        dependence=measure.dependence(problem, z, settled),
+        gradients=gradients,
+        changing=changing_modules(plan.cell),
+        difference=gap,
+        alone=alone,
+        sizes=measure.sizes(z),
+        scaled=plan.scale is not None,
+        remedy=remedy,
+        evaluations=problem.evaluations,
+    )
+

@@ -1,0 +1,153 @@
+"""Advice that follows from a diagnosis: a sentence or two each, which name what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from .._changes import HELP
+from .._notice import REMEDIES
+from ..adjoints import JFB, Neumann, Phantom
+from ..solution import Status
+from ..solvers import Solver
+from ..torch_internals import pytree
+from .measure import UNCOUPLED
+
+# Two answers with residuals of 1e-5 near one fixed point differ by less, for a condition of the system up to 2500.
+SEVERAL = 0.05
+COLLAPSED = 0.01  # what a relative residual of 1e-3 leaves undecided for a radius of 0.9
+GROWN = 1.25  # |f(z)| over the second half of a trial: growth by the square root of the evaluations gives 1.4
+VANISHED = 1e-3  # |f(z)| of the whole trial: then the fixed point is zero, and no relative tolerance is met
+GRADIENT_OFF = 0.5  # the error of a gradient of half its size, which leaves a cosine of 0.87 or more
+SIZES_APART = 100  # at a relative residual of 1e-3 the smaller tensor may be off by a tenth
+FEWER = 0.5  # of the evaluations of the block's solver: less gain is not worth another solver
+SPARE = 1.5  # max_iter for the evaluations that were measured: other batches need more
+
+
+def advise(d: Any) -> list[str]:
+    """Advice that a ``Diagnosis`` gives; the first is to be followed first."""
+    if d.difference:  # all that was measured is of a cell that changes meanwhile
+        return list(_of_changes(d))
+    return [*_of_changes(d), *_of_convergence(d), *_of_answers(d), *_of_gradients(d)]
+
+
+def _of_changes(d: Any) -> Iterator[str]:
+    if d.changing or d.difference:
+        why = f"contains {', '.join(d.changing)}" if d.changing else f"differs from call to call by {d.difference:.1g}"
+        yield f"In training mode the cell {why}: {HELP}."
+    elif d.alone is not None and d.alone > UNCOUPLED:
+        yield (
+            f'The cell couples samples: pass groups= to the block, "batch" if the whole batch is one sample. Alone a '
+            f"value differs by {d.alone:.1g}."
+        )
+
+
+def _of_convergence(d: Any) -> Iterator[str]:
+    failed = {status for status in d.statuses if status != Status.CONVERGED.name}
+    if Status.NONFINITE.name in failed:
+        yield f"f is not finite in {d.statuses[Status.NONFINITE.name]} samples: {REMEDIES[Status.NONFINITE]}."
+    elif Status.STALLED.name in failed:
+        tolerance = 10 ** math.ceil(math.log10(d.residual_as_it_is))
+        yield (
+            f"f is rounded too coarsely for this tolerance: call the block in float32, outside of autocast and with "
+            f"x.float(), or set rtol={tolerance:g}."
+        )
+    elif failed and all(run.own is None for run in d.runs):
+        yield _why_none(d)
+    else:
+        yield from _of_solvers(d)
+
+
+def _of_solvers(d: Any) -> Iterator[str]:
+    """A solver that converges, if the block's does not, or one that needs far fewer evaluations."""
+    able = sorted((run for run in d.runs if run.own is not None), key=lambda run: run.own)
+    own = [run for run in able if type(run.solver) is type(d.solver)]
+    if not able or (d.converged and (not own or able[0].own >= FEWER * own[0].own)):
+        return
+    best = own[0] if own and able[0].own >= FEWER * own[0].own else able[0]
+    yield (
+        f"Take solver={_name(best.solver)}(max_iter={_budget(best.own)}): all samples meet the tolerance in "
+        f"{best.own} evaluations."
+    )
+
+
+def _why_none(d: Any) -> str:
+    if all(run.length[-1] < VANISHED * max(run.length) for run in d.runs):
+        return f"The fixed point is zero, at which no relative tolerance is met: set atol= of {_name(d.solver)}."
+    said, half = "No solver converges from here", [len(run.length) // 2 for run in d.runs]
+    growth = [max(run.length[k:]) / max(run.length[:k] or [math.inf]) for run, k in zip(d.runs, half, strict=True)]
+    if max(growth) > GROWN:
+        worst = d.runs[growth.index(max(growth))]
+        said += f", and |f(z)| grows from {worst.length[0]:.2g} to {max(worst.length):.2g} ({_name(worst.solver)})"
+    if d.remedy is None:
+        return (
+            f"{said}: make the cell contract, by a normalisation last, weights of a bounded norm "
+            "(torch.nn.utils.parametrizations), a damped cell z + a (f(z, x) - z), or a ResidualCell or MonotoneCell."
+        )
+    needed, solver = d.remedy.evaluations, _name(d.solver)
+    more = f"(max_iter={_budget(needed)})" if needed > d.solver.max_iter else ""
+    return f"{said}: {d.remedy.change}. Then {solver}{more} converges, in {needed} evaluations."
+
+
+def _of_answers(d: Any) -> Iterator[str]:
+    if not bool(d.settled.any()):
+        return
+    identity = median(d.moved_at_random) < COLLAPSED
+    if identity:
+        yield (
+            "z* stays where the solve starts, so the cell is nearly the identity: leave the skip connection out, f(z, x) "
+            "= h(z, x) instead of z + h(z, x)."
+        )
+    elif largest(d.spread) > SEVERAL:
+        yield (
+            f"There are several fixed points, {largest(d.spread):.2g} apart: start evaluation as training starts, or "
+            "make the cell contract by smaller weights, regularize.jacobian_penalty or a MonotoneCell."
+        )
+    if not identity and largest(d.dependence) < COLLAPSED:
+        yield (
+            "z* is nearly the same for other x: give x more weight in the cell, add it before the last normalisation, "
+            "and keep activations out of saturation."
+        )
+    sizes = [size for size in pytree.tree_leaves(d.sizes) if size > 0]
+    if not d.scaled and len(sizes) > 1 and max(sizes) > SIZES_APART * min(sizes):
+        yield f"The tensors of z are of different size, and small ones hardly count: set scale={rounded(d.sizes)}."
+
+
+def _of_gradients(d: Any) -> Iterator[str]:
+    if not bool(d.settled.any()) or not isinstance(d.adjoint, (JFB, Neumann, Phantom)):
+        return
+    radius, error = largest(d.radius[d.settled]), median(d.gradients[repr(d.adjoint)].measured)
+    off = f"{type(d.adjoint).__name__}'s gradient is off by {100 * error:.0f} % of the exact one's length (median)"
+    if radius >= 1:
+        yield (
+            f"At z* the spectral radius reaches {radius:.2g}, so the series of JFB, Neumann and Phantom diverges: take "
+            f'adjoint="implicit", or make the cell contract. {off}.'
+        )
+    elif error > GRADIENT_OFF:
+        better = [key for key, of in d.gradients.items() if median(of.measured) < GRADIENT_OFF]
+        also = f", or {better[0]}," if better else ""
+        yield f'{off}: take adjoint="implicit"{also} if gradients must be near the exact one.'
+
+
+def _budget(evaluations: int) -> int:
+    return math.ceil(SPARE * evaluations / 10) * 10
+
+
+def _name(solver: Solver) -> str:
+    return type(solver).__name__
+
+
+def median(numbers: Any) -> float:
+    """Median of the numbers that were measured; NaN without any."""
+    return float(numbers.nanmedian()) if numbers.numel() else math.nan
+
+
+def largest(numbers: Any) -> float:
+    known = numbers[~numbers.isnan()]
+    return float(known.max()) if known.numel() else math.nan
+
+
+def rounded(tree: Any) -> Any:
+    """The tree of numbers, each to its first digit."""
+    return pytree.tree_map(lambda size: float(f"{size:.1g}"), tree)

@@ -1,0 +1,275 @@
+"""What is measured of a cell: solves, contraction, dependence on the start and on x, errors of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..adjoints import JFB, Adjoint, Implicit, Neumann, Phantom
+from ..execution.plan import Plan
+from ..solution import Solution
+from ..solvers import Anderson, Broyden, Picard, Solver
+from ..state.floors import float32_products_eps, residual_floor
+from ..state.norms import sample_norms
+from ..state.rows import per_row, rows_of
+from ..torch_internals import pytree
+from ..torch_internals.autograd import detached, not_leaves, vjp
+from .problem import Problem
+
+TOLERANCES = (1e-2, 1e-3, 1e-5)
+TIGHT = min(TOLERANCES)  # float32 reaches it, and what is measured at such a z* is right to a percent or so
+BUDGET = 100  # evaluations of a trial: a cell that needs more is too slow to train
+NORM_PRODUCTS = 20  # of a power iteration for the norm, which then is a few percent low at worst
+EXACT = Implicit(Broyden(1e-6, 200))  # errors measured against it are far above 1e-6
+UNCOUPLED = 0.02  # above the rounding of bf16: the largest change of a value without the other samples
+SHRINKS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # of z, tried in this order: the first that serves changes the cell least
+
+
+@dataclass(frozen=True)
+class Run:
+    """Trial of a solver from z0, with more evaluations and a tighter tolerance than the block's.
+
+    Attributes:
+        solver: with its settings.
+        residual: relative residual of the worst sample's best iterate, after each evaluation.
+        length: |f(z)| of the longest sample, at each evaluation.
+        needs: evaluations until all samples have a relative residual of each of these; None if they never have.
+        own: evaluations until all samples meet the tolerance of the block's solver; None if they never do.
+    """
+
+    solver: Solver
+    residual: list[float]
+    length: list[float]
+    needs: dict[float, int | None]
+    own: int | None
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Relative errors |u - u*| / |u*| of an adjoint's u, for a random gradient of z*; see ``concepts``, Gradients.
+
+    Attributes:
+        estimated: from the norm q of the Jacobian, per sample: q of ``JFB``, or the series' factor to its power.
+        measured: against an exact solve, of the samples whose exact solve converged.
+    """
+
+    estimated: Tensor
+    measured: Tensor
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Change of the cell with which all samples converge by the block's solver.
+
+    Attributes:
+        change: what to do.
+        evaluations: of the slowest sample.
+    """
+
+    change: str
+    evaluations: int
+
+
+def trials(problem: Problem) -> list[tuple[Run, Solution]]:
+    """Trials of the block's solver and of the library's three."""
+    own = problem.plan.solver
+    kinds: dict[type[Solver], Solver] = {type(s): s for s in (Picard(), Anderson(), Broyden(), own)}
+    tight = min(own.rtol, TIGHT) or TIGHT
+    rule: dict[str, Any] = {"rtol": tight, "atol": 0.0, "max_iter": max(BUDGET, own.max_iter), "norm": own.norm}
+    return [_trial(problem, replace(solver, **rule)) for solver in kinds.values()]
+
+
+def _trial(problem: Problem, solver: Solver) -> tuple[Run, Solution]:
+    lengths, own = [], problem.plan.solver
+
+    def f(z: Any) -> Any:
+        value = problem.f(z)
+        lengths.append(float(problem.norms(value).max()))
+        return value
+
+    solution = problem.solve(solver, f, trace=True)
+    relative, absolute = solution.trace_rel, solution.trace_abs
+    assert relative is not None and absolute is not None
+    value = torch.where(relative > 0, absolute / relative, torch.inf)  # |f(z)|
+    needs = {tol: _first(relative <= tol) for tol in TOLERANCES}
+    own_needs = _first(absolute <= own.atol + own.rtol * value.nan_to_num(nan=0.0))
+    return Run(solver, relative.amax(dim=1).tolist(), lengths, needs, own_needs), solution
+
+
+def _first(met: Tensor) -> int | None:
+    """Number of the first evaluation, from 1, at which all samples (K, B) have met something."""
+    found = met.all(dim=1).nonzero()
+    return int(found[0]) + 1 if len(found) else None
+
+
+def quality(solution: Solution) -> tuple[int, float]:
+    """Key of the best solution: the most samples converged, then the least residual."""
+    return int(solution.converged.sum()), -float(solution.residual_rel.max())
+
+
+def norm(problem: Problem, z: Any) -> Tensor:
+    """Norm of the Jacobian in z of each sample, (B,), from below, by power iteration.
+
+    J v is a difference quotient, because some kernels of attention have no second derivative.
+    """
+    leaves = pytree.tree_leaves(at := detached(z, requires_grad=True))
+    outputs = problem.packing.check_value(problem.f(not_leaves(at)))
+    base = problem.map(torch.detach, pytree.tree_unflatten(outputs, problem.packing.spec))
+    dtypes, device = [{t.dtype for t in tensors} for tensors in (outputs, leaves)], problem.packing.device
+    size = torch.maximum(problem.norms(z), problem.norms(base)).clamp_min(1e-30)
+    step = size * residual_floor(*dtypes, device, float32_products_eps(device)) ** 0.5
+    squares = [factor**2 for factor in problem.packing.factors or [1.0] * len(leaves)]
+    v, found = problem.map(torch.randn_like, z), torch.zeros_like(size)
+    for _ in range(NORM_PRODUCTS):
+        scaled = step / problem.norms(v).clamp_min(1e-30)
+        with torch.no_grad():
+            moved = problem.f(problem.map(torch.add, z, _times(problem, scaled, v)))
+        w = _times(problem, 1 / step, problem.map(torch.sub, moved, base))
+        found = problem.norms(w)
+        products = vjp(outputs, leaves, [t / s for t, s in zip(pytree.tree_leaves(w), squares, strict=True)])
+        found_v = zip(products, leaves, squares, strict=True)
+        v = [torch.zeros_like(leaf) if p is None else p * square for p, leaf, square in found_v]
+        v = pytree.tree_unflatten(v, problem.packing.spec)
+    return found
+
+
+def _times(problem: Problem, numbers: Tensor, tree: Any) -> Any:
+    """A tree like z, each sample times its number."""
+    rows = numbers if problem.packing.groups is None else problem.packing.groups.of_rows(numbers)
+    return problem.map(lambda leaf: leaf * per_row(rows, leaf).to(leaf.dtype), tree)
+
+
+def from_random_starts(
+    problem: Problem, z: Any, settled: Tensor, run: Callable[[Any], Solution], count: int
+) -> tuple[Tensor, Tensor]:
+    """Answers from random starts as long as z: their distances from z, and from the starts; each (count, B).
+
+    Relative; NaN where a solve has not converged.
+    """
+    found = torch.full((2, count, len(settled)), torch.nan, dtype=torch.float64, device=settled.device)
+    for i in range(count):
+        start = problem.map(lambda leaf: torch.randn_like(leaf) * (_size(leaf) or 1.0), z)
+        solution = run(start)
+        both = torch.stack([problem.distances(solution.value, z), problem.distances(solution.value, start)])
+        found[:, i] = torch.where(settled & solution.converged, both, torch.nan)
+    return found[0], found[1]
+
+
+def _size(leaf: Tensor) -> float:
+    """Root of the mean square of the numbers."""
+    return float(rows_of(leaf).double().square().mean().sqrt()) if leaf.numel() else 0.0
+
+
+def sizes(z: Any) -> Any:
+    """Tree like z of the typical size of each tensor's numbers."""
+    return pytree.tree_map(_size, z)
+
+
+def dependence(problem: Problem, z: Any, settled: Tensor) -> Tensor:
+    """Distance, relative, of each sample's z from the one before it, whose x is another; (B,), NaN if unknown."""
+    marked = [leaf for leaf, mark in zip(pytree.tree_leaves(problem.plan.x), problem.marks, strict=True) if mark]
+    if problem.packing.groups is not None or not marked or len(settled) < 2:
+        return torch.full_like(settled, torch.nan, dtype=torch.float64)
+    others = [(leaf != leaf.roll(1, 0)).reshape(len(leaf), -1).any(dim=1) for leaf in marked]
+    known = settled & settled.roll(1) & torch.stack(others).any(dim=0)
+    return torch.where(known, problem.distances(z, problem.map(lambda leaf: leaf.roll(1, 0), z)), torch.nan)
+
+
+def alone(problem: Problem, z: Any, row: int) -> float | None:
+    """Change of a row's f(z), relative, if the cell gets this row only; None if it has groups or does not take it."""
+    rows = torch.tensor([row], device=problem.packing.device)
+    if problem.packing.groups is not None:
+        return None
+    part, f = problem.of_rows(z, rows)
+    with torch.no_grad():
+        whole = problem.map(lambda leaf: leaf.index_select(0, rows), problem.f(z))
+        try:
+            return float(problem.distances(whole, f(part)))
+        except (RuntimeError, ValueError):  # such as a cell that holds tensors of the whole batch
+            return None
+
+
+def gradient_errors(
+    problem: Problem, z: Any, norms: Tensor, adjoint: Adjoint, rows: Tensor | None
+) -> dict[str, GradientError]:
+    """Errors of the gradients by approximate adjoints at fixed points z, of these rows or of all."""
+    plan, packing = problem.plan, problem.packing
+    z, f = (z, problem.f) if rows is None else problem.of_rows(z, rows)
+    norms = norms if rows is None else norms[rows]
+    solved: list[Solution] = []
+    # With an input b that is added to f, the gradient in b is u.
+    b = problem.map(lambda leaf: torch.zeros_like(leaf).requires_grad_(), z)
+    shifted = Plan(
+        cell=lambda z, b: problem.map(torch.add, f(z), b),
+        x=b,
+        z0=z,
+        solver=plan.solver,
+        groups=plan.groups,
+        scale=plan.scale,
+        kernel=plan.kernel,
+        on_backward=solved.append,
+    )
+    solution = problem.solve(Picard(TIGHT, max_iter=1), f, z)
+    probe = [torch.randn_like(leaf) for leaf in problem.leaves(z)]
+
+    def u_of(adjoint: Adjoint) -> list[Tensor]:
+        value, _ = adjoint.differentiate(shifted, solution)
+        return list(torch.autograd.grad(problem.leaves(value), problem.leaves(b), probe))
+
+    exact = u_of(EXACT)
+    kinds = {type(each): each for each in (JFB(), Neumann(), Phantom())}
+    kinds = {kind: adjoint if kind is type(adjoint) else each for kind, each in kinds.items()}
+    factors = packing.transposed().factors
+    lengths = [
+        sample_norms(of, plan.groups, factors=factors)
+        for of in (exact, *([a - b for a, b in zip(u_of(each), exact, strict=True)] for each in kinds.values()))
+    ]
+    known = solved[0].converged
+    return {
+        repr(each): GradientError(_estimate(each, norms)[known], (error / lengths[0])[known])
+        for each, error in zip(kinds.values(), lengths[1:], strict=True)
+    }
+
+
+def _estimate(adjoint: Adjoint, norms: Tensor) -> Tensor:
+    """Bound on |u - u*| / |u*| with Jacobians of these norms, after Bolte, Pauwels and Vaiter, NeurIPS 2023."""
+    if not isinstance(adjoint, (Neumann, Phantom)):
+        return norms
+    return (1 - adjoint.relaxation + adjoint.relaxation * norms) ** adjoint.steps
+
+
+def find_remedy(problem: Problem) -> Remedy | None:
+    """First change of the cell with which all samples converge by the block's solver; if possible by its max_iter."""
+    own, slow = problem.plan.solver, None
+    for change, f in _changed(problem):
+        solution = problem.solve(replace(own, max_iter=max(BUDGET, own.max_iter)), f)
+        if bool(solution.converged.all()):
+            remedy = Remedy(change, int(solution.iterations.max()))
+            if remedy.evaluations <= own.max_iter:
+                return remedy
+            slow = slow or remedy
+    return slow
+
+
+def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    leaves = problem.leaves(problem.plan.z0)
+    if not any(leaf.is_complex() or leaf.dim() < 2 for leaf in leaves):
+        norms = " and ".join(dict.fromkeys(f"torch.nn.{_norm_for(leaf)}" for leaf in leaves))
+        yield f"normalise its value, by {norms} last", lambda z: problem.map(_normalised, problem.f(z))
+    for shrink in SHRINKS:
+        change = f"multiply the weights that act on z by {shrink:g} and bound them (torch.nn.utils.parametrizations)"
+        yield change, lambda z, shrink=shrink: problem.f(problem.map(lambda leaf: shrink * leaf, z))
+
+
+def _norm_for(leaf: Tensor) -> str:
+    return f"GroupNorm(1, {leaf.shape[1]})" if leaf.dim() > 3 else f"LayerNorm({leaf.shape[-1]})"
+
+
+def _normalised(leaf: Tensor) -> Tensor:
+    """Value of ``_norm_for``: of images (B, C, H, W) all numbers of a sample are normalised, else the last dimension."""
+    return functional.group_norm(leaf, 1) if leaf.dim() > 3 else functional.layer_norm(leaf, leaf.shape[-1:])

@@ -1,0 +1,107 @@
+"""Fixed-point problem of a block: its evaluations are counted, and the block stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._changes import undone
+from ..cells.protocol import solving
+from ..execution.choose import choose
+from ..execution.plan import Plan
+from ..solution import Solution
+from ..solve import solve
+from ..solvers import Solver
+from ..state.norms import sample_norms
+from ..state.packing import Packing
+from ..state.rows import mark_samples, take_rows
+from ..torch_internals import pytree
+from ..torch_internals.autograd import detached
+from ..torch_internals.dynamo import uncompiled
+from ..torch_internals.weights import hold_weights, modules_of
+
+
+class Problem:
+    """Problem z = cell(z, x) of a plan, from its start, which the plain loop solves.
+
+    Attributes:
+        plan: without what records or speeds up; z0 has no graph.
+        packing: of z0.
+        marks: which leaves of x have one row per row of z.
+        evaluations: calls of the cell so far.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        z0, x = (pytree.tree_map(_ordinary, tree) for tree in (plan.z0, plan.x))
+        plan = replace(plan, z0=detached(z0), x=x, on_backward=lambda solution: None, stop_fn=None, trace=False)
+        self.plan = replace(plan, graphs=None, compiled=None, linearised=None, drop_converged=False)
+        self.packing = Packing(z0, plan.groups, plan.scale)
+        self.marks = mark_samples(x, self.packing.leaves[0].shape[0], plan.per_sample)
+        self.evaluations = 0
+        self._cell = uncompiled(plan.cell)
+
+    def cell(self, z: Any, x: Any) -> Any:
+        """Value of the cell, counted."""
+        self.evaluations += 1
+        return self._cell(z, x)
+
+    def f(self, z: Any) -> Any:
+        """Value of the cell at the plan's x."""
+        return self.cell(z, self.plan.x)
+
+    @contextmanager
+    def held(self, seed: int) -> Iterator[None]:
+        """Context of one solve, for which the cell is one function. It leaves buffers and random states as before."""
+        modules, device = modules_of(self.plan.cell), self.packing.device
+        with undone(modules, device), torch.inference_mode(False), torch.enable_grad():
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change all devices
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            with solving(modules, cancelled=True), hold_weights(modules):
+                yield
+
+    def as_it_is(self, z0: Any = None) -> Solution:
+        """Solution by the block's solver, or by the cell's own ``fixed_point``."""
+        plan = self.plan if z0 is None else replace(self.plan, z0=z0)
+        solution = choose(plan)(plan)
+        self.evaluations += solution.evaluations
+        return solution
+
+    def solve(self, solver: Solver, f: Callable[[Any], Any], z0: Any = None, trace: bool = False) -> Solution:
+        """Solution of z = f(z) by any solver."""
+        plan, start = self.plan, self.plan.z0 if z0 is None else z0
+        return solve(f, start, solver, plan.kernel, groups=plan.groups, scale=plan.scale, trace=trace)
+
+    def leaves(self, tree: Any) -> list[Tensor]:
+        """Leaves of a tree like z."""
+        found: list[Tensor] = self.packing.spec.flatten_up_to(tree)
+        return found
+
+    def norms(self, tree: Any) -> Tensor:
+        """Norms of the samples of a tree like z, (B,) float64."""
+        return sample_norms(self.leaves(tree), self.packing.groups, factors=self.packing.factors)
+
+    def distances(self, a: Any, b: Any) -> Tensor:
+        """Distances of the samples of two trees, relative to the longer of the two; 0 between zeros."""
+        gap, size = self.norms(self.map(torch.sub, a, b)), torch.maximum(self.norms(a), self.norms(b))
+        return torch.where(size > 0, gap / size, 0.0)
+
+    def map(self, function: Callable[..., Tensor], *trees: Any) -> Any:
+        """Tree like z of the function's values at the leaves of trees like z."""
+        leaves = zip(*map(self.leaves, trees), strict=True)
+        return pytree.tree_unflatten([function(*each) for each in leaves], self.packing.spec)
+
+    def of_rows(self, z: Any, rows: Tensor) -> tuple[Any, Callable[[Any], Any]]:
+        """These rows of z, and f for them only."""
+        x = take_rows(self.plan.x, self.marks, rows)
+        return self.map(lambda leaf: leaf.index_select(0, rows), z), lambda part: self.cell(part, x)
+
+
+def _ordinary(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf

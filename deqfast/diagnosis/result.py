@@ -1,0 +1,227 @@
+"""Result of a diagnosis: a readable report, a dictionary and a figure."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..adjoints import Adjoint
+from ..solution import Status
+from ..solvers import Solver
+from .advice import advise, largest, median, rounded
+from .measure import BUDGET, TOLERANCES, GradientError, Remedy, Run
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Findings of ``deqfast.diagnose``. ``str`` gives the report.
+
+    Of B samples. Distances are relative to the longer of the two states. NaN stands for what was not measured.
+
+    Attributes:
+        cell: name of its class or function.
+        solver, adjoint: of the block.
+        statuses: number of samples of each ``Status`` in the block's own solve.
+        evaluations_as_it_is, residual_as_it_is: evaluations of that solve, and its largest relative residual.
+        runs: trials of the solvers, with more evaluations and a tighter tolerance.
+        settled: (B,) bool, samples with a fixed point by any of these solves. All that follows is measured at its z*,
+            or at the best iterate of a sample without one.
+        radius, norm: (B,) spectral radius of the Jacobian in z, and its norm, estimated from below.
+        spread: (starts, B) distances of the answers from random starts to z*.
+        moved, moved_at_random: distances of z* from z0 (B,), and of the answers from the random starts (starts, B).
+        dependence: (B,) distance of z* from that of another sample, which has another x.
+        gradients: errors of the gradients by each approximate adjoint.
+        changing: modules that change between calls.
+        difference: largest distance of two values at one state; None if it was not measured.
+        alone: distance of a sample's value from that without the other samples; None if it was not measured.
+        sizes: tree like z of the typical sizes of its tensors' numbers.
+        scaled: whether the block has a `scale`.
+        remedy: change of the cell with which it converges, looked for if no solve converged.
+        evaluations: of the cell in the whole diagnosis.
+    """
+
+    cell: str
+    solver: Solver
+    adjoint: Adjoint
+    statuses: dict[str, int]
+    evaluations_as_it_is: int
+    residual_as_it_is: float
+    runs: list[Run]
+    settled: Tensor
+    radius: Tensor
+    norm: Tensor
+    spread: Tensor
+    moved: Tensor
+    moved_at_random: Tensor
+    dependence: Tensor
+    gradients: dict[str, GradientError]
+    changing: list[str]
+    difference: float | None
+    alone: float | None
+    sizes: Any
+    scaled: bool
+    remedy: Remedy | None
+    evaluations: int
+
+    @property
+    def converged(self) -> bool:
+        """Whether the block's own solve converges for all samples."""
+        return set(self.statuses) <= {Status.CONVERGED.name}
+
+    @property
+    def advice(self) -> list[str]:
+        """Sentences, each of which names what to change."""
+        return advise(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All findings and the advice as numbers, strings, lists and dictionaries that JSON takes; None for NaN."""
+        found: dict[str, Any] = _plain(self)
+        return found | {"advice": self.advice}
+
+    def __str__(self) -> str:
+        lines = [f"{self.cell}: {len(self.settled)} samples, {self.evaluations} evaluations of the cell"]
+        for title, texts in self._sections():
+            lines += ["", title, *(line for text in texts for line in _wrapped(text))]
+        advice = self.advice or ["Nothing: no finding asks for a change."]
+        lines += ["", "What to change", *(line for text in advice for line in _wrapped(text, "- "))]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _sections(self) -> list[tuple[str, list[str]]]:
+        return [
+            ("As it is", self._as_it_is()),
+            (f"Evaluations until the worst sample has a relative residual (-: not in {BUDGET})", self._table()),
+            ("Contraction", self._contraction()),
+            ("Starts and input", self._collapse()),
+            ("Gradients: relative error, measured by an exact solve, and estimated from the norm", self._gradients()),
+            ("The cell", self._cell()),
+        ]
+
+    def _as_it_is(self) -> list[str]:
+        ended = ", ".join(f"{number} {status}" for status, number in self.statuses.items())
+        return [
+            f"{_short(self.solver)}: {ended} after {self.evaluations_as_it_is} evaluations; relative residual "
+            f"{self.residual_as_it_is:.1e}.",
+            f"{int(self.settled.sum())} of {len(self.settled)} samples have a fixed point by one of the solvers below.",
+        ]
+
+    def _table(self) -> list[str]:
+        lines = [f"{'':12}" + "".join(f"{tol:>9.0e}" for tol in TOLERANCES) + "    |f(z)| first, longest, last"]
+        for run in self.runs:
+            needed = "".join(f"{'-' if run.needs[tol] is None else run.needs[tol]:>9}" for tol in TOLERANCES)
+            lengths = ", ".join(f"{each:.2g}" for each in (run.length[0], max(run.length), run.length[-1]))
+            lines.append(f"{type(run.solver).__name__:12}{needed}    {lengths}")
+        return lines
+
+    def _contraction(self) -> list[str]:
+        found = bool(self.settled.any())
+        where = "at z*" if found else "at the best iterate, which is not a fixed point"
+        radius, norm = (of[self.settled] if found else of for of in (self.radius, self.norm))
+        return [
+            f"Spectral radius of the Jacobian {where}: {_spread_of(radius)}. Below 1 plain iteration converges from "
+            "near z*.",
+            f"Its norm: {_spread_of(norm)}. Below 1 each step comes nearer, and the errors below have a bound.",
+        ]
+
+    def _collapse(self) -> list[str]:
+        answers = int((~self.spread.isnan()).sum())
+        return [
+            f"Distance of z* from z0: {_spread_of(self.moved)}. Of the answers from random starts: "
+            f"{_spread_of(self.moved_at_random)}. Near 0 the cell is the identity.",
+            f"Distance of z* from the answers from random starts: {_spread_of(self.spread)}. Near 0 there is one fixed "
+            f"point. {answers} of {self.spread.numel()} of these solves converge.",
+            f"Distance of z* between samples: {_spread_of(self.dependence)}. Near 0 the cell ignores x.",
+        ]
+
+    def _gradients(self) -> list[str]:
+        if not self.gradients:
+            return ["Not measured without a fixed point."]
+        lines = [f"{'':36}" + "".join(f"{title:>12}" for title in ("median", "largest", "estimated"))]
+        for name, of in self.gradients.items():
+            numbers = median(of.measured), largest(of.measured), median(of.estimated)
+            lines.append(f"{name:36}" + "".join(f"{number:>12.2g}" for number in numbers))
+        return lines
+
+    def _cell(self) -> list[str]:
+        change = "not measured" if self.difference is None else f"{self.difference:.1g}"
+        alone = "not measured" if self.alone is None else f"{self.alone:.1g}"
+        return [
+            f"Two values at one state differ by {change}; more than 0 is randomness.",
+            f"A sample's value differs by {alone} without the others; more than rounding couples them.",
+            f"Typical size of the numbers of z: {rounded(self.sizes)}.",
+        ]
+
+    def figure(self) -> Any:
+        """Figure of matplotlib: residuals and lengths of the trials, and the errors of the gradients.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("Diagnosis.figure needs matplotlib: pip install matplotlib") from error
+        figure = Figure(figsize=(11, 3.4), layout="constrained")
+        residual, length, gradient = figure.subplots(1, 3)
+        for run in self.runs:
+            name, steps = type(run.solver).__name__, range(1, len(run.residual) + 1)
+            residual.semilogy(steps, run.residual, label=name)
+            length.semilogy(steps, run.length, label=name)
+        residual.set(xlabel="evaluation", ylabel="relative residual, worst sample")
+        length.set(xlabel="evaluation", ylabel="|f(z)|, longest sample")
+        residual.legend(fontsize="small")
+        for shift, kind in ((-0.2, "measured"), (0.2, "estimated")):
+            heights = [median(getattr(of, kind)) for of in self.gradients.values()]
+            gradient.bar([i + shift for i in range(len(heights))], heights, 0.4, label=kind)
+        names = [name.partition("(")[0] for name in self.gradients]
+        gradient.set(xticks=range(len(names)), xticklabels=names, ylabel="relative error of the gradient, median")
+        if names:
+            gradient.set_yscale("log")
+            gradient.legend(fontsize="small")
+        return figure
+
+
+def _short(solver: Solver) -> str:
+    """The solver, with those of its settings that are not the defaults, its tolerance and max_iter."""
+    settings = {field.name: getattr(solver, field.name) for field in fields(solver)}
+    default = {field.name: field.default for field in fields(solver)}
+    shown = {k: v for k, v in settings.items() if k in ("rtol", "max_iter") or v != default[k]}
+    return f"{type(solver).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _wrapped(text: str, bullet: str = "  ") -> list[str]:
+    wrap = textwrap.wrap(text, _WIDTH, initial_indent=bullet, subsequent_indent="  ", drop_whitespace=True)
+    return wrap if "   " not in text else [bullet + text]  # a line of a table is as it is
+
+
+def _spread_of(numbers: Tensor) -> str:
+    """Median and largest of the numbers that were measured."""
+    known = numbers[~numbers.isnan()]
+    if not known.numel():
+        return "not measured"
+    middle, most = f"{median(known):.2g}", f"{float(known.max()):.2g}"
+    return middle if middle == most else f"median {middle}, largest {most}"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON takes of a value."""
+    if isinstance(value, (Solver, Adjoint)):
+        return repr(value)
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {f"{key:g}" if isinstance(key, float) else str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
