@@ -65,15 +65,15 @@ def diagnose(
     check_count("starts", starts, 0)
     block = block if isinstance(block, DEQBlock) else DEQBlock(block)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    with torch.inference_mode(False), torch.random.fork_rng(devices):
         plan = block._plan(x, block._initial_state(x) if z0 is None else z0, groups)
-    check_plain("diagnose", plan.z0)
-    problem = Problem(plan)
-    if not problem.packing.batch:
-        raise ValueError("x must hold at least one sample, got an empty batch")
-    gap = difference(plan)
-    with problem.held(seed):
-        return _diagnosed(block, problem, gap, samples, starts)
+        check_plain("diagnose", plan.z0)
+        problem = Problem(plan)
+        if not problem.packing.batch:
+            raise ValueError("x must hold at least one sample, got an empty batch")
+        gap = difference(problem.plan)
+        with problem.held(seed):
+            return _diagnosed(block, problem, gap, samples, starts)
 
 
 def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: int, starts: int) -> Diagnosis:
@@ -85,7 +85,8 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
     best, from_start = max(ways, key=lambda way: measure.quality(way[0]))
     z, settled = best.value, best.converged
     radius, norm = spectral_radius(problem.cell, z, plan.x, groups=plan.groups), measure.norm(problem, z)
-    spread, moved = measure.from_random_starts(problem, z, settled, from_start, starts if bool(settled.any()) else 0)
+    step = measure.first_step(problem, z)
+    spread = measure.spread(problem, z, settled, from_start, starts if bool(settled.any()) else 0)
     alone = measure.alone(problem, z, 0)
     rows = settled.nonzero()[:samples, 0] if alone is not None and alone < measure.UNCOUPLED else None
     gradients = {}
@@ -107,7 +108,7 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
         norm=norm,
         spread=spread,
         moved=torch.where(settled, problem.distances(z, plan.z0), torch.nan),
-        moved_at_random=moved,
+        step=step,
         dependence=measure.dependence(problem, z, settled),
         gradients=gradients,
         changing=changing_modules(plan.cell),
@@ -118,4 +119,3 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
         remedy=remedy,
         evaluations=problem.evaluations,
     )
-

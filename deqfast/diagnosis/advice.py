@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 from .._changes import HELP
@@ -53,6 +54,8 @@ def _of_convergence(d: Any) -> Iterator[str]:
             f"f is rounded too coarsely for this tolerance: call the block in float32, outside of autocast and with "
             f"x.float(), or set rtol={tolerance:g}."
         )
+    elif failed and all(run.length[-1] < VANISHED * max(run.length) for run in d.runs):
+        yield f"The fixed point is zero, at which no relative tolerance is met: set atol= of {_name(d.solver)}."
     elif failed and all(run.own is None for run in d.runs):
         yield _why_none(d)
     else:
@@ -66,15 +69,12 @@ def _of_solvers(d: Any) -> Iterator[str]:
     if not able or (d.converged and (not own or able[0].own >= FEWER * own[0].own)):
         return
     best = own[0] if own and able[0].own >= FEWER * own[0].own else able[0]
-    yield (
-        f"Take solver={_name(best.solver)}(max_iter={_budget(best.own)}): all samples meet the tolerance in "
-        f"{best.own} evaluations."
-    )
+    rule = {name: getattr(d.solver, name) for name in ("rtol", "atol", "norm")}
+    better = spelled(replace(best.solver, **rule, max_iter=_budget(best.own)))
+    yield f"Take solver={better}: all samples meet the tolerance in {best.own} evaluations."
 
 
 def _why_none(d: Any) -> str:
-    if all(run.length[-1] < VANISHED * max(run.length) for run in d.runs):
-        return f"The fixed point is zero, at which no relative tolerance is met: set atol= of {_name(d.solver)}."
     said, half = "No solver converges from here", [len(run.length) // 2 for run in d.runs]
     growth = [max(run.length[k:]) / max(run.length[:k] or [math.inf]) for run, k in zip(d.runs, half, strict=True)]
     if max(growth) > GROWN:
@@ -85,21 +85,22 @@ def _why_none(d: Any) -> str:
             f"{said}: make the cell contract, by a normalisation last, weights of a bounded norm "
             "(torch.nn.utils.parametrizations), a damped cell z + a (f(z, x) - z), or a ResidualCell or MonotoneCell."
         )
-    needed, solver = d.remedy.evaluations, _name(d.solver)
-    more = f"(max_iter={_budget(needed)})" if needed > d.solver.max_iter else ""
-    return f"{said}: {d.remedy.change}. Then {solver}{more} converges, in {needed} evaluations."
+    needed, solver = d.remedy.evaluations, d.solver
+    if needed > solver.max_iter:
+        solver = replace(solver, max_iter=_budget(needed))
+    return f"{said}: {d.remedy.change}. Then {spelled(solver)} converges, in {needed} evaluations."
 
 
 def _of_answers(d: Any) -> Iterator[str]:
-    if not bool(d.settled.any()):
-        return
-    identity = median(d.moved_at_random) < COLLAPSED
+    identity = median(d.step) < COLLAPSED
     if identity:
         yield (
-            "z* stays where the solve starts, so the cell is nearly the identity: leave the skip connection out, f(z, x) "
-            "= h(z, x) instead of z + h(z, x)."
+            f"The cell is nearly the identity, it moves a random state by {median(d.step):.1g}: leave the skip "
+            "connection out, f(z, x) = h(z, x) instead of z + h(z, x)."
         )
-    elif largest(d.spread) > SEVERAL:
+    if not bool(d.settled.any()):
+        return
+    if not identity and largest(d.spread) > SEVERAL:
         yield (
             f"There are several fixed points, {largest(d.spread):.2g} apart: start evaluation as training starts, or "
             "make the cell contract by smaller weights, regularize.jacobian_penalty or a MonotoneCell."
@@ -115,14 +116,15 @@ def _of_answers(d: Any) -> Iterator[str]:
 
 
 def _of_gradients(d: Any) -> Iterator[str]:
-    if not bool(d.settled.any()) or not isinstance(d.adjoint, (JFB, Neumann, Phantom)):
+    if not d.gradients or not isinstance(d.adjoint, (JFB, Neumann, Phantom)):
         return
     radius, error = largest(d.radius[d.settled]), median(d.gradients[repr(d.adjoint)].measured)
-    off = f"{type(d.adjoint).__name__}'s gradient is off by {100 * error:.0f} % of the exact one's length (median)"
+    off = f"{_name(d.adjoint)}'s gradient is off by {100 * error:.0f} % of the exact one's length"
     if radius >= 1:
+        measured = "" if math.isnan(error) else f" {off}."
         yield (
             f"At z* the spectral radius reaches {radius:.2g}, so the series of JFB, Neumann and Phantom diverges: take "
-            f'adjoint="implicit", or make the cell contract. {off}.'
+            f'adjoint="implicit", or make the cell contract.{measured}'
         )
     elif error > GRADIENT_OFF:
         better = [key for key, of in d.gradients.items() if median(of.measured) < GRADIENT_OFF]
@@ -134,8 +136,15 @@ def _budget(evaluations: int) -> int:
     return math.ceil(SPARE * evaluations / 10) * 10
 
 
-def _name(solver: Solver) -> str:
-    return type(solver).__name__
+def spelled(solver: Solver, shown: tuple[str, ...] = ()) -> str:
+    """The solver with the settings that are not the defaults, and those named."""
+    settings = {field.name: (getattr(solver, field.name), field.default) for field in fields(solver)}
+    given = [f"{name}={value!r}" for name, (value, default) in settings.items() if value != default or name in shown]
+    return f"{_name(solver)}({', '.join(given)})"
+
+
+def _name(option: Any) -> str:
+    return type(option).__name__
 
 
 def median(numbers: Any) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch.nn import functional
 
 from ..adjoints import JFB, Adjoint, Implicit, Neumann, Phantom
 from ..execution.plan import Plan
-from ..solution import Solution
+from ..ops.steps.reference import Evaluation
+from ..solution import Solution, Status
 from ..solvers import Anderson, Broyden, Picard, Solver
 from ..state.floors import float32_products_eps, residual_floor
 from ..state.norms import sample_norms
@@ -38,8 +41,8 @@ class Run:
         solver: with its settings.
         residual: relative residual of the worst sample's best iterate, after each evaluation.
         length: |f(z)| of the longest sample, at each evaluation.
-        needs: evaluations until all samples have a relative residual of each of these; None if they never have.
-        own: evaluations until all samples meet the tolerance of the block's solver; None if they never do.
+        needs: evaluations until all samples converge to each of these relative residuals; None if they never do.
+        own: evaluations until all samples converge by the tolerance of the block's solver; None if they never do.
     """
 
     solver: Solver
@@ -85,25 +88,38 @@ def trials(problem: Problem) -> list[tuple[Run, Solution]]:
 
 
 def _trial(problem: Problem, solver: Solver) -> tuple[Run, Solution]:
-    lengths, own = [], problem.plan.solver
+    lengths: list[float] = []
+    own = problem.plan.solver
 
     def f(z: Any) -> Any:
         value = problem.f(z)
-        lengths.append(float(problem.norms(value).max()))
+        lengths.append(_largest(problem.norms(value)))
         return value
 
     solution = problem.solve(solver, f, trace=True)
-    relative, absolute = solution.trace_rel, solution.trace_abs
-    assert relative is not None and absolute is not None
-    value = torch.where(relative > 0, absolute / relative, torch.inf)  # |f(z)|
-    needs = {tol: _first(relative <= tol) for tol in TOLERANCES}
-    own_needs = _first(absolute <= own.atol + own.rtol * value.nan_to_num(nan=0.0))
-    return Run(solver, relative.amax(dim=1).tolist(), lengths, needs, own_needs), solution
+    assert solution.trace_rel is not None
+    needs = {tol: _first_to_meet(solution, replace(solver, rtol=tol)) for tol in TOLERANCES}
+    residual = [_largest(each) for each in solution.trace_rel]
+    return Run(solver, residual, lengths, needs, _first_to_meet(solution, own)), solution
 
 
-def _first(met: Tensor) -> int | None:
-    """Number of the first evaluation, from 1, at which all samples (K, B) have met something."""
-    found = met.all(dim=1).nonzero()
+def _largest(numbers: Tensor) -> float:
+    """Largest of the finite numbers; those of samples that broke down are not."""
+    finite = numbers[numbers.isfinite()]
+    return float(finite.max()) if finite.numel() else math.nan
+
+
+def _first_to_meet(solution: Solution, solver: Solver) -> int | None:
+    """Evaluations after which the best iterates of all samples that stay finite have converged by a solver's rule."""
+    healthy = solution.status != Status.NONFINITE
+    assert solution.trace_rel is not None and solution.trace_abs is not None
+    if not bool(healthy.any()):
+        return None
+    relative, absolute = solution.trace_rel[:, healthy], solution.trace_abs[:, healthy]
+    size, rule = (absolute / relative).nan_to_num(nan=0.0), solver.rule()  # |f(z)|, and 0 without a residual
+    start = torch.maximum(size[0], absolute[0])
+    now = Evaluation(absolute, absolute / (size + rule.offset), size, absolute[0], start)
+    found = (now.converged(rule) | (absolute == 0)).all(dim=1).nonzero()
     return int(found[0]) + 1 if len(found) else None
 
 
@@ -120,9 +136,9 @@ def norm(problem: Problem, z: Any) -> Tensor:
     leaves = pytree.tree_leaves(at := detached(z, requires_grad=True))
     outputs = problem.packing.check_value(problem.f(not_leaves(at)))
     base = problem.map(torch.detach, pytree.tree_unflatten(outputs, problem.packing.spec))
-    dtypes, device = [{t.dtype for t in tensors} for tensors in (outputs, leaves)], problem.packing.device
+    device, values, states = problem.packing.device, [y.dtype for y in outputs], [leaf.dtype for leaf in leaves]
     size = torch.maximum(problem.norms(z), problem.norms(base)).clamp_min(1e-30)
-    step = size * residual_floor(*dtypes, device, float32_products_eps(device)) ** 0.5
+    step = size * residual_floor(values, states, device, float32_products_eps(device)) ** 0.5
     squares = [factor**2 for factor in problem.packing.factors or [1.0] * len(leaves)]
     v, found = problem.map(torch.randn_like, z), torch.zeros_like(size)
     for _ in range(NORM_PRODUCTS):
@@ -144,20 +160,25 @@ def _times(problem: Problem, numbers: Tensor, tree: Any) -> Any:
     return problem.map(lambda leaf: leaf * per_row(rows, leaf).to(leaf.dtype), tree)
 
 
-def from_random_starts(
-    problem: Problem, z: Any, settled: Tensor, run: Callable[[Any], Solution], count: int
-) -> tuple[Tensor, Tensor]:
-    """Answers from random starts as long as z: their distances from z, and from the starts; each (count, B).
+def random_state(problem: Problem, z: Any) -> Any:
+    """Random tree with numbers as large as those of z."""
+    return problem.map(lambda leaf: torch.randn_like(leaf) * (_size(leaf) or 1.0), z)
 
-    Relative; NaN where a solve has not converged.
-    """
-    found = torch.full((2, count, len(settled)), torch.nan, dtype=torch.float64, device=settled.device)
-    for i in range(count):
-        start = problem.map(lambda leaf: torch.randn_like(leaf) * (_size(leaf) or 1.0), z)
-        solution = run(start)
-        both = torch.stack([problem.distances(solution.value, z), problem.distances(solution.value, start)])
-        found[:, i] = torch.where(settled & solution.converged, both, torch.nan)
-    return found[0], found[1]
+
+def first_step(problem: Problem, z: Any) -> Tensor:
+    """Distance, relative, of f(z) from a random state z, (B,)."""
+    start = random_state(problem, z)
+    with torch.no_grad():
+        return problem.distances(problem.f(start), start)
+
+
+def spread(problem: Problem, z: Any, settled: Tensor, from_start: Callable[[Any], Solution], starts: int) -> Tensor:
+    """Distances, relative, of z from the answers from random starts; (starts, B), NaN where one has not converged."""
+    found = torch.full((starts, len(settled)), torch.nan, dtype=torch.float64, device=settled.device)
+    for row in found:
+        solution = from_start(random_state(problem, z))
+        row.copy_(torch.where(settled & solution.converged, problem.distances(solution.value, z), torch.nan))
+    return found
 
 
 def _size(leaf: Tensor) -> float:
@@ -260,10 +281,14 @@ def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     leaves = problem.leaves(problem.plan.z0)
     if not any(leaf.is_complex() or leaf.dim() < 2 for leaf in leaves):
         norms = " and ".join(dict.fromkeys(f"torch.nn.{_norm_for(leaf)}" for leaf in leaves))
-        yield f"normalise its value, by {norms} last", lambda z: problem.map(_normalised, problem.f(z))
+        yield f"normalise the cell's value, by {norms} last", lambda z: problem.map(_normalised, problem.f(z))
     for shrink in SHRINKS:
         change = f"multiply the weights that act on z by {shrink:g} and bound them (torch.nn.utils.parametrizations)"
-        yield change, lambda z, shrink=shrink: problem.f(problem.map(lambda leaf: shrink * leaf, z))
+        yield change, partial(_of_shrunk, problem, shrink)
+
+
+def _of_shrunk(problem: Problem, shrink: float, z: Any) -> Any:
+    return problem.f(problem.map(lambda leaf: shrink * leaf, z))
 
 
 def _norm_for(leaf: Tensor) -> str:
@@ -271,5 +296,5 @@ def _norm_for(leaf: Tensor) -> str:
 
 
 def _normalised(leaf: Tensor) -> Tensor:
-    """Value of ``_norm_for``: of images (B, C, H, W) all numbers of a sample are normalised, else the last dimension."""
+    """Value of ``_norm_for``: it normalises all numbers of an image (C, H, W), else the last dimension."""
     return functional.group_norm(leaf, 1) if leaf.dim() > 3 else functional.layer_norm(leaf, leaf.shape[-1:])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..adjoints import Adjoint
 from ..solution import Status
 from ..solvers import Solver
-from .advice import advise, largest, median, rounded
+from .advice import advise, largest, median, rounded, spelled
 from .measure import BUDGET, TOLERANCES, GradientError, Remedy, Run
 
 _WIDTH = 100
@@ -34,7 +34,8 @@ class Diagnosis:
             or at the best iterate of a sample without one.
         radius, norm: (B,) spectral radius of the Jacobian in z, and its norm, estimated from below.
         spread: (starts, B) distances of the answers from random starts to z*.
-        moved, moved_at_random: distances of z* from z0 (B,), and of the answers from the random starts (starts, B).
+        moved: (B,) distance of z* from z0.
+        step: (B,) distance of f(z) from z at a random z, whether there is a fixed point or not.
         dependence: (B,) distance of z* from that of another sample, which has another x.
         gradients: errors of the gradients by each approximate adjoint.
         changing: modules that change between calls.
@@ -58,7 +59,7 @@ class Diagnosis:
     norm: Tensor
     spread: Tensor
     moved: Tensor
-    moved_at_random: Tensor
+    step: Tensor
     dependence: Tensor
     gradients: dict[str, GradientError]
     changing: list[str]
@@ -85,7 +86,7 @@ class Diagnosis:
         return found | {"advice": self.advice}
 
     def __str__(self) -> str:
-        lines = [f"{self.cell}: {len(self.settled)} samples, {self.evaluations} evaluations of the cell"]
+        lines = [f"{self.cell}: batch of {len(self.settled)}, diagnosed by {self.evaluations} evaluations"]
         for title, texts in self._sections():
             lines += ["", title, *(line for text in texts for line in _wrapped(text))]
         advice = self.advice or ["Nothing: no finding asks for a change."]
@@ -97,7 +98,7 @@ class Diagnosis:
     def _sections(self) -> list[tuple[str, list[str]]]:
         return [
             ("As it is", self._as_it_is()),
-            (f"Evaluations until the worst sample has a relative residual (-: not in {BUDGET})", self._table()),
+            (f"Evaluations until all samples converge to a relative residual (-: not in {BUDGET})", self._table()),
             ("Contraction", self._contraction()),
             ("Starts and input", self._collapse()),
             ("Gradients: relative error, measured by an exact solve, and estimated from the norm", self._gradients()),
@@ -107,9 +108,9 @@ class Diagnosis:
     def _as_it_is(self) -> list[str]:
         ended = ", ".join(f"{number} {status}" for status, number in self.statuses.items())
         return [
-            f"{_short(self.solver)}: {ended} after {self.evaluations_as_it_is} evaluations; relative residual "
+            f"{spelled(self.solver, ('rtol', 'max_iter'))}: {ended} after {self.evaluations_as_it_is} evaluations; relative residual "
             f"{self.residual_as_it_is:.1e}.",
-            f"{int(self.settled.sum())} of {len(self.settled)} samples have a fixed point by one of the solvers below.",
+            f"{int(self.settled.sum())} of {len(self.settled)} samples have a fixed point by this or a solver below.",
         ]
 
     def _table(self) -> list[str]:
@@ -131,10 +132,13 @@ class Diagnosis:
         ]
 
     def _collapse(self) -> list[str]:
+        step = f"Distance of f(z) from a random z: {_spread_of(self.step)}. Near 0 the cell is the identity."
+        if not bool(self.settled.any()):
+            return [step]
         answers = int((~self.spread.isnan()).sum())
         return [
-            f"Distance of z* from z0: {_spread_of(self.moved)}. Of the answers from random starts: "
-            f"{_spread_of(self.moved_at_random)}. Near 0 the cell is the identity.",
+            f"Distance of z* from z0: {_spread_of(self.moved)}.",
+            step,
             f"Distance of z* from the answers from random starts: {_spread_of(self.spread)}. Near 0 there is one fixed "
             f"point. {answers} of {self.spread.numel()} of these solves converge.",
             f"Distance of z* between samples: {_spread_of(self.dependence)}. Near 0 the cell ignores x.",
@@ -150,11 +154,10 @@ class Diagnosis:
         return lines
 
     def _cell(self) -> list[str]:
-        change = "not measured" if self.difference is None else f"{self.difference:.1g}"
-        alone = "not measured" if self.alone is None else f"{self.alone:.1g}"
+        change, alone = ("not measured" if of is None else f"{of:.1g}" for of in (self.difference, self.alone))
         return [
-            f"Two values at one state differ by {change}; more than 0 is randomness.",
-            f"A sample's value differs by {alone} without the others; more than rounding couples them.",
+            f"Distance of two values at one state: {change}. More than 0 is randomness.",
+            f"Distance of a sample's value from that without the others: {alone}. More than rounding couples them.",
             f"Typical size of the numbers of z: {rounded(self.sizes)}.",
         ]
 
@@ -186,14 +189,6 @@ class Diagnosis:
             gradient.set_yscale("log")
             gradient.legend(fontsize="small")
         return figure
-
-
-def _short(solver: Solver) -> str:
-    """The solver, with those of its settings that are not the defaults, its tolerance and max_iter."""
-    settings = {field.name: getattr(solver, field.name) for field in fields(solver)}
-    default = {field.name: field.default for field in fields(solver)}
-    shown = {k: v for k, v in settings.items() if k in ("rtol", "max_iter") or v != default[k]}
-    return f"{type(solver).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 def _wrapped(text: str, bullet: str = "  ") -> list[str]:
