@@ -57,9 +57,9 @@ def diagnose(
         RuntimeError: within torch.func or forward-mode AD.
 
     Examples:
-        >>> block = deqfast.DEQBlock(lambda z, x: z + torch.tanh(z) + x)
-        >>> report = deqfast.diagnose(block, torch.rand(4, 8))
-        >>> print(report.advice[0])
+        >>> report = deqfast.diagnose(deqfast.DEQBlock(lambda z, x: z + x), torch.rand(4, 8))
+        >>> report.advice[0].partition(". ")[0]
+        XXX
     """
     check_count("samples", samples)
     check_count("starts", starts, 0)
@@ -86,7 +86,7 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
     z, settled = best.value, best.converged
     radius, norm = spectral_radius(problem.cell, z, plan.x, groups=plan.groups), measure.norm(problem, z)
     step = measure.first_step(problem, z)
-    spread = measure.spread(problem, z, settled, from_start, starts if bool(settled.any()) else 0)
+    again = [from_start(measure.random_state(problem, z)) for _ in range(starts if bool(settled.any()) else 0)]
     alone = measure.alone(problem, z, 0)
     rows = settled.nonzero()[:samples, 0] if alone is not None and alone < measure.UNCOUPLED else None
     gradients = {}
@@ -106,7 +106,7 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
         settled=settled,
         radius=radius,
         norm=norm,
-        spread=spread,
+        spread=measure.spread(problem, best, [*(s for s, _ in ways if s is not best), *again]),
         moved=torch.where(settled, problem.distances(z, plan.z0), torch.nan),
         step=step,
         dependence=measure.dependence(problem, z, settled),

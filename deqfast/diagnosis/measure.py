@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -172,13 +172,13 @@ def first_step(problem: Problem, z: Any) -> Tensor:
         return problem.distances(problem.f(start), start)
 
 
-def spread(problem: Problem, z: Any, settled: Tensor, from_start: Callable[[Any], Solution], starts: int) -> Tensor:
-    """Distances, relative, of z from the answers from random starts; (starts, B), NaN where one has not converged."""
-    found = torch.full((starts, len(settled)), torch.nan, dtype=torch.float64, device=settled.device)
-    for row in found:
-        solution = from_start(random_state(problem, z))
-        row.copy_(torch.where(settled & solution.converged, problem.distances(solution.value, z), torch.nan))
-    return found
+def spread(problem: Problem, solution: Solution, others: Iterable[Solution]) -> Tensor:
+    """Distances, relative, of the solution from others, (answers, B); NaN where one of the two has not converged."""
+    found = []
+    for other in others:
+        both = solution.converged & other.converged
+        found.append(torch.where(both, problem.distances(solution.value, other.value), torch.nan))
+    return torch.stack(found)
 
 
 def _size(leaf: Tensor) -> float:

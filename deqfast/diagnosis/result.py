@@ -33,7 +33,7 @@ class Diagnosis:
         settled: (B,) bool, samples with a fixed point by any of these solves. All that follows is measured at its z*,
             or at the best iterate of a sample without one.
         radius, norm: (B,) spectral radius of the Jacobian in z, and its norm, estimated from below.
-        spread: (starts, B) distances of the answers from random starts to z*.
+        spread: (answers, B) distances of z* from the answers of the other solvers, then from random starts.
         moved: (B,) distance of z* from z0.
         step: (B,) distance of f(z) from z at a random z, whether there is a fixed point or not.
         dependence: (B,) distance of z* from that of another sample, which has another x.
@@ -107,8 +107,9 @@ class Diagnosis:
 
     def _as_it_is(self) -> list[str]:
         ended = ", ".join(f"{number} {status}" for status, number in self.statuses.items())
+        solver = spelled(self.solver, ("rtol", "max_iter"))
         return [
-            f"{spelled(self.solver, ('rtol', 'max_iter'))}: {ended} after {self.evaluations_as_it_is} evaluations; relative residual "
+            f"{solver}: {ended} after {self.evaluations_as_it_is} evaluations; relative residual "
             f"{self.residual_as_it_is:.1e}.",
             f"{int(self.settled.sum())} of {len(self.settled)} samples have a fixed point by this or a solver below.",
         ]
@@ -139,8 +140,8 @@ class Diagnosis:
         return [
             f"Distance of z* from z0: {_spread_of(self.moved)}.",
             step,
-            f"Distance of z* from the answers from random starts: {_spread_of(self.spread)}. Near 0 there is one fixed "
-            f"point. {answers} of {self.spread.numel()} of these solves converge.",
+            f"Distance of z* from answers of other solvers and from random starts: {_spread_of(self.spread)}. Near 0 "
+            f"there is one fixed point. {answers} of {self.spread.numel()} of these answers have converged.",
             f"Distance of z* between samples: {_spread_of(self.dependence)}. Near 0 the cell ignores x.",
         ]
 

@@ -1,0 +1,235 @@
+"""A diagnosis: its findings on cells with known answers, and that its advice mends."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock
+
+import deqfast
+from deqfast import Broyden, DEQBlock, Neumann, Picard, diagnose
+from deqfast.testing import assert_close
+
+
+def said(report: deqfast.Diagnosis) -> str:
+    return " ".join(report.advice)
+
+
+class TestFindings:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_contraction_and_gradients_of_a_multiple_of_the_identity(self, dtype):
+        q, x = 0.6, torch.randn(5, 8, dtype=dtype)
+        report = diagnose(DEQBlock(lambda z, x: q * z + x, adjoint=Neumann(3)), x, samples=2)
+        assert report.converged and bool(report.settled.all())
+        assert_close(report.radius, torch.full((5,), q).double(), 1e-3)
+        assert_close(report.norm, torch.full((5,), q).double(), 1e-3)
+        expected = {"JFB()": q, "Neumann(steps=3, relaxation=1.0)": q**3}
+        expected["Phantom(steps=5, relaxation=0.5)"] = ((1 + q) / 2) ** 5
+        assert report.gradients.keys() == expected.keys()
+        # Errors of u along one direction are exactly the bound; in several steps Phantom's are smaller.
+        for name, error in expected.items():
+            found = report.gradients[name]
+            assert_close(found.estimated, torch.full((2,), error).double(), 1e-2)
+            assert_close(found.measured, torch.full((2,), error).double(), 1e-2)
+
+    def test_a_norm_above_the_radius(self):
+        matrix = torch.tensor([[0.5, 3.0], [0.0, 0.5]], dtype=torch.float64)
+        x = torch.randn(3, 2, dtype=torch.float64)
+        report = diagnose(lambda z, x: z @ matrix.T + x, x)
+        assert_close(report.norm, torch.linalg.matrix_norm(matrix, 2).expand(3), 1e-3)
+        assert bool((report.radius < 0.6).all())  # the power iteration approaches a defective 0.5 slowly
+        exact = torch.linalg.inv(torch.eye(2, dtype=torch.float64) - matrix.T)
+        bound = torch.linalg.matrix_norm(matrix.T @ exact, 2) * torch.linalg.matrix_norm(exact.inverse(), 2)
+        assert bool((report.gradients["JFB()"].measured <= bound).all())
+
+    def test_evaluations_of_each_solver_are_those_of_its_own_solve(self):
+        weight, x = torch.diag(torch.linspace(0.0, 0.9, 16)), torch.randn(3, 16)
+        report = diagnose(DEQBlock(lambda z, x: z @ weight + x, Picard(max_iter=10)), x)
+        for run in report.runs:
+            solver = type(run.solver)(1e-3, 200)
+            needed = deqfast.solve(lambda z: z @ weight + x, torch.zeros(3, 16), solver)
+            assert run.own == run.needs[1e-3] == int(needed.iterations.max())
+        assert not report.converged and "Take solver=Anderson(): all samples" in said(report)
+
+    def test_growth_without_a_fixed_point(self):
+        report = diagnose(lambda z, x: z + x, torch.ones(4, 9))
+        picard = next(run for run in report.runs if isinstance(run.solver, Picard))
+        assert picard.length == pytest.approx([3.0 * k for k in range(1, 101)])
+        assert not report.settled.any() and not report.gradients
+        assert "No solver converges from here, and |f(z)| grows from 3 to " in said(report)
+
+    @pytest.mark.parametrize(
+        ("cell", "advice"),
+        [
+            (lambda z, x: torch.tanh(0.5 * z + 1) + 0 * x, "z* is nearly the same for other x"),
+            (lambda z, x: z + 1e-4 * torch.tanh(x), "nearly the identity"),
+            (lambda z, x: torch.tanh(3 * z) + 1e-3 * x, "several fixed points"),
+            (lambda z, x: torch.tanh(0.5 * z.mean(0) + x), "pass groups="),
+            (lambda z, x: torch.tanh(z + x) + 0.1 * torch.randn_like(z), "differs from call to call"),
+            (lambda z, x: 3 * torch.tanh(-2 * z) + x, 'take adjoint="implicit"'),
+            (lambda z, x: (z + x).sqrt(), "not finite in 2 samples"),
+        ],
+    )
+    def test_conditions(self, cell, advice):
+        x = torch.randn(4, 8) if advice != "not finite in 2 samples" else torch.tensor([[1.0], [-1.0], [2.0], [-2.0]])
+        assert advice in said(diagnose(DEQBlock(cell, Broyden(max_iter=40)), x))
+
+    def test_what_was_measured(self):
+        x = torch.randn(4, 8)
+        assert diagnose(lambda z, x: torch.tanh(0.5 * z + 1) + 0 * x, x).dependence.max() < 1e-4
+        assert diagnose(lambda z, x: z, x).step.max() == 0
+        assert diagnose(lambda z, x: torch.tanh(3 * z) + 1e-3 * x, x).spread.max() > 1
+        assert diagnose(lambda z, x: torch.tanh(z + x) + 0.1 * torch.randn_like(z), x).difference > 0.01
+        assert diagnose(lambda z, x: torch.tanh(0.5 * z.mean(0) + x), x).alone > 0.02
+        whole = DEQBlock(lambda z, x: torch.tanh(0.5 * z.mean(0) + x), groups="batch")
+        assert diagnose(whole, x).advice == [] and len(diagnose(whole, x).settled) == 1
+
+    def test_tensors_of_different_size(self):
+        def cell(z, x):
+            return {"big": 0.5 * z["big"] + 1e4 * x, "small": 0.5 * z["small"] + 1e-4 * z["big"]}
+
+        x = torch.randn(4, 8)
+        z0 = {"big": torch.zeros(4, 8), "small": torch.zeros(4, 8)}
+        scale = eval(re.search(r"set scale=(.*)\.$", diagnose(cell, x, z0).advice[0])[1])
+        assert scale == {"big": 20000.0, "small": 4.0}
+        report = diagnose(DEQBlock(cell, scale=scale, adjoint="implicit"), x, z0)
+        of_divided = torch.tensor([[0.5, 0.0], [1e-4 * 16384 / 4, 0.5]]).double()
+        assert_close(report.norm, torch.linalg.matrix_norm(of_divided, 2).expand(4), 1e-2)
+        assert report.advice == []
+
+    def test_a_cell_with_a_solve_of_its_own_and_a_precision_that_stalls(self):
+        cell = deqfast.MonotoneCell(8, 8)
+        cell.A.data *= 3
+        x = torch.randn(4, 8)
+        assert diagnose(DEQBlock(cell, Picard(max_iter=60)), x).statuses == {"CONVERGED": 4}
+        linear = nn.Linear(8, 8)
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            report = diagnose(DEQBlock(lambda z, x: torch.tanh(2 * linear(z) + x), Broyden(1e-5, 60)), x)
+        assert "STALLED" in report.statuses and "call the block in float32" in said(report)
+
+
+class Cell(nn.Module):
+    def __init__(self, body, last=None, drop=None):
+        super().__init__()
+        self.body, self.last, self.drop = body, last or nn.Identity(), drop or nn.Identity()
+
+    def forward(self, z, x):
+        return self.last(self.body(self.drop(z)) + x)
+
+
+class PreNorm(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.norms, self.heads = nn.ModuleList(nn.LayerNorm(width) for _ in range(2)), heads
+        self.qkv, self.out, self.up = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, z):
+        q, k, v = self.qkv(self.norms[0](z)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        z = z + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return z + self.down(F.gelu(self.up(self.norms[1](z))))
+
+
+class TestAdviceMends:
+    """The cell as it comes, what the report says, and the same cell when that is done."""
+
+    def mended(self, before, x, expected, change, solver=None):
+        report = diagnose(DEQBlock(before), x)
+        assert not report.converged and all(re.search(each, said(report)) for each in expected), said(report)
+        after = diagnose(DEQBlock(change(said(report)), eval(solver or self.solver(said(report)))), x)
+        assert after.converged, after
+        return after
+
+    @staticmethod
+    def solver(text):
+        return re.search(r"Then (\w+\(.*?\)) converges", text)[1]
+
+    def test_a_basic_block_of_torchvision(self):
+        x = torch.randn(4, 16, 8, 8)
+
+        def change(text):
+            groups = nn.GroupNorm(1, 16), lambda channels: nn.GroupNorm(8, channels)
+            return Cell(BasicBlock(16, 16, norm_layer=groups[1]), groups[0])
+
+        self.mended(Cell(BasicBlock(16, 16)), x, ["use GroupNorm", r"by torch.nn.GroupNorm\(1, 16\) last"], change)
+
+    def test_a_pre_norm_transformer_block(self):
+        cell = Cell(PreNorm())
+
+        def change(text):
+            cell.last = eval(re.search(r"by torch\.(nn\.LayerNorm\(\d+\)) last", text)[1])
+            return cell
+
+        after = self.mended(cell, torch.randn(4, 6, 32), [r"\|f\(z\)\| grows", "LayerNorm"], change)
+        assert float(after.radius.max()) < 1
+
+    def test_dropout(self):
+        cell = Cell(nn.Sequential(nn.Linear(16, 16), nn.Tanh()), drop=nn.Dropout(0.2))
+
+        def change(text):
+            cell.drop = deqfast.SolveDropout(0.2)
+            return cell
+
+        expected = [r"contains cell.drop \(Dropout\)", "deqfast.SolveDropout"]
+        assert len(self.mended(cell, torch.randn(4, 16), expected, change, "Broyden()").advice) < 2
+
+    def test_saturation(self):
+        linear = nn.Linear(32, 32)
+        linear.weight.data *= 10
+
+        def change(text):
+            linear.weight.data *= float(re.search(r"multiply the weights that act on z by ([\d.]+)", text)[1])
+            return lambda z, x: torch.tanh(linear(z) + x)
+
+        self.mended(lambda z, x: torch.tanh(linear(z) + x), torch.randn(4, 32), ["multiply the weights"], change)
+
+
+class TestReport:
+    def test_the_block_stays_as_it_is(self):
+        cell = Cell(nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8)), nn.Dropout(0.1))
+        cell.body[0].bias.grad, cell.body[1].training = torch.ones(8), False
+        block, x, calls = DEQBlock(cell, adjoint="implicit"), torch.randn(4, 8, requires_grad=True), []
+        before, state = copy.deepcopy(block), torch.random.get_rng_state()
+        block.cell.register_forward_hook(lambda *_: calls.append(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = diagnose(block, x)
+        assert len(calls) >= report.evaluations and x.grad is None and block.backward_solution is None
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert [m.training for m in block.modules()] == [m.training for m in before.modules()]
+        for found, expected in zip(block.state_dict().values(), before.state_dict().values(), strict=True):
+            assert torch.equal(found, expected)
+        assert [p.grad is None for p in block.parameters()] == [False, True, True, True]
+        assert torch.equal(cell.body[0].bias.grad, torch.ones(8))
+        with pytest.warns(UserWarning, match="deqfast.diagnose"):
+            block(x)
+
+    def test_text_dictionary_and_figure(self, monkeypatch):
+        report = diagnose(deqfast.FCCell(3, 8), torch.randn(4, 3), torch.zeros(4, 8))
+        assert str(diagnose(DEQBlock(lambda z, x: z + x), torch.ones(2, 3))).count("\n") > 20
+        assert max(map(len, str(report).splitlines())) <= 100 and "Neumann" in str(report)
+        found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert found["advice"] == report.advice and len(found["radius"]) == 4 and found["runs"][0]["needs"]["0.001"]
+        assert len(report.figure().axes) == 3
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ImportError, match="needs matplotlib"):
+            report.figure()
+
+    def test_the_same_twice_and_bad_arguments(self):
+        block, x = DEQBlock(deqfast.ResidualCell(8)), torch.randn(2, 8, 4, 4)
+        assert diagnose(block, x).to_dict() == diagnose(block, x).to_dict()
+        for options, match in (({"samples": 0}, "samples"), ({"starts": -1}, "starts")):
+            with pytest.raises(ValueError, match=match):
+                diagnose(block, x, **options)
+        with pytest.raises(ValueError, match="at least one sample"):
+            diagnose(block, x[:0])
