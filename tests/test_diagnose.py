@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import sys
 import warnings
@@ -46,9 +47,6 @@ class TestFindings:
         report = diagnose(lambda z, x: z @ matrix.T + x, x)
         assert_close(report.norm, torch.linalg.matrix_norm(matrix, 2).expand(3), 1e-3)
         assert bool((report.radius < 0.6).all())  # the power iteration approaches a defective 0.5 slowly
-        exact = torch.linalg.inv(torch.eye(2, dtype=torch.float64) - matrix.T)
-        bound = torch.linalg.matrix_norm(matrix.T @ exact, 2) * torch.linalg.matrix_norm(exact.inverse(), 2)
-        assert bool((report.gradients["JFB()"].measured <= bound).all())
 
     def test_evaluations_of_each_solver_are_those_of_its_own_solve(self):
         weight, x = torch.diag(torch.linspace(0.0, 0.9, 16)), torch.randn(3, 16)
@@ -67,30 +65,25 @@ class TestFindings:
         assert "No solver converges from here, and |f(z)| grows from 3 to " in said(report)
 
     @pytest.mark.parametrize(
-        ("cell", "advice"),
+        ("cell", "advice", "is_found"),
         [
-            (lambda z, x: torch.tanh(0.5 * z + 1) + 0 * x, "z* is nearly the same for other x"),
-            (lambda z, x: z + 1e-4 * torch.tanh(x), "nearly the identity"),
-            (lambda z, x: torch.tanh(3 * z) + 1e-3 * x, "several fixed points"),
-            (lambda z, x: torch.tanh(0.5 * z.mean(0) + x), "pass groups="),
-            (lambda z, x: torch.tanh(z + x) + 0.1 * torch.randn_like(z), "differs from call to call"),
-            (lambda z, x: 3 * torch.tanh(-2 * z) + x, 'take adjoint="implicit"'),
-            (lambda z, x: (z + x).sqrt(), "not finite in 2 samples"),
+            (lambda z, x: torch.tanh(z / 2 + 1) + 0 * x, "the same for other x", lambda d: d.dependence.max() < 1e-4),
+            (lambda z, x: z + 1e-4 * torch.tanh(x), "nearly the identity", lambda d: d.step.max() < 1e-3),
+            (lambda z, x: torch.tanh(3 * z) + 1e-3 * x, "several fixed points", lambda d: d.spread.max() > 1),
+            (lambda z, x: torch.tanh(0.5 * z.mean(0) + x), "pass groups=", lambda d: d.alone > 0.02),
+            (lambda z, x: z / 2 + x + 0.1 * torch.randn_like(z), "from call to call", lambda d: d.difference > 0.01),
+            (lambda z, x: 3 * torch.tanh(-2 * z) + x, 'adjoint="implicit"', lambda d: d.radius.max() > 1),
+            (lambda z, x: (z + x).sqrt(), "not finite", lambda d: d.statuses["NONFINITE"] == len(d.settled)),
         ],
     )
-    def test_conditions(self, cell, advice):
-        x = torch.randn(4, 8) if advice != "not finite in 2 samples" else torch.tensor([[1.0], [-1.0], [2.0], [-2.0]])
-        assert advice in said(diagnose(DEQBlock(cell, Broyden(max_iter=40)), x))
+    def test_conditions(self, cell, advice, is_found):
+        report = diagnose(DEQBlock(cell, Broyden(max_iter=40)), torch.randn(4, 8))
+        assert advice in said(report) and is_found(report)
 
-    def test_what_was_measured(self):
-        x = torch.randn(4, 8)
-        assert diagnose(lambda z, x: torch.tanh(0.5 * z + 1) + 0 * x, x).dependence.max() < 1e-4
-        assert diagnose(lambda z, x: z, x).step.max() == 0
-        assert diagnose(lambda z, x: torch.tanh(3 * z) + 1e-3 * x, x).spread.max() > 1
-        assert diagnose(lambda z, x: torch.tanh(z + x) + 0.1 * torch.randn_like(z), x).difference > 0.01
-        assert diagnose(lambda z, x: torch.tanh(0.5 * z.mean(0) + x), x).alone > 0.02
+    def test_groups(self):
         whole = DEQBlock(lambda z, x: torch.tanh(0.5 * z.mean(0) + x), groups="batch")
-        assert diagnose(whole, x).advice == [] and len(diagnose(whole, x).settled) == 1
+        report = diagnose(whole, torch.randn(4, 8))
+        assert report.advice == [] and len(report.settled) == 1
 
     def test_tensors_of_different_size(self):
         def cell(z, x):
@@ -99,9 +92,10 @@ class TestFindings:
         x = torch.randn(4, 8)
         z0 = {"big": torch.zeros(4, 8), "small": torch.zeros(4, 8)}
         scale = eval(re.search(r"set scale=(.*)\.$", diagnose(cell, x, z0).advice[0])[1])
-        assert scale == {"big": 20000.0, "small": 4.0}
+        ratio = 2.0 ** (round(math.log2(scale["big"])) - round(math.log2(scale["small"])))
+        assert ratio > 100
         report = diagnose(DEQBlock(cell, scale=scale, adjoint="implicit"), x, z0)
-        of_divided = torch.tensor([[0.5, 0.0], [1e-4 * 16384 / 4, 0.5]]).double()
+        of_divided = torch.tensor([[0.5, 0.0], [1e-4 * ratio, 0.5]]).double()
         assert_close(report.norm, torch.linalg.matrix_norm(of_divided, 2).expand(4), 1e-2)
         assert report.advice == []
 
@@ -143,16 +137,16 @@ class PreNorm(nn.Module):
 class TestAdviceMends:
     """The cell as it comes, what the report says, and the same cell when that is done."""
 
-    def mended(self, before, x, expected, change, solver=None):
+    @staticmethod
+    def follow(before, x, expected, change):
         report = diagnose(DEQBlock(before), x)
         assert not report.converged and all(re.search(each, said(report)) for each in expected), said(report)
-        after = diagnose(DEQBlock(change(said(report)), eval(solver or self.solver(said(report)))), x)
-        assert after.converged, after
-        return after
-
-    @staticmethod
-    def solver(text):
-        return re.search(r"Then (\w+\(.*?\)) converges", text)[1]
+        cell, solver = change(said(report)), re.search(r"Then (\w+\(.*?\)) converges", said(report))
+        report = diagnose(DEQBlock(cell, eval(solver[1]) if solver else "broyden"), x)
+        if not report.converged:  # what it says of more evaluations was measured with one of several changes
+            report = diagnose(DEQBlock(cell, eval(re.search(r"Take solver=(\w+\(.*?\)):", said(report))[1])), x)
+        assert report.converged, report
+        return report
 
     def test_a_basic_block_of_torchvision(self):
         x = torch.randn(4, 16, 8, 8)
@@ -161,7 +155,7 @@ class TestAdviceMends:
             groups = nn.GroupNorm(1, 16), lambda channels: nn.GroupNorm(8, channels)
             return Cell(BasicBlock(16, 16, norm_layer=groups[1]), groups[0])
 
-        self.mended(Cell(BasicBlock(16, 16)), x, ["use GroupNorm", r"by torch.nn.GroupNorm\(1, 16\) last"], change)
+        self.follow(Cell(BasicBlock(16, 16)), x, ["use GroupNorm", r"by torch.nn.GroupNorm\(1, 16\) last"], change)
 
     def test_a_pre_norm_transformer_block(self):
         cell = Cell(PreNorm())
@@ -170,7 +164,7 @@ class TestAdviceMends:
             cell.last = eval(re.search(r"by torch\.(nn\.LayerNorm\(\d+\)) last", text)[1])
             return cell
 
-        after = self.mended(cell, torch.randn(4, 6, 32), [r"\|f\(z\)\| grows", "LayerNorm"], change)
+        after = self.follow(cell, torch.randn(4, 6, 32), [r"\|f\(z\)\| grows", "LayerNorm"], change)
         assert float(after.radius.max()) < 1
 
     def test_dropout(self):
@@ -181,7 +175,7 @@ class TestAdviceMends:
             return cell
 
         expected = [r"contains cell.drop \(Dropout\)", "deqfast.SolveDropout"]
-        assert len(self.mended(cell, torch.randn(4, 16), expected, change, "Broyden()").advice) < 2
+        assert len(self.follow(cell, torch.randn(4, 16), expected, change).advice) < 2
 
     def test_saturation(self):
         linear = nn.Linear(32, 32)
@@ -191,7 +185,7 @@ class TestAdviceMends:
             linear.weight.data *= float(re.search(r"multiply the weights that act on z by ([\d.]+)", text)[1])
             return lambda z, x: torch.tanh(linear(z) + x)
 
-        self.mended(lambda z, x: torch.tanh(linear(z) + x), torch.randn(4, 32), ["multiply the weights"], change)
+        self.follow(lambda z, x: torch.tanh(linear(z) + x), torch.randn(4, 32), ["multiply the weights"], change)
 
 
 class TestReport:

@@ -11,7 +11,16 @@ import torch
 import deqfast
 
 # What has no example: types of results, what is asked of the machine, options of torch, and a module.
-WITHOUT = {"Availability", "CellHooks", "NCResult", "backends", "package_options", "regularize", "release_memory"}
+WITHOUT = {
+    "Availability",
+    "CellHooks",
+    "Diagnosis",
+    "NCResult",
+    "backends",
+    "package_options",
+    "regularize",
+    "release_memory",
+}
 
 
 def members(symbol: object) -> list[object]:

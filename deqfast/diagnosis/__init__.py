@@ -58,8 +58,8 @@ def diagnose(
 
     Examples:
         >>> report = deqfast.diagnose(deqfast.DEQBlock(lambda z, x: z + x), torch.rand(4, 8))
-        >>> report.advice[0].partition(". ")[0]
-        XXX
+        >>> print(report.advice[0].partition(": ")[2])
+        normalise the cell's value, by torch.nn.LayerNorm(8) last. Then Broyden() converges, in 2 evaluations.
     """
     check_count("samples", samples)
     check_count("starts", starts, 0)

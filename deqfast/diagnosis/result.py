@@ -16,6 +16,7 @@ from .advice import advise, largest, median, rounded, spelled
 from .measure import BUDGET, TOLERANCES, GradientError, Remedy, Run
 
 _WIDTH = 100
+_KINDS = ("measured", "estimated")  # errors of gradients
 
 
 @dataclass(frozen=True)
@@ -175,18 +176,20 @@ class Diagnosis:
         figure = Figure(figsize=(11, 3.4), layout="constrained")
         residual, length, gradient = figure.subplots(1, 3)
         for run in self.runs:
-            name, steps = type(run.solver).__name__, range(1, len(run.residual) + 1)
-            residual.semilogy(steps, run.residual, label=name)
-            length.semilogy(steps, run.length, label=name)
+            steps = range(1, len(run.residual) + 1)
+            residual.semilogy(steps, run.residual, label=type(run.solver).__name__)
+            length.semilogy(steps, run.length)
+        residual.legend(fontsize="small")
         residual.set(xlabel="evaluation", ylabel="relative residual, worst sample")
         length.set(xlabel="evaluation", ylabel="|f(z)|, longest sample")
-        residual.legend(fontsize="small")
-        for shift, kind in ((-0.2, "measured"), (0.2, "estimated")):
-            heights = [median(getattr(of, kind)) for of in self.gradients.values()]
-            gradient.bar([i + shift for i in range(len(heights))], heights, 0.4, label=kind)
+        low, high = length.get_ylim()
+        length.set_ylim(low / 2, 2 * high)  # or rounding would fill the axis
+        heights = {kind: [median(getattr(of, kind)) for of in self.gradients.values()] for kind in _KINDS}
+        for shift, (kind, of_kind) in zip((-0.2, 0.2), heights.items(), strict=True):
+            gradient.bar([i + shift for i in range(len(of_kind))], of_kind, 0.4, label=kind)
         names = [name.partition("(")[0] for name in self.gradients]
         gradient.set(xticks=range(len(names)), xticklabels=names, ylabel="relative error of the gradient, median")
-        if names:
+        if any(height > 0 for of_kind in heights.values() for height in of_kind):
             gradient.set_yscale("log")
             gradient.legend(fontsize="small")
         return figure
