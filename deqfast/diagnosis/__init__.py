@@ -88,12 +88,14 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
     step = measure.first_step(problem, z)
     again = [from_start(measure.random_state(problem, z)) for _ in range(starts if bool(settled.any()) else 0)]
     alone = measure.alone(problem, z, 0)
-    rows = settled.nonzero()[:samples, 0] if alone is not None and alone < measure.UNCOUPLED else None
+    is_coupled = alone is not None and alone > measure.UNCOUPLED
     gradients = {}
     if bool(settled.any()):
+        rows = None if alone is None or is_coupled else settled.nonzero()[:samples, 0]
         gradients = measure.gradient_errors(problem, z, norm, block.adjoint, rows)
+    changing = changing_modules(plan.cell)
     fails = not bool(as_it_is.converged.all()) and all(each.own is None for each in runs)
-    remedy = measure.find_remedy(problem) if fails and not gap else None
+    remedy = measure.find_remedy(problem) if fails and not (gap or changing or is_coupled) else None
     ended = as_it_is.status.tolist()
     return Diagnosis(
         cell=getattr(plan.cell, "__name__", type(plan.cell).__name__),
@@ -111,7 +113,7 @@ def _diagnosed(block: DEQBlock, problem: Problem, gap: float | None, samples: in
         step=step,
         dependence=measure.dependence(problem, z, settled),
         gradients=gradients,
-        changing=changing_modules(plan.cell),
+        changing=changing,
         difference=gap,
         alone=alone,
         sizes=measure.sizes(z),

@@ -27,21 +27,21 @@ SPARE = 1.5  # max_iter for the evaluations that were measured: other batches ne
 
 
 def advise(d: Any) -> list[str]:
-    """Advice that a ``Diagnosis`` gives; the first is to be followed first."""
-    if d.difference:  # all that was measured is of a cell that changes meanwhile
-        return list(_of_changes(d))
-    return [*_of_changes(d), *_of_convergence(d), *_of_answers(d), *_of_gradients(d)]
+    """Advice that a ``Diagnosis`` gives."""
+    if first := _for_one_function(d):
+        return [f"{first}. Then diagnose again: the other findings depend on this."]
+    return [*_of_convergence(d), *_of_answers(d), *_of_gradients(d)]
 
 
-def _of_changes(d: Any) -> Iterator[str]:
+def _for_one_function(d: Any) -> str | None:
+    """What to change if the cell is not one function of a sample's z and x, as solvers take it."""
     if d.changing or d.difference:
         why = f"contains {', '.join(d.changing)}" if d.changing else f"differs from call to call by {d.difference:.1g}"
-        yield f"In training mode the cell {why}: {HELP}."
-    elif d.alone is not None and d.alone > UNCOUPLED:
-        yield (
-            f'The cell couples samples: pass groups= to the block, "batch" if the whole batch is one sample. Alone a '
-            f"value differs by {d.alone:.1g}."
-        )
+        return f"The cell {why}: {HELP}"
+    if d.alone is not None and d.alone > UNCOUPLED:
+        alone = f"The cell couples samples, a value without the others differs by {d.alone:.1g}"
+        return f'{alone}: pass groups= to the block, "batch" if the whole batch is one sample'
+    return None
 
 
 def _of_convergence(d: Any) -> Iterator[str]:

@@ -283,7 +283,7 @@ def _changed(problem: Problem) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         norms = " and ".join(dict.fromkeys(f"torch.nn.{_norm_for(leaf)}" for leaf in leaves))
         yield f"normalise the cell's value, by {norms} last", lambda z: problem.map(_normalised, problem.f(z))
     for shrink in SHRINKS:
-        change = f"multiply the weights that act on z by {shrink:g} and bound them (torch.nn.utils.parametrizations)"
+        change = f"give it {shrink:g} z in place of z, or smaller weights, bounded by torch.nn.utils.parametrizations"
         yield change, partial(_of_shrunk, problem, shrink)
 
 
