@@ -25,8 +25,8 @@ def diagnose(
     block: DEQBlock | Callable[[Any, Any], Any],
     x: Any,
     z0: Any = None,
-    groups: Groups | Tensor | str | None = None,
     *,
+    groups: Groups | Tensor | str | None = None,
     samples: int = 4,
     starts: int = 4,
     seed: int = 0,
@@ -35,8 +35,8 @@ def diagnose(
 
     Runs the block's solver and trials of Picard, Anderson and Broyden from z0, and the best of them from random starts.
     It measures the contraction at the fixed points, how they depend on the start and on x, errors of gradients, and
-    randomness. Takes 200 to 500 evaluations of the cell, and about 200 products with its Jacobian. If nothing
-    converges, up to 500 more evaluations look for a change of the cell that helps.
+    randomness. Takes about 100 to 300 evaluations of the cell, and about 200 products with its Jacobian. If nothing
+    converges, up to 500 more look for a change of the cell that helps.
 
     The block is measured in the mode that it is in, and stays as it is: gradients, buffers, torch's random state and
     warnings. Only hooks and counters of the cell see the evaluations. Options that only speed up are left aside.
