@@ -10,12 +10,12 @@ from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCe
 from .diagnosis import Diagnosis, diagnose
 from .execution.export import package_options
 from .execution.one_launch import fc_fixed_point
-from .fixed_point import fixed_point
+from .fixed_point import fixed_point, root
 from .metrics import NCResult, neural_collapse
 from .ops import Availability, backends, release_memory
 from .solution import Solution, Status
 from .solve import solve
-from .solvers import Anderson, Broyden, Picard
+from .solvers import Anderson, Auto, Broyden, Picard
 from .state.groups import Groups
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Anderson",
+    "Auto",
     "Availability",
     "Broyden",
     "Cell",
@@ -57,6 +58,7 @@ __all__ = [
     "package_options",
     "regularize",
     "release_memory",
+    "root",
     "solve",
 ]
 

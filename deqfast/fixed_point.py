@@ -1,16 +1,22 @@
-"""Fixed points as functions, for people without modules and for torch.func."""
+"""Fixed points and roots as functions, for people without modules and for torch.func."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .adjoints import Adjoint
 from .block import DEQBlock
-from .solvers import Solver
+from .solvers import Auto, Solver
+from .state.rows import per_row, rows_of
+from .torch_internals import pytree
 from .torch_internals.dynamo import is_exporting, untraced
+
+ROOTS = Auto(rtol=0, atol=1e-6, max_iter=200)  # |g| as xitorch bounds it
+TINY = 1e-30  # of a length that divides
 
 
 class _Spread(nn.Module):
@@ -70,14 +76,109 @@ def fixed_point(
         >>> torch.vmap(torch.func.grad(root))(torch.tensor([[[4.0]], [[16.0]]])).flatten()
         tensor([0.2500, 0.1250])
     """
+    _check_options("fixed_point", options)
+    options |= {"solver": solver, "adjoint": adjoint}
+    return untraced(_solve, _Spread(f), z0, args, return_solution, options)
+
+
+def _check_options(function: str, options: dict[str, Any]) -> None:
     if kept := sorted(options.keys() & {"init", "eval_solver", "cuda_graph", "compile"}):
-        raise TypeError(f"fixed_point takes no {kept[0]!r}, which serves many calls: make a DEQBlock")
-    return untraced(_solve, f, z0, args, return_solution, options | {"solver": solver, "adjoint": adjoint})
+        raise TypeError(f"{function} takes no {kept[0]!r}, which serves many calls: make a DEQBlock")
 
 
-def _solve(f: Callable[..., Any], z0: Any, x: tuple[Any, ...], return_solution: bool, options: dict[str, Any]) -> Any:
+class _Signed(nn.Module):
+    """z + sign g(z, *args), whose fixed points are the roots of g, as a cell of x = (args, sign of each row)."""
+
+    def __init__(self, g: Callable[..., Any]) -> None:
+        super().__init__()
+        self.g = g
+
+    def forward(self, z: Any, x: tuple[tuple[Any, ...], Tensor]) -> Any:
+        args, sign = x
+        value = self.g(z, *args)
+        return pytree.tree_map(lambda z, value: z + per_row(sign, value) * value, z, value)
+
+
+def root(
+    g: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    solver: str | Solver = ROOTS,
+    adjoint: str | Adjoint = "implicit",
+    sign: float | None = None,
+    return_solution: bool = False,
+    **options: Any,
+) -> Any:
+    """z* with g(z*, *args) = 0, differentiable in `args` and in the parameters that g holds.
+
+    It is the fixed point of f(z) = z + sign g(z), whose residual f(z) - z is sign g(z). Which sign serves depends on g:
+    plain iteration needs g to fall along itself for sign 1. The solvers that learn need it less.
+
+    Args:
+        g: takes z and `args`, and returns a tree like z; any callable, or an ``nn.Module``.
+        z0: start of the iteration, a floating-point tensor (B, ...) or a pytree of them.
+        args: tensors, pytrees of them, or anything else that g takes.
+        solver: of the forward solve, as for ``DEQBlock``; its tolerance should be an absolute one, since it bounds |g|.
+        adjoint: how gradients are found, as for ``DEQBlock``.
+        sign: 1 or -1; None: of each row of z0 by a trial, at the cost of two evaluations of g.
+        return_solution: return the Solution too, whose residual is |g| if the tolerance is absolute.
+        options: as for ``fixed_point``.
+
+    Returns:
+        z*, a tree like z0; with `return_solution` (z*, Solution).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``fixed_point``; ValueError for another sign.
+
+    Examples:
+        >>> a = torch.tensor([[2.0], [5.0]], dtype=torch.float64, requires_grad=True)
+        >>> z = deqfast.root(lambda z, a: z**3 - a, torch.ones(2, 1, dtype=torch.float64), a)
+        >>> (slope,) = torch.autograd.grad(z.sum(), a)
+        >>> torch.allclose(z**3, a, atol=1e-5), torch.allclose(slope, 1 / (3 * z**2), atol=1e-5)
+        (True, True)
+    """
+    signs = (None, 1, -1)
+    if sign not in signs:
+        raise ValueError(f"sign must be 1, -1 or None, got {sign!r}")
+    _check_options("root", options)
+    options |= {"solver": solver, "adjoint": adjoint}
+    return untraced(_solve_root, g, z0, args, sign, return_solution, options)
+
+
+def _solve_root(
+    g: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...],
+    sign: float | None,
+    return_solution: bool,
+    options: dict[str, Any],
+) -> Any:
+    leaf = pytree.tree_leaves(z0)[0]
+    signs = _falling(g, z0, args) if sign is None else torch.full((len(leaf),), float(sign), device=leaf.device)
+    return _solve(_Signed(g), z0, (args, signs), return_solution, options)
+
+
+@torch.no_grad()
+def _falling(g: Callable[..., Any], z0: Any, args: tuple[Any, ...]) -> Tensor:
+    """Sign (N,) of the direction along g in which each row's |g| falls, by a difference at z0."""
+    states, spec = pytree.tree_flatten(z0)
+    values = pytree.tree_leaves(g(z0, *args))
+    size = _dots(states, states).sqrt()
+    step = torch.finfo(size.dtype).eps ** 0.5 * (1 + size) / _dots(values, values).sqrt().clamp_min(TINY)
+    moved = [z + per_row(step, value) * value for z, value in zip(states, values, strict=True)]
+    changed = pytree.tree_leaves(g(pytree.tree_unflatten(moved, spec), *args))
+    slope = _dots([new - value for new, value in zip(changed, values, strict=True)], values)
+    return torch.where(slope > 0, -1.0, 1.0)
+
+
+def _dots(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """Real inner products (N,) of the rows of two lists of tensors."""
+    return torch.stack([(rows_of(x) * rows_of(y)).sum(dim=1) for x, y in zip(a, b, strict=True)]).sum(dim=0)
+
+
+def _solve(cell: nn.Module, z0: Any, x: tuple[Any, ...], return_solution: bool, options: dict[str, Any]) -> Any:
     groups = options.pop("groups", None)
-    block = DEQBlock(_Spread(f), **options)
+    block = DEQBlock(cell, **options)
     block._changes.evaluates = False  # which every call would do again
     block.training = not is_exporting()  # an export takes none in training, and nobody else has this one
     return block(x, z0, return_solution=return_solution, groups=groups)

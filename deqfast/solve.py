@@ -108,5 +108,7 @@ def solve(
         if is_exporting():
             evaluations = export(run, keep_inverse)
         else:
-            evaluations = iterate(run.advance, solver.max_iter, watch, sync_every) if begun.packing.batch else 0
+            evaluations = (
+                iterate(run.advance, solver.max_iter, watch, sync_every, run.resume) if begun.packing.batch else 0
+            )
         return begun.finish(evaluations, batches.sample_evaluations)

@@ -115,14 +115,27 @@ def inverse_of(packing: Packing, solver: Solver, state: State) -> Callable[[Any]
     return lambda v: gradients.unpack(solver.transposed_inverse(state, gradients.pack(v)))
 
 
-def iterate(advance: Callable[[int, int], None], max_iter: int, watch: Watch, sync_every: int | None) -> int:
-    """Call `advance(first, until)` for runs of iterations until all samples are done; return their number."""
+def iterate(
+    advance: Callable[[int, int], None],
+    max_iter: int,
+    watch: Watch,
+    sync_every: int | None,
+    resume: Callable[[int, bool], bool] | None = None,
+) -> int:
+    """Call `advance(first, until)` for runs of iterations until all samples are done; return their number.
+
+    resume: called with the iterations so far and whether all samples are done; returns whether samples run again.
+    """
     sync_every = sync_every or (SYNC_EVERY_ON_GPU if watch.active.is_cuda else 1)
     for first in range(0, max_iter, sync_every):
         until = min(first + sync_every, max_iter)
         advance(first, until)
-        if until < max_iter and watch.count() == 0:
-            return until
+        if until < max_iter:
+            done = watch.count() == 0
+            if resume is not None and resume(until, done):
+                watch.forget()
+            elif done:
+                return until
     return max_iter
 
 
@@ -152,6 +165,10 @@ class Watch:
         self.known = int(self.active)
         return self.known
 
+    def forget(self) -> None:
+        """Forget the number, which has changed since."""
+        self.known = -1
+
 
 class LateWatch(Watch):
     """Number at the look before, which the device has reached while the host was queueing what followed."""
@@ -173,6 +190,10 @@ class LateWatch(Watch):
         self.arrived.record(self.stream)
         return self.known
 
+    def forget(self) -> None:
+        super().forget()
+        self.arrived = None
+
 
 def watch_of(active: Tensor) -> Watch:
     """Watch of the device's counter `active`; late on a GPU, because a look would wait."""
@@ -184,6 +205,9 @@ class Whole:
 
     def __init__(self) -> None:
         self.sample_evaluations = 0
+
+    def take_all(self) -> None:
+        """Take all samples into the next batch, since some run again."""
 
     def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
         """Call f; its value, and its rows (B, D)."""
@@ -201,6 +225,9 @@ class Compaction(Whole):
         super().__init__()
         self.watch, self.fills = watch, fills
         self.rows: Tensor | None = None
+
+    def take_all(self) -> None:
+        self.rows = None
 
     def evaluate(self, f: Callable[..., Any], packing: Packing, state: State) -> tuple[Any, Tensor]:
         self._drop(packing, state)
@@ -235,6 +262,7 @@ class Run:
     state: State
     batches: Whole
     stop_fn: StopFn | None = None
+    asked: int = 0  # evaluations when the solver was last asked to resume
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
@@ -248,6 +276,17 @@ class Run:
             solver.advance(state, rows, k, k + 1 == solver.max_iter)
             if state.trace is not None:
                 state.trace[k].copy_(state.residual)
+
+    def resume(self, k: int, done: bool) -> bool:
+        """Return whether the solver lets samples run again after k evaluations, when it is time to ask it."""
+        patience = self.solver.patience
+        if not patience or not (done or k - self.asked >= patience):
+            return False
+        self.asked = k
+        resumed = self.solver.resume(self.state, k)
+        if resumed:
+            self.batches.take_all()
+        return resumed
 
     def _asked(self, stop_fn: StopFn, value: Any, k: int) -> Tensor:
         """The mask of samples to end, by the rule, which may keep z, a copy of the solver's, but not write to f(z)."""

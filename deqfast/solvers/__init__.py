@@ -1,14 +1,15 @@
-"""Solvers: Picard, Anderson, Broyden."""
+"""Solvers: Picard, Anderson, Broyden, and Auto, which runs several in turn."""
 
 from __future__ import annotations
 
 from .._checks import object_named
 from .anderson import Anderson
+from .auto import Auto
 from .base import Solver
 from .broyden import Broyden
 from .picard import Picard
 
-SOLVERS: tuple[type[Solver], ...] = (Broyden, Anderson, Picard)
+SOLVERS: tuple[type[Solver], ...] = (Broyden, Anderson, Picard, Auto)
 _BY_NAME = {kind.__name__.lower(): kind for kind in SOLVERS}
 
 
@@ -16,9 +17,9 @@ def as_solver(solver: str | Solver) -> Solver:
     """Return the solver itself, or the solver with default settings that a name stands for.
 
     Raises:
-        ValueError: `solver` is neither, nor "picard", "anderson" or "broyden".
+        ValueError: `solver` is neither, nor "picard", "anderson", "broyden" or "auto".
     """
     return object_named("solver", solver, Solver, _BY_NAME)
 
 
-__all__ = ["SOLVERS", "Anderson", "Broyden", "Picard", "Solver", "as_solver"]
+__all__ = ["SOLVERS", "Anderson", "Auto", "Broyden", "Picard", "Solver", "as_solver"]

@@ -145,6 +145,15 @@ class Solver(ChecksKeywords):
         rule = state.rule or self.rule()
         state.kernel.op(name)(state.z, fz, *state.monitor(), *tensors, k, last, *rule, *numbers)
 
+    @property
+    def patience(self) -> int:
+        """Evaluations after which the loop asks again whether to ``resume``; 0: it never asks."""
+        return 0
+
+    def resume(self, state: State, k: int) -> bool:
+        """Return whether samples run again after the evaluations 0 ... k - 1, for a solver of several stages."""
+        return False
+
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
         """The step op of a solver that has one, its tensors behind the monitor's, its numbers behind the rule's."""
         raise NotImplementedError
