@@ -59,7 +59,7 @@ _TAKEN: dict[str, Callable[[Any], Any]] = {
     "stop_fn": partial(_callable_or_none, "stop_fn"),
 }
 # Options that not all others can be combined with.
-_COMBINED = {"adjoint", "sync_every", "drop_converged", "groups", "stop_fn", "scale", "trace"}
+_COMBINED = {"solver", "eval_solver", "adjoint", "sync_every", "drop_converged", "groups", "stop_fn", "scale", "trace"}
 
 
 class DEQBlock(ChecksKeywords, nn.Module):
@@ -70,7 +70,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     Args:
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
-        solver: "broyden", "anderson", "picard" (rtol=1e-3, max_iter=20) or a solver object.
+        solver: "broyden", "anderson", "picard", "auto" (rtol=1e-3, max_iter=20) or a solver object.
         adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
         init: x -> z0; None: see above.
         groups: the samples of calls that give none, see ``forward``.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .adjoints import Adjoint
 from .block import DEQBlock
 from .solvers import Auto, Solver
+from .state.packing import Packing
 from .state.rows import per_row, rows_of
 from .torch_internals import pytree
 from .torch_internals.dynamo import is_exporting, untraced
@@ -96,7 +97,12 @@ class _Signed(nn.Module):
     def forward(self, z: Any, x: tuple[tuple[Any, ...], Tensor]) -> Any:
         args, sign = x
         value = self.g(z, *args)
-        return pytree.tree_map(lambda z, value: z + per_row(sign, value) * value, z, value)
+        states, spec = pytree.tree_flatten(z)
+        values = pytree.tree_leaves(value)
+        if [v.shape for v in values] != [z.shape for z in states]:
+            return value  # which the solve refuses; a sum would broadcast it
+        signed = [z + per_row(sign, z).to(z.dtype) * v for z, v in zip(states, values, strict=True)]
+        return pytree.tree_unflatten(signed, spec)
 
 
 def root(
@@ -162,7 +168,7 @@ def _solve_root(
 def _falling(g: Callable[..., Any], z0: Any, args: tuple[Any, ...]) -> Tensor:
     """Sign (N,) of the direction along g in which each row's |g| falls, by a difference at z0."""
     states, spec = pytree.tree_flatten(z0)
-    values = pytree.tree_leaves(g(z0, *args))
+    values = Packing(z0).check_value(g(z0, *args))
     size = _dots(states, states).sqrt()
     step = torch.finfo(size.dtype).eps ** 0.5 * (1 + size) / _dots(values, values).sqrt().clamp_min(TINY)
     moved = [z + per_row(step, value) * value for z, value in zip(states, values, strict=True)]

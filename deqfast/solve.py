@@ -19,7 +19,7 @@ from .execution.loop import (
     iterate,
     watch_of,
 )
-from .execution.refusals import check_served
+from .execution.refusals import check_served, kinds
 from .solution import Solution
 from .solvers import Solver, as_solver
 from .state.groups import Groups
@@ -99,6 +99,8 @@ def solve(
         raise TypeError(f"stop_fn must be callable, got {stop_fn!r}")
     if groups is not None:
         check_served("drop_converged", ["groups"] * drop_converged)
+    if is_exporting():
+        check_served("torch.export", kinds(solver))
     check_plain("solve", z0)
     begun = begin(z0, solver, kernel, groups=groups, scale=scale, keep_inverse=keep_inverse, trace=trace)
     with outside_exports(torch.no_grad()):
@@ -108,7 +110,6 @@ def solve(
         if is_exporting():
             evaluations = export(run, keep_inverse)
         else:
-            evaluations = (
-                iterate(run.advance, solver.max_iter, watch, sync_every, run.resume) if begun.packing.batch else 0
-            )
+            iterations = solver.max_iter if begun.packing.batch else 0
+            evaluations = iterate(run.advance, iterations, watch, sync_every, solver.patience, run.resume)
         return begun.finish(evaluations, batches.sample_evaluations)

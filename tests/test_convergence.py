@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from op_calls import examples
 
 import deqfast
-from deqfast import Anderson, Broyden, DEQBlock, Implicit, Picard, Status
+from deqfast import Anderson, Auto, Broyden, DEQBlock, Implicit, Picard, Status
 from deqfast.testing import SOLVERS
 
 W = torch.randn(16, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64) / 4
@@ -33,6 +33,8 @@ LONG = {
     "absolute": Broyden(rtol=0, atol=1e-3, max_iter=60, history_size=20),
     "max": Anderson(max_iter=60, norm="max"),
     "loose": Anderson(rtol=1e-2, max_iter=60),
+    "auto": Auto(max_iter=150),
+    "auto absolute": Auto(rtol=0, atol=1e-3, max_iter=150),
 }
 
 

@@ -120,23 +120,30 @@ def iterate(
     max_iter: int,
     watch: Watch,
     sync_every: int | None,
-    resume: Callable[[int, bool], bool] | None = None,
+    patience: int = 0,
+    resume: Callable[[int], int] = lambda k: k,
 ) -> int:
     """Call `advance(first, until)` for runs of iterations until all samples are done; return their number.
 
-    resume: called with the iterations so far and whether all samples are done; returns whether samples run again.
+    After every `patience` iterations, and when all samples are done, `resume(k)` may let samples run again and returns
+    the number of the next iteration.
     """
     sync_every = sync_every or (SYNC_EVERY_ON_GPU if watch.active.is_cuda else 1)
-    for first in range(0, max_iter, sync_every):
+    first = made = 0
+    while first < max_iter:
         until = min(first + sync_every, max_iter)
+        if patience:
+            until = min(until, first - first % patience + patience)
         advance(first, until)
-        if until < max_iter:
+        made, first = made + until - first, until
+        if first < max_iter:
             done = watch.count() == 0
-            if resume is not None and resume(until, done):
+            if patience and (done or first % patience == 0):
+                first = resume(first)
                 watch.forget()
             elif done:
-                return until
-    return max_iter
+                break
+    return made
 
 
 def export(run: Run, keep_inverse: bool) -> Any:
@@ -262,7 +269,7 @@ class Run:
     state: State
     batches: Whole
     stop_fn: StopFn | None = None
-    asked: int = 0  # evaluations when the solver was last asked to resume
+    made: int = 0  # evaluations; a solver may leave out numbers
 
     def advance(self, first: int, until: int) -> None:
         """Run the iterations first ... until - 1."""
@@ -275,18 +282,13 @@ class Run:
                 self._end(self._asked(self.stop_fn, value, k + 1), rows, k)
             solver.advance(state, rows, k, k + 1 == solver.max_iter)
             if state.trace is not None:
-                state.trace[k].copy_(state.residual)
+                state.trace[self.made].copy_(state.residual)
+            self.made += 1
 
-    def resume(self, k: int, done: bool) -> bool:
-        """Return whether the solver lets samples run again after k evaluations, when it is time to ask it."""
-        patience = self.solver.patience
-        if not patience or not (done or k - self.asked >= patience):
-            return False
-        self.asked = k
-        resumed = self.solver.resume(self.state, k)
-        if resumed:
-            self.batches.take_all()
-        return resumed
+    def resume(self, k: int) -> int:
+        """Let the solver resume samples; the number of the next evaluation, max_iter if none follows."""
+        self.batches.take_all()
+        return self.solver.resume(self.state, k, self.solver.max_iter)
 
     def _asked(self, stop_fn: StopFn, value: Any, k: int) -> Tensor:
         """The mask of samples to end, by the rule, which may keep z, a copy of the solver's, but not write to f(z)."""
@@ -310,7 +312,7 @@ class Run:
         ended = ended & state.running & torch.isfinite(now.res_abs) & ~converged
         state.best.copy_(torch.where(ended[:, None], state.z, state.best))
         state.residual.copy_(torch.where(ended, torch.stack([now.res_rel, now.res_abs]), state.residual))
-        state.iterations.masked_fill_(ended, k + 1)
+        state.iterations.copy_(torch.where(ended, state.iterations_at(k), state.iterations))
         state.status.masked_fill_(ended, Status.STOPPED)
         state.active -= ended.sum(dtype=torch.int32)
 

@@ -8,6 +8,7 @@ from typing import Any
 _NO_SOLVER = dict.fromkeys(("drop_converged", "trace", "stop_fn", "cuda_graph", "compile"), "it runs no solver")
 _REPLAYS = "a graph replays the same work"
 _ONE_CODE = "its code is one loop for whole batches"
+_BY_VALUES = "its stages depend on values"
 REFUSED: dict[str, dict[str, str]] = {
     "cuda_graph": {
         "drop_converged": _REPLAYS,
@@ -16,6 +17,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "groups": "groups may change from call to call, and a graph replays the same work",
         "scale": "it is not captured",
         "SHINE": "a replay overwrites the history that it needs",
+        "Auto": _BY_VALUES,
         "begin_solve": "it prepares every solve in Python, and a replay would not run it",
     },
     "compile": {
@@ -26,12 +28,14 @@ REFUSED: dict[str, dict[str, str]] = {
         "scale": _ONE_CODE,
         "sync_every": "its loop looks after every evaluation",
         "cuda_graph": "it serves CPUs",
+        "Auto": _BY_VALUES,
     },
     "drop_converged": {"groups": "f could not tell which rows are left"},
     "Unrolled": _NO_SOLVER,
     "Reversible": _NO_SOLVER,
     "trajectory": {
         "SHINE": "it has the history of the end of a solve only",
+        "Auto": "a sample may wait, and the states would not be those of its own evaluations",
         "Unrolled": "it runs no solver",
         "Reversible": "it runs no solver",
         "torch.func": "its states get their gradients from torch.autograd, and none in forward-mode AD either",
@@ -47,6 +51,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "torch.export": {
         "stop_fn": "an exported program calls no Python",
+        "Auto": _BY_VALUES,
         "trace of a Solution": "its length is that of the solve, which an export does not know",
         "training mode": "an export serves inference: call eval() before",
     },
@@ -72,14 +77,15 @@ _ATTRIBUTES = {
 
 
 def given(options: Any, adjoint: object) -> list[str]:
-    """Names in the table of what a block or a plan is given, and of the classes of its adjoint."""
+    """Names in the table of what a block or a plan is given, and of the classes of its solvers and its adjoint."""
     values = {name: getattr(options, attribute) for name, attribute in _ATTRIBUTES.items()}
-    return [*(name for name, value in values.items() if value is not None and value is not False), *kinds(adjoint)]
+    names = [name for name, value in values.items() if value is not None and value is not False]
+    return [*names, *kinds(options.solver), *kinds(getattr(options, "eval_solver", None)), *kinds(adjoint)]
 
 
-def kinds(adjoint: object) -> list[str]:
-    """Names of the classes of an adjoint, by which the table knows it."""
-    return [kind.__name__ for kind in type(adjoint).__mro__]
+def kinds(part: object) -> list[str]:
+    """Names of the classes of a solver or an adjoint, by which the table knows it."""
+    return [kind.__name__ for kind in type(part).__mro__]
 
 
 def check_served(way: str, options: Iterable[str], of: str = "") -> None:

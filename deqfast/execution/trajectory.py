@@ -68,7 +68,7 @@ def differentiate_along(plan: Plan, adjoint: Adjoint, at: Sequence[int]) -> tupl
 
 def check_trajectory(adjoint: Adjoint, solver: Solver, at: Sequence[int]) -> list[int]:
     """The evaluations `at`; TypeError or ValueError where this solver has no such, or this adjoint no trajectory."""
-    check_served("trajectory", kinds(adjoint))
+    check_served("trajectory", kinds(solver) + kinds(adjoint))
     if isinstance(at, str) or not isinstance(at, Sequence):
         raise TypeError(f"at must be a list of evaluations, counted from 1, got {at!r}")
     for evaluation in at:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.constants import NONFINITE, RUNNING
+from ..kernels.constants import NONFINITE, RUNNING, STALL_GAIN
 from ..ops import Kernel
 from ..ops.steps import PROGRESS
 from .anderson import Anderson
@@ -16,40 +16,61 @@ from .base import Solver, State
 from .broyden import Broyden
 
 GAIN_ITERATION, FIRST, START, LEAST = map(PROGRESS.index, ("gain_iteration", "first", "start", "least"))
+OF_THE_SOLVE = [FIRST, START, LEAST]  # progress that a stage must not begin again
+
+
+@dataclass
+class Cohort:
+    """Samples that began the same stage at the same evaluation.
+
+    Attributes:
+        stage: of the solver's, from 0.
+        start: evaluations before.
+        state: of the stage's solver; of the solve's tensors it shares z, best, residual and progress.
+        members: mask (B,).
+        begun: rows OF_THE_SOLVE of the progress before, (3, B).
+        used: evaluations of each sample before, (B,) int32.
+        residual: absolute residual (B,) of the iterate from which the samples began.
+    """
+
+    stage: int
+    start: int
+    state: State
+    members: Tensor
+    begun: Tensor
+    used: Tensor
+    residual: Tensor
 
 
 @dataclass
 class AutoState(State):
-    """State of a solve by stages. All stages judge the samples in its tensors, and `iterations` counts through.
+    """State of a solve by stages: `only` is that of the first stage as long as all samples are in it, else None."""
 
-    Attributes:
-        stage: the state of the present stage.
-        number: of the stage, from 0.
-        before: evaluations before this stage.
-        taken: mask (B,) of the samples that this stage works on; None in the first one: all.
-        begun: rows `first`, `start` and `least` of the samples' progress before this stage; None in the first one.
-    """
+    only: State | None = field(kw_only=True)
+    cohorts: list[Cohort] = field(default_factory=list)
 
-    stage: State = field(kw_only=True)
-    number: int = 0
-    before: int = 0
-    taken: Tensor | None = None
-    begun: Tensor | None = None
+    def iterations_at(self, k: int) -> Tensor | int:
+        if self.only is not None:
+            return super().iterations_at(k)
+        found = self.iterations
+        for cohort in self.cohorts:
+            found = torch.where(cohort.members, cohort.used + (k - cohort.start + 1), found)
+        return found
 
 
 @dataclass(frozen=True)
 class Auto(Solver):
-    """Solvers in turn, for maps of which little is known: each restarts the samples that the one before has left.
+    """Solvers in turn, for maps of which little is known: each begins with the samples that the one before has left.
 
-    1. ``Broyden``, as it comes;
+    1. ``Broyden``;
     2. ``Broyden`` with short steps;
-    3. ``Anderson``, with a new history as often as it is stuck.
+    3. ``Anderson``, again with a new history as long as that helps.
 
-    All share one budget of `max_iter` evaluations. A stage is over when each sample has ended, or has been stuck for
-    `PATIENCE` evaluations, without a residual 5 % less. The next stage takes the samples that have not ended, or have
-    met a value of f that is not finite. It takes each from its best iterate. A sample that converges in the first stage
-    costs nothing more. Not for exports and CUDA graphs, whose work is fixed. Source of the idea: NonlinearSolve.jl
-    (arXiv 2403.16341).
+    All share one budget of `max_iter` evaluations. After every ten evaluations a sample goes on to the next stage, from
+    its best iterate, if f has returned a value that is not finite, or if it has had no residual 5 % less in ten
+    evaluations. Until then it waits, so that its answer does not depend on the others. A sample that converges in the
+    first stage is solved as by ``Broyden``, bit for bit. Stages depend on values, so that exports, CUDA graphs and
+    compiled solves refuse this solver. Source of the idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
 
     Args:
         rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
@@ -61,9 +82,9 @@ class Auto(Solver):
         TypeError, ValueError: an argument is not as above.
 
     Examples:
-        >>> f = lambda z: 3 * torch.cos(z) + z  # plain iteration does not converge
-        >>> deqfast.solve(f, torch.zeros(2, 3), deqfast.Auto(rtol=1e-5, max_iter=100))
-        Solution(2 CONVERGED, evaluations=6)
+        >>> f = lambda z: z - torch.atan(4 * z)  # from 3, Broyden's method does not converge
+        >>> deqfast.solve(f, torch.full((1, 1), 3.0), deqfast.Auto(rtol=0, atol=1e-5, max_iter=200))
+        Solution(1 CONVERGED, evaluations=6)
     """
 
     PATIENCE: ClassVar[int] = 10
@@ -81,40 +102,76 @@ class Auto(Solver):
         return [Broyden(**common), short, Anderson(**common)]
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> AutoState:
-        stage = self.stages()[0].init(z, kernel)
-        return AutoState(**{each.name: getattr(stage, each.name) for each in fields(State)}, stage=stage)
+        only = self.stages()[0].init(z, kernel)
+        return AutoState(**{each.name: getattr(only, each.name) for each in fields(State)}, only=only)
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         assert isinstance(state, AutoState)
-        k -= state.before
         rule = state.rule or self.rule()
-        # A stage begins at an iterate that has been judged, by the start of the solve, which it does not know yet.
-        state.stage.rule = rule._replace(tol=-1.0) if k == 0 and state.number else rule
-        self.stages()[state.number].advance(state.stage, fz, k, last)
-        if state.taken is None or state.begun is None:
+        if state.only is not None:
+            state.only.rule = rule
+            self.stages()[0].advance(state.only, fz, k, last)
             return
-        counted = state.stage.iterations + state.before
-        state.iterations.copy_(torch.where(state.taken, counted, state.iterations))
-        if k == 0:
-            begun = torch.stack([state.begun[0], state.begun[1], torch.minimum(state.progress[LEAST], state.begun[2])])
-            rows = [FIRST, START, LEAST]
-            state.progress[rows] = torch.where(state.taken, begun, state.progress[rows])
+        running = state.running
+        for cohort in state.cohorts:
+            own, stage, local = cohort.members & running, cohort.state, k - cohort.start
+            # The first iterate has been judged before, by the start of the solve, of which the stage knows nothing yet.
+            stage.rule = rule if local else rule._replace(tol=-1.0)
+            stage.status = torch.where(own, RUNNING, NONFINITE).to(torch.int8)
+            self.stages()[cohort.stage].advance(stage, fz, local, last)
+            state.status.copy_(torch.where(own, stage.status, state.status))
+            state.iterations.copy_(torch.where(own, stage.iterations + cohort.used, state.iterations))
+            if not local:
+                of_solve = torch.where(cohort.members, cohort.begun, state.progress[OF_THE_SOLVE])
+                state.progress[OF_THE_SOLVE] = of_solve
+        state.active.copy_(state.running.sum())
 
-    def resume(self, state: State, k: int) -> bool:
+    def resume(self, state: State, k: int, max_iter: int) -> int:
         assert isinstance(state, AutoState)
-        running = state.status == RUNNING
-        if bool((running & (k - state.before - state.progress[GAIN_ITERATION] < self.PATIENCE)).any()):
-            return False
-        taken = running | ((state.status == NONFINITE) & torch.isfinite(state.residual[1]))
-        left = int(taken.sum())
-        if not left:
-            return False
-        stages = self.stages()
-        state.number, state.before, state.taken = min(state.number + 1, len(stages) - 1), k, taken
-        state.begun = state.progress[[FIRST, START, LEAST]]
-        state.z.copy_(torch.where(taken[:, None], state.best, state.z))
-        state.status.masked_fill_(taken, RUNNING)
-        state.active.fill_(left)
-        shared = {name: getattr(state, name) for name in ("best", "status", "residual", "progress", "active")}
-        state.stage = replace(stages[state.number].init(state.z, state.kernel), **shared)
-        return True
+        at = -(-k // self.PATIENCE) * self.PATIENCE  # samples wait for it
+        if at < max_iter:
+            self._regroup(state, at)
+        return at if at < max_iter and bool(state.running.any()) else max_iter
+
+    def _regroup(self, state: AutoState, k: int) -> None:
+        """Let the samples that their stages have left begin the next one at evaluation k."""
+        if state.only is not None:
+            everyone = torch.ones_like(state.running)
+            first = self._cohort(state, 0, 0, everyone)
+            first.state = replace(state.only, iterations=state.iterations.clone(), active=state.active.clone())
+            first.used.zero_()
+            first.residual.fill_(torch.inf)
+            cohorts = [first]
+        else:
+            cohorts = state.cohorts
+        last = len(self.stages()) - 1
+        broken = (state.status == NONFINITE) & torch.isfinite(state.residual[1])
+        begun = []
+        for cohort in cohorts:
+            stuck = state.running & (k - cohort.start - state.progress[GAIN_ITERATION] >= self.PATIENCE)
+            leaves = cohort.members & (stuck | broken)
+            if cohort.stage == last:
+                leaves &= state.residual[1] < STALL_GAIN * cohort.residual
+            if bool(leaves.any()):
+                cohort.members &= ~leaves
+                begun.append(self._cohort(state, min(cohort.stage + 1, last), k, leaves))
+        if not begun:
+            return
+        state.only = None
+        state.cohorts = [each for each in cohorts if bool((each.members & state.running).any())] + begun
+        for cohort in begun:
+            state.z.copy_(torch.where(cohort.members[:, None], state.best, state.z))
+            state.status.masked_fill_(cohort.members, RUNNING)
+        state.active.copy_(state.running.sum())
+
+    def _cohort(self, state: AutoState, stage: int, k: int, members: Tensor) -> Cohort:
+        shared = {name: getattr(state, name) for name in ("best", "residual", "progress")}
+        return Cohort(
+            stage=stage,
+            start=k,
+            state=replace(self.stages()[stage].init(state.z, state.kernel), **shared),
+            members=members,
+            begun=state.progress[OF_THE_SOLVE],
+            used=state.iterations.clone(),
+            residual=state.residual[1].clone(),
+        )

@@ -58,6 +58,10 @@ class State:
         """Mask (B,) of the samples that have not ended."""
         return self.status == RUNNING
 
+    def iterations_at(self, k: int) -> Tensor | int:
+        """Evaluations that the running samples have used with evaluation k."""
+        return k + 1
+
     def restart(self, z: Tensor) -> None:
         """Start again from `z` (B, D), in the same memory."""
         self.z.copy_(z)
@@ -147,12 +151,12 @@ class Solver(ChecksKeywords):
 
     @property
     def patience(self) -> int:
-        """Evaluations after which the loop asks again whether to ``resume``; 0: it never asks."""
+        """Evaluations between two looks at whether to ``resume`` samples; 0: there are none."""
         return 0
 
-    def resume(self, state: State, k: int) -> bool:
-        """Return whether samples run again after the evaluations 0 ... k - 1, for a solver of several stages."""
-        return False
+    def resume(self, state: State, k: int, max_iter: int) -> int:
+        """Let samples run again after k evaluations; return the number of the next one, max_iter if there is none."""
+        return max_iter
 
     def operation(self, state: State) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
         """The step op of a solver that has one, its tensors behind the monitor's, its numbers behind the rule's."""
