@@ -29,9 +29,17 @@ def test_what_broyden_solves_is_the_same(name):
     assert_same_solution(deqfast.solve(problem.f, problem.z0, Auto(rtol=1e-5, max_iter=60)), expected)
 
 
-@pytest.mark.parametrize("kernel", ["cpp", "torch"], indirect=True)
 @pytest.mark.parametrize(
-    "options", [{}, {"sync_every": 7}, {"drop_converged": True}, {"trace": True}], ids=lambda options: str([*options])
+    ("options", "kernel"),
+    [
+        ({}, "torch"),
+        ({}, "cpp"),
+        ({"sync_every": 7}, "cpp"),
+        ({"drop_converged": True}, "cpp"),
+        ({"trace": True}, "cpp"),
+    ],
+    indirect=["kernel"],
+    ids=str,
 )
 def test_what_broyden_leaves_is_solved_sample_by_sample(options, kernel):
     z0, solver = starts(), Auto(rtol=1e-8, max_iter=400)

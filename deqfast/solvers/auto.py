@@ -82,9 +82,13 @@ class Auto(Solver):
         TypeError, ValueError: an argument is not as above.
 
     Examples:
-        >>> f = lambda z: z - torch.atan(4 * z)  # from 3, Broyden's method does not converge
-        >>> deqfast.solve(f, torch.full((1, 1), 3.0), deqfast.Auto(rtol=0, atol=1e-5, max_iter=200))
-        Solution(1 CONVERGED, evaluations=6)
+        Broyden's method takes steps into places where f is not finite:
+
+        >>> f = lambda z: torch.where(z.abs() > 3, torch.nan, -2 * z**3 + z - 1)
+        >>> deqfast.solve(f, torch.tensor([[-2.0], [0.5], [2.0]]), deqfast.Broyden(rtol=1e-4, max_iter=200))
+        Solution(1 CONVERGED, 2 NONFINITE, evaluations=6)
+        >>> deqfast.solve(f, torch.tensor([[-2.0], [0.5], [2.0]]), deqfast.Auto(rtol=1e-4, max_iter=200))
+        Solution(3 CONVERGED, evaluations=95)
     """
 
     PATIENCE: ClassVar[int] = 10
