@@ -20,6 +20,7 @@ gain                 of section "residual": ms of `peer` / this one's; `reached`
 sample_evaluations   samples that f was called with; backward_evaluations: products with the Jacobian of an adjoint
 accuracy, radius     of a trained layer: share of digits told, spectral radius; accuracy_of_few: after three evaluations
 course               of section "residual course": {ms, residual} after every evaluation, the best of the worst sample
+missed, false        of the `samples` of a case of benchmarks/classical.py, with their `status`: see harness/contest.py
 flop, nc_share ...   of section "training step": see harness/study_step.py
 skipped, fault       why there is no time
 ===================  ==================================================================================================

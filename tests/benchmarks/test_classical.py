@@ -1,0 +1,58 @@
+"""The classical problems have the roots and fixed points that are known; the command judges by them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import contest
+from harness.classical import EQUATIONS, fixed_points
+
+ROUNDING = 1e-12
+DIGITS = {"Powell badly scaled": 1e-5}  # the root is known to ten digits, and F multiplies it by 1e5
+
+
+each_problem = pytest.mark.parametrize("problem", (*EQUATIONS, *fixed_points()), ids=lambda problem: problem.name)
+
+
+@each_problem
+def test_known_solutions_solve(problem):
+    if problem.solution is not None:
+        value = problem.map(problem.solution[None])
+        error = value if problem in EQUATIONS else value - problem.solution
+        assert float(error.abs().max()) <= DIGITS.get(problem.name, ROUNDING)
+
+
+@each_problem
+def test_rows_do_not_depend_on_one_another(problem):
+    noise = torch.randn(3, len(problem.start), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = problem.start + 0.1 * noise
+    value = problem.map(rows)
+    assert value.shape == rows.shape and value.dtype == problem.start.dtype == torch.float64
+    alone = torch.cat([problem.map(row[None]) for row in rows])
+    torch.testing.assert_close(value, alone, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_a_residual_is_right_where_squares_underflow():
+    z = torch.tensor([[1e-200, 0.0], [0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    assert contest.in_tolerances(0.5 * z, z, 0.1, 0.0).tolist() == pytest.approx([10.0, 0.0, 10.0])
+
+
+def test_a_wrong_claim_is_counted_for_both_signs():
+    def claims(f, z0, rtol, atol, most):
+        return contest.Answer(z0, ["CONVERGED"] * len(z0), [1] * len(z0))
+
+    row = contest.solve_equations(EQUATIONS[0], claims)
+    assert row["false"] == 2 and row["missed"] == 1 and contest.cell(row) == "CONVERGED, false"
+
+
+def test_the_command_prints_tables_and_writes_a_record(tmp_path):
+    script = Path(contest.__file__).parents[1] / "classical.py"
+    options = ("--only", "problem 18", "--solver", "Anderson", "--out", tmp_path / "a.json")
+    command = [sys.executable, *map(str, (script, *options))]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "| 18 Sample problem 18 |" in result.stdout and "solved, of 1" in result.stdout
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["machine"]["commit"] and all(row["missed"] == 0 for row in record["rows"])
