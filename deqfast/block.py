@@ -70,7 +70,8 @@ class DEQBlock(ChecksKeywords, nn.Module):
 
     Args:
         cell: any callable (z, x) -> z; an ``nn.Module`` is registered. See ``Cell``.
-        solver: "broyden", "anderson", "picard", "auto" (rtol=1e-3, max_iter=20) or a solver object.
+        solver: "broyden", "anderson", "picard", "auto" (rtol=1e-3, max_iter=20, "auto": 200) or a solver
+            object.
         adjoint: "jfb", "implicit", "neumann", "phantom", "reversible", "shine", "unrolled" or an adjoint object.
         init: x -> z0; None: see above.
         groups: the samples of calls that give none, see ``forward``.

@@ -16,7 +16,7 @@ from .state.rows import per_row, rows_of
 from .torch_internals import pytree
 from .torch_internals.dynamo import is_exporting, untraced
 
-ROOTS = Auto(rtol=0, atol=1e-6, max_iter=200)  # |g| as xitorch bounds it
+ROOTS = Auto(rtol=0, atol=1e-6)  # |g| as xitorch bounds it
 TINY = 1e-30  # of a length that divides
 
 

@@ -34,6 +34,7 @@ SOLVERS: dict[str, Callable[..., Any]] = {
     "Anderson 0.5": partial(deqfast.Anderson, relaxation=0.5),
     "Broyden": deqfast.Broyden,
     "Broyden 0.1": partial(deqfast.Broyden, relaxation=0.1, history_size=50),
+    "Auto": deqfast.Auto,
 }
 # These solve with a window of all their pairs: minutes for 1,000, half an hour for 2,000.
 SLOW = {"Broyden 0.1, all pairs": partial(deqfast.Broyden, relaxation=0.1)}

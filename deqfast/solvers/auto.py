@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +31,6 @@ class Cohort:
         members: mask (B,).
         begun: rows OF_THE_SOLVE of the progress before, (3, B).
         used: evaluations of each sample before, (B,) int32.
-        residual: absolute residual (B,) of the iterate from which the samples began.
     """
 
     stage: int
@@ -39,14 +39,20 @@ class Cohort:
     members: Tensor
     begun: Tensor
     used: Tensor
-    residual: Tensor
 
 
 @dataclass
 class AutoState(State):
-    """State of a solve by stages: `only` is that of the first stage as long as all samples are in it, else None."""
+    """State of a solve by stages.
+
+    Attributes:
+        only: state of the first stage as long as all samples are in it, else None.
+        cohorts: the samples by stage, if they are not all in the first one.
+        seen: absolute residuals (B,) at the last look.
+    """
 
     only: State | None = field(kw_only=True)
+    seen: Tensor = field(kw_only=True)
     cohorts: list[Cohort] = field(default_factory=list)
 
     def iterations_at(self, k: int) -> Tensor | int:
@@ -62,15 +68,16 @@ class AutoState(State):
 class Auto(Solver):
     """Solvers in turn, for maps of which little is known: each begins with the samples that the one before has left.
 
-    1. ``Broyden``;
-    2. ``Broyden`` with short steps;
-    3. ``Anderson``, again with a new history as long as that helps.
+    1. ``Broyden()``;
+    2. ``Anderson(relaxation=0.1)``;
+    3. ``Broyden(relaxation=0.1, history_size=20)``, until the evaluations run out.
 
-    All share one budget of `max_iter` evaluations. After every ten evaluations a sample goes on to the next stage, from
-    its best iterate, if f has returned a value that is not finite, or if it has had no residual 5 % less in ten
-    evaluations. Until then it waits, so that its answer does not depend on the others. A sample that converges in the
-    first stage is solved as by ``Broyden``, bit for bit. Stages depend on values, so that exports, CUDA graphs and
-    compiled solves refuse this solver. Source of the idea: the polyalgorithms of NonlinearSolve.jl (arXiv 2403.16341).
+    All share one budget of `max_iter` evaluations. After every 30 evaluations a sample goes on to the next stage, from
+    its best iterate, if f has returned a value that is not finite, or if no residual has been 5 % less in 30
+    evaluations, relative or absolute. Until then it waits, so that its answer does not depend on the others. A sample
+    that converges in the first stage is solved as by ``Broyden``, bit for bit. Stages depend on values, so exports,
+    CUDA graphs and compiled solves refuse this solver. Source of the idea: the polyalgorithms of NonlinearSolve.jl
+    (arXiv 2403.16341).
 
     Args:
         rtol: relative tolerance, in [0, 1[. The tolerance is met if |f(z) - z| <= atol + rtol |f(z)|; see ``Solver``.
@@ -87,11 +94,13 @@ class Auto(Solver):
         >>> f = lambda z: torch.where(z.abs() > 3, torch.nan, -2 * z**3 + z - 1)
         >>> deqfast.solve(f, torch.tensor([[-2.0], [0.5], [2.0]]), deqfast.Broyden(rtol=1e-4, max_iter=200))
         Solution(1 CONVERGED, 2 NONFINITE, evaluations=6)
-        >>> deqfast.solve(f, torch.tensor([[-2.0], [0.5], [2.0]]), deqfast.Auto(rtol=1e-4, max_iter=200))
-        Solution(3 CONVERGED, evaluations=95)
+        >>> deqfast.solve(f, torch.tensor([[-2.0], [0.5], [2.0]]), deqfast.Auto(rtol=1e-4))
+        Solution(3 CONVERGED, evaluations=83)
     """
 
-    PATIENCE: ClassVar[int] = 10
+    max_iter: int = 200
+
+    PATIENCE: ClassVar[int] = 30  # with 10 and 20, maps that Broyden's method solves slowly are taken from it
     SHORT_STEP: ClassVar[float] = 0.1
     HISTORY: ClassVar[int] = 20
 
@@ -99,22 +108,24 @@ class Auto(Solver):
     def patience(self) -> int:
         return self.PATIENCE
 
+    @cached_property
     def stages(self) -> list[Solver]:
         """The solvers, in turn."""
-        common = {each.name: getattr(self, each.name) for each in fields(Solver)}
-        short = Broyden(**common, history_size=self.HISTORY, relaxation=self.SHORT_STEP)
-        return [Broyden(**common), short, Anderson(**common)]
+        common: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(Solver)}
+        short = common | {"relaxation": self.SHORT_STEP}
+        return [Broyden(**common), Anderson(**short), Broyden(**short, history_size=self.HISTORY)]
 
     def init(self, z: Tensor, kernel: Kernel, keep_inverse: bool = False) -> AutoState:
-        only = self.stages()[0].init(z, kernel)
-        return AutoState(**{each.name: getattr(only, each.name) for each in fields(State)}, only=only)
+        only = self.stages[0].init(z, kernel)
+        shared = {each.name: getattr(only, each.name) for each in fields(State)}
+        return AutoState(**shared, only=only, seen=only.residual[1].clone())
 
     def advance(self, state: State, fz: Tensor, k: int, last: bool) -> None:
         assert isinstance(state, AutoState)
         rule = state.rule or self.rule()
         if state.only is not None:
             state.only.rule = rule
-            self.stages()[0].advance(state.only, fz, k, last)
+            self.stages[0].advance(state.only, fz, k, last)
             return
         running = state.running
         for cohort in state.cohorts:
@@ -122,7 +133,7 @@ class Auto(Solver):
             # The first iterate has been judged before, by the start of the solve, of which the stage knows nothing yet.
             stage.rule = rule if local else rule._replace(tol=-1.0)
             stage.status = torch.where(own, RUNNING, NONFINITE).to(torch.int8)
-            self.stages()[cohort.stage].advance(stage, fz, local, last)
+            self.stages[cohort.stage].advance(stage, fz, local, last)
             state.status.copy_(torch.where(own, stage.status, state.status))
             state.iterations.copy_(torch.where(own, stage.iterations + cohort.used, state.iterations))
             if not local:
@@ -139,26 +150,19 @@ class Auto(Solver):
 
     def _regroup(self, state: AutoState, k: int) -> None:
         """Let the samples that their stages have left begin the next one at evaluation k."""
-        if state.only is not None:
-            everyone = torch.ones_like(state.running)
-            first = self._cohort(state, 0, 0, everyone)
-            first.state = replace(state.only, iterations=state.iterations.clone(), active=state.active.clone())
-            first.used.zero_()
-            first.residual.fill_(torch.inf)
-            cohorts = [first]
-        else:
-            cohorts = state.cohorts
-        last = len(self.stages()) - 1
+        cohorts = state.cohorts if state.only is None else [self._first_cohort(state, state.only)]
+        last = len(self.stages) - 1
         broken = (state.status == NONFINITE) & torch.isfinite(state.residual[1])
+        before = torch.minimum(state.seen, state.progress[FIRST])
+        still = state.running & (state.residual[1] > STALL_GAIN * before)
+        state.seen.copy_(state.residual[1])
         begun = []
         for cohort in cohorts:
-            stuck = state.running & (k - cohort.start - state.progress[GAIN_ITERATION] >= self.PATIENCE)
+            stuck = still & (k - cohort.start - state.progress[GAIN_ITERATION] >= self.PATIENCE)
             leaves = cohort.members & (stuck | broken)
-            if cohort.stage == last:
-                leaves &= state.residual[1] < STALL_GAIN * cohort.residual
-            if bool(leaves.any()):
+            if cohort.stage < last and bool(leaves.any()):
                 cohort.members &= ~leaves
-                begun.append(self._cohort(state, min(cohort.stage + 1, last), k, leaves))
+                begun.append(self._cohort(state, cohort.stage + 1, k, leaves))
         if not begun:
             return
         state.only = None
@@ -168,14 +172,18 @@ class Auto(Solver):
             state.status.masked_fill_(cohort.members, RUNNING)
         state.active.copy_(state.running.sum())
 
+    def _first_cohort(self, state: AutoState, only: State) -> Cohort:
+        own = replace(only, iterations=only.iterations.clone(), active=only.active.clone())
+        begun, used = state.progress[OF_THE_SOLVE], torch.zeros_like(state.iterations)
+        return Cohort(stage=0, start=0, state=own, members=torch.ones_like(state.running), begun=begun, used=used)
+
     def _cohort(self, state: AutoState, stage: int, k: int, members: Tensor) -> Cohort:
         shared = {name: getattr(state, name) for name in ("best", "residual", "progress")}
         return Cohort(
             stage=stage,
             start=k,
-            state=replace(self.stages()[stage].init(state.z, state.kernel), **shared),
+            state=replace(self.stages[stage].init(state.z, state.kernel), **shared),
             members=members,
             begun=state.progress[OF_THE_SOLVE],
             used=state.iterations.clone(),
-            residual=state.residual[1].clone(),
         )
