@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,7 +116,9 @@ def by_scipy(method: str) -> Attempt:
 
         options = {"xtol": atol, "maxfev": most} if method == "hybr" else {"fatol": atol, "maxiter": most}
         try:
-            found = root(gap, z0[0].numpy(), method=method, options=options)
+            with warnings.catch_warnings():  # of ill-conditioned matrices, of divisions by zero
+                warnings.simplefilter("ignore")
+                found = root(gap, z0[0].numpy(), method=method, options=options)
             value, status = torch.from_numpy(found.x).reshape(z0.shape), "CONVERGED" if found.success else "STOPPED"
         except Exhausted:
             value, status = counted.best, "MAX_ITER"
