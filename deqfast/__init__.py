@@ -6,7 +6,16 @@ from . import _checkout as _checkout  # first: it lets a run from the checkout f
 from . import metrics, regularize
 from .adjoints import JFB, SHINE, Implicit, Neumann, Phantom, Reversible, Unrolled
 from .block import DEQBlock
-from .cells import Cell, CellHooks, FCCell, LinearCell, MonotoneCell, ResidualCell, SolveDropout
+from .cells import (
+    Cell,
+    CellHooks,
+    FCCell,
+    LinearCell,
+    MonotoneCell,
+    ResidualCell,
+    SolveDropout,
+    SubhomogeneousCell,
+)
 from .diagnosis import Diagnosis, diagnose
 from .execution.export import package_options
 from .execution.one_launch import fc_fixed_point
@@ -49,6 +58,7 @@ __all__ = [
     "Solution",
     "SolveDropout",
     "Status",
+    "SubhomogeneousCell",
     "Unrolled",
     "backends",
     "diagnose",

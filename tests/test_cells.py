@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deqfast import Broyden, CellHooks, DEQBlock, FCCell, LinearCell, MonotoneCell, ResidualCell, solve
+from deqfast import (
+    Broyden,
+    CellHooks,
+    DEQBlock,
+    FCCell,
+    LinearCell,
+    MonotoneCell,
+    ResidualCell,
+    SubhomogeneousCell,
+    solve,
+)
 from deqfast.ops import choice
 from deqfast.testing import after_solve, amplification, assert_close, rounding
 
@@ -76,6 +86,11 @@ BAD_ARGUMENTS = [
     (partial(MonotoneCell, 3, 4), {"activation": "tanh"}, ValueError, "must be one of 'relu', 'identity', got 'tanh'"),
     (partial(MonotoneCell, 3, 4), {"margin": 0}, ValueError, "margin must be finite and greater than 0, got 0"),
     (partial(MonotoneCell, 3, 4), {"alpha": -1.0}, ValueError, "alpha must be finite and greater than 0, got -1.0"),
+    (partial(SubhomogeneousCell, 3), {"features": True}, TypeError, "features must be an integer, got True"),
+    (partial(SubhomogeneousCell, 3, 4), {"kernel_size": 2}, ValueError, "kernel_size must be odd, got 2"),
+    (partial(SubhomogeneousCell, 3, 4), {"kernel_size": (3, 3)}, TypeError, "kernel_size must be an integer, got"),
+    (partial(SubhomogeneousCell, 3, 4), {"degree": 0}, ValueError, "degree must be finite and greater than 0, got 0"),
+    (partial(SubhomogeneousCell, 3, 4), {"degree": 1.0}, ValueError, "degree must be less than 1, got 1.0"),
 ]
 
 
@@ -95,6 +110,8 @@ def test_bad_arguments_are_named(cell, arguments, error, message):
         (ResidualCell(8), (2, 8, 4, 4), (8, 4, 4), r"x must have shape \(B, 8, H, W\), got \(8, 4, 4\)"),
         (MonotoneCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
         (MonotoneCell(3, 4, "forward-backward"), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
+        (SubhomogeneousCell(3, 4), (2, 4), (2, 4), r"x must have shape \(B, 3\), got \(2, 4\)"),
+        (SubhomogeneousCell(3, 4, 3), (2, 4, 5, 5), (2, 3), r"x must have shape \(B, 3, H, W\), got \(2, 3\)"),
     ],
 )
 def test_an_injection_of_another_shape_is_named(cell, z, x, message):
@@ -103,7 +120,15 @@ def test_an_injection_of_another_shape_is_named(cell, z, x, message):
 
 
 @pytest.mark.parametrize(
-    "cell", [partial(LinearCell, 8), partial(FCCell, 8, 8), partial(ResidualCell, 8), partial(MonotoneCell, 8, 8)]
+    "cell",
+    [
+        partial(LinearCell, 8),
+        partial(FCCell, 8, 8),
+        partial(ResidualCell, 8),
+        partial(MonotoneCell, 8, 8),
+        partial(SubhomogeneousCell, 8, 8),
+        partial(SubhomogeneousCell, 8, 8, 3),
+    ],
 )
 def test_parameters_are_made_where_and_as_asked(cell):
     assert {parameter.dtype for parameter in cell(dtype=torch.float64).parameters()} == {torch.float64}

@@ -8,5 +8,15 @@ from .linear import LinearCell
 from .monotone import MonotoneCell
 from .protocol import Cell, CellHooks
 from .residual import ResidualCell
+from .subhomogeneous import SubhomogeneousCell
 
-__all__ = ["Cell", "CellHooks", "FCCell", "LinearCell", "MonotoneCell", "ResidualCell", "SolveDropout"]
+__all__ = [
+    "Cell",
+    "CellHooks",
+    "FCCell",
+    "LinearCell",
+    "MonotoneCell",
+    "ResidualCell",
+    "SolveDropout",
+    "SubhomogeneousCell",
+]

@@ -19,12 +19,12 @@ Device = torch.device | str | None
 _INITIAL_RADIUS = 0.5
 
 
-def check_features(name: str, tensor: Tensor, width: int) -> None:
-    """Raise ValueError or TypeError unless `tensor` is a floating-point one of shape (B, width)."""
+def check_features(name: str, tensor: Tensor, width: int, others: str = "") -> None:
+    """Raise ValueError or TypeError unless `tensor` is a floating-point one of shape (B, width) and `others`."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
-    if tensor.dim() != 2 or tensor.shape[1] != width:
-        raise ValueError(f"{name} must have shape (B, {width}), got {tuple(tensor.shape)}")
+    if tensor.dim() != 2 + others.count(",") or tensor.shape[1] != width:
+        raise ValueError(f"{name} must have shape (B, {width}{others}), got {tuple(tensor.shape)}")
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:

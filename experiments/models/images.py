@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,8 +55,8 @@ class Found(NamedTuple):
 
     logits: Tensor
     solution: deqfast.Solution | None = None
-    z: tuple[Tensor, ...] = ()
-    x: tuple[Tensor, ...] = ()
+    z: Any = ()
+    x: Any = ()
 
 
 def norm(channels: int) -> nn.GroupNorm:
@@ -200,12 +200,12 @@ def augment(images: Tensor) -> Tensor:
     return torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, moved.flip(3), moved)
 
 
-def train(run: Run) -> Outcome:
-    """Train an arm; accuracy, evaluations and spectral radius after every epoch."""
+def train(run: Run, build: Callable[[str, Any], nn.Module] = Classifier) -> Outcome:
+    """Train an arm, a DEQ by `build`; accuracy, evaluations and spectral radius after every epoch."""
     options: Images = run.options
     name, data = load(options)
     images, labels = data["train"]
-    deq = Classifier(run.arm, options)
+    deq: Any = build(run.arm, options)
     model = ResNet(deq) if run.arm == "explicit-parameters" else deq
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     epoch_steps = max(1, len(images) // options.batch)
@@ -255,7 +255,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, floa
 
 
 @torch.no_grad()
-def radius(model: Classifier, images: Tensor) -> float:
+def radius(model: Any, images: Tensor) -> float:
     """Mean spectral radius of the cell's Jacobian at 32 fixed points."""
     _, _, z, x = model(images[:32])
     return float(deqfast.regularize.spectral_radius(model.cell, z, x, iterations=30).mean())

@@ -1,0 +1,68 @@
+"""Cells that always have one fixed point, next to the residual cell, as the layer of a small image classifier.
+
+residual, subhomogeneous: cells of 16 x 16 states on a strided convolution. subhomogeneous-connected, monotone: fully
+connected cells on the means of 4 x 4 parts of it, as wide as give about as many parameters as the first two have.
+ResidualCell is solved by Broyden, whose usual budget it has; the others, which always converge, by plain iteration.
+Recipe and data are those of images.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import images
+import torch
+from runs import Outcome, Run, main, option
+from torch import Tensor, nn
+
+import deqfast
+
+ARMS = ("residual", "subhomogeneous", "subhomogeneous-connected", "monotone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells(images.Images):
+    """Options of cells.py; --scales and --penalty do nothing."""
+
+    features: int = option("model", "width of the fully connected cells", 16, minimum=1)
+    degree: float = option("model", "degree of the subhomogeneous cells", 0.9, above=0.0)
+
+
+class Classifier(nn.Module):
+    """A strided convolution, a cell, and a readout of the normalised state or of its means."""
+
+    def __init__(self, arm: str, options: Cells) -> None:
+        super().__init__()
+        width, features = options.width, options.features
+        stem: list[nn.Module] = [images.conv(3, width, 3, 2), images.norm(width), nn.ReLU()]
+        self.is_connected = arm in ("subhomogeneous-connected", "monotone")
+        if self.is_connected:
+            stem += [nn.AdaptiveAvgPool2d(4), nn.Flatten()]
+        self.stem = nn.Sequential(*stem)
+        self.cell: nn.Module = {
+            "residual": lambda: deqfast.ResidualCell(width, groups=4),
+            "subhomogeneous": lambda: deqfast.SubhomogeneousCell(width, width, 3, options.degree),
+            "subhomogeneous-connected": lambda: deqfast.SubhomogeneousCell(16 * width, features, None, options.degree),
+            "monotone": lambda: deqfast.MonotoneCell(16 * width, features),
+        }[arm]()
+        plain = deqfast.Picard(options.tol, 200)
+        solver = deqfast.Broyden(options.tol, options.max_iter) if arm == "residual" else plain
+        self.block = deqfast.DEQBlock(self.cell, solver, adjoint="jfb", warn=False)
+        outputs = features if self.is_connected else width
+        self.readout = nn.Sequential(nn.BatchNorm1d(outputs), nn.Linear(outputs, 10))
+
+    def forward(self, batch: Tensor) -> images.Found:
+        x = self.stem(batch)
+        z, solution = self.block(x, return_solution=True)
+        return images.Found(self.readout(z if self.is_connected else z.mean((2, 3))), solution, z, x)
+
+
+def train(run: Run) -> Outcome:
+    """Train an arm as images.py does."""
+    return images.train(run, Classifier)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main(__doc__, Cells, ARMS, train, images.draw, check=images.load))
