@@ -1,17 +1,17 @@
 """The subhomogeneous cell, fully connected or convolutional: plain iteration converges for any weights from any start.
 
-On positive vectors let d(y, z) = max_i |log y_i - log z_i|, the complete metric of Thompson (Proc. AMS 14, 1963). Suppose
-that f keeps the order of vectors, and that f(t z) >= t^m f(z) for 0 < t <= 1, with m < 1. Two vectors of distance d
-satisfy exp(-d) y <= z <= exp(d) y, therefore d(f(y), f(z)) <= m d(y, z). Banach's theorem then gives one fixed point. Such
-maps are the subhomogeneous ones of Sittoni and Tudisco (ICML 2024, arXiv 2403.00720).
+On positive vectors d(y, z) = max_i |log y_i - log z_i| is a complete metric (Thompson, Proc. AMS 14, 1963). Let f keep
+the order of vectors, and let f(t z) >= t^m f(z) for 0 < t <= 1, with m < 1. Such maps are subhomogeneous (Sittoni and
+Tudisco, ICML 2024, arXiv 2403.00720). Because exp(-d) y <= z <= exp(d) y, d(f(y), f(z)) <= m d(y, z). Banach's theorem
+then gives one fixed point, and the rate m.
 
-Here f(z) = sigmoid(W z + c - s) with W >= 0, c >= 0 and s = 1 + m + log m. With v = W z and u = v + c, it follows from
+Here f(z) = sigmoid(W z + c - s) with W >= 0, c >= 0 and s = 1 + m + log m. If u = W z + c, then
 
-    d log f(t z) / d log t  <=  u (1 - sigmoid(u - s)) = u / (1 + exp(u - s))  <=  m    (equality at u = 1 + m)
+    d log f(t z) / d log t at t = 1  <=  u (1 - sigmoid(u - s)) = u / (1 + exp(u - s))  <=  m, reached at u = 1 + m
 
-Without the shift s, f is concave: a cell of Gabor, Piotrowski and Cavalcante (ICML 2024, arXiv 2402.04029), m = 0.28. They
-show that plain iteration converges geometrically; m gives the factor for all weights, and s a wider range of values.
-W needs one sign: z = tanh(W z) + 1.2 has two solutions if W = 10 [[1, -1], [-1, 1]], though 1.2 + tanh has m < 1.
+If s <= 0, f is concave as in Gabor, Piotrowski and Cavalcante (ICML 2024, arXiv 2402.04029), and m <= 0.28. The shift
+gives z* a wider range. W of both signs would lose the guarantee: z = tanh(W z) + 1.2 with W = 10 [[1, -1], [-1, 1]] has
+two attracting solutions, (2.2, 0.2) and (0.2, 2.2).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _INITIAL_SUM = 2.0
 class SubhomogeneousCell(nn.Module):
     """Cell f(z, x) = sigmoid(W max(z, 0) + c - s), fully connected or convolutional, that ``Picard`` always solves.
 
-    W = \\|A\\| and c = softplus(U x + b) are not negative, s = 1 + degree + log(degree). For any parameters and x there is
-    exactly one fixed point z*, with entries from sigmoid(-s) to 1. Let d(y, z) = max \\|log y - log z\\|:
+    W = |A| and c = softplus(U x + b) are not negative, and s = 1 + degree + log(degree). For any parameters and any x
+    there is exactly one fixed point z*, with entries from sigmoid(-s) to 1. Let d(y, z) = max |log y - log z|:
 
         d(f(y), f(z)) <= degree d(y, z) for positive y and z
         d(f^k(z0), z*) <= degree^(k-1) log(1 + exp(s)) after k evaluations from any z0
 
     From zeros, evaluation k has a relative residual of at most degree^(k-2) log(1 + exp(s)): 1e-3 takes at most 74
-    evaluations of degree 0.9, and 13 of degree 0.5. The spectral radius of the Jacobian at z* is at most `degree`, so
-    ``Neumann`` and the solve of ``Implicit`` converge too.
+    evaluations at degree 0.9, and 13 at 0.5. The Jacobian at z* has a spectral radius of at most `degree`, so that the
+    series of ``Neumann`` and ``Implicit(Picard(...))`` converge.
 
     This holds for plain iteration. ``Anderson`` and ``Broyden`` usually need fewer evaluations, without the guarantee.
     Rounding limits what can be reached, and U x + b must not be NaN. Source: Sittoni and Tudisco, ICML 2024.

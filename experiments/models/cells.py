@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-import images
 import torch
+from images import Found, Images, conv, draw, load, norm
+from images import train as train_as_images
 from runs import Outcome, Run, main, option
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ ARMS = ("residual", "subhomogeneous", "subhomogeneous-connected", "monotone")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cells(images.Images):
+class Cells(Images):
     """Options of cells.py; --scales and --penalty do nothing."""
 
     features: int = option("model", "width of the fully connected cells", 16, minimum=1)
@@ -35,7 +36,7 @@ class Classifier(nn.Module):
     def __init__(self, arm: str, options: Cells) -> None:
         super().__init__()
         width, features = options.width, options.features
-        stem: list[nn.Module] = [images.conv(3, width, 3, 2), images.norm(width), nn.ReLU()]
+        stem: list[nn.Module] = [conv(3, width, 3, 2), norm(width), nn.ReLU()]
         self.is_connected = arm in ("subhomogeneous-connected", "monotone")
         if self.is_connected:
             stem += [nn.AdaptiveAvgPool2d(4), nn.Flatten()]
@@ -52,17 +53,17 @@ class Classifier(nn.Module):
         outputs = features if self.is_connected else width
         self.readout = nn.Sequential(nn.BatchNorm1d(outputs), nn.Linear(outputs, 10))
 
-    def forward(self, batch: Tensor) -> images.Found:
+    def forward(self, batch: Tensor) -> Found:
         x = self.stem(batch)
         z, solution = self.block(x, return_solution=True)
-        return images.Found(self.readout(z if self.is_connected else z.mean((2, 3))), solution, z, x)
+        return Found(self.readout(z if self.is_connected else z.mean((2, 3))), solution, z, x)
 
 
 def train(run: Run) -> Outcome:
     """Train an arm as images.py does."""
-    return images.train(run, Classifier)
+    return train_as_images(run, Classifier)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(main(__doc__, Cells, ARMS, train, images.draw, check=images.load))
+    sys.exit(main(__doc__, Cells, ARMS, train, draw, check=load))

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import cells
 import graphs
 import images
 import numpy as np
@@ -26,6 +27,7 @@ TEXT = text.Text(steps=3, batch=2, context=16, width=16, heads=2)
 SUDOKU = {"puzzles": 8, "tests": 4, "steps": 2, "evaluations": 3, "starts": 2, "width": 4, "batch_size": 2}
 RESTORATION = restoration.Restoration(pretraining=2, steps=2, batch=1, patch=16, width=4)
 SCRIPTS = {  # with small options, a score and what it may be, and a score that only solves have
+    "cells": (cells, cells.Cells(epochs=1, images=16, batch=8, width=4, features=4), ("accuracy", 0, 100), "converged"),
     "graphs": (graphs, GRAPHS, ("accuracy", 0, 100), "converged"),
     "images": (images, images.Images(epochs=2, images=16, batch=8, width=4), ("accuracy", 0, 100), "spectral radius"),
     "restoration": (restoration, RESTORATION, ("PSNR", 5, 50), "converged"),
@@ -51,7 +53,7 @@ def test_every_arm_trains_and_is_shown(name, tmp_path, capsys):
         runs.measure(script.train, run)
     records = [runs.read(run) for run in made]
     assert all(least <= record.scores[score] <= most for record in records)
-    solved = ("deq", "deq-regularised", *["explicit-parameters"] * (name == "sudoku"))
+    solved = ("deq", "deq-regularised", *cells.ARMS, *["explicit-parameters"] * (name == "sudoku"))
     assert all((of_solves in record.scores) == (record.arm in solved) for record in records)
     runs.show(name, records, script.draw, tmp_path)
     shown = capsys.readouterr().out
