@@ -2,6 +2,7 @@
 
 residual, subhomogeneous: cells of 16 x 16 states on a strided convolution. subhomogeneous-connected, monotone: fully
 connected cells on the means of 4 x 4 parts of it, as wide as give about as many parameters as the first two have.
+explicit, explicit-connected: the subhomogeneous cells with W = 0, so that f(z, x) does not depend on z.
 ResidualCell is solved by Broyden, whose usual budget it has; the others, which always converge, by plain iteration.
 Recipe and data are those of images.py.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from images import Found, Images, conv, draw, load, norm
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 import deqfast
 
-ARMS = ("residual", "subhomogeneous", "subhomogeneous-connected", "monotone")
+ARMS = ("residual", "subhomogeneous", "explicit", "monotone", "subhomogeneous-connected", "explicit-connected")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +39,21 @@ class Classifier(nn.Module):
         super().__init__()
         width, features = options.width, options.features
         stem: list[nn.Module] = [conv(3, width, 3, 2), norm(width), nn.ReLU()]
-        self.is_connected = arm in ("subhomogeneous-connected", "monotone")
+        self.is_connected = arm.endswith("-connected") or arm == "monotone"
         if self.is_connected:
             stem += [nn.AdaptiveAvgPool2d(4), nn.Flatten()]
         self.stem = nn.Sequential(*stem)
-        self.cell: nn.Module = {
-            "residual": lambda: deqfast.ResidualCell(width, groups=4),
-            "subhomogeneous": lambda: deqfast.SubhomogeneousCell(width, width, 3, options.degree),
-            "subhomogeneous-connected": lambda: deqfast.SubhomogeneousCell(16 * width, features, None, options.degree),
-            "monotone": lambda: deqfast.MonotoneCell(16 * width, features),
-        }[arm]()
+        self.cell: Any
+        if arm == "residual":
+            self.cell = deqfast.ResidualCell(width, groups=4)
+        elif arm == "monotone":
+            self.cell = deqfast.MonotoneCell(16 * width, features)
+        elif self.is_connected:
+            self.cell = deqfast.SubhomogeneousCell(16 * width, features, None, options.degree)
+        else:
+            self.cell = deqfast.SubhomogeneousCell(width, width, 3, options.degree)
+        if arm.startswith("explicit"):
+            self.cell.A = nn.Parameter(torch.zeros_like(self.cell.A), requires_grad=False)
         plain = deqfast.Picard(options.tol, 200)
         solver = deqfast.Broyden(options.tol, options.max_iter) if arm == "residual" else plain
         self.block = deqfast.DEQBlock(self.cell, solver, adjoint="jfb", warn=False)
