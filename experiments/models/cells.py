@@ -1,9 +1,9 @@
 """Cells that always have one fixed point, next to the residual cell, as the layer of a small image classifier.
 
 residual, subhomogeneous: cells of 16 x 16 states on a strided convolution. subhomogeneous-connected, monotone: fully
-connected cells on the means of 4 x 4 parts of it, as wide as give about as many parameters as the first two have.
+connected cells on 4 x 4 means of it. All of these have about 5,000 parameters.
 explicit, explicit-connected: the subhomogeneous cells with W = 0, so that f(z, x) does not depend on z.
-ResidualCell is solved by Broyden, whose usual budget it has; the others, which always converge, by plain iteration.
+Broyden solves the residual cell, in at most --max-iter evaluations; plain iteration solves the others.
 Recipe and data are those of images.py.
 """
 
