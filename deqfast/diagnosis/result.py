@@ -164,7 +164,7 @@ class Diagnosis:
         ]
 
     def figure(self) -> Any:
-        """Figure of matplotlib: residuals and lengths of the trials, and the errors of the gradients.
+        """Figure of matplotlib: residuals and lengths of the trials and errors of the gradients if they were measured.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -174,7 +174,7 @@ class Diagnosis:
         except ImportError as error:
             raise ImportError("Diagnosis.figure needs matplotlib: pip install matplotlib") from error
         figure = Figure(figsize=(11, 3.4), layout="constrained")
-        residual, length, gradient = figure.subplots(1, 3)
+        residual, length, *gradient = figure.subplots(1, 3 if self.gradients else 2)
         for run in self.runs:
             steps = range(1, len(run.residual) + 1)
             residual.semilogy(steps, run.residual, label=type(run.solver).__name__)
@@ -184,15 +184,19 @@ class Diagnosis:
         length.set(xlabel="evaluation", ylabel="|f(z)|, longest sample")
         low, high = length.get_ylim()
         length.set_ylim(low / 2, 2 * high)  # or rounding would fill the axis
+        if gradient:
+            self._show_errors(*gradient)
+        return figure
+
+    def _show_errors(self, axes: Any) -> None:
         heights = {kind: [median(getattr(of, kind)) for of in self.gradients.values()] for kind in _KINDS}
         for shift, (kind, of_kind) in zip((-0.2, 0.2), heights.items(), strict=True):
-            gradient.bar([i + shift for i in range(len(of_kind))], of_kind, 0.4, label=kind)
+            axes.bar([i + shift for i in range(len(of_kind))], of_kind, 0.4, label=kind)
         names = [name.partition("(")[0] for name in self.gradients]
-        gradient.set(xticks=range(len(names)), xticklabels=names, ylabel="relative error of the gradient, median")
+        axes.set(xticks=range(len(names)), xticklabels=names, ylabel="relative error of the gradient, median")
         if any(height > 0 for of_kind in heights.values() for height in of_kind):
-            gradient.set_yscale("log")
-            gradient.legend(fontsize="small")
-        return figure
+            axes.set_yscale("log")
+            axes.legend(fontsize="small")
 
 
 def _wrapped(text: str, bullet: str = "  ") -> list[str]:
