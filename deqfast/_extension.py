@@ -54,9 +54,9 @@ def _load_cpp() -> tuple[ModuleType | None, str]:
 
 # Importing a module registers its kernels, which needs the schemas: `deqfast.ops` imports this module after them.
 cpp_module, cpp_reason = _load_cpp()
-if cpp_module is not None and cpp_module.__file__ is not None and hasattr(os, "RTLD_NOLOAD"):
+if (file := getattr(cpp_module, "__file__", None)) and hasattr(os, "RTLD_NOLOAD"):
     # Code of inductor finds its C functions from now on.
-    ctypes.CDLL(cpp_module.__file__, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+    ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
 # An object that tells that it was built without its sibling has none; an earlier build may have left one.
 _without_cuda = cpp_module.build_info().get("without_cuda") if cpp_module is not None else ""
 if _without_cuda:

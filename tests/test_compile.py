@@ -503,11 +503,11 @@ class TestExport:
         program = torch.export.export(model, (torch.randn(5, 3),))
         assert same(program, model, torch.randn(5, 3))
 
-    @pytest.mark.parametrize("kernel", ["torch", "cpp"])
-    def test_a_package_of_aot_inductor(self, kernel, tmp_path):
+    @pytest.mark.parametrize(("solver", "kernel"), [(Picard, "torch"), (Anderson, "cpp")])
+    def test_a_package_of_aot_inductor(self, solver, kernel, tmp_path):
         """Code that runs from C++ too, in one loop for every batch."""
         tol = 1e-5
-        model = Judged(Anderson(tol, 60), kernel=kernel).eval()
+        model = Judged(solver(tol, 60), kernel=kernel).eval()
         path = torch._inductor.aoti_compile_and_package(
             exported(model), package_path=str(tmp_path / "model.pt2"), inductor_configs=package_options()
         )
