@@ -43,7 +43,9 @@ def diagnose(
 
     Args:
         block: a block or a cell, which is taken as ``DEQBlock(cell)``.
-        x, z0, groups: as in a call of the block.
+        x: as in a call of the block.
+        z0: as in a call of the block.
+        groups: as in a call of the block.
         samples: samples whose gradients are compared with an exact solve; all, if the cell couples them.
         starts: random starts, at least 0.
         seed: of the random starts and directions.
