@@ -49,9 +49,9 @@ def test_what_broyden_leaves_is_solved_sample_by_sample(options, kernel):
     assert_close(cubic(found.value), found.value, 2e-8)
     assert (found.iterations <= found.evaluations).all() and found.evaluations <= 400
     for i in range(0, len(z0), 4):
-        alone = deqfast.solve(cubic, z0[i : i + 1], solver, kernel, **options)
-        assert all(torch.equal(getattr(alone, name)[0], getattr(found, name)[i]) for name in FIELDS)
-        assert alone.iterations <= alone.evaluations
+        single = deqfast.solve(cubic, z0[i : i + 1], solver, kernel, **options)
+        assert all(torch.equal(getattr(single, name)[0], getattr(found, name)[i]) for name in FIELDS)
+        assert single.iterations <= single.evaluations
     if found.trace is not None:
         assert found.trace.shape == (found.evaluations, len(z0)) and torch.equal(found.trace[-1], found.residual)
 

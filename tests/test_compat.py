@@ -591,7 +591,7 @@ class TestWhatOnlyTorchdeqRuns:
         assert torch.equal(*values)
 
     def test_which_solver_runs(self):
-        """One that is set later, one of torchdeq's names that is given again, and one that has nothing to do."""
+        """An option that is set later, a second name of torchdeq for one, and one without effect."""
         layer, z0 = get_deq(), torch.zeros(2, 3)
         layer.f_solver = "halved"
         assert torch.equal(layer(torch.cos, z0)[0][0], get_deq(f_solver="halved")(torch.cos, z0)[0][0])

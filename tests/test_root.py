@@ -22,8 +22,7 @@ def given(requires_grad=True):
 @pytest.mark.parametrize("direction", [1, -1])
 def test_roots_and_their_slopes(sign, direction):
     a, z0 = given()
-    g = lambda z, a: direction * cubic(z, a)  # noqa: E731
-    z, solution = deqfast.root(g, z0, a, sign=sign, return_solution=True)
+    z, solution = deqfast.root(lambda z, a: direction * cubic(z, a), z0, a, sign=sign, return_solution=True)
     assert solution.converged.all() and (cubic(z, a).abs() <= 1e-6).all()
     (slope,) = torch.autograd.grad(z.sum(), a)
     assert_close(slope, 1 / (3 * z.detach() ** 2 + 1), GRADIENT)
@@ -41,7 +40,10 @@ def test_trees_transforms_and_second_derivatives():
     x, y = deqfast.root(lambda z: (z[0] ** 2 + z[1] - 3, 2 * z[1] - z[0]), (torch.ones(2, 2), torch.ones(2, 2)))
     assert_close(x, torch.full((2, 2), 1.5), 1e-5)
     assert_close(y, torch.full((2, 2), 0.75), 1e-5)
-    find = lambda a: deqfast.root(cubic, torch.zeros(1, 1, dtype=torch.float64), a[None, None]).sum()  # noqa: E731
+
+    def find(a):
+        return deqfast.root(cubic, torch.zeros(1, 1, dtype=torch.float64), a[None, None]).sum()
+
     a = given(requires_grad=False)[0].flatten()
     z = torch.vmap(find)(a)
     assert_close(torch.vmap(torch.func.grad(find))(a), 1 / (3 * z**2 + 1), GRADIENT)

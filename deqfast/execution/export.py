@@ -33,7 +33,7 @@ def iterate_in_code(f: Callable[[Any], Any], packing: Packing, solver: Solver, s
     loop = loop_of(packing, solver, state.z)
     history = loop.new_history(packing.batch)
     try:
-        # No error tells of a z0 that is not finite: its samples end as NONFINITE.
+        # An export raises no error if z0 is not finite: its samples end as NONFINITE.
         results = solve_in_code(lambda z, _: f(z), None, loop, state.z, history, next(_solves))
     except Exception as error:
         _warn(error)
