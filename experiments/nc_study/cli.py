@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,10 +84,14 @@ def run_study(asked: Settings) -> int:
 
 
 def prepare(settings: Settings) -> None:
-    """Threads, and on the CPU the same bits for the same settings; an error if a compiler is needed and missing."""
+    """Set the threads, float32 products that are float32, and repeatable kernels: on a CPU all of them, on a GPU
+    cuDNN's. StudyError if a compiler is needed and missing."""
     if settings.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
         raise StudyError("--compile: torch.compile needs a C++ compiler, and neither CXX, c++, g++ nor clang++ is one")
     torch.set_num_threads(settings.threads)
+    cudnn: Any = torch.backends.cudnn
+    cudnn.conv.fp32_precision = "ieee"  # not the default, TF32, which keeps 10 bits of the operands
+    cudnn.deterministic = True
     if settings.device == "cpu":
         torch.use_deterministic_algorithms(True)
         # Filling every new tensor with NaN is a debugging aid, not part of being deterministic.

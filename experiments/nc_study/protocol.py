@@ -63,8 +63,7 @@ def _tuned(lr: float, weight_decay: float, scale: float = 1.0) -> Options:
 
 RECIPE_B = _tuned(0.03, 5e-4)
 LIST = (
-    *(_cifar10(majority, 100, SEEN, ("explicit",), _tuned(0.1, 2e-3)) for majority in (3, 5)),
-    *(_cifar10(*setting, SEEN, B_ARMS[1:], RECIPE_B) for setting in ((3, 100), (5, 100), (3, 10))),
+    *(_cifar10(*setting, SEEN, B_ARMS, RECIPE_B) for setting in ((3, 100), (5, 100), (3, 10))),
     _cifar10(3, 10, FRESH, B_ARMS, RECIPE_B),
     _cifar10(5, 100, SEEN, ("deq-implicit",), _tuned(0.1, 5e-4)),
     _cifar10(3, 10, range(1), PAIR, {**_tuned(1e-4, 5e-4), "schedule": "constant", "epochs": 100}),
@@ -72,9 +71,9 @@ LIST = (
     _cifar10(3, 10, SEEN, B_ARMS, {**RECIPE_B, "no_augmentation": True}),
     _cifar10(None, None, range(1), PAIR, RECIPE_B),
     Block(Setting("cifar100", 3, 10), range(1), PAIR, RECIPE_B),
+    *(_cifar10(majority, 100, SEEN, ("explicit",), _tuned(0.1, 2e-3)) for majority in (3, 5)),
 )
-"""The runs of the amendment of 2026-11-25, but for those of recipe B that were there before it: its explicit network
-under the seeds that were seen."""
+"""The runs of the amendments."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,9 @@ def _options(setting: Setting, seed: int, arm: str) -> Options:
 
 
 def of_first_list(experiment: Experiment, chosen: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether a run is of the list before the amendment: with what the trials chose for its arm, in bfloat16 or, as a
-    check, in float32."""
-    run = experiment.seed in SEEN and experiment.majority is not None
+    """Return whether a run is of the list before the amendments: on a CPU, with what the trials chose for its arm, in
+    bfloat16 or, as a check, in float32."""
+    run = experiment.seed in SEEN and experiment.majority is not None and experiment.device == "cpu"
     return run and experiment.arm in chosen and _is_preset_but_for(experiment, chosen[experiment.arm])
 
 
@@ -188,9 +187,9 @@ def of_recipe_b(experiment: Experiment) -> bool:
 
 
 def counts(experiment: Experiment) -> bool:
-    """Whether a run is one of those on which the verdicts rest."""
+    """Return whether a run is one of those on which the verdicts rest, all of which were made on a GPU."""
     blocks = (block for block in PRIMARY if block.setting == experiment.setting and experiment.seed in block.seeds)
-    return of_recipe_b(experiment) and any(blocks)
+    return of_recipe_b(experiment) and experiment.device == "cuda" and any(blocks)
 
 
 def _is_preset_but_for(experiment: Experiment, values: Mapping[str, float]) -> bool:

@@ -19,7 +19,10 @@ from study_helpers import TINY, made_up_epoch, made_up_result, made_up_settings
 def process_settings() -> Iterator[None]:
     """What runs set for the whole process is put back."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    cudnn = torch.backends.cudnn
+    precision, repeatable = cudnn.conv.fp32_precision, cudnn.deterministic
     yield
+    cudnn.conv.fp32_precision, cudnn.deterministic = precision, repeatable
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
 

@@ -150,7 +150,8 @@ def made_up_result(settings: Settings, shift: float = 1.0, **given: Any) -> RunR
     epochs = [made_up_epoch(number, settings, shift) for number in range(1, settings.epochs + 1)]
     network = network_result(123, epochs, SpectralRadius((0, 1), (0.5, 0.75)) if settings.model == "deq" else None)
     kernel = KernelChoice("triton", "cpp", "no GPU")
-    return replace(run_result(settings, kernel, tuple(class_sizes(settings)), network), **given)
+    here = run_result(replace(settings, device="cpu"), kernel, tuple(class_sizes(settings)), network)
+    return replace(here, **{"settings": settings.experiment, **given})
 
 
 MADE_UP = {"preset": "quick", "dataset": "cifar10", "device": "cpu", "epochs": 4, "threads": 1, "precision": "fp32"}
@@ -158,8 +159,9 @@ MADE_UP |= {"model": "deq"}
 
 
 def made_up_settings(study: str = "cifar_lt", **given: Any) -> Settings:
-    """Settings of a short run on a CPU; its number of epochs must be even."""
-    return settings_from(study, **{**MADE_UP, **given})
+    """Settings of a short run; its number of epochs must be even. `device` may be "cuda" without a GPU."""
+    settings = settings_from(study, **{**MADE_UP, **given, "device": "cpu"})
+    return replace(settings, device=given.get("device", "cpu"))
 
 
 def made_up_trials(best: int) -> list[Trial]:

@@ -9,7 +9,7 @@ import pytest
 from nc_study import protocol
 from nc_study.config import arm_options
 from nc_study.protocol import B_ARMS, CLAIMS, PRIMARY, RECIPE_B
-from nc_study.reporting.runs import collect
+from nc_study.reporting.runs import collect, gpu_less_cpu
 from nc_study.reporting.tables import findings, verdict_rows
 from nc_study.reporting.verdicts import (
     CONTRADICTED,
@@ -75,7 +75,7 @@ def write(made_up, monkeypatch):
 
     def write(*runs):
         for shift, given in runs:
-            options = {"preset": "study", "epochs": 30, "precision": "bf16", **given}
+            options = {"preset": "study", "epochs": 30, "precision": "bf16", "device": "cuda", **given}
             path = made_up(f"run{next(names)}", shift, **options)
         return collect([path.parent]).groups
 
@@ -195,7 +195,7 @@ def test_the_check_of_the_precision(write, monkeypatch, moved, judged):
     *runs, last = [
         (
             1.0 + moved * (precision == "fp32") + seed,
-            {**arm_options(arm), "lr": lr, "seed": seed, "precision": precision},
+            {**arm_options(arm), "lr": lr, "seed": seed, "precision": precision, "device": "cpu"},
         )
         for precision, seed, (arm, lr) in product(("bf16", "fp32"), range(2), rates.items())
     ]
@@ -206,32 +206,36 @@ def test_the_check_of_the_precision(write, monkeypatch, moved, judged):
     assert judged in findings(groups)[-1]
 
 
-def test_recipes_are_never_in_one_estimate(write, monkeypatch):
-    """The explicit network's runs of the first list are recipe B's too; no other run is in two groups."""
+def test_recipes_and_devices_are_never_in_one_estimate(write, monkeypatch):
+    """Runs of the explicit network that only differ in the device are in two groups, and check the device."""
     first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in protocol.ARMS}
     monkeypatch.setattr(protocol, "tuned", lambda: first)
-    runs = [{**arm_options(arm), **first[arm], "seed": seed} for seed, arm in product(range(2), protocol.ARMS)]
-    runs += [of_b(arm, seed=seed) for seed, arm in product((0, 1, 3), B_ARMS[1:])]
-    runs += [of_b("explicit", seed=3), {"model": "explicit", "lr": 0.1}]
-    runs += [of_b(arm, **given) for arm in B_ARMS for given in ({"no_augmentation": True}, {"dataset": "cifar100"})]
-    b, old, *others = groups = write(*((1.0, given) for given in runs))
+    cpu = {"device": "cpu"}
+    runs = [(1.0, {**arm_options(arm), **first[arm], "seed": seed, **cpu}) for seed, arm in product(range(2), first)]
+    runs += [(1.0, of_b(arm, seed=seed)) for seed, arm in product((0, 1, 3), B_ARMS)]
+    runs += [(3.0, of_b("deq-implicit", seed=3, **cpu)), (1.0, of_b("explicit", lr=0.1))]
+    apart = ({"no_augmentation": True}, {"dataset": "cifar100"})
+    runs += [(1.0, of_b(arm, **given)) for arm, given in product(B_ARMS, apart)]
+    b, old, *others = groups = write(*runs)
     assert b.recipe_b and old.first_recipe and len(b.finished) == 12 and len(old.finished) == 10
-    assert {len(group.finished) for group in others} == {1, 4} and len(others) == 3
-    assert [sum(arm == "explicit" for _, arm in group.runs) for group in groups] == [1, 1, 1, 1, 1]
+    assert {len(group.finished) for group in others} == {1, 4} and len(others) == 4
+    assert not any(group.recipe_b or group.tuned for group in others)
     setting = PRIMARY[0].setting
-    for group, rate, seeds in ((old, 0.1, {0, 1}), (b, 0.03, {0, 1, 3})):
+    for group, rate, seeds, device in ((old, 0.1, {0, 1}, "cpu"), (b, 0.03, {0, 1, 3}, "cuda")):
         assert set(group.differences(setting, "deq-implicit", "explicit", "overall")) == seeds
-        assert {run.result.settings.lr for run in group.runs[setting, "deq-implicit"].values()} == {rate}
-    assert {run.path for run in b.finished} & {run.path for run in old.finished} == {
-        run.path for run in old.runs[setting, "explicit"].values()
-    }
+        settings = [run.result.settings for run in group.runs[setting, "deq-implicit"].values()]
+        assert {(one.lr, one.device) for one in settings} == {(rate, device)}
     assert len({run.path for group in groups for run in group.finished}) == len(runs)
+    # The explicit network under seeds 0 and 1 is equal on both devices, the DEQ under seed 3 is 2 points better here.
+    assert sorted(gpu_less_cpu(groups)) == [-2.0, 0.0, 0.0]
+    (said,) = (one for one in findings(groups) if one.startswith("Check of the device: 3 runs"))
+    assert said.endswith("less the CPU's is -0.67 [-3.54, +2.20] points, and for one run at most 2.00.")
 
 
 def test_a_run_of_other_values_is_none_of_the_protocols(write, monkeypatch):
     monkeypatch.setattr(protocol, "tuned", lambda: {"deq-jfb": {"lr": 0.3}})
     changes = [{}, {"lr": 0.1}, {"precision": "fp32"}, {"dataset": "cifar100"}, {"metrics_every": 7}, {"seed": 3}]
-    groups = write(*((1.0, {"lr": 0.3, **given}) for given in changes))
+    groups = write(*((1.0, {"lr": 0.3, "device": "cpu", **given}) for given in changes))
     tuned = [sorted(run.path.name for run in group.finished) for group in groups if group.tuned]
     assert sorted(tuned) == [["run0"], ["run2"]] and not any(group.recipe_b for group in groups)
     assert [group.first_recipe for group in groups] == [True] + [False] * (len(groups) - 1)

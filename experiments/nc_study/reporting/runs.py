@@ -18,7 +18,7 @@ FIRST_RECIPE = "first recipe, tuned arm by arm, confounded at R = 100"
 
 # What may differ between runs that are averaged or compared: the setting, the seed, and how it was computed.
 NOT_OF_THE_EXPERIMENT = frozenset(
-    ("study", "model", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile", "device")
+    ("study", "model", "adjoint", "majority", "ratio", "seed", "metrics_every", "kernel", "compile")
 )
 
 
@@ -51,7 +51,7 @@ class Group:
     @property
     def recipe_b(self) -> bool:
         """Whether they are the runs on which the protocol's verdicts rest."""
-        return not self.tuned and protocol.of_recipe_b(self.experiment)
+        return protocol.of_recipe_b(self.experiment) and self.experiment.device == "cuda"
 
     @property
     def first_recipe(self) -> bool:
@@ -63,7 +63,7 @@ class Group:
         """The part of the protocol, the preset, the data, the solver, and every option in which it departs from the
         preset."""
         one = self.experiment
-        parts = [f"{one.preset} preset on {one.dataset}", one.solver]
+        parts = [f"{one.preset} preset on {one.dataset}", one.solver, *(["GPU"] if one.device == "cuda" else [])]
         hidden = {*NOT_OF_THE_EXPERIMENT, "solver", *(protocol.TUNED if self.tuned else ())}
         apart = ((name, value) for name, value in one.departures.items() if name not in hidden)
         named = ", ".join([*parts, *(f"{flag_of(name)[2:]} {value}" for name, value in apart)])
@@ -123,6 +123,16 @@ def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
     return tuned, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
 
 
+def gpu_less_cpu(groups: Sequence[Group]) -> list[float]:
+    """Return the overall accuracy on a GPU less the one on a CPU, in points, of each experiment that both have run."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for run in (run for group in groups for run in group.finished):
+        one = run.result.settings
+        same = tuple(item for item in asdict(one).items() if item[0] not in ("device", "kernel", "compile"))
+        found.setdefault(same, {})[one.device] = run.result.network.quantity("overall") or math.nan
+    return [pair["cuda"] - pair["cpu"] for pair in found.values() if len(pair) == 2]
+
+
 @dataclass(frozen=True)
 class Collection:
     """All that was found: groups in the paper's order, and what could not be used."""
@@ -150,23 +160,21 @@ def collect(roots: Sequence[Path]) -> Collection:
 
 
 def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
-    """Sort runs by experiment; of two of a setting, arm and seed the one finished last counts. The explicit network's
-    runs of the first list are recipe B's too, and count in both groups."""
+    """Sort runs by experiment; of two of a setting, arm and seed the one finished last counts."""
     groups: dict[tuple[Any, ...], Group] = {}
-    duplicates = {}
+    duplicates: list[Rejected] = []
     chosen: dict[str, dict[str, float]] = {}
     with suppress(StudyError):  # before the trials nothing is chosen
         chosen = protocol.tuned()
     for run in sorted(runs, key=lambda run: run.result.finished, reverse=True):
-        result, first = run.result, protocol.of_first_list(run.result.settings, chosen)
-        for tuned in (True, False) if first and protocol.counts(result.settings) else (first,):
-            group = groups.setdefault(identity(run, tuned), Group(result.settings, tuned))
-            seeds = group.runs.setdefault((result.setting, result.arm), {})
-            counted = seeds.setdefault(result.settings.seed, run)
-            if counted is not run:
-                where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
-                reason = f"{where}: {counted.path} counts in its place"
-                duplicates[run.path] = Rejected(run.path, "duplicate", reason)
+        result, tuned = run.result, protocol.of_first_list(run.result.settings, chosen)
+        group = groups.setdefault(identity(run, tuned), Group(result.settings, tuned))
+        seeds = group.runs.setdefault((result.setting, result.arm), {})
+        counted = seeds.setdefault(result.settings.seed, run)
+        if counted is not run:
+            where = f"{result.arm} of {result.setting}, seed {result.settings.seed}"
+            reason = f"{where}: {counted.path} counts in its place"
+            duplicates.append(Rejected(run.path, "duplicate", reason))
     # The protocol's first, then real data, then what is nearest to the paper's experiment or has most runs.
     ordered = sorted(
         groups.values(),
@@ -179,4 +187,4 @@ def _group(runs: list[Run]) -> tuple[list[Group], list[Rejected]]:
             one.name,
         ),
     )
-    return ordered, list(duplicates.values())
+    return ordered, duplicates

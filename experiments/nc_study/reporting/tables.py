@@ -25,7 +25,7 @@ from ..protocol import (
     Tuning,
 )
 from ..record import CENTRED, COLLAPSE, GROUPS, LATE, Number, Spread
-from .runs import FIRST_RECIPE, Group, Run
+from .runs import FIRST_RECIPE, Group, Run, gpu_less_cpu
 from .verdicts import Estimate, conclusions, differences, estimate, precision_check, progress, ready, verdicts
 
 QUANTITIES = {name: name for name in (*GROUPS, LATE["overall"], LATE["minority"])} | {
@@ -107,7 +107,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
         said += _unsolved(first, "the first recipe", first.settings).values()
     elif not rows:
         said += [sentence for group in groups[:1] if (sentence := _first_look(group))]
-    return [*said, *([_precision(checked)] if checked else [])]
+    return [*said, *([_precision(checked)] if checked else []), *_devices(groups)]
 
 
 def _capital(text: str) -> str:
@@ -195,6 +195,18 @@ def _precision(checked: Mapping[str, float]) -> str:
         f"{checked['bf16']:+.2f} points in bfloat16 and {checked['fp32']:+.2f} in float32, which is {apart:.2f} apart; "
         f"by the protocol at most {PRECISION_POINTS:g} is allowed{judged}."
     )
+
+
+def _devices(groups: Sequence[Group]) -> list[str]:
+    """Say how far the overall accuracies on a GPU are from the ones on a CPU, if three runs or more have both."""
+    apart = gpu_less_cpu(groups)
+    if len(apart) < 3:
+        return []
+    shown = shown_difference("overall", fmean(apart), estimate([apart]).interval)
+    return [
+        f"Check of the device: {len(apart)} runs were made on a CPU and on a GPU. The GPU's overall accuracy less the "
+        f"CPU's is {shown} points, and for one run at most {max(map(abs, apart)):.2f}."
+    ]
 
 
 def _first_look(group: Group) -> str:
