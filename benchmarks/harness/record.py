@@ -99,12 +99,9 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the checkout, or what the variable DEQFAST_COMMIT says of a copy of one.
-
-    "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build.
-    """
-    told = os.environ.get("DEQFAST_COMMIT")
-    head = told or records.commit(RESULTS.parent) or "unknown"
+    """The commit of the checkout, "+changes" where tracked files other than ``WRITTEN`` differ, or those of a build."""
+    told = os.environ.get("DEQFAST_COMMIT")  # of a copy, which git does not know
+    head = records.commit(RESULTS.parent) or "unknown"
     others = ("--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
     status = ("git", "-C", str(RESULTS.parent), "status", "--porcelain", "--untracked-files=no")
     changed = not told and records.tool(*status, *others)

@@ -42,5 +42,6 @@ def tool(*command: str) -> str:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of the checkout that contains `folder`; None without a checkout or without git."""
-    return tool("git", "-C", str(folder), "rev-parse", "HEAD") or None
+    """Return the commit of the checkout that contains `folder`, or what the variable DEQFAST_COMMIT says of a copy of
+    one; None without either, and without git."""
+    return os.environ.get("DEQFAST_COMMIT") or tool("git", "-C", str(folder), "rev-parse", "HEAD") or None
