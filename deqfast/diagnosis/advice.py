@@ -83,7 +83,8 @@ def _why_none(d: Any) -> str:
     if d.remedy is None:
         return (
             f"{said}: make the cell contract, by a normalisation last, weights of a bounded norm "
-            "(torch.nn.utils.parametrizations), a damped cell z + a (f(z, x) - z), or a ResidualCell or MonotoneCell."
+            "(torch.nn.utils.parametrizations), a damped cell z + a (f(z, x) - z), or a ResidualCell, MonotoneCell "
+            "or SubhomogeneousCell."
         )
     needed, solver = d.remedy.evaluations, d.solver
     if needed > solver.max_iter:
