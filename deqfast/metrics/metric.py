@@ -14,6 +14,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from .._checks import check_count
 from ..ops import check_kernel_name, choose_kernel
 from .checks import check_features, check_label_range, check_labels, check_options, check_weight
+from .geometry import class_geometry
 from .neural_collapse import NC1_RESOLUTION, NCResult, make_result, neural_collapse, undefined
 from .statistics import ClassMeans, Samples, between_classes, class_means, default_rtol
 
@@ -47,6 +48,7 @@ class NeuralCollapse(Metric):
         num_features: D, at most 1024; needed with ``streaming=True`` unless ``classifier_weight`` is given.
         kernel: as in ``neural_collapse``. With ``streaming=True`` it computes the class means; torch computes the
             scatter.
+        geometry: as in ``neural_collapse``.
         **kwargs: of ``torchmetrics.Metric``; ``compute_with_cache`` is False by default, as the classifier may change.
 
     Raises:
@@ -84,6 +86,7 @@ class NeuralCollapse(Metric):
         streaming: bool = False,
         num_features: int | None = None,
         kernel: str = "auto",
+        geometry: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"compute_with_cache": False, **kwargs})
@@ -95,6 +98,7 @@ class NeuralCollapse(Metric):
         self.center = center
         self.streaming = streaming
         self.kernel = check_kernel_name(kernel)
+        self.geometry = geometry
         self.classifier_weight = classifier_weight
         if streaming:
             self._add_moment_states()
@@ -187,7 +191,8 @@ class NeuralCollapse(Metric):
         features, labels = dim_zero_cat(self.features), dim_zero_cat(self.labels)
         weight = self._read_weight()
         weight = None if weight is None else weight.to(features.device)
-        return neural_collapse(features, labels, weight, self.num_classes, self.rtol, self.center, self.kernel)
+        options = (self.num_classes, self.rtol, self.center, self.kernel, self.geometry)
+        return neural_collapse(features, labels, weight, *options)
 
     def _compute_moments(self) -> NCResult:
         counts, means, scatter = _unpack(self.moments, self.num_classes)
@@ -205,7 +210,8 @@ class NeuralCollapse(Metric):
         between = between_classes(stats, self.center, default_rtol if self.rtol is None else self.rtol)
         whitening = between.whitening
         within = ((scatter @ whitening) * whitening).sum(0).clamp_min(0)
-        return make_result(stats, between, within, weight, None, excluded, resolution)
+        result = make_result(stats, between, within, weight, None, excluded, resolution)
+        return result._replace(geometry=class_geometry(stats.means, stats.counts, weight)) if self.geometry else result
 
     def _apply(self, fn: Callable, exclude_state: Sequence[str] = "") -> nn.Module:
         """Move the metric with the model that holds it. Dtypes stay; only ``set_dtype`` changes the features' dtype."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..ops import choose_kernel
 from .checks import check_features, check_label_range, check_labels, check_options, checked_weight
+from .geometry import ClassGeometry, class_geometry
 from .statistics import (
     Between,
     ClassMeans,
@@ -37,6 +38,7 @@ from .statistics import (
     default_rtol,
     drop_empty_classes,
     nearest_mean_agreement,
+    within_class_traces,
 )
 
 NC1_RESOLUTION = {torch.bfloat16: 1e-5, torch.float16: 1e-7}  # below it NC1 measures the rounding of the features
@@ -61,6 +63,9 @@ class NCResult(NamedTuple):
             classifier, and when the samples were not kept (``streaming=True``).
         num_classes: K, the number of classes with at least one sample kept.
         excluded: rows left out because a feature was not finite.
+        geometry: how near class means and classifier are to what the class sizes predict, see
+            ``metrics.class_geometry``; None unless it was asked for, and without a finite row. ``cdnv`` is None when
+            the samples were not kept.
     """
 
     nc1: float
@@ -74,6 +79,7 @@ class NCResult(NamedTuple):
     nc4: float | None
     num_classes: int
     excluded: int
+    geometry: ClassGeometry | None = None
 
 
 @torch.no_grad()
@@ -85,6 +91,7 @@ def neural_collapse(
     rtol: float | None = None,
     center: str = "class-means",
     kernel: str = "auto",
+    geometry: bool = False,
 ) -> NCResult:
     """Measure NC1-NC4 of ``features`` (Sun & Shi, NeurIPS 2024, arXiv 2410.23391, Appendix A).
 
@@ -110,6 +117,8 @@ def neural_collapse(
         kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4.
             "auto" is cpp on the CPU; on CUDA tensors cuda, else triton. If these are not available it is torch, with a
             warning. Features whose rows have gaps between their elements are copied first.
+        geometry: also measure how near class means and classifier are to what the class sizes predict. The means are
+            not centred then, and torch makes one more pass over the features.
 
     Returns:
         NCResult. Warns when the features are float16 or bfloat16 and NC1 is below what these resolve.
@@ -151,7 +160,10 @@ def neural_collapse(
         samples.features, samples.rows, samples.offsets, means, between.whitening
     )
     agreement = None if weight is None else nearest_mean_agreement(samples, means, weight)
-    return make_result(stats, between, within, weight, agreement, excluded, NC1_RESOLUTION.get(features.dtype, 0.0))
+    result = make_result(stats, between, within, weight, agreement, excluded, NC1_RESOLUTION.get(features.dtype, 0.0))
+    if not geometry:
+        return result
+    return result._replace(geometry=class_geometry(means, stats.counts, weight, within_class_traces(samples, means)))
 
 
 def make_result(

@@ -131,6 +131,15 @@ def between_classes(stats: ClassMeans, center: str, rtol: float) -> Between:
     return Between(centred, directions, singular, kept)
 
 
+def within_class_traces(samples: Samples, means: Tensor) -> Tensor:
+    """Mean of |h - mu_k|^2 over the samples of each class (K,); NaN for empty classes."""
+    sums, index = means.new_zeros(len(means)), torch.arange(len(means), device=means.device)
+    for features, labels in samples.blocks():
+        squares = features.sub_(means.index_select(0, labels)).square_().sum(1)
+        sums += (labels == index[:, None]).to(squares.dtype) @ squares
+    return sums / samples.offsets.diff()
+
+
 def nearest_mean_agreement(samples: Samples, means: Tensor, weight: Tensor) -> Tensor:
     """Share of the samples on which the classifier chooses the nearest class mean.
 

@@ -1,0 +1,202 @@
+"""Geometry of class means and classifier under imbalance: distances of their Gram matrices to what theory predicts.
+
+Notation: class sizes n_k, k = 1 .. K; D = diag(n); C = I - 11^T / K; C D^(1/2) = V S U^T its SVD. All targets are
+global optima of cross-entropy with free features and a vanishing penalty of features and classifier, up to a factor:
+
+    simplex     Gram of the means C                           of the classifier C                     (equal sizes)
+    orthogonal  Gram of the means D^(-1/2)                    of the classifier C D^(1/2) C           (features >= 0)
+    SELI        Gram of the means D^(-1/2) U S U^T D^(-1/2)   of the classifier V S V^T               (free features)
+
+The distance of a matrix M, one row per class, to a target T is ||M M^T / ||M M^T||_F - T / ||T||_F||_F, between 0 and
+sqrt(2) for these positive semidefinite matrices. With equal sizes SELI is the simplex.
+
+The orthogonal frame's lengths: orthogonal means h_k = r_k e_k and W = sum_k g_k C e_k e_k^T decouple the problem. Class
+k has the margin g_k r_k = 1 at the least penalty g_k^2 (1 - 1/K) + n_k r_k^2. Hence r_k^2 is proportional to n_k^(-1/2)
+and g_k^2 to n_k^(1/2).
+
+Sources: Dang et al., ICML 2024, arXiv 2401.02058 (features of a ReLU); Thrampoulidis et al., NeurIPS 2022, arXiv
+2208.05512 (SELI); Papyan et al., PNAS 2020, arXiv 2008.08186 (equinorm, equiangular); Galanti et al., ICLR 2022, arXiv
+2112.15121 (CDNV); Fang et al., PNAS 2021, arXiv 2101.12699 (minority collapse).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._checks import check_count
+from .checks import check_features, check_tensor
+
+COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+class VectorGeometry(NamedTuple):
+    """Geometry of K vectors, one per class: of the class means or of the rows of a classifier. All are numbers.
+
+    Attributes:
+        simplex: distance of the Gram matrix, not centred, to the simplex.
+        simplex_centered: the same after the mean of the vectors has been taken away.
+        orthogonal: distance of the Gram matrix, not centred, to the orthogonal frame of these class sizes.
+        seli: distance of the Gram matrix, not centred, to SELI of these class sizes.
+        equinorm: standard deviation of the centred vectors' lengths over their mean; 0 at the simplex.
+        equiangular: mean of |cos + 1 / (K - 1)| over pairs of centred vectors; 0 at the simplex.
+        majority_cosine: mean cosine of two vectors of majority classes, not centred. NaN without a pair.
+        minority_cosine: the same of minority classes; of a classifier it tends to 1 if the minority collapses.
+        between_cosine: the same of a majority and a minority class.
+    """
+
+    simplex: float
+    simplex_centered: float
+    orthogonal: float
+    seli: float
+    equinorm: float
+    equiangular: float
+    majority_cosine: float
+    minority_cosine: float
+    between_cosine: float
+
+
+class ClassGeometry(NamedTuple):
+    """What ``class_geometry`` returns.
+
+    Attributes:
+        means: ``VectorGeometry`` of the class means.
+        classifier: ``VectorGeometry`` of the rows of the classifier; None without one.
+        cdnv: mean over pairs of classes of (t_i + t_j) / (2 |mu_i - mu_j|^2), t the within-class variances; None
+            without ``traces``.
+        num_classes: K, the number of classes with at least one sample.
+    """
+
+    means: VectorGeometry
+    classifier: VectorGeometry | None
+    cdnv: float | None
+    num_classes: int
+
+
+@torch.no_grad()
+def class_geometry(
+    means: Tensor,
+    counts: Tensor,
+    classifier_weight: Tensor | None = None,
+    traces: Tensor | None = None,
+    majority: int | None = None,
+) -> ClassGeometry:
+    """Measure how near class means and classifier are to the simplex, an orthogonal frame and SELI.
+
+    Under imbalance the simplex is not the optimum: with features of a ReLU the orthogonal frame is, without it SELI.
+    Both depend on the class sizes. The formulas stand at the top of this module. All is computed in float64. Classes
+    without samples are dropped.
+
+    Args:
+        means: (K, D), class means, not centred; float16, bfloat16, float32 or float64, K and D at least 1.
+        counts: (K,), samples of each class, at least 0; int32, int64, float32 or float64.
+        classifier_weight: (K, D), or None.
+        traces: (K,), mean of |h - mu_k|^2 over the samples of class k, for ``cdnv``; or None.
+        majority: the first so many classes are the majority, at least 1; None takes those with the most samples.
+
+    Returns:
+        ClassGeometry. Numbers that are not defined, such as those of a single class, are NaN.
+
+    Raises:
+        TypeError: an argument has another type or dtype than above.
+        ValueError: a shape or a number is not as above, or no class has a sample.
+
+    Examples:
+        >>> counts = torch.tensor([16, 16, 1, 1])
+        >>> geometry = deqfast.metrics.class_geometry(torch.diag(counts.double() ** -0.25), counts)
+        >>> round(geometry.means.orthogonal, 6), geometry.means.simplex > 0.5
+        (0.0, True)
+    """
+    check_features(means)
+    num_classes = means.shape[0]
+    _check_vector("counts", counts, num_classes)
+    if not bool((counts >= 0).all()) or not bool((counts > 0).any()):
+        raise ValueError(f"counts is {counts.tolist()}; it must be at least 0, and one more than 0")
+    if classifier_weight is not None:
+        check_tensor("classifier_weight", classifier_weight, (means.dtype, *COUNT_DTYPES[2:]))
+        if classifier_weight.shape != means.shape:
+            raise ValueError(f"classifier_weight has shape {tuple(classifier_weight.shape)}; it must be as means")
+    if traces is not None:
+        _check_vector("traces", traces, num_classes)
+    if majority is not None:
+        check_count("majority", majority)
+    seen = counts > 0
+    first = torch.arange(num_classes, device=counts.device) < majority if majority else counts == counts.max()
+    points, sizes, large = means[seen].double(), counts[seen].double(), first[seen]
+    rows = None if classifier_weight is None else classifier_weight[seen].double()
+    return ClassGeometry(
+        means=_geometry(points, sizes, large, of_means=True),
+        classifier=None if rows is None else _geometry(rows, sizes, large, of_means=False),
+        cdnv=None if traces is None else _cdnv(points, traces[seen].double()),
+        num_classes=len(points),
+    )
+
+
+def simplex(sizes: Tensor) -> Tensor:
+    """The Gram matrix (K, K) of the simplex ETF, of means and classifier, for class sizes (K,) in float64."""
+    return torch.eye(len(sizes), dtype=sizes.dtype, device=sizes.device) - 1 / len(sizes)
+
+
+def orthogonal_frame(sizes: Tensor, of_means: bool) -> Tensor:
+    """The Gram matrix (K, K) of the optimum with features that are not negative: of its means, or of its classifier."""
+    centring = simplex(sizes)
+    return torch.diag(sizes.rsqrt()) if of_means else (centring * sizes.sqrt()) @ centring
+
+
+def seli(sizes: Tensor, of_means: bool) -> Tensor:
+    """The Gram matrix (K, K) of the simplex-encoded-labels interpolation: of its means, or of its classifier."""
+    left, singular, right = torch.linalg.svd(simplex(sizes) * sizes.sqrt())
+    if not of_means:
+        return (left * singular) @ left.T
+    scaled = right.T / sizes.sqrt()[:, None]
+    return (scaled * singular) @ scaled.T
+
+
+def gram_distance(vectors: Tensor, target: Tensor) -> Tensor:
+    """||V V^T / ||V V^T||_F - T / ||T||_F||_F of vectors V (K, D) and a target T (K, K). NaN if either is zero."""
+    vectors = vectors / torch.linalg.vector_norm(vectors)  # lest its fourth powers overflow
+    gram = vectors @ vectors.T
+    norm: Callable[..., Tensor] = torch.linalg.vector_norm
+    return norm(gram / norm(gram) - target / norm(target))
+
+
+def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> VectorGeometry:
+    """Of vectors (K, D); large: mask (K,) of the majority."""
+    count = len(vectors)
+    vectors = vectors / vectors.abs().amax()
+    centred = vectors - vectors.mean(0)
+    lengths = torch.linalg.vector_norm(centred, dim=1)
+    cosines, angles = (_cosines(one) for one in (vectors, centred))
+    upper = torch.ones_like(cosines, dtype=torch.bool).triu(1)
+    both, neither = large[:, None] & large, ~large[:, None] & ~large
+    values = [
+        gram_distance(vectors, simplex(sizes)),
+        gram_distance(centred, simplex(sizes)),
+        gram_distance(vectors, orthogonal_frame(sizes, of_means)),
+        gram_distance(vectors, seli(sizes, of_means)),
+        lengths.std(correction=0) / lengths.mean() if count > 1 else lengths.new_tensor(math.nan),
+        (angles[upper] + 1 / max(1, count - 1)).abs().mean(),
+        *(cosines[upper & pairs].mean() for pairs in (both, neither, ~both & ~neither)),
+    ]
+    return VectorGeometry(*torch.stack(values).tolist())
+
+
+def _cosines(vectors: Tensor) -> Tensor:
+    unit = vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    return unit @ unit.T
+
+
+def _cdnv(means: Tensor, traces: Tensor) -> float:
+    first, second = torch.triu_indices(len(means), len(means), offset=1, device=means.device)
+    gaps = torch.linalg.vector_norm(means[first] - means[second], dim=1).square()
+    return float(((traces[first] + traces[second]) / (2 * gaps)).mean())
+
+
+def _check_vector(name: str, value: Any, num_classes: int) -> None:
+    check_tensor(name, value, COUNT_DTYPES)
+    if value.shape != (num_classes,):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be ({num_classes},), one per row of means")

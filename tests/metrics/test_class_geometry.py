@@ -1,0 +1,164 @@
+"""Geometry of classes under imbalance: closed forms, optima found numerically, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import deqfast
+from deqfast.metrics import class_geometry
+from deqfast.metrics.geometry import gram_distance, orthogonal_frame, seli, simplex
+
+SIZES = torch.tensor([8.0, 8.0, 2.0, 1.0], dtype=torch.float64)
+PENALTY = 1e5
+
+
+def rotation(width):
+    return torch.linalg.qr(torch.randn(width, width, dtype=torch.float64)).Q
+
+
+def factor(gram):
+    """Vectors with this Gram matrix."""
+    values, vectors = torch.linalg.eigh(gram)
+    return vectors * values.clamp_min(0).sqrt()
+
+
+def test_a_target_is_at_no_distance_of_itself_in_any_rotation_and_scale():
+    counts = SIZES.long()
+    makers = {"simplex": lambda of: simplex(SIZES), "orthogonal": lambda of: orthogonal_frame(SIZES, of)}
+    makers["seli"] = lambda of: seli(SIZES, of)
+    for name, make in makers.items():
+        means, weight = (factor(make(of)) @ rotation(4) * scale for of, scale in ((True, 1e-90), (False, 1e90)))
+        found = class_geometry(means, counts, weight)
+        for one in (found.means, found.classifier):
+            distances = {kind: getattr(one, kind) for kind in makers}
+            assert distances.pop(name) < 1e-14 and min(distances.values()) > 0.03, name
+
+
+def test_equal_sizes_make_seli_the_simplex():
+    equal = torch.full((5,), 7.0, dtype=torch.float64)
+    for of_means, make in product((True, False), (seli, orthogonal_frame)):
+        target = make(equal, of_means)
+        assert gram_distance(factor(simplex(equal)), target) < 1e-14 or (of_means and make is orthogonal_frame)
+    # Of the identity and C, |C|^2 = tr C = K - 1: cosine sqrt((K - 1) / K).
+    expected = math.sqrt(2 - 2 * math.sqrt(4 / 5))
+    assert class_geometry(torch.eye(5), equal).means.simplex == pytest.approx(expected)
+
+
+def test_the_simplex_in_closed_form():
+    """Off-centre, it is equinorm and equiangular, and only the centred Gram matrix is at no distance."""
+    corners = factor(simplex(SIZES)) @ rotation(4)
+    found = class_geometry(corners + 3 * torch.randn(4, dtype=torch.float64), torch.full((4,), 5)).means
+    assert max(found.simplex_centered, found.equinorm, found.equiangular) < 1e-13 < 0.5 < found.simplex
+    assert found.majority_cosine > 0 and math.isnan(found.minority_cosine) and math.isnan(found.between_cosine)
+
+
+def test_cosines_tell_a_collapsed_minority():
+    weight = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 2], [0, 0, 3]])
+    found = class_geometry(weight, torch.tensor([9, 9, 1, 1, 1]), weight).classifier
+    assert (found.majority_cosine, found.minority_cosine, found.between_cosine) == (0, 1, 0)
+    three = class_geometry(weight, torch.tensor([9, 9, 1, 1, 1]), weight, majority=3).classifier
+    assert three.minority_cosine == 1 and three.between_cosine == pytest.approx(1 / 3)
+
+
+def test_cdnv_in_closed_form():
+    """Means at 0, 3 and 4 on a line, variances 1, 2 and 3."""
+    found = class_geometry(torch.tensor([[0.0], [3.0], [4.0]]), torch.ones(3), traces=torch.tensor([1.0, 2.0, 3.0]))
+    assert found.cdnv == pytest.approx(((1 + 2) / 18 + (1 + 3) / 32 + (2 + 3) / 2) / 3)
+
+
+def optimum(not_negative):
+    """Classifier and class means (K, K) of least penalty with margins of about 1, by descent from random ones."""
+    weight, free = (torch.randn(4, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+    limits = {"max_iter": 3000, "max_eval": 6000, "tolerance_grad": 1e-10, "tolerance_change": 1e-16}
+    descent = torch.optim.LBFGS([weight, free], history_size=40, line_search_fn="strong_wolfe", **limits)
+
+    def loss():
+        descent.zero_grad()
+        means = free.square() if not_negative else free
+        logits = means @ weight.T
+        missed = F.relu(1 - (logits.diagonal()[:, None] - logits)).square().sum(1) - 1  # of itself each misses 1
+        value = weight.square().sum() + (SIZES * means.square().sum(1)).sum() + PENALTY * (SIZES * missed).sum()
+        value.backward()
+        return value
+
+    for _ in range(10):
+        descent.step(loss)
+    return weight.detach(), (free.square() if not_negative else free).detach()
+
+
+@pytest.mark.parametrize(("not_negative", "name"), [(True, "orthogonal"), (False, "seli")])
+def test_the_targets_are_the_optima_of_free_features(not_negative, name):
+    """A penalty lets margins be short by a share of 1 / PENALTY, times norms of order 1 over sizes of 1 to 8."""
+    weight, means = optimum(not_negative)
+    found = class_geometry(means, SIZES, weight)
+    for one in (found.means, found.classifier):
+        others = {"simplex", "orthogonal", "seli"} - {name}
+        assert getattr(one, name) < 100 / PENALTY and min(getattr(one, kind) for kind in others) > 0.03
+
+
+def test_classes_without_samples_are_dropped():
+    means, counts, weight = torch.randn(6, 3), torch.tensor([4, 0, 2, 7, 0, 7]), torch.randn(6, 3)
+    seen, traces = counts > 0, torch.rand(6)
+    kept = class_geometry(means[seen], counts[seen], weight[seen], traces[seen])
+    assert class_geometry(means, counts, weight, traces) == kept and kept.num_classes == 4
+    alone = class_geometry(means, torch.tensor([0, 0, 5, 0, 0, 0]))
+    assert alone.num_classes == 1 and all(map(math.isnan, (alone.means.simplex, alone.means.equiangular)))
+    assert alone.classifier is alone.cdnv is None
+
+
+def test_it_is_measured_with_nc1_to_nc4_of_samples_and_of_streams():
+    """Rows that are not finite are left out, and a class without samples."""
+    labels = torch.cat([torch.zeros(90), torch.ones(90), torch.full((9,), 3)]).long()[torch.randperm(189)]
+    features = torch.randn(4, 6, dtype=torch.float64)[labels] + 0.3 * torch.randn(189, 6, dtype=torch.float64)
+    weight = torch.randn(4, 6, dtype=torch.float64)
+    features[5, 2] = torch.nan
+    kept = torch.arange(189) != 5
+    of_class = [features[kept & (labels == label)] for label in (0, 1, 3)]
+    means, counts = torch.stack([one.mean(0) for one in of_class]), torch.tensor(list(map(len, of_class)))
+    traces = torch.stack([(one - one.mean(0)).square().sum(1).mean() for one in of_class])
+    expected = class_geometry(means, counts, weight[[0, 1, 3]], traces)
+
+    def assert_same(found, expected):
+        for one, other in zip(found, expected, strict=True):
+            assert one is other is None or one == pytest.approx(other, rel=1e-10, nan_ok=True)
+
+    found = deqfast.neural_collapse(features, labels, weight, geometry=True)
+    assert_same(found.geometry, expected)
+    assert found._replace(geometry=None) == deqfast.neural_collapse(features, labels, weight)
+    for streaming, given in ((False, expected), (True, expected._replace(cdnv=None))):
+        metric = deqfast.NeuralCollapse(4, weight, streaming=streaming, geometry=True)
+        for part in range(0, 189, 50):
+            metric.update(features[part : part + 50], labels[part : part + 50])
+        assert_same(metric.compute().geometry, given)
+    lost = deqfast.neural_collapse(torch.full((3, 2), torch.nan), torch.arange(3), geometry=True)
+    assert lost.num_classes == 0 and lost.geometry is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_and_strides(dtype):
+    means = torch.randn(7, 2 * 5).to(dtype)[:, ::2]
+    counts = torch.tensor([7, 7, 1, 2, 3, 4, 5])
+    assert class_geometry(means, counts, means) == class_geometry(means.double(), counts.double(), means.double())
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "given"),
+    [
+        (TypeError, "counts has dtype torch.int8", {"counts": torch.ones(3, dtype=torch.int8)}),
+        (TypeError, "means|features", {"means": [[1.0]]}),
+        (ValueError, r"counts has shape \(2,\); it must be \(3,\)", {"counts": torch.ones(2)}),
+        (ValueError, "counts is .*; it must be at least 0, and one more than 0", {"counts": torch.zeros(3)}),
+        (ValueError, "counts is .*at least 0", {"counts": torch.tensor([1, -1, 2])}),
+        (ValueError, r"classifier_weight has shape \(3, 4\)", {"classifier_weight": torch.ones(3, 4)}),
+        (ValueError, r"traces has shape \(4,\)", {"traces": torch.ones(4)}),
+        (ValueError, "majority must be at least 1, got 0", {"majority": 0}),
+    ],
+)
+def test_bad_arguments_are_refused(error, words, given):
+    with pytest.raises(error, match=words):
+        class_geometry(**{"means": torch.randn(3, 5), "counts": torch.ones(3), **given})
