@@ -6,10 +6,13 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from nc_study.config import Setting
 from nc_study.record import FORMAT, RunResult, read_record, to_json
+from nc_study.reporting.geometry import geometry_rows
 from nc_study.reporting.runs import collect
+from nc_study.rundir import write_arrays
 
 SETTING = Setting("cifar10", 3, 10)
 
@@ -102,3 +105,18 @@ def test_a_run_found_twice_counts_once(made_up, tmp_path):
     assert [run.path.name for run in found.groups[0].finished] == ["a"]
     assert {(entry.folder.name, entry.state) for entry in found.rejected} == {("b", "duplicate")}
     assert "seed 0" in found.rejected[0].reason and str(root / "a") in found.rejected[0].reason
+
+
+def test_the_geometry_is_of_the_last_measurement_of_the_runs_that_saved_it(made_up):
+    """Class means of length n_k^(-1/4) at right angles are the orthogonal frame; the measurement before was none."""
+    counts = np.array([5000] * 3 + [500] * 7)
+    frame, other = np.diag(counts**-0.25), np.random.default_rng(0).normal(size=(10, 10))
+    arrays = {"epoch": [2, 4], "counts": [counts] * 2, "means": [other, frame], "weight": [other, other]}
+    arrays |= {"traces": np.ones((2, 10)), "scatter": np.zeros((2, 10, 10))}
+    path = made_up(seed=0)
+    made_up(seed=1)
+    write_arrays(path / "moments.npz", {name: np.array(one) for name, one in arrays.items()})
+    (group,) = collect([path.parent]).groups
+    (row,) = geometry_rows(group)
+    assert row["setting, number of seeds"] == "(3,7) R = 10, 1" and row["means: orthogonal frame"] == "0.00"
+    assert row["means: SELI"] > "0.1" and row["classifier: orthogonal frame"] > "0.1"

@@ -12,6 +12,7 @@ from ..record import AVERAGED
 from ..rundir import prepare_out, write_atomically
 from . import tables
 from .document import TEMPLATES, render, to_html
+from .geometry import geometry_rows
 from .pictures import pictures
 from .runs import Collection, Group, collect
 
@@ -52,6 +53,7 @@ def write(found: Collection, out: Path) -> Path:
                 "differences": tables.difference_rows(group),
                 "controls": tables.control_rows(group) if group.recipe_b or group.first_recipe else [],
                 "results": tables.result_rows(group),
+                "geometry": geometry_rows(group),
                 "broken": tables.broken(group, group.settings),
                 "missing": tables.missing(group),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
