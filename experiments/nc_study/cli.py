@@ -101,6 +101,7 @@ def prepare(settings: Settings) -> None:
 def announce(settings: Settings, source: Source, obstacle: str) -> None:
     """A line each: preset, processes, data and kernel, with the reason where one is not what was asked for."""
     networks = f"width {settings.width}, {settings.epochs} epochs, learning rate {settings.lr:g}"
+    print(f"process {os.getpid()}: kill ends it (a finished epoch is kept), kill -STOP pauses it, kill -CONT goes on")
     print(f"preset: {settings.preset} on {settings.device} ({networks})")
     if (processes := distributed.world_size()) > 1:
         alone = "" if settings.device == "cuda" else ", each with batch statistics of its own"
@@ -115,6 +116,8 @@ def train_arm(settings: Settings, source: Source, run: RunDirectory, kernel: Ker
     minority = data.classes - data.majority
     split = f"{data.majority} classes of {data.counts[0]}"
     split += f" and {minority} of {data.counts[-1]}" if minority else ""
+    if settings.imbalance == "exp":
+        split = f"{data.counts[0]} to {data.counts[-1]} of a class"
     print(
         f"{len(data.train_images)} training images ({split}), {len(data.test_images)} {settings.evaluate} images",
         flush=True,

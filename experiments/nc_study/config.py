@@ -38,6 +38,7 @@ LIMITS = {
     "minimum": (operator.ge, "at least"),
     "maximum": (operator.le, "at most"),
     "above": (operator.gt, "more than"),
+    "below": (operator.lt, "less than"),
 }
 
 
@@ -95,7 +96,7 @@ class Setting:
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field that is also a command-line option; `checks`: choices, minimum, maximum, above (exclusive)."""
+    """A field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -126,6 +127,13 @@ class Experiment(Checked):
     )
     majority: int | None = option("study", "tenths of the classes that keep all their images (K_A)", 3, minimum=1)
     ratio: int | None = option("study", "images of a majority class for one of a minority class (R)", 10, minimum=1)
+    imbalance: str = option(
+        "study",
+        "step: the first K_A tenths of the classes have n_A images, the rest n_A / R; exp: class k of K has "
+        "n_A R^(-(k - 1) / (K - 1)), as LDAM-DRW's long tail",
+        "step",
+        choices=("step", "exp"),
+    )
     preset: str = option(
         "study", "where other values come from; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
     )
@@ -153,7 +161,7 @@ class Experiment(Checked):
         "network", "initial gain of what the last block's convolutions add to its input", 1.0, above=0
     )
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
-    tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0)
+    tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0, below=1)
     max_iter: int = option("network", "most evaluations of the last block per solve", 20, minimum=1)
     adjoint: str = option("network", "gradient of the fixed point", "jfb", choices=ADJOINTS)
     kernel: str = option(
@@ -166,8 +174,15 @@ class Experiment(Checked):
     epochs: int = option("training", "passes over the training images", minimum=1)
     batch_size: int = option("training", "images per step", minimum=1)
     lr: float = option("training", "learning rate of SGD", above=0)
+    loss: str = option(
+        "training",
+        "cross-entropy, or logit-adjusted: the logarithm of each class's share of the images is added to its logit in "
+        "training (Menon et al., ICLR 2021)",
+        "cross-entropy",
+        choices=("cross-entropy", "logit-adjusted"),
+    )
     schedule: str = option("training", "course of the rate; cosine warms up first", choices=("constant", "cosine"))
-    momentum: float = option("training", "momentum of SGD", 0.9, minimum=0)
+    momentum: float = option("training", "momentum of SGD", 0.9, minimum=0, below=1)
     weight_decay: float = option("training", "weight decay of SGD", 5e-4, minimum=0)
     e_w: float | None = option("training", "bound kept on the classifier's mean squared row norm", None, above=0)
     e_h: float | None = option("training", "bound kept on the norm of the last block's convolutions", None, above=0)
@@ -191,6 +206,8 @@ class Experiment(Checked):
         if self.test_images < self.classes:
             raise SettingsError(f"--test-images {self.test_images}: at least one of each of {self.classes} classes")
         if self.study != "cifar_lt":
+            if self.imbalance != "step":
+                raise SettingsError(f"--imbalance {self.imbalance}: balanced classes have none")
             return
         if self.majority is None or self.ratio is None or self.majority > 9:
             raise SettingsError(f"--majority {self.majority}: 1 to 9 tenths of the classes; all: cifar_balanced.py")
@@ -319,7 +336,7 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         description=description,
         epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
     )
-    add_options(parser, Settings, IMBALANCE if study == "cifar_balanced" else ())
+    add_options(parser, Settings, (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ())
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
         parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")

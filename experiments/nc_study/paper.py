@@ -87,7 +87,16 @@ def differences(experiment: Experiment, without: Collection[str] = ()) -> list[s
     found = []
     if experiment.dataset.startswith("shapes"):
         found.append(f"{experiment.dataset}, not CIFAR")
-    wanted = {"solver": "broyden", "tol": 1e-3, "max_iter": 20, "momentum": 0.9, "weight_decay": 5e-4, "scale": 1.0}
+    wanted = {
+        "imbalance": "step",
+        "loss": "cross-entropy",
+        "solver": "broyden",
+        "tol": 1e-3,
+        "max_iter": 20,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "scale": 1.0,
+    }
     # The bounds are the paper's; how it kept them it does not say.
     wanted |= {name: 0.01 for name in ("e_w", "e_h") if getattr(experiment, name) is not None}
     for name, value in {**wanted, **preset_values("paper", experiment.classes)}.items():

@@ -16,6 +16,8 @@ from .config import Experiment, Setting, StudyError
 FORMAT = 5  # rises when what a run writes changes a name or a meaning
 AVERAGED = 10  # epochs at the end over which accuracies are averaged, as in the paper
 GROUPS = ("overall", "majority", "minority")
+SHOTS = ("many", "medium", "few")
+"""Classes of more than 100 training images, of 20 to 100, and of fewer (Liu et al., CVPR 2019)."""
 LATE = {name: f"{name}, last epochs" for name in GROUPS}
 """The names of the accuracies' means over the last epochs."""
 COLLAPSE = ("nc1", "nc2", "nc3", "nc4")
@@ -103,6 +105,9 @@ class Epoch:
     train_solver: SolverSummary | None
     nc: Collapse | None
     seconds: Seconds
+    many: Number = None
+    medium: Number = None
+    few: Number = None
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def network_result(
 def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
     """Columns named after the fields of `record.Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of
     the solves in training."""
-    names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS)
+    shots = (name for name in record.SHOTS if getattr(epochs[-1], name) is not None)
+    names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS, *shots)
     found: record.Curves = {name: tuple(getattr(epoch, name) for epoch in epochs) for name in names}
     collapse = (*record.COLLAPSE, *record.CENTRED)
     found |= {name: tuple(epoch.nc[name] if epoch.nc else None for epoch in epochs) for name in collapse}
@@ -125,6 +126,7 @@ def report(results: Sequence[record.RunResult]) -> str:
     ]
     for result in results:
         known = {group: result.network.quantity(group) for group in record.GROUPS}
+        known |= {shot: result.network.curves[shot][-1] for shot in record.SHOTS if shot in result.network.curves}
         ended = ", ".join(f"{group} {value:.2f}" for group, value in known.items() if value is not None)
         lines += ["", f"{result.arm}: {ended}", f"  last epochs: {_groups(result.network.accuracy)}"]
         if paper := printed.get(result.settings.model):

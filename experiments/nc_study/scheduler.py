@@ -122,6 +122,7 @@ def run_all(tasks: list[Task], jobs: int, processes: int, first_slot: int) -> di
                     return "stopped"
                 child = _start(task, processes, slot)
                 children.append(child)
+            print(f"process {child.pid}: {task}", flush=True)
             status = child.wait()
         except OSError as error:
             return f"cannot be started ({error})"

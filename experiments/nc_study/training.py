@@ -21,7 +21,7 @@ from .config import Settings, StudyError
 from .data import Source, StudyData, load
 from .models import build, project
 from .moments import Arrays, moments
-from .record import AVERAGED, GROUPS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
+from .record import AVERAGED, GROUPS, SHOTS, SOLVER_COUNTS, Collapse, Epoch, Seconds, SolverSummary
 from .rundir import RunDirectory
 
 EVALUATION_BATCH = 250  # on a CPU, with 1000 the explicit network takes a third longer per image
@@ -110,6 +110,8 @@ class Trainer:
         self.settings = settings
         self.data = data
         self.network = build(settings)
+        shares = torch.tensor(data.counts, device=data.train_images.device) / sum(data.counts)
+        self.offsets = shares.log() if settings.loss == "logit-adjusted" else torch.zeros_like(shares)
         self.parallel = distributed.parallel(self.network)
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
@@ -134,7 +136,7 @@ class Trainer:
         trained = self.train_epoch(epoch, progress)
         middle = time.perf_counter()
         due = is_tested(self.settings, epoch)
-        tested = accuracies(self.infer("test"), self.data) if due else dict.fromkeys(GROUPS)
+        tested = accuracies(self.infer("test"), self.data) if due else dict.fromkeys((*GROUPS, *SHOTS))
         end = time.perf_counter()
         collapse, saved = self.measure_collapse() if is_measured(self.settings, epoch) else (None, None)
         seconds = (middle - start, end - middle, time.perf_counter() - end)
@@ -176,7 +178,7 @@ class Trainer:
         if solution is not None:
             tally.add(solution)
             kept = usable(solution)
-        losses = sample_losses(logits, labels, kept)
+        losses = sample_losses(logits + self.offsets, labels, kept)
         count = distributed.total(kept.sum())
         self.optimizer.zero_grad()
         # The gradients of the processes are averaged, and this is to be their sum.
@@ -235,7 +237,7 @@ def pace(settings: Settings) -> tuple[float, float]:
     """Seconds that an image takes in a step of training and in evaluation, measured on drawn images."""
     name, batch = "shapes" if settings.classes == 10 else "shapes100", settings.batch_size
     each, tested = -(-batch // settings.classes), max(batch, settings.classes)
-    balanced = replace(settings, study="cifar_balanced", majority=None, ratio=None)
+    balanced = replace(settings, study="cifar_balanced", majority=None, ratio=None, imbalance="step")
     small = replace(balanced, dataset=name, n_majority=each, test_images=tested, evaluate="test")
     torch.set_num_threads(settings.threads)
     trainer = Trainer(small, load(Source(name, ""), small, torch.device(settings.device)))
@@ -253,15 +255,18 @@ def pace(settings: Settings) -> tuple[float, float]:
 
 
 def accuracies(test: Inference, data: StudyData) -> dict[str, Any]:
-    """The fields of `Epoch` that come of the test images: a group's accuracy is the mean over its classes."""
+    """The fields of `Epoch` that come of the test images: a group's accuracy is the mean over its classes. Balanced
+    classes have no groups."""
     right = torch.bincount(test.labels[test.predictions == test.labels], minlength=data.classes)
     per_class = 100 * right.double() / torch.bincount(test.labels, minlength=data.classes)
-    split = data.majority < data.classes
-    return {
-        "overall": per_class.mean().item(),
-        "majority": per_class[: data.majority].mean().item() if split else None,
-        "minority": per_class[data.majority :].mean().item() if split else None,
-    }
+    sizes = torch.tensor(data.counts, device=per_class.device)
+    first = torch.arange(data.classes, device=per_class.device) < data.majority
+    masks = {"majority": first, "minority": ~first}
+    masks |= {"many": sizes > 100, "medium": (sizes >= 20) & (sizes <= 100), "few": sizes < 20}
+    groups = {name: per_class[mask].mean().item() if mask.any() else None for name, mask in masks.items()}
+    if data.majority == data.classes:
+        groups = dict.fromkeys(groups)
+    return {"overall": per_class.mean().item(), **groups}
 
 
 def autocast(settings: Settings) -> torch.autocast:

@@ -40,6 +40,15 @@ def test_selection_equals_ldam_index_for_index(ratio):
         select_images(labels, [6000] * 10)
 
 
+@pytest.mark.parametrize(("classes", "most", "ratio"), [(10, 5000, 100), (100, 500, 10), (10, 500, 1)])
+def test_the_long_tail_is_ldams(classes, most, ratio):
+    """Its get_img_num_per_cls for imb_type "exp", with imb_factor = 1 / R."""
+    expected = [int(most * ((1 / ratio) ** (cls_idx / (classes - 1.0)))) for cls_idx in range(classes)]
+    dataset = {10: "cifar10", 100: "cifar100"}[classes]
+    given = {"dataset": dataset, "preset": "paper", "device": "cpu", "imbalance": "exp", "ratio": ratio}
+    assert class_sizes(settings_from("cifar_lt", **given, n_majority=most)) == expected
+
+
 @pytest.mark.parametrize("source", ["files", "drawn"])
 def test_validation_images_are_training_images_that_are_not_trained_on(source):
     settings = settings_from(

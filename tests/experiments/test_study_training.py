@@ -149,6 +149,29 @@ def test_accuracy_is_the_mean_over_classes():
     assert accuracies(Inference(predictions, truth, torch.zeros(20, 1)), balanced)["minority"] is None
 
 
+def test_many_medium_and_few_are_by_the_training_images_of_a_class():
+    """(Liu et al., CVPR 2019.) Of 4, 4 and 2 classes; class k is right in k of 10 images."""
+    data = dataclasses.replace(trainer("explicit").data, counts=(500, 300, 200, 101, 100, 50, 30, 20, 19, 5))
+    truth = torch.arange(10).repeat_interleave(10)
+    predictions = torch.where(torch.arange(10).repeat(10) < truth, truth, 99)
+    found = accuracies(Inference(predictions, truth, torch.zeros(100, 1)), data)
+    assert {name: found[name] for name in ("many", "medium", "few")} == {"many": 15, "medium": 55, "few": 85}
+    small = accuracies(Inference(predictions, truth, torch.zeros(100, 1)), dataclasses.replace(data, counts=(50,) * 10))
+    assert (small["many"], small["medium"], small["few"]) == (None, 45, None)
+
+
+@float64()
+def test_logit_adjustment_adds_the_classes_shares_in_training_only():
+    one, adjusted = trainer("explicit", width=2), trainer("explicit", width=2, loss="logit-adjusted")
+    images, labels = next(one.data.epoch(0, 1, 16))
+    logits = one.network.train()(images).logits
+    shares = torch.tensor(one.data.counts, dtype=torch.float64) / len(one.data.train_labels)
+    expected = torch.nn.functional.cross_entropy(logits + shares.log(), labels, reduction="sum").detach()
+    trained = [each.train_step(images, labels, SolverTally(CPU)) for each in (one, adjusted)]
+    assert trained[1][0] == pytest.approx(float(expected)) != pytest.approx(float(trained[0][0]))
+    assert trained[0][1] == trained[1][1], "what is right is judged by the logits as they are"
+
+
 def test_every_class_is_shown_equally_often_where_it_has_the_images():
     one = trainer("explicit", n_majority=80, ratio=8)
     shown = shown_features(one.network, one.data)
