@@ -2,13 +2,22 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .etf import ETFClassifier
 from .geometry import ClassGeometry, VectorGeometry, class_geometry
 from .neural_collapse import NCResult, neural_collapse
 
 if TYPE_CHECKING:
     from .metric import NeuralCollapse
 
-__all__ = ["ClassGeometry", "NCResult", "NeuralCollapse", "VectorGeometry", "class_geometry", "neural_collapse"]
+__all__ = [
+    "ClassGeometry",
+    "ETFClassifier",
+    "NCResult",
+    "NeuralCollapse",
+    "VectorGeometry",
+    "class_geometry",
+    "neural_collapse",
+]
 
 
 def __getattr__(name: str) -> Any:

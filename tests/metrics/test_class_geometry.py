@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import deqfast
-from deqfast.metrics import class_geometry
+from deqfast.metrics import ETFClassifier, class_geometry
 from deqfast.metrics.geometry import gram_distance, orthogonal_frame, seli, simplex
 
 SIZES = torch.tensor([8.0, 8.0, 2.0, 1.0], dtype=torch.float64)
@@ -162,3 +162,33 @@ def test_dtypes_and_strides(dtype):
 def test_bad_arguments_are_refused(error, words, given):
     with pytest.raises(error, match=words):
         class_geometry(**{"means": torch.randn(3, 5), "counts": torch.ones(3), **given})
+
+
+@pytest.mark.parametrize(("width", "classes"), [(64, 10), (9, 10), (1, 2)])
+def test_the_fixed_classifier_is_a_simplex(width, classes):
+    classifier = ETFClassifier(width, classes, scale=3.0).double()
+    gram = classifier.weight @ classifier.weight.T
+    cosines = torch.full((classes, classes), -1 / (classes - 1)).fill_diagonal_(1).double()
+    assert torch.allclose(gram, 9 * cosines, atol=1e-5)  # its weight was rounded to float32
+    features = torch.randn(2, 5, width, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(classifier(features), features @ classifier.weight.T)
+    classifier(features).sum().backward()
+    assert features.grad is not None and not list(classifier.parameters())
+    again = ETFClassifier(width, classes, seed=1)
+    again.load_state_dict(classifier.state_dict())
+    assert torch.equal(again.weight.double(), classifier.weight)
+    assert f"in_features={width}, num_classes={classes}" in repr(classifier)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "given"),
+    [
+        (ValueError, "in_features is 8; a simplex of 10 classes needs 9", {"in_features": 8}),
+        (ValueError, "num_classes must be at least 2", {"num_classes": 1}),
+        (ValueError, "scale must be finite and greater than 0", {"scale": 0}),
+        (TypeError, "in_features must be an integer", {"in_features": 8.0}),
+    ],
+)
+def test_classifiers_that_cannot_be_are_refused(error, words, given):
+    with pytest.raises(error, match=words):
+        ETFClassifier(**{"in_features": 20, "num_classes": 10, **given})
