@@ -10,7 +10,7 @@ from nc_study.config import StudyError
 from nc_study.reporting import tables
 from nc_study.reporting.document import Source, markdown_table, to_html
 from nc_study.reporting.report import write
-from nc_study.reporting.runs import collect
+from nc_study.reporting.runs import Collection, collect
 from nc_study.reporting.verdicts import progress
 from study_helpers import EXPERIMENTS, run_script
 
@@ -47,11 +47,24 @@ def test_a_run_that_broke_down_is_named(made_up):
     assert tables.broken(group, []) == tables.broken(group, group.settings, ["once"]) == []
 
 
-def test_what_cannot_be_compared_is_not(made_up):
+def report_of(group, folder):
+    """The Markdown of a group's report."""
+    return (write(Collection([group], []), folder).parent / "report.md").read_text()
+
+
+def test_what_cannot_be_compared_is_not(made_up, tmp_path):
     group = group_of(made_up(dataset="shapes"))
-    assert group.drawn and not any("paper" in name for row in tables.result_rows(group) for name in row)
-    group = group_of(made_up("papers/one", preset="paper", epochs=100, model="explicit"))
-    assert not group.not_the_papers and tables.result_rows(group)[0]["overall, paper"] == "72.57±0.25"
+    assert group.drawn and "paper's Tables" not in report_of(group, tmp_path)
+    path = made_up("papers/one", preset="paper", epochs=100, model="explicit")
+    made_up("papers/two", preset="paper", epochs=100, model="explicit", seed=1)
+    group = group_of(path)
+    first, *others = tables.paper_rows(group, "2")
+    # The mean over epochs 91 to 100 of 40 + seed + epoch / 10.
+    expected = {"explicit, paper": "72.57±0.25", "explicit, ours": "50.05±0.71 (2)", "DEQ, implicit, ours": "not run"}
+    assert not group.not_the_papers and first.items() >= (expected | {"DEQ, paper": "73.84±0.72"}).items()
+    assert {row["explicit, ours"] for row in others[2:]} == {"not run"} and len(others) == 8
+    assert tables.paper_rows(group, "3")[0]["explicit, paper"] == "80.73±0.48†"
+    assert "paper's Tables" in report_of(group, tmp_path)
 
 
 def test_tables_escape_what_they_hold_and_align_numbers():

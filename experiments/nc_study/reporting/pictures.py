@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from .. import figures
 from ..config import ARMS, Setting
 from ..paper import PAPER
-from ..record import GROUPS
 from ..rundir import read_arrays
 from .runs import Group
 from .verdicts import estimate
@@ -29,7 +28,8 @@ COMPARISON = (
 )
 COURSE = (
     "Test accuracy (dashed: majority, dotted: minority), and NC1 (logarithmic), centred NC2 and NC3 of the training "
-    "images, against epoch. With more than one seed a line is their mean, and the band their range."
+    "images, against epoch. With more than one seed a line is their mean, and the band their range. The paper's Fig. "
+    "3b is (5,5), Fig. 4 (3,7) and Fig. 5 (7,3), all at R = 100."
 )
 FEATURES = (
     "Features of the first training images of every class, seed {seed}. Above: t-SNE (perplexity "
@@ -54,13 +54,13 @@ def pictures(group: Group) -> Iterator[Picture]:
     several = [setting for setting in group.settings if sum(len(group.networks(setting, arm)) > 1 for arm in ARMS) > 1]
     rows = {_heading(group, setting): list(_panels(group, setting)) for setting in several or group.settings}
     yield Picture("comparison", "Arms side by side", COMPARISON, figures.comparison(rows))
-    yield Picture("courses", "Course of training", COURSE, _course(group))
+    yield Picture("courses", "Course of training (the paper's Figs. 3b, 4 and 5)", COURSE, _course(group))
     for setting in group.settings:
         yield from _features(group, setting)
 
 
 def _panels(group: Group, setting: Setting) -> Iterator[figures.Panel]:
-    """Make the panels of a setting: accuracy of both groups of classes, or of all if balanced, and NC2 and NC3."""
+    """Make the panels of a setting: accuracy of all classes and, if there are any, minority classes; NC2 and NC3."""
     arms = [arm for arm in ARMS if group.networks(setting, arm)]
     paper = {} if group.drawn else PAPER.get(setting, {})
 
@@ -81,7 +81,7 @@ def _panels(group: Group, setting: Setting) -> Iterator[figures.Panel]:
                 printed[arm] = entry.mean
         return figures.Panel(label, series, intervals, printed, references)
 
-    for name in GROUPS[1:] if setting.majority else GROUPS[:1]:
+    for name in ("overall", "minority") if setting.majority else ("overall",):
         yield panel(f"{name} accuracy (%)", (name,), {})
     classes, lines = setting.classes, {"simplex ETF": 0.0}
     lines["orthogonal"] = to_simplex(classes, classes - 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..figures import png
-from ..paper import RATIOS
+from ..paper import RATIOS, TABLES
 from ..protocol import tuning
 from ..record import AVERAGED
 from ..rundir import prepare_out, write_atomically
@@ -34,8 +34,8 @@ def show(runs: list[Path], out: Path) -> int:
 
 
 def write(found: Collection, out: Path) -> Path:
-    """Write report.md, report.html and figures/ into `out`; return the page's path. StudyError where nothing can be
-    written."""
+    """Write report.md, report.html, provenance.md and figures/ into `out`; return the page's path. StudyError where
+    nothing can be written."""
     prepare_out(out / "figures")
     explained: set[str] = set()
     first = {run.path for group in found.groups if group.first_recipe for run in group.finished}
@@ -53,18 +53,20 @@ def write(found: Collection, out: Path) -> Path:
                 "differences": tables.difference_rows(group),
                 "controls": tables.control_rows(group) if group.recipe_b or group.first_recipe else [],
                 "results": tables.result_rows(group),
+                "collapse": tables.collapse_rows(group),
                 "geometry": geometry_rows(group),
+                "papers": {name: tables.paper_rows(group, name) for name in TABLES if number == 1 and not group.drawn},
                 "broken": tables.broken(group, group.settings),
-                "missing": tables.missing(group),
                 "figures": list(_draw(group, out, "" if number == 1 else f"group{number}-", explained)),
             }
             for number, group in enumerate(groups, 1)
         ],
         rejected=[vars(entry) for entry in found.rejected],
-        runs=list(map(tables.provenance, runs.values())),
         ratios=RATIOS,
         averaged=AVERAGED,
     )
+    rows = list(map(tables.provenance, runs.values()))
+    write_atomically(out / "provenance.md", render(TEMPLATES / "provenance.md", runs=rows).encode())
     write_atomically(out / "report.md", text.encode())
     write_atomically(out / "report.html", to_html(TITLE, text, out).encode())
     return out / "report.html"

@@ -40,6 +40,8 @@ SOLVED = 0.95  # of the samples: with fewer an arm is not at a fixed point
 SHOWN = (*COLLAPSE, *CENTRED)
 Row = dict[str, object]
 NOTHING = "–"
+NOT_RUN = "not run"
+PAPERS_ARMS = {"explicit": ("explicit",), "deq": ("deq-implicit", "deq-jfb")}
 OTHER_WAY = ", the other way"
 
 
@@ -260,9 +262,38 @@ def shown_difference(quantity: str, mean: float, interval: tuple[float, float] |
     return f"{numbers[0]} [{numbers[1]}, {numbers[2]}]" if interval else numbers[0]
 
 
+def paper_rows(group: Group, table: str) -> list[Row]:
+    """One of the paper's Tables 1 to 4 in its own shape, with ours next to every number: mean and deviation over the
+    last epochs of the paper's run, over seeds of ours."""
+    rows: list[Row] = []
+    for imbalance in TABLES[table]:
+        setting = Setting(group.experiment.dataset, *imbalance)
+        for quantity in GROUPS if setting.majority else GROUPS[:1]:
+            row: Row = {"setting": setting.imbalance, "accuracy, %": quantity}
+            for model, arms in PAPERS_ARMS.items():
+                mark = "†" if quantity == "overall" and (setting, model) in INCONSISTENT else ""
+                row[f"{ARMS.get(model, ('DEQ',))[0]}, paper"] = f"{getattr(PAPER[setting][model], quantity)}{mark}"
+                for arm in arms:
+                    networks = group.networks(setting, arm).values()
+                    late = [one.quantity(LATE[quantity]) for one in networks]
+                    row[f"{ARMS[arm][0]}, ours"] = f"{over_seeds(late)} ({len(late)})" if late else NOT_RUN
+            rows.append(row)
+    return rows
+
+
 def result_rows(group: Group) -> list[Row]:
-    """Tell of every arm in every setting what it came to at the end, over seeds, beside the paper's accuracy."""
+    """Tell of every arm in every setting its accuracy at the end, over seeds, and how its solves went."""
     return [_result(group, *key) for key in product(group.settings, ARMS) if key in group.runs]
+
+
+def collapse_rows(group: Group) -> list[Row]:
+    """Tell the same of neural collapse of the training images."""
+    return [
+        _row_of(group, setting, arm)
+        | {QUANTITIES.get(name, name.upper()): over_seeds([one.quantity(name) for one in networks]) for name in SHOWN}
+        for setting, arm in product(group.settings, ARMS)
+        if (networks := list(group.networks(setting, arm).values()))
+    ]
 
 
 def chosen_rows(tuning: Tuning) -> list[Row]:
@@ -296,28 +327,17 @@ def broken(group: Group, settings: Sequence[Setting], arms: Iterable[str] = ARMS
     return found
 
 
-def missing(group: Group) -> list[str]:
-    """Name the settings of the paper's tables that were not run; nothing of runs that are there for something else."""
-    if group.tuned:
-        return []
-    settings = [Setting(group.experiment.dataset, *one) for imbalances in TABLES.values() for one in imbalances]
-    return [setting.imbalance for setting in settings if setting not in group.settings]
+def _row_of(group: Group, setting: Setting, arm: str) -> Row:
+    seeds = len(group.networks(setting, arm))
+    return {"setting, number of seeds": f"{setting.imbalance}, {seeds}", "network": ARMS[arm][0]}
 
 
 def _result(group: Group, setting: Setting, arm: str) -> Row:
-    networks, model = list(group.networks(setting, arm).values()), "deq" if arm.startswith("deq") else arm
-    printed = None if group.drawn else PAPER.get(setting, {}).get(model)
-    row: Row = {"setting, number of seeds": f"{setting.imbalance}, {len(networks)}", "network": ARMS[arm][0]}
-    for classes in GROUPS:
-        paper = getattr(printed, classes, None)
-        mark = "†" if classes == "overall" and (setting, model) in INCONSISTENT else ""
-        row[classes] = over_seeds([one.quantity(classes) for one in networks])
-        if classes == "overall":
-            row["overall, last epochs"] = over_seeds([one.accuracy.overall.mean for one in networks])
-        if not group.drawn:
-            row[f"{classes}, paper"] = f"{paper}{mark}" if paper else NOTHING
+    networks = list(group.networks(setting, arm).values())
+    row = _row_of(group, setting, arm)
+    for name in (GROUPS[0], LATE[GROUPS[0]], *GROUPS[1:]):
+        row[QUANTITIES[name]] = over_seeds([one.quantity(name) for one in networks])
     row["training"] = over_seeds([one.curves["train_accuracy"][-1] for one in networks])
-    row |= {QUANTITIES.get(name, name.upper()): over_seeds([one.quantity(name) for one in networks]) for name in SHOWN}
     solvers = [one.solver for one in networks if one.solver]
     row["evaluations a sample"] = over_seeds([one.iterations for one in solvers])
     shares = [one.curves["converged"][-1] for one in networks if one.solver]
