@@ -119,6 +119,21 @@ def test_samples_that_are_shared(method, dtype, check, k, wobble, shared_size, i
     compare(check, case, implementation)
 
 
+ALONE = [made for made in WITH_DTYPES if made[0] in ("cuda", "emulated") and made[1]]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("size", [8200, 8193])
+@pytest.mark.parametrize("k", [3, 10, 18])
+@made_by("implementation, method, dtype", ALONE)
+def test_long_samples_that_are_alone_on_a_multiprocessor(method, dtype, k, size, implementation):
+    """Such a sample has a block of 512 threads. An H100 has 132 multiprocessors, the emulated GPU four."""
+    rows = ("run", "nan", "overflow", "converged")
+    batch = 100 if implementation.name == "cuda" else 4
+    case = Case(method, batch, size, history=k - 1, k=k, beta=0.8, wobble=0.5, rows=rows, **DTYPES[dtype])
+    compare(check_step, case, implementation)
+
+
 @pytest.mark.covering(2)
 @every_method
 @every_dtype

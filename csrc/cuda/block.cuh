@@ -14,8 +14,9 @@
 
 namespace deqfast {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of a block, unless the launch says otherwise
 constexpr int kWarps = kThreads / 32;
+constexpr int kMostThreads = 512;  // of a block that a launch may ask for, in whole warps
 
 // N neighbouring elements, moved by one load or store where the address allows 16 bytes (8 for bfloat16).
 template <class T, int N>
@@ -105,7 +106,7 @@ __device__ inline void wait_for_copies() {
 // slots are added in the order of the warps: always the same bits.
 template <class T, int Count>
 struct BlockSums {
-  T slots[kWarps][Count];
+  T slots[kMostThreads / 32][Count];
   T totals[Count];
 
   // Before the first `add`.
@@ -124,9 +125,10 @@ struct BlockSums {
   // By all threads of the block; `totals` holds the first `count` sums on return.
   __device__ void finish(int count) {
     __syncthreads();
-    for (int v = threadIdx.x; v < count; v += kThreads) {
+    for (int v = threadIdx.x; v < count; v += blockDim.x) {
       T total = slots[0][v];
-      for (int w = 1; w < kWarps; ++w) total += slots[w][v];
+#pragma unroll kWarps
+      for (int w = 1; w < blockDim.x / 32; ++w) total += slots[w][v];
       totals[v] = total;
     }
     __syncthreads();
@@ -136,14 +138,14 @@ struct BlockSums {
 // x of all threads of the block, combined two by two in an order of its own.
 template <class T, class Combine>
 __device__ T over_block(T x, const Combine& combine) {
-  __shared__ T slots[kWarps];
+  __shared__ T slots[kMostThreads / 32];
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
   __syncthreads();  // slots of a call before are no longer read
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
   __syncthreads();
   x = slots[0];
-  for (int w = 1; w < kWarps; ++w) x = combine(x, slots[w]);
+  for (int w = 1; w < blockDim.x / 32; ++w) x = combine(x, slots[w]);
   return x;
 }
 
@@ -155,7 +157,7 @@ struct BlockVectors {
 
   __device__ Norms<T> largest() const {
     Norms<T> x = {};
-    for (int64_t d = begin + threadIdx.x; d < end; d += kThreads) {
+    for (int64_t d = begin + threadIdx.x; d < end; d += blockDim.x) {
       x = {larger(x.res, magnitude(fz[d] - z[d])), larger(x.f, magnitude(fz[d]))};
     }
     const auto combine = [](T a, T b) { return larger(a, b); };
@@ -163,7 +165,7 @@ struct BlockVectors {
   }
   __device__ Norms<T> squares_over(const Norms<T>& scale) const {
     Norms<T> x = {};
-    for (int64_t d = begin + threadIdx.x; d < end; d += kThreads) {
+    for (int64_t d = begin + threadIdx.x; d < end; d += blockDim.x) {
       const T g = (fz[d] - z[d]) / scale.res, f = fz[d] / scale.f;
       x = {x.res + g * g, x.f + f * f};
     }
@@ -245,16 +247,16 @@ __device__ void carry_out(const Verdict& verdict, T* z, T* best, int64_t begin, 
   constexpr int C = 4;  // loads in flight together
   const T* from = verdict.improved ? z : best;
   T* to = verdict.improved ? best : z;
-  for (int64_t first = begin + threadIdx.x * N; first < end; first += C * kThreads * N) {
+  for (int64_t first = begin + threadIdx.x * N; first < end; first += C * blockDim.x * N) {
     Pack<T, N> packs[C];
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-      const int64_t d = first + c * kThreads * N;
+      const int64_t d = first + c * blockDim.x * N;
       if (d < end) packs[c] = load<T, N>(from + d);
     }
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-      const int64_t d = first + c * kThreads * N;
+      const int64_t d = first + c * blockDim.x * N;
       if (d < end) store_global(to + d, packs[c]);
     }
   }
@@ -281,14 +283,23 @@ struct Columns {
   }
 };
 
+inline int processors_of(int device) {
+  int processors = 0;
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  return processors;
+}
+
+// Elements of a long sample. A shorter one is summed in one order, so that its bits do not depend on the batch.
+constexpr int64_t kLong = 8192;
+
 // Blocks per sample for a kernel: one where the samples fill the GPU, else as many as run at once, as long as each has
 // 4096 elements.
 template <class Kernel>
 unsigned blocks_per_sample(Kernel kernel, int64_t batch, int64_t dim, int device) {
-  int processors = 0, resident = 0;
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int resident = 0;
+  const int processors = processors_of(device);
   const int64_t most = dim / 4096;
-  if (4 * batch >= 3 * processors || most < 2) return 1;
+  if (4 * batch >= 3 * processors || dim < kLong) return 1;
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
   const int64_t wanted = static_cast<int64_t>(resident) * processors / batch, blocks = wanted < most ? wanted : most;
   return blocks < 2 ? 1 : static_cast<unsigned>(blocks < 64 ? blocks : 64);

@@ -43,7 +43,7 @@ struct Tile {
 };
 
 template <class T, int kVector>
-constexpr int kLoads = kVector == 1 ? 8 : 64 / sizeof(T) / kVector;
+constexpr int kLoads = kVector == 1 ? 32 / sizeof(T) : 64 / sizeof(T) / kVector;
 
 // Form g on a tile, and complete the newest pair there. All that is loaded is under way before any of it is waited for.
 template <class T, class H, int kVector, int kPacks>
@@ -55,7 +55,7 @@ __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t
   Pack<H, kVector> kept[kPacks];
 #pragma unroll
   for (int c = 0; c < kPacks; ++c) {
-    const int64_t d = begin + (c * kThreads + threadIdx.x) * kVector, at = row * p.dim + d;
+    const int64_t d = begin + (c * blockDim.x + threadIdx.x) * kVector, at = row * p.dim + d;
     f[c] = load_if<T, kVector>(d < end, p.fz + at);
     z[c] = load_if<T, kVector>(d < end, p.z + at);
     before[c] = load_if<T, kVector>(d < end && with_pair, p.f_prev + at);
@@ -63,7 +63,7 @@ __device__ void load_tile(const MultisecantParams<T, H>& p, int64_t row, int64_t
   }
 #pragma unroll
   for (int c = 0; c < kPacks; ++c) {
-    const int64_t d = begin + (c * kThreads + threadIdx.x) * kVector;
+    const int64_t d = begin + (c * blockDim.x + threadIdx.x) * kVector;
     Pack<H, kVector> df;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -99,7 +99,7 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
   const H* left = p.left + row * p.window.history * p.dim;
   T squares[kDots] = {};
   sums.clear(sums_of(p));
-  for (int64_t begin = columns.begin; begin < columns.end; begin += kThreads * kVector * kPacks) {
+  for (int64_t begin = columns.begin; begin < columns.end; begin += blockDim.x * kVector * kPacks) {
     Tile<T, kVector, kPacks> tile;
     load_tile(p, row, begin, columns.end, tile, squares);
     for (int j = 0; j < n; j += kRows) {
@@ -109,7 +109,7 @@ __device__ void sweep_left(const MultisecantParams<T, H>& p, int64_t row, const 
         const H* from = left + min(j + r, n - 1) * p.dim;  // a row twice, whose sums are left out, rather than a branch
 #pragma unroll
         for (int c = 0; c < kPacks; ++c) {
-          const int64_t d = begin + (c * kThreads + threadIdx.x) * kVector;
+          const int64_t d = begin + (c * blockDim.x + threadIdx.x) * kVector;
           pairs[r][c] = load_if<H, kVector>(d < columns.end, from + d);
         }
       }
@@ -152,7 +152,7 @@ __device__ void sweep_right(const MultisecantParams<T, H>& p, int64_t row, const
   const H* df = p.df + history;
   H* left_next = p.left + history + p.window.next() * p.dim;
   T* z = p.z + row * p.dim;
-  for (int64_t d = columns.begin + threadIdx.x * kVector; d < columns.end; d += kThreads * kVector) {
+  for (int64_t d = columns.begin + threadIdx.x * kVector; d < columns.end; d += blockDim.x * kVector) {
     Pack<H, kVector> pairs[kRows];
     const auto load_rows = [&](int first) {
 #pragma unroll
@@ -211,7 +211,7 @@ struct SmallSolve {
   // Begin to copy the window matrix of the sample, (history + 2, history), which has until `wait_for_copies`.
   __device__ void fetch(const T* whole, int history) {
     const Gram<T> to = matrix(history);
-    for (int i = threadIdx.x; i < (history + 2) * history; i += kThreads) {
+    for (int i = threadIdx.x; i < (history + 2) * history; i += blockDim.x) {
       copy_to_shared(&to.at(i / history, i % history), whole + i);
     }
   }
@@ -250,8 +250,13 @@ __device__ void sum_dots(const T (&dots)[kMaxDots + 1], int n, BlockSums<T, kMax
   sums.finish(n);
 }
 
+// The most threads for a block with a whole sample. With 128 registers each, 512 of them fill a multiprocessor; sums of
+// many rows in bfloat16 or float64 take more registers.
+template <class T, class H, int kMaxDots>
+constexpr int kMost = kMaxDots <= 8 || sizeof(T) + sizeof(H) == 8 ? kMostThreads : kThreads;
+
 template <class T, class H, int kMaxDots, bool kWithLs, int kVector>
-__global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1) multisecant_kernel(const MultisecantParams<T, H> p) {
+__global__ void __launch_bounds__(kMost<T, H, kMaxDots>, 1) multisecant_kernel(const MultisecantParams<T, H> p) {
   __shared__ BlockSums<T, kMaxSums> sums;
   __shared__ SmallSolve<T> small;
   __shared__ Records<T> records;
@@ -312,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     to[kMaxSums] = norms.res;
     to[kMaxSums + 1] = norms.f;
   }
-  for (int v = threadIdx.x; v < sums_of(p); v += kThreads) to[v] = sums.totals[v];
+  for (int v = threadIdx.x; v < sums_of(p); v += blockDim.x) to[v] = sums.totals[v];
   if (keeps) {
     wait_for_copies();
     exchange.snapshots[row].records = records;
@@ -334,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, kMaxDots <= 8 ? 2 : 1)
   const int n = p.window.size(), m = p.window.history;
   if (p.pairs() > 0) small.fetch(p.gram + row * (m + 2) * m, m);
   const T* partials = exchange.sums + row * exchange.parts * kLeft;
-  for (int v = threadIdx.x; v < sums_of(p); v += kThreads) {
+  for (int v = threadIdx.x; v < sums_of(p); v += blockDim.x) {
     T total = 0;
     for (unsigned part = 0; part < exchange.parts; ++part) {
       total += partials[part * kLeft + v];
@@ -378,7 +383,11 @@ void launch_kernels(const MultisecantParams<T, H>& params, const Tensor& z) {
   };
   const unsigned parts = blocks_of(&multisecant_left_kernel<T, H, kWithLs, kVector>);
   if (parts == 1) {
-    multisecant_kernel<T, H, kMaxDots, kWithLs, kVector><<<batch, kThreads, 0, stream>>>(params);
+    // One block of 256 threads on a multiprocessor has half as many loads under way as two. A long sample that is alone
+    // there therefore has twice the threads.
+    const bool alone = batch <= processors_of(z.get_device_index()) && params.dim >= kLong;
+    const int threads = alone ? kMost<T, H, kMaxDots> : kThreads;
+    multisecant_kernel<T, H, kMaxDots, kWithLs, kVector><<<batch, threads, 0, stream>>>(params);
   } else {
     const unsigned blocks = blocks_of(&multisecant_right_kernel<T, H, kMaxDots, kVector>);
     const int64_t samples = batch, snapshots = samples * sizeof(Snapshot<T>);
