@@ -79,7 +79,10 @@ class CompiledKernel:
 
     @property
     def in_flight(self) -> list[int]:
-        """The flights' bytes on a multiprocessor of sm_90: 65536 registers, 2048 threads, 227 KiB of shared memory."""
+        """The flights' bytes on a multiprocessor of sm_90: 65536 registers, 2048 threads, 227 KiB of shared memory.
+
+        Where blocks of 512 threads fit, a single one has as many as two of 256.
+        """
         registers = -(-self.registers // 8) * 8 * THREADS  # given out by eight
         blocks = min(65536 // registers, 2048 // THREADS, 227 * 1024 // (self.shared + 1024))
         return [blocks * THREADS * flight for flight in self.flights]
