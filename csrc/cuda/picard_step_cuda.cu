@@ -122,7 +122,7 @@ __device__ void finish(const PicardParams<T>& p, int64_t row, const Columns& col
 
 // One block per sample that does not fit its registers.
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads, 4) picard_long_kernel(const PicardParams<T> p) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 4 : 3) picard_long_kernel(const PicardParams<T> p) {
   __shared__ BlockSums<T, kSums> sums;
   __shared__ Records<T> records;
   const int64_t row = blockIdx.x;
