@@ -82,7 +82,10 @@ def test_the_documentation_says_what_the_committed_results_do():
     quoted = " ".join(said.replace("\\", "").split()).removeprefix("- ").split(" - ")
     assert quoted == tables.findings(groups)
     done, needed = progress(groups[0])
-    assert f"{done} of the {needed} preregistered runs are finished" in (EXPERIMENTS.parent / "README.md").read_text()
+    readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
+    assert f"{done} of the {needed} preregistered runs are finished" in readme
+    mean, interval = tables.verdict_rows(groups[0])[0]["difference"].split(maxsplit=1)
+    assert f"the DEQ's accuracy is {mean} points {interval} from the explicit network's" in readme
 
 
 def test_the_committed_report_is_of_the_committed_results(tmp_path, monkeypatch, capsys):
