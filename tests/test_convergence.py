@@ -6,6 +6,8 @@ a solution at least as good as JFB's, and |u - u*| <= |(I - J^T)^-1| |r|.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,6 +56,8 @@ def residual(f, z: torch.Tensor) -> torch.Tensor:
 def test_a_map_without_a_fixed_point(solver, name, dtype, kernel):
     f = WITHOUT_FIXED_POINT[name]
     z0 = torch.cat([torch.zeros(2, 16), torch.randn(6, 16)]).to(dtype)
+    if kernel == "torch" and isinstance(solver, (Anderson, Broyden)):  # long runs take a second a map
+        solver = replace(solver, max_iter=min(solver.max_iter, 60))
     solution = deqfast.solve(f, z0, solver, kernel=kernel)
     # f(z) - z of any z is far from 0, but rounds to 0 where z is very long.
     assert not bool(solution.converged.any()), solution

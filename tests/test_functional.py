@@ -63,7 +63,8 @@ def test_in_compiled_and_exported_models():
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x):
-            return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), torch.zeros_like(x), self.linear(x)).sin()
+            c, z0 = self.linear(x), torch.zeros_like(x)
+            return fixed_point(lambda z, c: torch.tanh(0.5 * z + c), z0, c, solver="picard").sin()
 
     layer, x = Layer().double(), torch.randn(3, 4, dtype=torch.float64)
     fast = torch.compile(layer, backend="eager")

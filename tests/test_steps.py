@@ -192,6 +192,9 @@ def test_without_a_ridge_a_degenerate_pair_leaves_a_picard_step(method, k, imple
 
 
 def bits_of(case: Case, implementation, set_threads) -> None:
+    if implementation.name == "triton" and INTERPRETED:  # which takes seconds with more of them
+        rows = ("run", "done", "nan", "converged", "runaway")
+        case = replace(case, batch=len(rows), rows=rows)
     state = make_state(case, implementation.device)
     values = [*(state[name] for name in case.names), *case.scalars()]
     check_bits(step_of(case, implementation), values, implementation, set_threads, case.batch)
