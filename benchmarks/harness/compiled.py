@@ -28,7 +28,7 @@ MEASURED = ("registers", "stack", "shared", "barriers")  # counters, each of an 
 def ahead_of_time() -> list[dict[str, Any]]:
     """The rows of ``harness.aot``, by a process of its own: interpreter and compiler exclude each other.
 
-    100 s, or 20 s from cache.
+    Two minutes, or 10 s from cache.
     """
     if cuobjdump.CUOBJDUMP is None:
         raise Unavailable("no triton, or one without cuobjdump")

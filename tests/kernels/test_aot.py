@@ -11,9 +11,9 @@ def test_code_of_every_kernel_is_within_its_limits():
         rows = ahead_of_time()
     except Unavailable as reason:
         pytest.skip(str(reason))
-    assert {row["arch"] for row in rows} == {80, 86, 90}
     kernels = {"picard", "left", "solve", "right", "transp", "act", "act'", "resid", "resid'"}
     kernels |= {"sums", "means", "scatter", "fc", "fc_vjp"}
     kernels |= {"picard/sums", "picard/judge", "picard/step", "left/sums", "left/judge", "right/step", "row"}
-    assert {row["case"]["kernel"] for row in rows} == kernels
+    for architecture in (80, 86, 90):
+        assert {row["case"]["kernel"] for row in rows if row["arch"] == architecture} == kernels
     assert [row for row in rows if row["faults"]] == []
