@@ -58,8 +58,9 @@ def test_neither_the_threads_nor_the_other_samples_change_the_bits(solver, dtype
     for row in range(6):
         set_threads(1)
         alone.append(solve(solver, [row], dtype))
-        set_threads(2)
-        assert same(solve(solver, [row], dtype), alone[row], 0, 0)
+        if row < 3:  # one of each kind
+            set_threads(2)
+            assert same(solve(solver, [row], dtype), alone[row], 0, 0)
     assert [deqfast.Status(int(solution.status)).name for solution in alone[1:3]] == ["NONFINITE", "CONVERGED"]
     assert int(alone[0].iterations) > 4
     for threads in (2, 3):
