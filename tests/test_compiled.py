@@ -185,7 +185,7 @@ class TestGradients:
             (lambda: ResidualCell(8, groups=4), (2, 8, 6, 6)),  # which has kernels of its own
             (lambda: ResidualCell(8, groups=4).requires_grad_(False), (2, 8, 6, 6)),
             (Tree, (2, 3, 4, 5)),
-            (Twice, (3, 4)),
+            pytest.param(Twice, (3, 4), marks=pytest.mark.newest),
             pytest.param(InPlace, (2, 4, 3), marks=OLD_INDEXING),
         ],
     )
