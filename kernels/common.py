@@ -331,20 +331,6 @@ def carry_out(improved, failed, p_z, p_best, D, BLK: tl.constexpr):
     tl.debug_barrier()
 
 
-def judged(a: Any) -> dict[str, Any]:
-    """The arguments by which kernels judge the samples of a step, by the kernels' names."""
-    return {
-        "p_status": a.status,
-        "p_iterations": a.iterations,
-        "p_residual": a.residual,
-        "p_progress": a.progress,
-        "p_active": a.active,
-        "B": len(a.status),
-        "k": a.k,
-        **rule_arguments(a.rule),
-    }
-
-
 def rule_arguments(rule: Any) -> dict[str, float]:
     """The numbers of a ``StopRule`` as arguments of a kernel, with booleans as integers."""
     return {name: int(value) if isinstance(value, bool) else value for name, value in rule._asdict().items()}

@@ -177,9 +177,13 @@ def scatter_config(directions: int, dtype: torch.dtype, aligned: bool) -> TileCo
     return TileConfig(64, 32, min(128 if aligned else 64, width), 8 if width > 32 else 4)
 
 
+_NO_GUARD = nullcontext()
+
+
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one: triton launches there."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    is_current = not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()
+    return _NO_GUARD if is_current else torch.cuda.device(tensor.device)
 
 
 NORM_REGISTERS = 128  # per thread, so that a program of 16 warps, 65,536 registers, fits a multiprocessor

@@ -17,6 +17,7 @@ T or bfloat16. Everything is computed in T. scratch (B, M + 1) T: t, which gamma
 # mypy: disable-error-code="assignment, var-annotated"
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +28,6 @@ from .common import (
     columns,
     has_ended,
     judge,
-    judged,
     norm_number,
     norms_of,
     norms_of_parts,
@@ -44,7 +44,6 @@ from .config import (
     MAX_INLINE_WINDOW,
     MAX_REGISTERS,
     MAX_VECTOR_WINDOW,
-    LaunchConfig,
     device_guard,
     padded_window,
     programs_per_sample,
@@ -54,9 +53,8 @@ from .config import (
     tile_config,
 )
 from .constants import ANDERSON_I
+from .launch import MONITOR, Plan, Plans
 from .window import gamma_of, holds_steps, load_row, slot_of, slots_by_age, small_gamma, squares_of
-
-Kwargs = dict[str, Any]  # arguments by name, shared by several launches
 
 
 @triton.constexpr_function
@@ -716,90 +714,51 @@ def multisecant_transposed(a: Any, out: Tensor) -> None:
         )
 
 
-def multisecant_step(a: Any) -> None:
-    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
-    (batch, size), history = a.z.shape, a.left.shape[1]
-    n = min(a.k, history)
-    if a.last or n == 0:
-        picard_step.launch(a, hold=True, damping=1.0)
-    if a.last or batch == 0:
-        return
+def _plan(a: Any, n: int, new: int, method: int, history: int, history_dtype: torch.dtype) -> Plan:
+    batch, size = a.z.shape
+    if batch == 0:
+        return Plan(a)
     padded = padded_window(n)
     programs = programs_per_sample(batch, size, a.z.device)
-    window = {"M": history, "n": n, "newest": (a.k - 1) % history, "MP": padded, "enable_fp_fusion": False}
-    system = {"p_gram": a.gram, "p_scratch": a.z.new_empty(batch, history + 1), "METHOD": a.method}
-    sweep = {
-        "p_z": a.z,
-        "p_fz": a.fz,
-        "p_left": a.left,
-        "p_df": a.df,
-        "D": size,
-        "beta": a.beta,
-        "ROWS": rows_at_once(padded, a.method, a.z.dtype, a.left.dtype),
-        "maxnreg": MAX_REGISTERS,
-        **window,
-    }
-    parts = {}
-    if programs > 1:
-        parts = {"p_numbers": a.z.new_empty(batch, number_of("end", padded), programs), "S": programs}
-    config = sweep_config(size, padded, a.z.dtype, a.left.dtype)
-    with device_guard(a.z):
-        if n:
-            _launch_left(a, config, window, system, sweep, parts)
-            if padded > MAX_INLINE_WINDOW:
-                _multisecant_solve_kernel[(batch,)](
-                    p_status=a.status, ridge=a.ridge, num_warps=solve_config(padded).num_warps, **system, **window
-                )
-        tiled = padded > MAX_VECTOR_WINDOW
-        _launch_right(a, tile_config(size, padded, a.z.dtype) if tiled else config, tiled, system, sweep, parts)
-        if n and parts and holds_steps(a.method):
-            _multisecant_row_kernel[(batch,)](
-                p_status=a.status,
-                p_gram=a.gram,
-                new=a.k % history,
-                BLK=JUDGE_CONFIG.block,
-                num_warps=JUDGE_CONFIG.num_warps,
-                **parts,
-                **window,
-            )
+    shares = {"S": programs} if programs > 1 else {}
+    numbers = {"p_numbers": (batch, number_of("end", padded), programs)} if shares else {}
+    plan = Plan(a, p_scratch=(batch, history + 1), **numbers)
+    window = {"M": history, "n": n, "newest": (new - 1) % history, "MP": padded, "enable_fp_fusion": False}
+    rows = {"METHOD": method, "ROWS": rows_at_once(padded, method, a.z.dtype, history_dtype)}
+    sweep = {"D": size, "maxnreg": MAX_REGISTERS, **rows, **shares, **window}
+    sums = {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps, **shares, **window}
+    config = sweep_config(size, padded, a.z.dtype, history_dtype)
+    columns = {"BLK": config.block, "num_warps": config.num_warps}
+    if n and shares:
+        plan.add(_multisecant_left_sums_kernel, (batch, programs), **columns, **sweep)
+        plan.add(_multisecant_left_judge_kernel, (batch,), B=batch, METHOD=method, maxnreg=MAX_REGISTERS, **sums)
+    elif n:
+        plan.add(_multisecant_left_kernel, (batch,), B=batch, **columns, **sweep)
+    inline, tiled = padded <= MAX_INLINE_WINDOW, padded > MAX_VECTOR_WINDOW
+    if n and not inline:
+        warps = solve_config(padded).num_warps
+        plan.add(_multisecant_solve_kernel, (batch,), METHOD=method, num_warps=warps, **window)
+    if tiled:
+        config = tile_config(size, padded, a.z.dtype)
+        columns = {"BLK": config.block, "num_warps": config.num_warps}
+    step = {"new": new, "SOLVE": inline, "TILE": tiled, **columns, **sweep}
+    if shares:
+        plan.add(_multisecant_right_step_kernel, (batch, programs), **step)
+    else:
+        plan.add(_multisecant_right_kernel, (batch,), **step)
+    if n and shares and holds_steps(method):
+        plan.add(_multisecant_row_kernel, (batch,), new=new, **sums)
+    return plan
 
 
-def _launch_left(a: Any, config: LaunchConfig, window: Kwargs, system: Kwargs, sweep: Kwargs, parts: Kwargs) -> None:
-    """Sweep 1 by one launch, or by two if `parts` says that programs share samples."""
-    batch = len(a.z)
-    columns = {"p_f_prev": a.f_prev, "BLK": config.block, "num_warps": config.num_warps, **sweep}
-    if not parts:
-        _multisecant_left_kernel[(batch,)](p_best=a.best, **judged(a), **system, **columns)
-        return
-    _multisecant_left_sums_kernel[(batch, parts["S"])](
-        p_status=a.status, METHOD=a.method, maximum=int(a.rule.maximum), **parts, **columns
-    )
-    _multisecant_left_judge_kernel[(batch,)](
-        beta=a.beta,
-        BLK=JUDGE_CONFIG.block,
-        num_warps=JUDGE_CONFIG.num_warps,
-        maxnreg=MAX_REGISTERS,
-        **judged(a),
-        **parts,
-        **system,
-        **window,
-    )
+_PLANS = Plans(_plan, ("z", "fz", *MONITOR, "f_prev", "left", "df", "gram"))
 
 
-def _launch_right(a: Any, config: LaunchConfig, tiled: bool, system: Kwargs, sweep: Kwargs, parts: Kwargs) -> None:
-    """Sweep 2 by one program per sample, or by the programs of `parts`."""
-    kernel = _multisecant_right_step_kernel if parts else _multisecant_right_kernel
-    kernel[(len(a.z), parts["S"]) if parts else (len(a.z),)](
-        p_best=a.best,
-        p_status=a.status,
-        new=a.k % sweep["M"],
-        alpha=a.alpha,
-        ridge=a.ridge,
-        SOLVE=sweep["MP"] <= MAX_INLINE_WINDOW,
-        TILE=tiled,
-        BLK=config.block,
-        num_warps=config.num_warps,
-        **system,
-        **sweep,
-        **parts,
-    )
+def multisecant_step(a: Any) -> None:
+    """z <- z + alpha (beta g - DF gamma) for every running sample, in place; only the records when `last`."""
+    history = a.left.shape[1]
+    n = min(a.k, history)
+    if a.last or n == 0:
+        picard_step.run(a, hold=True)
+    if not a.last:
+        _PLANS.run(a, n, a.k % history, a.method, history, a.left.dtype)

@@ -21,7 +21,6 @@ from .common import (
     copy_row,
     has_ended,
     judge,
-    judged,
     norm_number,
     norms_of,
     norms_of_parts,
@@ -31,7 +30,8 @@ from .common import (
     store_verdict,
     unpack_verdict,
 )
-from .config import JUDGE_CONFIG, SUMS_REGISTERS, device_guard, picard_config, picard_registers, programs_per_sample
+from .config import JUDGE_CONFIG, SUMS_REGISTERS, picard_config, picard_registers, programs_per_sample
+from .launch import MONITOR, Plan, Plans
 
 
 @triton.constexpr_function
@@ -229,39 +229,38 @@ def _picard_step_kernel(p_z, p_fz, p_best, p_status, p_numbers, D, S, hold, damp
     _move(p_z, p_fz, p_best + i_b * D, begin, end, improved, failed, advance, damping, BLK)
 
 
-def launch(a: Any, hold: bool, damping: float) -> None:
-    """The step of `a` with this `damping` instead of its own, or only the judgement if `hold`."""
+def _plan(a: Any, hold: bool, last: bool) -> Plan:
     batch, size = a.z.shape
     if batch == 0:
-        return
+        return Plan(a)
     config = picard_config(size, a.z.dtype)
     programs = programs_per_sample(batch, size, a.z.device)
     whole = programs == 1
     options = {"enable_fp_fusion": False, "maxnreg": picard_registers(a.z.dtype, whole)}
     columns = {"D": size, "BLK": config.block, "num_warps": config.num_warps, **options}
-    step = {"hold": int(hold), "damping": damping}
-    decision = {"last": int(a.last), **judged(a)}
-    with device_guard(a.z):
-        if whole:
-            kernel = _picard_row_kernel if size <= config.block else _picard_blocks_kernel
-            kernel[(batch,)](p_z=a.z, p_fz=a.fz, p_best=a.best, **decision, **step, **columns)
-            return
-        numbers = a.z.new_empty(batch, number_of("end"), programs)
-        shared = {"p_status": a.status, "p_numbers": numbers, "S": programs}
-        _picard_sums_kernel[(batch, programs)](
-            p_z=a.z, p_fz=a.fz, maximum=int(a.rule.maximum), **shared, **{**columns, "maxnreg": SUMS_REGISTERS}
-        )
-        _picard_judge_kernel[(batch,)](
-            p_numbers=numbers,
-            S=programs,
-            BLK=JUDGE_CONFIG.block,
-            num_warps=JUDGE_CONFIG.num_warps,
-            **decision,
-            **options,
-        )
-        _picard_step_kernel[(batch, programs)](p_z=a.z, p_fz=a.fz, p_best=a.best, **shared, **step, **columns)
+    step = {"hold": 1, "damping": 1.0} if hold else {"hold": 0}
+    decision = {"B": batch, "last": int(last)}
+    if whole:
+        plan = Plan(a)
+        kernel = _picard_row_kernel if size <= config.block else _picard_blocks_kernel
+        plan.add(kernel, (batch,), **decision, **step, **columns)
+        return plan
+    plan = Plan(a, p_numbers=(batch, number_of("end"), programs))
+    plan.add(_picard_sums_kernel, (batch, programs), S=programs, **{**columns, "maxnreg": SUMS_REGISTERS})
+    judge = {"BLK": JUDGE_CONFIG.block, "num_warps": JUDGE_CONFIG.num_warps}
+    plan.add(_picard_judge_kernel, (batch,), S=programs, **decision, **judge, **options)
+    plan.add(_picard_step_kernel, (batch, programs), S=programs, **step, **columns)
+    return plan
+
+
+_PLANS = Plans(_plan, ("z", "fz", *MONITOR))
+
+
+def run(a: Any, hold: bool) -> None:
+    """The step of `a`, or only the judgement if `hold`."""
+    _PLANS.run(a, hold, a.last)
 
 
 def picard_step(a: Any) -> None:
     """z <- z + damping (f(z) - z) for every running sample, in place; only the records when `last`."""
-    launch(a, hold=a.last, damping=a.damping)
+    run(a, hold=a.last)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _extension
 from .._checks import check_choice
 from .._extension import Availability
 from ..kernels.constants import MAX_GPU_HISTORY
+from ..torch_internals.dispatch import runs_only
 from ..torch_internals.dynamo import constant_in_traces, is_exporting
 from .registry import OPS
+from .steps import StopRule
 
 KERNELS = ("auto", "triton", "cuda", "cpp", "torch")
 
@@ -71,6 +74,17 @@ class Kernel:
         if self.name == "torch":
             return _REFERENCES[name]
         return getattr(torch.ops.deqfast, f"{name}_triton" if self.name == "triton" else name)
+
+    def step(self, name: str, tensors: Sequence[Tensor], k: int, last: bool, rule: StopRule, *numbers: float) -> None:
+        """Run the step `name` of a solve, of which all steps have tensors alike.
+
+        The op checks the arguments of the first step. Triton's later ones are launched without the op, if torch does
+        not need to know of them: it and the checks take longer than the launches.
+        """
+        if self.name == "triton" and runs_only(*tensors[:2]) and k:
+            OPS[name].launch(*tensors, k, last, rule, *numbers)
+        else:
+            self.op(name)(*tensors, k, last, *rule, *numbers)
 
     @property
     def max_history(self) -> int | None:

@@ -1,6 +1,6 @@
 """One table of arguments per op, from which its schema, its fake and the checks of its Triton kernel follow.
 
-The table is a frozen dataclass whose fields are the arguments in their order. A tensor is annotated with ``Shaped``. A
+The table is a dataclass whose fields are the arguments in their order. A tensor is annotated with ``Shaped``. A
 number is annotated with ``Range`` or ``Divisor`` if not all of its values are allowed. A NamedTuple is a record of
 numbers, each of which is an argument ``float`` of the op.
 
@@ -182,14 +182,22 @@ class Op:
                 parts.append(f"{kind.__name__}{f'({next(writes)}!)' if written else ''} {name}")
         return f"({', '.join(parts)}) -> ({', '.join(f'Tensor {result.name}' for result in self.results)})"
 
+    @cached_property
+    def _records(self) -> list[tuple[slice, type, list[type]]]:
+        """The records: where their numbers are among the arguments of the op, their type, and those of the numbers."""
+        found, at = [], 0
+        for name, (kind, _) in self._fields.items():
+            kinds = [of for _, of in self._numbers.get(name, ())]
+            if kinds:
+                found.append((slice(at, at + len(kinds)), kind, kinds))
+            at += len(kinds) or 1
+        return found
+
     def _bind(self, *values: Any) -> Any:
         """The table of a call, in which every number of a record is an argument of its own."""
-        given, bound = iter(values), []
-        for name, (kind, _) in self._fields.items():
-            if name in self._numbers:
-                bound.append(kind(*(of(next(given)) for _, of in self._numbers[name])))
-            else:
-                bound.append(next(given))
+        bound = list(values)
+        for at, kind, kinds in reversed(self._records):  # the last one first, which moves none of the others
+            bound[at] = [kind(*(of(number) for of, number in zip(kinds, bound[at], strict=True)))]
         return self.arguments(*bound)
 
     @cached_property
@@ -208,6 +216,10 @@ class Op:
         results = self._allocate(a, self._sizes(f"{self.name}_triton", a))
         self._launch(a, *results)
         return self._returned(results)
+
+    def launch(self, *values: Any) -> None:
+        """The Triton kernel of an op without results, on the fields of its table, which are known to be right."""
+        self._launch(self.arguments(*values))
 
     def fake(self, *values: Any) -> Any:
         """Results without values, for tracing."""

@@ -147,7 +147,7 @@ class Solver(ChecksKeywords):
         """Judge f(z) = `fz` (B, D), the value number `k` from 0, and step; `fz` is kept until the next step."""
         name, tensors, numbers = self.operation(state)
         rule = state.rule or self.rule()
-        state.kernel.op(name)(state.z, fz, *state.monitor(), *tensors, k, last, *rule, *numbers)
+        state.kernel.step(name, (state.z, fz, *state.monitor(), *tensors), k, last, rule, *numbers)
 
     @property
     def patience(self) -> int:

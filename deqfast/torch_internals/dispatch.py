@@ -7,10 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload as OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.autograd import profiler
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
-__all__ = ["OpOverload", "as_outside", "without_modes"]
+from .dynamo import is_tracing
+from .transforms import in_torch_func
+
+__all__ = ["OpOverload", "as_outside", "runs_only", "without_modes"]
 
 # What is left out within an op that a compiled graph calls: autograd, lazy views such as conj(), and torch.func.
 _LEFT_OUT = (
@@ -35,3 +40,13 @@ def as_outside() -> Any:
     for key in _LEFT_OUT:
         excluded = excluded.remove(getattr(guards.DispatchKey, key))
     return guards._ForceDispatchKeyGuard(guards._dispatch_tls_local_include_set(), excluded)
+
+
+def runs_only(a: Tensor, b: Tensor) -> bool:
+    """Return whether an op on these tensors, which needs no gradient, would run its kernel and nothing else.
+
+    A trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices would make it do more.
+    """
+    if is_tracing() or in_torch_func() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:
+        return False
+    return type(a) is Tensor and type(b) is Tensor and a.device == b.device

@@ -27,7 +27,7 @@ METHOD = Range(0, 3)
 PROGRESS = ("gain", "gain_iteration", "first", "start", "best_size", "least")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _State:
     z: Annotated[Tensor, InOut("B, D", STATE)]  # the iterate; replaced by the next one
     fz: Annotated[Tensor, Shaped("B, D", STATE)]  # f(z)
@@ -49,21 +49,21 @@ class StopRule(NamedTuple):
     maximum: bool = False  # norms are the largest magnitudes, not the Euclidean ones
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Evaluation:
     k: Annotated[int, Range(0)]  # evaluations of f before this one
     last: bool  # no evaluation follows: judge, take no step
     rule: StopRule
 
 
-@dataclass(frozen=True)
+@dataclass
 class PicardStep(_Evaluation, _State):
     """z <- z + damping g."""
 
     damping: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Window:
     f_prev: Annotated[Tensor, Shaped("B, D", STATE)]  # f at the previous iterate; read from k = 1 on
     left: Annotated[Tensor, InOut("B, M, D", HISTORY)]  # L; pair i lies in slot i mod M
@@ -71,7 +71,7 @@ class _Window:
     gram: Annotated[Tensor, InOut("B, M + 2, M", STATE)]  # N and, in its last two rows, the squared lengths of pairs
 
 
-@dataclass(frozen=True)
+@dataclass
 class MultisecantStep(_Evaluation, _Window, _State):
     """z <- z + alpha (beta g - DF gamma) with N gamma = L^T g."""
 
@@ -101,14 +101,14 @@ class MultisecantTransposed:
     ridge: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Steps:
     steps: Annotated[Tensor, InOut("B, M, D", STATE)]  # all steps so far; k < M, or k <= M and `last`
     gram: Annotated[Tensor, InOut("B, M, M", STATE)]  # dots of the steps; row j is written when step j is the newest
     first: Annotated[Tensor, InOut("B", torch.int32)]  # the step with which a sample's history begins; starts at 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class BroydenStep(_Evaluation, _Steps, _State):
     """Broyden's good method with full steps from its steps alone; there are no GPU kernels.
 

@@ -1,0 +1,94 @@
+"""Launches of the solver steps, whose arguments are resolved once.
+
+At each launch Triton finds out which compiled kernel serves: by the dtypes of the tensors, by which addresses are
+multiples of 16, by the integers that it takes as constants. That takes longer than a short kernel runs. A ``Plan``
+holds the compiled kernels of a step. ``Plans`` keeps one for all steps that these kernels serve.
+"""
+
+from collections.abc import Callable, Hashable
+from operator import attrgetter, itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from .config import device_guard
+
+ALIGNMENT = 16  # bytes; triton compiles other code for a tensor that begins elsewhere
+# The tensors by which every step judges its samples.
+MONITOR = ("best", "status", "iterations", "residual", "progress", "active")
+# A solve makes one plan per iteration until its window is full, then one per slot.
+MAX_PLANS = 4096
+
+
+class Launch:
+    """A kernel, its grid, and where its arguments come from.
+
+    Args:
+        kernel: jit function.
+        grid: number of programs in each dimension.
+        given: arguments by name that are the same in all steps of a plan, and options of the compiler.
+        buffers: names of the tensors that a plan allocates.
+        rule: names of the numbers of the stop rule.
+
+    Other arguments are found in the table of the step, under their names without "p_".
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], given: dict[str, Any], buffers: list[str], rule: tuple[str, ...]
+    ) -> None:
+        names = kernel.arg_names
+        self._options = {name: value for name, value in given.items() if name not in names}
+        fixed = {name: value for name, value in given.items() if name in names}
+        found = [name for name in names if name not in fixed and name not in buffers]
+        self._find = attrgetter(*(f"rule.{name}" if name in rule else name.removeprefix("p_") for name in found))
+        self._fixed = tuple(fixed.values())
+        self._in_order = itemgetter(*map([*found, *fixed, *buffers].index, names))
+        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, a: Any, buffers: list[Tensor]) -> None:
+        arguments = self._in_order((*self._find(a), *self._fixed, *buffers))
+        if self._compiled is not None:
+            self._compiled(*arguments)
+            return
+        integers = (int(value) if isinstance(value, bool) else value for value in arguments)
+        compiled = self._kernel[self._grid](*integers, **self._options)
+        if compiled is not None:  # the interpreter compiles nothing
+            self._compiled = compiled[self._grid]
+
+
+class Plan:
+    """The launches of steps like `a`; `buffers`: shapes of tensors in the state's dtype that these share, by name."""
+
+    def __init__(self, a: Any, **buffers: tuple[int, ...]) -> None:
+        self._rule, self._buffers, self._launches = a.rule._fields, buffers, list[Launch]()
+
+    def add(self, kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
+        """Add a launch, see ``Launch``."""
+        self._launches.append(Launch(kernel, grid, given, list(self._buffers), self._rule))
+
+    def run(self, a: Any) -> None:
+        buffers = [*map(a.z.new_empty, self._buffers.values())]
+        for launch in self._launches:
+            launch(a, buffers)
+
+
+class Plans:
+    """The plans of an op, made by `make` from the table of a step; `tensors` are the names of its tensors."""
+
+    def __init__(self, make: Callable[..., Plan], tensors: tuple[str, ...]) -> None:
+        self._make, self._tensors = make, attrgetter(*tensors)
+        self._plans: dict[Hashable, Plan] = {}
+
+    def run(self, a: Any, *choices: Hashable) -> None:
+        """Run the step of `a`; `choices` are what else of `a` than the state's layout a plan depends on."""
+        z = a.z
+        offsets = [address % ALIGNMENT for address in map(Tensor.data_ptr, self._tensors(a))]
+        key = (*choices, *offsets, z.shape, z.dtype, z.device)
+        with device_guard(z):
+            plan = self._plans.get(key)
+            if plan is None:
+                if len(self._plans) >= MAX_PLANS:
+                    self._plans.clear()
+                plan = self._plans.setdefault(key, self._make(a, *choices))
+            plan.run(a)

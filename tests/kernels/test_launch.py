@@ -1,0 +1,125 @@
+"""What a launch of the solver steps resolves once, with kernels in the place of Triton's that record their calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deqfast
+from deqfast.ops import Kernel, backends
+from deqfast.ops.registry import Op
+from deqfast.testing import SOLVERS
+from deqfast.testing.states import Case, make_state
+
+if not (available := backends()["triton"]):
+    pytest.skip(available.reason, allow_module_level=True)
+
+from deqfast.kernels import multisecant_step, picard_step
+
+
+class Recorder:
+    """A jit function that computes nothing. A call of it returns, as triton's does, the compiled kernel."""
+
+    calls: Counter[str] = Counter()
+
+    def __init__(self, kernel, by="triton"):
+        self.kernel, self.arg_names, self.by = kernel, kernel.arg_names, by
+
+    def __getitem__(self, grid):
+        assert len(grid) == 3
+        return self.call
+
+    def call(self, *values, **options):
+        Recorder.calls[self.by] += 1
+        assert len(values) == len(self.arg_names) and bool(options) == (self.by == "triton")
+        Recorder.arguments = dict(zip(self.arg_names, values, strict=True))
+        return Recorder(self.kernel, by="compiled") if self.by == "triton" else None
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    for module in (picard_step, multisecant_step):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
+        monkeypatch.setattr(module._PLANS, "_plans", {})
+    monkeypatch.setattr(Recorder, "calls", Counter())
+    return Recorder.calls
+
+
+def slow(z):
+    return 0.5 * z + 1
+
+
+def solve(name, size=16, **options):
+    solver = SOLVERS[name](rtol=1e-30, max_iter=8)
+    return deqfast.solve(slow, torch.zeros(2, size), solver, "triton", **options)
+
+
+@pytest.mark.parametrize("name", ["picard", "broyden", "anderson"])
+def test_a_solve_checks_its_arguments_once_and_finds_its_kernels(name, calls, monkeypatch):
+    checks, sizes = [], Op._sizes
+    monkeypatch.setattr(Op, "_sizes", lambda *args: checks.append(1) or sizes(*args))
+    assert solve(name).evaluations == 8
+    asked = calls["triton"]
+    assert len(checks) == 1
+    solve(name)
+    assert len(checks) == 2 and calls["triton"] == asked  # nothing of the second solve is new
+    solve(name, size=17)
+    assert calls["triton"] == 2 * asked
+
+
+def test_kernels_get_the_arguments_of_their_step(calls):
+    case = Case(k=1, tol=0.25, absolute=True, stall_floor=0.125, offset=0.5, damping=0.75)
+    states = [make_state(case) for _ in range(2)]
+    for state in states:
+        case.call(Kernel("triton").op("picard_step"), state)
+        tensors = {name.removeprefix("p_"): value for name, value in Recorder.arguments.items() if name[:2] == "p_"}
+        assert tensors and all(value is state[name] for name, value in tensors.items())
+        numbers = {name: value for name, value in Recorder.arguments.items() if name[:2] != "p_"}
+        expected = {"B": 2, "D": 63, "k": 1, "hold": 0, "last": 0, "tol": 0.25, "absolute": 1, "stall_floor": 0.125}
+        assert numbers == {**expected, "offset": 0.5, "maximum": 0, "damping": 0.75, "BLK": 64}
+    assert calls == {"triton": 1, "compiled": 1}
+
+
+def aligned_otherwise(state):
+    fz = state["fz"]
+    return state | {"fz": fz.new_empty(fz.numel() + 1)[1:].view_as(fz).copy_(fz)}
+
+
+def test_what_triton_compiles_apart_is_told_apart(calls):
+    """Addresses that are no multiples of 16, dtypes, sizes, the last step, and each place in the window."""
+    step, asked = Kernel("triton").op("multisecant_step"), []
+    window = Case("good", batch=2, size=16, history=2, k=3)
+    double = Case("good", batch=2, size=16, history=2, k=3, dtype=torch.float64)
+    short = Case("good", batch=2, size=16, history=2, k=3, history_dtype=torch.bfloat16)
+    other = Case("bad", batch=2, size=16, history=2, k=3)
+    later = Case("good", batch=2, size=16, history=2, k=4)
+    last = Case("good", batch=2, size=16, history=2, k=3, last=True)
+    for case in (window, double, short, other, later, last):
+        state = make_state(case)
+        case.call(step, state)
+        case.call(step, aligned_otherwise(state))
+        before = calls["triton"]
+        case.call(step, state)
+        case.call(step, aligned_otherwise(state))
+        assert calls["triton"] == before
+        asked.append(before)
+    assert asked == [4, 8, 12, 16, 20, 22]  # two kernels each, one in the last step
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names = [*getattr(self, "names", ()), func.name()]
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_the_profiler_see_each_step_as_an_op(calls):
+    with Seen() as seen:
+        solve("picard")
+    assert seen.names.count("deqfast::picard_step_triton") == 8
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        solve("picard")
+    assert [event.name for event in profile.events()].count("deqfast::picard_step_triton") == 8
