@@ -1,8 +1,8 @@
-"""The CUDA kernels on the CPU: what their threads compute, and whether their barriers are where they must be.
+"""The CUDA kernels on the CPU: what their threads compute, and whether no barrier, fence or wait is missing.
 
-``load("picard_step")`` rewrites the few places where csrc/cuda/picard_step_cuda.cu is not C++ (launches and shared
-variables), compiles it against the headers in emulation/, and registers its kernels as CPU kernels of the ops
-``torch.ops.deqfast_emulated``. Nothing of a GPU's timing, memory model or instruction set is emulated.
+``load("picard_step")`` rewrites the few places where csrc/cuda/picard_step_cuda.cu is not C++ (launches, shared
+variables, assembly), compiles it against the headers in emulation/, and registers its kernels as CPU kernels of the ops
+``torch.ops.deqfast_emulated``. They run on emulation/machine.cpp, which says what is emulated.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import deqfast.ops  # noqa: F401  (defines the schemas)
 ROOT = Path(__file__).resolve().parents[1]
 SHIMS = Path(__file__).with_name("emulation")
 BUILT = ROOT / "build" / "emulated"
+TORCH = Path(torch.__file__).parent
+HOOKS = ("distinguish-volatile=1", "instrument-func-entry-exit=0")  # which calls the compiler inserts
 NAMESPACE = "deqfast_emulated"
 COMPILER = shutil.which("g++")
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -40,18 +42,29 @@ def translate(source: str) -> str:
         kernel, configuration, arguments = match.groups()
         parts = _split(configuration)
         grid, threads, shared = (*parts[:2], parts[2] if len(parts) > 2 else "0")
-        return f"emulation::launch({grid}, {threads}, {shared}, false, [&] {{ {kernel}({arguments}); }});"
+        body = f"[&] UNCHECKED {{ {kernel}({arguments}); }}"
+        return f'emulation::launch("{kernel}", {grid}, {threads}, {shared}, false, {body});'
 
     source = launch.sub(launched, source)
     source = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) |alignas\(\d+\) )?([\w ]+?) (\w+)\[\];",
-        r"auto* \2 = emulation::dynamic_shared<\1>();",
+        r"auto* \2 = static_cast<\1*>(emulation::dynamic_shared());",
         source,
     )
+    # asm("instruction" : : "constraint"(operand), ... : "memory");
+    assembly = re.compile(r'\basm(?: volatile)?\(\s*("[^"]*")\s*(?:::|:\s*:)\s*([^;]*?):\s*"memory"\s*\);')
+
+    def instruction(match: re.Match[str]) -> str:
+        operands = [re.sub(r'^"\w+"', "uint64_t", part) for part in _split(match[2]) if part]
+        return f"emulation::ptx({match[1]}, {{{', '.join(operands)}}});"
+
+    source = assembly.sub(instruction, source)
+    source = source.replace("reinterpret_cast<", "checked_cast<")
     source = source.replace("torch::stable::accelerator::DeviceGuard", "emulation::DeviceGuard")
     return re.sub(
         r"__shared__ (?:__align__\(\d+\) |alignas\(\d+\) )?([^;]+?) (\w+)((?:\[[^\]]+\])*);",
-        r"typedef \1 \2_in_shared\3; auto& \2 = emulation::shared<\2_in_shared>(__COUNTER__);",
+        r"typedef \1 \2_in_shared\3; static const char \2_key = 0; "
+        r"auto& \2 = *static_cast<\2_in_shared*>(emulation::shared(&\2_key, sizeof(\2_in_shared)));",
         source,
     ).replace("STABLE_TORCH_LIBRARY_IMPL(deqfast, CUDA", f"STABLE_TORCH_LIBRARY_IMPL({NAMESPACE}, CPU")
 
@@ -83,31 +96,47 @@ def load(name: str) -> ctypes.CDLL:
 
 
 def build(path: Path) -> ctypes.CDLL:
-    """The same for any CUDA source. Built once for all processes: a file is named by all that it is made of."""
-    torch_folder = Path(torch.__file__).parent
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    flags += [f"-I{SHIMS}", f"-I{torch_folder / 'include'}"]
-    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    """The same for any CUDA source."""
+    machine()  # whose functions the kernels call
     sources = {f"cuda/{file.name}": translate(file.read_text()) for file in (path, *(ROOT / "csrc/cuda").glob("*.cuh"))}
-    used = {str(file): file.read_text() for folder in (ROOT / "csrc/common", SHIMS) for file in folder.glob("*.h")}
-    made_of = [sorted((sources | used).items()), torch.__version__, COMPILER, flags]
-    target = BUILT / f"{path.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     _define(sources[f"cuda/{path.name}"])
+    flags = ["-O1", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{TORCH / 'include'}"]
+    flags += ["-fsanitize=thread", *(f"--param=tsan-{name}" for name in HOOKS)]
+    return ctypes.CDLL(str(_built(f"cuda/{path.name}", sources, flags)))
+
+
+@functools.cache
+def machine() -> ctypes.CDLL:
+    """What all kernels run on."""
+    library = _built("machine.cpp", {"machine.cpp": (SHIMS / "machine.cpp").read_text()}, ["-O2"])
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _built(name: str, sources: dict[str, str], flags: list[str]) -> Path:
+    """A library of a source. Built once for all processes: a file is named by all that it is made of."""
+    flags = ["-std=c++17", "-w", "-fPIC", f"-I{SHIMS}", *flags]
+    folders = (ROOT / "csrc/common", SHIMS)
+    used = {str(file): file.read_text() for folder in folders for file in folder.glob("*.h")}
+    made_of = [name, sorted((sources | used).items()), torch.__version__, COMPILER, flags]
+    target = BUILT / f"{Path(name).stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     if not target.exists():
         BUILT.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILT) as temporary:
             folder = Path(temporary)
             (folder / "cuda").mkdir()
             (folder / "common").symlink_to(ROOT / "csrc/common")
-            for name, text in sources.items():
-                (folder / name).write_text(text)
-            own = folder / target.name
-            source = str(folder / "cuda" / path.name)
-            command = [str(COMPILER), *flags, "-x", "c++", source, "-o", str(own), *libraries]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert result.returncode == 0, result.stderr
+            for file, text in sources.items():
+                (folder / file).write_text(text)
+            code, own = folder / "code.o", folder / target.name
+            _run([*flags, "-c", "-x", "c++", str(folder / name), "-o", str(code)])
+            _run(["-shared", str(code), "-o", str(own), f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"])
             own.replace(target)
-    return ctypes.CDLL(str(target))
+    return target
+
+
+def _run(arguments: list[str]) -> None:
+    result = subprocess.run([str(COMPILER), *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 ORDERS = (0, 1, 2, 3)  # in which threads are resumed: as they come, the last first, and two random orders
@@ -116,16 +145,16 @@ ORDERS = (0, 1, 2, 3)  # in which threads are resumed: as they come, the last fi
 @contextmanager
 def order(number: int) -> Iterator[None]:
     """Resume threads in this one of ORDERS, in all kernels loaded: they share one machine."""
-    load("picard_step").emulation_set_order(number)
+    machine().emulation_set_order(number)
     try:
         yield
     finally:
-        load("picard_step").emulation_set_order(0)
+        machine().emulation_set_order(0)
 
 
 def set_device(processors: int, shared_memory: int) -> None:
     """Multiprocessors, and bytes of shared memory that a block may ask for."""
-    load("picard_step").emulation_set_device(processors, shared_memory)
+    machine().emulation_set_device(processors, shared_memory)
 
 
 def address(tensor: torch.Tensor) -> ctypes.c_void_p:
@@ -134,6 +163,6 @@ def address(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 def launches() -> int:
     """Kernels launched so far."""
-    count = load("picard_step").emulation_launches
+    count = machine().emulation_launches
     count.restype = ctypes.c_uint64
     return count()
