@@ -75,6 +75,17 @@ def test_counters_are_compared_one_by_one(now, alike, worse, better):
     assert gate.differences({"a": {"operations": 10, "host_waits": 4}}, now, alike) == (worse, better)
 
 
+def test_a_kernel_may_lose_registers_but_no_barrier():
+    before = {"a": {"registers sm_90": 64, "barriers sm_90": 3}}
+    for counter, value, (worse, better) in (
+        ("registers", 63, (0, 1)),
+        ("barriers", 2, (1, 0)),
+        ("barriers", 4, (1, 0)),
+    ):
+        now = {"a": before["a"] | {f"{counter} sm_90": value}}
+        assert [*map(len, gate.differences(before, now, alike=False))] == [worse, better]
+
+
 def test_a_baseline_is_written_and_judges(tmp_path, monkeypatch):
     def judge(operations, name="counters", update=False, **given):
         gate.judge(name, {"a": {"operations": operations}, "b": {"host_waits": 0}}, update, folder=tmp_path, **given)
