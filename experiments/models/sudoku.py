@@ -49,6 +49,7 @@ class Sudoku(Options):
     clues: int | None = option("data", f"clues of a generated puzzle; off: {USUAL} by size", None, minimum=1)
     puzzles: int = option("data", "generated puzzles to train on", 1000, minimum=1)
     tests: int = option("data", "puzzles to test on, of each file of --data-root", 100, minimum=1)
+    skip: int = option("data", "puzzles of each file to leave out before those", 0, minimum=0)
     width: int = option("network", "features of a placement", 16, minimum=1)
     steps: int = option("training", "training steps", 400, minimum=1)
     batch_size: int = option("training", "puzzles a step", 32, minimum=1)
@@ -63,6 +64,8 @@ class Sudoku(Options):
             raise SettingsError(f"--clues {self.clues}: {least} to {size**2 - 1} with --size {size}")
         if self.data_root and size != 9:
             raise SettingsError(f"--size {size}: 9 with --data-root")
+        if self.skip and not self.data_root:
+            raise SettingsError(f"--skip {self.skip}: give it with --data-root, whose files it is about")
 
     @property
     def shown(self) -> int:
@@ -170,7 +173,7 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
     options: Sudoku = run.options
     size, starts, rng = int(options.size), options.starts, random.Random("test")
     if options.data_root:
-        sets = read_folder(Path(options.data_root), options.tests)
+        sets = read_folder(Path(options.data_root), options.tests, options.skip)
     else:
         sets = {"generated": [generate(size, options.shown, rng) for _ in range(options.tests)]}
     clues, digits = tensors([puzzle for puzzles in sets.values() for puzzle in puzzles], size)
@@ -207,7 +210,9 @@ def evaluate(model: Stack | Equilibrium, run: Run) -> Outcome:
     if len(sets) > 1:
         split = chosen.split([len(puzzles) for puzzles in sets.values()])
         scores |= {f"{name}, chosen, %": percent(part) for name, part in zip(sets, split, strict=True)}
-    data = f"{options.puzzles} generated {size} x {size} puzzles of {options.shown} clues, tested on " + ", ".join(sets)
+    which = f" (puzzles {options.skip + 1} to {options.skip + options.tests} of each file)" if options.skip else ""
+    names = ", ".join(sets) + which
+    data = f"{options.puzzles} generated {size} x {size} puzzles of {options.shown} clues, tested on {names}"
     return Outcome(model, data, scores, shown)
 
 

@@ -94,14 +94,14 @@ def generate(size: int, clues: int, rng: random.Random) -> Puzzle:
             return puzzle, solution
 
 
-def read(path: Path, most: int | None = None) -> list[Puzzle]:
+def read(path: Path, most: int | None = None, skip: int = 0) -> list[Puzzle]:
     """Puzzles of a file, each a line of 81 digits, 0 for empty, a space, and the solution; StudyError names a line."""
     try:
-        lines = path.read_text("ascii").splitlines()[:most]
+        lines = path.read_text("ascii").splitlines()[skip:][:most]
     except (OSError, UnicodeDecodeError) as error:
         raise StudyError(f"--data-root: {path} cannot be read ({error})") from error
     puzzles = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, skip + 1):
         fields = line.split()
         if [len(field) for field in fields] != [81, 81] or not "".join(fields).isdigit() or "0" in fields[1]:
             raise StudyError(f"{path}, line {number}: not 81 digits (0: empty), a space, and 81 digits of 1 to 9")
@@ -114,10 +114,10 @@ def read(path: Path, most: int | None = None) -> list[Puzzle]:
     return puzzles
 
 
-def read_folder(folder: Path, most: int | None = None) -> dict[str, list[Puzzle]]:
-    """The first puzzles of every *.txt of a folder, by its name."""
+def read_folder(folder: Path, most: int | None = None, skip: int = 0) -> dict[str, list[Puzzle]]:
+    """The first puzzles of every *.txt of a folder after `skip` of them, by its name."""
     paths = [path for path in sorted(folder.glob("*.txt")) if path.stem not in ("LICENSE", "README")]
-    found = {path.stem: puzzles for path in paths if (puzzles := read(path, most))}
+    found = {path.stem: puzzles for path in paths if (puzzles := read(path, most, skip))}
     if not found:
         raise StudyError(f"--data-root {folder}: a folder of *.txt with a puzzle a line")
     return found
