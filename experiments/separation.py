@@ -18,7 +18,7 @@ from nc_study.config import Checked, SettingsError, add_options, option
 from nc_study.rundir import prepare_out
 from separation_study import audio, report, saliency
 from separation_study.diagonal import DIAGONAL
-from separation_study.frame import run
+from separation_study.frame import of_records, run
 from separation_study.gotu import GOTU
 from separation_study.heatmap import HEATMAP
 from separation_study.sawtooth import SAWTOOTH
@@ -45,6 +45,9 @@ class Options(Checked):
     data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data")
     jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
     out: str = option("machine", "folder for the presets' folders", "runs/separation")
+    report: bool = option(
+        "machine", "measure nothing: write the sections of --experiment again from their records under --out", False
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +67,11 @@ def study(options: Options) -> int:
     folder = Path(options.out) / options.preset
     prepare_out(folder)
     experiments = dict(EXPERIMENTS)
+    if options.report:
+        names = experiments if options.experiment == "all" else [options.experiment]
+        again = [of_records(folder, options.preset, experiments[name]) for name in names]
+        print(f"report: {report.write(again, options.preset, folder, keep=options.experiment != 'all')}")
+        return 0
     if options.audio is not None:
         experiments["audio"] = audio.recorded(Path(options.audio))
     if options.runs is not None:

@@ -32,14 +32,15 @@ def within(value: float, tolerance: float) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim "the first is less than the second" on trained networks, with the paired differences (first less second,
-    one for each seed) of every task that it is judged on."""
+    """A claim "the first is less than the second" on trained networks, or that it is `greater`. It has the paired
+    differences (first less second, one for each seed) of every task that it is judged on."""
 
     claim: str
     source: str
     tasks: Sequence[Sequence[float]]
     reason: str
     judged: bool = True  # False where `reason` says why nothing can be
+    greater: bool = False
 
 
 def compare(comparisons: Sequence[Comparison]) -> list[Claim]:
@@ -56,6 +57,6 @@ def compare(comparisons: Sequence[Comparison]) -> list[Claim]:
             low, high = pooled.interval
             numbers = f"{pooled.mean:+.2f} [{low:+.2f}, {high:+.2f}], p = {p:.2g}"
             if one.judged and seeds >= SEEDS and p <= ALPHA:
-                verdict = HOLDS if pooled.mean < 0 else FAILS
+                verdict = HOLDS if (pooled.mean > 0) == one.greater else FAILS
         claims.append(Claim(one.claim, verdict, numbers, seeds, one.source, one.reason))
     return claims

@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +120,22 @@ def load(path: Path, experiment: Experiment, sizes: Any) -> Record:
         return msgspec.convert(content, Record)
     except (OSError, ValueError, AttributeError) as error:
         raise StudyError(f"{path} cannot be read ({error}): remove it to measure the unit again") from error
+
+
+def of_records(folder: Path, preset: str, experiment: Experiment) -> Experiment:
+    """Make the experiment on the units whose records are below a folder, with their sizes; as it is where none is."""
+    found = []
+    for path in sorted((folder / experiment.name).glob("*-seed*.json")):
+        try:
+            content = msgspec.json.decode(path.read_bytes())
+            found.append((Unit(*content["unit"]), content["sizes"]))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise StudyError(f"{path} cannot be read ({error}): remove it to measure the unit again") from error
+    if not found:
+        return experiment
+    sizes = msgspec.convert(found[0][1], type(experiment.sizes[preset]))
+    units, usual = [unit for unit, _ in found], experiment.units(sizes)
+    return replace(experiment, sizes={preset: sizes}, units=lambda _: usual if {*units} <= {*usual} else units)
 
 
 def measure(folder: Path, job: tuple[Experiment, str, Unit]) -> Unit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,30 @@ from .frame import SOURCES, Experiment, load, path_of
 TITLE = "Separation and bias of deep equilibrium models: what was measured"
 
 
-def write(experiments: Iterable[Experiment], preset: str, folder: Path) -> Path:
-    """Write report.md, report.html and figures/ from the records of finished units; the path of the Markdown."""
+def write(experiments: Iterable[Experiment], preset: str, folder: Path, keep: bool = False) -> Path:
+    """Write report.md, report.html and figures/ from the records of finished units; the path of the Markdown.
+
+    With `keep` the sections of other experiments stay as report.md has them.
+    """
     prepare_out(folder / "figures")
+    before = _sections((folder / "report.md").read_text()) if keep else {}
     parts = [part for experiment in experiments if (part := _part(experiment, preset, folder))]
     text = render(
         Path(__file__).with_name("separation.md"), title=TITLE, preset=preset, sources=SOURCES.items(), parts=parts
     )
+    if before:
+        made = _sections(text)
+        text = made.pop("") + "".join(part for title, part in {**before, **made}.items() if title)
+        text = text.rstrip("\n") + "\n"
     write_atomically(folder / "report.md", text.encode())
     write_atomically(folder / "report.html", to_html(TITLE, text, folder).encode())
     return folder / "report.md"
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Divide a report at its titles: what is before the first is under an empty name."""
+    start, *parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    return {"": start} | {part.partition("\n")[0].removeprefix("## "): part.rstrip("\n") + "\n\n" for part in parts}
 
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:

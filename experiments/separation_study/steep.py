@@ -6,7 +6,7 @@ It is the fixed point of u(z, x) = (x₁ z + δ)/(1 + δ), whose weights are at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -28,6 +28,7 @@ DEPTHS = (1, 3)
 BOUND = 0.5  # on all weights of a seed's networks, in units of the least largest weight that they reach when free
 POINTS = 2048
 LEARNT = 0.5  # of the zero function's loss: above it no network has learnt much
+SEES = 0.9  # of the zero function's largest error: above it a network has missed the step, whatever its loss
 COMPARABLE = math.log10(3)  # losses within this factor count as comparable
 ROUNDING = 1e-9
 SAMPLINGS = ("uniform", "concentrated")
@@ -145,14 +146,23 @@ def section(sizes: Sizes, results: dict[Unit, Result]) -> Section:
         f"a claim about existence: u is solved, not trained, for each d down to δ = 2^-{max(sizes.dimensions)}",
     )
     tasks = by_task(results)
-    claims = [existence, *compare([_weights(tasks), _bounded(tasks)])]
+    dimensions: dict[str, dict[str, list[Result]]] = {}
+    for task, found in tasks.items():
+        dimensions.setdefault(task.split("-")[0], {})[task] = found
+    judge = (_weights, _bounded)
+    claims = [existence, *compare([one(d, found) for one in judge for d, found in dimensions.items()])]
     text = (
         f"ReLU DEQ of {WIDTH} units and FNNs of at most its parameters, float64, {sizes.course.steps} steps of "
         f"{sizes.course.batch} fresh samples with each learning rate, which is chosen on validation samples. Mean "
         "squared errors are under uniform x and in units of the zero function's, which is about δ itself: 1 has learnt "
         "nothing. Losses are those of the sampling, in units of the zero function's under it. Concentrated: half of "
         f"the samples near the step. Bounded: no weight is ever above {BOUND:g} times the largest weight of that one "
-        "of the seed's free networks which has the smallest: it binds all of them alike."
+        "of the seed's free networks which has the smallest. It binds a network the more, the larger its free weights "
+        "are: often the FNN more than the DEQ, as each reason says. Uniform samples miss a narrow step, so that a "
+        "small loss need not mean that it was learnt. A task is learnt if a network has a loss of at most "
+        f"{LEARNT:g} and a largest error of at most {SEES:g}; the second condition was added after the results were "
+        "seen. Each d has its own verdict. The paper's claim that an FNN's weights grow with d is not tested: it needs "
+        "networks that have learnt the step at every d."
     )
     both = {task: [(*one.free, *one.bounded) for one in found] for task, found in tasks.items()}
     columns: dict[str, Callable[[Trained], float]] = {
@@ -172,32 +182,49 @@ def _pairs(found: list[Result], kind: str) -> tuple[Sequence[Trained], Sequence[
 
 
 def _learnt(pairs: tuple[Sequence[Trained], Sequence[Trained]]) -> bool:
-    return min(one.loss for seeds in pairs for one in seeds) <= LEARNT
+    return any(one.loss <= LEARNT and one.error("largest") <= SEES for seeds in pairs for one in seeds)
 
 
-def _weights(tasks: dict[str, list[Result]]) -> Comparison:
-    pairs = [_pairs(found, "free") for found in tasks.values()]
-    apart = [fmean(log_ratios(*pair, lambda one: one.loss)) for pair in pairs]
-    judged = [pair for pair, gap in zip(pairs, apart, strict=True) if _learnt(pair) and abs(gap) <= COMPARABLE]
+def _weights(d: str, tasks: dict[str, list[Result]]) -> Comparison:
+    pairs = {task: _pairs(found, "free") for task, found in tasks.items()}
+    apart = {task: fmean(log_ratios(*pair, lambda one: one.loss)) for task, pair in pairs.items()}
+    judged = [task for task, pair in pairs.items() if _learnt(pair) and abs(apart[task]) <= COMPARABLE]
+    losses = ", ".join(f"{10 ** apart[task]:.2f}" for task in judged)
+    told = f"judged on {', '.join(judged)}, with losses of {losses} times the FNN's" if judged else _idle(pairs)
     return Comparison(
-        "At comparable loss the DEQ's largest weight is below the FNN's",
+        f"{d}: at comparable loss the DEQ's largest weight is below the FNN's",
         RECONSTRUCTION,
-        [log_ratios(*pair, lambda one: one.largest_weight) for pair in judged or pairs],
-        f"log10 ratio; losses are comparable in {len(judged)} of {len(tasks)} tasks, which are judged",
+        [log_ratios(*pairs[task], lambda one: one.largest_weight) for task in judged or pairs],
+        f"log10 ratio; {told}",
         judged=bool(judged),
     )
 
 
-def _bounded(tasks: dict[str, list[Result]]) -> Comparison:
-    pairs = [_pairs(found, "bounded") for found in tasks.values()]
-    learnt = sum(map(_learnt, pairs))
+def _bounded(d: str, tasks: dict[str, list[Result]]) -> Comparison:
+    pairs = {task: _pairs(found, "bounded") for task, found in tasks.items()}
+    judged = [task for task, pair in pairs.items() if _learnt(pair)]
+    shares = [_shares(tasks[task]) for task in judged]
+    bound = "; ".join(f"{own:.2f} of the DEQ's and {other:.2f} of the FNN's" for own, other in shares)
+    told = f"judged on {', '.join(judged)}; the bound in units of free weights: {bound}" if judged else _idle(pairs)
     return Comparison(
-        "Under the same bound on the weights the DEQ's largest error is below the FNN's",
+        f"{d}: under the same bound on the weights the DEQ's largest error is below the FNN's",
         RECONSTRUCTION,
-        [log_ratios(*pair, lambda one: one.error("largest")) for pair in pairs],
-        f"log10 ratio; something is learnt in {learnt} of {len(tasks)} tasks",
-        judged=learnt > 0,
+        [log_ratios(*pairs[task], lambda one: one.error("largest")) for task in judged or pairs],
+        f"log10 ratio; {told}",
+        judged=bool(judged),
     )
+
+
+def _idle(tasks: Iterable[str]) -> str:
+    return f"learnt, or with comparable losses: none of {', '.join(tasks)}"
+
+
+def _shares(found: list[Result]) -> tuple[float, float]:
+    """Return the mean of the bound in units of the free largest weight, of the DEQ and of the FNN that is compared."""
+    bounded = [one.name for one in found[0].bounded]
+    chosen = bounded.index(_pairs(found, "bounded")[1][0].name)
+    own, other = (fmean(one.bound / one.free[index].largest_weight for one in found) for index in (0, chosen))
+    return own, other
 
 
 def _picture(tasks: dict[str, list[tuple[Trained, ...]]]) -> Picture:

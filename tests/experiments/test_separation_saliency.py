@@ -46,13 +46,13 @@ def test_maps_are_grad_cams_and_the_control_changes_them_and_keeps_the_trunk(arm
 
 def made_up(name, entropies, correlation=0.0):
     """Return an arm under one seed after another."""
-    values = [{"entropy": one, "half": 2 * one, "rank correlation": correlation} for one in entropies]
+    values = [{"accuracy": 0.25, "entropy": one, "half": 2 * one, "rank correlation": correlation} for one in entropies]
     return [saliency.Arm(name, one, ((0.0, 1.0, 2.0, 3.0),)) for one in values]
 
 
 @pytest.mark.parametrize(
     ("seeds", "shift", "correlation", "verdict"),
-    [(5, -1.0, 0.0, HOLDS), (5, 1.0, 0.0, FAILS), (4, -1.0, 0.0, OPEN), (5, -1.0, 0.9, OPEN)],
+    [(5, 1.0, 0.0, HOLDS), (5, -1.0, 0.0, FAILS), (4, 1.0, 0.0, OPEN), (5, 1.0, 0.9, OPEN)],
 )
 def test_claims_are_paired_by_seed_and_need_maps_that_do_not_survive(seeds, shift, correlation, verdict):
     start = [2.0, 3.0, 1.0, 2.5, 1.5][:seeds]
@@ -63,6 +63,8 @@ def test_claims_are_paired_by_seed_and_need_maps_that_do_not_survive(seeds, shif
     }
     (claim,) = saliency.section(TINY, results).claims
     assert claim.verdict == verdict and claim.seeds == seeds
+    assert "broader than those of explicit" in claim.claim, "the direction that the paper says"
+    assert claim.reason.endswith("these networks are 25% accurate, and a map has 4 positions")
 
 
 def test_finished_runs_are_loaded_as_they_were_trained(study, tmp_path, monkeypatch, capsys):
