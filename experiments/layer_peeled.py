@@ -7,14 +7,16 @@ and 4.1, Proposition 4.2 and the bounds (22) and (33). Results replace those of 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from nc_study.cli import told
-from nc_study.config import SettingsError, add_options
+from nc_study.config import SettingsError, StudyError, add_options
 from nc_study.record import to_json
 from nc_study.rundir import prepare_out, write_atomically
+from peeled.problem import Part
 from peeled.report import markdown
 from peeled.study import PeeledSettings, run
 
@@ -30,12 +32,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return told("layer_peeled.py", lambda: study(settings, Path(settings.out)), "nothing was written")
 
 
+def read_json(path: Path) -> Part:
+    """Read the result of an earlier run; StudyError if it cannot be read."""
+    try:
+        result: Part = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise StudyError(f"--report: {path} cannot be read ({error})") from error
+    return result
+
+
 def study(settings: PeeledSettings, out: Path) -> int:
-    """Solve, write the results and print them; 0."""
+    """Solve, or with --report read what was solved; write the results and print them; 0."""
     prepare_out(out)
-    result = run(settings)
+    if settings.report:
+        result = read_json(out / "layer_peeled.json")
+    else:
+        result = run(settings)
+        write_atomically(out / "layer_peeled.json", to_json(result))
     text = markdown(result)
-    write_atomically(out / "layer_peeled.json", to_json(result))
     write_atomically(out / "layer_peeled.md", text.encode())
     print(f"{text}\nwritten: {out / 'layer_peeled.json'}, {out / 'layer_peeled.md'}")
     return 0

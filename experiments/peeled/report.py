@@ -28,6 +28,7 @@ def markdown(result: Part) -> str:
         balanced=list(_balanced(result["balanced"])),
         layers=_layers(result["balanced"]["layers"]),
         local=local_minima(result),
+        etf=backbone_etf(result["claims"]),
         summary=", ".join(f"{counts[verdict]} {verdict}" for verdict in SHORT),
         verdicts=_verdicts(result["claims"]),
         zero=ZERO,
@@ -46,6 +47,16 @@ def local_minima(result: Part) -> list[str]:
                 if loss > best * (1 + SAME):
                     found.append(f"{place(bounds)}, {LABELS[model]}: loss {loss:.7g}, and {best:.7g} was found")
     return found
+
+
+def backbone_etf(claims: list[Part]) -> str:
+    """Say for each pair of bounds on h0 of which models the balanced class means form a simplex ETF."""
+    said: dict[str, list[str]] = {}
+    for one in claims:
+        if one["claim"] == "class means form a simplex ETF" and one["features"] == "backbone":
+            found = "an ETF" if one["verdict"] == HOLDS else "no ETF"
+            said.setdefault(f"E_W = {one['e_w']:g}, E_H = {one['e_h']:g}", []).append(f"{LABELS[one['model']]} {found}")
+    return "; ".join(f"{bounds}: {', '.join(found)}" for bounds, found in said.items())
 
 
 def place(bounds: Part) -> str:

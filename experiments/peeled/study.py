@@ -42,6 +42,7 @@ class PeeledSettings(Checked):
     tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, above=0)
     threads: int = option("machine", "CPU threads; the matrices are small", 1, minimum=1)
     out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled")
+    report: bool = option("machine", "solve nothing: write .md again from the .json in --out", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +92,7 @@ def run(settings: PeeledSettings) -> Part:
         parts = {"balanced": study.balanced(), "imbalanced": study.imbalanced(), "limit": study.limit()}
     return {
         "kind": "layer_peeled",
-        "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
+        "settings": {name: value for name, value in asdict(settings).items() if name not in ("out", "report")},
         **parts,
         "claims": theory.claims_of(parts),
         "seconds": round(time.perf_counter() - start, 1),
