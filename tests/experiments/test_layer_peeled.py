@@ -135,6 +135,30 @@ def test_the_committed_numbers_give_the_committed_verdicts_and_account():
     assert json.loads(json.dumps(theory.claims_of(result))) == result["claims"] and len(result["claims"]) == 169
     assert markdown(result) == (RESULTS / "layer_peeled.md").read_text()
     assert not local_minima(result)
+    etf = {(one["model"], one["e_w"]): one["verdict"] == theory.HOLDS for one in result["claims"] if is_etf(one)}
+    assert etf == {("explicit", 0.01): False, ("deq", 0.01): False, ("explicit", 100): False, ("deq", 100): True}
+    readme = " ".join((EXPERIMENTS.parent / "README.md").read_text().split())
+    met = [
+        model["condition"]["met"]
+        for bounds in result["imbalanced"]["bounds"]
+        for model in bounds["comparisons"]["own optimum"]["models"].values()
+    ]
+    assert 0 < max(met) < 100, "the condition of NC2 is met for some pairs of classes, not for all"
+    assert "the explicit optimum is not a simplex. The DEQ's is one at E_W = 100 and not at E_W = 0.01." in readme
+
+
+def is_etf(claim):
+    return claim["claim"] == "class means form a simplex ETF" and claim["features"] == "backbone"
+
+
+def test_the_committed_text_is_made_again_without_solving(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(layer_peeled, "run", lambda _: pytest.fail("it is solved again"))
+    assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "layer_peeled.json").write_bytes((RESULTS / "layer_peeled.json").read_bytes())
+    assert layer_peeled.main(["--report", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "layer_peeled.md").read_text() == (RESULTS / "layer_peeled.md").read_text()
+    assert "E_W = 100, E_H = 0.5: explicit no ETF, DEQ an ETF" in (tmp_path / "layer_peeled.md").read_text()
 
 
 def test_small_run_from_end_to_end_is_the_same_every_time(tmp_path, capsys):
