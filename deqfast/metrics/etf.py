@@ -12,15 +12,15 @@ from .geometry import simplex
 class ETFClassifier(nn.Module):
     """Linear classifier without bias whose weight is a simplex ETF and is not trained.
 
-    W = scale sqrt(K / (K - 1)) (I - 11^T / K) U with orthonormal U: each of the K rows has the length `scale`, and two
-    rows have the cosine -1 / (K - 1). Features then learn to meet the classifier, also under imbalance. Source: Yang et
-    al., NeurIPS 2022, arXiv 2203.09081.
+    W = scale sqrt(K / (K - 1)) V Q^T with V V^T = I - 11^T / K and orthonormal columns Q (D, K - 1). Each of the K rows
+    has the length `scale`, and two rows have the cosine -1 / (K - 1). Features then learn to meet the classifier, also
+    under imbalance. The state dict holds the weight. Source: Yang et al., NeurIPS 2022, arXiv 2203.09081.
 
     Args:
         in_features: D, at least K - 1.
         num_classes: K, at least 2.
         scale: length of a row, more than 0.
-        seed: of the random rotation U.
+        seed: of the random Q. Another machine may make another weight of it.
 
     Raises:
         TypeError, ValueError: an argument is not as above.

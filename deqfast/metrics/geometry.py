@@ -31,6 +31,7 @@ from torch import Tensor
 from .._checks import check_count
 from .checks import check_features, check_tensor
 
+_ROUNDING = 16 * torch.finfo(torch.float64).eps  # of vectors whose largest entry is 1
 COUNT_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -113,7 +114,7 @@ def class_geometry(
     """
     check_features(means)
     num_classes = means.shape[0]
-    _check_vector("counts", counts, num_classes)
+    _check_vector("counts", counts, num_classes, means.device)
     if not bool((counts >= 0).all()) or not bool((counts > 0).any()):
         raise ValueError(f"counts is {counts.tolist()}; it must be at least 0, and one more than 0")
     if classifier_weight is not None:
@@ -121,7 +122,7 @@ def class_geometry(
         if classifier_weight.shape != means.shape:
             raise ValueError(f"classifier_weight has shape {tuple(classifier_weight.shape)}; it must be as means")
     if traces is not None:
-        _check_vector("traces", traces, num_classes)
+        _check_vector("traces", traces, num_classes, means.device)
     if majority is not None:
         check_count("majority", majority)
     seen = counts > 0
@@ -167,8 +168,11 @@ def gram_distance(vectors: Tensor, target: Tensor) -> Tensor:
 def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> VectorGeometry:
     """Of vectors (K, D); large: mask (K,) of the majority."""
     count = len(vectors)
-    vectors = vectors / vectors.abs().amax()
+    vectors = vectors / (vectors.abs().amax() if count > 1 else math.nan)
     centred = vectors - vectors.mean(0)
+    lengths = torch.linalg.vector_norm(centred, dim=1)
+    # Of equal vectors nothing centred is defined: what is left is rounding.
+    centred = torch.where(lengths.amax() > _ROUNDING * count, centred, math.nan)
     lengths = torch.linalg.vector_norm(centred, dim=1)
     cosines, angles = (_cosines(one) for one in (vectors, centred))
     upper = torch.ones_like(cosines, dtype=torch.bool).triu(1)
@@ -178,7 +182,7 @@ def _geometry(vectors: Tensor, sizes: Tensor, large: Tensor, of_means: bool) -> 
         gram_distance(centred, simplex(sizes)),
         gram_distance(vectors, orthogonal_frame(sizes, of_means)),
         gram_distance(vectors, seli(sizes, of_means)),
-        lengths.std(correction=0) / lengths.mean() if count > 1 else lengths.new_tensor(math.nan),
+        lengths.std(correction=0) / lengths.mean(),
         (angles[upper] + 1 / max(1, count - 1)).abs().mean(),
         *(cosines[upper & pairs].mean() for pairs in (both, neither, ~both & ~neither)),
     ]
@@ -196,7 +200,9 @@ def _cdnv(means: Tensor, traces: Tensor) -> float:
     return float(((traces[first] + traces[second]) / (2 * gaps)).mean())
 
 
-def _check_vector(name: str, value: Any, num_classes: int) -> None:
+def _check_vector(name: str, value: Any, num_classes: int, device: torch.device) -> None:
     check_tensor(name, value, COUNT_DTYPES)
     if value.shape != (num_classes,):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be ({num_classes},), one per row of means")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}; it must be on {device} as means is")

@@ -45,7 +45,8 @@ def as_outside() -> Any:
 def runs_only(a: Tensor, b: Tensor) -> bool:
     """Return whether an op on these tensors, which needs no gradient, would run its kernel and nothing else.
 
-    A trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices would make it do more.
+    A trace, a transform, a mode, the profiler, a subclass of Tensor, or two devices would make it do more. (A mode of
+    torch functions only sees the first step of a solve.)
     """
     if is_tracing() or in_torch_func() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled:
         return False

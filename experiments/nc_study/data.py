@@ -105,10 +105,10 @@ def crop_and_flip(images: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
 
 def class_sizes(settings: Settings) -> list[int]:
     """Training images of each class: n_A for the first classes and n_A / R for the rest, or n_A for all; of the
-    imbalance `exp`, n_A R^(-k / (K - 1)) for k = 0 .. K - 1."""
+    imbalance `exp`, n_A R^(-k / (K - 1)) for k = 0 .. K - 1, at least 1."""
     if settings.imbalance == "exp":
         last, ratio = settings.classes - 1, 1 / (settings.ratio or 1)
-        return [int(settings.n_majority * ratio ** (label / last)) for label in range(settings.classes)]
+        return [max(1, int(settings.n_majority * ratio ** (label / last))) for label in range(settings.classes)]
     majority, minority = settings.setting.majority_classes, settings.n_majority // (settings.ratio or 1)
     return [settings.n_majority] * majority + [minority] * (settings.classes - majority)
 

@@ -227,7 +227,7 @@ def test_recipes_and_devices_are_never_in_one_estimate(write, monkeypatch):
         assert {(one.lr, one.device) for one in settings} == {(rate, device)}
     assert len({run.path for group in groups for run in group.finished}) == len(runs)
     # The explicit network under seeds 0 and 1 is equal on both devices, the DEQ under seed 3 is 2 points better here.
-    assert sorted(gpu_less_cpu(groups)) == [-2.0, 0.0, 0.0]
+    assert sorted(gpu_less_cpu(groups)) == [("deq-implicit", -2.0), ("explicit", 0.0), ("explicit", 0.0)]
     (said,) = (one for one in findings(groups) if one.startswith("Check of the device: 3 runs"))
     assert said.endswith("less the CPU's is -0.67 [-3.54, +2.20] points, and for one run at most 2.00.")
 

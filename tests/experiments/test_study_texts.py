@@ -19,7 +19,7 @@ def words(*path):
 
 @pytest.fixture(scope="module")
 def results():
-    paths = (EXPERIMENTS / "results" / "protocol").glob("*/result.json")
+    paths = (EXPERIMENTS / "results" / "protocol").glob("**/result.json")
     return [json.loads(path.read_text()) for path in paths]
 
 
@@ -61,12 +61,12 @@ def test_the_texts_say_what_fresh_puzzles_gave():
     short = (
         f"{unrolled[0]:.0f}, {unrolled[1]:.0f} and {unrolled[2]:.0f} %, and {deq[1]:.0f} and {deq[2]:.0f} % (one seed)"
     )
-    assert f"On 150 fresh ones they solve {short}" in words("README.md")
+    assert f"On 150 fresh puzzles the two solve {short}" in words("README.md")
     page = words("docs", "pages", "models.md")
     long = (
         f"solves {unrolled[0]:.1f} % with its ten steps, {unrolled[1]:.1f} % from one start and {unrolled[2]:.1f} % by"
     )
-    assert f"{long} the residual's choice, in {unrolled[3]:.0f} evaluations" in page
+    assert f"{long} the residual's choice, in {unrolled[3]:.0f} evaluations a start" in page
     long = f"`deq` solves {deq[1]:.1f} % from one start and {deq[2]:.1f} % by the residual's choice"
     assert f"{long}, and no start converges in {deq[3]:.0f} evaluations" in page
 
@@ -81,9 +81,9 @@ def test_readme_tells_the_sudoku_table():
     trained, start, chosen = "boards as trained, %", "boards, any start, %", "least residual of 4, %"
     assert f"solves {unrolled[trained]:.0f} % of 150 real puzzles with those ten steps" in text
     least = f"it solves {unrolled[start]:.0f} % from one random start, and {unrolled[chosen]:.0f} % if the residual "
-    assert f"{least}chooses among four, in {unrolled['evaluations a solve']:.0f} evaluations" in text
+    assert f"{least}chooses among four starts of {unrolled['evaluations a solve']:.0f} evaluations each" in text
     picture = f"The block of the picture solves {deq[start]:.0f} % and {deq[chosen]:.0f} %, in "
     assert f"{picture}{deq['evaluations a solve']:.0f} of at most 64: many do not converge" in text
     minutes = re.match(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", table["deq"]["minutes a run"])
-    said = re.search(r"took ([\d.]+) minutes \(([\d.]+) to ([\d.]+)\)", text)
+    said = re.search(r"trained for ([\d.]+) minutes \(([\d.]+) to ([\d.]+)\)", text)
     assert [float(one) for one in said.groups()] == pytest.approx([float(one) for one in minutes.groups()], abs=0.0501)

@@ -107,8 +107,14 @@ def test_classes_without_samples_are_dropped():
     kept = class_geometry(means[seen], counts[seen], weight[seen], traces[seen])
     assert class_geometry(means, counts, weight, traces) == kept and kept.num_classes == 4
     alone = class_geometry(means, torch.tensor([0, 0, 5, 0, 0, 0]))
-    assert alone.num_classes == 1 and all(map(math.isnan, (alone.means.simplex, alone.means.equiangular)))
+    assert alone.num_classes == 1 and all(map(math.isnan, alone.means))
     assert alone.classifier is alone.cdnv is None
+
+
+def test_nothing_centred_is_defined_of_equal_means():
+    found = class_geometry(torch.randn(3).expand(7, 3), torch.full((7,), 5)).means
+    assert all(map(math.isnan, (found.simplex_centered, found.equinorm, found.equiangular)))
+    assert found.majority_cosine == pytest.approx(1) and found.simplex == pytest.approx(2**0.5)
 
 
 def test_it_is_measured_with_nc1_to_nc4_of_samples_and_of_streams():

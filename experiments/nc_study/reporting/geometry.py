@@ -14,7 +14,12 @@ from ..rundir import RunDirectory, read_arrays
 from .runs import Group, Run
 from .tables import Row, over_seeds
 
-TARGETS = {"simplex_centered": "simplex, centred", "orthogonal": "orthogonal frame", "seli": "SELI"}
+TARGETS = {
+    "simplex_centered": "simplex, centred",
+    "simplex": "simplex",
+    "orthogonal": "orthogonal frame",
+    "seli": "SELI",
+}
 CLASSIFIER = {
     "simplex": "simplex",
     "orthogonal": "orthogonal frame",

@@ -38,8 +38,7 @@ def write(found: Collection, out: Path) -> Path:
     nothing can be written."""
     prepare_out(out / "figures")
     explained: set[str] = set()
-    first = {run.path for group in found.groups if group.first_recipe for run in group.finished}
-    groups = [one for one in found.groups if one.first_recipe or not first.issuperset(run.path for run in one.finished)]
+    groups = found.groups
     runs = {run.path: run for group in groups for run in group.finished}
     text = render(
         TEMPLATES / "report.md",

@@ -118,19 +118,22 @@ class Group:
 
 def identity(run: Run, tuned: bool) -> tuple[Any, ...]:
     """Return all that two runs must share to be averaged or compared; those of the first list have rate, weight decay
-    and scale of their own."""
+    and scale of their own. On a GPU that is also the card and torch's version."""
     free = {*NOT_OF_THE_EXPERIMENT, *(protocol.TUNED if tuned else ())}
-    return tuned, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
+    machine = (run.result.machine.gpu, run.result.versions["torch"]) if run.result.settings.device == "cuda" else ()
+    return tuned, machine, *((name, one) for name, one in asdict(run.result.settings).items() if name not in free)
 
 
-def gpu_less_cpu(groups: Sequence[Group]) -> list[float]:
-    """Return the overall accuracy on a GPU less the one on a CPU, in points, of each experiment that both have run."""
+def gpu_less_cpu(groups: Sequence[Group]) -> list[tuple[str, float]]:
+    """Return arm, and overall accuracy on a GPU less the one on a CPU in points, of each experiment that both ran."""
     found: dict[tuple[Any, ...], dict[str, float]] = {}
+    arms: dict[tuple[Any, ...], str] = {}
     for run in (run for group in groups for run in group.finished):
         one = run.result.settings
         same = tuple(item for item in asdict(one).items() if item[0] not in ("device", "kernel", "compile"))
+        arms[same] = one.arm
         found.setdefault(same, {})[one.device] = run.result.network.quantity("overall") or math.nan
-    return [pair["cuda"] - pair["cpu"] for pair in found.values() if len(pair) == 2]
+    return [(arms[same], pair["cuda"] - pair["cpu"]) for same, pair in found.items() if len(pair) == 2]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -201,13 +202,17 @@ def _precision(checked: Mapping[str, float]) -> str:
 
 def _devices(groups: Sequence[Group]) -> list[str]:
     """Say how far the overall accuracies on a GPU are from the ones on a CPU, if three runs or more have both."""
-    apart = gpu_less_cpu(groups)
-    if len(apart) < 3:
+    found = gpu_less_cpu(groups)
+    if len(found) < 3:
         return []
+    apart = [one for _, one in found]
+    counted = Counter(ARMS[arm][0] for arm, _ in found)
+    arms = "; ".join(f"{arm}: {count}" for arm, count in counted.items())
     shown = shown_difference("overall", fmean(apart), estimate([apart]).interval)
     return [
-        f"Check of the device: {len(apart)} runs were made on a CPU and on a GPU. The GPU's overall accuracy less the "
-        f"CPU's is {shown} points, and for one run at most {max(map(abs, apart)):.2f}."
+        f"Check of the device: {len(apart)} runs were made on a CPU and on a GPU, with different versions of torch "
+        f"({arms}). The GPU's overall accuracy less the CPU's is {shown} points, and for one run at most "
+        f"{max(map(abs, apart)):.2f}."
     ]
 
 
