@@ -19,7 +19,7 @@ from deqfast import _extension
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"csrc", "deqfast", "kernels", "benchmarks", "experiments", "tests", "docs"}
-TOP_LEVEL = FOLDERS | {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"}
+TOP_LEVEL = FOLDERS | {"pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CITATION.cff"}
 
 
 @pytest.fixture(scope="module")
