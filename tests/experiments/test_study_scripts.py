@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 from contextlib import redirect_stdout
 
@@ -64,8 +65,11 @@ def test_a_run_ends_with_row_metrics_paths_and_figure(whole):
     assert (paths[1] / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_cell_of_a_finished_run_is_a_problem_of_the_benchmarks(whole):
-    run = whole[0] / RUNS[1]
+def test_the_cell_of_a_finished_run_is_a_problem_of_the_benchmarks(whole, tmp_path):
+    """Of a run on a GPU, too."""
+    run = shutil.copytree(whole[0] / RUNS[1], tmp_path / "run")
+    record = (run / "result.json").read_text()
+    (run / "result.json").write_text(record.replace('"device":"cpu"', '"device":"cuda"').replace('"cpp"', '"cuda"'))
     problem = trained.study_cell(run, None, batch=4)
     assert problem.z0.shape == (4, 8, 4, 4) and problem.name == "residual block, shapes"
     solution = deqfast.solve(problem.f, problem.z0, "broyden")
