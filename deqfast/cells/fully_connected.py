@@ -29,7 +29,7 @@ class FCCell(nn.Module):
         dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; at a call, x has another shape.
+        TypeError, ValueError: an argument is not as above, or x has the wrong shape in a call.
 
     Examples:
         With ``Picard`` the whole solve is one launch, see ``deqfast.fc_fixed_point``:

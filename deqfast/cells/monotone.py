@@ -51,7 +51,7 @@ class MonotoneCell(nn.Module):
         weight: W.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; at a call, the shape of x is wrong.
+        TypeError, ValueError: an argument is not as above, or x has the wrong shape in a call.
 
     Examples:
         >>> cell = deqfast.MonotoneCell(in_features=3, features=8)

@@ -35,9 +35,9 @@ class ResidualCell(nn.Module):
         dtype: of the parameters, a floating point type; None: torch's default.
 
     Raises:
-        TypeError, ValueError: an argument is not as above. At a call, the shape of x is wrong, or `kernel` does not
+        TypeError, ValueError: an argument is not as above. In a call, x has the wrong shape, or `kernel` does not
             support these normalisations.
-        RuntimeError: at a call, `kernel` is not available; torch.func and forward AD take only "auto" and "torch".
+        RuntimeError: `kernel` is not available in a call. Under torch.func and forward AD only "auto" and "torch" are.
 
     Examples:
         >>> block = deqfast.DEQBlock(deqfast.ResidualCell(channels=8, groups=4))

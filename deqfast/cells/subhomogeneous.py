@@ -59,7 +59,7 @@ class SubhomogeneousCell(nn.Module):
         A: parameter (features, features), or (features, features, kernel_size, kernel_size).
 
     Raises:
-        TypeError, ValueError: an argument is not as above; at a call, the shape of x is wrong.
+        TypeError, ValueError: an argument is not as above, or x has the wrong shape in a call.
 
     Examples:
         >>> cell = deqfast.SubhomogeneousCell(in_features=3, features=8, kernel_size=3)

@@ -97,7 +97,7 @@ def class_geometry(
         counts: (K,), samples of each class, at least 0; int32, int64, float32 or float64.
         classifier_weight: (K, D), or None.
         traces: (K,), mean of |h - mu_k|^2 over the samples of class k, for ``cdnv``; or None.
-        majority: the first so many classes are the majority, at least 1; None takes those with the most samples.
+        majority: how many of the first classes are the majority, at least 1; None takes those with the most samples.
 
     Returns:
         ClassGeometry. Numbers that are not defined, such as those of a single class, are NaN.

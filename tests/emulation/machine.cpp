@@ -489,7 +489,7 @@ void ptx(const std::string& instruction, std::initializer_list<uint64_t> operand
   } else if (is("cp.async.ca.shared.global ") || is("cp.async.cg.shared.global ")) {
     const size_t bytes = operand(2);
     const Copy copy{arenas + operand(0), reinterpret_cast<const void*>(operand(1)), bytes, f.groups + 1};
-    if (bytes != 16 && (is("cp.async.cg") || (bytes != 4 && bytes != 8))) fail("cp.async of so many bytes");
+    if (bytes != 16 && (is("cp.async.cg") || (bytes != 4 && bytes != 8))) fail("cp.async copies 4, 8 or 16 bytes, and .cg only 16");
     if (operand(0) % bytes || operand(1) % bytes) fail("cp.async that is not aligned");
     touch(copy.to, bytes, true);
     memset(copy.to, 0xff, bytes);

@@ -106,9 +106,9 @@ def test_classes_without_samples_are_dropped():
     seen, traces = counts > 0, torch.rand(6)
     kept = class_geometry(means[seen], counts[seen], weight[seen], traces[seen])
     assert class_geometry(means, counts, weight, traces) == kept and kept.num_classes == 4
-    alone = class_geometry(means, torch.tensor([0, 0, 5, 0, 0, 0]))
-    assert alone.num_classes == 1 and all(map(math.isnan, alone.means))
-    assert alone.classifier is alone.cdnv is None
+    single = class_geometry(means, torch.tensor([0, 0, 5, 0, 0, 0]))
+    assert single.num_classes == 1 and all(map(math.isnan, single.means))
+    assert single.classifier is single.cdnv is None
 
 
 def test_nothing_centred_is_defined_of_equal_means():

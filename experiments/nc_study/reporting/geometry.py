@@ -29,8 +29,7 @@ CLASSIFIER = {
 
 
 def geometry_rows(group: Group) -> list[Row]:
-    """Tell of every arm, in every imbalanced setting, the distances after the last epoch, over the seeds that saved
-    their class means."""
+    """Show every arm in every imbalanced setting: distances after the last epoch, over seeds that saved class means."""
     found = []
     for setting, arm in product(group.settings, ARMS):
         runs = group.runs.get((setting, arm), {}).values()

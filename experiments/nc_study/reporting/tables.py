@@ -287,12 +287,12 @@ def paper_rows(group: Group, table: str) -> list[Row]:
 
 
 def result_rows(group: Group) -> list[Row]:
-    """Tell of every arm in every setting its accuracy at the end, over seeds, and how its solves went."""
+    """Show every arm in every setting: its accuracy at the end, over seeds, and how its solves ended."""
     return [_result(group, *key) for key in product(group.settings, ARMS) if key in group.runs]
 
 
 def collapse_rows(group: Group) -> list[Row]:
-    """Tell the same of neural collapse of the training images."""
+    """Show the neural collapse of the training images in the same way."""
     return [
         _row_of(group, setting, arm)
         | {QUANTITIES.get(name, name.upper()): over_seeds([one.quantity(name) for one in networks]) for name in SHOWN}
