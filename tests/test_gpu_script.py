@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,11 @@ def test_wrong_arguments(arguments, environment, message):
     result = run(*arguments, **environment)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+def test_the_first_look_finds_every_emulated_kernel_right():
+    look = [sys.executable, "benchmarks/first_look.py", "--kernel", "emulated", "--few"]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(look, cwd=BENCHMARKS.parent, env=environment, capture_output=True, text=True, check=False)
+    verdict = re.search(r"emulated: (\d+) of (\d+) right", found.stdout)
+    assert found.returncode == 0 and verdict and verdict[1] == verdict[2] and int(verdict[1]) > 50, found.stdout
