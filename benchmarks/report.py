@@ -44,6 +44,7 @@ from harness.tables import (
     written,
 )
 from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Target
+from harness.textbook import TEXTBOOK
 
 from deqfast.testing.records import write_bytes
 
@@ -202,6 +203,23 @@ def rivals(results: Results) -> Table:
     return Table("Rivals", lines)
 
 
+def textbook(results: Results) -> Table:
+    """Solves to a tolerance by deqfast and by the textbook's Anderson."""
+    lines = []
+    for name, runs in results.cases(TEXTBOOK).items():
+
+        def both(column: str, runs: Runs = runs) -> str:
+            return " / ".join(middle(runs, provider, column) for provider in (OURS, TEXTBOOK))
+
+        times = {
+            title: middle(runs, provider, "ms_min") for provider, title in ((OURS, "deqfast"), (TEXTBOOK, TEXTBOOK))
+        }
+        gain = span([row["gains"][TEXTBOOK] for row in runs[OURS]])
+        counts = {"evaluations": both("evaluations"), "residuals": both("residual")}
+        lines.append({"case": name, **times, "gain": gain, **counts})
+    return Table("Textbook", lines)
+
+
 def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
     """The line of a case; `time`: the column of its rows that is shown, of several runs the median."""
 
@@ -307,7 +325,7 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), rivals(results), *races(results), steps(results)]
+    found = [targets(results), *suite(results), rivals(results), textbook(results), *races(results), steps(results)]
     return [*found, sources(results), *on_gpus(results)]
 
 

@@ -92,3 +92,9 @@ def test_readme_fits_and_its_test_command_is_found() -> None:
     assert marked is not None
     assert shlex.split(marked[1])[:3] == ["python3", "-m", "venv"]
     assert text.count("<!-- numbers: solvers in short -->") == text.count("<!-- end of numbers -->") == 1
+
+
+def test_the_textbooks_code_on_the_page_is_what_the_benchmarks_time() -> None:
+    code = (ROOT / "benchmarks" / "harness" / "textbook.py").read_text()
+    function = code[code.index("def anderson(") :].partition("\n\n\n")[0]
+    assert function in (ROOT / "docs" / "pages" / "by-hand.md").read_text()
