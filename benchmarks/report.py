@@ -29,7 +29,7 @@ from typing import Any
 
 from harness.record import Row
 from harness.rivals import OWN, THEIRS
-from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
+from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LAYERS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
 from harness.tables import (
     FORMS,
     Form,
@@ -220,6 +220,19 @@ def textbook(results: Results) -> Table:
     return Table("Textbook", lines)
 
 
+def layers(results: Results) -> Table:
+    """The training step of whole layers on a CPU, and the gain over torchdeq on each kind of GPU."""
+    lines = []
+    for name, runs in results.cases("training").items():
+        line = case_line(name, runs, "ms_min")
+        short = {"training step": name} | {column: line[column] for column in ("deqfast", PEER, "gain over torchdeq")}
+        for record in results.on_gpu(True):
+            gains = [row["gains"][PEER] for row in record.rows if (row["case"], row["provider"]) == (name, "cuda")]
+            short |= {f"gain, {record.machine['gpu']}": span(gains)} if gains else {}
+        lines.append(short)
+    return Table("", lines)
+
+
 def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
     """The line of a case; `time`: the column of its rows that is shown, of several runs the median."""
 
@@ -373,6 +386,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
         "targets": told.lines(),
         "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
+        "layers in short": [*layers(results).lines(names=LAYERS), "", results.origin("training")],
         "residual and machine": [*residual.lines(), "", results.origin("residual")],
         "gradients": gradients(results).lines(),
         "options": [*headed(options(results)).lines(COUNTED, OPTIONS), "", results.origin("options")],
