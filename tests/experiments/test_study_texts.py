@@ -72,7 +72,7 @@ def test_the_texts_say_what_fresh_puzzles_gave():
         f"{unrolled[0]:.0f}, {unrolled[1]:.0f} and {unrolled[2]:.0f} %, and {deq[1]:.0f} and {deq[2]:.0f} % (one seed)"
     )
     assert f"On 150 fresh puzzles the two solve {short}" in words("README.md")
-    page = words("docs", "pages", "models.md")
+    page = words("docs", "pages", "sudoku.md")
     long = (
         f"solves {unrolled[0]:.1f} % with its ten steps, {unrolled[1]:.1f} % from one start and {unrolled[2]:.1f} % by"
     )
