@@ -197,7 +197,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
                 that repeated calls do not wait for the device.
 
         Returns:
-            z*, a tree like z0; with `return_solution` (z*, Solution).
+            `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
         """
         z0 = self._initial_state(x) if z0 is None else z0
         # Asked in this frame, which runs as it is where dynamo gives up. is_compiling() is true for other threads too.

@@ -55,7 +55,7 @@ def fixed_point(
             stop_fn, scale, warn (which then warns at every call), groups.
 
     Returns:
-        z*, a tree like z0; with `return_solution` (z*, Solution).
+        `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``DEQBlock``; TypeError for an option that it does not have, or that
@@ -131,7 +131,7 @@ def root(
         options: as for ``fixed_point``.
 
     Returns:
-        z*, a tree like z0; with `return_solution` (z*, Solution).
+        `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``fixed_point``; ValueError for another sign.
