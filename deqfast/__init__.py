@@ -74,7 +74,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the metric where it is asked for, as `deqfast.metrics` does."""
+    """Import the metric when it is first used, as `deqfast.metrics` does."""
     if name == "NeuralCollapse":
         return metrics.NeuralCollapse
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
