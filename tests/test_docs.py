@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
@@ -82,6 +83,15 @@ def test_commands_name_files_that_exist(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "docs" / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs" / "pages").glob("*.md"))
+
+
+def test_the_notebook_is_made_of_its_page() -> None:
+    """The page's Python runs above; `python docs/notebook.py` writes the notebook."""
+    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs" / "notebook.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.PAGE.with_suffix(".ipynb").read_text() == made.notebook(made.PAGE.read_text())
 
 
 def test_readme_fits_and_its_test_command_is_found() -> None:

@@ -104,7 +104,7 @@ def test_works_without_the_extension(wheel, tmp_path):
     ("variables", "message"),
     [
         ({"DEQFAST_BUILD": "gpu"}, "DEQFAST_BUILD must be auto, cpu, cuda or none, got 'gpu'"),
-        ({"DEQFAST_BUILD": "cpu", "CXX": "no-such-compiler"}, "no-such-compiler is not there: .* DEQFAST_BUILD=none"),
+        ({"DEQFAST_BUILD": "cpu", "CXX": "no-such-compiler"}, "no-such-compiler was not found: .* DEQFAST_BUILD=none"),
     ],
 )
 def test_a_build_that_cannot_be_is_an_error(source, variables, message):
