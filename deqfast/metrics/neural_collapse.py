@@ -125,14 +125,14 @@ def neural_collapse(
 
     ``convention`` says which paper's NC2, NC3 and NC4 are measured. c is the centre of the class means. H (K, D) has
     the class means mu_k as rows, and M the rows mu_k - c. W and b are weight and bias of the classifier. The simplex is
-    S = (I - 11^T / K) / sqrt(K - 1). ^A is A / ||A||, with Frobenius norms. NC1 differs by c only.
+    S = (I - 11^T / K) / sqrt(K - 1). ^A is A / norm(A), and norms are Frobenius norms. NC1 differs by c only.
 
     | convention | c | NC2 | NC3 | NC4 |
     |---|---|---|---|---|
-    | "sun" | mean of the class means | ``||^(H H^T) - S||`` | ``||^W - ^H||`` | share of agreement |
-    | "papyan" | mean of all samples | mean of ``abs(cos + 1/(K-1))`` of M's rows | ``||^W - ^M||^2`` | 1 - that share |
-    | "zhu" | mean of all samples | ``||^(W W^T) - S||`` | ``||^(W M^T) - S||`` | ``||W c + b||`` |
-    | "kothapalli" | mean of the class means | ``||^(M M^T) - S||`` | ``||^(W M^T) - S||`` | share of agreement |
+    | "sun" | mean of the class means | ``norm(^(H H^T) - S)`` | ``norm(^W - ^H)`` | share of agreement |
+    | "papyan" | mean of all samples | mean ``abs(cos + 1/(K-1))`` of M's rows | ``norm(^W - ^M)^2`` | 1 - that share |
+    | "zhu" | mean of all samples | ``norm(^(W W^T) - S)`` | ``norm(^(W M^T) - S)`` | ``norm(W c + b)`` |
+    | "kothapalli" | mean of the class means | ``norm(^(M M^T) - S)`` | ``norm(^(W M^T) - S)`` | share of agreement |
 
     NC2 of "papyan" has two more parts, and all three also of W: see ``nc2_means`` and ``nc2_classifier``. In "zhu" NC2
     is NaN without a classifier, and NC4 depends on the scale of W and of the features.
