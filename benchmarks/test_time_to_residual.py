@@ -1,11 +1,11 @@
-"""Time to a residual: Picard, Anderson and Broyden beside torchdeq's, each until the worst sample is good enough.
+"""Time to a residual: Picard, Anderson and Broyden next to torchdeq's, until the worst sample is good enough.
 
     pytest benchmarks/test_time_to_residual.py --full --record FILE [--run RUN --data-root DATA]
 
 docs/pages/solvers-measured.md says what is compared. A time counts only if the returned value, put into f in float64,
 has a relative residual within the tolerance in every sample. torchdeq's own word is not taken. On trained cells the
 default solvers of deqfast run with kernel="torch" too. deqfast returns a sample's first iterate within the tolerance.
-torchdeq goes on with all until one iterate of the whole batch is within it. So its finished samples end nearer to the
+torchdeq continues with all until one iterate of the whole batch is within it. So its finished samples end nearer to the
 solution, and may leave it again.
 """
 
