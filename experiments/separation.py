@@ -1,6 +1,6 @@
-"""Experiments after Wu et al., "Separation and Bias of Deep Equilibrium Models" (NeurIPS 2024), beside exact checks.
+"""Experiments after Wu et al., "Separation and Bias of Deep Equilibrium Models" (NeurIPS 2024), with exact checks.
 
-What is finished under --out is left alone, so that a run that was cut off goes on by the same command. Written are a
+Finished units under --out are kept, so that an interrupted run continues with the same command. The script writes a
 record of every unit, report.md and report.html with a verdict on each claim, and figures/, in a folder of the preset.
 """
 
@@ -29,7 +29,7 @@ EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMA
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Checked):
-    """What separation.py takes."""
+    """Options of separation.py."""
 
     experiment: str = option("study", "which experiment", "all", choices=("all", *EXPERIMENTS))
     preset: str = option(
@@ -51,7 +51,7 @@ class Options(Checked):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the experiments; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after
+    """Run the experiments; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
     Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, Options)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def study(options: Options) -> int:
-    """Measure what is missing and write the report; 0."""
+    """Measure missing units, write the report and return 0."""
     folder = Path(options.out) / options.preset
     prepare_out(folder)
     experiments = dict(EXPERIMENTS)
@@ -78,7 +78,7 @@ def study(options: Options) -> int:
         experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
     chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
     run(chosen, options.preset, folder, options.jobs)
-    # On all experiments, so that they can be run one by one; which recordings and runs there are, the options say.
+    # Of all experiments, so that they can be run one by one; the options give the recordings and runs.
     print(f"report: {report.write(experiments.values(), options.preset, folder)}")
     return 0
 

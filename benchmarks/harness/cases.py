@@ -1,4 +1,4 @@
-"""The registry: what `pytest benchmarks` measures.
+"""Registry of the cases that `pytest benchmarks` measures.
 
 From the fully connected cell of the theory (D = 256) over ResNet-18's last stage (128, 8192) to states as large as
 MDEQ's (D = 65536); batches of 1 to 256.
@@ -39,7 +39,7 @@ GPU: dict[str, Any] = {"devices": ("cuda",)}
 
 
 def ops() -> Iterator[Case]:
-    """Steps of the solvers, windows full, Broyden's from pairs and from steps; the ops of the cells."""
+    """Steps of the solvers with full windows, Broyden's from pairs and from steps; ops of the cells."""
     for size in (FC, LAST_STAGE, ONE, MDEQ):
         yield step_case(None, *size)
         yield step_case("and2", *size, 6)
@@ -92,7 +92,7 @@ TRAINING = (
 
 
 def collapse() -> Iterator[Case]:
-    """Large features with --full alone: their pseudo-inverse takes minutes."""
+    """Metrics of features; large ones only with --full, because their pseudo-inverse takes minutes."""
     yield collapse_case(5000, 512, 10)
     yield collapse_case(50_000, 512, 10)
     yield collapse_case(50_000, 512, 10, classifier=False, **GPU)

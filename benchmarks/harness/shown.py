@@ -1,4 +1,4 @@
-"""Which measured rows the documentation shows, and what it calls them."""
+"""Measured rows that the documentation shows, and their names there."""
 
 ADJOINTS = {
     "jfb": "`JFB`",
@@ -13,7 +13,7 @@ ADJOINTS = {
 }
 CELLS = {"gradient-fc-broyden-128x256": "FC", "gradient-residual-broyden-8x32x8x8": "residual"}
 
-# Column of the options' rows -> its heading. All but times, and what is trained, are the same on every machine.
+# Column of the options' rows -> its heading. Columns without times or training are the same on every machine.
 OF_OPTIONS = {
     "ms_min": "time",
     "evaluations": "evaluations",

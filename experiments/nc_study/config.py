@@ -1,4 +1,4 @@
-"""The settings of a study: one frozen dataclass, the presets that fill it in, and the command line over it."""
+"""Settings of a study: one frozen dataclass, the presets that fill it in, and the command line over it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMITS = {
 
 
 class StudyError(Exception):
-    """Something the user can put right: printed as one line, without a traceback."""
+    """Error that the user can correct: printed as one line, without a traceback."""
 
 
 class SettingsError(StudyError, ValueError):
@@ -52,7 +52,7 @@ class SettingsError(StudyError, ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """An entry of the paper's tables: a data set with an imbalance, which is None, None for balanced classes."""
+    """Entry of the paper's tables: a data set with an imbalance; both numbers are None for balanced classes."""
 
     dataset: str
     majority: int | None = None
@@ -67,27 +67,27 @@ class Setting:
 
     @property
     def classes(self) -> int:
-        """Number of classes; `auto` ends in one of the data sets with ten."""
+        """Number of classes; `auto` chooses a data set with ten."""
         return CLASSES.get(self.dataset, 10)
 
     @property
     def majority_classes(self) -> int:
-        """How many of the first classes form the majority; all of them where they are balanced."""
+        """Number of the first classes that form the majority; all of them if they are balanced."""
         return self.classes if self.majority is None else self.majority * self.classes // 10
 
     @property
     def imbalance(self) -> str:
-        """Its name where the data are known."""
+        """Name of the imbalance, without the data set."""
         return "balanced" if self.majority is None else f"({self.majority},{10 - self.majority}) R = {self.ratio}"
 
     @property
     def slug(self) -> str:
-        """That name as part of a file's."""
+        """That name in a form for file names."""
         return "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of a run that name it."""
+        """Options of a run that select this setting."""
         imbalance = {} if self.majority is None else {"majority": self.majority, "ratio": self.ratio}
         return {"dataset": self.dataset, **imbalance}
 
@@ -96,7 +96,7 @@ class Setting:
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
+    """Field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -111,12 +111,12 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Checked):
-    """Everything that decides the outcome of one run, and that its record names; a field without a default is filled in
-    by the preset."""
+    """Everything that decides the outcome of one run. Its record names all of it. The preset fills in fields without a
+    default."""
 
     study: str
     drawing: int | None = None
-    """Version of the drawing of the images, where they are drawn."""
+    """Version of the code that draws the images, if they are drawn."""
 
     model: str = option(
         "study",
@@ -226,13 +226,13 @@ class Experiment(Checked):
 
     @property
     def arm(self) -> str:
-        """What is compared: the network, and of a DEQ the gradient too."""
+        """Name of what is compared: the network and, for a DEQ, its gradient."""
         return f"deq-{self.adjoint}" if self.model == "deq" else self.model
 
     @property
     def departures(self) -> dict[str, Any]:
-        """The options whose values are not those of the preset, but for those that `run_name` has of its own, and the
-        device and kernel, which are the machine's."""
+        """Options whose values differ from the preset's. Left out are options that `run_name` writes itself, and device
+        and kernel, which belong to the machine."""
         usual = {spec.name: spec.default for spec in fields(Experiment) if spec.metadata}
         usual |= preset_values(self.preset, self.classes) | {"precision": "fp32"}
         named = {*IMBALANCE, "model", "adjoint", "preset", "seed", "dataset", "device", "kernel"}
@@ -252,7 +252,7 @@ class Experiment(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Experiment):
-    """An experiment with what may change when it is resumed: where its files are and how many threads work."""
+    """Experiment with the options that may change on resuming: folders and threads."""
 
     data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
     threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
@@ -261,20 +261,20 @@ class Settings(Experiment):
 
     @property
     def experiment(self) -> Experiment:
-        """The part that decides the outcome."""
+        """Part that decides the outcome."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(Experiment)}
         values["drawing"] = DRAWING if self.dataset.startswith("shapes") else None
         return Experiment(**values)
 
 
 def arm_options(arm: str) -> dict[str, str]:
-    """The options that name an arm (see `Experiment.arm`)."""
+    """Options that select an arm (see `Experiment.arm`)."""
     model, _, adjoint = arm.partition("deq-")
     return {"model": "deq", "adjoint": adjoint} if adjoint else {"model": model}
 
 
 def check_field(spec: Field[Any], value: Any) -> None:
-    """SettingsError if the value is not what the field's `option` allows."""
+    """Raise SettingsError if the field's `option` does not allow the value."""
     checks, allowed = spec.metadata, ""
     if value is None:
         return
@@ -290,13 +290,13 @@ def check_field(spec: Field[Any], value: Any) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The command-line option of a field."""
+    """Command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def settings_from(study: str, **given: Any) -> Settings:
-    """Complete settings: what is given, then the preset, then the defaults; device, preset and precision are no longer
-    `auto`."""
+    """Complete settings: the given values, then the preset's, then the defaults. No device, preset or precision is
+    `auto` any more."""
     gpu = torch.cuda.is_available()
     device, preset = given.get("device", "auto"), given.get("preset", "auto")
     if device == "cuda" and not gpu:
@@ -318,13 +318,14 @@ def settings_from(study: str, **given: Any) -> Settings:
 
 
 def multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16: without them it is slower than float32."""
+    """Return whether the CPU has instructions for products of bfloat16. Without them bfloat16 is slower than
+    float32."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def preset_values(preset: str, classes: int) -> dict[str, Any]:
-    """The values that a preset fills in for a data set of 10 or 100 classes."""
+    """Values that a preset fills in for a data set of 10 or 100 classes."""
     filled = PRESETS.get(preset, {})
     return {name: value[classes] if isinstance(value, dict) else value for name, value in filled.items()}
 
@@ -347,8 +348,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type, without: Collection[str] = ()) -> None:
-    """Give the parser the options of a dataclass of settings, but for those named; what is not given is absent from
-    the parser's result."""
+    """Add the options of a dataclass of settings to the parser, except those in `without`. An option that is not given
+    is absent from the parser's result."""
     groups: dict[str, Any] = {}
     for spec in fields(settings):
         if not spec.metadata or spec.name in without:
@@ -370,7 +371,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these settings, of which a switch is on or absent."""
+    """Command line for these settings; a switch is either on or absent."""
     words = []
     for name, value in given.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
