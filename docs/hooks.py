@@ -39,6 +39,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return OUTSIDE.sub(lambda match: f"]({_inside(match[1])})", markdown)
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Link the objects that docstrings name on the API page, except `fixed_point`, which is also a hook of a cell."""
+    if page.file.src_uri != "api.md":
+        return html
+    targets = {name: target for name, target in _documented().items() if name != "fixed_point"}
+
+    def link(code: re.Match[str]) -> str:
+        return f'<a href="#{targets[code[1]]}">{code[0]}</a>' if code[1] in targets else code[0]
+
+    return re.sub(r"(?<!<b>)<code>(?:deqfast\.)?([\w.]+)</code>", link, html)
+
+
 def _documented() -> dict[str, str]:
     """Names by which pages call the objects of the API page, with the objects' full names."""
     names = re.findall(r"^::: deqfast\.(.+)$", (PAGES / "api.md").read_text(), re.MULTILINE)
