@@ -64,9 +64,10 @@ def faults(path: Path) -> Iterator[str]:
     for line, text, limited in {".md": paragraphs, ".py": of_python}.get(path.suffix, of_cpp)(path.read_text()):
         for found in RULE.finditer(text):
             yield f"{path.relative_to(ROOT)}:{line + text.count(chr(10), 0, found.start())}: {found[0]!r}"
-        for sentence in re.split(r"(?<!et al)(?<!e\.g)(?<!i\.e)[.!?][\"')*]*\s+", text) if limited else ():
+        for sentence in re.split(r"(?<!et al)(?<!e\.g)(?<!i\.e)[.!?][\"')*]*\s+", text.rstrip()) if limited else ():
             if (many := len(re.findall(r"[A-Za-z][\w'’-]+|\ba\b", sentence))) > MOST:
-                yield f"{path.relative_to(ROOT)}:{line}: {many} words: {' '.join(sentence.split())}"
+                at = line + text.count("\n", 0, text.index(sentence.lstrip()))
+                yield f"{path.relative_to(ROOT)}:{at}: {many} words: {' '.join(sentence.split())}"
 
 
 @pytest.mark.parametrize("place", PLACES)
