@@ -48,10 +48,10 @@ class Options(Checked):
         metavar="DIR",
     )
     data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data", metavar="DIR")
-    jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
-    out: str = option("machine", "folder for the presets' folders", "runs/separation", metavar="DIR")
+    jobs: int = option("machine", "parallel units, with one thread each", os.cpu_count() or 1, minimum=1)
+    out: str = option("machine", "parent of the presets' folders", "runs/separation", metavar="DIR")
     report: bool = option(
-        "machine", "measure nothing: write the sections of --experiment again from their records under --out", False
+        "machine", "only write the sections of --experiment again, from their records under --out", False
     )
 
 

@@ -125,7 +125,7 @@ class Experiment(Checked):
     model: str = option(
         "study",
         "explicit; explicit-norm: it ends in the DEQ's normalisation; once: the DEQ's cell evaluated once from 0; deq; "
-        "both: explicit and deq, a run each",
+        "both: explicit and deq, one run each",
         "both",
         choices=("both", *MODELS),
     )
@@ -139,9 +139,9 @@ class Experiment(Checked):
         choices=("step", "exp"),
     )
     preset: str = option(
-        "study", "where other values come from; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
+        "study", "source of other values; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
     )
-    seed: int = option("study", "start of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
+    seed: int = option("study", "seed of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
 
     dataset: str = option(
         "data",
@@ -149,20 +149,22 @@ class Experiment(Checked):
         "auto",
         choices=("auto", *CLASSES),
     )
-    n_majority: int = option("data", "images of a majority class (n_A), fewer by default of 100 classes", minimum=1)
-    test_images: int = option("data", "test images, equally many of every class", minimum=1)
+    n_majority: int = option(
+        "data", "images of a majority class (n_A); the default is smaller for 100 classes", minimum=1
+    )
+    test_images: int = option("data", "test images, the same number of every class", minimum=1)
     evaluate: str = option(
         "data",
-        "what --test-images are taken from; validation: training images that are not trained on",
+        "source of --test-images; validation: training images that are not trained on",
         "test",
         choices=("test", "validation"),
     )
 
-    no_augmentation: bool = option("data", "train on the images as they are, without crops and flips", False)
+    no_augmentation: bool = option("data", "train on the original images, without crops and flips", False)
 
     width: int = option("network", "channels of the first stage", minimum=1)
     scale: float = option(
-        "network", "initial gain of what the last block's convolutions add to its input", 1.0, above=0
+        "network", "initial gain of the last block's convolutions, whose output is added to its input", 1.0, above=0
     )
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
     tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0, below=1)
@@ -170,7 +172,7 @@ class Experiment(Checked):
     adjoint: str = option("network", "gradient of the fixed point", "jfb", choices=ADJOINTS)
     kernel: str = option(
         "network",
-        "implementation of the solver's steps; auto: the fastest here; one that is not available here becomes another",
+        "implementation of the solver's steps; auto: the fastest here; falls back to an available one",
         "auto",
         choices=("auto", "triton", "cuda", "cpp", "torch"),
     )
@@ -185,11 +187,11 @@ class Experiment(Checked):
         "cross-entropy",
         choices=("cross-entropy", "logit-adjusted"),
     )
-    schedule: str = option("training", "course of the rate; cosine warms up first", choices=("constant", "cosine"))
+    schedule: str = option("training", "schedule of the rate; cosine warms up first", choices=("constant", "cosine"))
     momentum: float = option("training", "momentum of SGD", 0.9, minimum=0, below=1)
     weight_decay: float = option("training", "weight decay of SGD", 5e-4, minimum=0)
-    e_w: float | None = option("training", "bound kept on the classifier's mean squared row norm", None, above=0)
-    e_h: float | None = option("training", "bound kept on the norm of the last block's convolutions", None, above=0)
+    e_w: float | None = option("training", "bound on the classifier's mean squared row norm", None, above=0)
+    e_h: float | None = option("training", "bound on the norm of the last block's convolutions", None, above=0)
     metrics_every: int = option("training", "epochs between measurements of neural collapse", minimum=1)
 
     device: str = option(
@@ -200,10 +202,10 @@ class Experiment(Checked):
     )
     precision: str = option(
         "machine",
-        "fp32, or bf16 autocast of all before the last block; auto: bf16 with a GPU or a CPU that multiplies it",
+        "fp32, or bf16 autocast before the last block; auto: bf16 with a GPU, or a CPU with instructions for it",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False)
+    compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,10 +260,10 @@ class Experiment(Checked):
 class Settings(Experiment):
     """Experiment with the options that may change on resuming: folders and threads."""
 
-    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data", metavar="DIR")
-    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
-    out: str = option("machine", "folder under which every run gets a folder of its own", "runs", metavar="DIR")
-    resume: bool = option("machine", "go on with the run of these settings where it stopped", False)
+    data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data", metavar="DIR")
+    threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
+    out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
+    resume: bool = option("machine", "continue the run of these settings where it stopped", False)
 
     @property
     def experiment(self) -> Experiment:

@@ -1,4 +1,4 @@
-"""Arguments that make no sense end a script with status 2 and a line that names them, before anything is written."""
+"""Invalid arguments end a script with status 2 and a line that names them, before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as a whole: the numbers of its tables against those of the results, its files, and its errors."""
+"""The report as a whole: numbers of its tables compared with the results, its files, and its errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STUDY_PAGE = EXPERIMENTS.parent / "docs" / "pages" / "study.md"
 
 
 def text_of(page):
-    """What a browser shows of a page."""
+    """Text that a browser shows of a page."""
     return html.unescape(re.sub(r"<[^>]*>", "", page))
 
 
 def group_of(path):
-    """The group of the runs that are in one folder with this one."""
+    """Return the group of the runs that are in one folder with this one."""
     (group,) = collect([path.parent]).groups
     return group
 

@@ -1,4 +1,4 @@
-"""Figures of a report: which there are, and what their lines and axes say."""
+"""Figures of a report: their number, lines and axes."""
 
 from __future__ import annotations
 

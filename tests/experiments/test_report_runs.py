@@ -1,4 +1,4 @@
-"""Which folders count as runs, and which runs may be averaged or compared."""
+"""Folders that count as runs, and runs that may be averaged or compared."""
 
 from __future__ import annotations
 

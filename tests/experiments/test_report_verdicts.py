@@ -1,4 +1,4 @@
-"""Estimates and p-values against scipy's, and the verdicts that follow from them as experiments/protocol.md says."""
+"""Estimates and p-values compared with scipy's, and the verdicts that follow from them by experiments/protocol.md."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def of_b(arm, **given):
 
 @pytest.fixture
 def primary(write, monkeypatch):
-    """Finished primary runs, two seeds a block, in which an arm's DEQ is ahead by so much: their group."""
+    """Write finished primary runs, two seeds per block, with an arm's DEQ ahead by a given shift; return their
+    group."""
     blocks = tuple(replace(block, seeds=range(2)) for block in PRIMARY)
     for module in ("protocol", "reporting.verdicts", "reporting.tables"):
         monkeypatch.setattr(f"nc_study.{module}.PRIMARY", blocks)
@@ -158,7 +159,7 @@ def test_no_verdict_before_the_last_primary_run(primary):
 
 
 def test_fresh_seeds_that_go_the_other_way_are_told_with_the_verdict(write, monkeypatch):
-    """Of six seeds at (3,7) R = 10 the first three are ahead by 5 and 6, the fresh ones behind by 1 and 2."""
+    """Of six seeds at (3,7) R = 10 the first three lead by 5 and 6, and the fresh ones trail by 1 and 2."""
     monkeypatch.setattr("study_helpers.SOLVER", replace(SOLVER, converged=1.0))
     runs = [
         ((5 if seed < 3 else -2) + seed % 2, of_b(arm, seed=seed, **block.setting.options))
@@ -188,7 +189,7 @@ def test_a_setting_is_ready_when_the_arms_share_two_seeds(write):
     ],
 )
 def test_the_check_of_the_precision(write, monkeypatch, moved, judged):
-    """Arms with rates of their own are compared; half of the check says nothing."""
+    """Arms with their own rates are compared; half of the check decides nothing."""
     rates = {"explicit": 0.03, "deq-implicit": 0.3}
     monkeypatch.setattr(protocol, "tuned", lambda: {arm: {"lr": lr} for arm, lr in rates.items()})
     monkeypatch.setattr("nc_study.reporting.tables.precision_check", precision_check)
@@ -207,7 +208,7 @@ def test_the_check_of_the_precision(write, monkeypatch, moved, judged):
 
 
 def test_recipes_and_devices_are_never_in_one_estimate(write, monkeypatch):
-    """Runs of the explicit network that only differ in the device are in two groups, and check the device."""
+    """Runs of the explicit network that differ only in the device form two groups, and check the device."""
     first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in protocol.ARMS}
     monkeypatch.setattr(protocol, "tuned", lambda: first)
     cpu = {"device": "cpu"}
