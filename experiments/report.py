@@ -1,8 +1,8 @@
 """The report on finished runs: the paper's tables and figures beside ours, differences between arms, and the verdicts
 of the protocol.
 
-Folders are searched, with all below them, for the runs of cifar_balanced.py, cifar_lt.py and study.py. Written are
-report.html (one file with everything in it), report.md, and figures/ with every figure.
+Folders are searched, with all below them, for the runs of cifar_balanced.py, cifar_lt.py and study.py. Written are a
+report, an appendix with other recipes and the provenance, as .md and as .html with all pictures in it, and figures/.
 """
 
 import argparse

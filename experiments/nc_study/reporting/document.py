@@ -33,7 +33,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> Source:
     """Make a Markdown table of at least one row, each by the names of its columns, without those of only "–"; columns
     with a number are aligned to the right. Text is escaped unless it is `Source`."""
     columns = [column for column in rows[0] if any(row[column] != "–" for row in rows)]
-    numeric = (any(re.match(r"[+\-×]?\d", str(row[column])) for row in rows) for column in columns)
+    numeric = (any(re.fullmatch(r"[+\-×]?\d[^/]*", str(row[column])) for row in rows) for column in columns)
     sides = ["right" if one else "left" for one in numeric]
     entries = [[escape(row[column]) for column in columns] for row in rows]
     headers = list(map(escape, columns))
