@@ -1,17 +1,18 @@
-"""Layer-peeled problems of Sun & Shi (NeurIPS 2024): their optima, and what the paper's theorems say of them.
+"""Layer-peeled problems of Sun & Shi (NeurIPS 2024): their optima, and the paper's theorems about them.
 
-Solves (7), (9) and (10) in float64, the linear DEQ through deqfast, and prints a verdict on each claim of Theorems 3.1
-and 4.1, Proposition 4.2 and the bounds (22) and (33). Results replace those of an earlier run in the same --out.
+The script solves (7), (9) and (10) in float64, the linear DEQ through deqfast. It prints a verdict on each claim of
+Theorems 3.1 and 4.1, Proposition 4.2 and the bounds (22) and (33). Results replace those of an earlier run in the same
+--out.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nc_study.arguments import Parser
 from nc_study.cli import told
 from nc_study.config import SettingsError, StudyError, add_options
 from nc_study.record import to_json
@@ -22,8 +23,10 @@ from peeled.study import PeeledSettings, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the study; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the study; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
+    Ctrl-C."""
+    examples = ("layer_peeled.py --e-w 1 --e-h 0.5 --seeds 0", "layer_peeled.py --report --out runs/layer_peeled")
+    parser = Parser(__doc__, examples)
     add_options(parser, PeeledSettings)
     try:
         settings = PeeledSettings(**vars(parser.parse_args(argv)))
@@ -42,7 +45,7 @@ def read_json(path: Path) -> Part:
 
 
 def study(settings: PeeledSettings, out: Path) -> int:
-    """Solve, or with --report read what was solved; write the results and print them; 0."""
+    """Solve, or with --report read earlier solutions; write the results, print them and return 0."""
     prepare_out(out)
     if settings.report:
         result = read_json(out / "layer_peeled.json")

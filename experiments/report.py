@@ -1,8 +1,9 @@
-"""The report on finished runs: the paper's tables and figures beside ours, differences between arms, and the verdicts
-of the protocol.
+"""Report on finished runs: the paper's tables and figures next to ours, differences between arms, and the verdicts of
+the protocol.
 
-Folders are searched, with all below them, for the runs of cifar_balanced.py, cifar_lt.py and study.py. Written are
-report.html (one file with everything in it), report.md, and figures/ with every figure.
+The folders and everything below them are searched for runs of cifar_balanced.py, cifar_lt.py and study.py. The script
+writes a report, an appendix with other recipes, and the provenance: as .md, and as .html with all pictures in it. It also
+writes figures/.
 """
 
 import argparse
@@ -11,17 +12,25 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Write a report; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folder that holds runs, at any depth")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: report in the first of RUNS)")
+    """Write a report; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
+    Ctrl-C."""
+    command = "python experiments/report.py"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"examples:\n  {command} runs\n  {command} runs/a runs/b --out report",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="folder that holds runs, at any depth")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the report (default: report in the first DIR)"
+    )
     asked = parser.parse_args()
     absent = [root for root in asked.runs if not root.is_dir()]
     if absent or not any(any(root.rglob(name)) for root in asked.runs for name in ("settings.json", "result.json")):
         reason = f"{absent[0]}: no such folder" if absent else f"no runs under {', '.join(map(str, asked.runs))}"
         print(f"report.py: error: {reason}", file=sys.stderr)
         return 1
-    from nc_study.cli import told  # late: there may be nothing to report, and these take seconds
+    from nc_study.cli import told  # late: there may be nothing to report, and these imports take seconds
     from nc_study.reporting.report import show
 
     return told("report.py", lambda: show(asked.runs, asked.out or asked.runs[0] / "report"), "the report is not whole")

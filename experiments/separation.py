@@ -1,18 +1,18 @@
-"""Experiments after Wu et al., "Separation and Bias of Deep Equilibrium Models" (NeurIPS 2024), beside exact checks.
+"""Experiments after Wu et al., "Separation and Bias of Deep Equilibrium Models" (NeurIPS 2024), with exact checks.
 
-What is finished under --out is left alone, so that a run that was cut off goes on by the same command. Written are a
+Finished units under --out are kept, so that an interrupted run continues with the same command. The script writes a
 record of every unit, report.md and report.html with a verdict on each claim, and figures/, in a folder of the preset.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nc_study.arguments import Parser
 from nc_study.cli import told
 from nc_study.config import Checked, SettingsError, add_options, option
 from nc_study.rundir import prepare_out
@@ -29,7 +29,7 @@ EXPERIMENTS = {one.name: one for one in (SAWTOOTH, STEEP, GOTU, DIAGONAL, HEATMA
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Checked):
-    """What separation.py takes."""
+    """Options of separation.py."""
 
     experiment: str = option("study", "which experiment", "all", choices=("all", *EXPERIMENTS))
     preset: str = option(
@@ -38,22 +38,28 @@ class Options(Checked):
         "quick",
         choices=("quick", "full"),
     )
-    audio: str | None = option("data", "folder of WAV files to fit in audio; off: a chirp is drawn", None)
-    runs: str | None = option(
-        "data", "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes", None
+    audio: str | None = option(
+        "data", "folder of WAV files to fit in audio; off: a chirp is drawn", None, metavar="DIR"
     )
-    data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data")
-    jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
-    out: str = option("machine", "folder for the presets' folders", "runs/separation")
+    runs: str | None = option(
+        "data",
+        "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes",
+        None,
+        metavar="DIR",
+    )
+    data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data", metavar="DIR")
+    jobs: int = option("machine", "parallel units, with one thread each", os.cpu_count() or 1, minimum=1)
+    out: str = option("machine", "parent of the presets' folders", "runs/separation", metavar="DIR")
     report: bool = option(
-        "machine", "measure nothing: write the sections of --experiment again from their records under --out", False
+        "machine", "only write the sections of --experiment again, from their records under --out", False
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the experiments; the exit status is 0, 1 for an error (told in a line), 2 for bad arguments, 130 after
+    """Run the experiments; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
     Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    examples = ("separation.py --experiment gotu --jobs 1", "separation.py --preset full --out runs/separation")
+    parser = Parser(__doc__, examples)
     add_options(parser, Options)
     try:
         options = Options(**vars(parser.parse_args(argv)))
@@ -63,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def study(options: Options) -> int:
-    """Measure what is missing and write the report; 0."""
+    """Measure missing units, write the report and return 0."""
     folder = Path(options.out) / options.preset
     prepare_out(folder)
     experiments = dict(EXPERIMENTS)
@@ -78,7 +84,7 @@ def study(options: Options) -> int:
         experiments["saliency"] = saliency.of_runs(Path(options.runs), Path(options.data_root))
     chosen = experiments.values() if options.experiment == "all" else [experiments[options.experiment]]
     run(chosen, options.preset, folder, options.jobs)
-    # On all experiments, so that they can be run one by one; which recordings and runs there are, the options say.
+    # Of all experiments, so that they can be run one by one; the options give the recordings and runs.
     print(f"report: {report.write(experiments.values(), options.preset, folder)}")
     return 0
 

@@ -1,10 +1,10 @@
-"""Cells that always have one fixed point, next to the residual cell, as the layer of a small image classifier.
+"""Cells that always have one fixed point, and the residual cell, as the layer of a small image classifier.
 
 residual, subhomogeneous: cells of 16 x 16 states on a strided convolution. subhomogeneous-connected, monotone: fully
 connected cells on 4 x 4 means of it. All of these have about 5,000 parameters.
 explicit, explicit-connected: the subhomogeneous cells with W = 0, so that f(z, x) does not depend on z.
 Broyden solves the residual cell, in at most --max-iter evaluations; plain iteration solves the others.
-Recipe and data are those of images.py.
+The recipe and the data are those of images.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ARMS = ("residual", "subhomogeneous", "explicit", "monotone", "subhomogeneous-co
 
 @dataclass(frozen=True, kw_only=True)
 class Cells(Images):
-    """Options of cells.py; --scales and --penalty do nothing."""
+    """Options of cells.py; --scales and --penalty have no effect."""
 
     features: int = option("model", "width of the fully connected cells", 16, minimum=1)
     degree: float = option("model", "degree of the subhomogeneous cells", 0.9, above=0.0)

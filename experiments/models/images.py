@@ -1,9 +1,9 @@
-"""A multiscale deep equilibrium model on CIFAR-10: one state of several resolutions (MDEQ), beside residual networks.
+"""A multiscale deep equilibrium model on CIFAR-10: one state of several resolutions (MDEQ), next to residual networks.
 
-deq and deq-regularised: MDEQ under JFB, without and with a penalty on the norm of its Jacobian. explicit-parameters: a
-ResNet of as many parameters. explicit-compute: the MDEQ's cell applied as often from 0, and differentiated through, as
-costs what the DEQ's training step costs, where an evaluation that is differentiated counts as three.
-All arms have the recipe of the ResNet's: Adam, one cycle of the rate. Without --data-root, images of ten drawn shapes.
+deq and deq-regularised: MDEQ with JFB, without and with a penalty on the norm of its Jacobian. explicit-parameters: a
+ResNet with the same number of parameters. explicit-compute: the MDEQ's cell, applied repeatedly from 0 and
+backpropagated. It costs the same as a training step of the DEQ; a differentiated evaluation counts as three. All arms
+have the recipe of the ResNet: Adam, one cycle of the rate. Without --data-root, images of ten drawn shapes.
 Sources: Bai, Koltun, Kolter, NeurIPS 2020 and ICML 2021.
 """
 
@@ -42,8 +42,8 @@ class Images(Options):
     width: int = option("model", "channels of the finest resolution; each coarser one has twice as many", 16, minimum=4)
     scales: int = option("model", "resolutions, from 16 x 16 on", 2, minimum=1, maximum=3)
     tol: float = option("model", "relative residual of a solve", 1e-2, above=0.0)
-    max_iter: int = option("model", "evaluations of a solve at most", 18, minimum=1)
-    penalty: float = option("training", "weight of the Jacobian's penalty in deq-regularised", 1.0, minimum=0.0)
+    max_iter: int = option("model", "most evaluations of a solve", 18, minimum=1)
+    penalty: float = option("training", "weight of the penalty on the Jacobian in deq-regularised", 1.0, minimum=0.0)
     epochs: int = option("training", "passes over the training images", 4, minimum=1)
     images: int | None = option("training", "training images; off: all", None, minimum=1)
     batch: int = option("training", "images of a step", 128, minimum=2)
@@ -51,7 +51,7 @@ class Images(Options):
 
 
 class Found(NamedTuple):
-    """Logits, and of a DEQ how the solve went, the state, and what was injected."""
+    """Logits; for a DEQ also the Solution, the state and the injection."""
 
     logits: Tensor
     solution: deqfast.Solution | None = None
@@ -82,7 +82,7 @@ class Resample(nn.Module):
 
 
 class Cell(nn.Module):
-    """A residual block at every resolution, with an injection each, then the sum over what all send to each."""
+    """A residual block at every resolution, each with an injection. Then every resolution sums the outputs of all."""
 
     def __init__(self, width: int, scales: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A ResNet of three blocks, of the width at which it has about as many parameters as `twin`."""
+    """ResNet of three blocks; its width gives about the number of parameters of `twin`."""
 
     def __init__(self, twin: nn.Module) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class ResNet(nn.Module):
 
 
 def load(options: Images) -> tuple[str, dict[str, tuple[Tensor, Tensor]]]:
-    """Name of the data, and images (N, 3, 32, 32) with labels, of which "valid" is a tenth of the training images."""
+    """Name of the data, and images (N, 3, 32, 32) with labels; "valid" is a tenth of the training images."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for split, number in SHAPES.items():
         if options.data_root is None:
@@ -192,7 +192,7 @@ def load(options: Images) -> tuple[str, dict[str, tuple[Tensor, Tensor]]]:
 
 
 def augment(images: Tensor) -> Tensor:
-    """Shift by up to four pixels and mirror, an image by itself."""
+    """Shift by up to four pixels and mirror, independently for each image."""
     rows, columns = torch.randint(9, (2, len(images), 1, 1, 1))
     there = torch.arange(32)
     index = torch.arange(len(images))[:, None, None, None], torch.arange(3)[:, None, None]
@@ -214,7 +214,7 @@ def train(run: Run, build: Callable[[str, Any], nn.Module] = Classifier) -> Outc
         began, done, part = time.monotonic(), step % epoch_steps, step / total
         if not done:
             run.log.append({"step": step, "minutes": run.log[-1]["minutes"] if run.log else 0.0})
-        row = run.log[-1]  # of the epoch; in the log from its first step on, which the checkpoint keeps
+        row = run.log[-1]  # row of the epoch; in the log from its first step on, because the checkpoint keeps the log
         optimizer.param_groups[0]["lr"] = options.lr * min(1, part / 0.2) * (0.5 + 0.5 * math.cos(math.pi * part))
         batch = torch.randint(len(images), (options.batch,))
         logits, solution, z, x = model(augment(images[batch]))
@@ -240,7 +240,7 @@ def train(run: Run, build: Callable[[str, Any], nn.Module] = Classifier) -> Outc
 
 @torch.no_grad()
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy in %, and of a DEQ the evaluations an image and the share of images whose solve converged."""
+    """Accuracy in %; for a DEQ also the evaluations per image and the share of images whose solve converged."""
     right, used, converged = [], [], []
     for some, truth in zip(images.split(500), labels.split(500), strict=True):
         logits, solution, _, _ = model(some)
@@ -262,7 +262,7 @@ def radius(model: Any, images: Tensor) -> float:
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Accuracy against minutes of training, spectral radius and evaluations against epochs; a line a seed."""
+    """Accuracy against minutes of training, spectral radius and evaluations against epochs; one line per seed."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
     arms = list(dict.fromkeys(record.arm for record in records))
     for record in records:

@@ -1,4 +1,4 @@
-"""The settings of a study: one frozen dataclass, the presets that fill it in, and the command line over it."""
+"""Settings of a study: one frozen dataclass, the presets that fill it in, and the command line over it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .arguments import Parser, one_of
 from .shapes import DRAWING
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
@@ -43,7 +44,7 @@ LIMITS = {
 
 
 class StudyError(Exception):
-    """Something the user can put right: printed as one line, without a traceback."""
+    """Error that the user can correct: printed as one line, without a traceback."""
 
 
 class SettingsError(StudyError, ValueError):
@@ -52,7 +53,7 @@ class SettingsError(StudyError, ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """An entry of the paper's tables: a data set with an imbalance, which is None, None for balanced classes."""
+    """Entry of the paper's tables: a data set with an imbalance; both numbers are None for balanced classes."""
 
     dataset: str
     majority: int | None = None
@@ -67,27 +68,27 @@ class Setting:
 
     @property
     def classes(self) -> int:
-        """Number of classes; `auto` ends in one of the data sets with ten."""
+        """Number of classes; `auto` chooses a data set with ten."""
         return CLASSES.get(self.dataset, 10)
 
     @property
     def majority_classes(self) -> int:
-        """How many of the first classes form the majority; all of them where they are balanced."""
+        """Number of the first classes that form the majority; all of them if they are balanced."""
         return self.classes if self.majority is None else self.majority * self.classes // 10
 
     @property
     def imbalance(self) -> str:
-        """Its name where the data are known."""
+        """Name of the imbalance, without the data set."""
         return "balanced" if self.majority is None else f"({self.majority},{10 - self.majority}) R = {self.ratio}"
 
     @property
     def slug(self) -> str:
-        """That name as part of a file's."""
+        """That name in a form for file names."""
         return "balanced" if self.majority is None else f"k{self.majority}-r{self.ratio}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of a run that name it."""
+        """Options of a run that select this setting."""
         imbalance = {} if self.majority is None else {"majority": self.majority, "ratio": self.ratio}
         return {"dataset": self.dataset, **imbalance}
 
@@ -96,7 +97,10 @@ class Setting:
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
+    """Field that is also a command-line option.
+
+    `checks`: choices, minimum, maximum, above and below (exclusive). A str without choices needs a `metavar` too.
+    """
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -111,17 +115,17 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Checked):
-    """Everything that decides the outcome of one run, and that its record names; a field without a default is filled in
-    by the preset."""
+    """Everything that decides the outcome of one run. Its record names all of it. The preset fills in fields without a
+    default."""
 
     study: str
     drawing: int | None = None
-    """Version of the drawing of the images, where they are drawn."""
+    """Version of the code that draws the images, if they are drawn."""
 
     model: str = option(
         "study",
         "explicit; explicit-norm: it ends in the DEQ's normalisation; once: the DEQ's cell evaluated once from 0; deq; "
-        "both: explicit and deq, a run each",
+        "both: explicit and deq, one run each",
         "both",
         choices=("both", *MODELS),
     )
@@ -135,9 +139,9 @@ class Experiment(Checked):
         choices=("step", "exp"),
     )
     preset: str = option(
-        "study", "where other values come from; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
+        "study", "source of other values; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
     )
-    seed: int = option("study", "start of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
+    seed: int = option("study", "seed of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
 
     dataset: str = option(
         "data",
@@ -145,20 +149,22 @@ class Experiment(Checked):
         "auto",
         choices=("auto", *CLASSES),
     )
-    n_majority: int = option("data", "images of a majority class (n_A), fewer by default of 100 classes", minimum=1)
-    test_images: int = option("data", "test images, equally many of every class", minimum=1)
+    n_majority: int = option(
+        "data", "images of a majority class (n_A); the default is smaller for 100 classes", minimum=1
+    )
+    test_images: int = option("data", "test images, the same number of every class", minimum=1)
     evaluate: str = option(
         "data",
-        "what --test-images are taken from; validation: training images that are not trained on",
+        "source of --test-images; validation: training images that are not trained on",
         "test",
         choices=("test", "validation"),
     )
 
-    no_augmentation: bool = option("data", "train on the images as they are, without crops and flips", False)
+    no_augmentation: bool = option("data", "train on the original images, without crops and flips", False)
 
     width: int = option("network", "channels of the first stage", minimum=1)
     scale: float = option(
-        "network", "initial gain of what the last block's convolutions add to its input", 1.0, above=0
+        "network", "initial gain of the last block's convolutions, whose output is added to its input", 1.0, above=0
     )
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
     tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0, below=1)
@@ -166,7 +172,7 @@ class Experiment(Checked):
     adjoint: str = option("network", "gradient of the fixed point", "jfb", choices=ADJOINTS)
     kernel: str = option(
         "network",
-        "implementation of the solver's steps; auto: the fastest here; one that is not available here becomes another",
+        "implementation of the solver's steps; auto: the fastest here; falls back to an available one",
         "auto",
         choices=("auto", "triton", "cuda", "cpp", "torch"),
     )
@@ -181,11 +187,11 @@ class Experiment(Checked):
         "cross-entropy",
         choices=("cross-entropy", "logit-adjusted"),
     )
-    schedule: str = option("training", "course of the rate; cosine warms up first", choices=("constant", "cosine"))
+    schedule: str = option("training", "schedule of the rate; cosine warms up first", choices=("constant", "cosine"))
     momentum: float = option("training", "momentum of SGD", 0.9, minimum=0, below=1)
     weight_decay: float = option("training", "weight decay of SGD", 5e-4, minimum=0)
-    e_w: float | None = option("training", "bound kept on the classifier's mean squared row norm", None, above=0)
-    e_h: float | None = option("training", "bound kept on the norm of the last block's convolutions", None, above=0)
+    e_w: float | None = option("training", "bound on the classifier's mean squared row norm", None, above=0)
+    e_h: float | None = option("training", "bound on the norm of the last block's convolutions", None, above=0)
     metrics_every: int = option("training", "epochs between measurements of neural collapse", minimum=1)
 
     device: str = option(
@@ -196,10 +202,10 @@ class Experiment(Checked):
     )
     precision: str = option(
         "machine",
-        "fp32, or bf16 autocast of all before the last block; auto: bf16 with a GPU or a CPU that multiplies it",
+        "fp32, or bf16 autocast before the last block; auto: bf16 with a GPU, or a CPU with instructions for it",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False)
+    compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,13 +232,13 @@ class Experiment(Checked):
 
     @property
     def arm(self) -> str:
-        """What is compared: the network, and of a DEQ the gradient too."""
+        """Name of what is compared: the network and, for a DEQ, its gradient."""
         return f"deq-{self.adjoint}" if self.model == "deq" else self.model
 
     @property
     def departures(self) -> dict[str, Any]:
-        """The options whose values are not those of the preset, but for those that `run_name` has of its own, and the
-        device and kernel, which are the machine's."""
+        """Options whose values differ from the preset's. Left out are options that `run_name` writes itself, and device
+        and kernel, which belong to the machine."""
         usual = {spec.name: spec.default for spec in fields(Experiment) if spec.metadata}
         usual |= preset_values(self.preset, self.classes) | {"precision": "fp32"}
         named = {*IMBALANCE, "model", "adjoint", "preset", "seed", "dataset", "device", "kernel"}
@@ -252,29 +258,29 @@ class Experiment(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Experiment):
-    """An experiment with what may change when it is resumed: where its files are and how many threads work."""
+    """Experiment with the options that may change on resuming: folders and threads."""
 
-    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
-    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
-    out: str = option("machine", "folder under which every run gets a folder of its own", "runs")
-    resume: bool = option("machine", "go on with the run of these settings where it stopped", False)
+    data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data", metavar="DIR")
+    threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
+    out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
+    resume: bool = option("machine", "continue the run of these settings where it stopped", False)
 
     @property
     def experiment(self) -> Experiment:
-        """The part that decides the outcome."""
+        """Part that decides the outcome."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(Experiment)}
         values["drawing"] = DRAWING if self.dataset.startswith("shapes") else None
         return Experiment(**values)
 
 
 def arm_options(arm: str) -> dict[str, str]:
-    """The options that name an arm (see `Experiment.arm`)."""
+    """Options that select an arm (see `Experiment.arm`)."""
     model, _, adjoint = arm.partition("deq-")
     return {"model": "deq", "adjoint": adjoint} if adjoint else {"model": model}
 
 
 def check_field(spec: Field[Any], value: Any) -> None:
-    """SettingsError if the value is not what the field's `option` allows."""
+    """Raise SettingsError if the field's `option` does not allow the value."""
     checks, allowed = spec.metadata, ""
     if value is None:
         return
@@ -290,13 +296,13 @@ def check_field(spec: Field[Any], value: Any) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The command-line option of a field."""
+    """Command-line option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def settings_from(study: str, **given: Any) -> Settings:
-    """Complete settings: what is given, then the preset, then the defaults; device, preset and precision are no longer
-    `auto`."""
+    """Complete settings: the given values, then the preset's, then the defaults. No device, preset or precision is
+    `auto` any more."""
     gpu = torch.cuda.is_available()
     device, preset = given.get("device", "auto"), given.get("preset", "auto")
     if device == "cuda" and not gpu:
@@ -318,24 +324,27 @@ def settings_from(study: str, **given: Any) -> Settings:
 
 
 def multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16: without them it is slower than float32."""
+    """Return whether the CPU has instructions for products of bfloat16. Without them bfloat16 is slower than
+    float32."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def preset_values(preset: str, classes: int) -> dict[str, Any]:
-    """The values that a preset fills in for a data set of 10 or 100 classes."""
+    """Values that a preset fills in for a data set of 10 or 100 classes."""
     filled = PRESETS.get(preset, {})
     return {name: value[classes] if isinstance(value, dict) else value for name, value in filled.items()}
 
 
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
     """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",
-        description=description,
-        epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
+    script = f"{study}.py"
+    examples = (
+        f"{script}    # works on any machine, without GPU and network",
+        f"{script} --model deq --adjoint implicit --seed 1",
+        f"{script} --preset quick --out runs/first --resume",
     )
+    parser = Parser(description, examples)
     add_options(parser, Settings, (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ())
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
@@ -347,8 +356,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type, without: Collection[str] = ()) -> None:
-    """Give the parser the options of a dataclass of settings, but for those named; what is not given is absent from
-    the parser's result."""
+    """Add the options of a dataclass of settings to the parser, except those in `without`. An option that is not given
+    is absent from the parser's result."""
     groups: dict[str, Any] = {}
     for spec in fields(settings):
         if not spec.metadata or spec.name in without:
@@ -358,9 +367,10 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
         if kind is bool:
             taken: dict[str, Any] = {"action": "store_true"}
         elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"]}
+            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
         else:
-            taken = {"type": kind, "metavar": kind.__name__.upper()}
+            metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
+            taken = {"type": kind, "metavar": metavar}
         if spec.default is MISSING:
             default = ", ".join(f"{preset}: {preset_values(preset, 10)[spec.name]}" for preset in PRESETS)
         else:
@@ -370,7 +380,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
 
 
 def as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these settings, of which a switch is on or absent."""
+    """Command line for these settings; a switch is either on or absent."""
     words = []
     for name, value in given.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]

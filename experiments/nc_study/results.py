@@ -1,4 +1,4 @@
-"""The result of a run, made from its epochs, and the text that ends a run."""
+"""Result of a run, made from its epochs, and the text that ends a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .config import Settings, multiplies_bf16
 from .paper import PAPER, differences, on_cifar
 
 COMMIT = commit(Path(__file__).parent)
-"""The code that this process runs, as it was when it began."""
+"""Commit of the code at the start of this process."""
 
 
 def run_result(
     settings: Settings, kernel: record.KernelChoice, counts: tuple[int, ...], network: record.NetworkResult
 ) -> record.RunResult:
-    """The record of a run; `counts`: training images of each class."""
+    """Record of a run; `counts`: training images of each class."""
     return record.RunResult(
         format=record.FORMAT,
         arm=settings.arm,
@@ -42,7 +42,7 @@ def run_result(
 
 
 def provenance(threads: int, device: str, processes: int = 1, precision: str = "fp32") -> dict[str, Any]:
-    """The machine, versions, commit and time (UTC, ISO 8601) of a result; `device` is "cpu" or "cuda"."""
+    """Machine, versions, commit and time (UTC, ISO 8601) of a result; `device` is "cpu" or "cuda"."""
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     products = "instructions" if multiplies_bf16() else "float32 kernels"
     machine = record.Machine(
@@ -68,7 +68,7 @@ def provenance(threads: int, device: str, processes: int = 1, precision: str = "
 def network_result(
     parameters: int, epochs: Sequence[record.Epoch], radius: record.SpectralRadius | None
 ) -> record.NetworkResult:
-    """What came of one network."""
+    """Result of one network."""
     last, final = epochs[-record.AVERAGED :], epochs[-1]
     assert final.nc is not None  # the last epoch has it
     groups = {group: [getattr(epoch, group) for epoch in last] for group in record.GROUPS}
@@ -93,7 +93,7 @@ def network_result(
 
 
 def curves(epochs: Sequence[record.Epoch]) -> record.Curves:
-    """Columns named after the fields of `record.Epoch`, of its `nc` (None where it was not measured) and, of a DEQ, of
+    """Columns named after the fields of `record.Epoch`, of its `nc` (None if it was not measured) and, for a DEQ, of
     the solves in training."""
     shots = (name for name in record.SHOTS if getattr(epochs[-1], name) is not None)
     names = ("epoch", "lr", "loss", "train_accuracy", *record.GROUPS, *shots)
@@ -112,8 +112,8 @@ def _mean(values: Iterable[record.Number]) -> record.Number:
 
 
 def report(results: Sequence[record.RunResult]) -> str:
-    """The results of one setting's arms as text: accuracy, with the paper's on CIFAR, NC1-NC4, and how the solver
-    fared."""
+    """Results of one setting's arms as text: accuracy, with the paper's on CIFAR, NC1-NC4, and statistics of the
+    solves."""
     settings = results[0].settings
     setting = on_cifar(settings.setting)
     printed = {} if settings.dataset.startswith("shapes") else PAPER.get(setting, {})
@@ -153,7 +153,7 @@ def _costs(result: record.RunResult) -> str:
     if solver:
         text += (
             f"\n  solver {settings.solver}, gradient {settings.adjoint}, kernel {result.kernel.used}: "
-            f"{solver.iterations:.1f} evaluations a sample, {100 * (solver.converged or 0):.2f} % converged, "
+            f"{solver.iterations:.1f} evaluations per sample, {100 * (solver.converged or 0):.2f} % converged, "
             f"mean residual {solver.residual:.1e};\n  {solver.max_iter} samples stopped at {settings.max_iter} "
             f"evaluations, {solver.nonfinite} were not finite, {solver.skipped} were left out of the loss"
         )

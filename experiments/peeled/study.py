@@ -1,4 +1,4 @@
-"""Optima of problems (7), (9) and (10) under every bound asked for, and what there is to measure of them."""
+"""Optima of problems (7), (9) and (10) under every given bound, and their measurements."""
 
 from __future__ import annotations
 
@@ -18,31 +18,37 @@ import deqfast
 from . import theory
 from .problem import FEATURES, LAYERS, Optimum, Part, Problem, minimise
 
-LIMIT_COLUMNS = 2  # for each class in the limit, each for half of the class
+LIMIT_COLUMNS = 2  # for each class in the limit, each representing half of the class
 TWO_CLASSES = {"e_w": 1.0, "e_h": 0.75}  # bounds with E_H > 1/2, where (33) is known to fail
 AGREEMENT = 1e-6  # relative difference of log K - loss up to which seeds found the same optimum
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeeledSettings(Checked):
-    """Everything that decides the outcome."""
+    """Options that decide the outcome."""
 
-    seeds: str = option("study", "seeds of the starting points, with commas; the best end is reported", "0,1,2")
+    seeds: str = option(
+        "study", "seeds of the starting points, with commas; the best result is reported", "0,1,2", metavar="N,N"
+    )
 
     classes: int = option("problem", "K", 10, minimum=2)
     samples: int = option("problem", "samples of a class, of a majority class (n, n_A)", 20, minimum=2)
     ratio: int = option("problem", "n_A/n_B of the imbalanced part (R)", 10, minimum=2)
     majority: int = option("problem", "classes with n_A samples (K_A)", 5, minimum=2)
     dimension: int = option("problem", "length of a feature vector (D), at least K", 16, minimum=2)
-    e_w: str = option("problem", "bounds E_W on the classifier, with commas: a study for each", "0.01,100")
-    e_h: str = option("problem", "bounds E_H on the layer and the features, one for each E_W", "0.01,0.5")
-    ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000")
+    e_w: str = option(
+        "problem", "bounds E_W on the classifier, with commas: one study for each", "0.01,100", metavar="E,E"
+    )
+    e_h: str = option(
+        "problem", "bounds E_H on the layer and the features, one for each E_W", "0.01,0.5", metavar="E,E"
+    )
+    ratios: str = option("problem", "R of the limit part; infinity is added", "10,100,1000", metavar="R,R")
 
     steps: int = option("machine", "most L-BFGS steps of a solve", 400, minimum=1)
     tolerance: float = option("machine", "projected-gradient norm at which a solve ends", 1e-7, above=0)
     threads: int = option("machine", "CPU threads; the matrices are small", 1, minimum=1)
-    out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled")
-    report: bool = option("machine", "solve nothing: write .md again from the .json in --out", False)
+    out: str = option("machine", "folder for layer_peeled.json and .md", "runs/layer_peeled", metavar="DIR")
+    report: bool = option("machine", "only write .md again, from the .json in --out", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +80,7 @@ class PeeledSettings(Checked):
 
     @property
     def bounds(self) -> list[Part]:
-        """Bounds with what E_H is on, each a study of its own: features, e_w and e_h."""
+        """Bounds, and the features that E_H bounds; each is a separate study: features, e_w and e_h."""
         return [{"features": name, "e_w": e_w, "e_h": e_h} for e_w, e_h in self.pairs for name in FEATURES]
 
     @property
@@ -84,7 +90,7 @@ class PeeledSettings(Checked):
 
 
 def run(settings: PeeledSettings) -> Part:
-    """Solve everything; the result as it is written to layer_peeled.json."""
+    """Solve everything; return the result that is written to layer_peeled.json."""
     start = time.perf_counter()
     torch.set_num_threads(settings.threads)
     with tqdm(desc="solves", unit="solve", disable=None) as bar:
@@ -101,7 +107,7 @@ def run(settings: PeeledSettings) -> Part:
 
 
 class Study:
-    """The three parts, each a method that returns its share of the result."""
+    """Three parts, each a method that returns its share of the result."""
 
     def __init__(self, settings: PeeledSettings, bar: tqdm) -> None:
         self.settings, self.bar = settings, bar
@@ -118,8 +124,8 @@ class Study:
         return {"bounds": found, "two_classes": {**TWO_CLASSES, **self._balanced(two)}, "layers": self._layers()}
 
     def _layers(self) -> list[Part]:
-        """Solve the balanced problem with the bound before the layer for every layer, whose norm is at most E_H, or
-        its square, as in (21)."""
+        """Solve the balanced problem with the bound before the layer, for every layer whose norm is at most E_H, or at
+        most its square, as in (21)."""
         settings, rows = self.settings, []
         for e_w, e_h in settings.pairs:
             for bound, e_layer in (("norm", e_h), ("square", math.sqrt(e_h))):
@@ -156,7 +162,7 @@ class Study:
         problems = {model: self._problem(model, bounds, count, count) for model in BOTH}
         solved = {model: self._solve(problem) for model, problem in problems.items()}
         comparisons = {"own optimum": self._compare(problems, solved)}
-        if bounds["features"] == "backbone":  # elsewhere h0 has no scale, so that sharing it settles nothing
+        if bounds["features"] == "backbone":  # with "final", h0 has no scale, so that sharing it settles nothing
             for origin, name in zip(BOTH, ("the explicit model's h0", "the DEQ's h0"), strict=True):
                 h0 = solved[origin][0].point.features
                 shared = {model: self._solve(problem, h0) for model, problem in problems.items()}
@@ -180,7 +186,7 @@ class Study:
         return {"models": models, "cosine_ratios": ratios}
 
     def limit(self) -> Part:
-        """Solve problem (10) for rising R, and for R without bound, where the minority has no weight in the loss."""
+        """Solve problem (10) for rising R, and for R without bound, which gives the minority no weight in the loss."""
         ratios = (*sorted(self.settings.numbers("ratios")), math.inf)
         rows = ({**bounds, "rows": [self._limit(bounds, one) for one in ratios]} for bounds in self.settings.bounds)
         return {"bounds": list(rows)}

@@ -1,4 +1,4 @@
-"""The report on the experiments: verdicts, tables and figures as Markdown and as one page of HTML."""
+"""Report on the experiments: verdicts, tables and figures as Markdown and as one page of HTML."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def write(experiments: Iterable[Experiment], preset: str, folder: Path, keep: bo
 
 
 def _sections(text: str) -> dict[str, str]:
-    """Divide a report at its titles: what is before the first is under an empty name."""
+    """Divide a report at its titles; the text before the first one has an empty name."""
     start, *parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     return {"": start} | {part.partition("\n")[0].removeprefix("## "): part.rstrip("\n") + "\n\n" for part in parts}
 
 
 def _part(experiment: Experiment, preset: str, folder: Path) -> dict[str, Any] | None:
-    """Draw the figures of an experiment; what the template shows of it, None where no unit is finished."""
+    """Draw the figures of an experiment; return the values for the template, or None if no unit is finished."""
     sizes = experiment.sizes[preset]
     units = experiment.units(sizes)
     paths = {unit: path for unit in units if (path := path_of(folder, experiment, unit)).exists()}

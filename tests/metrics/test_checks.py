@@ -1,4 +1,4 @@
-"""Bad arguments of the metrics are named, with what they are and what they must be."""
+"""Errors for bad arguments of the metrics name the argument, its value and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Geometry of classes under imbalance: closed forms, optima found numerically, and what is refused."""
+"""Geometry of classes under imbalance: closed forms, optima found numerically, and refused arguments."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_nothing_centred_is_defined_of_equal_means():
 
 
 def test_it_is_measured_with_nc1_to_nc4_of_samples_and_of_streams():
-    """Rows that are not finite are left out, and a class without samples."""
+    """Rows that are not finite, and a class without samples, are left out."""
     labels = torch.cat([torch.zeros(90), torch.ones(90), torch.full((9,), 3)]).long()[torch.randperm(189)]
     features = torch.randn(4, 6, dtype=torch.float64)[labels] + 0.3 * torch.randn(189, 6, dtype=torch.float64)
     weight = torch.randn(4, 6, dtype=torch.float64)

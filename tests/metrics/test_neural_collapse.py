@@ -72,7 +72,7 @@ def test_offset_costs_no_digits(first_row):
 def test_the_scale_of_the_features_has_no_say():
     features, labels, weight = make_samples(500, 63, 10, dtype=torch.float64)
     expected = neural_collapse(features, labels, weight)
-    for scale in (1e-90, 1e80):  # whose fourth powers are no numbers
+    for scale in (1e-90, 1e80):  # their fourth powers are not representable
         assert_metrics_close(neural_collapse(features * scale, labels, weight), expected)
 
 
