@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .arguments import Parser, one_of
 from .shapes import DRAWING
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
@@ -96,7 +97,10 @@ class Setting:
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """Field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
+    """Field that is also a command-line option.
+
+    `checks`: choices, minimum, maximum, above and below (exclusive). A str without choices needs a `metavar` too.
+    """
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -121,7 +125,7 @@ class Experiment(Checked):
     model: str = option(
         "study",
         "explicit; explicit-norm: it ends in the DEQ's normalisation; once: the DEQ's cell evaluated once from 0; deq; "
-        "both: explicit and deq, a run each",
+        "both: explicit and deq, one run each",
         "both",
         choices=("both", *MODELS),
     )
@@ -135,9 +139,9 @@ class Experiment(Checked):
         choices=("step", "exp"),
     )
     preset: str = option(
-        "study", "where other values come from; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
+        "study", "source of other values; auto: paper with a GPU, else quick", "auto", choices=("auto", *PRESETS)
     )
-    seed: int = option("study", "start of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
+    seed: int = option("study", "seed of weights, batches and augmentation", 0, minimum=0, maximum=LARGEST_SEED)
 
     dataset: str = option(
         "data",
@@ -145,20 +149,22 @@ class Experiment(Checked):
         "auto",
         choices=("auto", *CLASSES),
     )
-    n_majority: int = option("data", "images of a majority class (n_A), fewer by default of 100 classes", minimum=1)
-    test_images: int = option("data", "test images, equally many of every class", minimum=1)
+    n_majority: int = option(
+        "data", "images of a majority class (n_A); the default is smaller for 100 classes", minimum=1
+    )
+    test_images: int = option("data", "test images, the same number of every class", minimum=1)
     evaluate: str = option(
         "data",
-        "what --test-images are taken from; validation: training images that are not trained on",
+        "source of --test-images; validation: training images that are not trained on",
         "test",
         choices=("test", "validation"),
     )
 
-    no_augmentation: bool = option("data", "train on the images as they are, without crops and flips", False)
+    no_augmentation: bool = option("data", "train on the original images, without crops and flips", False)
 
     width: int = option("network", "channels of the first stage", minimum=1)
     scale: float = option(
-        "network", "initial gain of what the last block's convolutions add to its input", 1.0, above=0
+        "network", "initial gain of the last block's convolutions, whose output is added to its input", 1.0, above=0
     )
     solver: str = option("network", "fixed-point solver", "broyden", choices=("broyden", "anderson", "picard"))
     tol: float = option("network", "relative residual at which a sample has converged", 1e-3, above=0, below=1)
@@ -166,7 +172,7 @@ class Experiment(Checked):
     adjoint: str = option("network", "gradient of the fixed point", "jfb", choices=ADJOINTS)
     kernel: str = option(
         "network",
-        "implementation of the solver's steps; auto: the fastest here; one that is not available here becomes another",
+        "implementation of the solver's steps; auto: the fastest here; falls back to an available one",
         "auto",
         choices=("auto", "triton", "cuda", "cpp", "torch"),
     )
@@ -181,11 +187,11 @@ class Experiment(Checked):
         "cross-entropy",
         choices=("cross-entropy", "logit-adjusted"),
     )
-    schedule: str = option("training", "course of the rate; cosine warms up first", choices=("constant", "cosine"))
+    schedule: str = option("training", "schedule of the rate; cosine warms up first", choices=("constant", "cosine"))
     momentum: float = option("training", "momentum of SGD", 0.9, minimum=0, below=1)
     weight_decay: float = option("training", "weight decay of SGD", 5e-4, minimum=0)
-    e_w: float | None = option("training", "bound kept on the classifier's mean squared row norm", None, above=0)
-    e_h: float | None = option("training", "bound kept on the norm of the last block's convolutions", None, above=0)
+    e_w: float | None = option("training", "bound on the classifier's mean squared row norm", None, above=0)
+    e_h: float | None = option("training", "bound on the norm of the last block's convolutions", None, above=0)
     metrics_every: int = option("training", "epochs between measurements of neural collapse", minimum=1)
 
     device: str = option(
@@ -196,10 +202,10 @@ class Experiment(Checked):
     )
     precision: str = option(
         "machine",
-        "fp32, or bf16 autocast of all before the last block; auto: bf16 with a GPU or a CPU that multiplies it",
+        "fp32, or bf16 autocast before the last block; auto: bf16 with a GPU, or a CPU with instructions for it",
         choices=("auto", "fp32", "bf16"),
     )
-    compile: bool = option("machine", "torch.compile all but the fixed point; takes minutes at first", False)
+    compile: bool = option("machine", "torch.compile everything except the fixed point; takes minutes at first", False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,10 +260,10 @@ class Experiment(Checked):
 class Settings(Experiment):
     """Experiment with the options that may change on resuming: folders and threads."""
 
-    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
-    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
-    out: str = option("machine", "folder under which every run gets a folder of its own", "runs")
-    resume: bool = option("machine", "go on with the run of these settings where it stopped", False)
+    data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data", metavar="DIR")
+    threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
+    out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
+    resume: bool = option("machine", "continue the run of these settings where it stopped", False)
 
     @property
     def experiment(self) -> Experiment:
@@ -332,11 +338,13 @@ def preset_values(preset: str, classes: int) -> dict[str, Any]:
 
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
     """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",
-        description=description,
-        epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
+    script = f"{study}.py"
+    examples = (
+        f"{script}    # works on any machine, without GPU and network",
+        f"{script} --model deq --adjoint implicit --seed 1",
+        f"{script} --preset quick --out runs/first --resume",
     )
+    parser = Parser(description, examples)
     add_options(parser, Settings, (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ())
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
@@ -359,9 +367,10 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
         if kind is bool:
             taken: dict[str, Any] = {"action": "store_true"}
         elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"]}
+            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
         else:
-            taken = {"type": kind, "metavar": kind.__name__.upper()}
+            metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
+            taken = {"type": kind, "metavar": metavar}
         if spec.default is MISSING:
             default = ", ".join(f"{preset}: {preset_values(preset, 10)[spec.name]}" for preset in PRESETS)
         else:

@@ -1,4 +1,4 @@
-"""The texts on the studies say what the committed records do."""
+"""Texts on the studies agree with the committed records."""
 
 from __future__ import annotations
 
