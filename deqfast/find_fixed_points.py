@@ -96,7 +96,7 @@ def find_fixed_points(
         FixedPoints, none of them if no start converged.
 
     Raises:
-        TypeError, ValueError: `distance` is not a number above 0; `starts` is not real floating point; else as ``solve``.
+        TypeError, ValueError: `distance` is not above 0; `starts` is not real floating point; else as ``solve``.
 
     Examples:
         >>> found = deqfast.find_fixed_points(torch.cos, torch.rand(8, 1, dtype=torch.float64))
