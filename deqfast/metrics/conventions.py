@@ -11,10 +11,10 @@ S = (I - 11^T / K) / sqrt(K - 1). ^A is A / ||A||. Norms of matrices are Frobeni
     NC3        ||^W - ^H||            ||^W - ^M||^2          ||^(W M^T) - S||     ||^(W M^T) - S||
     NC4        share that agree       share that disagree    ||W c + b||          share that agree
 
-The share is that of the samples on which argmax_k (W h + b)_k is the class of the nearest mean, or is not. The bias
+On the samples that agree, argmax_k (W h + b)_k is the class of the nearest mean. Shares are of all samples. The bias
 enters NC4 only. For classes of equal size both centres are the same.
 
-"papyan" has two more parts of NC2: the standard deviation of the lengths over their mean, and that of the cosines. All
+"papyan" has two more parts of NC2: the standard deviations of the lengths, over their mean, and of the cosines. All
 three parts are measured of the rows of M, and of the rows of W, which are not centred.
 
 Sources. The last three were compared with the authors' code:

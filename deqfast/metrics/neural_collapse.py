@@ -150,7 +150,7 @@ def neural_collapse(
             dtype of ``features``; of float32 for float16 and bfloat16, whose roundings average out in the means.
             Singular values within the float64 rounding of the means are never kept.
         center: c, "class-means" for the mean of the class means or "samples" for the mean over all samples. They differ
-            when classes are imbalanced. None takes that of the convention.
+            when classes are imbalanced. None takes the convention's.
         kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4.
             "auto" is cpp on the CPU; on CUDA tensors cuda, else triton. If these are not available it is torch, with a
             warning. Features whose rows have gaps between their elements are copied first.
