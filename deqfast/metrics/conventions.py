@@ -87,7 +87,7 @@ def simplex_distance(product: Tensor, power: int = 1) -> Tensor:
     The factors of P have norm 1: of another norm, fourth powers of their scale could overflow or underflow.
     """
     scale = (len(product) - 1) ** (-power / 2) if len(product) > 1 else torch.nan
-    return torch.linalg.vector_norm(unit(product) - scale * simplex(product[0]))
+    return torch.linalg.vector_norm(unit(product) - scale * simplex(product))
 
 
 def unit(matrix: Tensor) -> Tensor:

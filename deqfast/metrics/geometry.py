@@ -146,7 +146,7 @@ def class_geometry(
 
 
 def simplex(sizes: Tensor) -> Tensor:
-    """The Gram matrix (K, K) of the simplex ETF, of means and classifier, for class sizes (K,) in float64."""
+    """The Gram matrix (K, K) of the simplex ETF, of means and classifier, for class sizes or another K rows."""
     return torch.eye(len(sizes), dtype=sizes.dtype, device=sizes.device) - 1 / len(sizes)
 
 
@@ -177,7 +177,7 @@ def _logit_distance(means: Tensor, weight: Tensor, bias: Tensor | None) -> float
     """||Z / ||Z||_F - C / ||C||_F||_F of the logits Z (K, K) of the class means, centred over the classes."""
     logits = nn.functional.linear(means, weight, bias)
     logits = logits - logits.mean(1, keepdim=True)
-    target = simplex(logits[0]) if len(means) > 1 else torch.full_like(logits, math.nan)
+    target = simplex(logits) if len(means) > 1 else torch.full_like(logits, math.nan)
     norm: Callable[..., Tensor] = torch.linalg.vector_norm
     return float(norm(logits / norm(logits) - target / norm(target)))
 

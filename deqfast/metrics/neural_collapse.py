@@ -254,7 +254,7 @@ def make_result(
         if convention == "papyan":
             values["nc2_classifier"] = spread(weight)
         if convention == OF_THE_BIAS:
-            values["nc4"] = torch.linalg.vector_norm(classifier.logits(between.center))
+            values["nc4"] = torch.linalg.vector_norm(classifier.logits(between.middle + stats.shift))
     if agreement is not None:
         values["nc4"] = 1 - agreement if convention == "papyan" else agreement
     if nc1s is not None:
@@ -272,13 +272,13 @@ def make_result(
 
 def _on_host(values: dict[str, Tensor]) -> dict[str, Any]:
     """Copy scalars and vectors at once, as numbers, tuples and ``VectorSpread``."""
-    flat = iter(torch.cat([one.reshape(-1) for one in values.values()]).tolist())
-    host: dict[str, Any] = {}
-    for name, one in values.items():
-        numbers = tuple(islice(flat, one.numel()))
-        host[name] = numbers if one.ndim else numbers[0]
-        if name in _SPREADS:
-            host[name] = VectorSpread(*numbers)
+    vectors = {name: one for name, one in values.items() if one.ndim}
+    scalars = {name: one for name, one in values.items() if not one.ndim}
+    flat = iter(torch.cat([torch.stack(list(scalars.values())), *vectors.values()]).tolist())
+    host: dict[str, Any] = dict(zip(scalars, islice(flat, len(scalars)), strict=True))
+    for name, one in vectors.items():
+        numbers = tuple(islice(flat, len(one)))
+        host[name] = VectorSpread(*numbers) if name in _SPREADS else numbers
     return host
 
 
