@@ -28,9 +28,11 @@ class FixedPoints:
         solution: the ``Solution`` of all starts, the unconverged ones too.
 
     Examples:
-        >>> found = deqfast.find_fixed_points(lambda z: 1.5 * z - 0.5 * z**3, torch.linspace(-1.2, 1.2, 12)[:, None])
-        >>> found
-        FixedPoints(2 stable, 1 unstable, 12 of 12 starts converged)
+        >>> starts = torch.linspace(-1.2, 1.2, 41, dtype=torch.float64)[:, None]
+        >>> found = deqfast.find_fixed_points(lambda z: 1.5 * z - 0.5 * z**3, starts)
+        >>> points = sorted(found.value.round().flatten().tolist())
+        >>> points == [-1, 0, 1], int(found.stable.sum())
+        (True, 2)
     """
 
     value: Tensor
