@@ -118,7 +118,7 @@ def paired_figure(rows: Mapping[str, Sequence[Panel]]) -> Figure:
     """Draw a row of panels for each label, which share an axis: a dot for each seed, the mean and its interval."""
     rows = {label: panels for label, panels in rows.items() if panels}
     columns = max(map(len, rows.values()))
-    size = (3.6 * columns + 1, 2.7 * len(rows) + 0.4)
+    size = (max(8, 3.6 * columns + 1), 2.7 * len(rows) + 0.4)
     figure, axes = plt.subplots(
         len(rows), columns, figsize=size, layout="constrained", squeeze=False, sharey="row", sharex="col"
     )

@@ -7,6 +7,8 @@ import re
 
 import pytest
 from nc_study import paper
+from nc_study.reporting.runs import collect
+from nc_study.reporting.tables import broken_rows
 from study_helpers import EXPERIMENTS
 
 ROOT = EXPERIMENTS.parent
@@ -54,6 +56,18 @@ def test_residuals_of_jfb_are_printed_next_to_the_share_that_converged(results):
         f"and {100 * five[0]:.0f} to {100 * five[-1]:.0f} % at (5,5) R = 100"
     )
     assert said in words("docs", "pages", "study.md") and again in words("docs", "pages", "study.md")
+
+
+def test_the_page_says_in_which_runs_the_loss_rose():
+    groups = collect([EXPERIMENTS / "results" / "protocol"]).groups
+    rose = [{(row["setting"], row["arm"], row["seed"]) for row in broken_rows(group)} for group in groups]
+    terminal = next(index for index, group in enumerate(groups) if group.experiment.no_augmentation)
+    assert groups[0].recipe_b and groups[1].first_recipe and not rose[0]
+    assert rose[1] == {(f"{classes} R = 100", "DEQ, implicit", 1) for classes in ("(3,7)", "(7,3)")}
+    assert rose[terminal] == {("(3,7) R = 10", "DEQ, implicit", seed) for seed in range(3)}
+    text = words("docs", "pages", "study.md")
+    assert "Two runs of the first recipe, both of `deq-implicit`, broke down in training" in text
+    assert "rose by more than half in an epoch in all three runs. No run of recipe B did so." in text
 
 
 def model_table(name):

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy import optimize, stats
 
 from ..protocol import PRECISION_CHECK, PRIMARY, Block, Claim, counts
 from .runs import Group
@@ -46,9 +46,10 @@ class Estimate:
         return float(stats.t.sf(min(above, below), self.freedom))
 
     def detectable(self, alpha: float) -> float:
-        """The least difference from 0 that a two-sided test at `alpha` finds with a power of 80 %, about."""
-        quantiles = stats.t.ppf([1 - alpha / 2, POWER], self.freedom)
-        return float(sum(quantiles)) * self.error
+        """The difference from 0 that a two-sided test at `alpha` finds with a power of 80 %, given this error."""
+        bound = stats.t.ppf(1 - alpha / 2, self.freedom)
+        shifted = optimize.brentq(lambda shift: stats.nct.sf(bound, self.freedom, shift) - POWER, 0, 10 * bound)
+        return float(shifted) * self.error
 
     def _statistic(self, value: float) -> float:
         apart = self.mean - value
