@@ -2,8 +2,8 @@
 the protocol.
 
 The folders and everything below them are searched for runs of cifar_balanced.py, cifar_lt.py and study.py. The script
-writes a report, an appendix with other recipes, and the provenance: as .md, and as .html with all pictures in it. It also
-writes figures/.
+writes a report, an appendix with other recipes, and the provenance: as .md, and as .html with all pictures in it. The
+pictures are also in figures/.
 """
 
 import argparse

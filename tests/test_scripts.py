@@ -24,7 +24,7 @@ SCRIPTS = sorted(
 
 
 def state_of(folders: list[Path]) -> dict[Path, tuple[int, int]]:
-    """Time and size of every file in these folders, but for compiled modules."""
+    """Time and size of every file in these folders, except compiled modules."""
     paths = (path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts)
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths if path.is_file()}
 

@@ -18,9 +18,12 @@ The orthogonal frame's lengths: orthogonal means h_k = r_k e_k and W = sum_k g_k
 k has the margin g_k r_k = 1 at the least penalty g_k^2 (1 - 1/K) + n_k r_k^2. Hence r_k^2 is proportional to n_k^(-1/2)
 and g_k^2 to n_k^(1/2).
 
-Sources: Dang et al., ICML 2024, arXiv 2401.02058 (features of a ReLU); Thrampoulidis et al., NeurIPS 2022, arXiv
-2208.05512 (SELI); Papyan et al., PNAS 2020, arXiv 2008.08186 (equinorm, equiangular); Galanti et al., ICLR 2022, arXiv
-2112.15121 (CDNV); Fang et al., PNAS 2021, arXiv 2101.12699 (minority collapse).
+Sources:
+    features of a ReLU: Dang et al., ICML 2024, arXiv 2401.02058
+    SELI: Thrampoulidis et al., NeurIPS 2022, arXiv 2208.05512
+    equinorm, equiangular: Papyan et al., PNAS 2020, arXiv 2008.08186
+    CDNV: Galanti et al., ICLR 2022, arXiv 2112.15121
+    minority collapse: Fang et al., PNAS 2021, arXiv 2101.12699
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def class_geometry(
     """Measure how near class means and classifier are to the simplex, an orthogonal frame and SELI.
 
     Under imbalance the simplex is not the optimum: with features of a ReLU the orthogonal frame is, without it SELI.
-    Both depend on the class sizes. The formulas stand at the top of this module. All is computed in float64. Classes
+    Both depend on the class sizes. The module's docstring has the formulas. All is computed in float64. Classes
     without samples are dropped.
 
     Args:
@@ -146,7 +149,7 @@ def class_geometry(
 
 
 def simplex(sizes: Tensor) -> Tensor:
-    """The Gram matrix (K, K) of the simplex ETF, of means and classifier, for class sizes (K,) in float64."""
+    """The Gram matrix (K, K) of the simplex ETF, of means and classifier, for class sizes or another K rows."""
     return torch.eye(len(sizes), dtype=sizes.dtype, device=sizes.device) - 1 / len(sizes)
 
 
@@ -177,7 +180,7 @@ def _logit_distance(means: Tensor, weight: Tensor, bias: Tensor | None) -> float
     """||Z / ||Z||_F - C / ||C||_F||_F of the logits Z (K, K) of the class means, centred over the classes."""
     logits = nn.functional.linear(means, weight, bias)
     logits = logits - logits.mean(1, keepdim=True)
-    target = simplex(logits[0]) if len(means) > 1 else torch.full_like(logits, math.nan)
+    target = simplex(logits) if len(means) > 1 else torch.full_like(logits, math.nan)
     norm: Callable[..., Tensor] = torch.linalg.vector_norm
     return float(norm(logits / norm(logits) - target / norm(target)))
 

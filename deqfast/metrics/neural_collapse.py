@@ -150,7 +150,7 @@ def neural_collapse(
             dtype of ``features``; of float32 for float16 and bfloat16, whose roundings average out in the means.
             Singular values within the float64 rounding of the means are never kept.
         center: c, "class-means" for the mean of the class means or "samples" for the mean over all samples. They differ
-            when classes are imbalanced. None takes that of the convention.
+            when classes are imbalanced. None takes the convention's.
         kernel: "auto", "cpp", "triton", "cuda" or "torch", for the passes over the features; torch computes NC4.
             "auto" is cpp on the CPU; on CUDA tensors cuda, else triton. If these are not available it is torch, with a
             warning. Features whose rows have gaps between their elements are copied first.
@@ -254,7 +254,7 @@ def make_result(
         if convention == "papyan":
             values["nc2_classifier"] = spread(weight)
         if convention == OF_THE_BIAS:
-            values["nc4"] = torch.linalg.vector_norm(classifier.logits(between.center))
+            values["nc4"] = torch.linalg.vector_norm(classifier.logits(between.middle + stats.shift))
     if agreement is not None:
         values["nc4"] = 1 - agreement if convention == "papyan" else agreement
     if nc1s is not None:
@@ -272,13 +272,13 @@ def make_result(
 
 def _on_host(values: dict[str, Tensor]) -> dict[str, Any]:
     """Copy scalars and vectors at once, as numbers, tuples and ``VectorSpread``."""
-    flat = iter(torch.cat([one.reshape(-1) for one in values.values()]).tolist())
-    host: dict[str, Any] = {}
-    for name, one in values.items():
-        numbers = tuple(islice(flat, one.numel()))
-        host[name] = numbers if one.ndim else numbers[0]
-        if name in _SPREADS:
-            host[name] = VectorSpread(*numbers)
+    vectors = {name: one for name, one in values.items() if one.ndim}
+    scalars = {name: one for name, one in values.items() if not one.ndim}
+    flat = iter(torch.cat([torch.stack(list(scalars.values())), *vectors.values()]).tolist())
+    host: dict[str, Any] = dict(zip(scalars, islice(flat, len(scalars)), strict=True))
+    for name, one in vectors.items():
+        numbers = tuple(islice(flat, len(one)))
+        host[name] = VectorSpread(*numbers) if name in _SPREADS else numbers
     return host
 
 

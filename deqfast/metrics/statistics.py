@@ -97,11 +97,11 @@ class Classifier(NamedTuple):
 class Between(NamedTuple):
     """Thin SVD of the centred class means (K, D): directions (D, min(K, D)), singular values, which of these count.
 
-    ``center`` (D,) is what was subtracted from the class means.
+    ``middle`` (D,) was subtracted from the class means relative to their shift.
     """
 
     centred: Tensor
-    center: Tensor
+    middle: Tensor
     directions: Tensor
     singular: Tensor
     kept: Tensor
@@ -158,7 +158,7 @@ def between_classes(stats: ClassMeans, center: str, rtol: float) -> Between:
     rounding = _RANK_FACTOR * _EPS64 * torch.linalg.vector_norm(local)
     kept = singular > torch.maximum(rtol * singular[0], rounding)
     kept[len(counts) - 1 :] = False  # either centre leaves one linear dependence between the K rows
-    return Between(centred, middle + stats.shift, directions, singular, kept)
+    return Between(centred, middle, directions, singular, kept)
 
 
 def svd_device(shape: torch.Size, device: torch.device) -> torch.device:

@@ -216,7 +216,7 @@ def test_the_check_of_the_precision(write, monkeypatch):
 
 
 def test_the_confound_is_shown_by_runs_that_differ_only_in_the_arm(write, monkeypatch):
-    """The DEQ is 3 points ahead as tuned; explicit runs with its values are 2 behind those as tuned."""
+    """The DEQ is 3 points ahead as tuned; explicit runs with its values are 2 points below those as tuned."""
     first = {arm: {"lr": 0.03 if arm == "explicit" else 0.1, "scale": 1.0} for arm in protocol.ARMS}
     monkeypatch.setattr(protocol, "tuned", lambda: first)
     monkeypatch.setattr("study_helpers.made_up_epoch", lower_at_a_large_rate)

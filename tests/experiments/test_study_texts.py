@@ -126,8 +126,8 @@ def test_when_to_use_a_deq_retells_the_verdicts():
     }
     rows = rows_of_when()
     for claim, place in verdicts.items():
-        found = re.search(rf"^\| {claim}: .*$", report, re.MULTILINE)
-        _, verdict, difference, *_ = found[0].split(" | ")
+        line = re.search(rf"^\| {claim}: .*$", report, re.MULTILINE)[0]
+        _, verdict, difference, *_ = line.strip("|").split(" | ")
         gain, _, sure = rows[place]
         assert gain.removesuffix(" points") == difference.strip() and sure.endswith(f": {verdict.strip()}")
 

@@ -25,7 +25,7 @@ def assert_fields(result, expected):
 @every_convention
 @pytest.mark.parametrize("classes", [2, 5])
 def test_the_simplex_is_collapsed(convention, classes):
-    """Moved off-centre and with the bias that makes up for it, in all conventions but that of means not centred."""
+    """Off-centre means and the bias that makes up for them, except in the convention that does not centre."""
     vertices, labels = simplex_vertices(classes, 7), torch.arange(4 * classes) % classes
     offset = torch.zeros(7, **DOUBLE) if convention == "sun" else torch.linspace(-1, 2, 7, **DOUBLE)
     weight = 3 * vertices

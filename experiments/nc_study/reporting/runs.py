@@ -39,8 +39,8 @@ class Rejected:
 
 @dataclass
 class Group:
-    """Runs of one experiment, by seed of each setting and arm; `experiment` is that of one of them. `tuned`: they are
-    of the protocol's first list, and each has what the trials chose for its arm."""
+    """Runs of one experiment, by seed of each setting and arm; `experiment`: of one of them. `tuned`: they are of the
+    protocol's first list, and each has what the trials chose for its arm."""
 
     experiment: Experiment
     tuned: bool
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def first_recipe(self) -> bool:
-        """Whether they are those of the first list but for the check of the precision."""
+        """Whether they are of the first list, without the check of the precision."""
         return self.tuned and self.experiment.precision == "bf16"
 
     @property

@@ -96,8 +96,10 @@ def verdict_rows(group: Group, judged: Sequence[Judgement]) -> Iterator[Row]:
 
 
 def paper_rows(group: Group, table: str) -> Iterator[Row]:
-    """Show one of the paper's Tables 1 to 4 in its own shape, with ours next to every number: mean and deviation over
-    the last epochs of the paper's run, over seeds of ours."""
+    """Yield one of the paper's Tables 1 to 4 in its own shape, with our number next to every number of the paper.
+
+    The paper's mean and deviation are over the last epochs of one run, ours over seeds.
+    """
     for imbalance in TABLES[table]:
         setting = Setting(group.experiment.dataset, *imbalance)
         for quantity in GROUPS if setting.majority else GROUPS[:1]:
@@ -132,8 +134,10 @@ def same_values_rows(first: Group, groups: Sequence[Group]) -> Iterator[Row]:
 
 
 def geometry_rows(group: Group) -> Iterator[Row]:
-    """Show how near class means and classifier are to the optima that the class sizes predict, after the last epoch,
-    for every arm in every imbalanced setting, over the seeds that saved their class means."""
+    """Yield the distances of class means and classifier from the optima that the class sizes predict.
+
+    They are of the last epoch, for every arm in every imbalanced setting, over the seeds that saved their class means.
+    """
     for setting, arm in product([one for one in group.settings if one.majority], ARMS):
         runs = group.runs.get((setting, arm), {}).values()
         if seeds := [found for run in runs if (found := geometry_of(run, setting))]:
@@ -154,8 +158,10 @@ def geometry_of(run: Run, setting: Setting) -> ClassGeometry | None:
 
 
 def chosen_rows(tuning: Tuning) -> Iterator[Row]:
-    """Tell which values every arm has, and how its best trial compares with its others; the rate, of which more than
-    two were tried, is marked if it is the grid's least or largest."""
+    """Yield the values of every arm, and its best trial compared with its others.
+
+    More than two rates were tried: a rate is marked if it is the grid's least or largest.
+    """
     for arm, chosen in tuning.chosen.items():
         *others, best = sorted(one.overall for one in tuning.trials if one.arm == arm and one.overall is not None)
         row: Row = {"arm": NAMES[arm]}
@@ -192,7 +198,7 @@ def broken_rows(group: Group) -> Iterator[Row]:
 
 
 def provenance_rows(groups: Sequence[Group]) -> list[Row]:
-    """Tell where the numbers of each group come from: a row for each kernel, machine and set of versions."""
+    """List where the numbers of each group come from: a row for each kernel, machine and set of versions."""
     found: dict[tuple[str, ...], Counter[str]] = {}
     for group in groups:
         for result in (run.result for run in group.finished):

@@ -113,8 +113,10 @@ def progress(group: Group | None) -> tuple[int, int]:
 
 
 def precision_check(groups: Sequence[Group]) -> dict[str, float]:
-    """Points of overall accuracy by which the arm of the check of the precision is ahead of its control, on average
-    over its seeds, in each precision; empty before all of its runs and the main ones beside them are finished."""
+    """Points of overall accuracy by which the arm of the check of the precision is ahead of its control.
+
+    A mean over seeds for each precision; empty before all of its runs and the main runs of these seeds are finished.
+    """
     block, found = PRECISION_CHECK, {}
     control, arm = block.arms
     for precision in ("bf16", "fp32"):
