@@ -29,7 +29,7 @@ from typing import Any
 
 from harness.record import Row
 from harness.rivals import OWN, THEIRS
-from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
+from harness.shown import ADJOINTS, CELLS, COUNTED, DIGITS, LAYERS, LEARNED, OF_OPTIONS, ON_A_GPU, OPTIONS
 from harness.tables import (
     FORMS,
     Form,
@@ -44,6 +44,7 @@ from harness.tables import (
     written,
 )
 from harness.targets import GPU_TARGETS, ITERATED, TARGETS, Target
+from harness.textbook import TEXTBOOK
 
 from deqfast.testing.records import write_bytes
 
@@ -154,10 +155,10 @@ def middle(runs: Runs, provider: str, column: str) -> str:
 
 
 def judged(results: Results, target: Target) -> dict[str, str]:
-    """Target, measured value, and whether all runs with the most threads meet it."""
+    """Target, measured value, and whether all runs meet it; on a CPU those with the most threads."""
     records = results.on_gpu(target.on_gpu)
     told = [(one.threads, value) for one in records if (value := target.value(one.rows)) is not None]
-    found = [value for threads, value in told if threads == max(told)[0]]
+    found = [value for threads, value in told if target.on_gpu or threads == max(told)[0]]
     missed = sum(not target.met(value) for value in found)
     state = f"missed in {missed} of {len(found)} runs" if missed else "met"
     if not found:
@@ -200,6 +201,36 @@ def rivals(results: Results) -> Table:
         times = {provider: middle(runs, provider, "ms_min") for provider in (*OWN, *THEIRS)}
         lines.append({"case": name, **times, "residuals": " / ".join(filter(None, residuals))})
     return Table("Rivals", lines)
+
+
+def textbook(results: Results) -> Table:
+    """Solves to a tolerance by deqfast and by the textbook's Anderson."""
+    lines = []
+    for name, runs in results.cases(TEXTBOOK).items():
+
+        def both(column: str, runs: Runs = runs) -> str:
+            return " / ".join(middle(runs, provider, column) for provider in (OURS, TEXTBOOK))
+
+        times = {
+            title: middle(runs, provider, "ms_min") for provider, title in ((OURS, "deqfast"), (TEXTBOOK, TEXTBOOK))
+        }
+        gain = span([row["gains"][TEXTBOOK] for row in runs[OURS]])
+        counts = {"evaluations": both("evaluations"), "residuals": both("residual")}
+        lines.append({"case": name, **times, "gain": gain, **counts})
+    return Table("Textbook", lines)
+
+
+def layers(results: Results) -> Table:
+    """The training step of whole layers on a CPU, and the gain over torchdeq on each kind of GPU."""
+    lines = []
+    for name, runs in results.cases("training").items():
+        line = case_line(name, runs, "ms_min")
+        short = {"training step": name} | {column: line[column] for column in ("deqfast", PEER, "gain over torchdeq")}
+        for record in results.on_gpu(True):
+            gains = [row["gains"][PEER] for row in record.rows if (row["case"], row["provider"]) == (name, "cuda")]
+            short |= {f"gain, {record.machine['gpu']}": span(gains)} if gains else {}
+        lines.append(short)
+    return Table("", lines)
 
 
 def case_line(name: str, runs: Runs, time: str) -> dict[str, str]:
@@ -285,11 +316,12 @@ def steps(results: Results) -> Table:
 
 
 def on_gpus(results: Results) -> list[Table]:
-    """Tables of all rows of each kind of GPU."""
-    kinds: dict[str, list[Row]] = {}
-    for record in results.on_gpu(True):
-        kinds.setdefault(record.machine["gpu"], []).extend(record.rows)
-    return [table(rows, gpu) for gpu, rows in kinds.items()]
+    """The rows of each kind of GPU; of several runs of a case, its newest."""
+    kinds: dict[str, dict[tuple[str, str, str], Row]] = {}
+    for record in sorted(results.on_gpu(True), key=lambda one: one.date):
+        rows = {(row["section"], row["case"], row["provider"]): row for row in record.rows}
+        kinds.setdefault(record.machine["gpu"], {}).update(rows)
+    return [table(list(rows.values()), gpu) for gpu, rows in kinds.items()]
 
 
 def sources(results: Results) -> Table:
@@ -306,7 +338,7 @@ def sources(results: Results) -> Table:
 
 
 def tables(results: Results) -> list[Table]:
-    found = [targets(results), *suite(results), rivals(results), *races(results), steps(results)]
+    found = [targets(results), *suite(results), rivals(results), textbook(results), *races(results), steps(results)]
     return [*found, sources(results), *on_gpus(results)]
 
 
@@ -354,6 +386,7 @@ def blocks(results: Results) -> dict[str, list[str]]:
         "targets": told.lines(),
         "solvers": [*solves.lines(names=SOLVERS), "", results.origin("solves")],
         "solvers in short": [*solves.lines(few, SOLVERS), "", results.origin("solves")],
+        "layers in short": [*layers(results).lines(names=LAYERS), "", results.origin("training")],
         "residual and machine": [*residual.lines(), "", results.origin("residual")],
         "gradients": gradients(results).lines(),
         "options": [*headed(options(results)).lines(COUNTED, OPTIONS), "", results.origin("options")],

@@ -196,7 +196,7 @@ class DEQBlock(ChecksKeywords, nn.Module):
                 repeated calls a wait for the device.
 
         Returns:
-            z*, a tree like z0; with `return_solution` (z*, Solution).
+            `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
         """
         z0 = self._initial_state(x) if z0 is None else z0
         # Tested in this frame, which runs uncompiled if dynamo gives up. is_compiling() is true for other threads too.

@@ -55,7 +55,7 @@ def fixed_point(
             stop_fn, scale, warn, groups. The warning comes at every call.
 
     Returns:
-        z*, a tree like z0; with `return_solution` (z*, Solution).
+        `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``DEQBlock``. TypeError for an unknown option, or for one that concerns
@@ -131,7 +131,7 @@ def root(
         options: as for ``fixed_point``.
 
     Returns:
-        z*, a tree like z0; with `return_solution` (z*, Solution).
+        `z*`, a tree like z0; with `return_solution` `(z*, Solution)`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``fixed_point``; ValueError if `sign` is not as above.

@@ -60,6 +60,7 @@ def test_wheel_contains_every_module(wheel):
     for folder in [ROOT / "deqfast", *(p for p in (ROOT / "deqfast").rglob("*") if p.is_dir())]:
         expected |= modules(folder, folder.relative_to(ROOT).as_posix())
     expected |= modules(ROOT / "kernels", "deqfast/kernels")
+    assert wheel.name.endswith("-py3-none-any.whl")
     assert len(expected) > 15
     assert expected <= names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"deqfast"}

@@ -22,6 +22,7 @@ from .ops import broyden_step_case, fc_vjp_case, norm_case, step_case, transpose
 from .options import compact, compiled, compiled_solve, eval_solver, gradient, kinds, streaming
 from .rivals import dense, elementwise, rival_case
 from .solves import fc_case, solve_case
+from .textbook import textbook_case
 from .training import TOL, training_case
 
 BF16 = torch.bfloat16
@@ -76,6 +77,7 @@ def rivals() -> Iterator[Case]:
             yield rival_case(solver, *size, elementwise)
 
 
+TEXTBOOK = [textbook_case(128, dim, tol) for dim in (256, 1024) for tol in (1e-3, 1e-5)]
 ANDERSON, BROYDEN, PICARD = deqfast.Anderson(TOL, 40), deqfast.Broyden(TOL, 40), deqfast.Picard(TOL, 40)
 SMALL_IMAGE = (32, 128, 4, 4)
 TRAINING = (
@@ -135,7 +137,7 @@ CALLS = [
     for solver in (deqfast.Picard, deqfast.Anderson, deqfast.Broyden)
     for mode in ("no-grad", "jfb", "implicit")
 ]
-CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *CALLS, *rivals()]
+CASES: list[Case] = [*ops(), *solves(), *TRAINING, *collapse(), *OPTIONS, *CALLS, *rivals(), *TEXTBOOK]
 
 CELL = (2, 8, 4, 4)
 SMALL: list[Case] = [
@@ -151,6 +153,7 @@ SMALL: list[Case] = [
     fc_case(2, 32),
     solve_case(SOLVERS[1], CELL, "residual"),
     rival_case(SOLVERS[1], 3, 16, dense),
+    textbook_case(3, 16, 1e-3),
     training_case("residual", CELL, "jfb", ANDERSON),
     training_case("residual", CELL, "implicit", BROYDEN),
     training_case("fc", (3, 16), "jfb", PICARD),

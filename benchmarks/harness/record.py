@@ -55,8 +55,7 @@ WRITTEN = (
     "benchmarks/results",
     "benchmarks/RESULTS.md",
     "README.md",
-    "docs/pages/choosing.md",
-    "docs/pages/performance.md",
+    "docs/pages",
 )
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 NO_SETUPTOOLS = "of which sources the extensions were built cannot be told without setuptools: pip install setuptools"
