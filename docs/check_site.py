@@ -2,7 +2,7 @@
 
 Every link within the site leads to a file and to an anchor of it. In headless Chromium, at 1280 and 390 pixels, no page
 is wider than the screen, shows a placeholder or raises an error. At 1280 pixels every table fits into its page; at 390
-a wider one can be scrolled. Without Chromium only the links are checked, and a line says so.
+a wider one can be scrolled. Without Chromium only the links are checked, and a line reports this.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```python\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 def notebook(page: str) -> str:
     """The text of the notebook (nbformat 4.5) with the content of `page`."""
     cells = []
-    for i, text in enumerate(BLOCK.split(page)):  # text and code in turns
+    for i, text in enumerate(BLOCK.split(page)):  # text and code alternate
         code = {"cell_type": "code", "execution_count": None, "outputs": []}
         kind = code if i % 2 else {"cell_type": "markdown"}
         cells.append({**kind, "id": f"part-{i}", "metadata": {}, "source": text.strip("\n").splitlines(keepends=True)})
