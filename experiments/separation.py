@@ -43,10 +43,10 @@ class Options(Checked):
         "data", "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes", None
     )
     data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data")
-    jobs: int = option("machine", "parallel units, with one thread each", os.cpu_count() or 1, minimum=1)
-    out: str = option("machine", "parent of the presets' folders", "runs/separation")
+    jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
+    out: str = option("machine", "folder for the presets' folders", "runs/separation")
     report: bool = option(
-        "machine", "only write the sections of --experiment again, from their records under --out", False
+        "machine", "measure nothing: write the sections of --experiment again from their records under --out", False
     )
 
 

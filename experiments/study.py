@@ -57,15 +57,15 @@ class StudyOptions(Checked):
     )
     arms: str = option("which runs", f"what is compared: {', '.join(ARMS)}", "explicit,deq-jfb")
     seeds: str = option("which runs", "seeds, with commas between", "0")
-    protocol: bool = option("which runs", "the runs of experiments/protocol.md, in its order", False)
-    tune: bool = option("which runs", "the protocol's trials, which choose rate, weight decay and scale", False)
+    protocol: bool = option("which runs", "the list of experiments/protocol.md, in its order", False)
+    tune: bool = option("which runs", "the trials by which the protocol chooses rate, weight decay and scale", False)
 
-    jobs: int = option("how they are run", "parallel runs, each on the next GPU", 1, minimum=1)
+    jobs: int = option("how they are run", "runs at a time, each on the next GPU", 1, minimum=1)
     processes: int = option("how they are run", "processes, and GPUs, per run", 1, minimum=1)
     spread: bool = option(
         "how they are run", "under torchrun: every process takes its share of the runs, without a report", False
     )
-    dry_run: bool = option("how they are run", "print the runs and their progress, and stop", False)
+    dry_run: bool = option("how they are run", "say what would be run, and how far it is, and stop", False)
     no_report: bool = option("how they are run", "do not write OUT/report at the end", False)
 
     def __post_init__(self) -> None:

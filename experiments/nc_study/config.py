@@ -256,10 +256,10 @@ class Experiment(Checked):
 class Settings(Experiment):
     """Experiment with the options that may change on resuming: folders and threads."""
 
-    data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data")
-    threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
-    out: str = option("machine", "parent of the runs' folders", "runs")
-    resume: bool = option("machine", "continue the run of these settings where it stopped", False)
+    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
+    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
+    out: str = option("machine", "folder under which every run gets a folder of its own", "runs")
+    resume: bool = option("machine", "go on with the run of these settings where it stopped", False)
 
     @property
     def experiment(self) -> Experiment:
