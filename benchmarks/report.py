@@ -449,19 +449,21 @@ def draw_gradients(rows: Sequence[Row], made: str, digest: str) -> bytes:
     """PNG of the error of each adjoint's gradient against the time of a training step, a panel for each cell."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.6, 4), layout="constrained")
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     axes = figure.subplots(1, len(GRADIENTS), sharey=True)
     for axis, (case, title) in zip(axes, GRADIENTS.items(), strict=True):
         axis.set_title(title, fontsize=10)
         axis.set(xlabel="training step (ms)", yscale="log", ylim=(1e-7, 3))
         axis.grid(alpha=0.25)
-        for i, row in enumerate(sorted((row for row in rows if row["case"] == case), key=lambda row: row["ms_min"])):
-            at = row["ms_min"], row["error"]
-            axis.plot(*at, "o", color="#0072B2")
-            axis.annotate(row["provider"], at, (4, 4 - 14 * (i % 2)), textcoords="offset points", fontsize=8)
-        axis.margins(x=0.2)
+        found = {row["provider"]: row for row in rows if row["case"] == case}
+        for i, (adjoint, shown) in enumerate(ADJOINTS.items()):
+            colour, marker = f"C{i}", "os^v"[i % 4]
+            at = found[adjoint]["ms_min"], found[adjoint]["error"]
+            axis.plot(*at, marker, color=colour, ms=8, alpha=0.8, label=shown.strip("`"))
     axes[0].set_ylabel("relative error of the gradient")
-    figure.supxlabel(made, fontsize=7)
+    lines = axes[0].get_lines()
+    legend = figure.legend(handles=lines, title=made, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    legend.get_title().set_fontsize(7)
     return png(figure, digest)
 
 

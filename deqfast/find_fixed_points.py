@@ -20,12 +20,12 @@ class FixedPoints:
     """The distinct fixed points that N converged starts of ``find_fixed_points`` led to, all without gradient.
 
     Attributes:
-        value: (N, ...) the points, sorted by their number of starts, largest first.
+        value: (N, ...) the points, ordered by their number of starts, the largest first.
         starts: (N,) int64, the number of starts that led to each.
         residual: (N,) the solver's residual at each, see ``Solution``.
         eigenvalues: (N, D) complex, of the Jacobian of f at each with respect to its D numbers, largest modulus first;
-            None if they were not computed.
-        solution: the ``Solution`` of all starts, including unconverged ones.
+            None if they were not asked for.
+        solution: the ``Solution`` of all starts, the unconverged ones too.
 
     Examples:
         >>> found = deqfast.find_fixed_points(lambda z: 1.5 * z - 0.5 * z**3, torch.linspace(-1.2, 1.2, 12)[:, None])
@@ -44,7 +44,7 @@ class FixedPoints:
         """(N,) int64, the number of eigenvalues of modulus at least 1.
 
         Raises:
-            ValueError: eigenvalues were not computed.
+            ValueError: eigenvalues were not asked for.
         """
         if self.eigenvalues is None:
             raise ValueError("eigenvalues were not computed: call find_fixed_points with eigenvalues=True")
@@ -55,7 +55,7 @@ class FixedPoints:
         """(N,) bool, whether all eigenvalues are inside of the unit circle, so that iterates of f nearby stay.
 
         Raises:
-            ValueError: eigenvalues were not computed.
+            ValueError: eigenvalues were not asked for.
         """
         return self.unstable_directions == 0
 
@@ -93,7 +93,7 @@ def find_fixed_points(
         eigenvalues: whether to compute them: D products with the Jacobian of all points, and memory for their D x D.
 
     Returns:
-        FixedPoints; N is 0 if no start converged.
+        FixedPoints, none of them if no start converged.
 
     Raises:
         TypeError, ValueError: `distance` is not above 0; `starts` is not real floating point; else as ``solve``.
@@ -124,7 +124,7 @@ def find_fixed_points(
 
 
 def _distinct(solution: Solution, distance: float) -> list[tuple[int, int]]:
-    """For each point, the index of its result of least residual, and the number of results; most frequent first."""
+    """For each point: its result of least residual, and how many results are that point; the most frequent first."""
     index = solution.converged.nonzero()[:, 0]
     left = index[solution.residual[index].argsort(stable=True)]
     lengths = solution.value[left].flatten(1).norm(dim=1)

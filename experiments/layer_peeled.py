@@ -7,12 +7,12 @@ Theorems 3.1 and 4.1, Proposition 4.2 and the bounds (22) and (33). Results repl
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nc_study.arguments import Parser
 from nc_study.cli import told
 from nc_study.config import SettingsError, StudyError, add_options
 from nc_study.record import to_json
@@ -25,7 +25,8 @@ from peeled.study import PeeledSettings, run
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
     Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    examples = ("layer_peeled.py --e-w 1 --e-h 0.5 --seeds 0", "layer_peeled.py --report --out runs/layer_peeled")
+    parser = Parser(__doc__, examples)
     add_options(parser, PeeledSettings)
     try:
         settings = PeeledSettings(**vars(parser.parse_args(argv)))

@@ -6,13 +6,13 @@ record of every unit, report.md and report.html with a verdict on each claim, an
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nc_study.arguments import Parser
 from nc_study.cli import told
 from nc_study.config import Checked, SettingsError, add_options, option
 from nc_study.rundir import prepare_out
@@ -38,22 +38,28 @@ class Options(Checked):
         "quick",
         choices=("quick", "full"),
     )
-    audio: str | None = option("data", "folder of WAV files to fit in audio; off: a chirp is drawn", None)
-    runs: str | None = option(
-        "data", "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes", None
+    audio: str | None = option(
+        "data", "folder of WAV files to fit in audio; off: a chirp is drawn", None, metavar="DIR"
     )
-    data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data")
-    jobs: int = option("machine", "units measured at a time, with a thread each", os.cpu_count() or 1, minimum=1)
-    out: str = option("machine", "folder for the presets' folders", "runs/separation")
+    runs: str | None = option(
+        "data",
+        "folder of the CIFAR study's finished runs for saliency; off: small networks on drawn shapes",
+        None,
+        metavar="DIR",
+    )
+    data_root: str = option("data", "folder that holds the CIFAR files of those runs", "data", metavar="DIR")
+    jobs: int = option("machine", "parallel units, with one thread each", os.cpu_count() or 1, minimum=1)
+    out: str = option("machine", "parent of the presets' folders", "runs/separation", metavar="DIR")
     report: bool = option(
-        "machine", "measure nothing: write the sections of --experiment again from their records under --out", False
+        "machine", "only write the sections of --experiment again, from their records under --out", False
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiments; the exit status is 0, 1 for an error (printed in a line), 2 for bad arguments, 130 after
     Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    examples = ("separation.py --experiment gotu --jobs 1", "separation.py --preset full --out runs/separation")
+    parser = Parser(__doc__, examples)
     add_options(parser, Options)
     try:
         options = Options(**vars(parser.parse_args(argv)))

@@ -36,8 +36,9 @@ def source(tmp_path_factory):
     return target
 
 
-def run(*command, **environment):
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+def run(*command, cwd=None, **environment):
+    environment = os.environ | environment
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -94,7 +95,7 @@ def test_works_without_the_extension(wheel, tmp_path):
         "except RuntimeError as error:\n"
         "    print(error)\n"
     )
-    printed = run(sys.executable, "-P", "-c", script, str(tmp_path), PYTHONPATH=str(tmp_path)).splitlines()
+    printed = run(sys.executable, "-c", script, str(tmp_path), cwd=tmp_path, PYTHONPATH=str(tmp_path)).splitlines()
     for reason, name in zip(printed, ("_C_cpu", "_C_cuda"), strict=False):
         assert reason.startswith(f"deqfast.{name} was not built") and "DEQFAST_BUILD=none" in reason
     assert len(printed) == 3 and "kernel='cpp' is not available" in printed[2] and printed[0] in printed[2]

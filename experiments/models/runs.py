@@ -3,7 +3,6 @@ a table and a figure."""
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import resource
@@ -23,8 +22,11 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 from tqdm import tqdm
 
+from deqfast._checks import did_you_mean
+
 sys.path.append(str(Path(__file__).parents[1]))  # where nc_study is, when a script of this folder is run
 
+from nc_study.arguments import Parser
 from nc_study.cli import told
 from nc_study.config import Checked, SettingsError, StudyError, add_options, flag_of, option
 from nc_study.figures import png
@@ -45,11 +47,13 @@ class Options(Checked):
     """Options of every script; a script adds its own."""
 
     seeds: int = option("runs", "seeds of every arm, from 0", 3, minimum=1)
-    arms: str = option("runs", "arms to train, with commas between; all: each of them", "all")
-    data_root: str | None = option("data", "folder (or file) of the real data; off: the script makes its own", None)
+    arms: str = option("runs", "arms to train, with commas between; all: each of them", "all", metavar="A,B")
+    data_root: str | None = option(
+        "data", "folder (or file) of the real data; off: the script makes its own", None, metavar="PATH"
+    )
     jobs: int = option("runs", "runs at a time, with a thread each", os.cpu_count() or 1, minimum=1)
     out: str | None = option(
-        "runs", "folder for records, weights, table, figure; off: runs/ and the script's name", None
+        "runs", "folder for records, weights, table, figure; off: runs/ and the script's name", None, metavar="DIR"
     )
     resume: bool = option("runs", "go on with the runs in --out, and leave finished ones as they are", False)
 
@@ -162,16 +166,17 @@ def main(
 ) -> int:
     """Train what is asked for and print the table; the exit status is 0, 1 for an error (told in a line), 2 for bad
     arguments, 130 after Ctrl-C. `check` looks at the data before any work is done."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    script = Path(sys.modules[train.__module__].__file__ or "").stem
+    examples = f"{script}.py --arms {arms[0]},{arms[1]} --seeds 1", f"{script}.py --out runs/{script} --resume"
+    parser = Parser(description, [f"models/{example}" for example in examples])
     add_options(parser, options_type)
     try:
         options = options_type(**vars(parser.parse_args(argv)))
         chosen = arms if options.arms == "all" else list(dict.fromkeys(options.arms.split(",")))
         if unknown := [one for one in chosen if one not in arms]:
-            raise SettingsError(f"--arms {unknown[0]}: one of all, {', '.join(arms)}")
+            raise SettingsError(f"--arms {unknown[0]}: one of all, {', '.join(arms)}{did_you_mean(unknown[0], arms)}")
     except SettingsError as error:
         parser.error(str(error))
-    script = Path(sys.modules[train.__module__].__file__ or "").stem
     folder = Path(options.out or f"runs/{script}")
 
     def work() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .arguments import Parser, one_of
 from .shapes import DRAWING
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "shapes": 10, "shapes100": 100}
@@ -96,7 +97,10 @@ class Setting:
 
 
 def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """Field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
+    """Field that is also a command-line option.
+
+    `checks`: choices, minimum, maximum, above and below (exclusive). A str without choices needs a `metavar` too.
+    """
     return field(default=default, metadata={"group": group, "help": text, **checks})
 
 
@@ -256,10 +260,10 @@ class Experiment(Checked):
 class Settings(Experiment):
     """Experiment with the options that may change on resuming: folders and threads."""
 
-    data_root: str = option("data", "folder that holds, or receives, the CIFAR files", "data")
-    threads: int = option("machine", "CPU threads; 0: as many as PyTorch takes", 0, minimum=0)
-    out: str = option("machine", "folder under which every run gets a folder of its own", "runs")
-    resume: bool = option("machine", "go on with the run of these settings where it stopped", False)
+    data_root: str = option("data", "folder of the CIFAR files, also for downloads", "data", metavar="DIR")
+    threads: int = option("machine", "CPU threads; 0: PyTorch's default", 0, minimum=0)
+    out: str = option("machine", "parent of the runs' folders", "runs", metavar="DIR")
+    resume: bool = option("machine", "continue the run of these settings where it stopped", False)
 
     @property
     def experiment(self) -> Experiment:
@@ -334,11 +338,13 @@ def preset_values(preset: str, classes: int) -> dict[str, Any]:
 
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
     """Settings from the command line; a bad one ends the program with status 2 and a line that names it."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",
-        description=description,
-        epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
+    script = f"{study}.py"
+    examples = (
+        f"{script}    # works on any machine, without GPU and network",
+        f"{script} --model deq --adjoint implicit --seed 1",
+        f"{script} --preset quick --out runs/first --resume",
     )
+    parser = Parser(description, examples)
     add_options(parser, Settings, (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ())
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
@@ -361,9 +367,10 @@ def add_options(parser: argparse.ArgumentParser, settings: type, without: Collec
         if kind is bool:
             taken: dict[str, Any] = {"action": "store_true"}
         elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"]}
+            taken = {"choices": spec.metadata["choices"], "type": one_of(spec.metadata["choices"])}
         else:
-            taken = {"type": kind, "metavar": kind.__name__.upper()}
+            metavar = spec.metadata["metavar"] if kind is str else kind.__name__.upper()
+            taken = {"type": kind, "metavar": metavar}
         if spec.default is MISSING:
             default = ", ".join(f"{preset}: {preset_values(preset, 10)[spec.name]}" for preset in PRESETS)
         else:

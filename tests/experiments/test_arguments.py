@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 
+import cells
 import graphs
+import images
 import layer_peeled
 import pytest
+import restoration
 import runs
 import separation
 import study
@@ -22,7 +26,14 @@ SCRIPTS = {
     "separation": separation.main,
     **{
         script.__name__: partial(runs.main, None, options, script.ARMS, script.train, script.draw)
-        for script, options in ((graphs, graphs.Graphs), (sudoku, sudoku.Sudoku), (text, text.Text))
+        for script, options in (
+            (cells, cells.Cells),
+            (graphs, graphs.Graphs),
+            (images, images.Images),
+            (restoration, restoration.Restoration),
+            (sudoku, sudoku.Sudoku),
+            (text, text.Text),
+        )
     },
 }
 
@@ -67,6 +78,16 @@ SCRIPTS = {
         ("sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
         ("sudoku --data-root .", "--size 6: 9 with --data-root"),
         ("text --width 100", "--width 100"),
+        ("cifar_lt --sovler picard", "unrecognized arguments: --sovler picard; did you mean '--solver'?"),
+        (
+            "cifar_lt --max_iter=3 --solvr=picard",
+            "--solvr=picard; did you mean '--max-iter'?; did you mean '--solver'?",
+        ),
+        ("cifar_lt --adjoint ift", "choose from jfb, implicit, phantom, unrolled); did you mean 'implicit'?"),
+        ("study --table 1 --arms deq-impicit", "did you mean 'deq-implicit'?"),
+        ("graphs --arms explicit-parameter", "did you mean 'explicit-parameters'?"),
+        ("separation --experiment sawtoth", "did you mean 'sawtooth'?"),
+        ("layer_peeled --tolerence 1", "unrecognized arguments: --tolerence 1; did you mean '--tolerance'?"),
     ],
 )
 def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys):
@@ -76,3 +97,18 @@ def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys
         SCRIPTS[script](arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_examples_of_the_help_are_right(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for module in (layer_peeled, runs, separation, study):
+        monkeypatch.setattr(module, "told", lambda *_: 0)
+    with pytest.raises(SystemExit):
+        SCRIPTS[script](["--help"])
+    examples = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
+    assert len(examples) > 1
+    for example in examples:
+        command, path, *arguments = shlex.split(example, comments=True)
+        assert command == "python" and path.endswith(f"/{script}.py")
+        SCRIPTS[script](arguments)

@@ -126,9 +126,8 @@ def test_when_to_use_a_deq_retells_the_verdicts():
     }
     rows = rows_of_when()
     for claim, place in verdicts.items():
-        _, _, verdict, difference, *_ = (
-            re.search(rf"^\| {claim} *\|.*$", report, re.MULTILINE)[0].strip("|").split(" | ")
-        )
+        line = re.search(rf"^\| {claim}: .*$", report, re.MULTILINE)[0]
+        _, verdict, difference, *_ = line.strip("|").split(" | ")
         gain, _, sure = rows[place]
         assert gain.removesuffix(" points") == difference.strip() and sure.endswith(f": {verdict.strip()}")
 

@@ -298,7 +298,9 @@ def test_result_is_plain_and_frozen():
     fields = result._asdict()
     assert NCResult(**json.loads(json.dumps(fields))) == result
     assert {name for name, value in fields.items() if type(value) is int} == {"rank", "num_classes", "excluded"}
-    assert fields.pop("geometry") is None and all(type(value) in (int, float) for value in fields.values())
+    for asked in ("geometry", "nc1_per_class", "nc2_means", "nc2_classifier"):
+        assert fields.pop(asked) is None
+    assert fields.pop("convention") == "sun" and all(type(value) in (int, float) for value in fields.values())
     with pytest.raises(AttributeError):
         result.nc1 = 0.0
 
