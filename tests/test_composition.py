@@ -139,7 +139,7 @@ def test_cells_may_use_torch_func(adjoint):
 
 @pytest.mark.parametrize("adjoint", EVERY, ids=str)
 def test_the_operations_of_a_step_are_counted(adjoint):
-    """torch's counter takes no leaf of a graph as a module's input from autograd.grad."""
+    """torch's FlopCounterMode would fail if autograd.grad met a module's input that is a leaf."""
     block, encoder = DEQBlock(Cell(), adjoint=adjoint), nn.Linear(4, 4, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter:
         z = block(encoder(torch.randn(3, 4, dtype=torch.float64)))

@@ -299,7 +299,7 @@ class TestErrors:
             calls[transform]()
             return
         with pytest.raises(
-            RuntimeError, match="the cell may hold no tensor that is transformed .* give it to the block"
+            RuntimeError, match="the cell may hold no tensor that is transformed .* Give it to the block"
         ):
             calls[transform]()
 

@@ -1,4 +1,4 @@
-"""Cases with Anderson acceleration as textbooks write it: the same map and tolerance, time and evaluations."""
+"""Cases with a textbook's Anderson acceleration: time and evaluations for the same map and tolerance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def anderson(f, z, history=5, tol=1e-3, max_iter=100, ridge=1e-4):
 
 
 def textbook_case(batch: int, dim: int, tol: float) -> Case:
-    """A solve of tanh(W z + c) to `tol`, f included, from 0."""
+    """Case of a solve of tanh(W z + c) from 0 to `tol`; the time includes f."""
 
     def contender(provider: str, device: str) -> Contender:
         f = FullyConnected(batch, dim, device)

@@ -274,7 +274,7 @@ def _results(call: _Call, value: Any, solution: Solution) -> list[Tensor]:
 
 
 def _is_given(own: Tensor, given: Tensor, records: bool) -> bool:
-    """Return whether the cell's own tensor is the given one and, if a graph is recorded, whether both are leaves."""
+    """Return whether the cell's own tensor is the given one; for a graph, also a leaf with the same requires_grad."""
     return own.is_set_to(given) and (not records or own.is_leaf and own.requires_grad == given.requires_grad)
 
 

@@ -15,7 +15,7 @@ from .rows import rows_of
 def sample_norms(
     leaves: Sequence[Tensor], groups: Groups | None, maximum: bool = False, factors: list[float] | None = None
 ) -> Tensor:
-    """Norms of the samples, (B,) float64, so that no square of a float32 overflows or underflows.
+    """Norms of the samples, (B,) in float64, in which no square of a float32 overflows or underflows.
 
     `maximum`: norms are the largest magnitudes. `factors`: divisors of the leaves, see ``factors_of``.
     """

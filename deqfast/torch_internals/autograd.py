@@ -203,7 +203,7 @@ def keeps_graph() -> bool:
 
 
 def not_leaves(tree: Any) -> Any:
-    """Views in place of leaves: torch's counters of a module's work would disturb ``autograd.grad`` for leaves."""
+    """Views in place of leaves: FlopCounterMode fails if ``autograd.grad`` meets a module's input that is a leaf."""
     return pytree.tree_map(lambda t: _following(t) if _requires_grad(t) and t.is_leaf else t, tree)
 
 
