@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
-import operator
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from runs.options import Checked, SettingsError, add_options, option
+from runs.provenance import multiplies_bf16
 
 from .shapes import DRAWING
 
@@ -33,21 +33,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"lr": 0.1, "schedule": "cosine", "metrics_every": 5, "precision": "auto"},
     },
 }
-KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
-LIMITS = {
-    "minimum": (operator.ge, "at least"),
-    "maximum": (operator.le, "at most"),
-    "above": (operator.gt, "more than"),
-    "below": (operator.lt, "less than"),
-}
-
-
-class StudyError(Exception):
-    """Something the user can put right: printed as one line, without a traceback."""
-
-
-class SettingsError(StudyError, ValueError):
-    """An option of a run with a value that makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +78,6 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.dataset}, {self.imbalance}"
-
-
-def option(group: str, text: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field that is also a command-line option; `checks`: choices, minimum, maximum, above and below (exclusive)."""
-    return field(default=default, metadata={"group": group, "help": text, **checks})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """Base of dataclasses of options: SettingsError for a value that makes no sense."""
-
-    def __post_init__(self) -> None:
-        for spec in fields(self):
-            check_field(spec, getattr(self, spec.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,27 +244,6 @@ def arm_options(arm: str) -> dict[str, str]:
     return {"model": "deq", "adjoint": adjoint} if adjoint else {"model": model}
 
 
-def check_field(spec: Field[Any], value: Any) -> None:
-    """SettingsError if the value is not what the field's `option` allows."""
-    checks, allowed = spec.metadata, ""
-    if value is None:
-        return
-    if value not in checks.get("choices", (value,)):
-        allowed = f"one of {', '.join(checks['choices'])}"
-    elif isinstance(value, float) and not math.isfinite(value):
-        allowed = "a finite number"
-    for name, (met, words) in LIMITS.items():
-        if not allowed and name in checks and not met(value, checks[name]):
-            allowed = f"{words} {checks[name]}"
-    if allowed:
-        raise SettingsError(f"{flag_of(spec.name)} {value}: {allowed}")
-
-
-def flag_of(name: str) -> str:
-    """The command-line option of a field."""
-    return "--" + name.replace("_", "-")
-
-
 def settings_from(study: str, **given: Any) -> Settings:
     """Complete settings: what is given, then the preset, then the defaults; device, preset and precision are no longer
     `auto`."""
@@ -317,16 +267,15 @@ def settings_from(study: str, **given: Any) -> Settings:
     return Settings(**values)
 
 
-def multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for products of bfloat16: without them it is slower than float32."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-
-
 def preset_values(preset: str, classes: int) -> dict[str, Any]:
     """The values that a preset fills in for a data set of 10 or 100 classes."""
     filled = PRESETS.get(preset, {})
     return {name: value[classes] if isinstance(value, dict) else value for name, value in filled.items()}
+
+
+def shown_presets() -> dict[str, dict[str, Any]]:
+    """The values of every preset that --help shows, those for ten classes."""
+    return {preset: preset_values(preset, 10) for preset in PRESETS}
 
 
 def parse(study: str, description: str | None, argv: Sequence[str] | None = None) -> Settings:
@@ -336,7 +285,8 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         description=description,
         epilog=f"With no option at all: python experiments/{study}.py works on any machine, without GPU and network.",
     )
-    add_options(parser, Settings, (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ())
+    without = (*IMBALANCE, "imbalance") if study == "cifar_balanced" else ()
+    add_options(parser, Settings, without, shown_presets())
     given = vars(parser.parse_args(argv))
     if "adjoint" in given and given.get("model", "both") not in ("both", "deq"):
         parser.error(f"--adjoint {given['adjoint']}: --model {given['model']} has no equilibrium")
@@ -344,34 +294,3 @@ def parse(study: str, description: str | None, argv: Sequence[str] | None = None
         return settings_from(study, **given)
     except SettingsError as error:
         parser.error(str(error))
-
-
-def add_options(parser: argparse.ArgumentParser, settings: type, without: Collection[str] = ()) -> None:
-    """Give the parser the options of a dataclass of settings, but for those named; what is not given is absent from
-    the parser's result."""
-    groups: dict[str, Any] = {}
-    for spec in fields(settings):
-        if not spec.metadata or spec.name in without:
-            continue
-        name, kind = spec.metadata["group"], KINDS[spec.type.split()[0]]
-        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
-        if kind is bool:
-            taken: dict[str, Any] = {"action": "store_true"}
-        elif "choices" in spec.metadata:
-            taken = {"choices": spec.metadata["choices"]}
-        else:
-            taken = {"type": kind, "metavar": kind.__name__.upper()}
-        if spec.default is MISSING:
-            default = ", ".join(f"{preset}: {preset_values(preset, 10)[spec.name]}" for preset in PRESETS)
-        else:
-            default = f"default: {'off' if spec.default is None or spec.default is False else spec.default}"
-        text = f"{spec.metadata['help']} ({default})".replace("%", "%%")
-        group.add_argument(flag_of(spec.name), default=argparse.SUPPRESS, help=text, **taken)
-
-
-def as_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these settings, of which a switch is on or absent."""
-    words = []
-    for name, value in given.items():
-        words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
-    return words

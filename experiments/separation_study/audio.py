@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from nc_study.config import StudyError
 from nc_study.models import count_parameters
+from runs.options import StudyError
 from scipy import signal
 from scipy.io import wavfile
 from torch import Tensor

@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
-from nc_study.config import ARMS, Settings, StudyError, arm_options, settings_from
+from nc_study.config import ARMS, Settings, arm_options, settings_from
 from nc_study.data import find_source, load
 from nc_study.models import ResNet18, build, choose_kernel
 from nc_study.reporting.runs import collect
 from nc_study.rundir import RunDirectory
 from nc_study.training import Trainer
+from runs.options import StudyError
 from scipy import stats
 from torch import Tensor
 from tqdm import tqdm

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import graphs
 import layer_peeled
+import model
 import pytest
-import runs
 import separation
 import study
-import sudoku
-import text
 from nc_study.config import parse
 
 SCRIPTS = {
@@ -20,10 +17,7 @@ SCRIPTS = {
     "study": study.main,
     "layer_peeled": layer_peeled.main,
     "separation": separation.main,
-    **{
-        script.__name__: partial(runs.main, None, options, script.ARMS, script.train, script.draw)
-        for script, options in ((graphs, graphs.Graphs), (sudoku, sudoku.Sudoku), (text, text.Text))
-    },
+    "model": model.main,
 }
 
 
@@ -61,12 +55,13 @@ SCRIPTS = {
         ("layer_peeled --tolerance=0", "--tolerance 0"),
         ("separation --experiment none", "--experiment"),
         ("separation --jobs 0", "--jobs 0"),
-        ("graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
-        ("graphs --lr 0", "--lr 0.0"),
-        ("graphs --seeds 0", "--seeds 0"),
-        ("sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
-        ("sudoku --data-root .", "--size 6: 9 with --data-root"),
-        ("text --width 100", "--width 100"),
+        ("model nothing", "invalid choice: 'nothing'"),
+        ("model graphs --arms none", "--arms none: one of all, deq, explicit-parameters, explicit-compute, perceptron"),
+        ("model graphs --lr 0", "--lr 0.0"),
+        ("model graphs --seeds 0", "--seeds 0"),
+        ("model sudoku --clues 3", "--clues 3: 8 to 35 with --size 6"),
+        ("model sudoku --data-root .", "--size 6: 9 with --data-root"),
+        ("model text --width 100", "--width 100"),
     ],
 )
 def test_bad_arguments_are_named(command, message, tmp_path, monkeypatch, capsys):

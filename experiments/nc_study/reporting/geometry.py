@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import product
 
 import torch
+from runs.files import read_arrays
 
 from deqfast.metrics import ClassGeometry, class_geometry
 
 from ..config import Setting
 from ..figures import ARMS
-from ..rundir import RunDirectory, read_arrays
+from ..rundir import RunDirectory
 from .runs import Group, Run
 from .tables import Row, over_seeds
 

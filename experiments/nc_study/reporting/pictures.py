@@ -10,11 +10,11 @@ from statistics import fmean
 
 import numpy as np
 from matplotlib.figure import Figure
+from runs.files import read_arrays
 
 from .. import figures
 from ..config import ARMS, Setting
 from ..paper import PAPER
-from ..rundir import read_arrays
 from .runs import Group
 from .verdicts import estimate
 

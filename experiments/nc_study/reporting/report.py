@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from runs.files import prepare_out, write_atomically
+
 from ..figures import png
 from ..paper import RATIOS, TABLES
 from ..protocol import tuning
 from ..record import AVERAGED
-from ..rundir import prepare_out, write_atomically
 from . import tables
 from .document import TEMPLATES, render, to_html
 from .geometry import geometry_rows
