@@ -14,11 +14,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train a model; the exit status is 0, 1 if a run failed or none could be begun, 2 for bad arguments, 130 after
     Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s MODEL [options]")
-    parser.add_argument("model", choices=MODELS, help="which; its options: %(prog)s MODEL --help")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    asked = parser.parse_args(argv)
-    module = import_module(f"models.{asked.model}")
-    return frame.main(asked.model, module.__doc__, module.EXAMPLE, asked.options)
+    parser.add_argument("model", choices=MODELS, help="%(prog)s MODEL --help lists its options")
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = parser.parse_args(words[:1]).model
+    module = import_module(f"models.{name}")
+    return frame.main(name, module.__doc__, module.EXAMPLE, words[1:])
 
 
 if __name__ == "__main__":

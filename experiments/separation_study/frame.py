@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,6 +96,15 @@ class Experiment:
     measure: Callable[[Any, Unit], Any]
     section: Callable[[Any, dict[Unit, Any]], Section]
     files: Callable[[Any], Mapping[str, bytes]] | None = None
+
+
+def of_module(
+    module: str, title: str, quick: Any, full: Any, files: Callable[[Any], Mapping[str, bytes]] | None = None
+) -> Experiment:
+    """Make the experiment of a module of this package: its name, `Result`, `units`, `measure` and `section`."""
+    of: Any = sys.modules[module]
+    name, sizes = module.rpartition(".")[2], {"quick": quick, "full": full}
+    return Experiment(name, title, sizes, of.Result, of.units, of.measure, of.section, files)
 
 
 class Job(Run):
